@@ -1,13 +1,13 @@
-"""A function that runs in a process of its own, under a deadline: a function that hangs or is
-killed costs only that process.
+"""Function in a child process, with a deadline: a function that hangs or is killed costs only the
+child process.
 
-Arguments and results are JSON. Python cannot end a thread, nor stop a regular expression or a long
-multiplication from another thread; it can end a process. The child process writes whatever the
-function prints to the error output of this process.
+Arguments and results are JSON. Python cannot stop a thread, nor a regular expression or a long
+multiplication in another thread, but it can kill a process. Output that the function prints is
+written to the standard error of this process.
 
-Each request has a number, and its answer repeats the number. An answer with another number is
-dropped, so a process that the function forked cannot answer in place of the function. Forked
-processes also lose both pipes (`_cut_off_forks`).
+Each request has a number, and its response repeats the number. A response with another number is
+dropped, so a process that the function has forked cannot respond in place of the function. Forked
+processes also lose both pipes (`_disconnect_forks`).
 """
 
 import contextlib
@@ -28,23 +28,31 @@ from pathlib import Path
 from typing import IO, Any
 
 from aligner.errors import AlignerError, ConfigError
-from aligner.user_code import imported
+from aligner.user_code import import_object
 
-_IMPORT_S = 180.0
-"""Seconds in which the child must start and import the function."""
-_LOOK_S = 0.5
-"""Seconds between two checks whether the child is alive: a process that the function forked may
-keep the pipe open, so that the child's exit does not close the pipe."""
+# Timeout for the child's start and its import of the function, in seconds.
+_IMPORT_TIMEOUT_S = 180.0
+# Seconds between two checks whether the child is alive: a process that the function has forked may
+# keep the pipe open, so that the child's exit does not close the pipe.
+_POLL_INTERVAL_S = 0.5
+# Signal at which the child writes its Python stacks; user code hardly uses it.
 _STACK_SIGNAL = signal.SIGRTMAX
-"""Makes the child write its Python stacks. A signal that user code hardly uses."""
-_STACK_S, _STACK_LOOK_S = 2.0, 0.1
-"""Maximum seconds to wait for the stacks, and seconds between two looks at their size."""
-_STACK_LINES = 60
+# Maximum seconds to wait for the stacks, and seconds between two checks of their size.
+_STACK_TIMEOUT_S = 2.0
+_STACK_POLL_INTERVAL_S = 0.1
+_MAX_STACK_LINES = 60
+
+
+# Key of the placeholder of a value whose type JSON does not have.
+_PLACEHOLDER_KEY = "aligner: of a type that JSON does not have"
 
 
 class ChildRaised(AlignerError):
-    """The function raised an exception; the message is its type and message. Its traceback is in
-    the error output of this process."""
+    """The function raised an exception.
+
+    The message contains the exception's type and message. The traceback is on the standard error of
+    this process.
+    """
 
 
 class ChildLost(AlignerError):
@@ -56,273 +64,328 @@ class ChildTooSlow(ChildLost):
     """The process exceeded its time limit and was killed."""
 
     def __init__(self, message: str, stack: str = "") -> None:
-        """`stack` is the Python stack of the process, without the frames of this module; empty if
-        the process did not write it."""
+        """Create the error.
+
+        Args:
+            message: The message.
+            stack: Python stack of the process, without the frames of this module; empty if the
+                process did not write it.
+        """
         super().__init__(message)
         self.stack = stack
 
 
 class ChildFunction:
-    """A function of a module, called in a child process that persists between calls; threads take
-    turns."""
+    """A function of a module that is called in a child process.
+
+    The process persists between calls. Calls of several threads are executed one after another.
+    """
 
     def __init__(
         self,
         module: str,
         name: str,
         *,
-        through: str | None = None,
-        takes: int | None = None,
+        wrapper: str | None = None,
+        argument_count: int | None = None,
         deadline_s: float | None = None,
-        processor_s: float = 0.0,
+        cpu_limit_s: float = 0.0,
         memory_bytes: int | None = None,
     ) -> None:
         """Describe the function; `start` or the first call starts the process.
 
         Args:
-            module: the module that defines the function.
-            name: the function's name in the module.
-            through: a `module:function` that is called with the function and the arguments,
+            module: Module that defines the function.
+            name: Name of the function in the module.
+            wrapper: Function `module:function` that is called with the function and its arguments,
                 instead of the function.
-            takes: number of arguments that the function must accept; None: not checked.
-            deadline_s: maximum duration of a call in seconds.
-            processor_s: maximum CPU time of a call in seconds; 0: no limit.
-            memory_bytes: maximum address space of the process.
+            argument_count: Number of arguments that the function must accept; None disables the
+                check.
+            deadline_s: Maximum duration of a call in seconds; None means no limit.
+            cpu_limit_s: Maximum CPU time of a call in seconds; 0 means no limit.
+            memory_bytes: Maximum address space of the process in bytes; None means no limit.
         """
-        self._settings = [module, name, through, takes, processor_s, memory_bytes, sys.path]
-        self._deadline_s, self._processor_s = deadline_s, processor_s
+        self._settings = [
+            module,
+            name,
+            wrapper,
+            argument_count,
+            cpu_limit_s,
+            memory_bytes,
+            sys.path,
+        ]
+        self._deadline_s = deadline_s
+        self._cpu_limit_s = cpu_limit_s
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
+        # Bytes that the process has written after its last complete line.
         self._received = bytearray()
-        """What the process has written behind the last complete line."""
-        self._stacks = -1
-        """File descriptor of the memory file to which the process writes its stacks."""
+        # File descriptor of the memory file to which the process writes its stacks.
+        self._stacks_fd = -1
+        # Number of the last request.
         self._number = 0
-        """Number of the last request."""
 
     def start(self) -> None:
-        """Have the process ready. Raises ConfigError, with the reason alone, if there is no such
-        function."""
+        """Start the process, and let it import the function.
+
+        Raises:
+            ConfigError: If the function does not exist or cannot be imported. The message contains
+                only the reason.
+            ChildLost: If the process hangs or exits.
+        """
         with self._lock:
-            self._started()
+            self._ensure_started()
 
     def __call__(self, *arguments: Any) -> Any:
-        """Return the function's result. Raises ChildRaised, ChildLost and the errors of `start`."""
+        """Return the function's result.
+
+        Raises:
+            ChildRaised: If the function raised an exception.
+            ChildLost: If the process hung or exited.
+            ConfigError: If the process was not running, and `start` failed.
+        """
         with self._lock:
-            process = self._started()
+            process = self._ensure_started()
             self._number += 1
             try:
                 request = json.dumps([self._number, arguments])
                 _pipe(process.stdin).write(request.encode() + b"\n")
                 _pipe(process.stdin).flush()
             except BrokenPipeError:
-                raise self._lost(process) from None
-            answer = self._answer(process, self._deadline_s)
-        if "raised" in answer:
-            raise ChildRaised(answer["raised"])
-        return answer["result"]
+                raise self._exit_error(process) from None
+            response = self._wait_for_response(process, self._deadline_s)
+        if "raised" in response:
+            raise ChildRaised(response["raised"])
+        return response["result"]
 
     def close(self) -> None:
-        """End the process, if there is one."""
+        """Kill the process, if it is running."""
         with self._lock:
-            self._end()
+            self._kill()
 
-    def _started(self) -> subprocess.Popen[bytes]:
+    def _ensure_started(self) -> subprocess.Popen[bytes]:
         if self._process is None:
             command = [sys.executable, "-m", __name__]
-            # One hash of texts in all of them, so that what depends on the order of a set is the
-            # same on every rank.
+            # The hash seed is the same in all child processes, so that results that depend on the
+            # order of a set are the same on every rank.
             environment = {"PYTHONHASHSEED": "0", **os.environ}
-            self._stacks = os.memfd_create("stacks")
+            self._stacks_fd = os.memfd_create("stacks")
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 bufsize=-1,
                 env=environment,
-                pass_fds=(self._stacks,),
+                pass_fds=(self._stacks_fd,),
             )
-            self._number, self._received = 0, bytearray()
-            settings = json.dumps([self._stacks, *self._settings])
-            with contextlib.suppress(BrokenPipeError):  # `_answer` finds out why
+            self._number = 0
+            self._received = bytearray()
+            settings = json.dumps([self._stacks_fd, *self._settings])
+            with contextlib.suppress(BrokenPipeError):  # `_wait_for_response` reports the cause
                 _pipe(self._process.stdin).write(settings.encode() + b"\n")
                 _pipe(self._process.stdin).flush()
             try:
-                answer = self._answer(self._process, _IMPORT_S)
+                response = self._wait_for_response(self._process, _IMPORT_TIMEOUT_S)
             except ChildTooSlow as error:
                 raise ChildTooSlow(
-                    f"did not start and import its module within {_IMPORT_S:g} s; Python stack:\n"
-                    f"{error.stack}",
+                    f"did not start and import its module within {_IMPORT_TIMEOUT_S:g} s; Python"
+                    f" stack:\n{error.stack}",
                     error.stack,
                 ) from None
-            if "refused" in answer:
-                self._end()
-                raise ConfigError(answer["refused"])
+            if "refused" in response:
+                self._kill()
+                raise ConfigError(response["refused"])
         return self._process
 
-    def _answer(self, process: subprocess.Popen[bytes], deadline_s: float | None) -> dict[str, Any]:
-        """Wait for the answer to the last request."""
+    def _wait_for_response(
+        self, process: subprocess.Popen[bytes], deadline_s: float | None
+    ) -> dict[str, Any]:
+        """Return the response to the last request."""
         end = None if deadline_s is None else time.monotonic() + deadline_s
         while True:
-            answer = json.loads(self._line(process, end, deadline_s), object_hook=_as_foreign)
-            if answer["number"] == self._number:
-                return answer
+            line = self._wait_for_line(process, end, deadline_s)
+            response = json.loads(line, object_hook=_decode_placeholder)
+            if response["number"] == self._number:
+                return response
 
-    def _line(
+    def _wait_for_line(
         self, process: subprocess.Popen[bytes], end: float | None, deadline_s: float | None
     ) -> bytes:
-        """Wait for the next line that the process writes."""
+        """Return the next line that the process writes.
+
+        Args:
+            process: The child process.
+            end: End of the wait on the monotonic clock; None means no limit.
+            deadline_s: The deadline in the error message, in seconds.
+        """
         descriptor = _pipe(process.stdout).fileno()
         readable = select.poll()
         readable.register(descriptor, select.POLLIN)
         while b"\n" not in self._received:
-            left = _LOOK_S if end is None else min(_LOOK_S, end - time.monotonic())
-            if left <= 0:
+            wait_s = (
+                _POLL_INTERVAL_S if end is None else min(_POLL_INTERVAL_S, end - time.monotonic())
+            )
+            if wait_s <= 0:
                 stack = self._read_stack(process)
-                self._end()
+                self._kill()
                 raise ChildTooSlow(
                     f"returned no result within {deadline_s:g} s and was killed", stack
                 )
-            if readable.poll(left * 1000):
-                if not (more := os.read(descriptor, 1 << 16)):
-                    raise self._lost(process)
-                self._received += more
+            if readable.poll(wait_s * 1000):
+                if not (block := os.read(descriptor, 1 << 16)):
+                    raise self._exit_error(process)
+                self._received += block
             elif process.poll() is not None:
-                raise self._lost(process)
+                raise self._exit_error(process)
         line, _, self._received = self._received.partition(b"\n")
         return bytes(line)
 
     def _read_stack(self, process: subprocess.Popen[bytes]) -> str:
-        """Have the process write the stacks of its threads and asyncio tasks, and return them."""
+        """Let the process write the stacks of its threads and asyncio tasks, and return them."""
         process.send_signal(_STACK_SIGNAL)
         last_size = 0
-        end = time.monotonic() + _STACK_S
+        end = time.monotonic() + _STACK_TIMEOUT_S
         while time.monotonic() < end:
-            time.sleep(_STACK_LOOK_S)
-            size = os.fstat(self._stacks).st_size
+            time.sleep(_STACK_POLL_INTERVAL_S)
+            size = os.fstat(self._stacks_fd).st_size
             if size and size == last_size:
-                break  # nothing was added since the last look
+                break  # the process has written all stacks
             last_size = size
-        return _of_function(os.pread(self._stacks, 1 << 20, 0).decode(errors="replace"))
+        return _select_function_frames(
+            os.pread(self._stacks_fd, 1 << 20, 0).decode(errors="replace")
+        )
 
-    def _lost(self, process: subprocess.Popen[bytes]) -> ChildLost:
+    def _exit_error(self, process: subprocess.Popen[bytes]) -> ChildLost:
+        """Wait until the process exits, and return the error that describes its exit."""
         code = process.wait()
-        self._end()
+        self._kill()
+        # SIGPROF is the signal of the CPU timer, which `serve` sets.
         if code == -signal.SIGPROF:
             return ChildTooSlow(
-                f"used more than {self._processor_s:g} s of CPU time and was killed"
+                f"used more than {self._cpu_limit_s:g} s of CPU time and was killed"
             )
         if code >= 0:
             return ChildLost(f"exited during a call: exit code {code}")
         memory = " (perhaps out of memory)" if code == -signal.SIGKILL else ""
         return ChildLost(f"was killed by {signal.Signals(-code).name}: exit code {code}{memory}")
 
-    def _end(self) -> None:
-        process, self._process = self._process, None
+    def _kill(self) -> None:
+        process = self._process
+        self._process = None
         if process is not None:
             process.kill()
             process.wait()
             _pipe(process.stdout).close()
             with contextlib.suppress(BrokenPipeError):
                 _pipe(process.stdin).close()
-            os.close(self._stacks)
+            os.close(self._stacks_fd)
 
 
 def _pipe(stream: IO[bytes] | None) -> IO[bytes]:
+    """Return a stream of the process, which is always a pipe; the check is for the type checker."""
     if stream is None:
-        raise AssertionError  # both are pipes
+        raise AssertionError
     return stream
 
 
-def _of_function(stacks: str) -> str:
+def _select_function_frames(stacks: str) -> str:
     """Return the stacks of asyncio tasks, of the main thread and of the other threads, in this
-    order, without the frames by which this package called the function."""
+    order, without the frames of this package that called the function."""
     package = f'"{Path(__file__).parent}{os.sep}'
     sections: dict[str, list[str]] = {"task": [], "main": [], "other": []}
     for section in stacks.strip().split("\n\n"):
         lines = section.splitlines()
-        calls = [place for place, line in enumerate(lines) if f'"{__file__}"' in line]
-        kind = "task" if section.startswith("Task ") else "main" if calls else "other"
-        if calls:
-            del lines[calls[0] :]
+        own_frames = [index for index, line in enumerate(lines) if f'"{__file__}"' in line]
+        kind = "task" if section.startswith("Task ") else "main" if own_frames else "other"
+        # The innermost frame is first: this module's frame and its callers are at the end.
+        if own_frames:
+            del lines[own_frames[0] :]
         while lines and package in lines[-1]:
             del lines[-1]
         sections[kind] += lines
-    found = [line for lines in sections.values() for line in lines]
-    if len(found) > _STACK_LINES:
-        found = [*found[:_STACK_LINES], f"  ... {len(found) - _STACK_LINES} more lines"]
-    return "\n".join(found)
+    all_lines = [line for lines in sections.values() for line in lines]
+    if len(all_lines) > _MAX_STACK_LINES:
+        hidden_count = len(all_lines) - _MAX_STACK_LINES
+        all_lines = [*all_lines[:_MAX_STACK_LINES], f"  ... {hidden_count} more lines"]
+    return "\n".join(all_lines)
 
 
 def serve() -> None:
-    """Run the child process: read a line of settings, answer it, and then answer each request."""
-    # A terminal sends it to every process; the end of the input ends this one.
+    """Run the child process: respond to a line of settings, and then to each request."""
+    # A terminal sends SIGINT to every process of its group. This process exits at the end of its
+    # input instead.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
+    # Move the pipes to other descriptors: the function must not read requests from standard input,
+    # and its output must not be mixed with responses.
+    requests = os.fdopen(os.dup(0))
+    responses = os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)  # what the function prints is no answer
-    own_process, number = os.getpid(), 0
+    os.dup2(2, 1)
+    own_pid = os.getpid()
+    number = 0
 
-    def answer(content: Mapping[str, Any]) -> None:
-        if os.getpid() != own_process:
-            # The function forked, and the forked process returned from the function too.
+    def respond(content: Mapping[str, Any]) -> None:
+        if os.getpid() != own_pid:
+            # The function has forked, and the forked process has returned from the function too.
             sys.stderr.flush()
             os._exit(0)
-        line = json.dumps({"number": number, **content}, default=_foreign)
-        answers.write(line + "\n")
-        answers.flush()
+        line = json.dumps({"number": number, **content}, default=_encode_placeholder)
+        responses.write(line + "\n")
+        responses.flush()
 
-    stacks, module, name, through, takes, processor_s, memory_bytes, sys.path = json.loads(
-        requests.readline()
+    stacks_fd, module, name, wrapper_name, argument_count, cpu_limit_s, memory_bytes, sys.path = (
+        json.loads(requests.readline())
     )
-    _cut_off_forks(requests.fileno(), answers.fileno())
-    _write_stacks_to(stacks)
+    _disconnect_forks(requests.fileno(), responses.fileno())
+    _install_stack_handlers(stacks_fd)
     if memory_bytes is not None:
         resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, resource.RLIM_INFINITY))
     try:
-        function, called = (
-            imported(module, name),
-            (None if through is None else imported(*through.split(":"))),
-        )
+        function = import_object(module, name)
+        wrapper = None if wrapper_name is None else import_object(*wrapper_name.split(":"))
         if not callable(function):
             raise ConfigError(f"{name!r} must be callable, got {type(function).__name__}")
-        if takes is not None:
-            _require_arguments(name, function, takes)
+        if argument_count is not None:
+            _check_argument_count(name, function, argument_count)
     except ConfigError as error:
-        answer({"refused": str(error)})
+        respond({"refused": str(error)})
         return
-    answer({})
+    respond({})
+
     for line in requests:
         number, arguments = json.loads(line)
-        os.ftruncate(stacks, 0)
-        os.lseek(stacks, 0, os.SEEK_SET)
-        signal.setitimer(signal.ITIMER_PROF, processor_s)
+        os.ftruncate(stacks_fd, 0)
+        os.lseek(stacks_fd, 0, os.SEEK_SET)
+        # At the end of this CPU time, SIGPROF kills the process.
+        signal.setitimer(signal.ITIMER_PROF, cpu_limit_s)
         try:
             content = {
-                "result": function(*arguments) if called is None else called(function, *arguments)
+                "result": (
+                    function(*arguments) if wrapper is None else wrapper(function, *arguments)
+                )
             }
             signal.setitimer(signal.ITIMER_PROF, 0)
-            answer(content)
-        # the function may be the user's, and fails in its own ways
+            respond(content)
+        # User code may raise any exception, and may call sys.exit.
         except (Exception, SystemExit) as error:
             signal.setitimer(signal.ITIMER_PROF, 0)
             traceback.print_exc()
-            answer({"raised": f"{type(error).__name__}: {error}"})
+            respond({"raised": f"{type(error).__name__}: {error}"})
 
 
-def _cut_off_forks(requests: int, answers: int) -> None:
-    """Let processes that this one forks neither read requests nor write answers."""
+def _disconnect_forks(requests_fd: int, responses_fd: int) -> None:
+    """Prevent forked processes from reading requests and writing responses."""
 
-    def cut_off() -> None:
-        nothing = os.open(os.devnull, os.O_RDWR)
-        for descriptor in (requests, answers):
-            os.dup2(nothing, descriptor, inheritable=False)
-        os.close(nothing)
+    def disconnect() -> None:
+        null_fd = os.open(os.devnull, os.O_RDWR)
+        for descriptor in (requests_fd, responses_fd):
+            os.dup2(null_fd, descriptor, inheritable=False)
+        os.close(null_fd)
 
-    os.register_at_fork(after_in_child=cut_off)
+    os.register_at_fork(after_in_child=disconnect)
 
 
-def _write_stacks_to(descriptor: int) -> None:
+def _install_stack_handlers(descriptor: int) -> None:
     """Write the stacks of all threads and asyncio tasks to a file at `_STACK_SIGNAL`, and the
     exceptions of threads when they occur."""
     os.set_inheritable(descriptor, False)
@@ -330,22 +393,24 @@ def _write_stacks_to(descriptor: int) -> None:
     def write_tasks(*_: object) -> None:
         os.write(descriptor, "".join(_task_stacks()).encode(errors="replace"))
 
-    def write_exception(raised: threading.ExceptHookArgs) -> None:
-        threading.__excepthook__(raised)
-        thread = "?" if raised.thread is None else raised.thread.name
-        told = f"{thread} raised {raised.exc_type.__name__}: {raised.exc_value}"
-        os.write(descriptor, f"Thread {told}\n\n".encode(errors="replace"))
+    def write_exception(exception: threading.ExceptHookArgs) -> None:
+        threading.__excepthook__(exception)
+        thread = "?" if exception.thread is None else exception.thread.name
+        report = f"{thread} raised {exception.exc_type.__name__}: {exception.exc_value}"
+        os.write(descriptor, f"Thread {report}\n\n".encode(errors="replace"))
 
     signal.signal(_STACK_SIGNAL, write_tasks)
-    # The handler in C writes the stacks also while the interpreter is stuck in other C code. Then
-    # it calls the one in Python.
+    # faulthandler's handler is in C, and writes the stacks even while the interpreter executes
+    # other C code. Then it calls the Python handler.
     faulthandler.register(_STACK_SIGNAL, file=descriptor, all_threads=True, chain=True)
     threading.excepthook = write_exception
 
 
 def _task_stacks() -> Iterator[str]:
-    """Yield what each task of the running event loop waits for, in the format of faulthandler: the
-    stack of a thread shows only the event loop."""
+    """Yield the stack of each task of the running event loop, in the format of faulthandler.
+
+    The stack of the thread does not contain these frames, but only the event loop.
+    """
     asyncio = sys.modules.get("asyncio")
     if asyncio is None:
         return
@@ -355,20 +420,22 @@ def _task_stacks() -> Iterator[str]:
         return
     for task in tasks:
         frames = []
-        waiting = task.get_coro()
-        while (frame := getattr(waiting, "cr_frame", None)) is not None:
+        coroutine = task.get_coro()
+        while (frame := getattr(coroutine, "cr_frame", None)) is not None:
             code = frame.f_code
             frames.append(f'  File "{code.co_filename}", line {frame.f_lineno} in {code.co_name}\n')
-            waiting = waiting.cr_await
+            coroutine = coroutine.cr_await
         yield f"\nTask {task.get_name()} (most recent call first):\n{''.join(reversed(frames))}"
 
 
-def _require_arguments(name: str, function: Callable[..., Any], count: int) -> None:
-    """Refuse a function that does not accept so many arguments, before a run has generated samples
-    for it."""
+def _check_argument_count(name: str, function: Callable[..., Any], count: int) -> None:
+    """Raise ConfigError if a function does not accept `count` arguments.
+
+    Without this check, a run would generate samples before its first call of the function fails.
+    """
     try:
         signature = inspect.signature(function)
-    except ValueError:  # some of those that are not written in Python
+    except ValueError:  # some functions that are not written in Python have no signature
         return
     try:
         signature.bind(*[None] * count)
@@ -378,22 +445,20 @@ def _require_arguments(name: str, function: Callable[..., Any], count: int) -> N
         ) from None
 
 
-_FOREIGN = "aligner: of a type that JSON does not have"
-
-
-def _foreign(value: Any) -> Any:
-    """Return numbers and texts of NumPy as Python's own; of any other value the name of its
-    type."""
+def _encode_placeholder(value: Any) -> Any:
+    """Return a NumPy scalar as a Python value, and any other value as a placeholder with the name
+    of its type."""
     return (
         value.item()
         if hasattr(value, "item") and getattr(value, "ndim", 1) == 0
-        else {_FOREIGN: type(value).__name__}
+        else {_PLACEHOLDER_KEY: type(value).__name__}
     )
 
 
-def _as_foreign(value: dict[str, Any]) -> Any:
-    """Return an object whose type has the name of the type that JSON does not have."""
-    return type(value[_FOREIGN], (), {})() if _FOREIGN in value else value
+def _decode_placeholder(value: dict[str, Any]) -> Any:
+    """Return an object for a placeholder, whose type has the name of the original type, so that
+    error messages about the value name it."""
+    return type(value[_PLACEHOLDER_KEY], (), {})() if _PLACEHOLDER_KEY in value else value
 
 
 if __name__ == "__main__":

@@ -1,46 +1,50 @@
-"""The errors that a user sees; `aligner.errors` says which code each one becomes."""
+"""Errors that a user sees, the exit codes of every command and rank, and the signal that stops a
+run."""
 
 import signal
 
 
 class AlignerError(Exception):
-    """Something that went wrong in a run, told in one message."""
+    """A failure of a run, described by its message."""
 
     def __init__(self, message: str, *, summary: str | None = None) -> None:
-        """`summary` is the message in a line, where it has several and the first does not say it
-        all."""
+        """Create the error.
+
+        Args:
+            message: The complete message, of one or several lines.
+            summary: The message in one line; default is its first line.
+        """
         super().__init__(message)
         self.summary = summary or (message.splitlines() or [""])[0]
 
 
 class UnavailableError(AlignerError):
-    """Something outside that a request needs does not answer: any other request would fare
-    alike."""
+    """An external service that a request needs does not answer, so that all other requests would
+    fail too."""
 
 
 class TransientError(AlignerError):
-    """A failure that a new start may well not meet again."""
+    """A failure that may not occur again after a restart."""
 
 
 class UnansweredError(AlignerError):
-    """A request that got no answer. Whether it was carried out is unknown."""
+    """A request got no answer. Whether the server has executed it is unknown."""
 
 
 class ConfigError(AlignerError):
-    """A mistake in the configuration, known before anything starts."""
+    """An error in the configuration, which is detected before any process starts."""
 
 
 class EngineGone(Exception):
-    """The program that generates is gone. A rank ends by it, and is started again where its role is
-    a server's."""
+    """The engine's process has exited. The error ends the rank; a server's rank is restarted."""
 
 
 class Stopped(Exception):
-    """A run ends before its last step, and can go on: why, in words."""
+    """A run was stopped before its last step, and can be resumed; the message is the reason."""
 
 
 class Interrupted(Exception):
-    """A signal has ended a run."""
+    """A run was ended by a signal."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"stopped by {signal.Signals(number).name}")
@@ -48,30 +52,33 @@ class Interrupted(Exception):
 
 
 FINISHED = 0
+"""Exit code of success."""
 FAILED = 1
+"""Exit code of a failure."""
 REFUSED = 2
-"""A mistake in the configuration; argparse has the same for one in the options."""
+"""Exit code of an error in the configuration; argparse uses the same code for its options."""
 RESUMABLE = 75
-"""EX_TEMPFAIL of sysexits.h, try again: told to stop, with a checkpoint to go on from, or failed as
-a new start may not."""
+"""Exit code of a run that can be resumed (EX_TEMPFAIL of sysexits.h): it was stopped with a
+checkpoint, or its failure may not occur again after a restart."""
 STOP_SIGNAL = signal.SIGUSR1
-"""A trainer rank, and the launcher, that get it end the run with a checkpoint. Slurm sends it
-before a time limit or a preemption (`sbatch --signal`). Ranks are started with it blocked; a
-trainer takes it when it can heed it."""
-_SIGNALED = 128
-"""Added to the number of the signal that ended a process, as shells do."""
+"""Signal at which a trainer rank or the launcher ends the run with a checkpoint.
+
+Slurm sends it before a time limit or a preemption (`sbatch --signal`). Ranks are started with this
+signal blocked; a trainer unblocks it once it can handle it.
+"""
+# Added to the number of the signal that ended a process, as shells do.
+_SIGNAL_OFFSET = 128
 
 
 def exit_code(error: BaseException | None) -> int:
-    """The code of a process that an error has ended, or that has done what it was asked to
-    (None)."""
+    """Return the exit code of a process that ends with an error, or with success (None)."""
     match error:
         case None:
             return FINISHED
         case Interrupted():
-            return _SIGNALED + error.number
+            return _SIGNAL_OFFSET + error.number
         case KeyboardInterrupt() | AlignerError(__cause__=KeyboardInterrupt()):
-            return _SIGNALED + signal.SIGINT
+            return _SIGNAL_OFFSET + signal.SIGINT
         case Stopped() | TransientError():
             return RESUMABLE
         case ConfigError():
@@ -80,20 +87,22 @@ def exit_code(error: BaseException | None) -> int:
 
 
 def is_stopped(code: int) -> bool:
-    """Whether it is the code of what was stopped from outside, by word or by signal, and has not
-    failed."""
-    return code == RESUMABLE or code > _SIGNALED
+    """Return whether a code means that a process was stopped, by a request or a signal, and did not
+    fail."""
+    return code == RESUMABLE or code > _SIGNAL_OFFSET
 
 
-def error_of(code: int, message: str) -> Exception:
-    """The error that ends a process with this code, other than 0: what `exit_code` gives of it is
-    the code again."""
+def error_from_exit_code(code: int, message: str) -> Exception:
+    """Return the error of a process that has ended with a code other than 0.
+
+    The function is the inverse of `exit_code`.
+    """
     if code == REFUSED:
         return ConfigError(message)
     if code == RESUMABLE:
         return Stopped(message)
-    # Python has the signals that ended a child below 0
-    number = -code if code < 0 else code - _SIGNALED
-    if number > 0 and number in {each.value for each in signal.Signals}:
+    # The subprocess module reports a signal that ended a child as a negative number.
+    number = -code if code < 0 else code - _SIGNAL_OFFSET
+    if number > 0 and number in {known_signal.value for known_signal in signal.Signals}:
         return Interrupted(number)
     return AlignerError(message)

@@ -1,4 +1,5 @@
-"""The package's extras: what each brings, and what to say where that is not installed."""
+"""Optional dependencies (extras) of the package, and the messages about missing or incompatible
+packages."""
 
 from importlib import metadata
 from importlib.util import find_spec
@@ -22,12 +23,19 @@ EXTRAS = {
     "wandb": ("wandb",),
     "mlflow": ("mlflow",),
 }
-"""The modules of each, as they are imported."""
+"""Names of the extras to the names of their modules in import statements."""
 
 
 def lacking(extra: str, *modules: str) -> str | None:
-    """Which of an extra's modules, or of those named, are not installed, and what installs them;
-    None where all are."""
+    """Return a message about missing modules of an extra, with the command that installs them.
+
+    Args:
+        extra: Name of the extra.
+        modules: Modules to check; default are all modules of the extra.
+
+    Returns:
+        The message; None if no module is missing.
+    """
     missing = [module for module in modules or EXTRAS[extra] if find_spec(module) is None]
     if not missing:
         return None
@@ -39,10 +47,12 @@ def lacking(extra: str, *modules: str) -> str | None:
 
 
 def unfit_numpy() -> str | None:
-    """What to say where numpy is too new for the installed PyTriton; None where it is not, or there
-    is none of either.
+    """Return a message if numpy is too new for the installed PyTriton.
 
-    Triton's Python processes would start with it, and write other bytes than they should.
+    Triton's Python processes would start with this numpy, but write wrong bytes.
+
+    Returns:
+        The message; None if the versions are compatible, or one of the packages is not installed.
     """
     if find_spec("pytriton") is None or find_spec("numpy") is None:
         return None

@@ -1,5 +1,7 @@
-"""Writing files and directories that are complete whenever they are there; errors that say what
-could not be written."""
+"""Atomic writing of files and directories, and errors that name the file.
+
+A file or directory that is written atomically is complete as soon as it exists.
+"""
 
 import contextlib
 import errno
@@ -15,24 +17,23 @@ from typing import BinaryIO
 
 from aligner.errors import ConfigError
 
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+_DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT)
 NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
-"""What a shared filesystem without locks answers, such as Lustre that is mounted without `flock`.
-"""
+"""Error numbers of a shared filesystem without locks, such as Lustre mounted without `flock`."""
 
 
 @dataclass(frozen=True)
-class Holder:
-    """Who works on something, for others to be told."""
+class LockHolder:
+    """The process that holds a lock, for the messages of other processes."""
 
     pid: int
     host: str
     since: str
 
     @staticmethod
-    def here() -> "Holder":
-        """This process, from now on."""
-        return Holder(
+    def for_this_process() -> "LockHolder":
+        """Return the description of this process, which holds the lock from now on."""
+        return LockHolder(
             os.getpid(), socket.gethostname(), f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S %Z}"
         )
 
@@ -41,43 +42,54 @@ class Holder:
 
 
 def write_file(path: Path, content: str | bytes) -> None:
-    """Write all of a file or nothing, also where the process is killed or the machine loses power;
-    text as UTF-8.
+    """Write a file atomically, even if the process is killed or the machine loses power.
 
-    One writer at a time: what a killed one leaves is written over by the next. Raises OSError,
-    which names the file.
+    Only one process may write the file at a time: the temporary file of a killed writer is
+    overwritten by the next writer.
+
+    Args:
+        path: The file.
+        content: Its content; text is encoded as UTF-8.
+
+    Raises:
+        OSError: If the file cannot be written; the error names it.
     """
-    with _complete_file(path, unfinished(path)) as file, naming(path):
-        file.write(_encoded(content))
+    with _complete_file(path, temporary_path(path)) as file, name_file_in_errors(path):
+        file.write(_encode(content))
 
 
 def create_private_file(path: Path, content: str | bytes) -> None:
-    """`write_file`, of a file that only its owner may read, unless there is one: of several writers
-    the first one's stays."""
+    """Write a file atomically that only its owner may read, unless the file exists.
+
+    If several processes write the file, the content of the first one remains.
+    """
     with (
         contextlib.suppress(FileExistsError),
-        _complete_file(path, _own_name(path), os.link, mode=0o600) as file,
+        # Unlike a rename, a link fails if the file exists.
+        _complete_file(path, _unique_temporary_path(path), os.link, mode=0o600) as file,
     ):
-        file.write(_encoded(content))
+        file.write(_encode(content))
 
 
 @contextlib.contextmanager
-def new_file(path: Path) -> Iterator[BinaryIO]:
-    """A file to write bit by bit, which takes the place of `path` when the block ends well; else
-    nothing is left of it."""
-    with _complete_file(path, _own_name(path)) as file:
+def open_new_file(path: Path) -> Iterator[BinaryIO]:
+    """Yield a file to write in parts, which replaces `path` when the block succeeds; if the block
+    raises, the file is deleted."""
+    with _complete_file(path, _unique_temporary_path(path)) as file:
         yield file
 
 
 @contextlib.contextmanager
-def new_directory(directory: Path) -> Iterator[Path]:
-    """A directory to fill, which gets its name when the block ends well; else nothing is left of
-    it.
+def create_directory(directory: Path) -> Iterator[Path]:
+    """Yield a temporary directory to fill, which gets its name when the block succeeds.
 
-    Of several processes that make the same one the first wins: the others get FileExistsError at
-    the end.
+    If the block raises, the directory is deleted.
+
+    Raises:
+        FileExistsError: At the end of the block, if another process has created the directory in
+            the meantime.
     """
-    temporary = _own_name(directory)
+    temporary = _unique_temporary_path(directory)
     temporary.mkdir(parents=True)
     try:
         yield temporary
@@ -94,64 +106,86 @@ def new_directory(directory: Path) -> Iterator[Path]:
 
 
 def start_directory(directory: Path) -> Path:
-    """Make a directory for several processes to fill, under a name that none knows which was
-    stopped; removes earlier ones."""
-    for left in directory.parent.glob(f"{directory.name}.*tmp"):
-        shutil.rmtree(left, ignore_errors=True)
-    started = unfinished(directory.with_name(f"{directory.name}.{secrets.token_hex(8)}"))
+    """Create a temporary directory that several processes fill, and return its path.
+
+    The name is random, so that a suspended process of an earlier attempt cannot write to it.
+    Temporary directories of earlier attempts are deleted.
+    """
+    for leftover in directory.parent.glob(f"{directory.name}.*tmp"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    started = temporary_path(directory.with_name(f"{directory.name}.{secrets.token_hex(8)}"))
     started.mkdir(parents=True)
     return started
 
 
 def finish_directory(started: Path, directory: Path) -> None:
-    """Give what `start_directory` has made its name, in the place of what has it."""
+    """Rename the directory of `start_directory` to its final name, replacing an existing
+    directory."""
     shutil.rmtree(directory, ignore_errors=True)
     started.replace(directory)
 
 
-def unfinished(path: Path) -> Path:
-    """What a file or directory is called until it is complete, where one writer at a time makes
-    it."""
+def temporary_path(path: Path) -> Path:
+    """Return the name of an incomplete file or directory that only one process writes at a time."""
     return path.with_name(f"{path.name}.tmp")
 
 
-def _own_name(path: Path) -> Path:
-    """What it is called until it is complete, where several processes may make it at a time."""
+def _unique_temporary_path(path: Path) -> Path:
+    """Return a name of an incomplete file or directory that several processes may write."""
     return path.absolute().with_name(f".{path.name}.{secrets.token_hex(16)}")
 
 
 @contextlib.contextmanager
 def _complete_file(
-    path: Path, temporary: Path, put: Callable[[Path, Path], None] = os.replace, mode: int = 0o666
+    path: Path,
+    temporary: Path,
+    publish: Callable[[Path, Path], None] = os.replace,
+    mode: int = 0o666,
 ) -> Iterator[BinaryIO]:
-    """The temporary file, which `put` gives its name once it is on disk."""
+    """Yield a temporary file, which gets its final name once it is on disk.
+
+    Args:
+        path: The final name.
+        temporary: The temporary name.
+        publish: Function that gives the temporary file its final name.
+        mode: Mode of the file, before the umask.
+    """
     try:
         with open(temporary, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             yield file
-            with naming(path):
+            with name_file_in_errors(path):
                 file.flush()
                 os.fsync(file.fileno())
-        put(temporary, path)
+        publish(temporary, path)
     finally:
-        # whatever keeps it from being removed is not what went wrong
+        # An error of this deletion must not hide the error of the block.
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
-    _to_disk(path.parent)
+    # A power failure may undo the rename until the directory is on disk too.
+    _sync_directory(path.parent)
 
 
-def append(path: Path, content: str | bytes, *, to_disk: bool = False) -> None:
-    """Write behind a file's end, all or an unfinished part where that fails; text as UTF-8. Raises
-    OSError, which names it. With `to_disk` it returns once the bytes survive a loss of power."""
-    with naming(path), path.open("ab") as file:
-        file.write(_encoded(content))
+def append_to_file(path: Path, content: str | bytes, *, to_disk: bool = False) -> None:
+    """Append to a file. If that fails, a part of the content may have been written.
+
+    Args:
+        path: The file.
+        content: The appended content; text is encoded as UTF-8.
+        to_disk: Whether to return only once the content survives a power failure.
+
+    Raises:
+        OSError: If the content cannot be written; the error names the file.
+    """
+    with name_file_in_errors(path), path.open("ab") as file:
+        file.write(_encode(content))
         if to_disk:
             file.flush()
             os.fsync(file.fileno())
 
 
-def newer_half(file: BinaryIO, limit: int) -> bytes | None:
-    """The whole lines among the last `limit / 2` bytes of a file that has more than `limit`; None
-    of a shorter one."""
+def read_newer_half(file: BinaryIO, limit: int) -> bytes | None:
+    """Return the complete lines in the last `limit / 2` bytes of a file that has more than `limit`
+    bytes; None for a smaller file."""
     size = file.seek(0, os.SEEK_END)
     if size <= limit:
         return None
@@ -160,25 +194,30 @@ def newer_half(file: BinaryIO, limit: int) -> bytes | None:
     return file.read()
 
 
-def drop_older_half(path: Path, limit: int) -> int:
-    """Have a file of more than `limit` bytes begin with its newer half, while others append to it;
-    how many were dropped.
+def delete_older_half(path: Path, limit: int) -> int:
+    """Delete the older half of a file of more than `limit` bytes, in place.
 
-    What is written in the same moment may be lost. Raises OSError.
+    Other processes may append to the file; data that they write at the same moment may be lost.
+
+    Returns:
+        The number of deleted bytes.
+
+    Raises:
+        OSError: If the file cannot be read or written.
     """
     with path.open("r+b") as file:
-        if (kept := newer_half(file, limit)) is None:
+        if (remaining := read_newer_half(file, limit)) is None:
             return 0
-        dropped = file.tell() - len(kept)
+        deleted_bytes = file.tell() - len(remaining)
         file.seek(0)
-        file.write(kept)
+        file.write(remaining)
         file.truncate()
-        return dropped
+        return deleted_bytes
 
 
 @contextlib.contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Raises OSErrors from inside with the file's name: those of writing and closing have none."""
+def name_file_in_errors(path: Path) -> Iterator[None]:
+    """Add the file's name to OSErrors of the block: errors of writing and closing have no name."""
     try:
         yield
     except OSError as error:
@@ -188,31 +227,32 @@ def naming(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def asked_for(path: Path) -> Iterator[None]:
-    """Raises ConfigError where what a user has asked to have written there cannot be."""
+def convert_write_errors(path: Path) -> Iterator[None]:
+    """Convert OSErrors of the block to ConfigError, for an output path that a user has chosen."""
     try:
         yield
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written: {error.strerror or error}") from error
 
 
-def full_disk(error: BaseException) -> str | None:
-    """What to tell where an error says that the disk, or the user's share of it, is full; None for
-    any other."""
-    if not isinstance(error, OSError) or error.errno not in _FULL:
+def describe_full_disk(error: BaseException) -> str | None:
+    """Return a message if an error means that the disk or the user's quota is full; None for any
+    other error."""
+    if not isinstance(error, OSError) or error.errno not in _DISK_FULL_ERRORS:
         return None
-    what = error.filename or "standard output"
+    file_name = error.filename or "standard output"
     return (
-        f"{what}: {error.strerror}; free disk space, and resume from the latest complete checkpoint"
-        " with run.resume=auto"
+        f"{file_name}: {error.strerror}; free disk space, and resume from the latest complete"
+        " checkpoint with run.resume=auto"
     )
 
 
-def _encoded(content: str | bytes) -> bytes:
+def _encode(content: str | bytes) -> bytes:
     return content.encode() if isinstance(content, str) else content
 
 
-def _to_disk(directory: Path) -> None:
+def _sync_directory(directory: Path) -> None:
+    """Return once the entries of a directory are on disk."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)

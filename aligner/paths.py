@@ -1,4 +1,4 @@
-"""Where a run keeps its files."""
+"""Paths of a run's files, and environment variables of processes."""
 
 import contextlib
 import os
@@ -9,127 +9,140 @@ from pathlib import Path
 from aligner.errors import ConfigError
 from aligner.schema import Config
 
-OPENMP_WAITS = {"GOMP_SPINCOUNT": "20000"}
-"""How long a thread spins between parallel regions, in turns: about a millisecond. One that spins
-on takes the core of another process; to wake one that sleeps costs a tenth of a training step.
-Counts only before torch is imported."""
+OPENMP_ENVIRONMENT = {"GOMP_SPINCOUNT": "20000"}
+"""Environment variables that limit how long an OpenMP thread spins between parallel regions, in
+iterations: about a millisecond.
+
+A thread that spins longer occupies the core of another process; waking a sleeping thread costs a
+tenth of a training step. The variables have an effect only if they are set before torch is
+imported.
+"""
 
 
 @contextlib.contextmanager
-def environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Have exactly these environment variables meanwhile."""
-    before = dict(os.environ)
+def replaced_environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Replace all environment variables of this process by `values` inside the block."""
+    original = dict(os.environ)
     os.environ.clear()
     os.environ.update(values)
     try:
         yield
     finally:
         os.environ.clear()
-        os.environ.update(before)
+        os.environ.update(original)
 
 
 PREFERENCES = "preferences.jsonl"
 RESPONSES = "responses.jsonl"
 TEACHER_SCORES = "teacher_scores"
 TEACHER_SCORES_INDEX = "index.json"
-"""Written last: teacher scores without it are not complete."""
+"""Index file of teacher scores. It is written last: teacher scores without it are incomplete."""
 LOCK = "lock"
-"""In a directory that a launch works on: who does, for others to stay away."""
+"""Lock file in a directory that a launch uses; it describes the launch that holds the lock."""
 
 RECORDS = "data.jsonl"
-"""In a run's directory before it is launched: records that were given to `aligner.launch` as such.
-"""
+"""File in a run directory with the records that were passed to `aligner.launch` as Python
+objects."""
 
 PRIVATE = 0o700
-"""Mode of a run directory that a launch makes: prompts, samples and what the environment keeps
-secret are in it."""
+"""Mode of a run directory that a launch creates, because it contains prompts, samples, and secrets
+of the environment."""
 
 CHECKPOINT_MANIFEST = "manifest.json"
-"""Written last: a checkpoint without it does not count."""
+"""Manifest of a checkpoint. It is written last: a checkpoint without it is incomplete."""
 DAMAGE = "damage.txt"
-"""In a checkpoint that was found damaged and set aside: what is wrong with it."""
+"""File in a damaged checkpoint that was set aside; it describes the damage."""
 
 
 class RunPaths:
-    """The files of a run directory; nothing is created by naming it."""
+    """Paths of the files of a run directory. The class creates no files."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self.config = root / "config.yaml"
         """The resolved configuration."""
         self.records = root / RECORDS
-        """What the run learns from, where that was no file."""
+        """Training data that was passed as Python objects instead of a file."""
         self.endpoints = root / "endpoints.json"
         """Addresses of the run's servers."""
         self.access_key = root / "access_key"
-        """The key that the run's servers ask for."""
+        """Key that clients must send to the run's servers."""
         self.tls = root / "tls"
-        """The certificate that the run's servers show, where the run has made it, and its key:
+        """TLS certificate of the run's servers and its key, if the run has created them; see
         `aligner.placement.tls`."""
         self.claim = root / "claim"
-        """Who has taken the run last, and how many before; it stays where training begins again:
-        `aligner.data.claim`."""
+        """Holder of the run and the number of its attempt; kept when training begins again. See
+        `aligner.data.fencing`."""
         self.journal = root / "journal"
         """The critic's updates since its last checkpoint."""
         self.episodes = root / "episodes"
-        """What environments said to episodes, a directory a process:
+        """Answers of environments to episodes, one directory per process; see
         `aligner.agents.episode_journal`."""
         self.judge = root / "judge"
-        """What judges have said, which a run that begins anew keeps:
+        """Cache of the judges' answers, kept when training begins again; see
         `aligner.rewards.judge`."""
         self.metrics = root / "metrics.jsonl"
-        """One JSON object a training step."""
+        """Metrics, one JSON object per training step."""
         self.metrics_checksum = root / "metrics.jsonl.checksum"
-        """Size and checksum of `metrics`, of what is on disk so far."""
+        """Size and checksum of `metrics`; see `aligner.observability.metrics`."""
         self.samples = root / "samples.jsonl"
         """Samples with their rewards, one JSON object each."""
         self.sample_files = root / "samples"
-        """All samples, two files a step: `aligner.observability.sample_files`."""
+        """All samples, two files per step; see `aligner.observability.sample_files`."""
         self.references = root / "references.jsonl"
-        """`references_of` prompts that are of no suite."""
-        self.preferences, self.responses = root / PREFERENCES, root / RESPONSES
-        """Pairs and samples of algorithm.trainer=preferences, once it has ended:
+        """Reference responses of the prompts that belong to no suite; see `references_of`."""
+        self.preferences = root / PREFERENCES
+        """Preference pairs of a finished run with algorithm.trainer=preferences; see
         `aligner.training.preference_sampling`."""
+        self.responses = root / RESPONSES
+        """Samples of a finished run with algorithm.trainer=preferences."""
         self.teacher_scores = root / TEACHER_SCORES
-        """What a run of algorithm.trainer=teacher_scores keeps: `aligner.data.teacher_scores`."""
+        """Teacher top-k log-probs of a run with algorithm.trainer=teacher_scores; see
+        `aligner.data.teacher_scores`."""
         self.timeline = root / "timeline"
-        """One file of spans a process: `aligner.observability.timeline`."""
+        """Spans, one file per process; see `aligner.observability.timeline`."""
         self.trace = root / "trace.json"
-        """All of them as Chrome trace events, once the run has ended."""
+        """All spans as Chrome trace events, written when the run ends."""
         self.report = root / "report.html"
-        """Where `aligner report` writes its page, if not told otherwise."""
+        """Default output of `aligner report`."""
         self.tensorboard = root / "tensorboard"
         """TensorBoard event files."""
         self.wandb = root / "wandb"
-        """What Weights & Biases writes, a directory a start of the run."""
+        """Files of Weights & Biases, one directory per start of the run."""
         self.mlflow = root / "mlruns"
-        """MLflow's store, where it is not elsewhere."""
+        """Default store of MLflow."""
         self.end = root / "end.txt"
-        """Why the run has ended before its last step, where it did so by what it reached."""
+        """Reason why an end rule ended the run before its last step."""
         self.status = root / "status.json"
-        """The launcher's word on its processes: `aligner.launcher.run_directory`."""
+        """Status of the run's processes, written by the launcher; see
+        `aligner.launcher.run_directory`."""
         self.job_script = root / "job.sh"
-        """What `sbatch` is given, of a run that is a Slurm job."""
+        """Script for `sbatch`, if the run is a Slurm job."""
         self.checkpoints = root / "checkpoints"
-        """One directory step_<N> a checkpoint."""
+        """Checkpoints, one directory step_<N> each."""
         self.set_aside = root / "set_aside"
-        """What starts have left that came to no checkpoint, in a directory 1, 2, … each."""
+        """Files of starts that wrote no checkpoint, in one directory 1, 2, … per start."""
         self.initial_model = root / "initial_model"
-        """A randomly initialised model (model.source=random)."""
+        """Randomly initialized model (model.source=random)."""
         self.stages = root / "stages"
-        """What each role is at while it starts, a file a role: `aligner.observability.timeline`."""
+        """Current stage of each role while it starts, one file per role; see
+        `aligner.observability.timeline`."""
         self.logs = root / "logs"
-        """What the run's processes print, a file a process."""
+        """Output of the run's processes, one file per process."""
 
     def references_of(self, suite: str | None) -> Path:
-        """The responses that an evaluation compares the policy's with, and their scores, one JSON
-        object each."""
+        """Return the file of the reference responses and scores of an evaluation, one JSON object
+        each.
+
+        Args:
+            suite: Name of the evaluation suite; None for prompts that belong to no suite.
+        """
         return self.references if suite is None else self.root / f"references-{suite}.jsonl"
 
     @property
-    def of_training(self) -> tuple[Path, ...]:
-        """What training leaves behind, for a run that begins again to set aside; what any start
-        makes anew is not among it."""
+    def training_files(self) -> tuple[Path, ...]:
+        """Files and directories that training writes, and that are set aside when training begins
+        again, without those that every start creates anew."""
         files = (
             self.metrics,
             self.metrics_checksum,
@@ -155,41 +168,48 @@ class RunPaths:
             self.timeline,
             self.checkpoints,
         )
-        of_suites = sorted(self.root.glob("references-*.jsonl"))
-        return (*files, *of_suites, self.end, *trackers, *directories)
+        suite_references = sorted(self.root.glob("references-*.jsonl"))
+        return (*files, *suite_references, self.end, *trackers, *directories)
 
     def random_model(self, name: str) -> Path:
-        """A randomly initialised reward model of a dry run (dry_run.models)."""
+        """Return the directory of a randomly initialized reward model of a dry run
+        (dry_run.models)."""
         return self.root / "random_models" / name
 
     def log(self, role: str, rank: int) -> Path:
-        """Standard output and error of one process."""
+        """Return the log of one process: its standard output and error."""
         return self.logs / f"{role}-{rank}.log"
 
     def heartbeat(self, role: str, rank: int) -> Path:
-        """What one process touches while it lives."""
+        """Return the heartbeat file of one process, which the process touches regularly."""
         return self.root / "heartbeats" / f"{role}-{rank}"
 
     def job_log(self, job: str) -> Path:
-        """What a Slurm job's supervisor prints; `%j` stands for the job's number where Slurm is
-        asked for one."""
+        """Return the log of a Slurm job's supervisor; Slurm replaces the job `%j` by the job's
+        number."""
         return self.logs / f"job-{job}.log"
 
     def tracker_run(self, tracker: str) -> Path:
-        """What a tracker, wandb or mlflow, calls the run: its id there."""
+        """Return the file with the run's id in a tracker, `wandb` or `mlflow`."""
         return self.root / f"{tracker}_run_id"
 
     def triton_log(self, group: str) -> Path:
-        """What the Triton server of a server group printed."""
+        """Return the log of the Triton server of a server group."""
         return self.logs / f"{group}-triton.log"
 
     def checkpoint(self, step: int, part: str) -> Path:
-        """Directory of one role's part, policy or critic, of a checkpoint."""
+        """Return the directory of a part, `policy` or `critic`, of a checkpoint."""
         return self.checkpoints / f"step_{step}" / part
 
 
 def run_paths(config: Config) -> RunPaths:
-    """The run directory's files; `run.dir` must be resolved (the launcher does so)."""
+    """Return the paths of a configuration's run directory.
+
+    `run.dir` must be resolved, which the launcher does.
+
+    Raises:
+        ConfigError: If `run.dir` is not set.
+    """
     if config.run.dir is None:
         raise ConfigError(
             "run.dir: is not set; set run.dir=DIRECTORY, or start the run with `aligner launch`"
@@ -198,41 +218,44 @@ def run_paths(config: Config) -> RunPaths:
 
 
 def can_resume(config: Config) -> bool:
-    """Whether the run directory has what a resumed run goes on from: a checkpoint, or steps that
-    need none."""
+    """Return whether a run can be resumed.
+
+    Its directory must have a complete checkpoint or, for a run that trains no weights, recorded
+    steps.
+    """
     paths = run_paths(config)
     return (
-        bool(complete_steps(paths.checkpoints))
+        bool(find_complete_steps(paths.checkpoints))
         if config.algorithm.learns
         else paths.metrics.is_file()
     )
 
 
-def early_end(paths: RunPaths) -> str | None:
-    """Why the run has ended before its last step, by what it reached; None of one that has not
-    ended so."""
+def read_early_end(paths: RunPaths) -> str | None:
+    """Return the reason why an end rule ended a run before its last step; None for other runs."""
     return paths.end.read_text(encoding="utf-8").strip() if paths.end.is_file() else None
 
 
-def complete_steps(checkpoints: Path) -> list[int]:
-    """Steps whose checkpoint in a run's `checkpoints/` is complete, in order."""
+def find_complete_steps(checkpoints: Path) -> list[int]:
+    """Return the steps with a complete checkpoint in the directory `checkpoints`, in ascending
+    order."""
     steps = [
-        checkpoint_step(manifest.parent)
+        parse_checkpoint_step(manifest.parent)
         for manifest in checkpoints.glob(f"step_*/{CHECKPOINT_MANIFEST}")
     ]
     return sorted(step for step in steps if step is not None)
 
 
-def checkpoint_step(directory: Path) -> int | None:
-    """The step whose checkpoint a directory is by its name; None for a copy, what was set aside,
-    and anything else."""
-    name = re.fullmatch(r"step_(0|[1-9][0-9]*)", directory.name)
-    return None if name is None else int(name[1])
+def parse_checkpoint_step(directory: Path) -> int | None:
+    """Return the step in the name of a checkpoint directory; None for any other directory, such as
+    a copy or a checkpoint that was set aside."""
+    match = re.fullmatch(r"step_(0|[1-9][0-9]*)", directory.name)
+    return None if match is None else int(match[1])
 
 
 def cache_directory() -> Path:
-    """Where converted models and other experiments' results are kept: $ALIGNER_CACHE, else the
-    user's cache directory."""
+    """Return the directory for converted models and the results of prerequisite experiments:
+    $ALIGNER_CACHE, or `aligner` in the user's cache directory."""
     explicit = os.environ.get("ALIGNER_CACHE")
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(explicit) if explicit else Path(base) / "aligner"

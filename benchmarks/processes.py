@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from aligner.launcher.rank_environment import FreePorts, library_environment
-from aligner.paths import environment as with_environment
+from aligner.paths import replaced_environment
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Group:
             )
             # Libraries read theirs before a process can set any.
             libraries = library_environment(self.way.threads) if self.way.as_ranks else {}
-            with with_environment({**os.environ, **libraries}):
+            with replaced_environment({**os.environ, **libraries}):
                 process.start()
             self._workers.append((process, ours))
         return self

@@ -92,7 +92,9 @@ class Plain:
 
     def __init__(self, plan: TransferPlan, link: Link) -> None:
         def buffer(source: int, target: int) -> tuple[Tensor, ...]:
-            size = plan.itemsize * sum(transfer.numel for transfer in plan.between(source, target))
+            size = plan.itemsize * sum(
+                transfer.numel for transfer in plan.transfers_between(source, target)
+            )
             # Zeros that nobody has written are all one page, which is read from the cache.
             return torch.full((size,), 1, dtype=torch.uint8).split(PLAIN_MESSAGE) if size else ()
 
@@ -218,7 +220,7 @@ def measure(rank: int, port: int, args: argparse.Namespace) -> None:
         begin_update=receiver.begin_update if rank in plan.target else None,
         bucket_bytes=args.bucket_mib << 20,
         verify_every=0,
-        copied=shards.copied,
+        copied_names=shards.copied,
     )
     first = publisher.publish(0)  # verified; what happens once happens here
     plain.run()

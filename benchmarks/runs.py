@@ -16,9 +16,9 @@ from types import TracebackType
 
 import psutil
 
-from aligner.launcher.failure import log_tail
+from aligner.launcher.failure import read_log_tail
 from aligner.observability.metrics import read_metrics
-from aligner.paths import RunPaths, complete_steps
+from aligner.paths import RunPaths, find_complete_steps
 from aligner.triton_cleanup import kill_processes, remove_triton_files
 
 REPOSITORY = Path(__file__).parents[1]
@@ -141,7 +141,7 @@ class Launch:
     def wait_for_checkpoint(self, step: int, timeout_s: float = 150) -> None:
         """Until that step's is complete: it is written while the next step goes on."""
         self._wait(
-            lambda: step in complete_steps(self.paths.checkpoints),
+            lambda: step in find_complete_steps(self.paths.checkpoints),
             f"the checkpoint of step {step}",
             timeout_s,
         )
@@ -256,5 +256,5 @@ def _content(file: Path) -> object:
 def _logs(paths: RunPaths) -> str:
     parts = []
     for log in sorted((paths.root / "logs").glob("*.log")):
-        parts += [f"--- {log.name}", *log_tail(log)]
+        parts += [f"--- {log.name}", *read_log_tail(log)]
     return "\n".join(parts)

@@ -26,13 +26,13 @@ def make_experience(
     random advantages."""
     import torch
 
-    from aligner.data.types import Experience, response_mask
+    from aligner.data.types import Experience, build_response_mask
 
     generator = torch.Generator().manual_seed(0)
     counts, width = torch.tensor(lengths), max(lengths)
     tokens = torch.randint(0, vocab_size, (len(lengths), width), generator=generator)
     tokens[:, :prompt_tokens] = tokens[::samples, :prompt_tokens].repeat_interleave(samples, 0)
-    mask = response_mask(counts, torch.full_like(counts, prompt_tokens), width)
+    mask = build_response_mask(counts, torch.full_like(counts, prompt_tokens), width)
     advantages = torch.randn(mask.shape, generator=generator)
     old = torch.full(mask.shape, -float(torch.tensor(float(vocab_size)).log()))
     zeros = torch.zeros(mask.shape)
@@ -116,7 +116,7 @@ class Ours:
 
         experience = make_experience(lengths, self._shape.vocab_size)
         runner = self._policy.runner
-        batches = runner.share(experience.tokens, experience.lengths)
+        batches = runner.pack(experience.tokens, experience.lengths)
         work: list[tuple[int, Tensor]] = []
         for batch in batches:
             scored = int(experience.mask[batch.batch_rows].sum())
@@ -168,7 +168,7 @@ class Publishing:
         import torch
 
         from aligner.engines.embedded.embedded_engine import EmbeddedEngine
-        from aligner.megatron.world import initialize_alone
+        from aligner.megatron.world import initialize_single_process
         from aligner.models.weight_slices import weight_table
         from aligner.resharding.publisher import Publisher
         from aligner.resharding.transfer_plan import plan_resharding
@@ -176,7 +176,7 @@ class Publishing:
         from aligner.schema import EngineConfig, ParallelConfig
         from benchmarks.models import shape_of
 
-        world, shape = initialize_alone(seed=1), shape_of(model)
+        world, shape = initialize_single_process(seed=1), shape_of(model)
         settings = EngineConfig(precision=precision, update="in_place")
         engine = EmbeddedEngine(shape, settings, rank=0, seed=1, device=device)
         dtype = torch.bfloat16 if precision == "bf16" else torch.float32
@@ -187,7 +187,9 @@ class Publishing:
         plan = plan_resharding(
             shape, ParallelConfig(), engine.weight_format.layout, itemsize=dtype.itemsize
         )
-        link = Link.of_world(plan.labels, timeout=timedelta(seconds=60), device=world.device)
+        link = Link.from_default_group(
+            plan.labels, timeout=timedelta(seconds=60), device=world.device
+        )
         self._bytes, self._version = sum(tensor.nbytes for tensor in weights.values()), 0
         self._publisher = Publisher(
             plan,

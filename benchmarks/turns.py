@@ -143,7 +143,9 @@ class Ours:
             for place, sample in generation.step():
                 samples[place], ended[place] = sample, time.perf_counter() - begin
         whole = time.perf_counter() - begin
-        turns = [[len(part) for part in samples[place].turns()] for place in range(len(requests))]
+        turns = [
+            [len(part) for part in samples[place].split_turns()] for place in range(len(requests))
+        ]
         if wrong := [each for each in turns if len(each) != 2 * work.turns - 1]:
             raise AssertionError(f"an episode was cut: {wrong}")
         return Taken(

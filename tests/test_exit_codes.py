@@ -13,7 +13,7 @@ from aligner.errors import (
     Stopped,
     TransientError,
     UnavailableError,
-    error_of,
+    error_from_exit_code,
     exit_code,
     is_stopped,
 )
@@ -46,9 +46,9 @@ def test_error_caused_by_interrupt_has_exit_code_130() -> None:
 
 @pytest.mark.parametrize("code", [1, 2, 75, 130, 143])
 def test_error_of_an_exit_code_has_that_exit_code(code: int) -> None:
-    error = error_of(code, "why")
+    error = error_from_exit_code(code, "why")
     assert exit_code(error) == code and ("why" in str(error) or isinstance(error, Interrupted))
 
 
 def test_child_killed_by_signal_has_exit_code_137() -> None:
-    assert exit_code(error_of(-signal.SIGKILL, "")) == 137
+    assert exit_code(error_from_exit_code(-signal.SIGKILL, "")) == 137

@@ -95,7 +95,7 @@ CALLS = {
     ),
     "mcp": ("aligner.agents.mcp_servers", "listed_tools", "listed_tools('true')"),
     "view": ("aligner.view.rendering", "require_packages", "require_packages('aligner view')"),
-    "notebook": ("aligner.api.run_handle", "_pandas", "_pandas('metrics()')"),
+    "notebook": ("aligner.api.run_handle", "_import_pandas", "_import_pandas('metrics()')"),
     "sentiment": ("aligner.rewards.scorers", "resolve_scorer", "resolve_scorer('sentiment')"),
     "tools": (
         "aligner.agents.function_tools",

@@ -8,13 +8,13 @@ import sys
 import pytest
 
 from aligner.files import (
-    append,
+    append_to_file,
+    create_directory,
     create_private_file,
-    drop_older_half,
+    delete_older_half,
+    describe_full_disk,
     finish_directory,
-    full_disk,
-    new_directory,
-    new_file,
+    open_new_file,
     start_directory,
     write_file,
 )
@@ -46,19 +46,19 @@ def test_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
 def test_full_disk_error_keeps_complete_files(tmp_path):
     with small_disk(tmp_path / "disk", "64k") as disk:
         write_file(disk.directory / "manifest.json", "{}")
-        append(disk.directory / "metrics.jsonl", '{"step": 1}\n')
-        for fill in (write_file, append):
+        append_to_file(disk.directory / "metrics.jsonl", '{"step": 1}\n')
+        for fill in (write_file, append_to_file):
             with pytest.raises(
                 OSError, match=r"No space left on device: '.*/disk/large'"
             ) as caught:
                 fill(disk.directory / "large", b"\0" * 100_000)
             assert (
-                full_disk(caught.value)
+                describe_full_disk(caught.value)
                 == f"{disk.directory / 'large'}: No space left on device; free disk space, and resume"
                 " from the latest complete checkpoint with run.resume=auto"
             )
             left = (disk.directory / "large").exists()
-            assert left == (fill is append)
+            assert left == (fill is append_to_file)
         (disk.directory / "large").unlink()
         assert sorted(file.name for file in disk.directory.iterdir()) == [
             "manifest.json",
@@ -68,19 +68,19 @@ def test_full_disk_error_keeps_complete_files(tmp_path):
 
 
 def test_other_errors_are_not_reported_as_full_disk(tmp_path):
-    assert full_disk(ValueError("no")) is None
+    assert describe_full_disk(ValueError("no")) is None
     with pytest.raises(FileNotFoundError) as caught:
-        append(tmp_path / "gone" / "file", "text")
-    assert full_disk(caught.value) is None
+        append_to_file(tmp_path / "gone" / "file", "text")
+    assert describe_full_disk(caught.value) is None
 
 
 def test_new_file_appears_when_it_is_complete(tmp_path):
     path = tmp_path / "a.jsonl"
-    with new_file(path) as file:
+    with open_new_file(path) as file:
         file.write(b"one\n")
         assert not path.exists()
         file.write(b"two\n")
-    with pytest.raises(ValueError), new_file(path) as file:
+    with pytest.raises(ValueError), open_new_file(path) as file:
         file.write(b"half")
         raise ValueError
     assert path.read_text() == "one\ntwo\n" and [*tmp_path.iterdir()] == [path]
@@ -94,15 +94,15 @@ def test_existing_private_file_is_not_replaced(tmp_path):
 
 
 def test_new_directory_appears_when_it_is_complete(tmp_path):
-    with new_directory(tmp_path / "new" / "model") as directory:
+    with create_directory(tmp_path / "new" / "model") as directory:
         (directory / "a").write_text("first")
         assert [*(tmp_path / "new").iterdir()] == [directory]
     with (
         pytest.raises(FileExistsError, match="another process has created it"),
-        new_directory(tmp_path / "new" / "model") as directory,
+        create_directory(tmp_path / "new" / "model") as directory,
     ):
         (directory / "a").write_text("second")
-    with pytest.raises(ValueError), new_directory(tmp_path / "new" / "other"):
+    with pytest.raises(ValueError), create_directory(tmp_path / "new" / "other"):
         raise ValueError
     assert [*(tmp_path / "new").iterdir()] == [tmp_path / "new" / "model"]
     assert (tmp_path / "new" / "model" / "a").read_text() == "first"
@@ -139,8 +139,8 @@ def test_dropping_older_half_keeps_later_output(tmp_path):
         while not log.read_text().endswith("\n999\n"):
             pass
         size = log.stat().st_size
-        assert drop_older_half(log, size) == 0
-        dropped = drop_older_half(log, size - 1)
+        assert delete_older_half(log, size) == 0
+        dropped = delete_older_half(log, size - 1)
         assert size / 2 < dropped < size / 2 + 8 and log.stat().st_size == size - dropped
         process.communicate("\n\n", timeout=30)
     finally:

@@ -29,7 +29,7 @@ from aligner.agents.openai_protocol import (
     parsed,
 )
 from aligner.agents.openai_server import OpenAIServer, models_response
-from aligner.data.chat_turns import ChatTurns, Conversation, Unsafe
+from aligner.data.chat_turns import ChatTurns, Conversation, NewBranch
 from aligner.data.tokenizer import Tokenizer
 from aligner.data.tool_calls import ToolCall
 from aligner.data.types import Completion
@@ -199,7 +199,7 @@ class AgentSession:
         if not before:
             if self.turns:
                 self._branch("the request does not continue an earlier turn")
-            return None, tokenizer.encode(text, begins=True)
+            return None, tokenizer.encode(text, add_bos=True)
         turn = max(before, key=lambda each: (len(each.text), each.drawn.tolist()))
         tokens = torch.cat([turn.read, turn.drawn])
         added = tokenizer.encode_observation(tokens, text[len(turn.text) :])
@@ -228,13 +228,13 @@ class AgentSession:
         turn = max(before, key=lambda each: (len(each.said), each.drawn.tolist()))
         assert turn.conversation is not None
         try:
-            found = chat.go_on(turn.conversation, turn.drawn, messages[len(turn.said) :])
+            found = chat.append_turn(turn.conversation, turn.drawn, messages[len(turn.said) :])
         except AlignerError as error:
             self._branch("an earlier turn was truncated and cannot be continued", str(error))
             return chat.begin(messages, tools, variables)
-        if isinstance(found, Unsafe):
+        if isinstance(found, NewBranch):
             self._branch("the messages cannot be appended to the earlier turn", found.reason)
-            return found.anew
+            return found.conversation
         return found
 
     def _branch(self, kind: str, reason: str = "") -> None:
@@ -297,7 +297,7 @@ class AgentSession:
         """A turn in words; `text` is what it says where that is not all."""
         tokenizer, drawn, ended = self.means.tokenizer, turn.drawn, self._ended(turn)
         logprobs = turn.response.logprobs.tolist()
-        told = [tokenizer.piece(token) for token in drawn.tolist()]
+        told = [tokenizer.decode_token(token) for token in drawn.tolist()]
         answer = Answer(
             self._text_after(turn.read, drawn[:-1] if ended else drawn) if text is None else text,
             "length" if turn.response.finish_reason == "length" else "stop",
@@ -311,7 +311,7 @@ class AgentSession:
             and isinstance(body, ChatBody)
             and body.calls_tools
         ):
-            said = self.means.chat().said(turn.conversation, drawn)
+            said = self.means.chat().parse_turn(turn.conversation, drawn)
             calls = tuple(call for call in said.calls if isinstance(call, ToolCall))
             if calls and len(calls) == len(said.calls):
                 return replace(
@@ -320,7 +320,7 @@ class AgentSession:
         return answer
 
     def _ended(self, turn: AgentTurn) -> bool:
-        return bool(self.means.tokenizer.ends(turn.drawn[-1:]))
+        return bool(self.means.tokenizer.is_eos(turn.drawn[-1:]))
 
     def _said(self, body: CompletionBody, answer: Answer) -> tuple[str, ...]:
         messages: Sequence[Any] = (
@@ -353,7 +353,7 @@ def _shortened(completion: Completion, tokens: int) -> Completion:
         logprobs=completion.logprobs[:tokens],
         weight_versions=completion.weight_versions[:tokens],
         finish_reason="stop",
-        kept=None if completion.kept is None else completion.kept.at(slice(tokens)),
+        kept=None if completion.kept is None else completion.kept.select(slice(tokens)),
         routes=None,
     )
 

@@ -187,7 +187,7 @@ class AgentEpisodes:
     @cached_property
     def chat(self) -> ChatTurns:
         """How chat messages go on. Raises ConfigError for a model without a chat template."""
-        return ChatTurns.of(self.tokenizer)
+        return ChatTurns.for_tokenizer(self.tokenizer)
 
     def start(
         self, requests: Sequence[GenerationRequest], options: SamplingOptions

@@ -14,7 +14,7 @@ import psutil
 
 from aligner.errors import ConfigError
 from aligner.schema.options import callable_place
-from aligner.user_code import imported
+from aligner.user_code import import_object
 
 _BEGIN_S = 30.0
 
@@ -84,7 +84,7 @@ class AgentRun:
 
 def _function(name: str) -> Callable[..., Any]:
     place = callable_place(name)
-    found = None if place is None else imported(*place)
+    found = None if place is None else import_object(*place)
     if not callable(found):
         raise ConfigError(f"environment.agent={name}: must be module:function")
     return found

@@ -28,7 +28,7 @@ from typing import IO, Any
 
 from aligner.agents.episode_environment import WrongAnswer, asked_outcome
 from aligner.errors import ConfigError
-from aligner.user_code import imported
+from aligner.user_code import import_object
 
 CLOSE = ["close"]
 """Asked of an environment to end it, whatever it is in the middle of."""
@@ -135,7 +135,7 @@ class _Host:
 def _made_by(module: str, name: str, arguments: Mapping[str, Any]) -> Callable[[], Any]:
     """What makes an environment, whose class may `check` the arguments. Raises ConfigError where
     nothing does."""
-    found = imported(module, name)
+    found = import_object(module, name)
     missing = [method for method in ("reset", "step") if not callable(getattr(found, method, None))]
     if not callable(found) or missing:
         raise ConfigError(

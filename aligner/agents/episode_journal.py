@@ -14,10 +14,10 @@ from typing import Any
 import xxhash
 
 from aligner.agents.episode_environment import Outcome
-from aligner.data.checksums import DamagedError, sealed, unsealed
-from aligner.data.claim import writing
+from aligner.data.checksums import DamagedError, seal, unseal
+from aligner.data.fencing import fenced_write
 from aligner.errors import AlignerError
-from aligner.files import append, new_file
+from aligner.files import append_to_file, open_new_file
 
 _log = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class EpisodeJournal:
         with self._lock:
             return [entry.outcome for entry in self._episodes.get(episode, [])]
 
-    @writing()
+    @fenced_write()
     def record(self, episode: str, call: int, asked: str, outcome: Outcome) -> None:
         """Note an answer to a call of that digest; it replaces those of the episode from this call
         on.
@@ -93,7 +93,7 @@ class EpisodeJournal:
                 )
             self._apply(entry, self._write(entry))
 
-    @writing()
+    @fenced_write()
     def forget(self, episodes: Iterable[str]) -> None:
         """Drop episodes that are over and not needed any more; unknown ones are passed over. Raises
         OSError."""
@@ -109,7 +109,7 @@ class EpisodeJournal:
         if self._file is None:
             return 0
         try:
-            append(self._file, line := _line(content))
+            append_to_file(self._file, line := _line(content))
         except OSError:
             # the next line must not go on with what there is of this one
             with contextlib.suppress(OSError):
@@ -138,7 +138,7 @@ class EpisodeJournal:
                 try:
                     if not line.endswith(b"\n"):
                         raise DamagedError("the line is truncated")
-                    self._apply(unsealed(line[:-1].decode("ascii")), len(line))
+                    self._apply(unseal(line[:-1].decode("ascii")), len(line))
                 except (DamagedError, KeyError, TypeError, ValueError) as error:
                     _log.warning(
                         "%s:%d: %s; dropped this line and all later lines (%d bytes); their"
@@ -150,7 +150,7 @@ class EpisodeJournal:
                 self._size += len(line)
 
     def _rewrite(self, file: Path) -> None:
-        with new_file(file) as stream:
+        with open_new_file(file) as stream:
             for episode, entries in self._episodes.items():
                 for call, entry in enumerate(entries):
                     content = {
@@ -169,4 +169,4 @@ def digest(asked: Sequence[Any]) -> str:
 
 
 def _line(content: dict[str, Any]) -> bytes:
-    return sealed(json.dumps(content)).encode() + b"\n"
+    return seal(json.dumps(content)).encode() + b"\n"

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from aligner.agents.environment_pool import EnvironmentPool
 from aligner.agents.episode_environment import EpisodeLost, Observation, Outcome
-from aligner.data.chat_turns import ChatTurns, Conversation, Unsafe
+from aligner.data.chat_turns import ChatTurns, Conversation, NewBranch
 from aligner.data.tokenizer import Messages, Tokenizer
 from aligner.data.types import FinishReason, Prompt, Sample
 from aligner.engines.engine_loop import (
@@ -67,7 +67,7 @@ class OpenEpisode:
             len(self.branches) < len(begun.branches) or self.told < len(begun.response)
         )
 
-    def worded(self, messages: Messages, chat: ChatTurns) -> list[int] | Unsafe:
+    def worded(self, messages: Messages, chat: ChatTurns) -> list[int] | NewBranch:
         """The tokens of messages that came behind the last turn, or why they cannot be appended to
         it.
 
@@ -86,8 +86,8 @@ class OpenEpisode:
                     " prompt must consist of chat messages"
                 )
         begun = len(self.conversation.tokens) + len(self.turn)
-        found = chat.go_on(self.conversation, self.turn, messages)
-        if isinstance(found, Unsafe):
+        found = chat.append_turn(self.conversation, self.turn, messages)
+        if isinstance(found, NewBranch):
             return found
         self.conversation = found
         return found.tokens[begun:].tolist()
@@ -98,11 +98,16 @@ class OpenEpisode:
         self.sample, self.turns, self.told = sample, self.turns + 1, len(sample.response)
         return self.turn
 
-    def hear(self, found: list[int] | Unsafe) -> None:
+    def hear(self, found: list[int] | NewBranch) -> None:
         """The policy is told these tokens, or reads the whole conversation anew in a branch."""
-        if isinstance(found, Unsafe):
+        if isinstance(found, NewBranch):
             self.branches.append(self.complete("stop", branches=()))
-            self.sample, self.told, self.rewards, self.conversation = None, 0, [], found.anew
+            self.sample, self.told, self.rewards, self.conversation = (
+                None,
+                0,
+                [],
+                found.conversation,
+            )
         else:
             self.told += len(found)
 
@@ -124,7 +129,7 @@ class OpenEpisode:
         sample = self.sample or unfinished_sample(replace(self.request, begun=None))
         return self._told(replace(sample, finish_reason="unfinished"), None)
 
-    def repeats(self, found: list[int] | Unsafe) -> bool:
+    def repeats(self, found: list[int] | NewBranch) -> bool:
         """Whether the sample that it goes on from has the same there, and the same rewards
         before."""
         assert self.begun is not None
@@ -133,10 +138,10 @@ class OpenEpisode:
         if not torch.equal(had[: self.told], self._rewards(self.told)):
             return False
         is_at_end = self.told == len(begun.response)
-        if isinstance(found, Unsafe):
+        if isinstance(found, NewBranch):
             following = following if is_at_end else []
             return any(
-                torch.equal(found.anew.tokens, each.tokens[: each.prompt_length])
+                torch.equal(found.conversation.tokens, each.tokens[: each.prompt_length])
                 for each in following[:1]
             )
         given = itertools.takewhile(
@@ -163,7 +168,7 @@ class OpenEpisode:
         )
         if ended is None:
             return None
-        return replace(begun.cut(ended, "stop"), branches=(), rewards=None)
+        return replace(begun.truncate(ended, "stop"), branches=(), rewards=None)
 
     def _told(self, sample: Sample, branches: tuple[Sample, ...] | None) -> Sample:
         """The sample with what the environment has given, and with these branches or all."""
@@ -233,7 +238,7 @@ class EnvironmentEpisodes:
     @cached_property
     def chat(self) -> ChatTurns:
         """The chat template. Raises ConfigError for a model without one."""
-        return ChatTurns.of(self.tokenizer)
+        return ChatTurns.for_tokenizer(self.tokenizer)
 
     def forget(self, first: int) -> None:
         """See `SampleSource.forget`."""
@@ -254,7 +259,7 @@ class EnvironmentEpisodes:
         return start_on_replica(self.engine, requests, lambda: self._start(requests, options))
 
     def _start(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> EngineLoop:
-        turn_end = self.tokenizer.single_token(self.settings.turn_end, "environment.turn_end")
+        turn_end = self.tokenizer.get_single_token(self.settings.turn_end, "environment.turn_end")
         if turn_end is not None:
             options = replace(options, stop_token_ids=(*options.stop_token_ids, turn_end))
         self.engine.check([replace(request, begun=None) for request in requests], options)
@@ -364,10 +369,10 @@ class _EpisodeRun:
         """
         episode = self._episode
         observation = self._observation(outcome.observation)
-        if isinstance(observation, Unsafe):
+        if isinstance(observation, NewBranch):
             request = episode.request
             self._source.engine.check_branch(request.prompt.id)
-            sequence = branch_prompt(request, observation.anew.tokens, self._options)
+            sequence = branch_prompt(request, observation.conversation.tokens, self._options)
             self._source.engine.release(request.prompt.id, request.sample_index)
             self._log_branch(observation)
         else:
@@ -445,7 +450,7 @@ class _EpisodeRun:
             outcome.done or episode.turns == self._source.settings.max_turns
         )
 
-    def _observation(self, observation: Observation) -> list[int] | Unsafe:
+    def _observation(self, observation: Observation) -> list[int] | NewBranch:
         """Return the tokens of an observation, or why messages cannot be appended to the generated
         tokens. Raises AlignerError."""
         episode = self._episode
@@ -462,7 +467,7 @@ class _EpisodeRun:
             )
         return []
 
-    def _log_branch(self, observation: Unsafe) -> None:
+    def _log_branch(self, observation: NewBranch) -> None:
         logged = self._source.logged
         if "branch" not in logged:
             logged.add("branch")

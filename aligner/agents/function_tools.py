@@ -15,7 +15,7 @@ from typing import Any
 from aligner.agents.tool_protocol import ToolFailed
 from aligner.errors import ConfigError
 from aligner.schema.options import callable_place
-from aligner.user_code import imported
+from aligner.user_code import import_object
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def tool_function(place: str) -> Callable[..., Any]:
             "a function as a tool requires the jsonschema package; install it with"
             " pip install 'aligner[tools]'"
         )
-    found = imported(*named)
+    found = import_object(*named)
     if not inspect.isroutine(found):
         raise ConfigError(f"{named[1]!r} is of type {type(found).__name__}; must be a function")
     return found

@@ -18,18 +18,23 @@ from aligner.agents.episodes import EnvironmentEpisodes, episode_name
 from aligner.agents.tool_catalogue import list_tools, tool_schemas, with_tool_arguments
 from aligner.agents.tool_protocol import ListedTool
 from aligner.data.chat_turns import ChatTurns
-from aligner.data.conversations import conversation, response_text, transcript, with_tools
+from aligner.data.conversations import (
+    add_tools,
+    build_conversation,
+    build_transcript,
+    decode_response,
+)
 from aligner.data.export import Source
 from aligner.data.prompts import to_chat_prompt, to_prompt
 from aligner.data.records import Record
 from aligner.data.tokenizer import Tokenizer
-from aligner.data.tokenizer_files import tokenizer_problem
+from aligner.data.tokenizer_files import find_tokenizer_problem
 from aligner.data.types import Prompt, Sample
 from aligner.engines.build import build_engine
 from aligner.engines.engine_loop import SingleResponses, StartsSamples
 from aligner.engines.engine_protocol import GenerationEngine, GenerationRequest, SamplingOptions
 from aligner.errors import AlignerError, ConfigError
-from aligner.files import asked_for, new_file
+from aligner.files import convert_write_errors, open_new_file
 from aligner.models.hugging_face import read_config
 from aligner.models.shape import ModelShape
 from aligner.models.vocabulary import with_all_end_tokens
@@ -79,7 +84,7 @@ class Job:
     @cached_property
     def chat(self) -> ChatTurns:
         """How conversations are worded. Raises ConfigError for a model without a chat template."""
-        return ChatTurns.of(self.tokenizer)
+        return ChatTurns.for_tokenizer(self.tokenizer)
 
     @property
     def requests(self) -> list[GenerationRequest]:
@@ -136,9 +141,9 @@ def plan_job(
     tools = tool_schemas(listed)
     tokenized = [
         (
-            to_prompt(record, record.text("prompt"), tokenizer, longest, allowed, id=place)
+            to_prompt(record, record.get_text("prompt"), tokenizer, longest, allowed, id=place)
             if environment is None
-            else to_chat_prompt(with_tools(record, tools), tokenizer, longest, allowed, id=place)
+            else to_chat_prompt(add_tools(record, tools), tokenizer, longest, allowed, id=place)
         )
         for place, record in enumerate(prompts)
     ]
@@ -153,10 +158,10 @@ def require_generating(source: Source) -> ModelShape:
     )
     if source.head != "vocabulary":
         raise ConfigError(
-            f"{source.given_as}={source.directory}: is a value or reward model, which does not"
+            f"{source.argument}={source.directory}: is a value or reward model, which does not"
             " generate text; must be a policy or another language model"
         )
-    if problem := tokenizer_problem(source.companions):
+    if problem := find_tokenizer_problem(source.companions):
         raise ConfigError(
             f"{source.companions}: {problem}; generation requires the model's tokenizer"
         )
@@ -248,7 +253,7 @@ def draw(
                 yield waiting.pop(given)
                 given += 1
             tokens = done.tokens + sum(
-                each.drawn_count for _, sample in complete for each in sample.sequences
+                each.generated_token_count for _, sample in complete for each in sample.sequences
             )
             rewards = done.rewards + tuple(
                 episode_score(sample) for _, sample in complete if sample.rewards is not None
@@ -293,8 +298,8 @@ def written(output: Path, overwrite: bool) -> Iterator[BinaryIO]:
         )
         raise ConfigError(f"{output}: {advice}")
     with ExitStack() as stack:
-        with asked_for(output):
-            file = stack.enter_context(new_file(output))
+        with convert_write_errors(output):
+            file = stack.enter_context(open_new_file(output))
         yield file
 
 
@@ -323,13 +328,13 @@ def sample_record(job: Job, sample: Sample) -> dict[str, Any]:
         marks = torch.ones(len(sample.response)) if sample.drawn is None else sample.drawn
         episode = {
             "score": episode_score(sample),
-            "turns": transcript(sample, job.tokenizer),
+            "turns": build_transcript(sample, job.tokenizer),
             "drawn": marks.int().tolist(),
             "prompt_tokens": prompt.tokens.tolist(),
         }
     return {
         "prompt": prompt.text,
-        "response": response_text(sample, job.tokenizer),
+        "response": decode_response(sample, job.tokenizer),
         "prompt_index": prompt.id,
         "sample_index": sample.sample_index,
         "finish_reason": sample.finish_reason,
@@ -348,7 +353,7 @@ def conversation_record(job: Job, sample: Sample) -> dict[str, Any]:
         outcome.observation
         for outcome in job.journal.answers(episode_name(prompt.id, sample.sample_index))
     ]
-    said = conversation(sample, prompt, answers, job.tokenizer, lambda: job.chat)
+    said = build_conversation(sample, prompt, answers, job.tokenizer, lambda: job.chat)
     return said | {
         "score": episode_score(sample),
         "prompt_index": prompt.id,

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from aligner.errors import ConfigError
-from aligner.user_code import imported
+from aligner.user_code import import_object
 
 _COLOURS = re.compile(r"\x1b\[[\d;]*m")
 _SHOWN_CHARACTERS = 80
@@ -46,7 +46,7 @@ class GymnasiumEnvironment:
             bad_action_reward,
             wording,
         )
-        self._parser = None if parser is None else imported(*parser.split(":", 1))
+        self._parser = None if parser is None else import_object(*parser.split(":", 1))
         space = self._environment.action_space
         kind = type(space).__name__
         if parser is None and kind not in ("Discrete", "Text"):

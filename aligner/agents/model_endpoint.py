@@ -157,7 +157,7 @@ class ModelEndpoint(OpenAIServer):
             if self._chat is not None:
                 return self._chat.begin(messages, None, body.chat_template_kwargs).tokens
             return self._tokenizer.encode(
-                "\n\n".join(message["content"] for message in messages), begins=True
+                "\n\n".join(message["content"] for message in messages), add_bos=True
             )
         except AlignerError as error:
             raise Refused(400, str(error)) from error
@@ -181,11 +181,11 @@ class ModelEndpoint(OpenAIServer):
         ask.answer.set_result(self._answer(ask.read, [chosen], token))
 
     def _token(self, token: int, logprob: float) -> DrawnToken:
-        return DrawnToken(self._tokenizer.piece(token), logprob)
+        return DrawnToken(self._tokenizer.decode_token(token), logprob)
 
     def _answer(self, read: Tensor, tokens: Sequence[DrawnToken], generated: Tensor) -> Answer:
         """Return the answer that consists of the generated tokens, int64 [R]."""
-        has_ended = bool(self._tokenizer.ends(generated[-1:]))
+        has_ended = bool(self._tokenizer.is_eos(generated[-1:]))
         text = self._tokenizer.decode_after(
             read, generated[:-1] if has_ended else generated, skip_special_tokens=False
         )

@@ -11,7 +11,7 @@ from aligner.agents.python_sandbox import PythonSandbox
 from aligner.agents.tool_environment import ToolEnvironment
 from aligner.agents.tool_protocol import ListedTool
 from aligner.data.tokenizer import Tokenizer
-from aligner.data.tool_calls import format_of, tool_schema
+from aligner.data.tool_calls import build_tool_schema, detect_tool_format
 from aligner.errors import ConfigError
 from aligner.schema.environment import PYTHON, TOOLS, EnvironmentConfig
 
@@ -44,7 +44,7 @@ def list_tools(settings: EnvironmentConfig) -> list[ListedTool]:
             if place == PYTHON:
                 found.append(ListedTool("python", place, _PYTHON_SCHEMA))
             else:
-                found.append(ListedTool("function", place, tool_schema(tool_function(place))))
+                found.append(ListedTool("function", place, build_tool_schema(tool_function(place))))
         except ConfigError as error:
             raise ConfigError(f"environment.tools: {place}: {error}") from error
     for server in settings.mcp:
@@ -97,7 +97,7 @@ def with_tool_arguments(
     """
     if not settings.has_tools:
         return settings
-    form = format_of(tokenizer)
+    form = detect_tool_format(tokenizer)
     if form is None:
         raise ConfigError(
             "environment.tools: the model's chat template does not write tool calls in a supported"

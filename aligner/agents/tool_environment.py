@@ -11,7 +11,7 @@ from aligner.agents.function_tools import FunctionTool, tool_function
 from aligner.agents.mcp_servers import McpServer
 from aligner.agents.python_sandbox import Isolation, PythonSandbox
 from aligner.agents.tool_protocol import ListedTool, Tool, ToolFailed
-from aligner.data.tool_calls import THINK, MalformedCall, ToolCall, ToolFormat, parse_turn
+from aligner.data.tool_calls import THINK_START, MalformedCall, ToolCall, ToolFormat, parse_turn
 from aligner.schema.environment import PythonToolConfig
 
 _CUT = "\n[… {left_out} characters left out …]\n"
@@ -55,12 +55,12 @@ class ToolEnvironment:
     async def reset(self, task: Mapping[str, Any], seed: int) -> Observation:
         """Nothing but the prompt's messages."""
         self._messages = len(task.get("messages", ()))
-        self._reasons = str(task.get("prompt", "")).rstrip().endswith(THINK)
+        self._reasons = str(task.get("prompt", "")).rstrip().endswith(THINK_START)
         return []
 
     async def step(self, action: str) -> tuple[Observation, float, bool]:
         """The answers to the turn's calls, or the end."""
-        calls = parse_turn(action, self._form, self._messages, reasons=self._reasons).calls
+        calls = parse_turn(action, self._form, self._messages, is_reasoning=self._reasons).calls
         if not calls:
             return [], 0.0, True
         problems = [call.problem for call in calls if isinstance(call, MalformedCall)]
@@ -73,7 +73,7 @@ class ToolEnvironment:
             refused = _error(f"the call was not carried out, a turn may have {self._most_calls}")
             contents += [refused] * (len(wanted) - len(contents))
             answers = [
-                call.answered(content) for call, content in zip(wanted, contents, strict=True)
+                call.to_message(content) for call, content in zip(wanted, contents, strict=True)
             ]
         self._messages += 1 + len(answers)
         return self._within_bounds(answers), 0.0, False

@@ -1,1 +1,1 @@
-"""The algorithms: pure functions of tensors, and their compositions."""
+"""Formulas of the algorithms as pure functions of tensors, and their combinations."""

@@ -1,8 +1,10 @@
-"""Advantage estimators, as functions of tensors and by name (`algorithm.advantage`).
+"""Advantage estimators, and the masked mean and whitening that they use.
 
-In a grouped estimator the `group_size` responses to one prompt are next to each other, and have
-advantages of exactly 0 where their scores are equal. If the reward function abstained on some
-responses, prompts have groups of different sizes: each size is then computed separately.
+The estimators exist as functions of tensors, and by their name in `algorithm.advantage` as entries
+of `ESTIMATORS`. A grouped estimator compares the `group_size` responses to the same prompt, which
+are consecutive rows. If all scores of a group are equal, its advantages are exactly 0. If the
+reward function abstained on some responses, the groups have different sizes; each size is then
+computed separately.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -15,47 +17,63 @@ from aligner.schema import AlgorithmConfig
 
 
 def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Mean of the values where `mask` is true; over everything, or along `dim`. 0 where nothing is
-    chosen."""
-    chosen = torch.where(mask.bool(), values, 0.0)
+    """Return the mean of the values where `mask` is true, over all dimensions or along `dim`.
+
+    The mean over no values is 0.
+    """
+    masked_values = torch.where(mask.bool(), values, 0.0)
     count = mask.bool().sum() if dim is None else mask.bool().sum(dim)
-    total = chosen.sum() if dim is None else chosen.sum(dim)
+    total = masked_values.sum() if dim is None else masked_values.sum(dim)
     return total / count.clamp(min=1)
 
 
 def masked_whiten(
     values: Tensor, mask: Tensor, shift_mean: bool = True, dim: int | None = None
 ) -> Tensor:
-    """Values scaled to variance 1 over the mask, and to mean 0 unless `shift_mean` is false; 0
-    outside the mask.
+    """Return the values scaled to variance 1 over the mask, and shifted to mean 0.
 
-    Over everything, or along `dim`. Population variance, 1/√(variance + 1e-8) (Huang et al. 2023,
-    "The N Implementation Details of RLHF with PPO", detail 11). Values that are all equal have
-    exactly no deviation from their mean.
+    The scale is 1/√(population variance + 1e-8) (Huang et al. 2023, "The N Implementation Details
+    of RLHF with PPO", detail 11). If all values are equal, their deviation from the mean is exactly
+    0.
+
+    Args:
+        values: Values to whiten.
+        mask: Shape of `values`. Only values where it is true enter the mean and the variance.
+        shift_mean: False keeps the mean of the values.
+        dim: Dimension to whiten along; None whitens over all dimensions.
+
+    Returns:
+        A tensor of the shape of `values`, 0 outside the mask.
     """
 
-    def mean_of(tensor: Tensor) -> Tensor:
+    def broadcast_mean(tensor: Tensor) -> Tensor:
         mean = masked_mean(tensor, mask, dim)
         return mean if dim is None else mean.unsqueeze(dim)
 
-    def largest_of(tensor: Tensor) -> Tensor:
-        inside = torch.where(mask.bool(), tensor, -torch.inf)
-        return inside.max() if dim is None else inside.amax(dim, keepdim=True)
+    def broadcast_max(tensor: Tensor) -> Tensor:
+        masked_values = torch.where(mask.bool(), tensor, -torch.inf)
+        return masked_values.max() if dim is None else masked_values.amax(dim, keepdim=True)
 
-    mean = mean_of(values)
-    # The mean of equal values is rounded, and what is left of them would be blown up.
-    centered = torch.where(largest_of(values) == -largest_of(-values), 0.0, values - mean)
-    variance = mean_of(centered.square())
+    mean = broadcast_mean(values)
+    # The mean of equal values is rounded. Dividing by a standard deviation of about 0 would amplify
+    # the rounding error, so equal values (maximum = minimum) are centered to exactly 0.
+    is_constant = broadcast_max(values) == -broadcast_max(-values)
+    centered = torch.where(is_constant, 0.0, values - mean)
+    variance = broadcast_mean(centered.square())
     whitened = centered * torch.rsqrt(variance + 1e-8)
     return torch.where(mask.bool(), whitened if shift_mean else whitened + mean, 0.0)
 
 
-Estimate = Callable[[ScoredSamples, AlgorithmConfig], Tensor | tuple[Tensor, Tensor]]
-"""From a step's samples and the configuration's `algorithm` to advantages, one a response [B] or
-one a token [B, S-1]; with a critic also to returns, [B, S-1], which the critic learns."""
+AdvantageEstimator = Callable[[ScoredSamples, AlgorithmConfig], Tensor | tuple[Tensor, Tensor]]
+"""Function from the samples of a step and the section `algorithm` to advantages.
 
+The advantages have shape `[B]`, one for each response, or `[B, S-1]`, one for each token. With a
+critic the function returns a tuple of the advantages and the returns `[B, S-1]`, which are the
+targets of the critic.
+"""
+
+# Added to the standard deviation of a group, which is 0 if all its scores are equal.
 _GRPO_EPSILON = 1e-4
-"""Added to a group's standard deviation, which is 0 where all its scores are equal."""
 
 
 def gae(
@@ -66,124 +84,215 @@ def gae(
     lam: float,
     last_values: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Generalized advantage estimation; [B, T] each, to advantages and returns [B, T], 0 outside
-    the mask.
+    """Return the advantages and returns of generalized advantage estimation.
 
     A_t = Σ_k (γλ)^k δ_{t+k} with δ_t = r_t + γ V_{t+1} - V_t, and returns = A + V (Schulman et al.
-    2016, equation 16). The value after a row's last masked token is its `last_values` [B], 0 where
-    None: a response that was cut would have gone on (Pardo et al. 2018, "Time Limits in
-    Reinforcement Learning", section 3). The masked tokens are the steps: a token outside the mask,
-    between two of them or around them, is none.
+    2016, equation 16). The time steps are the masked tokens; tokens outside the mask, before,
+    between or after the masked ones, are skipped.
+
+    Args:
+        rewards: `[B, T]`.
+        values: Values of the critic `[B, T]`.
+        mask: `[B, T]`, true at the time steps.
+        gamma: Discount factor γ.
+        lam: Exponential weight λ.
+        last_values: Value after the last masked token of each row, `[B]`; None means 0. It
+            estimates the rewards that a truncated response would still have received (Pardo et al.
+            2018, "Time Limits in Reinforcement Learning", section 3).
+
+    Returns:
+        Advantages and returns, `[B, T]`, 0 outside the mask.
     """
     inside = mask.bool()
     values = torch.where(inside, values, 0.0)
     rewards = torch.where(inside, rewards, 0.0)
+
     advantages = torch.zeros_like(values)
-    following = torch.zeros_like(values[:, 0])
+    next_advantage = torch.zeros_like(values[:, 0])
     next_value = torch.zeros_like(values[:, 0]) if last_values is None else last_values
     for step in reversed(range(values.shape[1])):
         delta = rewards[:, step] + gamma * next_value - values[:, step]
-        following = torch.where(inside[:, step], delta + gamma * lam * following, following)
+        # A token outside the mask is no time step: it passes the next step's values on unchanged.
+        next_advantage = torch.where(
+            inside[:, step], delta + gamma * lam * next_advantage, next_advantage
+        )
         next_value = torch.where(inside[:, step], values[:, step], next_value)
-        advantages[:, step] = following
+        advantages[:, step] = next_advantage
     return torch.where(inside, advantages, 0.0), torch.where(inside, advantages + values, 0.0)
 
 
 def reinforce(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
-    """The discounted return from each token on, G_t = Σ_k γ^k r_{t+k}; [B, T] to [B, T], 0 outside
-    the mask.
+    """Return the discounted return from each token on, G_t = Σ_k γ^k r_{t+k}.
 
-    Williams 1992. Steps are the masked tokens, as in `gae`, of which it is the return with λ = 1
-    and values of 0.
+    Williams 1992. The time steps are the masked tokens, as in `gae`; the result equals the returns
+    of `gae` with λ = 1 and values of 0.
+
+    Args:
+        rewards: `[B, T]`.
+        mask: `[B, T]`, true at the time steps.
+        gamma: Discount factor γ.
+
+    Returns:
+        `[B, T]`, 0 outside the mask.
     """
     return gae(rewards, torch.zeros_like(rewards), mask, gamma, 1.0)[0]
 
 
 def reinforce_plus_plus(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
-    """The returns of `reinforce`, whitened over all tokens of the batch; [B, T] to [B, T], 0
-    outside the mask.
+    """Return the returns of `reinforce`, whitened over all masked tokens of the batch.
 
-    Hu 2025, "REINFORCE++", where the KL penalty is part of each token's reward.
+    Hu 2025, "REINFORCE++". In that paper the reward of each token includes the KL penalty.
+
+    Args:
+        rewards: `[B, T]`.
+        mask: `[B, T]`, true at the time steps.
+        gamma: Discount factor γ.
+
+    Returns:
+        `[B, T]`, 0 outside the mask.
     """
     return masked_whiten(reinforce(rewards, mask, gamma), mask)
 
 
 def rloo(scores: Tensor, group_size: int) -> Tensor:
-    """Each score minus the mean of its group's others; [B] to [B] (Ahmadian et al. 2024, "Back to
-    Basics", section 3.2).
+    """Return each score minus the mean of the other scores of its group.
 
-    Raises ValueError for a group without others, or that B is no multiple of.
+    Ahmadian et al. 2024, "Back to Basics", section 3.2.
+
+    Args:
+        scores: `[B]`; the rows of a group are consecutive.
+        group_size: Number of rows of each group.
+
+    Returns:
+        `[B]`.
+
+    Raises:
+        ValueError: `group_size` is below 2 or does not divide B.
     """
-    groups = _groups(scores, group_size)
-    others = (groups.sum(1, keepdim=True) - groups) / (group_size - 1)
-    return _of_unequal(groups, groups - others).flatten()
+    groups = _group_scores(scores, group_size)
+    other_means = (groups.sum(1, keepdim=True) - groups) / (group_size - 1)
+    return _zero_equal_groups(groups, groups - other_means).flatten()
 
 
 def grpo(scores: Tensor, group_size: int) -> Tensor:
-    """Each score minus its group's mean, over its group's sample deviation + 1e-4; [B] to [B].
+    """Return each score minus its group's mean, divided by (the group's deviation + 1e-4).
 
-    Shao et al. 2024, "DeepSeekMath", section 4.1.2. Raises ValueError as `rloo` does.
+    The deviation is the sample standard deviation (Shao et al. 2024, "DeepSeekMath", section
+    4.1.2).
+
+    Args:
+        scores: `[B]`; the rows of a group are consecutive.
+        group_size: Number of rows of each group.
+
+    Returns:
+        `[B]`.
+
+    Raises:
+        ValueError: `group_size` is below 2 or does not divide B.
     """
-    groups = _groups(scores, group_size)
-    centered = _of_unequal(groups, groups - groups.mean(1, keepdim=True))
+    groups = _group_scores(scores, group_size)
+    centered = _zero_equal_groups(groups, groups - groups.mean(1, keepdim=True))
     return (centered / (groups.std(1, keepdim=True) + _GRPO_EPSILON)).flatten()
 
 
 def grpo_steps(rewards: Tensor, ends: Tensor, mask: Tensor, group_size: int) -> Tensor:
-    """Of each token the sum over the steps that end with it or behind it of their rewards,
-    normalized within the group.
+    """Return for each token the sum of the normalized rewards of all steps that end at it or later.
 
-    A step's reward less the mean of all the group's steps, over their sample deviation + 1e-4: GRPO
-    with process supervision (Shao et al. 2024, "DeepSeekMath", section 4.1.3). Steps end at `ends`,
-    bool [B, T]; what else of the rewards [B, T] a response got, as for its answer, counts with its
-    last step, or with its last token if it has none. [B, T], 0 outside the mask. Raises ValueError
-    as `rloo` does.
+    This is GRPO with process supervision (Shao et al. 2024, "DeepSeekMath", section 4.1.3). The
+    reward of a step is normalized within the group: minus the mean over all steps of the group,
+    divided by (their sample standard deviation + 1e-4).
+
+    Args:
+        rewards: `[B, T]`. Rewards at tokens that end no step, such as the reward of the answer, are
+            added to the last step of the row. A row without steps counts as one step that ends at
+            its last masked token.
+        ends: bool `[B, T]`, true at the last token of each step.
+        mask: bool `[B, T]`, true at the response tokens.
+        group_size: Number of rows of each group; they are consecutive.
+
+    Returns:
+        `[B, T]`, 0 outside the mask.
+
+    Raises:
+        ValueError: `group_size` is below 2 or does not divide B.
     """
     _check_groups(len(rewards), group_size)
-    places, ends = torch.arange(mask.shape[1]), ends & mask
-    last = torch.where(ends, places, -1).amax(1, keepdim=True)
-    last = torch.where(last < 0, torch.where(mask, places, 0).amax(1, keepdim=True), last)
-    at_ends = torch.where(ends, rewards, 0.0)
-    at_ends = at_ends.scatter_add(
+    positions = torch.arange(mask.shape[1])
+    ends = ends & mask
+
+    # The last step's end in each row, or the last masked token if the row has no step.
+    last = torch.where(ends, positions, -1).amax(1, keepdim=True)
+    last = torch.where(last < 0, torch.where(mask, positions, 0).amax(1, keepdim=True), last)
+
+    step_rewards = torch.where(ends, rewards, 0.0)
+    step_rewards = step_rewards.scatter_add(
         1, last, torch.where(mask & ~ends, rewards, 0.0).sum(1, keepdim=True)
     )
     ends = ends.scatter(1, last, True)
+
     for first in range(0, len(rewards), group_size):
         rows = slice(first, first + group_size)
-        own = at_ends[rows][ends[rows]]
-        compared = own - own.mean() if own.amax() > own.amin() else torch.zeros_like(own)
-        scaled = compared / (own.std() + _GRPO_EPSILON) if len(own) > 1 else compared
-        at_ends[rows] = at_ends[rows].masked_scatter(ends[rows], scaled)
-    return torch.where(mask, at_ends.flip(1).cumsum(1).flip(1), 0.0)
+        group_rewards = step_rewards[rows][ends[rows]]
+        # Equal rewards have advantage 0; their rounded mean could differ from them.
+        centered = (
+            group_rewards - group_rewards.mean()
+            if group_rewards.amax() > group_rewards.amin()
+            else torch.zeros_like(group_rewards)
+        )
+        normalized = (
+            centered / (group_rewards.std() + _GRPO_EPSILON) if len(group_rewards) > 1 else centered
+        )
+        step_rewards[rows] = step_rewards[rows].masked_scatter(ends[rows], normalized)
+
+    # Suffix sum: each token gets the normalized rewards of its own step and of all later steps.
+    return torch.where(mask, step_rewards.flip(1).cumsum(1).flip(1), 0.0)
 
 
 def dr_grpo(scores: Tensor, group_size: int) -> Tensor:
-    """Each score minus its group's mean; [B] to [B] (Liu et al. 2025, "Understanding R1-Zero-Like
-    Training", section 3).
+    """Return each score minus the mean of its group.
 
-    Raises ValueError as `rloo` does.
+    Liu et al. 2025, "Understanding R1-Zero-Like Training", section 3.
+
+    Args:
+        scores: `[B]`; the rows of a group are consecutive.
+        group_size: Number of rows of each group.
+
+    Returns:
+        `[B]`.
+
+    Raises:
+        ValueError: `group_size` is below 2 or does not divide B.
     """
-    groups = _groups(scores, group_size)
-    return _of_unequal(groups, groups - groups.mean(1, keepdim=True)).flatten()
+    groups = _group_scores(scores, group_size)
+    return _zero_equal_groups(groups, groups - groups.mean(1, keepdim=True)).flatten()
 
 
 def group_whiten(advantages: Tensor, mask: Tensor, group_size: int) -> Tensor:
-    """Advantages whitened over the masked tokens of each group of rows; [B, T] to [B, T], 0 outside
-    the mask.
+    """Return the advantages whitened over the masked tokens of each group of rows.
 
-    A row without a masked token has no part in its group's mean and variance. Raises ValueError as
-    `rloo` does.
+    A row without a masked token does not affect the mean and the variance of its group.
+
+    Args:
+        advantages: `[B, T]`; the rows of a group are consecutive.
+        mask: `[B, T]`.
+        group_size: Number of rows of each group.
+
+    Returns:
+        `[B, T]`, 0 outside the mask.
+
+    Raises:
+        ValueError: `group_size` is below 2 or does not divide B.
     """
     _check_groups(len(advantages), group_size)
-    groups = len(advantages) // group_size
-    # reshape, not view: a slice of a wider tensor is not contiguous.
-    return masked_whiten(advantages.reshape(groups, -1), mask.reshape(groups, -1), dim=1).view(
-        advantages.shape
-    )
+    group_count = len(advantages) // group_size
+    # reshape instead of view: a slice of a wider tensor is not contiguous.
+    return masked_whiten(
+        advantages.reshape(group_count, -1), mask.reshape(group_count, -1), dim=1
+    ).view(advantages.shape)
 
 
-def _groups(scores: Tensor, group_size: int) -> Tensor:
-    """[B] to [B / group_size, group_size], in floating point."""
+def _group_scores(scores: Tensor, group_size: int) -> Tensor:
+    """Return scores `[B]` as a floating-point tensor `[B / group_size, group_size]`."""
     if scores.ndim != 1:
         raise ValueError(
             f"scores: got shape {tuple(scores.shape)}, must be [B], one score per response"
@@ -192,10 +301,13 @@ def _groups(scores: Tensor, group_size: int) -> Tensor:
     return (scores if scores.is_floating_point() else scores.float()).reshape(-1, group_size)
 
 
-def _of_unequal(groups: Tensor, compared: Tensor) -> Tensor:
-    """What a group's scores compare as, exactly 0 where they are all equal: their mean is rounded,
-    and differs from them."""
-    return torch.where(groups.amax(1, keepdim=True) == groups.amin(1, keepdim=True), 0.0, compared)
+def _zero_equal_groups(groups: Tensor, advantages: Tensor) -> Tensor:
+    """Return the advantages, set to exactly 0 in every group whose scores are all equal.
+
+    The mean of equal scores is rounded, and the rounded mean can differ from them.
+    """
+    is_equal = groups.amax(1, keepdim=True) == groups.amin(1, keepdim=True)
+    return torch.where(is_equal, 0.0, advantages)
 
 
 def _check_groups(rows: int, group_size: int) -> None:
@@ -211,33 +323,42 @@ def _check_groups(rows: int, group_size: int) -> None:
 
 
 def groups_by_size(groups: Tensor) -> Iterator[tuple[Tensor, int]]:
-    """Yield the rows, int64 [N], of all groups of one size, and that size.
+    """Yield for each group size the rows of all groups of that size, int64 `[N]`, and the size.
 
     Args:
-        groups: int64 [B], the group of each row; rows of a group are next to each other.
+        groups: Group of each row, int64 `[B]`; the rows of a group are consecutive.
     """
-    _, of_rows, counts = groups.unique_consecutive(return_inverse=True, return_counts=True)
+    _, group_indices, counts = groups.unique_consecutive(return_inverse=True, return_counts=True)
     for size in counts.unique().tolist():
-        yield (counts[of_rows] == size).nonzero()[:, 0], size
+        yield (counts[group_indices] == size).nonzero()[:, 0], size
 
 
-def _of_responses(of_scores: Callable[[Tensor, int], Tensor]) -> Estimate:
-    """A grouped estimator of whole responses: of their scores, less a KL penalty in the reward; a
-    branch has its sample's."""
+def _build_response_estimator(
+    estimate_scores: Callable[[Tensor, int], Tensor],
+) -> AdvantageEstimator:
+    """Return a grouped estimator that applies `estimate_scores` to the scores of whole responses.
+
+    The score of a response is the sum of its rewards, which includes a KL penalty in the reward.
+    The branches of an episode get the advantage of the episode's sample.
+    """
 
     def estimate(samples: ScoredSamples, settings: AlgorithmConfig) -> Tensor:
-        rewards, groups = samples.rewards.sum(1), samples.groups
+        rewards = samples.rewards.sum(1)
+        groups = samples.groups
         if samples.episodes is not None:
-            rewards, groups = rewards[~samples.is_branch], groups[~samples.is_branch]
+            # A group compares episodes, so that an episode with many branches counts once.
+            rewards = rewards[~samples.is_branch]
+            groups = groups[~samples.is_branch]
+
         advantages = torch.zeros_like(rewards)
         for rows, size in groups_by_size(groups):
-            advantages[rows] = of_scores(rewards[rows], size)
-        return advantages if samples.episodes is None else advantages[samples.places]
+            advantages[rows] = estimate_scores(rewards[rows], size)
+        return advantages if samples.episodes is None else advantages[samples.episode_indices]
 
     return estimate
 
 
-def _of_steps(samples: ScoredSamples, settings: AlgorithmConfig) -> Tensor:
+def _estimate_grpo_steps(samples: ScoredSamples, settings: AlgorithmConfig) -> Tensor:
     assert samples.step_ends is not None, "grpo_steps requires step rewards"
     advantages = torch.zeros_like(samples.rewards)
     for rows, size in groups_by_size(samples.groups):
@@ -247,7 +368,7 @@ def _of_steps(samples: ScoredSamples, settings: AlgorithmConfig) -> Tensor:
     return advantages
 
 
-def _with_critic(samples: ScoredSamples, settings: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+def _estimate_gae(samples: ScoredSamples, settings: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     assert samples.values is not None, "gae requires a critic"
     return gae(
         samples.rewards,
@@ -259,15 +380,16 @@ def _with_critic(samples: ScoredSamples, settings: AlgorithmConfig) -> tuple[Ten
     )
 
 
-ESTIMATORS: Mapping[str, Estimate] = {
-    "gae": _with_critic,
+ESTIMATORS: Mapping[str, AdvantageEstimator] = {
+    "gae": _estimate_gae,
     "reinforce": lambda samples, settings: reinforce(samples.rewards, samples.mask, settings.gamma),
     "reinforce_plus_plus": lambda samples, settings: reinforce_plus_plus(
         samples.rewards, samples.mask, settings.gamma
     ),
-    "rloo": _of_responses(rloo),
-    "grpo": _of_responses(grpo),
-    "grpo_steps": _of_steps,
-    "dr_grpo": _of_responses(dr_grpo),
+    "rloo": _build_response_estimator(rloo),
+    "grpo": _build_response_estimator(grpo),
+    "grpo_steps": _estimate_grpo_steps,
+    "dr_grpo": _build_response_estimator(dr_grpo),
     "none": lambda samples, settings: torch.zeros_like(samples.rewards),
 }
+"""Built-in estimators by their name in `algorithm.advantage`."""

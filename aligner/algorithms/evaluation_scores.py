@@ -1,4 +1,4 @@
-"""What responses to held-out prompts are worth: scores, passes, wins, each with a 95 % interval."""
+"""Metrics of responses to held-out prompts: scores, pass rates and win rates, with intervals."""
 
 import math
 from collections.abc import Sequence
@@ -9,61 +9,77 @@ import torch
 from torch import Tensor
 
 _CONFIDENCE = 0.95
-_RESAMPLED_AT_ONCE = 2**22
-"""Numbers that the bootstrap holds at a time."""
+# Number of resampled values that the bootstrap keeps in memory at a time.
+_BOOTSTRAP_CHUNK_SIZE = 2**22
 
 
 def pass_at_k(correct: Tensor, samples: int | Tensor, k: int) -> Tensor:
-    """Probability that at least one of k samples is right, float64 [P]: 1 - C(n - c, k) / C(n, k),
-    unbiased.
+    """Return the unbiased estimate of the probability that at least one of k samples is correct.
 
-    Chen et al. 2021, "Evaluating Large Language Models Trained on Code", section 2.1.
+    1 - C(n - c, k) / C(n, k) for each prompt (Chen et al. 2021, "Evaluating Large Language Models
+    Trained on Code", section 2.1).
 
     Args:
-        correct: int64 [P], the number of right samples of each prompt.
-        samples: n, the number of samples per prompt; int64 [P] if it differs.
-        k: the number of samples of which one must be right.
+        correct: c, the number of correct samples of each prompt, int64 `[P]`.
+        samples: n, the number of samples per prompt; int64 `[P]` if it differs between prompts.
+        k: Number of samples of which at least one must be correct.
+
+    Returns:
+        float64 `[P]`.
 
     Raises:
-        ValueError: k is not in [1, n], or more samples are right than there are.
+        ValueError: `k` is not in [1, n], or `correct` is not in [0, n].
     """
     counts = samples if isinstance(samples, Tensor) else torch.full_like(correct, samples)
-    fewest = int(counts.min()) if isinstance(samples, Tensor) else samples
-    if not 1 <= k <= fewest:
-        raise ValueError(f"k={k}: must be in [1, {fewest}], the number of samples per prompt")
+    min_count = int(counts.min()) if isinstance(samples, Tensor) else samples
+    if not 1 <= k <= min_count:
+        raise ValueError(f"k={k}: must be in [1, {min_count}], the number of samples per prompt")
     if bool(((correct < 0) | (correct > counts)).any()):
         raise ValueError(
             f"correct={correct.tolist()}: must be in [0, {samples}], the number of samples per"
             " prompt"
         )
-    # The share of draws without a right one, as a product: the i-th factor is 0 once there are too
-    # few wrong ones.
-    drawn = counts.double()[:, None] - torch.arange(k)
-    wrong = drawn - correct.double()[:, None]
-    return 1 - (wrong.clamp_min(0) / drawn).prod(1)
+    # C(n - c, k) / C(n, k) = Π_{i<k} (n - c - i) / (n - i). If there are fewer than k incorrect
+    # samples, a factor is 0.
+    remaining = counts.double()[:, None] - torch.arange(k)
+    remaining_incorrect = remaining - correct.double()[:, None]
+    return 1 - (remaining_incorrect.clamp_min(0) / remaining).prod(1)
 
 
 def win_rate(scores: Tensor, reference_scores: Tensor) -> Tensor:
-    """The share of a prompt's responses that score above its reference, ties half; [P] or [P, K],
-    and [P], to float64 [N].
+    """Return for each prompt the share of its responses that score above the reference response.
 
-    N is the number of prompts whose reference and at least one response have a finite score;
-    responses without one are excluded.
+    A tie counts as half a win.
+
+    Args:
+        scores: Scores of the responses, `[P]` or `[P, K]`.
+        reference_scores: Scores of the references, `[P]`.
+
+    Returns:
+        float64 `[N]`, where N is the number of prompts whose reference and at least one response
+        have a finite score. Responses without a finite score are excluded.
     """
     responses = scores.view(len(reference_scores), -1)
-    compared = responses.isfinite() & reference_scores.isfinite()[:, None]
-    counts = compared.sum(1)
-    wins = torch.sign(responses - reference_scores[:, None]).double() + 1
-    totals = torch.where(compared, wins, 0.0).sum(1)
+    is_compared = responses.isfinite() & reference_scores.isfinite()[:, None]
+    counts = is_compared.sum(1)
+    # 2 for a win, 1 for a tie, 0 for a loss; the last line divides by 2.
+    half_wins = torch.sign(responses - reference_scores[:, None]).double() + 1
+    totals = torch.where(is_compared, half_wins, 0.0).sum(1)
     return totals[counts > 0] / counts[counts > 0] / 2
 
 
 def perplexity(logprobs: Tensor, mask: Tensor) -> float:
-    """exp of minus the mean log-prob over the mask; [B, T] each.
+    """Return the perplexity: exp of minus the mean log-prob over the mask.
 
-    That of the initial model on the policy's responses says how far the policy has moved
-    (Noukhovitch et al. 2024, "Asynchronous RLHF", which plots the win rate over it). Raises
-    ValueError for an empty mask.
+    The perplexity of the initial model on the policy's responses measures how far the policy has
+    diverged from it (Noukhovitch et al. 2024, "Asynchronous RLHF", plots the win rate against it).
+
+    Args:
+        logprobs: `[B, T]`.
+        mask: bool `[B, T]`.
+
+    Raises:
+        ValueError: The mask is empty.
     """
     count = int(mask.sum())
     if count == 0:
@@ -74,37 +90,64 @@ def perplexity(logprobs: Tensor, mask: Tensor) -> float:
 def wilson_interval(
     successes: float, count: int, confidence: float = _CONFIDENCE
 ) -> tuple[float, float]:
-    """The score interval of a proportion (Wilson 1927), inside [0, 1] and not empty at 0 and 1.
+    """Return the Wilson score interval of a proportion (Wilson 1927).
 
-    `successes` need not be whole: a prompt counts for the share of its responses. Raises ValueError
-    where it is not within 0 and `count`.
+    The interval is within [0, 1], and is not empty at the proportions 0 and 1.
+
+    Args:
+        successes: Number of successes. It may be fractional, because a prompt counts with the share
+            of its successful responses.
+        count: Number of trials.
+        confidence: Coverage of the interval.
+
+    Returns:
+        Lower and upper bound.
+
+    Raises:
+        ValueError: `successes` is not in [0, count], or `count` is below 1.
     """
     if count < 1 or not 0 <= successes <= count:
         raise ValueError(f"successes={successes}: must be in [0, count] with count={count} >= 1")
     z = NormalDist().inv_cdf((1 + confidence) / 2)
-    share, weight = successes / count, z * z / count
-    center = (share + weight / 2) / (1 + weight)
-    half = z * math.sqrt(share * (1 - share) / count + weight / (4 * count)) / (1 + weight)
-    return max(0.0, center - half), min(1.0, center + half)
+    proportion = successes / count
+    weight = z * z / count
+    center = (proportion + weight / 2) / (1 + weight)
+    half_width = (
+        z * math.sqrt(proportion * (1 - proportion) / count + weight / (4 * count)) / (1 + weight)
+    )
+    return max(0.0, center - half_width), min(1.0, center + half_width)
 
 
 def bootstrap_interval(
     values: Tensor, confidence: float = _CONFIDENCE, resamples: int = 2000, seed: int = 0
 ) -> tuple[float, float]:
-    """The percentile interval of the mean of values [P] (Efron 1979, "Bootstrap Methods: Another
-    Look at the Jackknife").
+    """Return the bootstrap percentile interval of the mean.
 
-    The same values and seed give the same interval. Raises ValueError where there is none.
+    Efron 1979, "Bootstrap Methods: Another Look at the Jackknife". The same values and seed give
+    the same interval.
+
+    Args:
+        values: `[P]`.
+        confidence: Coverage of the interval.
+        resamples: Number of bootstrap resamples.
+        seed: Seed of the resampling.
+
+    Returns:
+        Lower and upper bound.
+
+    Raises:
+        ValueError: `values` is empty.
     """
     if values.numel() == 0:
         raise ValueError("values: must not be empty")
-    numbers, generator = values.double().numpy(), np.random.default_rng(seed)
-    at_once = max(1, _RESAMPLED_AT_ONCE // len(numbers))
+    numbers = values.double().numpy()
+    generator = np.random.default_rng(seed)
+    chunk = max(1, _BOOTSTRAP_CHUNK_SIZE // len(numbers))
     means = [
         numbers[
-            generator.integers(len(numbers), size=(min(at_once, resamples - first), len(numbers)))
+            generator.integers(len(numbers), size=(min(chunk, resamples - first), len(numbers)))
         ].mean(1)
-        for first in range(0, resamples, at_once)
+        for first in range(0, resamples, chunk)
     ]
     low, high = np.quantile(np.concatenate(means), [(1 - confidence) / 2, (1 + confidence) / 2])
     return float(low), float(high)
@@ -113,74 +156,89 @@ def bootstrap_interval(
 def evaluation_metrics(
     scores: Tensor, pass_threshold: float, reference_scores: Tensor | None = None
 ) -> dict[str, float]:
-    """`eval/score`, `eval/pass@k` for the powers of two up to K, and `eval/win_rate` where there
-    are references [P].
+    """Return the metrics `eval/score`, `eval/pass@k` and `eval/win_rate` with their intervals.
 
-    scores: [P, K], K responses to each of P prompts. Prompts are what is drawn at random, so
-    intervals (`_low`, `_high`) are over them: the score's by bootstrap of the prompts' means; those
-    of pass@1 and of the win rate are Wilson's with P trials, which for K above 1 is wider than it
-    need be.
+    Scores that are not finite are abstentions, of responses or of references. `eval/abstained`
+    counts the abstentions of responses; all other metrics exclude abstentions. pass@k is computed
+    for the powers of two up to K, over the prompts that have at least k scores. The win rate exists
+    only with references.
 
-    Scores that are not finite are abstentions, of responses and of references: `eval/abstained`
-    counts those of responses, and all other metrics exclude them. pass@k is over the prompts that
-    have at least k scores.
+    The intervals (suffixes `_low` and `_high`) treat the prompts as the random sample. The interval
+    of the score is a bootstrap of the prompts' means. The intervals of pass@1 and of the win rate
+    are Wilson intervals with P trials, which are wider than necessary if K is above 1.
+
+    Args:
+        scores: Scores of K responses to each of P prompts, `[P, K]`.
+        pass_threshold: A response passes if its score is at least this value.
+        reference_scores: Scores of the prompts' references, `[P]`.
     """
-    scored = scores.isfinite()
-    counts = scored.sum(1)
+    has_score = scores.isfinite()
+    counts = has_score.sum(1)
     abstained = scores.numel() - int(counts.sum())
     metrics = {"eval/abstained": float(abstained)} if abstained else {}
-    known = counts > 0
-    if not bool(known.any()):
+    has_scores = counts > 0
+    if not bool(has_scores.any()):
         return metrics
 
-    totals = torch.where(scored, scores.double(), 0.0).sum(1)
-    means = totals[known] / counts[known]
+    totals = torch.where(has_score, scores.double(), 0.0).sum(1)
+    means = totals[has_scores] / counts[has_scores]
     metrics["eval/score"] = float(means.mean())
-    metrics |= _bounds("eval/score", bootstrap_interval(means))
+    metrics |= _interval_metrics("eval/score", bootstrap_interval(means))
 
-    correct = (scored & (scores >= pass_threshold)).sum(1)
+    correct = (has_score & (scores >= pass_threshold)).sum(1)
     shares = {}
     for power in range(int(counts.max()).bit_length()):
-        enough = counts >= 2**power
-        shares[f"eval/pass@{2**power}"] = pass_at_k(correct[enough], counts[enough], 2**power)
-    if reference_scores is not None and bool((known & reference_scores.isfinite()).any()):
+        has_enough = counts >= 2**power
+        shares[f"eval/pass@{2**power}"] = pass_at_k(
+            correct[has_enough], counts[has_enough], 2**power
+        )
+    if reference_scores is not None and bool((has_scores & reference_scores.isfinite()).any()):
         shares["eval/win_rate"] = win_rate(scores, reference_scores)
+
     for name, share in shares.items():
         metrics[name] = float(share.mean())
         if name in ("eval/pass@1", "eval/win_rate"):
             trials = len(share)
-            metrics |= _bounds(name, wilson_interval(min(float(share.sum()), trials), trials))
+            # min: the sum of rounded shares may slightly exceed the number of trials.
+            interval = wilson_interval(min(float(share.sum()), trials), trials)
+            metrics |= _interval_metrics(name, interval)
     return metrics
 
 
-def judged_metrics(wins: Tensor) -> dict[str, float]:
-    """`eval/judge_win_rate` with its interval, and `eval/judge_ties`, `…_order_bias` and
-    `…_unreadable`.
+def judge_metrics(wins: Tensor) -> dict[str, float]:
+    """Return the metrics of a judge's comparisons with the references.
 
-    wins: [P, K, 2]: what each of K responses to P prompts has won against its reference, 0 to 1,
-    where the judge was shown it first, and second; not a number where an answer could not be read.
-    A comparison's two are averaged, for judges prefer a place (Zheng et al. 2023, "Judging
-    LLM-as-a-Judge with MT-Bench and Chatbot Arena", section 3.4): of comparisons, ties are the
-    share that nobody has won, and the order bias that in which the same place won both times, which
-    are ties too. What could not be read is counted, and left out of all else; a prompt of which
-    nothing is left is none of the trials.
+    The metrics are `eval/judge_win_rate` with its interval, `eval/judge_ties`,
+    `eval/judge_order_bias` and `eval/judge_unreadable`. The judge sees each comparison in both
+    orders, because judges prefer a position (Zheng et al. 2023, "Judging LLM-as-a-Judge with
+    MT-Bench and Chatbot Arena", section 3.4). The result of a comparison is the mean of the two
+    orders. `judge_ties` is the share of comparisons whose mean is a tie. `judge_order_bias` is the
+    share in which the same position won both times; these comparisons are ties too.
+    `judge_unreadable` counts the comparisons with an answer that could not be parsed; all other
+    metrics exclude them, and exclude prompts without a readable comparison.
+
+    Args:
+        wins: `[P, K, 2]`, the result of each of K responses to P prompts against the reference, in
+            [0, 1]: first with the response in the first position, then with the response in the
+            second position. NaN if the judge's answer could not be parsed.
     """
-    readable = ~wins.isnan().any(-1)
-    metrics = {"eval/judge_unreadable": float((~readable).sum())}
-    if not bool(readable.any()):
+    is_readable = ~wins.isnan().any(-1)
+    metrics = {"eval/judge_unreadable": float((~is_readable).sum())}
+    if not bool(is_readable.any()):
         return metrics
-    first, second = wins[readable].double().unbind(-1)
+
+    first, second = wins[is_readable].double().unbind(-1)
     shares = torch.stack(
         [
-            each[its].double().mean()
-            for each, its in zip(wins.mean(-1), readable, strict=True)
-            if its.any()
+            results[is_valid].double().mean()
+            for results, is_valid in zip(wins.mean(-1), is_readable, strict=True)
+            if is_valid.any()
         ]
     )
     interval = wilson_interval(min(float(shares.sum()), len(shares)), len(shares))
     return (
         {"eval/judge_win_rate": float(shares.mean())}
-        | _bounds("eval/judge_win_rate", interval)
+        | _interval_metrics("eval/judge_win_rate", interval)
         | {"eval/judge_ties": float((first + second == 1).double().mean())}
         | {"eval/judge_order_bias": float(((first - second).abs() == 1).double().mean())}
         | metrics
@@ -188,21 +246,28 @@ def judged_metrics(wins: Tensor) -> dict[str, float]:
 
 
 def group_metrics(scores: Tensor, pass_threshold: float, groups: Sequence[str]) -> dict[str, float]:
-    """`eval/score/GROUP` and `eval/pass@1/GROUP` with its interval, of scores [P, K] whose prompts
-    are of P groups."""
+    """Return `eval/score/GROUP`, and `eval/pass@1/GROUP` with its interval, for each group.
+
+    A group is absent if the reward function abstained on all of its responses.
+
+    Args:
+        scores: Scores of K responses to each of P prompts, `[P, K]`.
+        pass_threshold: A response passes if its score is at least this value.
+        groups: Group of each of the P prompts.
+    """
     metrics: dict[str, float] = {}
     for group in sorted(set(groups)):
-        own = evaluation_metrics(
-            scores[torch.tensor([each == group for each in groups])], pass_threshold
-        )
-        if "eval/score" not in own:  # the reward function abstained on all of its responses
+        is_member = torch.tensor([name == group for name in groups])
+        group_values = evaluation_metrics(scores[is_member], pass_threshold)
+        if "eval/score" not in group_values:
             continue
-        metrics[f"eval/score/{group}"] = own["eval/score"]
+        metrics[f"eval/score/{group}"] = group_values["eval/score"]
         metrics |= {
-            f"eval/pass@1/{group}{end}": own[f"eval/pass@1{end}"] for end in ("", "_low", "_high")
+            f"eval/pass@1/{group}{suffix}": group_values[f"eval/pass@1{suffix}"]
+            for suffix in ("", "_low", "_high")
         }
     return metrics
 
 
-def _bounds(name: str, interval: tuple[float, float]) -> dict[str, float]:
+def _interval_metrics(name: str, interval: tuple[float, float]) -> dict[str, float]:
     return {f"{name}_low": interval[0], f"{name}_high": interval[1]}

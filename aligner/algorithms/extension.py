@@ -1,5 +1,9 @@
-"""Parts of an online algorithm by name: the built-in ones, and functions of the user's own
-(`module:callable`)."""
+"""Lookup of the parts of an online algorithm.
+
+Built-in parts are found by their names, and custom functions by `module:callable`. The result of a
+custom function is checked on every call, so that a wrong shape or type is reported with the key
+that names the function.
+"""
 
 import logging
 from collections.abc import Callable
@@ -8,43 +12,48 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aligner.algorithms.advantages import ESTIMATORS, Estimate
+from aligner.algorithms.advantages import ESTIMATORS, AdvantageEstimator
 from aligner.algorithms.policy_losses import LOSSES, LossContext, OnlineLoss
-from aligner.algorithms.selections import SELECTIONS, Select
+from aligner.algorithms.selections import SELECTIONS, CustomSelection
 from aligner.data.types import Experience, ScoredSamples, Stats
 from aligner.errors import AlignerError, ConfigError
 from aligner.schema import AlgorithmConfig
 from aligner.schema.options import callable_place
-from aligner.user_code import imported
+from aligner.user_code import import_object
 
 _log = logging.getLogger(__name__)
 
 
 def require_functions(settings: AlgorithmConfig) -> None:
-    """Raise ConfigError where one of the algorithm's functions is not there."""
+    """Raise ConfigError if a function that the section `algorithm` names does not exist."""
     find_selection(settings.train_on)
     find_estimator(settings.advantage)
     find_loss(settings.loss)
 
 
-def find_selection(name: str) -> Select | None:
-    """A user's own selection; None where `algorithm.train_on` names a built-in one. Raises
-    ConfigError as the others do."""
+def find_selection(name: str) -> CustomSelection | None:
+    """Return the custom selection that `algorithm.train_on` names; None for a built-in selection.
+
+    Raises:
+        ConfigError: The function does not exist or cannot be imported.
+    """
+    # Built-in selections need only scores; the trainer applies them before the log-probs.
     if name in SELECTIONS:
         return None
-    key, function = _own("train_on", name)
+    label, function = _import_function("train_on", name)
 
     def select(samples: ScoredSamples) -> Tensor:
-        rows, count = _called(key, function, samples), len(samples.tokens)
+        rows = _call_function(label, function, samples)
+        count = len(samples.tokens)
         _require(
-            key,
+            label,
             isinstance(rows, Tensor) and rows.ndim == 1 and not rows.is_floating_point(),
             rows,
             "an integer tensor [N] of row indices",
         )
         allowed = f"distinct row indices from 0 to {count - 1}"
         _require(
-            key,
+            label,
             bool(((rows >= 0) & (rows < count)).all()) and len(rows.unique()) == len(rows),
             rows.tolist(),
             allowed,
@@ -54,109 +63,140 @@ def find_selection(name: str) -> Select | None:
     return select
 
 
-def find_estimator(name: str) -> Estimate:
-    """The estimator that `algorithm.advantage` names. Raises ConfigError where it is not there."""
+def find_estimator(name: str) -> AdvantageEstimator:
+    """Return the advantage estimator that `algorithm.advantage` names.
+
+    Raises:
+        ConfigError: The function does not exist or cannot be imported.
+    """
     if name in ESTIMATORS:
         return ESTIMATORS[name]
-    key, function = _own("advantage", name)
+    label, function = _import_function("advantage", name)
 
     def estimate(
         samples: ScoredSamples, settings: AlgorithmConfig
     ) -> Tensor | tuple[Tensor, Tensor]:
-        found = _called(key, function, samples, settings)
-        rows, of_tokens = samples.mask.shape[:1], samples.mask.shape
+        result = _call_function(label, function, samples, settings)
+        response_shape = samples.mask.shape[:1]
+        token_shape = samples.mask.shape
         if samples.values is None:
-            _require_tensor(key, "the advantages", found, (rows, of_tokens), samples.mask)
-            return found
+            _require_tensor(
+                label, "the advantages", result, (response_shape, token_shape), samples.mask
+            )
+            return result
+
         _require(
-            key,
-            isinstance(found, tuple) and len(found) == 2,
-            found,
+            label,
+            isinstance(result, tuple) and len(result) == 2,
+            result,
             "a tuple of advantages and returns, because a critic is trained",
         )
-        _require_tensor(key, "the advantages", found[0], (rows, of_tokens), samples.mask)
-        _require_tensor(key, "the returns", found[1], (of_tokens,), samples.mask)
-        return found
+        _require_tensor(
+            label, "the advantages", result[0], (response_shape, token_shape), samples.mask
+        )
+        _require_tensor(label, "the returns", result[1], (token_shape,), samples.mask)
+        return result
 
     return estimate
 
 
 def find_loss(name: str) -> OnlineLoss:
-    """The loss that `algorithm.loss` names. Raises ConfigError where it is not there."""
+    """Return the loss that `algorithm.loss` names.
+
+    Raises:
+        ConfigError: The function does not exist or cannot be imported.
+    """
     if name in LOSSES:
         return LOSSES[name]
-    key, function = _own("loss", name)
+    label, function = _import_function("loss", name)
 
     def loss(logprobs: Tensor, rows: Experience, context: LossContext) -> tuple[Tensor, Stats]:
-        found = _called(key, function, logprobs, rows, context)
+        result = _call_function(label, function, logprobs, rows, context)
         _require(
-            key,
-            isinstance(found, tuple) and len(found) == 2,
-            found,
+            label,
+            isinstance(result, tuple) and len(result) == 2,
+            result,
             "a tuple of the loss and a dict of statistics",
         )
-        value, stats = found
-        _require_tensor(key, "the loss", value, ((),))
+        value, stats = result
+        _require_tensor(label, "the loss", value, ((),))
         _require(
-            key, value.requires_grad or not logprobs.requires_grad, value, "a differentiable loss"
+            label,
+            value.requires_grad or not logprobs.requires_grad,
+            value,
+            "a differentiable loss",
         )
-        _require(key, isinstance(stats, dict), stats, "a dict of statistics")
+        _require(label, isinstance(stats, dict), stats, "a dict of statistics")
         for statistic, number in stats.items():
-            _require_tensor(key, f"the statistic {statistic}", number, ((),))
+            _require_tensor(label, f"the statistic {statistic}", number, ((),))
+        # Statistics must not keep the autograd graph of the loss alive.
         return value, {statistic: number.detach() for statistic, number in stats.items()}
 
     return loss
 
 
-def _own(key: str, name: str) -> tuple[str, Callable[..., Any]]:
-    """A function of the user's own, and how messages call it."""
-    called = f"algorithm.{key}={name}"
-    place = callable_place(name)
-    if place is None:
-        raise ConfigError(f"{called}: must be a built-in name or module:callable")
-    module, attribute = place
+def _import_function(key: str, name: str) -> tuple[str, Callable[..., Any]]:
+    """Return the label of a custom function in messages, and the function itself.
+
+    Args:
+        key: Key of the section `algorithm`.
+        name: Value of the key, `module:callable`.
+    """
+    label = f"algorithm.{key}={name}"
+    location = callable_place(name)
+    if location is None:
+        raise ConfigError(f"{label}: must be a built-in name or module:callable")
+    module, attribute = location
     try:
-        function = imported(module, attribute)
+        function = import_object(module, attribute)
     except ConfigError as error:
         raise ConfigError(
-            f"{called}: {error}; the module must be importable from the working directory or"
+            f"{label}: {error}; the module must be importable from the working directory or"
             f" PYTHONPATH, and must define {attribute!r}"
         ) from error
     if not callable(function):
-        raise ConfigError(
-            f"{called}: {attribute!r} must be callable, got {type(function).__name__}"
-        )
-    return called, function
+        raise ConfigError(f"{label}: {attribute!r} must be callable, got {type(function).__name__}")
+    return label, function
 
 
-def _called(key: str, function: Callable[..., Any], *arguments: Any) -> Any:
+def _call_function(label: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return the result of a custom function; raise AlignerError if the function raises."""
     try:
         return function(*arguments)
-    except Exception as error:  # the function is the user's, and fails in its own ways
-        _log.exception("%s failed", key)
-        raise AlignerError(f"{key}: the function raised {type(error).__name__}: {error}") from error
+    except Exception as error:  # a custom function may raise any exception
+        _log.exception("%s failed", label)
+        raise AlignerError(
+            f"{label}: the function raised {type(error).__name__}: {error}"
+        ) from error
 
 
-def _require(key: str, holds: bool, found: object, allowed: str) -> None:
-    if not holds:
-        shown = f"{found.dtype} {list(found.shape)}" if isinstance(found, Tensor) else repr(found)
-        raise AlignerError(f"{key}: the function returned {shown[:200]}, must be {allowed}")
+def _require(label: str, is_valid: bool, result: object, allowed: str) -> None:
+    """Raise AlignerError with the invalid result and the allowed results if `is_valid` is false."""
+    if not is_valid:
+        shown = (
+            f"{result.dtype} {list(result.shape)}" if isinstance(result, Tensor) else repr(result)
+        )
+        raise AlignerError(f"{label}: the function returned {shown[:200]}, must be {allowed}")
 
 
 def _require_tensor(
-    key: str,
-    what: str,
-    found: object,
+    label: str,
+    description: str,
+    result: object,
     shapes: tuple[tuple[int, ...], ...],
     mask: Tensor | None = None,
 ) -> None:
-    """Numbers of one of these shapes, finite within the mask where they are numbers of tokens."""
+    """Raise AlignerError unless the result is a finite tensor of one of the shapes.
+
+    If the result has the shape of `mask`, only its values where the mask is true must be finite.
+    """
     allowed = " or ".join(str(list(shape)) for shape in shapes)
-    fits = isinstance(found, Tensor) and tuple(found.shape) in shapes
-    _require(key, fits, found, f"{what} as a tensor of shape {allowed}")
-    assert isinstance(found, Tensor)
-    numbers = found if mask is None or found.shape != mask.shape else found[mask]
+    has_valid_shape = isinstance(result, Tensor) and tuple(result.shape) in shapes
+    _require(label, has_valid_shape, result, f"{description} as a tensor of shape {allowed}")
+    assert isinstance(result, Tensor)
+    numbers = result if mask is None or result.shape != mask.shape else result[mask]
     if not bool(torch.isfinite(numbers).all()):
         raise AlignerError(
-            f"{key}: {what} must be finite, got {numbers[~torch.isfinite(numbers)][0].item()}"
+            f"{label}: {description} must be finite, got"
+            f" {numbers[~torch.isfinite(numbers)][0].item()}"
         )

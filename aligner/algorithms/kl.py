@@ -1,4 +1,4 @@
-"""Kullback–Leibler estimators and the controller of the KL coefficient."""
+"""Estimators of the Kullback–Leibler divergence, and the controller of the KL coefficient."""
 
 import math
 from dataclasses import dataclass
@@ -8,49 +8,73 @@ from torch import Tensor
 
 
 def approximate_kl(logprobs: Tensor, reference_logprobs: Tensor, estimator: str = "k1") -> Tensor:
-    """Per-token estimate of KL(policy ‖ reference) from samples of the policy; any shape, element
-    by element.
+    """Return an estimate of KL(policy ‖ reference) for each token that the policy generated.
 
     With d = logprobs - reference_logprobs: k1 = d, k2 = d²/2, k3 = exp(-d) - 1 + d (Schulman,
     "Approximating KL divergence", 2020). k1 and k3 are unbiased; k3 is never negative.
+
+    Args:
+        logprobs: Log-probs of the policy, of any shape.
+        reference_logprobs: Log-probs of the reference model, of the same shape.
+        estimator: `k1`, `k2` or `k3`.
+
+    Returns:
+        The estimates, of the shape of `logprobs`.
+
+    Raises:
+        ValueError: `estimator` is unknown.
     """
-    difference = logprobs - reference_logprobs
+    log_ratio = logprobs - reference_logprobs
     if estimator == "k1":
-        return difference
+        return log_ratio
     if estimator == "k2":
-        return difference.square() / 2
+        return log_ratio.square() / 2
     if estimator == "k3":
-        return torch.expm1(-difference) + difference
+        # expm1 is accurate for small log-ratios.
+        return torch.expm1(-log_ratio) + log_ratio
     raise ValueError(f"unknown KL estimator {estimator!r}; allowed: k1, k2, k3")
 
 
 @dataclass
 class KLController:
-    """Keeps the weight of the KL penalty: as it is or, with a target, so that the KL per sequence
-    approaches that.
+    """Coefficient of the KL penalty, constant or adapted to a target KL per sequence.
 
-    error = clip(KL / target - 1, ±0.2), coefficient ← coefficient · (1 + error · steps / horizon)
-    (Ziegler et al. 2019, section 2.2). Raises ValueError for a target or a horizon that is not
-    above 0.
+    With a target, each update computes error = clip(KL / target - 1, ±0.2) and coefficient ←
+    coefficient · (1 + error · steps / horizon) (Ziegler et al. 2019, section 2.2).
+
+    Raises:
+        ValueError: `target` is set, and `target` or `horizon` is not above 0.
     """
 
     coefficient: float
+    """Current weight of the KL penalty."""
     target: float | None = None
+    """Target of the KL divergence per sequence, in nats; None keeps the coefficient constant."""
     horizon: int = 1
+    """Time constant of the adaptation, in sequences."""
 
     def __post_init__(self) -> None:
         if self.target is not None and (self.target <= 0 or self.horizon <= 0):
             raise ValueError(f"target={self.target} and horizon={self.horizon}: must be > 0")
 
     def resume(self, coefficient: float) -> None:
-        """Go on from a checkpoint's coefficient; without a target, or from nothing, it stays as it
-        is configured."""
+        """Restore the coefficient from a checkpoint.
+
+        Without a target, or if the configured coefficient is 0, the configured coefficient stays.
+        """
         if self.target is not None and self.coefficient:
             self.coefficient = coefficient
 
     def update(self, current: float, steps: int) -> None:
-        """Take note of `steps` sequences whose mean KL was `current`. Raises ValueError where that
-        is not finite."""
+        """Adapt the coefficient to the mean KL of the latest sequences.
+
+        Args:
+            current: Mean KL divergence per sequence, in nats.
+            steps: Number of sequences.
+
+        Raises:
+            ValueError: A target is set and `current` is not finite.
+        """
         if self.target is None:
             return
         if not math.isfinite(current):
@@ -58,5 +82,6 @@ class KLController:
                 f"algorithm.kl_target={self.target:g}: the mean KL divergence per sequence is"
                 f" {current}, must be finite to adapt the KL coefficient"
             )
+        # Ziegler et al. 2019, section 2.2
         error = min(max(current / self.target - 1.0, -0.2), 0.2)
         self.coefficient *= 1.0 + error * steps / self.horizon

@@ -1,7 +1,7 @@
-"""Losses of an offline run's rows: demonstrations, preferences, and answers whose steps are
-labeled.
+"""Losses of offline runs: demonstrations, preferences, labeled answers, and labeled steps.
 
-Each gives the rows' part of a loss, and its statistics, as sums over `denominator`.
+Each loss function returns the contribution of its rows to the loss of the whole batch, and
+statistics. Both are sums over the rows, divided by `denominator`.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from aligner.algorithms.distillation import distillation_loss
-from aligner.algorithms.policy_losses import cross_entropy_loss, token_label_loss, total_over
+from aligner.algorithms.policy_losses import build_reduction, cross_entropy_loss, token_label_loss
 from aligner.algorithms.preference_losses import (
     kto_loss,
     pairwise_reward_loss,
@@ -23,74 +23,120 @@ from aligner.schema import PreferenceConfig, TeacherConfig
 
 @dataclass(frozen=True)
 class PreferenceRows(Rows):
-    """Chosen, rejected, chosen, rejected, …; the mask is that of the responses."""
+    """Pairs of answers for a preference loss.
+
+    The rows are chosen, rejected, chosen, rejected, … The mask is true at the response tokens.
+    """
 
     reference_logprobs: Tensor
-    """float32 [B, S-1]; zero where the loss has no reference"""
+    """Log-probs of the reference model, float32 `[B, S-1]`; 0 if the loss has no reference."""
     margins: Tensor
-    """float32 [B]: by how much the chosen one's reward is above the other's, for both of a pair;
-    not a number: not known"""
+    """Reward of the chosen answer minus reward of the rejected one, float32 `[B]`, the same value
+    for both rows of a pair; NaN if unknown."""
 
 
 @dataclass(frozen=True)
 class LabeledRows(Rows):
-    """Answers, each desirable or not; the mask is that of the responses."""
+    """Answers with a label, desirable or undesirable, for KTO.
+
+    The mask is true at the response tokens.
+    """
 
     reference_logprobs: Tensor
-    """float32 [B, S-1]"""
+    """Log-probs of the reference model, float32 `[B, S-1]`."""
     is_desirable: Tensor
-    """bool [B]"""
+    """bool `[B]`."""
     baseline: Tensor
-    """float32 [B]: how far the policy has come from the reference, for every row of the step the
-    same"""
-    share: Tensor
-    """float32 [B]: the step's rows over those with the row's label"""
+    """Estimate of the KL divergence between policy and reference, float32 `[B]`, the same value for
+    all rows of a step."""
+    label_weight: Tensor
+    """Number of rows of the step divided by the number of rows with the row's label, float32
+    `[B]`."""
 
 
 @dataclass(frozen=True)
 class PairRows(Rows):
-    """Chosen, rejected, chosen, rejected, …; the mask is that of the last tokens."""
+    """Pairs of answers for a reward model.
+
+    The rows are chosen, rejected, chosen, rejected, … The mask is true at the last token of each
+    answer.
+    """
 
     margins: Tensor
-    """float32 [B]: by how much the chosen one should be ahead, for both of a pair"""
+    """Required difference of the pair's rewards, float32 `[B]`, the same value for both rows of a
+    pair."""
 
 
 @dataclass(frozen=True)
 class StepRows(Rows):
-    """Answers in steps; the mask is that of the steps' last tokens."""
+    """Answers with labeled steps, for a process reward model.
+
+    The mask is true at the last token of each step.
+    """
 
     labels: Tensor
-    """float32 [B, S-1]"""
+    """Labels in [0, 1] at the masked tokens, float32 `[B, S-1]`."""
 
 
 def imitation_loss(logprobs: Tensor, rows: Rows, denominator: float) -> tuple[Tensor, Stats]:
-    """Cross entropy of the response tokens; log-probs [B, S-1]."""
+    """Return the cross entropy of the response tokens, and the statistic `loss`.
+
+    Args:
+        logprobs: Log-probs `[B, S-1]` of the policy, differentiable.
+        rows: Demonstrations.
+        denominator: Number of response tokens of the whole batch.
+    """
     loss = cross_entropy_loss(logprobs, rows.mask, denominator)
     return loss, {"loss": loss.detach()}
 
 
-def taught_loss(
+def offline_distillation_loss(
     logprobs: Tensor, rows: Rows, teacher: TeacherConfig, denominator: float
 ) -> tuple[Tensor, Stats]:
-    """`teacher.weight` times the divergence from a teacher, and `teacher.imitation_weight` times
-    the cross entropy.
+    """Return the weighted sum of the divergence from a teacher and the cross entropy.
 
-    Log-probs [B, S-1] of the response tokens, of rows with the teacher's and the policy's of its
-    candidates.
+    The weights are `teacher.weight` and `teacher.imitation_weight`.
+
+    Args:
+        logprobs: Log-probs `[B, S-1]` of the policy for the response tokens, differentiable.
+        rows: Demonstrations with the candidate log-probs of the teacher and of the policy.
+        teacher: Section `teacher` of the configuration.
+        denominator: Number of response tokens of the whole batch.
+
+    Returns:
+        The loss, a scalar, and the statistics `loss`, `cross_entropy` and `teacher_divergence`.
     """
-    imitated = cross_entropy_loss(logprobs, rows.mask, denominator)
-    taught, stats = distillation_loss(rows, teacher, total_over(rows.mask, None, denominator))
-    loss = taught + teacher.imitation_weight * imitated if teacher.imitation_weight else taught
-    return loss, {"loss": loss.detach(), "cross_entropy": imitated.detach()} | stats
+    cross_entropy = cross_entropy_loss(logprobs, rows.mask, denominator)
+    divergence, stats = distillation_loss(
+        rows, teacher, build_reduction(rows.mask, None, denominator)
+    )
+    loss = (
+        divergence + teacher.imitation_weight * cross_entropy
+        if teacher.imitation_weight
+        else divergence
+    )
+    return loss, {"loss": loss.detach(), "cross_entropy": cross_entropy.detach()} | stats
 
 
-def labeled_loss(
+def labeled_answer_loss(
     logprobs: Tensor, rows: LabeledRows, settings: PreferenceConfig, denominator: float
 ) -> tuple[Tensor, Stats]:
-    """KTO of the rows; log-probs [B, S-1].
+    """Return the KTO loss of labeled answers. See `preference_losses.kto_loss`.
 
-    Statistics: mean implicit rewards of the desirable and the other answers of the step, their
-    difference, the share of answers on their label's side of the baseline, and the baseline.
+    Args:
+        logprobs: Log-probs `[B, S-1]` of the policy, differentiable.
+        rows: Labeled answers.
+        settings: Section `algorithm.preference` of the configuration.
+        denominator: Number of answers of the whole batch.
+
+    Returns:
+        The loss, a scalar, and these statistics:
+            - `loss`
+            - `chosen_reward` and `rejected_reward`: mean implicit rewards of the step's desirable
+              and undesirable answers
+            - `margin`: their difference
+            - `accuracy`: share of answers whose log-ratio is on their label's side of the baseline
+            - `kl`: the baseline
     """
     beta = settings.beta
     log_ratios = torch.where(rows.mask, logprobs - rows.reference_logprobs, 0.0).sum(1)
@@ -98,40 +144,61 @@ def labeled_loss(
     loss = kto_loss(
         log_ratios, rows.is_desirable, rows.baseline, beta, *weights, denominator=denominator
     )
-    rewards = beta * log_ratios.detach() * rows.share / denominator
-    chosen, rejected = rewards[rows.is_desirable].sum(), rewards[~rows.is_desirable].sum()
-    right = (log_ratios.detach() > rows.baseline) == rows.is_desirable
+
+    # label_weight / denominator = 1 / (answers with this label), so each sum is a mean per label.
+    rewards = beta * log_ratios.detach() * rows.label_weight / denominator
+    chosen = rewards[rows.is_desirable].sum()
+    rejected = rewards[~rows.is_desirable].sum()
+    is_correct = (log_ratios.detach() > rows.baseline) == rows.is_desirable
     return loss, {
         "loss": loss.detach(),
         "chosen_reward": chosen,
         "rejected_reward": rejected,
         "margin": chosen - rejected,
-        "accuracy": right.sum() / denominator,
+        "accuracy": is_correct.sum() / denominator,
         "kl": rows.baseline.sum() / denominator,
     }
 
 
 def pairwise_loss(
-    values: Tensor, rows: PairRows, denominator: float, normalized: Callable[[Tensor], Tensor]
+    values: Tensor, rows: PairRows, denominator: float, normalize: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, Stats]:
-    """The pairs' loss of normalized rewards out of a head's numbers [B, S]; `denominator` counts
-    pairs."""
-    chosen, rejected = normalized(sequence_rewards(values, rows)).view(-1, 2).unbind(1)
+    """Return the Bradley-Terry loss of the normalized rewards of pairs, and its statistics.
+
+    See `preference_losses.pairwise_reward_loss` and `pairwise_reward_stats`.
+
+    Args:
+        values: Outputs `[B, S]` of the reward head, differentiable.
+        rows: Pairs of answers.
+        denominator: Number of pairs of the whole batch.
+        normalize: Function from raw rewards `[B]` to normalized rewards `[B]`.
+    """
+    chosen, rejected = normalize(sequence_rewards(values, rows)).view(-1, 2).unbind(1)
     loss = pairwise_reward_loss(chosen, rejected, rows.margins[::2], denominator=denominator)
     return loss, {"loss": loss.detach()} | pairwise_reward_stats(
         chosen, rejected, denominator=denominator
     )
 
 
-def step_loss(values: Tensor, rows: StepRows, denominator: float) -> tuple[Tensor, Stats]:
-    """Binary cross entropy of the labeled tokens, of a head's numbers [B, S], and the share on the
-    right side of 0."""
+def step_label_loss(values: Tensor, rows: StepRows, denominator: float) -> tuple[Tensor, Stats]:
+    """Return the binary cross entropy of the labeled steps. See `policy_losses.token_label_loss`.
+
+    Args:
+        values: Outputs `[B, S]` of the reward head, differentiable.
+        rows: Answers with labeled steps.
+        denominator: Number of labeled steps of the whole batch.
+
+    Returns:
+        The loss, a scalar, and the statistics `loss` and `accuracy`, the share of steps whose
+        output has the sign of the label (positive for labels above 0.5).
+    """
+    # Row entries [B, S-1] describe token t+1, so the output of token 0 has no entry.
     values = values[:, 1:]
     loss = token_label_loss(values, rows.labels, rows.mask, denominator=denominator)
-    right = rows.mask & ((values.detach() > 0) == (rows.labels > 0.5))
-    return loss, {"loss": loss.detach(), "accuracy": right.sum() / denominator}
+    is_correct = rows.mask & ((values.detach() > 0) == (rows.labels > 0.5))
+    return loss, {"loss": loss.detach(), "accuracy": is_correct.sum() / denominator}
 
 
 def sequence_rewards(values: Tensor, rows: Rows) -> Tensor:
-    """Raw rewards [B] out of a head's numbers [B, S]."""
+    """Return the raw reward `[B]` of each row: the output `values` `[B, S]` at its last token."""
     return values.gather(1, rows.lengths[:, None] - 1)[:, 0]

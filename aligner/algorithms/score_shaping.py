@@ -1,4 +1,4 @@
-"""Penalties on scores, and from a score to rewards of tokens."""
+"""Penalties on the scores of responses, and the conversion of scores to rewards of tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,12 +10,20 @@ from aligner.data.types import Sample
 
 
 def penalized_rewards(scores: Tensor, kl: Tensor, kl_coefficient: float, mask: Tensor) -> Tensor:
-    """Per-token rewards float32 [B, S-1]: -kl_coefficient * kl on response tokens, the score added
-    on the last of them.
+    """Return rewards of tokens: the KL penalty at each response token, and the score at the last.
 
-    `scores` float32 [B]; `kl` float32 [B, S-1]; `mask` bool [B, S-1], true on response tokens.
-    Entries outside the mask are 0 whatever `kl` holds there. Raises ValueError for a sequence
-    without a response token, whose score would be lost.
+    Args:
+        scores: Score of each response, float32 `[B]`.
+        kl: KL estimate of each token, float32 `[B, S-1]`; its values outside the mask are ignored.
+        kl_coefficient: Weight of the penalty -kl_coefficient · kl.
+        mask: bool `[B, S-1]`, true at the response tokens.
+
+    Returns:
+        float32 `[B, S-1]`, 0 outside the mask.
+
+    Raises:
+        ValueError: The shapes do not match, or a row has no response token, so that its score would
+            be lost.
     """
     if kl.shape != mask.shape or scores.shape != kl.shape[:1]:
         raise ValueError(
@@ -25,72 +33,102 @@ def penalized_rewards(scores: Tensor, kl: Tensor, kl_coefficient: float, mask: T
     mask = mask.bool()
     if not bool(mask.any(dim=1).all()):
         raise ValueError("mask: every sequence must have at least one response token")
+
     positions = torch.arange(mask.shape[1], device=mask.device)
-    last = torch.where(mask, positions, -1).amax(dim=1)
+    # The score belongs to the whole response, so its last token gets it.
+    last_positions = torch.where(mask, positions, -1).amax(dim=1)
     rewards = torch.where(mask, -kl_coefficient * kl, 0.0)
-    return rewards.scatter_add(1, last[:, None], scores[:, None].to(rewards.dtype))
+    return rewards.scatter_add(1, last_positions[:, None], scores[:, None].to(rewards.dtype))
 
 
 def overlong_penalty(lengths: Tensor, max_length: int, buffer: int) -> Tensor:
-    """What a response of so many tokens loses for its length; [B] to float [B].
+    """Return the soft overlong punishment of responses, between -1 and 0.
 
-    0 up to max_length - buffer, from there linearly to -1 at max_length, and -1 above (Yu et al.
-    2025, "DAPO", equation 13). Raises ValueError for a buffer that is not within 1 and max_length.
+    The penalty is 0 up to max_length - buffer tokens, falls linearly to -1 at max_length, and is -1
+    above (Yu et al. 2025, "DAPO", equation 13).
+
+    Args:
+        lengths: Number of response tokens, `[B]`.
+        max_length: Length at which the penalty reaches -1.
+        buffer: Number of tokens over which the penalty falls.
+
+    Returns:
+        float `[B]`.
+
+    Raises:
+        ValueError: `buffer` is not in [1, max_length].
     """
     if not 1 <= buffer <= max_length:
         raise ValueError(f"buffer={buffer}: must be in [1, max_length={max_length}]")
+    # Yu et al. 2025, equation 13: the ramp from 0 to -1 over the last `buffer` tokens
     return -((lengths - (max_length - buffer)) / buffer).clamp(0.0, 1.0)
 
 
 def length_penalty(lengths: Tensor, coefficient: float, target: int) -> Tensor:
-    """What a response of so many tokens loses for each by which it misses the target; [B] to float
-    [B].
+    """Return the penalty -coefficient · |lengths - target| of responses.
 
-    -coefficient * |lengths - target|: LCPO-Exact of Aggarwal & Welleck 2025, "L1: Controlling How
-    Long A Reasoning Model Thinks With Reinforcement Learning". With a target of 0 it is a penalty
-    on each token.
+    This is LCPO-Exact (Aggarwal & Welleck 2025, "L1: Controlling How Long A Reasoning Model Thinks
+    With Reinforcement Learning"). With a target of 0 it is a penalty on each token.
+
+    Args:
+        lengths: Number of tokens, `[B]`.
+        coefficient: Penalty for each token of difference.
+        target: Target length in tokens.
+
+    Returns:
+        float `[B]`.
     """
     return -coefficient * (lengths - target).abs()
 
 
-def missing_token_penalty(scores: Tensor, found: Tensor, penalty: float = -1.0) -> Tensor:
-    """The scores [B], `penalty` taking the place of one whose response lacks the token (`found`
-    bool [B])."""
-    return torch.where(found.bool(), scores, penalty)
+def missing_token_penalty(scores: Tensor, has_token: Tensor, penalty: float = -1.0) -> Tensor:
+    """Return the scores `[B]`, replaced by `penalty` where `has_token` (bool `[B]`) is false."""
+    return torch.where(has_token.bool(), scores, penalty)
 
 
 @dataclass(frozen=True)
 class ScoreShaping:
-    """How scores are set back before they are learned from."""
+    """Callable that applies the configured penalties to the scores of samples."""
 
     missing_end_score: float | None
-    """What a response without an end gets instead of its score; None: it keeps it."""
+    """Score of a response without an end-of-sequence token, instead of its own; None: no change."""
     max_response_tokens: int
+    """Largest length of a response, in tokens."""
     overlong_buffer: int
-    """Tokens before the longest response over which a response loses score; 0: it loses none."""
+    """Number of tokens below `max_response_tokens` over which `overlong_penalty` falls; 0: no
+    overlong penalty."""
     length_penalty: float
-    """What a response loses for each drawn token between its length and the target's."""
+    """Penalty for each generated token of difference from `target_length`; 0: no penalty."""
     target_length: int
+    """Target number of generated tokens."""
 
     def __call__(self, scores: Tensor, samples: Sequence[Sample]) -> Tensor:
-        """Scores [B] of these samples as they are learned from; a sample without a score has none
-        afterwards."""
-        scores = self.of_ends(scores, samples)
+        """Return the scores `[B]` of the samples after all penalties.
+
+        A score that is not finite (an abstention or a failure) stays not finite.
+        """
+        # The score of a missing end replaces the score, so it is applied before the penalties.
+        scores = self.penalize_missing_ends(scores, samples)
         if self.overlong_buffer:
             lengths = torch.tensor([len(sample.response) for sample in samples])
             scores = scores + overlong_penalty(
                 lengths, self.max_response_tokens, self.overlong_buffer
             )
         if self.length_penalty:
-            drawn = torch.tensor([sample.drawn_count for sample in samples])
-            scores = scores + length_penalty(drawn, self.length_penalty, self.target_length)
+            generated_counts = torch.tensor([sample.generated_token_count for sample in samples])
+            scores = scores + length_penalty(
+                generated_counts, self.length_penalty, self.target_length
+            )
         return scores
 
-    def of_ends(self, scores: Tensor, samples: Sequence[Sample]) -> Tensor:
-        """Scores [B] with those of responses without an end replaced: what dynamic sampling
-        compares, whatever the lengths."""
+    def penalize_missing_ends(self, scores: Tensor, samples: Sequence[Sample]) -> Tensor:
+        """Return the scores `[B]`, replaced by `missing_end_score` for responses without an end.
+
+        Dynamic sampling compares these scores, which do not contain the length penalties. Scores
+        that are not finite stay unchanged.
+        """
         if self.missing_end_score is None:
             return scores
-        ended = torch.tensor([sample.finish_reason == "stop" for sample in samples])
-        penalized = missing_token_penalty(scores, ended, self.missing_end_score)
+        has_end = torch.tensor([sample.finish_reason == "stop" for sample in samples])
+        penalized = missing_token_penalty(scores, has_end, self.missing_end_score)
         return torch.where(scores.isfinite(), penalized, scores)

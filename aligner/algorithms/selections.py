@@ -1,4 +1,8 @@
-"""Selections: which of a step's samples are learned from, by name (`algorithm.train_on`)."""
+"""Selections of the samples that a step trains on, by their name in `algorithm.train_on`.
+
+The rows of each prompt's samples are consecutive. A sample without a score (a score that is not
+finite) is never selected.
+"""
 
 from collections.abc import Callable, Mapping
 
@@ -7,65 +11,88 @@ from torch import Tensor
 
 from aligner.data.types import ScoredSamples
 
-SelectByScore = Callable[[Tensor, int], Tensor]
-"""From a step's scores, float32 [B], and the number of samples per prompt to the rows to learn
-from, int64 [N]. Samples without a score, whose score is not finite, are never among them."""
-Select = Callable[[ScoredSamples], Tensor]
-"""The same from all that is known of the samples before anything is learned: a user's own."""
+ScoreSelection = Callable[[Tensor, int], Tensor]
+"""Function from the scores of a step, float32 `[B]`, and the number of samples per prompt to the
+rows to train on, int64 `[N]`. It never selects samples whose score is not finite."""
+CustomSelection = Callable[[ScoredSamples], Tensor]
+"""Custom selection: function from the samples of a step, with log-probs, rewards and values, to the
+rows to train on, int64 `[N]`."""
 
 
 def score_bounds(scores: Tensor, samples_per_prompt: int) -> tuple[Tensor, Tensor]:
-    """Scores [B] as [P, K], twice: a sample without a score is never the highest of the first, nor
-    the lowest of the second."""
+    """Return the scores `[B]` twice as `[P, K]`, for maxima and for minima.
+
+    A sample without a score has -inf in the first tensor, so it is never the maximum, and inf in
+    the second tensor, so it is never the minimum.
+    """
     groups = scores.view(-1, samples_per_prompt)
-    scored = groups.isfinite()
-    return torch.where(scored, groups, -torch.inf), torch.where(scored, groups, torch.inf)
+    has_score = groups.isfinite()
+    return torch.where(has_score, groups, -torch.inf), torch.where(has_score, groups, torch.inf)
 
 
 def best_and_worst(scores: Tensor, samples_per_prompt: int) -> Tensor:
-    """Rows of each prompt's best and worst sample, in turns; none of a prompt whose scores are all
-    equal, or that has fewer than two."""
+    """Return the rows of each prompt's best and worst sample, alternating, int64 `[N]`.
+
+    A prompt whose scores are all equal, or that has fewer than two scores, contributes no rows.
+    """
     high, low = score_bounds(scores, samples_per_prompt)
-    first = torch.arange(len(high)) * samples_per_prompt
-    pairs = torch.stack([first + high.argmax(1), first + low.argmin(1)], dim=1)
+    first_rows = torch.arange(len(high)) * samples_per_prompt
+    pairs = torch.stack([first_rows + high.argmax(1), first_rows + low.argmin(1)], dim=1)
+    # Also false without any score (-inf > inf), and with one score.
     return pairs[high.amax(1) > low.amin(1)].flatten()
 
 
 def all_pairs(scores: Tensor, samples_per_prompt: int) -> Tensor:
-    """Rows of every two samples of a prompt of which one is better, that one first, in turns; the
-    best samples' come first."""
+    """Return the rows of all pairs of a prompt's samples with different scores, int64 `[N]`.
+
+    Each pair is two consecutive entries, the better sample first. The pairs of a prompt are sorted
+    by the score of their better sample, highest first.
+    """
     groups, _ = score_bounds(scores, samples_per_prompt)
+    # A stable sort makes the order of equal scores reproducible.
     order = groups.argsort(dim=1, descending=True, stable=True)
     better, worse = torch.triu_indices(samples_per_prompt, samples_per_prompt, 1)
-    first = torch.arange(len(groups))[:, None] * samples_per_prompt
-    pairs = torch.stack([first + order[:, better], first + order[:, worse]], dim=2).view(-1, 2)
-    scored = scores[pairs].isfinite().all(1)
-    return pairs[scored & (scores[pairs[:, 0]] > scores[pairs[:, 1]])].flatten()
+    first_rows = torch.arange(len(groups))[:, None] * samples_per_prompt
+    pairs = torch.stack([first_rows + order[:, better], first_rows + order[:, worse]], dim=2).view(
+        -1, 2
+    )
+    has_scores = scores[pairs].isfinite().all(1)
+    return pairs[has_scores & (scores[pairs[:, 0]] > scores[pairs[:, 1]])].flatten()
 
 
 def best(scores: Tensor, samples_per_prompt: int) -> Tensor:
-    """The row of each prompt's best sample; none of a prompt whose scores are all equal, where no
-    sample is the best."""
+    """Return the row of each prompt's best sample, int64 `[N]`.
+
+    A prompt whose scores are all equal, or that has fewer than two scores, contributes no row.
+    """
     return best_and_worst(scores, samples_per_prompt)[::2]
 
 
-def kept_responses(
+def rejection_sampled_rows(
     scores: Tensor, samples_per_prompt: int, which: str, least: float | None
 ) -> Tensor:
-    """Rejection sampling: all rows or each prompt's best (`algorithm.responses`), the first of
-    equals, without those that score below `least` or have no score."""
+    """Return the rows that rejection sampling accepts, int64 `[N]`.
+
+    Args:
+        scores: float32 `[B]`.
+        samples_per_prompt: Number of consecutive rows of each prompt.
+        which: Value of `algorithm.responses`: `best` for each prompt's best sample, the first one
+            of equals; otherwise all samples.
+        least: Smallest accepted score; None accepts all scores.
+    """
     high, _ = score_bounds(scores, samples_per_prompt)
-    first = torch.arange(len(high)) * samples_per_prompt
-    rows = first + high.argmax(1) if which == "best" else torch.arange(len(scores))
+    first_rows = torch.arange(len(high)) * samples_per_prompt
+    rows = first_rows + high.argmax(1) if which == "best" else torch.arange(len(scores))
     rows = rows[scores[rows].isfinite()]
     return rows if least is None else rows[scores[rows] >= least]
 
 
-PAIRS: Mapping[str, SelectByScore] = {"best_and_worst": best_and_worst, "all": all_pairs}
-"""By `algorithm.pairs`, where pairs are of samples."""
-SELECTIONS: Mapping[str, SelectByScore | None] = {
+PAIRS: Mapping[str, ScoreSelection] = {"best_and_worst": best_and_worst, "all": all_pairs}
+"""Selections of pairs of samples by their name in `algorithm.pairs`."""
+SELECTIONS: Mapping[str, ScoreSelection | None] = {
     "all": None,
     "best": best,
     "best_and_worst": best_and_worst,
 }
-"""None: nothing is left out, and the scores are not waited for."""
+"""Selections by their name in `algorithm.train_on`; None means that a step trains on all samples
+and does not wait for their scores before the log-probs."""

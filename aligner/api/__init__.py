@@ -1,1 +1,1 @@
-"""What `import aligner` gives: the commands, as functions of Python."""
+"""The Python API of `import aligner`, which provides the commands as functions."""

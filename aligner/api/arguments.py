@@ -1,5 +1,9 @@
-"""Arguments of Python as the command line has them: options of groups, sections, files of records
-and functions by name."""
+"""Conversion of Python arguments to the command line, and `ChildCommand`, which runs a command.
+
+Arguments are options of groups, sections, records, and functions, which the command line refers to
+by name. `ChildCommand` runs `aligner` in a child process, and raises the command's error in this
+process.
+"""
 
 import json
 import os
@@ -17,9 +21,9 @@ from typing import IO, TYPE_CHECKING, Any
 
 from aligner.config.compose import AUTOMATIC, default_name, group_options
 from aligner.config.overrides import flat_keys, known_key, parse_override
-from aligner.errors import ConfigError, error_of
+from aligner.errors import ConfigError, error_from_exit_code
 from aligner.files import write_file
-from aligner.observability.logs import REPORTED
+from aligner.observability.logs import ERROR_PREFIX
 from aligner.paths import PRIVATE, RunPaths
 from aligner.schema.scoring_functions import function_problem
 
@@ -28,22 +32,29 @@ if TYPE_CHECKING:
 
 
 class ChildCommand:
-    """A running command. It goes on where this process ends, and no signal of this process's
-    terminal or kernel reaches it."""
+    """A running `aligner` command.
+
+    The command continues if this process ends. It has its own session, so signals of this process's
+    terminal do not reach it.
+    """
 
     def __init__(self, arguments: Sequence[str], python_path: Path | None = None) -> None:
-        """Starts it in this process's working directory; `python_path` is where Python finds
-        modules of the user's own."""
+        """Start the command in the current working directory.
+
+        Args:
+            arguments: Arguments after `aligner`.
+            python_path: Directory to add to PYTHONPATH, for modules of the user.
+        """
         environment = {"COLUMNS": str(shutil.get_terminal_size((100, 24)).columns)} | os.environ
-        # standard output and error come in the order in which they are written
+        # Without buffers, standard output and error keep their common order.
         environment["PYTHONUNBUFFERED"] = "1"
         if python_path is not None:
             environment["PYTHONPATH"] = os.pathsep.join(
                 filter(None, [str(python_path), os.environ.get("PYTHONPATH")])
             )
-        # A file without a name: nothing is left of it, and nobody has to read it for the command to
-        # go on.
-        self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - the command's, which outlives this call
+        # The output goes to an unnamed file, not to a pipe: the command does not block if nobody
+        # reads its output, and no file is left behind.
+        self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - the file outlives this call
         self._process = subprocess.Popen(
             [sys.executable, "-m", "aligner", *arguments],
             stdin=subprocess.DEVNULL,
@@ -55,35 +66,41 @@ class ChildCommand:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """Process id of the command."""
         return self._process.pid
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs."""
+        """Exit code of the command; None while it runs."""
         return self._process.poll()
 
     @property
     def printed(self) -> str:
-        """What it has printed so far, on standard output and error, without the error that it ends
-        with."""
-        return self._parts()[0]
+        """Standard output and error so far, without the error message at the end."""
+        return self._split_output()[0]
 
     def raise_error(self, otherwise: str | None = None) -> None:
-        """Raise what the command has ended with, in its own words; where it had none `otherwise`,
-        or its last line.
+        """Raise the error with which the command ended; do nothing if it succeeded or still runs.
 
-        Raises AlignerError, ConfigError, Stopped or Interrupted, by the exit code; nothing for one
-        that has done its work.
+        Args:
+            otherwise: Message to use if the command reported none; None for the last line of its
+                output.
+
+        Raises:
+            AlignerError: The command failed. The exit code determines the type: AlignerError,
+                ConfigError, Stopped or Interrupted.
         """
         if code := self.exit_code:
-            printed, error = self._parts()
+            printed, error = self._split_output()
             last = (printed.splitlines() or [f"exited with code {code}"])[-1]
-            raise error_of(code, error or otherwise or last)
+            raise error_from_exit_code(code, error or otherwise or last)
 
     def finish(self) -> None:
-        """Wait for its end, and end it where the waiting is interrupted. Raises as `raise_error`
-        does."""
+        """Wait until the command ends, and end it if the waiting is interrupted.
+
+        Raises:
+            AlignerError: The command failed; see `raise_error`.
+        """
         try:
             self._process.wait()
         finally:
@@ -91,40 +108,42 @@ class ChildCommand:
         self.raise_error()
 
     def end(self) -> None:
-        """End it if it still runs, as Ctrl-C does, and wait for that."""
+        """Interrupt the command if it still runs, like Ctrl-C, and wait until it has ended."""
         if self.exit_code is None:
             self._process.send_signal(signal.SIGINT)
             self._process.wait()
 
-    def _parts(self) -> tuple[str, str]:
-        """The output up to the error, and the error."""
+    def _split_output(self) -> tuple[str, str]:
+        """Return the output before the final error message, and this message."""
+        # `os.pread` does not move the file position, which the command shares.
         descriptor = self._output.fileno()
         text = os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode(errors="replace")
-        before, mark, error = text.rpartition(f"\n{REPORTED}")
-        if not mark:
-            before, mark, error = (
-                ("", REPORTED, text.removeprefix(REPORTED))
-                if text.startswith(REPORTED)
-                else (text, "", "")
-            )
-        return (before + "\n" if before and mark else before), error.strip()
+        output, separator, error = text.rpartition(f"\n{ERROR_PREFIX}")
+        if separator:
+            return (output + "\n" if output else output), error.strip()
+        # The error may be the only output.
+        if text.startswith(ERROR_PREFIX):
+            return "", text.removeprefix(ERROR_PREFIX).strip()
+        return text, ""
 
 
 Records = Sequence[Mapping[str, Any]]
-_PLAIN = re.compile(r"[A-Za-z_./][\w./:-]*")
-_WORDS = ("null", "true", "false", "nan", "inf")
-"""Texts that the command line takes for something else, unless they are quoted."""
+# Texts that need no quotes on the command line.
+_UNQUOTED = re.compile(r"[A-Za-z_./][\w./:-]*")
+# Texts that the command line parses as other values, unless they are quoted.
+_RESERVED_WORDS = ("null", "true", "false", "nan", "inf")
 
 
 @dataclass(frozen=True)
 class LaunchArguments:
-    """What `aligner launch` is to be given."""
+    """Arguments of `aligner launch` that correspond to the arguments of `aligner.launch`."""
 
     overrides: tuple[str, ...]
+    """Overrides `key=value`."""
     records: str | None = None
-    """JSON lines for a file in the run's directory."""
+    """Records as JSON lines, for a file in the run directory; None without records."""
     python_path: Path | None = None
-    """Where the module of the reward function is."""
+    """Directory of the module of the reward function; None without a function."""
 
 
 def launch_arguments(
@@ -135,11 +154,24 @@ def launch_arguments(
     keys: Mapping[str, Any],
     options: Mapping[str, Sequence[str]],
 ) -> LaunchArguments:
-    """From what `aligner.launch` takes; `options` are those of each group. Raises ConfigError for
-    what cannot be told so."""
-    texts, records, python_path = [], None, None
+    """Convert the arguments of `aligner.launch` to arguments of the command line.
+
+    Args:
+        model: See `aligner.launch`.
+        algorithm: See `aligner.launch`.
+        reward: See `aligner.launch`.
+        data: See `aligner.launch`.
+        keys: Sections, options of groups, and keys.
+        options: Names of the options of each group.
+
+    Raises:
+        ConfigError: A value cannot be expressed on the command line.
+    """
+    texts = []
+    records = None
+    python_path = None
     if model is not None:
-        texts.append(_named("model", model, options))
+        texts.append(_format_option_or_path("model", model, options))
     if algorithm is not None:
         texts.append(override_text("algorithm", algorithm))
     if isinstance(reward, str):
@@ -149,12 +181,12 @@ def launch_arguments(
             )
         )
     elif reward is not None:
-        function, python_path = importable(reward)
+        function, python_path = find_importable_name(reward)
         texts.append(override_text("reward.function", function))
     if isinstance(data, (str, os.PathLike)):
-        texts.append(_named("data", data, options))
+        texts.append(_format_option_or_path("data", data, options))
     elif data is not None:
-        records = json_lines(data)
+        records = to_json_lines(data)
     for key, value in keys.items():
         is_section = isinstance(value, Mapping) and known_key(key) is None
         entries = flat_keys(f"{key}.", value) if is_section else {key: value}
@@ -162,37 +194,54 @@ def launch_arguments(
     return LaunchArguments(tuple(texts), records, python_path)
 
 
-def _named(group: str, value: str | os.PathLike[str], options: Mapping[str, Sequence[str]]) -> str:
-    """An option of the group, where there is one of that name, else a path."""
+def _format_option_or_path(
+    group: str, value: str | os.PathLike[str], options: Mapping[str, Sequence[str]]
+) -> str:
+    """Return an override with the option of this name, or with a path if there is none."""
     is_option = isinstance(value, str) and value in options[group]
     return override_text(group if is_option else f"{group}.path", os.fspath(value))
 
 
 def override_text(key: str, value: Any) -> str:
-    """A key's value as an override of the command line: what is parsed from it is the value
-    again."""
-    return f"{key}={_text(value)}"
+    """Return a key and its value as an override, which the command line parses to the same value.
+
+    Example:
+        >>> override_text("run.steps", 40)
+        'run.steps=40'
+    """
+    return f"{key}={_format_value(value)}"
 
 
-def _text(value: Any) -> str:
+def _format_value(value: Any) -> str:
+    """Return a value in the syntax of the command line."""
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{name}: {_text(entry)}" for name, entry in value.items()) + "}"
+        return (
+            "{"
+            + ", ".join(f"{name}: {_format_value(entry)}" for name, entry in value.items())
+            + "}"
+        )
     if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(map(_text, value)) + "]"
+        return "[" + ", ".join(map(_format_value, value)) + "]"
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     if isinstance(value, (int, float)):
         return str(value)
     text = os.fspath(value) if isinstance(value, os.PathLike) else str(value)
-    if _PLAIN.fullmatch(text) and text.lower() not in _WORDS:
+    if _UNQUOTED.fullmatch(text) and text.lower() not in _RESERVED_WORDS:
         return text
-    # A backslash counts as itself but before a quotation mark.
-    quoted = re.sub(r'(\\*)("|\Z)', lambda found: found[1] * 2 + (found[2] and '\\"'), text)
+    # Hydra's grammar: backslashes are escaped only before a quotation mark, which includes the
+    # closing one.
+    quoted = re.sub(r'(\\*)("|\Z)', lambda match: match[1] * 2 + (match[2] and '\\"'), text)
     return '"' + quoted.replace("${", "\\${") + '"'
 
 
-def json_lines(data: "Records | pd.DataFrame") -> str:
-    """Records as a JSONL file has them. Raises ConfigError for what are none."""
+def to_json_lines(data: "Records | pd.DataFrame") -> str:
+    """Return records as the text of a JSONL file.
+
+    Raises:
+        ConfigError: `data` is neither a sequence of mappings nor a data frame, or contains values
+            that JSON does not support.
+    """
     if hasattr(data, "to_json"):
         return str(data.to_json(orient="records", lines=True, force_ascii=False))
     try:
@@ -206,19 +255,27 @@ def json_lines(data: "Records | pd.DataFrame") -> str:
     raise ConfigError("data: must be a path, a list of dicts, or a DataFrame")
 
 
-def place_records(
+def write_records(
     records: str, overrides: Sequence[str], config_directory: Path | None
 ) -> tuple[Path, tuple[str, ...]]:
-    """Write records into the directory of the run that overrides describe; returns the file and
-    overrides that name it.
+    """Write records to the directory of the run that the overrides describe.
 
-    Raises ConfigError where a run is there already that has others.
+    Args:
+        records: Records as JSON lines.
+        overrides: Overrides of the run.
+        config_directory: Directory with the user's own configuration groups.
+
+    Returns:
+        The file, and overrides that refer to the file and the directory.
+
+    Raises:
+        ConfigError: The directory contains a run with other records.
     """
     options = group_options(config_directory)
     parsed = [parse_override(text, options) for text in overrides]
-    given = {override.key_or_group: str(override.value()) for override in parsed}
-    name = given.get("run.name") or default_name(given.get("experiment", AUTOMATIC))
-    paths = RunPaths(Path(given.get("run.dir") or f"runs/{name}").absolute())
+    values = {override.key_or_group: str(override.value()) for override in parsed}
+    name = values.get("run.name") or default_name(values.get("experiment", AUTOMATIC))
+    paths = RunPaths(Path(values.get("run.dir") or f"runs/{name}").absolute())
     file = paths.records
     if file.is_file() and file.read_text(encoding="utf-8") != records and paths.config.is_file():
         raise ConfigError(
@@ -230,30 +287,32 @@ def place_records(
     return file, (override_text("data.path", file), override_text("run.dir", paths.root))
 
 
-def importable(function: Callable[..., Any]) -> tuple[str, Path | None]:
-    """`module:name` of a function, and the directory where Python finds that module.
+def find_importable_name(function: Callable[..., Any]) -> tuple[str, Path | None]:
+    """Return `module:name` of a function, and the directory from which Python imports the module.
 
-    Raises ConfigError, with the way out, for one that other processes cannot import.
+    Raises:
+        ConfigError: Other processes cannot import the function. The error explains how to fix this.
     """
-    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
+    module = getattr(function, "__module__", None)
+    name = getattr(function, "__qualname__", None)
     if not isinstance(function, FunctionType) or not module or not name:
         raise ConfigError(
             f"reward={function!r}: must be a function, a name such as gsm8k, or module:function"
         )
-    why = next(_obstacles(module, name), None)
-    if why is None:
-        return f"{module}:{name}", _root(module)
-    plain = name if name.isidentifier() else "score"
+    obstacle = next(_import_obstacles(module, name), None)
+    if obstacle is None:
+        return f"{module}:{name}", _module_root(module)
+    suggested_name = name if name.isidentifier() else "score"
     raise ConfigError(
-        f"reward={name}: {why}, so the processes of the run cannot import it. Write the function to"
-        " a file. In a notebook, put the function and its imports in a cell that begins with\n"
-        "    %%writefile my_reward.py\nand then run\n"
-        f"    from my_reward import {plain}\n    run = aligner.launch(…, reward={plain})"
+        f"reward={name}: {obstacle}, so the processes of the run cannot import it. Write the"
+        " function to a file. In a notebook, put the function and its imports in a cell that begins"
+        " with\n    %%writefile my_reward.py\nand then run\n    from my_reward import"
+        f" {suggested_name}\n    run = aligner.launch(…, reward={suggested_name})"
     )
 
 
-def _obstacles(module: str, name: str) -> Iterator[str]:
-    """Why a function of this module and name cannot be imported."""
+def _import_obstacles(module: str, name: str) -> Iterator[str]:
+    """Yield each reason why other processes cannot import a function of this module and name."""
     if "<lambda>" in name:
         yield "a lambda has no name"
     if module == "__main__":
@@ -264,11 +323,14 @@ def _obstacles(module: str, name: str) -> Iterator[str]:
         yield f"module {module} has no {name}"
 
 
-def _root(module: str) -> Path | None:
-    """The directory that is to be on Python's path for a module that is imported here; None for one
-    that is built in."""
+def _module_root(module: str) -> Path | None:
+    """Return the directory that must be on Python's path to import a module that is imported here.
+
+    The result is None for a built-in module.
+    """
     file = getattr(sys.modules[module], "__file__", None)
     if file is None:
         return None
-    place = Path(file).absolute()
-    return place.parents[module.count(".") + (place.name == "__init__.py")]
+    path = Path(file).absolute()
+    # One level up for each dot in the module's name, and one more for a package.
+    return path.parents[module.count(".") + (path.name == "__init__.py")]

@@ -1,4 +1,7 @@
-"""`aligner.generate`: responses of a stored model, drawn by the command in a process of its own."""
+"""`aligner.generate`: generate responses of a stored model.
+
+The command `aligner generate` does this in a separate process.
+"""
 
 import json
 import os
@@ -7,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from aligner.api.arguments import ChildCommand, json_lines
+from aligner.api.arguments import ChildCommand, to_json_lines
 from aligner.api.run_handle import Run
 
 
@@ -18,25 +21,42 @@ def generate(
     overrides: Sequence[str] = (),
     **options: Any,
 ) -> list[dict[str, Any]]:
-    """Draw responses as `aligner generate` does; returns its records, in the prompts' order.
+    """Generate responses, like the command `aligner generate`.
 
-    `source` is a run, its directory, a checkpoint, or a Hugging Face directory. `prompts` are
-    texts, records with a `prompt`, or a file of either. `options` are the command's, such as
-    `samples=4`, `max_new_tokens=64`, `temperature=0.7`, `greedy=True`; `overrides` draw episodes in
-    an environment (`environment.KEY=VALUE`). Raises ConfigError and AlignerError.
+    A separate process loads the model. It exits when this function returns or is interrupted.
+
+    Args:
+        source: A run, a run directory, a checkpoint, or a Hugging Face directory.
+        prompts: Prompt texts, records with the field `prompt`, or the path of a file with either.
+        overrides: Settings of an environment (`environment.KEY=VALUE`), to generate episodes.
+        options: Options of the command, with `_` instead of `-`: for example `samples=4`,
+            `max_new_tokens=64`, `temperature=0.7` or `greedy=True`.
+
+    Returns:
+        The records that the command writes, in the order of the prompts. `docs/generate.md`
+        describes their fields.
+
+    Raises:
+        ConfigError: An argument is invalid, or `source` is not a model.
+        AlignerError: The generation failed.
+
+    Example:
+        ```
+        records = aligner.generate(run, ["3+4=", "9+9="], samples=2, max_new_tokens=4)
+        ```
     """
-    with tempfile.TemporaryDirectory() as place:
-        output = Path(place) / "samples.jsonl"
+    with tempfile.TemporaryDirectory() as directory:
+        output = Path(directory) / "samples.jsonl"
         if isinstance(prompts, (str, os.PathLike)):
             file = Path(prompts)
         else:
-            file = Path(place) / "prompts.jsonl"
+            file = Path(directory) / "prompts.jsonl"
             records = [
                 {"prompt": prompt} if isinstance(prompt, str) else prompt for prompt in prompts
             ]
-            file.write_text(json_lines(records), encoding="utf-8")
+            file.write_text(to_json_lines(records), encoding="utf-8")
         model = source.directory if isinstance(source, Run) else source
-        asked = [
+        arguments = [
             os.fspath(model),
             "--prompts",
             str(file),
@@ -45,13 +65,16 @@ def generate(
             *_flags(options),
             *overrides,
         ]
-        ChildCommand(["generate", *asked]).finish()
+        ChildCommand(["generate", *arguments]).finish()
         return [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
 
 
 def _flags(options: Mapping[str, Any]) -> Iterator[str]:
-    """Options as the command line has them: `top_k=5` is `--top-k=5`, `greedy=True` is `--greedy`,
-    False `--no-…`."""
+    """Yield the options as flags of the command line.
+
+    For example, `top_k=5` becomes `--top-k=5`, `greedy=True` becomes `--greedy`, and False
+    `--no-greedy`.
+    """
     for name, value in options.items():
         flag = name.replace("_", "-")
         yield (

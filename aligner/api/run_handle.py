@@ -1,5 +1,8 @@
-"""`aligner.launch` and `aligner.load_run`: a run as an object, whose processes are those of
-`aligner launch`."""
+"""`aligner.launch`, `aligner.load_run` and `Run`: runs as Python objects.
+
+A run started here has the same processes as a run of the command `aligner launch`, which runs in a
+child process. `LiveOutput` and `NotebookOutput` show the output of that command.
+"""
 
 import contextlib
 import io
@@ -17,12 +20,12 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from aligner.api.arguments import ChildCommand, Records, launch_arguments, place_records
+from aligner.api.arguments import ChildCommand, Records, launch_arguments, write_records
 from aligner.config.compose import group_options, load_config
-from aligner.errors import STOP_SIGNAL, AlignerError, ConfigError, error_of
+from aligner.errors import STOP_SIGNAL, AlignerError, ConfigError, error_from_exit_code
 from aligner.launcher.run_directory import read_state
-from aligner.launcher.status import OVER, RunStatus, describe_status, read_status
-from aligner.observability.console import WINDOW, Pace
+from aligner.launcher.status import ENDED_STATES, RunStatus, describe_status, read_status
+from aligner.observability.console import WINDOW_STEPS, Pace
 from aligner.observability.metrics import read_metrics, read_records
 from aligner.observability.sample_files import read_samples, sample_steps
 from aligner.paths import RunPaths
@@ -31,14 +34,16 @@ from aligner.schema import Config
 if TYPE_CHECKING:
     import pandas as pd
 
-_EVERY_S = 0.5
-_LINES, _LAST_LINES = 16, 48
-"""Lines of what is printed that a notebook shows while the run goes on, and once it has ended."""
+# Seconds between two updates of a notebook's output.
+_REFRESH_S = 0.5
+# Number of output lines that a notebook shows while the command runs, and after its end.
+_ACTIVE_LINES = 16
+_FINAL_LINES = 48
 _WIDTH = 100
 
 
-def in_notebook() -> bool:
-    """Whether this process is a notebook's, and not a script's or a terminal's."""
+def is_notebook() -> bool:
+    """Return whether this process is the kernel of a notebook."""
     if "IPython" not in sys.modules:
         return False
     shell = sys.modules["IPython"].get_ipython()
@@ -46,73 +51,98 @@ def in_notebook() -> bool:
 
 
 class LiveOutput:
-    """Shows what a command prints when it is asked to."""
+    """Show the output of a command, in a script or a terminal. The caller triggers each update."""
 
     def __init__(self, command: ChildCommand) -> None:
-        self._command, self._shown = command, 0
+        """Show nothing yet.
+
+        Args:
+            command: The running command.
+        """
+        self._command = command
+        self._shown_characters = 0
 
     def begin(self, directory: Path) -> None:
-        """The run's directory is known now."""
+        """Receive the run directory, as soon as it is known. A script's output does not need it."""
 
     def update(self) -> None:
-        """Show what is new."""
+        """Print the output since the last update."""
         printed = self._command.printed
-        print(printed[self._shown :], end="", flush=True)
-        self._shown = len(printed)
+        print(printed[self._shown_characters :], end="", flush=True)
+        self._shown_characters = len(printed)
 
     def close(self) -> None:
-        """Show what is left, once the command has ended."""
+        """Print the remaining output after the command has ended."""
         self.update()
 
 
 class NotebookOutput(LiveOutput):
-    """Shows it below the cell that started the command, by a thread of its own, also while other
-    cells run."""
+    """Show the output of a command below the cell that started it.
+
+    A thread updates the output, so that it also changes while other cells run.
+    """
 
     def __init__(self, command: ChildCommand) -> None:
+        """Create the display below the current cell, and start the thread.
+
+        Args:
+            command: The running command.
+        """
         super().__init__(command)
         from IPython.display import display
 
         self._paths: RunPaths | None = None
-        self._before: dict[str, str] = {}
+        self._shown_bundle: dict[str, str] = {}
         self._display: Any = display({"text/plain": ""}, raw=True, display_id=True)
         self._thread = threading.Thread(target=self._follow, name="aligner output", daemon=True)
         self._thread.start()
 
     def begin(self, directory: Path) -> None:
-        """See `LiveOutput`."""
+        """Show a progress bar of the run in this directory from now on."""
         self._paths = RunPaths(directory)
 
     def update(self) -> None:
-        """The thread does it."""
+        """Do nothing: the thread updates the display."""
 
     def close(self) -> None:
-        """See `LiveOutput`."""
+        """Wait until the thread has shown the complete output."""
         self._thread.join()
 
     def _follow(self) -> None:
+        """Update the display every `_REFRESH_S` seconds until the command has ended."""
         has_ended = threading.Event()
-        while not has_ended.wait(_EVERY_S):
+        while not has_ended.wait(_REFRESH_S):
             if self._command.exit_code is not None:
                 has_ended.set()
-            shown = notebook_bundle(
-                self._command.printed, self._paths, _LAST_LINES if has_ended.is_set() else _LINES
+            bundle = render_notebook_output(
+                self._command.printed,
+                self._paths,
+                _FINAL_LINES if has_ended.is_set() else _ACTIVE_LINES,
             )
-            if shown != self._before:
-                self._display.update(shown, raw=True)
-                self._before = shown
+            if bundle != self._shown_bundle:
+                self._display.update(bundle, raw=True)
+                self._shown_bundle = bundle
 
 
-def notebook_bundle(printed: str, paths: RunPaths | None, lines: int) -> dict[str, str]:
-    """The last lines of what was printed below a bar of the run's steps, once there are some, as
-    HTML and as text."""
+def render_notebook_output(printed: str, paths: RunPaths | None, lines: int) -> dict[str, str]:
+    """Return the output of a command as HTML and as plain text, below a progress bar of the run.
+
+    Args:
+        printed: The output of the command.
+        paths: Paths of the run directory; None if it is not known yet. The bar appears with the
+            first step.
+        lines: Maximum number of output lines.
+
+    Returns:
+        A MIME bundle with the keys `text/html` and `text/plain`.
+    """
     parts: list[Any] = []
     if paths is not None and (metrics := read_metrics(paths.metrics)):
         pace = Pace(load_config(paths.config).run.steps)
-        for record in metrics[-WINDOW:]:
+        for record in metrics[-WINDOW_STEPS:]:
             pace.add(record)
         parts.append(Text(f"step {pace.done}/{pace.steps}  {pace.describe(metrics[-1])}"))
-        bar = Table.grid()  # which ends its line
+        bar = Table.grid()  # a table ends its line, in contrast to a bar
         bar.add_row(ProgressBar(total=pace.steps, completed=pace.done, width=60))
         parts.append(bar)
     parts.append(Text("\n".join(printed.splitlines()[-lines:])))
@@ -125,15 +155,16 @@ def notebook_bundle(printed: str, paths: RunPaths | None, lines: int) -> dict[st
     return {"text/html": html, "text/plain": console.export_text()}
 
 
-def live_output(command: ChildCommand) -> LiveOutput:
-    """What fits where this is run."""
-    return NotebookOutput(command) if in_notebook() else LiveOutput(command)
+def create_output(command: ChildCommand) -> LiveOutput:
+    """Return the output for this kind of process: a notebook or a script."""
+    return NotebookOutput(command) if is_notebook() else LiveOutput(command)
 
 
 _POLL_S = 0.1
-_WATCH_S = 2.0
-_ANNOUNCED = "run directory: "
-"""What `aligner launch` prints before the run's directory."""
+# Seconds between two checks of a run that another process launched.
+_STATUS_INTERVAL_S = 2.0
+# Text that `aligner launch` prints before the run directory.
+_DIRECTORY_PREFIX = "run directory: "
 
 
 def launch(
@@ -146,74 +177,151 @@ def launch(
     config_dir: str | os.PathLike[str] | None = None,
     **keys: Any,
 ) -> "Run":
-    """Start a run as `aligner launch` does, and return once it is accepted; its processes go on
-    where this one ends.
+    """Start a run, like the command `aligner launch`, and return as soon as it is accepted.
 
-    `model` is a directory, a name of the Hugging Face cache's, or one of `conf/model/`. `reward` is
-    a built-in scorer's name, `module:function`, one of `conf/reward/`, or a function of a module
-    that other processes can import. `data` is a path, one of `conf/data/`, or records, which are
-    written to the run's directory. Other keys are sections (`run={"steps": 40}`), options of groups
-    (`experiment="tiny_ppo"`), or a dotted key's (`**{"run.steps": 40}`); `overrides` are texts of
-    the command line. `config_dir` holds groups of your own.
+    The processes of the run continue if this process ends. aligner chooses values for the keys that
+    are not set.
 
-    Raises ConfigError, with nothing left behind, for what `aligner launch` refuses.
+    Args:
+        model: A Hugging Face directory, a name in the Hugging Face cache, or a file of
+            `conf/model/`. A `Path` always means a directory.
+        algorithm: A file of `conf/algorithm/`, for example `grpo`.
+        reward: A built-in reward, `module:function`, a file of `conf/reward/`, or a function in a
+            module that other processes can import.
+        data: A path, a file of `conf/data/`, or records. Records are written to `data.jsonl` in the
+            run directory.
+        overrides: Overrides as on the command line, for example `["run.steps=40"]`.
+        config_dir: Directory with your own configuration groups (`--config-dir`).
+        keys: Sections (`run={"steps": 40}`), options of groups (`experiment="tiny_ppo"`), or keys
+            (`**{"run.steps": 40}`).
+
+    Returns:
+        A handle to the run. Call its `wait` method to wait for the end of the run.
+
+    Raises:
+        ConfigError: The configuration is invalid. No process was started, and no file is left
+            behind.
+        AlignerError: The launcher failed before it accepted the run.
+
+    Example:
+        ```
+        run = aligner.launch(
+            model="tiny_arithmetic",
+            algorithm="grpo",
+            reward="digit_fraction",
+            data="sums.jsonl",
+            run={"steps": 10},
+        )
+        run.wait()
+        ```
     """
     directory = None if config_dir is None else Path(config_dir)
-    asked = launch_arguments(model, algorithm, reward, data, keys, group_options(directory))
-    texts, file = (*asked.overrides, *overrides), None
-    if asked.records is not None:
-        file, more = place_records(asked.records, texts, directory)
-        texts += more
-    groups = () if directory is None else ("--config-dir", str(directory))
-    command = ChildCommand(["launch", *groups, *texts], asked.python_path)
-    output = live_output(command)
+    arguments = launch_arguments(model, algorithm, reward, data, keys, group_options(directory))
+    texts = (*arguments.overrides, *overrides)
+    records_file = None
+    if arguments.records is not None:
+        records_file, data_overrides = write_records(arguments.records, texts, directory)
+        texts += data_overrides
+    config_flags = () if directory is None else ("--config-dir", str(directory))
+    command = ChildCommand(["launch", *config_flags, *texts], arguments.python_path)
+    output = create_output(command)
     try:
-        return _accepted(command, output)
+        return _wait_until_accepted(command, output)
     except ConfigError:
-        if file is not None and file.exists() and not RunPaths(file.parent).config.exists():
-            file.unlink()
-            with contextlib.suppress(OSError):  # something else is there
-                file.parent.rmdir()
+        if (
+            records_file is not None
+            and records_file.exists()
+            and not RunPaths(records_file.parent).config.exists()
+        ):
+            records_file.unlink()
+            with contextlib.suppress(OSError):  # the directory contains other files
+                records_file.parent.rmdir()
         raise
 
 
-def _accepted(command: ChildCommand, output: LiveOutput) -> "Run":
-    """The run, once its launcher goes on behind its checks, or has queued it. Raises what the
-    launcher ends with."""
+def _wait_until_accepted(command: ChildCommand, output: LiveOutput) -> "Run":
+    """Return the run as soon as its launcher has finished its checks, or has queued it.
+
+    Args:
+        command: The command `aligner launch`.
+        output: Shows the output of the command.
+
+    Raises:
+        AlignerError: The launcher has ended with an error; the exception has the type of that
+            error.
+    """
     while True:
-        code, printed = command.exit_code, command.printed
+        # The exit code comes first: the output of a command that has ended is complete.
+        code = command.exit_code
+        printed = command.printed
         output.update()
-        announced = printed.partition(f"\n{_ANNOUNCED}")[2] or printed.partition(_ANNOUNCED)[2]
-        root, _, goes_on = announced.partition("\n")
-        if goes_on and code is None:
+        after_prefix = (
+            printed.partition(f"\n{_DIRECTORY_PREFIX}")[2]
+            or printed.partition(_DIRECTORY_PREFIX)[2]
+        )
+        # The launcher prints the directory, then checks the configuration, then prints the next
+        # line.
+        root, _, later_output = after_prefix.partition("\n")
+        if later_output and code is None:
             run = Run(Path(root), command, output)
             output.begin(run.directory)
             return run
         if code is not None:
             output.close()
             command.raise_error()
-            return Run(Path(root))  # queued, or over already
+            return Run(Path(root))  # the job is queued, or the run has already ended
         time.sleep(_POLL_S)
 
 
 def load_run(directory: str | os.PathLike[str]) -> "Run":
-    """A run by its directory, however it was started. Raises ConfigError where there is none."""
+    """Return a handle to the run in a directory, independent of how the run was started.
+
+    Args:
+        directory: The run directory.
+
+    Raises:
+        ConfigError: The directory is not a run directory.
+
+    Example:
+        ```
+        run = aligner.load_run("runs/tiny_ppo")
+        print(run.state)
+        ```
+    """
     run = Run(Path(directory).absolute())
     read_status(run.directory)
     return run
 
 
 class Run:
-    """A run of `aligner launch`."""
+    """Handle to a run: its state, its results and its end.
+
+    `aligner.launch` and `aligner.load_run` return it. All methods may be called while the run is
+    active.
+
+    Example:
+        ```
+        run = aligner.load_run("runs/tiny_ppo")
+        run.metrics()["reward/mean"].plot()
+        run.samples(steps=[10])
+        ```
+    """
 
     def __init__(
         self, directory: Path, command: ChildCommand | None = None, output: LiveOutput | None = None
     ) -> None:
-        """`command` is its launcher, and `output` what shows what that prints, where this process
-        has started it."""
+        """Refer to a run; use `aligner.launch` or `aligner.load_run` instead of this constructor.
+
+        Args:
+            directory: The run directory.
+            command: The launcher, if this process started it.
+            output: Shows the output of `command`.
+        """
         self.directory = directory
-        """Where its files are: README.md has them."""
-        self._paths, self._command, self._output = RunPaths(directory), command, output
+        """The run directory. Its README.md describes the files."""
+        self._paths = RunPaths(directory)
+        self._command = command
+        self._output = output
 
     def __repr__(self) -> str:
         has_files = self._paths.config.is_file()
@@ -224,32 +332,53 @@ class Run:
 
     @property
     def _is_launched_here(self) -> bool:
-        """Whether its launcher is this process's child, and goes on."""
+        """Whether the launcher is a child of this process and is still running."""
         return self._command is not None and self._command.exit_code is None
 
     @property
     def config(self) -> Config:
-        """Its configuration, with all that was chosen. Raises ConfigError while it is not there
-        yet."""
+        """The configuration of the run, with all values that aligner chose.
+
+        Raises:
+            ConfigError: The configuration has not been written yet.
+        """
         return load_config(self._paths.config)
 
     @property
     def state(self) -> str:
-        """queued, starting, running, finished, failed or stopped."""
-        goes_on = self._is_launched_here  # first: its last word is there once it has ended
-        # before it is prepared, or refused
+        """The state: `queued`, `starting`, `running`, `finished`, `failed` or `stopped`."""
+        # Check the process before the files: when it has ended, its last status is written.
+        is_launcher_running = self._is_launched_here
+        # The launcher has not prepared the directory yet, or has rejected the configuration.
         if self._command is not None and not self._paths.config.is_file():
-            return "starting" if goes_on else "failed"
+            return "starting" if is_launcher_running else "failed"
         return self.status().state
 
     def status(self) -> RunStatus:
-        """What `aligner status` tells: step, metrics, pace, time left, roles and why it ended."""
+        """Return the information of `aligner status`.
+
+        The result contains the step, metrics, pace, remaining time, roles, and the reason for the
+        end of the run.
+
+        Raises:
+            ConfigError: The run directory does not exist yet.
+        """
         return read_status(self.directory)
 
     def metrics(self) -> "pd.DataFrame":
-        """A row a step, by step, and a column a metric; also while it runs. Raises ConfigError
-        where pandas is missing."""
-        frame = _pandas("run.metrics()").DataFrame(read_metrics(self._paths.metrics))
+        """Return the metrics as a data frame with one row per step and one column per metric.
+
+        The index is the step. `docs/metrics.md` describes the metrics.
+
+        Raises:
+            ConfigError: pandas is not installed (extra `notebook`).
+
+        Example:
+            ```
+            run.metrics()["reward/mean"].plot()
+            ```
+        """
+        frame = _import_pandas("run.metrics()").DataFrame(read_metrics(self._paths.metrics))
         return frame.astype({"step": int}).set_index("step") if len(frame) else frame
 
     def samples(
@@ -259,14 +388,26 @@ class Run:
         tokens: bool = False,
         columns: Sequence[str] | None = None,
     ) -> "pd.DataFrame":
-        """A row a sample, of these steps or of all that are kept; also while it runs.
-        docs/observing.md has the columns.
+        """Return the samples as a data frame with one row per sample.
 
-        With `tokens` what there is of each response token, as lists; `columns` are those that are
-        wanted. A run that keeps no sample files has those of `samples.jsonl`. Raises ConfigError
-        where pandas is missing, KeyError for an unknown column.
+        `docs/observing.md` describes the columns. If the run writes no sample files, the rows are
+        those of `samples.jsonl`.
+
+        Args:
+            steps: Steps to read; None for all recorded steps.
+            tokens: Whether to add columns with the values of each response token, as lists.
+            columns: Columns to read; None for all.
+
+        Raises:
+            ConfigError: pandas is not installed (extra `notebook`).
+            KeyError: A column does not exist.
+
+        Example:
+            ```
+            run.samples(steps=[10], columns=["prompt", "response", "score"])
+            ```
         """
-        pandas = _pandas("run.samples()")
+        pandas = _import_pandas("run.samples()")
         if tokens or sample_steps(self.directory):
             table = read_samples(self.directory, tokens=tokens, steps=steps, columns=columns)
             return table.to_pandas(maps_as_pydicts="strict")
@@ -277,34 +418,63 @@ class Run:
         )
 
     def export(self, output: str | os.PathLike[str]) -> Path:
-        """Write the policy of its last checkpoint as a Hugging Face directory, as `aligner convert`
-        does; returns that.
+        """Write the policy of the last checkpoint as a Hugging Face directory.
 
-        Raises ConfigError where there is no checkpoint, or `output` exists.
+        The method does the same as the command `aligner convert`.
+
+        Args:
+            output: Directory to create.
+
+        Returns:
+            The created directory.
+
+        Raises:
+            ConfigError: The run has no checkpoint, or `output` exists.
+
+        Example:
+            ```
+            run.export("policy_hf")
+            ```
         """
         ChildCommand(["convert", str(self.directory), os.fspath(output)]).finish()
         return Path(output)
 
     def wait(self, timeout_s: float | None = None) -> "Run":
-        """Wait for the run's end and return it; what it prints is shown meanwhile.
+        """Wait until the run ends, and show its output in the meantime.
 
-        Raises what has ended it otherwise, in the launcher's words: ConfigError, AlignerError,
-        Stopped where it can go on from a checkpoint, Interrupted where a signal has ended it;
-        TimeoutError where it takes longer. Who interrupts the waiting does not end the run.
+        An interrupt (Ctrl-C) ends the call but not the run.
+
+        Args:
+            timeout_s: Maximum time to wait, in seconds; None for no limit.
+
+        Returns:
+            This run.
+
+        Raises:
+            ConfigError: The configuration, the data or the model is invalid.
+            AlignerError: A role failed.
+            Stopped: The run stopped before its last step and can be resumed from a checkpoint.
+            Interrupted: A signal ended the run.
+            TimeoutError: The run is still active after `timeout_s` seconds.
+
+        Example:
+            ```
+            run = aligner.launch(experiment="tiny_ppo").wait()
+            ```
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         try:
             if self._command is not None and self._output is not None:
                 while self._is_launched_here:
                     self._output.update()
-                    self._check(deadline)
+                    self._check_deadline(deadline)
                     time.sleep(_POLL_S)
                 self._output.close()
                 state = read_state(self._paths.status)
-                self._command.raise_error(None if state is None else state.why_ended)
-                if self.state in OVER:
+                self._command.raise_error(None if state is None else state.end_reason)
+                if self.state in ENDED_STATES:
                     return self
-            self._watch(deadline)  # another process has started it, or Slurm will
+            self._poll_status(deadline)  # another process or Slurm launches the run
         except KeyboardInterrupt:
             print(
                 "the run continues in the background; run.stop() stops it, and"
@@ -313,39 +483,58 @@ class Run:
             raise
         return self
 
-    def _watch(self, deadline: float | None) -> None:
-        """Tell how a run is that this process has not started, until it has ended; raise what has
-        ended it."""
-        told = ""
-        while (now := self.status()).state not in OVER:
-            if (line := describe_status(now).partition("  last step")[0]) != told:
-                print(line, flush=True)
-                told = line
-            self._check(deadline)
-            time.sleep(_WATCH_S)
-        if now.state != "finished":
-            message = now.note or f"{now.name}: {now.state}"
-            if now.exit_code is None:
-                raise AlignerError(message)
-            if now.exit_code:
-                raise error_of(now.exit_code, message)
+    def _poll_status(self, deadline: float | None) -> None:
+        """Print the status of a run that this process did not start, until the run ends.
 
-    def _check(self, deadline: float | None) -> None:
+        Args:
+            deadline: Time from `time.monotonic()` at which to raise TimeoutError; None for no
+                limit.
+
+        Raises:
+            AlignerError: The run failed or was stopped; the exception has the type of the run's
+                error.
+        """
+        printed_line = ""
+        while (status := self.status()).state not in ENDED_STATES:
+            if (line := describe_status(status).partition("  last step")[0]) != printed_line:
+                print(line, flush=True)
+                printed_line = line
+            self._check_deadline(deadline)
+            time.sleep(_STATUS_INTERVAL_S)
+        if status.state != "finished":
+            message = status.note or f"{status.name}: {status.state}"
+            if status.exit_code is None:
+                raise AlignerError(message)
+            if status.exit_code:
+                raise error_from_exit_code(status.exit_code, message)
+
+    def _check_deadline(self, deadline: float | None) -> None:
+        """Raise TimeoutError if the deadline is over."""
         if deadline is not None and time.monotonic() > deadline:
             raise TimeoutError(
                 f"{self.directory}: timed out waiting for the end of the run; the run continues"
             )
 
     def stop(self, *, now: bool = False) -> None:
-        """Have the run take a checkpoint and end, or end at once, and wait for that; nothing where
-        it has ended.
+        """Stop the run, and wait until it has ended.
 
-        Raises AlignerError where its launcher is not on this machine.
+        Nothing happens if the run has already ended.
+
+        Args:
+            now: Whether to stop immediately, without saving a checkpoint.
+
+        Raises:
+            AlignerError: The launcher of the run is not on this machine.
+
+        Example:
+            ```
+            run.stop()  # resume later with run={"dir": run.directory, "resume": "auto"}
+            ```
         """
         number = signal.SIGTERM if now else STOP_SIGNAL
         if self._command is not None and self._is_launched_here:
             os.kill(self._command.pid, number)
-        elif self.state not in OVER:
+        elif self.state not in ENDED_STATES:
             state = read_state(self._paths.status)
             if state is None or state.job is not None or state.host != os.uname().nodename:
                 job = "JOB" if state is None or state.job is None else state.job
@@ -354,15 +543,17 @@ class Run:
                     f" a Slurm job, with: scancel --batch --signal=USR1 {job}"
                 )
             os.kill(state.pid, number)
-        while self._is_launched_here or self.state not in OVER:
+        while self._is_launched_here or self.state not in ENDED_STATES:
             time.sleep(_POLL_S)
 
 
-def _pandas(what: str) -> Any:
+def _import_pandas(feature: str) -> Any:
+    """Import and return pandas, which `feature` requires. Raise ConfigError without pandas."""
     try:
         import pandas
     except ImportError as error:
         raise ConfigError(
-            f"{what} requires pandas; install the notebook extra: pip install 'aligner[notebook]'"
+            f"{feature} requires pandas; install the notebook extra: pip install"
+            " 'aligner[notebook]'"
         ) from error
     return pandas

@@ -11,7 +11,7 @@ from aligner.models.shape import ModelShape
 from aligner.paths import cache_directory
 from aligner.placement.local_devices import local_devices
 from aligner.placement.roles import has_generator
-from aligner.placement.slurm_layout import Layout, container_mounts, slurm_layout, slurm_role
+from aligner.placement.slurm_layout import JobLayout, container_mounts, slurm_layout, slurm_role
 from aligner.schema import Config
 from aligner.schema.references import read_paths
 
@@ -116,14 +116,18 @@ def _seconds(time: str) -> float:
     )
 
 
-def _replica_problems(config: Config, layout: Layout) -> Iterator[str]:
+def _replica_problems(config: Config, layout: JobLayout) -> Iterator[str]:
     """Engines that are programs of their own start a replica's workers on the machine of its first
     rank."""
     engine = config.engine
     if engine.kind == "embedded" or not config.algorithm.generates:
         return
     role = "generator" if has_generator(config) else "trainer"
-    place, settings, tensor = layout.places[role], slurm_role(config, role), engine.parallel.tensor
+    place, settings, tensor = (
+        layout.placements[role],
+        slurm_role(config, role),
+        engine.parallel.tensor,
+    )
     if place.nodes == 1 or place.ranks_per_node % tensor == 0:
         return
     key = (

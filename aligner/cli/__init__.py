@@ -1,4 +1,7 @@
-"""The `aligner` command. Nothing heavy is imported before it is known to be needed."""
+"""The `aligner` command: parse the command line, run the command, and report errors.
+
+Modules with slow imports are imported only by the commands that need them.
+"""
 
 import argparse
 import atexit
@@ -12,30 +15,34 @@ from typing import NoReturn
 
 from aligner.cli.command_table import COMMANDS, parse_arguments
 from aligner.errors import AlignerError, Interrupted, Stopped, exit_code
-from aligner.files import full_disk
+from aligner.files import describe_full_disk
 from aligner.launcher.exhausted_resources import exhausted_resources, full_shared_memory
 from aligner.launcher.rank_heartbeat import start_heartbeat
-from aligner.observability.logs import REPORTED, log_failure
+from aligner.observability.logs import ERROR_PREFIX, log_failure
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run the command line and exit with its code."""
+    """Run the command line, and exit with its exit code.
+
+    Args:
+        arguments: Arguments after `aligner`; None for those of this process.
+    """
     start_heartbeat()
-    parsed, ended_by = parse_arguments(arguments), None
-    # A user's modules are looked for in the working directory too, as the ranks' `python -m` does
-    # by itself.
+    parsed = parse_arguments(arguments)
+    error_at_end = None
+    # Find the user's modules in the working directory. The ranks' `python -m` does this by itself.
     if "" not in sys.path:
         sys.path.append("")
     try:
         COMMANDS[parsed.command].run(parsed)
     except (Exception, KeyboardInterrupt) as error:
-        _report(error, parsed)
-        ended_by = error
-    code = exit_code(ended_by)
+        _report_error(error, parsed)
+        error_at_end = error
+    code = exit_code(error_at_end)
     if "RANK" in os.environ and (code or parsed.command == "serve"):
-        # A failed rank must be seen to fail: interpreter shutdown can wait forever for a peer or a
-        # server's threads. And a server has ended in order by now: what is left of it is a second's
-        # work for nobody.
+        # Exit without interpreter shutdown, which can wait forever for a peer or for threads of a
+        # server; the launcher would not notice the failure. A server has already drained its
+        # requests here, so a clean-up of its objects would only take time.
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError):  # the log's disk may be full
                 stream.flush()
@@ -44,10 +51,11 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def run() -> NoReturn:
-    """`main`, as all that this process is for.
+    """Run `main` as the only task of this process, and skip most of the interpreter's shutdown.
 
-    Python's own end would then take apart all that was imported, which takes most of a second of
-    torch: what it does before that for threads and handlers is done here.
+    The shutdown destroys all imported modules, which takes most of a second with torch. This
+    function waits for threads and runs the exit handlers itself, as the interpreter does before
+    that.
     """
     try:
         main()
@@ -56,22 +64,23 @@ def run() -> NoReturn:
             raise
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
-        with suppress(OSError, ValueError):  # Python's own end has words and a code for it
+        # If a stream cannot be flushed, the regular shutdown reports this with its own exit code.
+        with suppress(OSError, ValueError):
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(end.code)
         raise
 
 
-def _report(error: BaseException, parsed: argparse.Namespace) -> None:
-    """Tell why the command ends: in a rank's log in its format, elsewhere on standard error."""
-    if isinstance(error, Interrupted | Stopped):  # told by the launcher
+def _report_error(error: BaseException, parsed: argparse.Namespace) -> None:
+    """Report why the command failed, in a rank's log or on standard error."""
+    if isinstance(error, Interrupted | Stopped):  # the launcher has reported it
         return
     if isinstance(error, KeyboardInterrupt):
         output = getattr(parsed, "output", None)
         _print_error("interrupted" if output is None else f"interrupted; {output} was not written")
         return
-    message = str(error) if isinstance(error, AlignerError) else _exhausted(error)
+    message = str(error) if isinstance(error, AlignerError) else _describe_exhausted_resource(error)
     if log_failure(error, message):
         return
     if message is None:
@@ -80,22 +89,24 @@ def _report(error: BaseException, parsed: argparse.Namespace) -> None:
         _print_error(message)
 
 
-def _exhausted(error: BaseException) -> str | None:
-    """Return the message of an error that says that a resource of the machine is exhausted, None
-    for any other error."""
-    if (message := full_shared_memory(error) or full_disk(error)) is not None:
+def _describe_exhausted_resource(error: BaseException) -> str | None:
+    """Return the message for an error caused by an exhausted resource of the machine.
+
+    The result is None for any other error.
+    """
+    if (message := full_shared_memory(error) or describe_full_disk(error)) is not None:
         return message
-    # In a rank the traceback is worth more, and the launcher names the resource.
+    # In a rank, the traceback is more useful, and the launcher names the resource.
     if "RANK" in os.environ or not isinstance(error, OSError | MemoryError):
         return None
-    what = "a Python object" if isinstance(error, MemoryError) else str(error)
+    cause = "a Python object" if isinstance(error, MemoryError) else str(error)
     sentences = exhausted_resources([f"{type(error).__name__}: {error}"])
-    return "; ".join([what, *sentences]) if sentences else None
+    return "; ".join([cause, *sentences]) if sentences else None
 
 
 def _print_error(message: str) -> None:
-    """In red on a terminal."""
+    """Print an error on standard error, in red on a terminal."""
     colored = sys.stderr.isatty() and "NO_COLOR" not in os.environ
-    before, after = ("\033[31m", "\033[0m") if colored else ("", "")
-    with suppress(OSError):  # the log's disk may be full; the exit code says the rest
-        print(f"{before}{REPORTED} {message}{after}", file=sys.stderr, flush=True)
+    color, reset = ("\033[31m", "\033[0m") if colored else ("", "")
+    with suppress(OSError):  # the log's disk may be full; the exit code still reports the error
+        print(f"{color}{ERROR_PREFIX} {message}{reset}", file=sys.stderr, flush=True)

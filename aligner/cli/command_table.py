@@ -1,4 +1,4 @@
-"""The table of commands: what carries each one out, its help and its arguments."""
+"""The table of commands: the function, the help and the arguments of each command."""
 
 import argparse
 import difflib
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from aligner.paths import OPENMP_WAITS
+from aligner.paths import OPENMP_ENVIRONMENT
 from aligner.version import __version__
 
 _SOURCE = (
@@ -20,92 +20,102 @@ _SOURCE = (
     " directory"
 )
 OVERRIDES_COMPLETION = "_aligner_overrides"
-"""The shell function that completes overrides."""
+"""Name of the shell function that completes overrides."""
 _FILES = {"bash": "_shtab_compgen_files", "zsh": "_files"}
 _ROLES = "role=generator, critic, reward or teacher, or a replica such as role=reward.1"
 
 
 def load(function: str) -> Any:
-    """The function that `module:function` names; its module, with all that this one needs, is
-    imported now."""
+    """Import the module of `module:function`, and return the function."""
     module, _, name = function.partition(":")
     return getattr(importlib.import_module(module), name)
 
 
 @dataclass(frozen=True)
 class Command:
-    """A command."""
+    """A command of the command line."""
 
     function: str
-    """`module:function` that carries it out: it takes the parsed arguments, and raises what ends it
-    early."""
+    """`module:function` of the command.
+
+    The function receives the parsed arguments, and raises an error if the command fails.
+    """
     help: str
+    """Description of the command in `aligner --help`."""
     arguments: tuple[Callable[[argparse.ArgumentParser], Any], ...]
-    """Each adds one or some to the command's parser."""
-    draws_samples: bool = False
+    """Functions that add arguments to the command's parser."""
+    generates_samples: bool = False
+    """Whether the command generates samples in this process."""
 
     def run(self, parsed: argparse.Namespace) -> None:
-        """Carry it out."""
-        if self.draws_samples:
-            os.environ.update(OPENMP_WAITS | os.environ)
-            # as Ctrl-C does, it leaves no unfinished file behind
+        """Run the command."""
+        if self.generates_samples:
+            os.environ.update(OPENMP_ENVIRONMENT | os.environ)
+            # Handle SIGTERM like Ctrl-C, which leaves no unfinished file behind.
             signal.signal(signal.SIGTERM, signal.default_int_handler)
         load(self.function)(parsed)
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of the whole command line."""
+    """Return the parser of the whole command line."""
     parser = argparse.ArgumentParser(
         prog="aligner", description="A Megatron-native alignment pipeline (RLHF and RLVR)."
     )
     parser.add_argument("--version", action="version", version=f"aligner {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     for name, command in COMMANDS.items():
-        its_parser = commands.add_parser(
+        subparser = commands.add_parser(
             name, help=command.help, description=command.help, allow_abbrev=False
         )
         for add in command.arguments:
-            add(its_parser)
+            add(subparser)
     return parser
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """A command line's arguments, `command` among them; what is wrong with them exits with code
-    2."""
-    parser, given = build_parser(), list(sys.argv[1:] if arguments is None else arguments)
-    if not given:
+    """Return the parsed command line, with the name of the command in `command`.
+
+    Invalid arguments end the process with exit code 2.
+    """
+    parser = build_parser()
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words:
         parser.print_help(sys.stderr)
         parser.exit(2)
-    if not given[0].startswith("-") and given[0] not in COMMANDS:
-        close = difflib.get_close_matches(given[0], COMMANDS, n=1)
-        hint = f"did you mean {close[0]}? " if close else ""
+    if not words[0].startswith("-") and words[0] not in COMMANDS:
+        similar = difflib.get_close_matches(words[0], COMMANDS, n=1)
+        hint = f"did you mean {similar[0]}? " if similar else ""
         parser.error(
-            f"{given[0]}: unknown command; {hint}available commands: {', '.join(COMMANDS)}"
+            f"{words[0]}: unknown command; {hint}available commands: {', '.join(COMMANDS)}"
         )
-    parsed, rest = parser.parse_known_args(given)
-    # argparse gives up on positionals that follow an option.
-    if flags := [text for text in rest if text.startswith("-")]:
+    parsed, remaining = parser.parse_known_args(words)
+    # argparse does not assign positional arguments that follow an option.
+    if flags := [text for text in remaining if text.startswith("-")]:
         parser.error(f"unknown option {flags[0]}")
-    if rest and not hasattr(parsed, "overrides"):
-        parser.error(f"unexpected argument {rest[0]}")
-    if rest:
-        parsed.overrides += rest
+    if remaining and not hasattr(parsed, "overrides"):
+        parser.error(f"unexpected argument {remaining[0]}")
+    if remaining:
+        parsed.overrides += remaining
     return parsed
 
 
-def _at_least(smallest: int) -> Callable[[str], int]:
-    def whole_number(text: str) -> int:
-        if not text.isdecimal() or int(text) < smallest:
-            raise argparse.ArgumentTypeError(f"{text}: must be an integer >= {smallest}")
+def _at_least(minimum: int) -> Callable[[str], int]:
+    """Return a parser of integers that are at least `minimum`, for the `type` of an argument."""
+
+    def parse_integer(text: str) -> int:
+        if not text.isdecimal() or int(text) < minimum:
+            raise argparse.ArgumentTypeError(f"{text}: must be an integer >= {minimum}")
         return int(text)
 
-    return whole_number
+    return parse_integer
 
 
 def _add(*names: str, **settings: Any) -> Callable[[argparse.ArgumentParser], None]:
+    """Return a function that adds an argument to a parser; the arguments are those of argparse."""
+
     def add(parser: argparse.ArgumentParser) -> None:
         action: Any = parser.add_argument(*names, **settings)
-        # What shtab reads.
+        # shtab reads the attribute `complete`.
         if settings.get("type") is Path:
             action.complete = _FILES
         elif names == ("overrides",):
@@ -142,7 +152,7 @@ _RANK = (
     _add("--config", type=Path, metavar="FILE", help="config.yaml of a run, instead of overrides"),
 )
 _STORED = _add("source", type=Path, metavar="SOURCE", help=_SOURCE.format(""))
-_COMPUTING = (
+_COMPUTATION = (
     _add(
         "--precision",
         choices=("auto", "fp32", "bf16"),
@@ -253,7 +263,7 @@ _SAMPLING = (
         default="embedded",
         help="inference engine (default: embedded)",
     ),
-    *_COMPUTING,
+    *_COMPUTATION,
 )
 
 _GENERATE = (
@@ -417,14 +427,14 @@ COMMANDS = {
         "generate responses to prompts with a checkpoint or a Hugging Face model, and write the"
         " responses to a JSONL file",
         _GENERATE,
-        draws_samples=True,
+        generates_samples=True,
     ),
     "evaluate": Command(
         "aligner.cli.stored_models:evaluate_samples",
         "generate responses to prompts with a stored model, score the responses, and compare"
         " the responses with references",
         _EVALUATE,
-        draws_samples=True,
+        generates_samples=True,
     ),
     "serve-model": Command(
         "aligner.cli.stored_models:serve_model",
@@ -447,9 +457,9 @@ COMMANDS = {
                 metavar="N",
                 help="port to listen on (default: a free port)",
             ),
-            *_COMPUTING,
+            *_COMPUTATION,
         ),
-        draws_samples=True,
+        generates_samples=True,
     ),
     "convert": Command(
         "aligner.cli.stored_models:convert",

@@ -1,5 +1,7 @@
-"""`aligner completion`: scripts by which bash and zsh complete commands, options, files and options
-of groups."""
+"""`aligner completion`: shell scripts that complete the command line in bash and zsh.
+
+The scripts complete commands, options, files, and options of configuration groups.
+"""
 
 import argparse
 
@@ -7,8 +9,8 @@ from aligner.cli.command_table import OVERRIDES_COMPLETION, build_parser
 from aligner.config.compose import group_options
 from aligner.schema.keys import schema_keys
 
-# bash takes `=` for the end of a word, so that the word before the cursor is looked up in the line,
-# and what is given back begins behind its `=`.
+# bash splits words at `=`, so the function reads the word before the cursor from the line itself,
+# and returns only the part of each completion after the last `=` of that word.
 _BASH = """\
 {function}() {{
   local line="${{COMP_LINE:0:COMP_POINT}}"
@@ -23,7 +25,7 @@ _ZSH = """\
 
 
 def print_completion(parsed: argparse.Namespace) -> None:
-    """Print a shell's script."""
+    """Print the completion script of a shell."""
     import shtab
 
     words = " ".join(_words())
@@ -34,8 +36,7 @@ def print_completion(parsed: argparse.Namespace) -> None:
 
 
 def _words() -> list[str]:
-    """Overrides that can be told in advance: the built-in options of each group, and the choices of
-    keys that have some."""
+    """Return overrides to complete: options of the built-in groups, and choices of keys."""
     groups = [f"{group}={name}" for group, names in group_options().items() for name in names]
     return groups + [
         f"{key.name}={choice}"

@@ -1,5 +1,8 @@
-"""From a command line to a run's whole configuration: models found by name, and what nobody gave
-chosen and told."""
+"""From the command line to the complete configuration of a run.
+
+Models of the Hugging Face Hub are resolved by name, and aligner chooses the values that are not
+set.
+"""
 
 import argparse
 import itertools
@@ -20,38 +23,49 @@ from aligner.models.model_source import (
     absent_inputs,
     model_directory,
     read_shape,
-    with_found_models,
+    resolve_hub_models,
 )
 from aligner.paths import run_paths
-from aligner.placement.machine import machine_of
+from aligner.placement.machine import measure_machine
 from aligner.schema import Config
 from aligner.schema.conditions import value_text
 from aligner.schema.keys import value_at, with_values
 from aligner.schema.references import parse_reference
 
 
-def composed(parsed: argparse.Namespace, *, weights: bool = True) -> Config:
-    """The configuration that a command line asks for; a person is told what was chosen, on standard
-    error.
+def compose_command(parsed: argparse.Namespace, *, weights: bool = True) -> Config:
+    """Return the configuration of a command line, with automatically chosen values.
 
-    Without `weights` a named model's are not downloaded. A run that goes on keeps what was chosen
-    when it began. Raises ConfigError.
+    The choices are reported on standard error. A run that resumes keeps the choices of its start.
+
+    Args:
+        parsed: The parsed command line.
+        weights: Whether to download the weights of a model of the Hugging Face Hub.
+
+    Raises:
+        ConfigError: The configuration or the data is invalid.
     """
-    config = with_found_models(compose_config(parsed.overrides, parsed.config_dir), weights=weights)
+    config = resolve_hub_models(
+        compose_config(parsed.overrides, parsed.config_dir), weights=weights
+    )
     if not config.run.automatic:
         return config
-    given = keys_given(parsed.overrides, config, parsed.config_dir)
-    started = run_paths(config).config
-    if config.run.resumes and started.is_file():
-        return _as_started(config, load_config(started), given)
+    given_keys = keys_given(parsed.overrides, config, parsed.config_dir)
+    started_file = run_paths(config).config
+    if config.run.resumes and started_file.is_file():
+        return _restore_choices(config, load_config(started_file), given_keys)
+
     absent = absent_inputs(config)
     if problems := list(data_problems(config, None, absent)):
         raise ConfigError("\n".join(problems))
-    data = _measured(config)
-    situation = Situation(read_shape(config, absent), data, machine_of(config), given, absent)
+    data = _measure_data(config)
+    situation = Situation(
+        read_shape(config, absent), data, measure_machine(config), given_keys, absent
+    )
     config, choices = choose(config, situation)
-    _tell(choices)
-    if data is not None and data.example and any(c.key == "data.fields" for c in choices):
+
+    _print_choices(choices)
+    if data is not None and data.example and any(choice.key == "data.fields" for choice in choices):
         print(f"  first record:\n{textwrap.indent(data.example, '      ')}", file=sys.stderr)
     for notice in data.notices if data is not None else ():
         print(f"aligner: note: {notice}", file=sys.stderr)
@@ -62,46 +76,50 @@ def composed(parsed: argparse.Namespace, *, weights: bool = True) -> Config:
             " (docs/data.md)",
             file=sys.stderr,
         )
-    return _with_chosen(config, [choice.key for choice in choices])
+    return _record_choices(config, [choice.key for choice in choices])
 
 
-def _measured(config: Config) -> DataStatistics | None:
-    """Of the data; a random model's tokenizer is made for it. None where model or data are not
-    there yet."""
+def _measure_data(config: Config) -> DataStatistics | None:
+    """Return statistics of the data with the model's tokenizer.
+
+    The tokenizer of a randomly initialized model is created in a temporary directory. The result is
+    None if the model or the data does not exist yet.
+    """
     model = config.model
     if model.path is not None and parse_reference("model.path", model.path):
         return None
-    # They import torch, which takes seconds: for those who leave values to be chosen.
+    # These modules import torch, which takes seconds and is only needed for automatic values.
     from aligner.data.data_statistics import measure_data
     from aligner.data.model_directory import prepare_model
 
     if model.source == "directory":
         return measure_data(config, model_directory(config))
     with TemporaryDirectory() as scratch:
-        made = replace(config, run=replace(config.run, dir=str(Path(scratch) / "run")))
-        return measure_data(config, prepare_model(made))
+        scratch_config = replace(config, run=replace(config.run, dir=str(Path(scratch) / "run")))
+        return measure_data(config, prepare_model(scratch_config))
 
 
-def _as_started(config: Config, started: Config, given: frozenset[str]) -> Config:
-    """With what was chosen when the run began."""
-    keys = [key for key in started.run.chosen if key not in given]
-    return _with_chosen(with_values(config, {key: value_at(started, key) for key in keys}), keys)
+def _restore_choices(config: Config, started: Config, given_keys: frozenset[str]) -> Config:
+    """Return the configuration with the values that were chosen when the run started."""
+    keys = [key for key in started.run.chosen if key not in given_keys]
+    return _record_choices(with_values(config, {key: value_at(started, key) for key in keys}), keys)
 
 
-def _with_chosen(config: Config, keys: list[str]) -> Config:
+def _record_choices(config: Config, keys: list[str]) -> Config:
+    """Return the configuration with the names of the chosen keys in `run.chosen`."""
     return replace(config, run=replace(config.run, chosen=keys))
 
 
-def _tell(choices: tuple[Choice, ...]) -> None:
-    """Those with one reason in one line."""
+def _print_choices(choices: tuple[Choice, ...]) -> None:
+    """Print the chosen values, with one line for all values that have the same reason."""
     print("aligner: chosen automatically; override any of these with key=value:", file=sys.stderr)
-    for reason, same in itertools.groupby(choices, key=lambda choice: choice.reason):
-        pairs = " ".join(f"{choice.key}={_shown(choice.value)}" for choice in same)
+    for reason, group in itertools.groupby(choices, key=lambda choice: choice.reason):
+        pairs = " ".join(f"{choice.key}={_format_value(choice.value)}" for choice in group)
         print(f"  {pairs}\n      {reason}", file=sys.stderr)
 
 
-def _shown(value: Any) -> str:
-    """As the command line takes it."""
+def _format_value(value: Any) -> str:
+    """Return a value in the syntax of the command line."""
     if isinstance(value, dict):
         # A template for a field contains braces and line breaks.
         entries = {

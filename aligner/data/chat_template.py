@@ -1,4 +1,9 @@
-"""Chat templates of a model directory: Jinja, rendered in a sandbox as transformers does."""
+"""Chat templates of a model directory, and chat messages in the form that they expect.
+
+`ChatTemplate` renders Jinja templates in a sandbox, as transformers does, and reports content that
+a template drops. The `normalize_…` functions convert messages, tools and template variables from
+the forms in which datasets and OpenAI clients write them.
+"""
 
 import json
 import logging
@@ -14,53 +19,69 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from aligner.data.control_tokens import control_pattern, escape
+from aligner.data.control_tokens import compile_control_pattern, escape
 from aligner.data.tokenizer_files import read_chat_templates, read_special_tokens
 from aligner.errors import AlignerError, ConfigError
 
-REASONING = ("reasoning_content", "reasoning", "thinking")
+_log = logging.getLogger(__name__)
+
+Messages = Sequence[Mapping[str, Any]]
+"""Messages of a conversation, each with a `role`, and with a `content` or `tool_calls`."""
+
+Tools = Sequence[Mapping[str, Any]]
+"""Functions that an assistant may call, as JSON schemas."""
+
+LearnedTurns = Literal["none", "last", "all"]
+"""Messages of the assistant that are trained on."""
+
+# Markers of the beginning and the end of a `{% generation %}` block in rendered text. They are
+# Unicode noncharacters, which no text contains.
+_GENERATION_MARKERS = ("\ufdd0generation\ufdd1", "\ufdd0endgeneration\ufdd1")
+
+REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 """Names of the field for the reasoning of an assistant's message; aligner uses the first."""
-USUAL_ROLES = frozenset(("system", "user", "assistant", "tool"))
+STANDARD_ROLES = frozenset(("system", "user", "assistant", "tool"))
+"""Roles of messages that most chat templates know."""
 
 
-def normalized_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def normalize_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return messages in the form that chat templates expect.
 
     Entries with the value null are removed at any depth: `datasets` adds them to give all rows one
     schema, and OpenAI's clients send `content: null` next to tool calls. Arguments of tool calls
-    that are JSON text, as on OpenAI's wire, become objects; nulls inside the text are values, and
-    stay. A call without arguments has none (`{}`). The reasoning of a message is also available as
-    `reasoning_content`.
+    that are JSON text, as in OpenAI's API, become objects; nulls inside the text are values and
+    remain. A call without arguments gets empty arguments (`{}`). The reasoning of a message is also
+    available as `reasoning_content`.
 
     Raises:
         AlignerError: The arguments of a tool call are not the JSON text of an object.
     """
-    return [_normalized(message, index) for index, message in enumerate(messages)]
+    return [_normalize_message(message, index) for index, message in enumerate(messages)]
 
 
-def normalized_tools(tools: Any) -> list[dict[str, Any]] | None:
-    """Return the schemas of tools, which may be given as JSON text; None without tools.
+def normalize_tools(tools: Any) -> list[dict[str, Any]] | None:
+    """Return tool schemas, which may be JSON text, as a list; None without tools.
 
     Raises:
         AlignerError: The value is not a list of JSON objects.
     """
     if isinstance(tools, str) and not tools.strip():
         return None
-    tools = _decoded(tools, "tools")
+    tools = _decode_field(tools, "tools")
     if tools is None:
         return None
-    if not isinstance(tools, (list, tuple)) or not all(isinstance(each, Mapping) for each in tools):
+    if not isinstance(tools, (list, tuple)) or not all(isinstance(tool, Mapping) for tool in tools):
         raise AlignerError("`tools` must be a list of JSON objects (tool schemas)")
     return [dict(tool) for tool in tools]
 
 
-def normalized_variables(variables: Any) -> dict[str, Any]:
-    """Return `chat_template_kwargs`, which may be given as JSON text; empty for None.
+def normalize_variables(variables: Any) -> dict[str, Any]:
+    """Return `chat_template_kwargs`, which may be JSON text, as a dict; empty for None.
 
     Raises:
         AlignerError: The value is not a JSON object.
     """
-    variables = _decoded(variables, "chat_template_kwargs")
+    variables = _decode_field(variables, "chat_template_kwargs")
     if variables is None:
         return {}
     if not isinstance(variables, Mapping):
@@ -70,47 +91,53 @@ def normalized_variables(variables: Any) -> dict[str, Any]:
     return dict(variables)
 
 
-def without_nulls(value: Any) -> Any:
-    """Return a JSON value without the entries of its objects that are null, at any depth."""
+def remove_nulls(value: Any) -> Any:
+    """Return a JSON value without the null entries of its objects, at any depth."""
     if isinstance(value, Mapping):
-        return {key: without_nulls(entry) for key, entry in value.items() if entry is not None}
+        return {key: remove_nulls(entry) for key, entry in value.items() if entry is not None}
     if isinstance(value, (list, tuple)):
-        return [without_nulls(entry) for entry in value]
+        return [remove_nulls(entry) for entry in value]
     return value
 
 
-def _decoded(value: Any, field: str) -> Any:
-    """Return the JSON value of a field that may be given as text, in which nulls are values."""
+def _decode_field(value: Any, field: str) -> Any:
+    """Return the JSON value of a field that may be text; nulls inside the text remain."""
     if not isinstance(value, str):
-        return without_nulls(value)
+        return remove_nulls(value)
     try:
         return json.loads(value)
     except ValueError as error:
         raise AlignerError(f"`{field}` is not valid JSON: {error}") from error
 
 
-def _normalized(message: Mapping[str, Any], index: int) -> dict[str, Any]:
-    normal: dict[str, Any] = without_nulls(message)
+def _normalize_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
+    normal: dict[str, Any] = remove_nulls(message)
     if not normal.get("tool_calls", True):
         del normal["tool_calls"]
     calls = normal.get("tool_calls")
     if isinstance(calls, list):
         normal["tool_calls"] = [
-            _with_decoded_arguments(call, f"messages[{index}].tool_calls[{place}]")
-            for place, call in enumerate(calls)
+            _decode_arguments(call, f"messages[{index}].tool_calls[{call_index}]")
+            for call_index, call in enumerate(calls)
         ]
-    reasoning = next((normal[name] for name in REASONING if normal.get(name)), None)
+    reasoning = next((normal[name] for name in REASONING_FIELDS if normal.get(name)), None)
     if reasoning is not None:
-        normal[REASONING[0]] = reasoning
+        normal[REASONING_FIELDS[0]] = reasoning
     return normal
 
 
-def _with_decoded_arguments(call: Any, where: str) -> Any:
+def _decode_arguments(call: Any, path: str) -> Any:
+    """Return a tool call with its arguments as an object.
+
+    Args:
+        call: The call, or the object `function` inside a call.
+        path: The path of the call in the messages, for error messages.
+    """
     if not isinstance(call, dict):
         return call
     if "function" in call:
-        inner = call["function"]
-        return {**call, "function": _with_decoded_arguments(inner, f"{where}.function")}
+        function = call["function"]
+        return {**call, "function": _decode_arguments(function, f"{path}.function")}
     # Templates read the arguments of every call.
     arguments = call.get("arguments", {})
     if not isinstance(arguments, str):
@@ -118,36 +145,18 @@ def _with_decoded_arguments(call: Any, where: str) -> Any:
     try:
         decoded = json.loads(arguments) if arguments.strip() else {}
     except ValueError as error:
-        raise AlignerError(f"{where}.arguments: not valid JSON: {error}") from error
+        raise AlignerError(f"{path}.arguments: not valid JSON: {error}") from error
     if not isinstance(decoded, dict):
-        raise AlignerError(
-            f"{where}.arguments: must be a JSON object, got {type(decoded).__name__}"
-        )
+        raise AlignerError(f"{path}.arguments: must be a JSON object, got {type(decoded).__name__}")
     return {**call, "arguments": decoded}
 
 
-_log = logging.getLogger(__name__)
-
-Messages = Sequence[Mapping[str, Any]]
-"""Turns of a conversation, each with a `role` and a `content`, or `tool_calls`."""
-
-Tools = Sequence[Mapping[str, Any]]
-"""Functions that an assistant may call, described as JSON schemas."""
-
-Learned = Literal["none", "last", "all"]
-"""Messages of the assistant that are trained on."""
-
-_MARKS = ("\ufdd0generation\ufdd1", "\ufdd0endgeneration\ufdd1")
-"""What a template's text has, while it is rendered, where `{% generation %}` begins and ends: no
-character of any text."""
-
-
 class ChatTemplate:
-    """The chat template of a model directory, rendered in a sandbox: `chat_template.jinja` where
-    there is one.
+    """The chat template of a model directory, rendered in a sandbox.
 
-    Else it is what `tokenizer_config.json` has under `chat_template`; of several templates the one
-    called `default`, or for messages with tools, where there is one, `tool_use`.
+    The template is `chat_template.jinja` if the file exists, otherwise the entry `chat_template` of
+    `tokenizer_config.json`. If there are several templates, messages with tools use `tool_use` if
+    it exists, and all other messages use `default`.
     """
 
     def __init__(
@@ -162,6 +171,7 @@ class ChatTemplate:
         """Read the templates of a model directory.
 
         Args:
+            directory: The model directory.
             date: The date that `strftime_now` formats, in ISO 8601; None for the current date.
             variables: Further variables of the template (`chat_template_kwargs`).
             control_tokens: Texts of the tokenizer's control tokens.
@@ -172,13 +182,14 @@ class ChatTemplate:
             ConfigError: The directory has no chat template, or it is not valid Jinja.
         """
         self._directory = directory
-        self._variables = normalized_variables(variables)
-        self._control = control_pattern(list(control_tokens))
+        self._variables = normalize_variables(variables)
+        self._control_pattern = compile_control_pattern(list(control_tokens))
         self._sanitizes = sanitizes
         self._special_tokens = read_special_tokens(directory)
         texts = self._texts = read_chat_templates(directory)
-        self._probed: dict[str, list[str]] = {}
-        self._warned: set[str] = set()
+        self._losses: dict[str, list[str]] = {}  # by the form of a conversation
+        self._logged_messages: set[str] = set()
+
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True,
             lstrip_blocks=True,
@@ -186,8 +197,8 @@ class ChatTemplate:
         )
         environment.filters["tojson"] = _to_json
         environment.globals |= {
-            "raise_exception": _refuse,
-            "strftime_now": lambda form: _date(date).strftime(form),
+            "raise_exception": _raise_exception,
+            "strftime_now": lambda format: _parse_date(date).strftime(format),
         }
         try:
             self._templates = {name: environment.from_string(text) for name, text in texts.items()}
@@ -203,58 +214,63 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool,
         variables: Mapping[str, Any] | None = None,
-        learned: Learned = "none",
+        learned_turns: LearnedTurns = "none",
     ) -> str:
-        """Return the conversation as text; with a generation prompt it ends where the assistant is
-        to answer.
+        """Return the conversation as text.
 
-        Messages and tools may have the forms that `normalized_messages` and `normalized_tools`
-        accept. A control token in the text of a user, system or tool message is marked as plain
-        characters (`aligner.data.control_tokens`).
+        A control token in the text of a user, system or tool message is marked as plain characters
+        (`aligner.data.control_tokens`).
 
         Args:
+            messages: The messages, in any form that `normalize_messages` accepts.
+            tools: The tools, in any form that `normalize_tools` accepts.
+            add_generation_prompt: Whether the text ends with the start of the assistant's next
+                message.
             variables: Further variables of the template, which take precedence over those of all
                 conversations (`chat_template_kwargs`).
-            learned: The assistant's messages that are trained on. A warning is logged if the
+            learned_turns: The assistant's messages that are trained on. A warning is logged if the
                 template drops their reasoning.
 
         Raises:
-            AlignerError: The template refuses the messages, or does not know the role of one.
+            AlignerError: The template rejects the messages, or does not know the role of one.
         """
-        parts = self.marked(
+        parts = self.render_parts(
             messages,
             tools,
             add_generation_prompt=add_generation_prompt,
             variables=variables,
-            learned=learned,
+            learned_turns=learned_turns,
         )
         return "".join(parts)
 
-    def marked(
+    def render_parts(
         self,
         messages: Messages,
         tools: Tools | None = None,
         *,
         add_generation_prompt: bool = False,
         variables: Mapping[str, Any] | None = None,
-        learned: Learned = "none",
+        learned_turns: LearnedTurns = "none",
     ) -> list[str]:
-        """Return the text in parts, of which every second, from the second on, is what
-        `{% generation %}` marks as the assistant's.
+        """Return the conversation as text in parts, split at the template's `{% generation %}`.
 
-        Raises as `render` does.
+        The parts with odd indices (the second, the fourth, …) are the text that `{% generation %}`
+        marks as the assistant's. See `render` for the arguments and errors.
         """
-        own = {**self._variables, **normalized_variables(variables)}
-        self._check_variables(own)
-        tools = normalized_tools(tools)
+        all_variables = {**self._variables, **normalize_variables(variables)}
+        self._check_variables(all_variables)
+        tools = normalize_tools(tools)
         name = "tool_use" if tools is not None and "tool_use" in self._templates else "default"
-        normal = self._with_known_roles(normalized_messages(messages), name)
-        text = self._rendered(name, self._sanitized(normal), tools, add_generation_prompt, own)
+        normal = self._adapt_to_template(normalize_messages(messages), name)
+        text = self._render_template(
+            name, self._sanitize(normal), tools, add_generation_prompt, all_variables
+        )
 
-        self._check_nothing_is_dropped(name, normal, tools, own, learned)
-        return [part for marked in text.split(_MARKS[0]) for part in marked.split(_MARKS[1])]
+        self._check_losses(name, normal, tools, all_variables, learned_turns)
+        start_marker, end_marker = _GENERATION_MARKERS
+        return [part for block in text.split(start_marker) for part in block.split(end_marker)]
 
-    def _rendered(
+    def _render_template(
         self,
         name: str,
         messages: Messages,
@@ -262,14 +278,16 @@ class ChatTemplate:
         add_generation_prompt: bool,
         variables: Mapping[str, Any],
     ) -> str:
-        def render(given: Messages) -> str:
-            # Templates ask whether there are tools or documents by comparing with none.
+        """Return the text of the template `name`, and handle messages without a content."""
+
+        def render(messages: Messages) -> str:
+            # Templates test for tools or documents with `is none`, so both are always defined.
             return self._templates[name].render(
                 **{
                     "documents": None,
                     **self._special_tokens,
                     **variables,
-                    "messages": given,
+                    "messages": messages,
                     "add_generation_prompt": add_generation_prompt,
                     "tools": tools,
                 }
@@ -286,19 +304,23 @@ class ChatTemplate:
                 return render(with_content)  # the template reads the content of every message
             # `message.get('content')` renders a message without content as the word None.
             if "None" in text:
-                with_empty = render(with_content)
-                return with_empty if with_empty.count("None") < text.count("None") else text
+                text_with_content = render(with_content)
+                return (
+                    text_with_content
+                    if text_with_content.count("None") < text.count("None")
+                    else text
+                )
             return text
         except Exception as error:
             raise AlignerError(
                 f"the model's chat template cannot render the messages: {error}"
             ) from error
 
-    def _with_known_roles(self, messages: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
-        """Return the messages, with the role `developer` as `system` if the template does not know
-        it, and reasoning under the name that the template reads."""
+    def _adapt_to_template(self, messages: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+        """Return the messages with the role `developer` as `system` if the template does not know
+        it, and with reasoning under the names that the template reads."""
         source = self._texts[name]
-        renamed = []
+        adapted = []
         for original in messages:
             message = original
             if message.get("role") == "developer" and "developer" not in source:
@@ -308,48 +330,51 @@ class ChatTemplate:
                     " rendered with the role 'system'",
                 )
                 message = {**message, "role": "system"}
-            if (reasoning := message.get(REASONING[0])) is not None:
-                names = [each for each in REASONING if each in source]
-                message = {**message, **dict.fromkeys(names, reasoning)}
-            renamed.append(message)
-        return renamed
+            if (reasoning := message.get(REASONING_FIELDS[0])) is not None:
+                fields = [field for field in REASONING_FIELDS if field in source]
+                message = {**message, **dict.fromkeys(fields, reasoning)}
+            adapted.append(message)
+        return adapted
 
-    def _sanitized(self, messages: Messages) -> Messages:
-        """Return the messages with control tokens of texts that are not the assistant's marked as
-        plain characters."""
-        if self._control is None:
+    def _sanitize(self, messages: Messages) -> Messages:
+        """Return the messages with control tokens marked as plain characters, except in the
+        assistant's messages."""
+        if self._control_pattern is None:
             return messages
-        found = []
+        sanitized = []
         for original in messages:
-            message, content = original, original.get("content")
-            if message.get("role") != "assistant" and self._has_control(content):
+            message = original
+            content = original.get("content")
+            if message.get("role") != "assistant" and self._has_control_token(content):
                 if self._sanitizes:
-                    message = {**message, "content": self._escaped(content)}
+                    message = {**message, "content": self._escape(content)}
                 else:
                     self._log_once(
                         logging.WARNING,
                         "messages contain control tokens of the model in %s, which are encoded as"
                         " control tokens; set data.sanitize=true to encode them as plain text",
                     )
-            found.append(message)
-        return found
+            sanitized.append(message)
+        return sanitized
 
-    def _has_control(self, content: Any) -> bool:
-        texts = _texts_of(content)
-        return self._control is not None and any(map(self._control.search, texts))
+    def _has_control_token(self, content: Any) -> bool:
+        texts = _get_texts(content)
+        return self._control_pattern is not None and any(map(self._control_pattern.search, texts))
 
-    def _escaped(self, content: Any) -> Any:
-        assert self._control is not None
+    def _escape(self, content: Any) -> Any:
+        """Return the content of a message, a text or a list of parts, with escaped texts."""
+        assert self._control_pattern is not None
         if isinstance(content, str):
-            return escape(content, self._control)
+            return escape(content, self._control_pattern)
         if isinstance(content, list):
-            return [self._escaped(part) for part in content]
+            return [self._escape(part) for part in content]
         if isinstance(content, dict) and isinstance(content.get("text"), str):
-            return {**content, "text": escape(content["text"], self._control)}
+            return {**content, "text": escape(content["text"], self._control_pattern)}
         return content
 
     def _check_variables(self, variables: Mapping[str, Any]) -> None:
-        if reserved := _RESERVED & variables.keys():
+        """Raise AlignerError for a reserved variable; log variables that no template reads."""
+        if reserved := _RESERVED_VARIABLES & variables.keys():
             raise AlignerError(
                 f"chat_template_kwargs: {sorted(reserved)[0]!r} is set by aligner; remove it"
             )
@@ -361,48 +386,50 @@ class ChatTemplate:
                     " chat_template_kwargs",
                 )
 
-    def _check_nothing_is_dropped(
+    def _check_losses(
         self,
         name: str,
         messages: Messages,
         tools: Tools | None,
         variables: Mapping[str, Any],
-        learned: Learned,
+        learned_turns: LearnedTurns,
     ) -> None:
-        """Compare a rendering of marker texts with the messages: what does not appear in it, the
-        template drops.
+        """Check that the template drops no content of the messages.
 
-        Conversations with the same roles and fields are rendered alike, so each such form is
-        checked once.
+        The check renders the messages with marker texts in place of their content: the template
+        drops a content if its marker does not appear in the result. Conversations with the same
+        roles and fields are rendered alike, so each such form is checked once.
 
         Raises:
             AlignerError: A role is dropped. All other losses are logged once.
         """
-        probe, markers = _probe(messages, tools, learned)
+        probe, markers = _build_probe(messages, tools, learned_turns)
         form = json.dumps([name, probe, sorted(variables.items())], default=str)
-        if form not in self._probed:
+        if form not in self._losses:
             probe_tools = None if tools is None else [_PROBE_TOOL]
             try:
-                text = self._rendered(name, probe, probe_tools, False, variables)
+                text = self._render_template(name, probe, probe_tools, False, variables)
             except AlignerError:
-                # The template looks into the texts, and refuses markers.
-                self._probed[form] = []
+                # The template validates the texts and rejects markers, so it cannot be checked.
+                self._losses[form] = []
             else:
-                self._probed[form] = [
+                # Some templates change the case, for example of roles.
+                self._losses[form] = [
                     loss for marker, loss in markers.items() if marker.lower() not in text.lower()
                 ]
-                for role in self._unknown_roles(name, probe, probe_tools, variables, text):
-                    kind = "" if role in USUAL_ROLES else _REFUSED
-                    self._probed[form].append(f"{kind}role {role!r}")
-        for loss in self._probed[form]:
-            if loss.startswith(_REFUSED):
+                for role in self._find_unknown_roles(name, probe, probe_tools, variables, text):
+                    prefix = "" if role in STANDARD_ROLES else _ERROR_PREFIX
+                    self._losses[form].append(f"{prefix}role {role!r}")
+
+        for loss in self._losses[form]:
+            if loss.startswith(_ERROR_PREFIX):
                 raise AlignerError(
                     f"the chat template of {self._directory} does not render the"
-                    f" {loss.removeprefix(_REFUSED)}"
+                    f" {loss.removeprefix(_ERROR_PREFIX)}"
                 )
             self._log_once(logging.WARNING, f"the chat template of %s does not render the {loss}")
 
-    def _unknown_roles(
+    def _find_unknown_roles(
         self,
         name: str,
         probe: list[dict[str, Any]],
@@ -419,7 +446,7 @@ class ChatTemplate:
                 for message in probe
             ]
             try:
-                return self._rendered(name, renamed, tools, False, variables) == text
+                return self._render_template(name, renamed, tools, False, variables) == text
             except AlignerError:
                 return False
 
@@ -432,13 +459,14 @@ class ChatTemplate:
         ]
 
     def _log_once(self, level: int, message: str) -> None:
-        if message not in self._warned:
-            self._warned.add(message)
+        if message not in self._logged_messages:
+            self._logged_messages.add(message)
             _log.log(level, message, self._directory)
 
 
-_REFUSED = "!"
-_RESERVED = frozenset(("messages", "tools", "add_generation_prompt"))
+# Prefix of losses that are errors; all other losses are warnings.
+_ERROR_PREFIX = "!"
+_RESERVED_VARIABLES = frozenset(("messages", "tools", "add_generation_prompt"))
 _LEARNED_REASONING = "reasoning of the assistant's messages that are trained on"
 _PROBE_TOOL = {
     "type": "function",
@@ -454,17 +482,21 @@ _PROBE_TOOL = {
 }
 
 
-def _probe(
-    messages: Messages, tools: Tools | None, learned: Learned
+def _build_probe(
+    messages: Messages, tools: Tools | None, learned_turns: LearnedTurns
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """Return messages of the same form whose texts are markers, and what is lost with each marker
-    that does not appear in the rendered text."""
+    """Return messages of the same form with markers as texts, and the meaning of the markers.
+
+    Returns:
+        The messages, and for each marker a description of the content that the template drops if
+        the marker does not appear in the rendered text.
+    """
     probe: list[dict[str, Any]] = []
     markers = {} if tools is None else {"probetool": "tools"}
     for index, message in enumerate(messages):
         role = str(message.get("role"))
         is_learned = role == "assistant" and (
-            learned == "all" or (learned == "last" and index == len(messages) - 1)
+            learned_turns == "all" or (learned_turns == "last" and index == len(messages) - 1)
         )
         # All texts are replaced: messages of one form must not differ, for example in their ids.
         copy: dict[str, Any] = {
@@ -472,8 +504,9 @@ def _probe(
             for key, entry in message.items()
         }
         if "tool_call_id" in copy:
+            # Mistral's templates require nine alphanumeric characters.
             copy["tool_call_id"] = "abcdefghi"
-        texts = _texts_of(message.get("content"))
+        texts = _get_texts(message.get("content"))
         if any(text.strip() for text in texts):
             marker = f"probecontent{index}end"
             content = marker
@@ -490,9 +523,9 @@ def _probe(
             copy["content"] = message["content"]
         if message.get("tool_calls"):
             copy["tool_calls"] = []
-            for place in range(len(message["tool_calls"])):
-                name = f"probecall{index}at{place}end"
-                argument = f"probevalue{index}at{place}end"
+            for call_index in range(len(message["tool_calls"])):
+                name = f"probecall{index}at{call_index}end"
+                argument = f"probevalue{index}at{call_index}end"
                 copy["tool_calls"].append(
                     {
                         "id": "abcdefghi",
@@ -501,22 +534,23 @@ def _probe(
                     }
                 )
                 markers |= {name: "names of tool calls", argument: "arguments of tool calls"}
-        if any(message.get(each) for each in REASONING):
+        if any(message.get(field) for field in REASONING_FIELDS):
             marker = f"probereasoning{index}end"
-            copy |= {each: marker for each in REASONING if each in message}
+            copy |= {field: marker for field in REASONING_FIELDS if field in message}
             if is_learned:
                 markers[marker] = _LEARNED_REASONING
-        if role not in USUAL_ROLES and role != "developer":
-            markers[role] = f"{_REFUSED}role {role!r}"
+        if role not in STANDARD_ROLES and role != "developer":
+            markers[role] = f"{_ERROR_PREFIX}role {role!r}"
         probe.append(copy)
     return probe, markers
 
 
-def _texts_of(content: Any) -> list[str]:
+def _get_texts(content: Any) -> list[str]:
+    """Return the texts in the content of a message."""
     if isinstance(content, str):
         return [content]
     if isinstance(content, list):
-        return [text for part in content for text in _texts_of(part)]
+        return [text for part in content for text in _get_texts(part)]
     if isinstance(content, dict) and isinstance(content.get("text"), str):
         return [content["text"]]
     return []
@@ -529,29 +563,31 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as it is: Jinja's own filter escapes for HTML."""
+    """Return a value as JSON. Jinja's own filter also escapes characters for HTML."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
 
-def _date(text: str | None) -> datetime:
+def _parse_date(text: str | None) -> datetime:
     return datetime.now() if text is None else datetime.fromisoformat(text)
 
 
-def _refuse(message: str) -> NoReturn:
+def _raise_exception(message: str) -> NoReturn:
+    """Raise an error; templates call this as `raise_exception`."""
     raise jinja2.TemplateError(message)
 
 
-_QUESTION, _ANSWER = "What is 1+1?", "It is certainly 2"
-"""Messages that no template contains."""
+# Messages that no template contains, so that their texts can be found in the rendered text.
+_QUESTION = "What is 1+1?"
+_ANSWER = "It is certainly 2"
 
 
-def end_of_turn(template: ChatTemplate, tokenizer: tokenizers.Tokenizer) -> int | None:
+def find_end_of_turn(template: ChatTemplate, tokenizer: tokenizers.Tokenizer) -> int | None:
     """Return the token that a template puts after an assistant's message.
 
-    None if the template puts text there that is not an added token of the tokenizer, or if it
-    refuses a conversation of one question and its answer.
+    The result is None if the template puts text there that is not an added token of the tokenizer,
+    or if it rejects a conversation of one question and its answer.
     """
     messages = [
         {"role": "user", "content": _QUESTION},
@@ -561,22 +597,22 @@ def end_of_turn(template: ChatTemplate, tokenizer: tokenizers.Tokenizer) -> int 
         text = template.render(messages, add_generation_prompt=False)
     except AlignerError:
         return None
-    _, found, after = text.rpartition(_ANSWER)
-    if not found:
+    _, answer, after = text.rpartition(_ANSWER)
+    if not answer:
         return None
-    added = {token.content: id for id, token in tokenizer.get_added_tokens_decoder().items()}
-    following = [token for token in added if after.lstrip().startswith(token)]
-    return added[max(following, key=len)] if following else None
+    added_tokens = {token.content: id for id, token in tokenizer.get_added_tokens_decoder().items()}
+    matches = [token for token in added_tokens if after.lstrip().startswith(token)]
+    return added_tokens[max(matches, key=len)] if matches else None
 
 
 class _Generation(Extension):
-    """Put `_MARKS` around the text of an assistant: `{% generation %}…{% endgeneration %}`."""
+    """Put `_GENERATION_MARKERS` around the text of `{% generation %}…{% endgeneration %}`."""
 
     tags = {"generation"}  # noqa: RUF012  (as Jinja declares it)
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
-        begins, ends = (nodes.Output([nodes.TemplateData(mark)]) for mark in _MARKS)
+        start, end = (nodes.Output([nodes.TemplateData(marker)]) for marker in _GENERATION_MARKERS)
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        # Variables that the block sets are its own, as in the call block of transformers.
-        return [begins, nodes.Scope(body), ends]
+        # Variables that the block sets are local to it, as in the call block of transformers.
+        return [start, nodes.Scope(body), end]

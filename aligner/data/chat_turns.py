@@ -1,16 +1,20 @@
-"""A conversation with a model as the tokens that it was given and drew: they only ever grow, none
-is made again from text.
+"""Conversations with a model as tokens that only grow: no token is computed again from text.
 
-What is appended behind a turn that the model drew is tokenized alone, from the turn's end-of-turn
-token on. That is the same as wording and tokenizing the whole conversation where the chat template
-leaves all that came before as it was, the turn included, and where that token keeps what is before
-it from what is behind it. Both are looked at every time, in the very texts: no template and no
-tokenizer is trusted to do for one turn what it did for another. Where either fails there is a
-reason, and the whole conversation worded anew for a new branch to begin with.
+`ChatTurns` appends the model's turn as the tokens that were generated, and the messages that follow
+as the tokens of what the chat template adds. It tokenizes this addition alone, from the turn's
+end-of-turn token on. The result is the same as rendering and tokenizing the whole conversation if
+two conditions hold:
 
-Of a turn with tool calls the template may word the calls otherwise than the model did, with other
-spaces for example: it is as it was where what the template wrote is read as the same calls. The
-model's own tokens stay in any case.
+1. The chat template leaves the text before the addition as it was, including the turn.
+2. The end-of-turn token separates the tokens before it from the tokens after it.
+
+Both conditions are checked for every turn, in the texts of this turn: a template or a tokenizer may
+satisfy them for one turn and not for another. If a condition does not hold, the result is a
+`NewBranch`: the reason, and the whole conversation rendered anew, with which a new branch begins.
+
+A chat template may write tool calls differently from the model, for example with other spaces. The
+first condition therefore also holds if the template's text is parsed as the same calls. The model's
+own tokens are kept in any case.
 """
 
 import os
@@ -22,48 +26,69 @@ import torch
 from torch import Tensor
 
 from aligner.data.tokenizer import Messages, Tokenizer, Tools
-from aligner.data.tool_calls import THINK, AssistantTurn, ToolFormat, format_of, parse_turn
+from aligner.data.tool_calls import (
+    THINK_START,
+    AssistantTurn,
+    ToolFormat,
+    detect_tool_format,
+    parse_turn,
+)
 from aligner.errors import AlignerError
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """What a model is to answer."""
+    """A conversation in which the assistant's turn is next."""
 
     messages: tuple[Mapping[str, Any], ...]
     tools: Tools | None
     text: str
-    """As the chat template words it, up to where the assistant is to answer."""
+    """Conversation as the chat template renders it, with the generation prompt."""
     tokens: Tensor
-    """int64 [T]: the text's, but for the turns that the model drew, which are as they were drawn.
-    """
+    """Tokens of the text, int64 [T], except that generated turns have the generated tokens."""
     variables: Mapping[str, Any] = field(default_factory=dict)
     """Variables of the chat template for this conversation (`chat_template_kwargs`)."""
 
 
 @dataclass(frozen=True)
-class Unsafe:
-    """Why nothing can be appended, and the whole conversation worded and tokenized anew, for a new
-    branch."""
+class NewBranch:
+    """The result of a turn that cannot be appended to the tokens of its conversation."""
 
     reason: str
-    anew: Conversation
+    """Explanation why the turn cannot be appended."""
+    conversation: Conversation
+    """The whole conversation, rendered and tokenized anew."""
 
 
 class ChatTurns:
-    """Words a model's conversations turn by turn, by its chat template and with tool calls in its
-    format."""
+    """Renders a model's conversations turn by turn with its chat template.
 
-    def __init__(self, tokenizer: Tokenizer, form: ToolFormat | None) -> None:
-        """`form` None: turns are text alone. Raises ConfigError for a model without a chat
-        template."""
-        self._tokenizer, self._template, self._form = tokenizer, tokenizer.chat_template, form
+    Environments and agents use it to continue an episode. Tool calls are parsed in the model's
+    format.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, tool_format: ToolFormat | None) -> None:
+        """Use the chat template of a model.
+
+        Args:
+            tokenizer: The model's tokenizer.
+            tool_format: The format of the model's tool calls; None parses no calls.
+
+        Raises:
+            ConfigError: The model has no chat template.
+        """
+        self._tokenizer = tokenizer
+        self._template = tokenizer.chat_template
+        self._tool_format = tool_format
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer) -> "ChatTurns":
-        """With tool calls as the model's template writes them, if it does. Raises ConfigError as
-        `ChatTurns`."""
-        return cls(tokenizer, format_of(tokenizer))
+    def for_tokenizer(cls, tokenizer: Tokenizer) -> "ChatTurns":
+        """Return an instance with the tool format of the model's template, if it writes calls.
+
+        Raises:
+            ConfigError: The model has no chat template.
+        """
+        return cls(tokenizer, detect_tool_format(tokenizer))
 
     def begin(
         self,
@@ -71,149 +96,201 @@ class ChatTurns:
         tools: Tools | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> Conversation:
-        """Return a conversation that the assistant is to answer; `variables` are the template's
-        `chat_template_kwargs`. Raises AlignerError if the template refuses the messages."""
-        return self._conversation(messages, tools, variables or {})
+        """Return a conversation for the assistant to answer.
 
-    def said(self, conversation: Conversation, drawn: Tensor) -> AssistantTurn:
-        """What a turn that was drawn, int64 [R] with its end-of-turn token last, says and calls.
+        Args:
+            messages: The messages of the conversation.
+            tools: Schemas of the tools that the assistant may call.
+            variables: Variables of the template (`chat_template_kwargs`).
 
-        Raises AlignerError for one without that token: it was cut by its length, and no
-        conversation goes on behind it.
+        Raises:
+            AlignerError: The template rejects the messages.
         """
-        if not drawn.numel() or not bool(self._tokenizer.ends(drawn[-1:])):
-            last = self._text(drawn[-1:])
+        return self._start(messages, tools, variables or {})
+
+    def parse_turn(self, conversation: Conversation, turn_ids: Tensor) -> AssistantTurn:
+        """Return the text and the tool calls of a generated turn.
+
+        Args:
+            conversation: The conversation that the turn answers.
+            turn_ids: The generated tokens, int64 [R]; the last one is the end-of-turn token.
+
+        Raises:
+            AlignerError: The turn does not end with an end-of-turn token. It was truncated at its
+                maximum length, and a conversation cannot continue after it.
+        """
+        if not turn_ids.numel() or not bool(self._tokenizer.is_eos(turn_ids[-1:])):
+            last_text = self._decode(turn_ids[-1:])
             raise AlignerError(
-                f"the assistant turn of {drawn.numel()} tokens ends with {last!r}, which is not an"
-                " end-of-turn token; a truncated turn must be the last turn of its episode"
+                f"the assistant turn of {turn_ids.numel()} tokens ends with {last_text!r}, which is"
+                " not an end-of-turn token; a truncated turn must be the last turn of its episode"
             )
-        return self._parsed(
+        return self._parse_text(
             self._tokenizer.decode_after(
-                conversation.tokens, drawn[:-1], skip_special_tokens=False
+                conversation.tokens, turn_ids[:-1], skip_special_tokens=False
             ),
             conversation,
         )
 
-    def go_on(
-        self, conversation: Conversation, drawn: Tensor, new: Messages
-    ) -> Conversation | Unsafe:
-        """The conversation with a turn that was drawn, and the messages, one or more, that came
-        behind it.
+    def append_turn(
+        self, conversation: Conversation, turn_ids: Tensor, new_messages: Messages
+    ) -> Conversation | NewBranch:
+        """Append a generated turn and the messages that follow it.
 
-        Its tokens are the conversation's, the turn's, and those of what the template adds. Raises
-        AlignerError as `said`, and where the template refuses the messages.
+        The new tokens are the conversation's tokens, the generated tokens, and the tokens of the
+        text that the template adds.
+
+        Args:
+            conversation: The conversation that the turn answers.
+            turn_ids: The generated tokens, int64 [R]; the last one is the end-of-turn token.
+            new_messages: The messages after the turn, at least one.
+
+        Returns:
+            The longer conversation, or a `NewBranch` if the turn cannot be appended.
+
+        Raises:
+            AlignerError: The turn was truncated (see `parse_turn`), or the template rejects the
+                messages.
         """
-        turn = self.said(conversation, drawn)
-        refused: list[AlignerError] = []
-        unsafe: list[Unsafe] = []
+        turn = self.parse_turn(conversation, turn_ids)
+        errors: list[AlignerError] = []
+        branches: list[NewBranch] = []
+        # Try each message that can represent the turn until the template preserves its text.
         for message in turn.messages:
             try:
-                found = self._with(
-                    conversation, turn, drawn, (*conversation.messages, message, *new)
+                result = self._append(
+                    conversation, turn, turn_ids, (*conversation.messages, message, *new_messages)
                 )
             except AlignerError as error:
-                refused.append(error)
+                errors.append(error)
                 continue
-            if isinstance(found, Conversation):
-                return found
-            unsafe.append(found)
-        if not unsafe:
-            raise refused[0]
-        return unsafe[0]
+            if isinstance(result, Conversation):
+                return result
+            branches.append(result)
+        if not branches:
+            raise errors[0]
+        return branches[0]
 
-    def _with(
+    def _append(
         self,
         conversation: Conversation,
         turn: AssistantTurn,
-        drawn: Tensor,
+        turn_ids: Tensor,
         messages: tuple[Mapping[str, Any], ...],
-    ) -> Conversation | Unsafe:
+    ) -> Conversation | NewBranch:
+        """Append a turn, where `messages` are all messages up to the next turn of the assistant."""
         variables = conversation.variables
-        text = self._worded(messages, conversation.tools, variables)
-        added = self._added(conversation, turn, int(drawn[-1]), text)
-        if isinstance(added, str):
-            return Unsafe(
-                added,
-                self._conversation(messages, conversation.tools, variables),
+        text = self._render(messages, conversation.tools, variables)
+        added_ids = self._encode_addition(conversation, turn, int(turn_ids[-1]), text)
+        if isinstance(added_ids, str):
+            return NewBranch(
+                added_ids,
+                self._start(messages, conversation.tools, variables),
             )
-        tokens = torch.cat([conversation.tokens, drawn, added])
+        tokens = torch.cat([conversation.tokens, turn_ids, added_ids])
         return Conversation(messages, conversation.tools, text, tokens, variables)
 
-    def _conversation(
+    def _start(
         self, messages: Messages, tools: Tools | None, variables: Mapping[str, Any]
     ) -> Conversation:
-        text = self._worded(messages, tools, variables)
+        text = self._render(messages, tools, variables)
         return Conversation(tuple(messages), tools, text, self._tokenizer.encode(text), variables)
 
-    def _added(
-        self, conversation: Conversation, turn: AssistantTurn, end: int, text: str
+    def _encode_addition(
+        self, conversation: Conversation, turn: AssistantTurn, end_token: int, text: str
     ) -> Tensor | str:
-        """The tokens of what `text` has behind a turn and its end-of-turn token, int64 [A], or why
-        they cannot be told."""
+        """Return the tokens of the text that the template adds after a turn.
+
+        Args:
+            conversation: The conversation before the turn.
+            turn: The turn.
+            end_token: The end-of-turn token that the model generated.
+            text: The whole conversation, as the template renders it.
+
+        Returns:
+            The tokens after the end-of-turn token, int64 [A], or the reason why these tokens cannot
+            be determined.
+        """
+        # Condition 1: the text before the turn is unchanged.
         before = conversation.text
         if not text.startswith(before):
             return (
                 "the chat template renders earlier turns differently when messages follow:"
-                f" {_apart(before, text)}"
+                f" {_describe_difference(before, text)}"
             )
-        after, ending = text[len(before) :], self._text(torch.tensor([end]))
-        if self._tokenizer.decode([end]) or not ending:
+
+        after = text[len(before) :]
+        end_text = self._decode(torch.tensor([end_token]))
+        if self._tokenizer.decode([end_token]) or not end_text:
             return (
-                f"the model ended its turn with {ending!r}, which is not a special token: the"
-                f" tokenizer could merge {ending!r} with the text that follows"
+                f"the model ended its turn with {end_text!r}, which is not a special token: the"
+                f" tokenizer could merge {end_text!r} with the text that follows"
             )
-        start = self._end_of(turn, after, ending, conversation)
+
+        # Condition 1: the text of the turn is unchanged, and its end-of-turn token follows.
+        start = self._find_end(turn, after, end_text, conversation)
         if start is None:
             if not after.startswith(turn.text):
                 return (
                     "the chat template renders the turn differently from the model's output:"
-                    f" {_apart(turn.text, after)}"
+                    f" {_describe_difference(turn.text, after)}"
                 )
-            follows = _begin(after[len(turn.text) :])
+            continuation = _shorten(after[len(turn.text) :])
             return (
-                f"the model ended its turn with {ending!r}, but the chat template continues after"
-                f" the turn with {follows}"
+                f"the model ended its turn with {end_text!r}, but the chat template continues after"
+                f" the turn with {continuation}"
             )
-        tail, whole = self._tokenizer.encode(after[start:]), self._tokenizer.encode(after)
-        if int(tail[0]) != end or not torch.equal(whole[-len(tail) :], tail):
-            return (
-                f"the tokens after the end-of-turn token {ending!r} depend on the text of the turn"
-            )
-        return tail[1:]
 
-    def _end_of(
-        self, turn: AssistantTurn, after: str, ending: str, conversation: Conversation
+        # Condition 2: the tokens from the end-of-turn token on are the same without the turn.
+        tail_ids = self._tokenizer.encode(after[start:])
+        full_ids = self._tokenizer.encode(after)
+        if int(tail_ids[0]) != end_token or not torch.equal(full_ids[-len(tail_ids) :], tail_ids):
+            return (
+                f"the tokens after the end-of-turn token {end_text!r} depend on the text of the"
+                " turn"
+            )
+        return tail_ids[1:]
+
+    def _find_end(
+        self, turn: AssistantTurn, after: str, end_text: str, conversation: Conversation
     ) -> int | None:
-        """Where the turn's end-of-turn token is in the text that begins with the turn; None where
-        that is another turn."""
-        if after.startswith(turn.text + ending):
+        """Return the position of the turn's end-of-turn token in a text that begins with the turn.
+
+        The result is None if the text begins with another turn.
+        """
+        if after.startswith(turn.text + end_text):
             return len(turn.text)
-        start = after.find(ending) if turn.calls else -1
+        # The template may write calls differently: compare the parsed turns at each end token.
+        start = after.find(end_text) if turn.calls else -1
         while start >= 0:
-            worded = self._parsed(after[:start], conversation)
-            if (worded.content, worded.calls) == (turn.content, turn.calls):
+            rendered_turn = self._parse_text(after[:start], conversation)
+            if (rendered_turn.content, rendered_turn.calls) == (turn.content, turn.calls):
                 return start
-            start = after.find(ending, start + 1)
+            start = after.find(end_text, start + 1)
         return None
 
-    def _parsed(self, text: str, conversation: Conversation) -> AssistantTurn:
-        reasons = conversation.text.rstrip().endswith(THINK)
-        return parse_turn(text, self._form, len(conversation.messages), reasons=reasons)
+    def _parse_text(self, text: str, conversation: Conversation) -> AssistantTurn:
+        # Some templates begin the reasoning in the generation prompt.
+        is_reasoning = conversation.text.rstrip().endswith(THINK_START)
+        return parse_turn(
+            text, self._tool_format, len(conversation.messages), is_reasoning=is_reasoning
+        )
 
-    def _worded(self, messages: Messages, tools: Tools | None, variables: Mapping[str, Any]) -> str:
+    def _render(self, messages: Messages, tools: Tools | None, variables: Mapping[str, Any]) -> str:
         return self._template.render(
             messages, tools, add_generation_prompt=True, variables=variables
         )
 
-    def _text(self, tokens: Tensor) -> str:
+    def _decode(self, tokens: Tensor) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=False)
 
 
-def _apart(was: str, now: str) -> str:
-    """Where two texts part."""
-    place = len(os.path.commonprefix([was, now]))  # noqa: RUF071  (of characters)
-    return f"{_begin(was[max(0, place - 20) :])} became {_begin(now[max(0, place - 20) :])}"
+def _describe_difference(old: str, new: str) -> str:
+    """Return excerpts of two texts from shortly before the position where they first differ."""
+    position = len(os.path.commonprefix([old, new]))  # noqa: RUF071  (of characters)
+    start = max(0, position - 20)
+    return f"{_shorten(old[start:])} became {_shorten(new[start:])}"
 
 
-def _begin(text: str) -> str:
+def _shorten(text: str) -> str:
     return repr(text if len(text) <= 60 else text[:57] + "...")

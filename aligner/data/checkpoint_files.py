@@ -1,10 +1,10 @@
-"""A model's checkpoint on disk, whatever the layout that wrote it and the one that reads it.
+"""The files of a model checkpoint, which any layout can read, whatever layout wrote them.
 
-A directory holds `rank_<k>.safetensors`, each with the slices that rank k wrote, and
-`manifest.json`, which says what was trained, what the checkpoint holds, and which slice of which
-tensor lies where. Tensors go by their Hugging Face names and in their orientation: `NAME` is the
-weight (the fp32 main weight of a bf16 model), `NAME/exp_avg` and `NAME/exp_avg_sq` are Adam's
-moments, `NAME/momentum_buffer` is Muon's momentum.
+A checkpoint directory contains one file `rank_<k>.safetensors` for each rank k, with the slices
+that the rank wrote, and `manifest.json`. The manifest describes the model, the contents of the
+checkpoint, and the file of each slice of each tensor. Tensors have their Hugging Face names and
+orientation: `NAME` is the weight (the fp32 main weight of a bf16 model), `NAME/exp_avg` and
+`NAME/exp_avg_sq` are Adam's moments, `NAME/momentum_buffer` is Muon's momentum.
 """
 
 import dataclasses
@@ -20,8 +20,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from aligner.data.checksums import DamagedError, FileRecord, damage, read_sealed, sealed
-from aligner.data.collectives import dealt, gather_json
+from aligner.data.checksums import DamagedError, FileRecord, find_damage, read_sealed, seal
+from aligner.data.collectives import gather_json, shard_across_ranks
 from aligner.data.model_directory import DTYPES
 from aligner.errors import AlignerError
 from aligner.models.hugging_face import ARCHITECTURES, read_config, with_architecture
@@ -30,14 +30,25 @@ from aligner.models.weight_slices import Head, Slice, cut_shape
 from aligner.paths import CHECKPOINT_MANIFEST
 
 FORMAT = 4
-WEIGHT, MOMENTS, MOMENTUM = "weight", ("exp_avg", "exp_avg_sq"), ("momentum_buffer",)
-"""Kinds of tensors: the weight, Adam's state of it, and Muon's."""
+"""Version of the checkpoint format."""
+WEIGHT = "weight"
+"""Kind of a tensor that is a weight."""
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""Kinds of the tensors of Adam's state."""
+MOMENTUM = ("momentum_buffer",)
+"""Kind of the tensor of Muon's state."""
 MANIFEST = CHECKPOINT_MANIFEST
 
 
-def built_config(directory: Path, head: Head, num_layers: int) -> dict[str, Any]:
-    """The config.json of what is built of a Hugging Face directory's model with a head and so many
-    of its first layers."""
+def derive_model_config(directory: Path, head: Head, num_layers: int) -> dict[str, Any]:
+    """Return the config.json of the model that is built from a Hugging Face directory.
+
+    Args:
+        directory: The Hugging Face directory of the initial model.
+        head: The head of the built model; with "scalar" the class and its labels change.
+        num_layers: Number of decoder layers of the built model, the first layers of the initial
+            model.
+    """
     config: dict[str, Any] = with_architecture(
         json.loads((directory / "config.json").read_text(encoding="utf-8"))
     )
@@ -57,92 +68,97 @@ def built_config(directory: Path, head: Head, num_layers: int) -> dict[str, Any]
 
 @dataclass(frozen=True)
 class Piece:
-    """Where a slice of a tensor lies: the rank whose file has it, and the range `[start, stop)` of
-    `axis` that it is."""
+    """A stored slice of a tensor: the range `[start, stop)` of the dimension `axis`."""
 
     rank: int
+    """Rank whose file contains the slice."""
     axis: int | None
+    """None if the slice is the whole tensor."""
     start: int
     stop: int
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor of a checkpoint, cut into pieces; several that hold the same never occur."""
+    """A tensor of a checkpoint and the slices in which it is stored; slices do not overlap."""
 
     shape: tuple[int, ...]
     trained: bool
-    """Whether its optimizer's state is there."""
+    """Whether the checkpoint contains the tensor's optimizer state."""
     pieces: tuple[Piece, ...]
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint's `manifest.json` says."""
+    """The content of a checkpoint's `manifest.json`. The field names are the keys of the file."""
 
     aligner: str
+    """Version of aligner that wrote the checkpoint."""
     model: dict[str, Any]
+    """Hugging Face configuration of the model."""
     head: Head
     source: str
-    """Directory of the initial model: absolute, or relative to the checkpoint where it lies in the
+    """Directory of the initial model: absolute, or relative to the checkpoint if both are in the
     same run directory."""
     holds: dict[str, str]
-    """What the checkpoint holds, and as what."""
+    """Description of each part of the checkpoint (weights, optimizer, schedule), by its name."""
     layout: dict[str, Any]
     optimizer: dict[str, Any]
     lora: dict[str, Any] | None
-    """The settings of the adapters, where there are any: NAME.lora_A.weight and NAME.lora_B.weight,
-    beside the weights."""
+    """Settings of the LoRA adapters, which are stored beside the weights as NAME.lora_A.weight and
+    NAME.lora_B.weight; None without adapters."""
     updates: int
-    """Updates asked for; one whose gradients were not finite counts too."""
+    """Number of requested updates, including those skipped because of non-finite gradients."""
     adam_steps: int
-    """Updates made, Muon's too."""
+    """Number of applied updates, also of Muon."""
     schedule_steps: int
     files: dict[str, FileRecord]
-    """Size and checksum of every rank's file."""
+    """Size and checksum of every rank's file, by file name."""
     index: dict[str, Entry]
     format: int = FORMAT
 
     def to_json(self) -> str:
-        """As the file's text, one tensor a line, sealed."""
+        """Return the text of the file with its checksum, one tensor per line."""
         content = asdict(self)
         lines = []
         for name, entry in content.pop("index").items():
-            told = [
+            description = [
                 entry["shape"],
                 entry["trained"],
                 [list(piece.values()) for piece in entry["pieces"]],
             ]
-            lines.append(f"  {json.dumps(name)}: {json.dumps(told)}")
+            lines.append(f"  {json.dumps(name)}: {json.dumps(description)}")
         head = json.dumps({"format": content.pop("format"), **content}, indent=1)
-        return sealed(
-            head.removesuffix("\n}") + ',\n "index": {\n' + ",\n".join(lines) + "\n }\n}\n"
-        )
+        return seal(head.removesuffix("\n}") + ',\n "index": {\n' + ",\n".join(lines) + "\n }\n}\n")
 
     @property
     def optimizer_kind(self) -> str:
-        """The settings' kind of optimizer; before there were others it was Adam."""
+        """Kind of optimizer in the settings; older checkpoints lack the entry and have Adam."""
         return str(self.optimizer.get("kind", "adam"))
 
     @property
     def shape(self) -> ModelShape:
-        """The model's shape."""
+        """Shape of the model."""
         return read_config(self.model, "the checkpoint's model")
 
 
 def rank_file(rank: int) -> str:
-    """Name of a rank's file."""
+    """Return the name of a rank's file."""
     return f"rank_{rank}.safetensors"
 
 
 def tensor_key(name: str, kind: str) -> str:
-    """A tensor's key in a rank's file; `kind` is WEIGHT, or one of MOMENTS or MOMENTUM."""
+    """Return a tensor's key in a rank's file; `kind` is WEIGHT or one of MOMENTS or MOMENTUM."""
     return name if kind == WEIGHT else f"{name}/{kind}"
 
 
 def read_manifest_file(file: Path) -> dict[str, Any]:
-    """What a model's or a run's checkpoint says of itself. Raises DamagedError, and AlignerError
-    for another format's."""
+    """Read the manifest of a model's or a run's checkpoint.
+
+    Raises:
+        DamagedError: The file cannot be read, or its content does not match its checksum.
+        AlignerError: The checkpoint has another format.
+    """
     try:
         content = read_sealed(file)
     except DamagedError:
@@ -153,30 +169,33 @@ def read_manifest_file(file: Path) -> dict[str, Any]:
         if older is None or int(older[1]) >= FORMAT:
             raise
         content = {"format": int(older[1])}
-    found = content.get("format")
-    if found != FORMAT:
+    checkpoint_format = content.get("format")
+    if checkpoint_format != FORMAT:
         raise AlignerError(
-            f"{file}: checkpoint format {found} is not supported; this release of aligner reads"
-            f" format {FORMAT}"
+            f"{file}: checkpoint format {checkpoint_format} is not supported; this release of"
+            f" aligner reads format {FORMAT}"
         )
     content["files"] = {name: FileRecord(*record) for name, record in content["files"].items()}
     return content
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """The manifest of a complete checkpoint.
+    """Read the manifest of a model checkpoint, and check that the checkpoint is complete.
 
-    Raises AlignerError for a directory that is none, of another format, or that lacks a file or a
-    part of one, by name.
+    Only the sizes of the ranks' files are checked; see `find_damaged_files` for their checksums.
+
+    Raises:
+        AlignerError: The directory is not a model checkpoint, it has another format, or a file is
+            missing or has another size. The error names the file.
     """
     file = directory / MANIFEST
     if not file.is_file():
-        found = (
+        problem = (
             "the directory does not exist"
             if not directory.is_dir()
             else f"{MANIFEST}, which is written last, is missing"
         )
-        raise AlignerError(f"{directory}: not a complete checkpoint: {found}")
+        raise AlignerError(f"{directory}: not a complete checkpoint: {problem}")
     content = read_manifest_file(file)
     fields = {field.name for field in dataclasses.fields(Manifest)}
     if content.keys() != fields:
@@ -188,6 +207,7 @@ def read_manifest(directory: Path) -> Manifest:
         name: Entry(tuple(shape), trained, tuple(Piece(*piece) for piece in pieces))
         for name, (shape, trained, pieces) in content["index"].items()
     }
+
     files = content["files"]
     unknown = {
         rank_file(piece.rank) for entry in content["index"].values() for piece in entry.pieces
@@ -212,29 +232,37 @@ def read_manifest(directory: Path) -> Manifest:
     return Manifest(**content)
 
 
-def damaged_files(directory: Path, files: Mapping[str, FileRecord]) -> list[str]:
-    """What is wrong with a checkpoint's files, by name. Collective: every rank reads its share, at
-    one layout its own file."""
-    found = gather_json(damage(directory, dict(dealt(list(files.items())))))
-    return sorted(problem for problems in found for problem in problems)
+def find_damaged_files(directory: Path, files: Mapping[str, FileRecord]) -> list[str]:
+    """Return one line for each file of a checkpoint that does not match its record, sorted.
+
+    Collective: every rank reads its share of the files; if the layout has not changed, its own
+    file.
+    """
+    rank_problems = gather_json(
+        find_damage(directory, dict(shard_across_ranks(list(files.items()))))
+    )
+    return sorted(problem for problems in rank_problems for problem in problems)
 
 
-def model_differences(saved: ModelShape, model: ModelShape) -> list[str]:
-    """How a checkpoint's model differs from another."""
+def describe_model_differences(saved: ModelShape, model: ModelShape) -> list[str]:
+    """Return one line for each attribute in which a checkpoint's model differs from a model."""
     pairs = (
         (field.name, getattr(saved, field.name), getattr(model, field.name))
         for field in dataclasses.fields(saved)
     )
     return [
-        f"{name} is {theirs} in the checkpoint, but {ours} in the model"
-        for name, theirs, ours in pairs
-        if theirs != ours
+        f"{name} is {saved_value} in the checkpoint, but {model_value} in the model"
+        for name, saved_value, model_value in pairs
+        if saved_value != model_value
     ]
 
 
-def portable_source(source: Path, directory: Path) -> str:
-    """The initial model's directory as a checkpoint at `directory` records it: run directories may
-    be moved."""
+def make_portable_path(source: Path, directory: Path) -> str:
+    """Return the path of the initial model that a checkpoint at `directory` records.
+
+    The path is relative if the model is in the same run directory, because run directories may be
+    moved.
+    """
     run = directory.absolute().parents[:3][-1]  # <run>/checkpoints/step_<N>/<part>
     absolute = source.absolute()
     return (
@@ -245,59 +273,74 @@ def portable_source(source: Path, directory: Path) -> str:
 
 
 class CheckpointReader:
-    """Reads slices of a checkpoint's tensors; each file is mapped, and only what is asked for is
-    read."""
+    """Reads slices of a checkpoint's tensors.
+
+    Files are opened on first use and mapped into memory, so that only the requested slices are
+    read.
+    """
 
     def __init__(self, directory: Path) -> None:
-        """Raises AlignerError for what `read_manifest` refuses."""
+        """Read the manifest. Raises AlignerError for the reasons given in `read_manifest`."""
         self.directory = directory
         self.manifest = read_manifest(directory)
         self._open: dict[int, Any] = {}
 
     def dtype(self, name: str) -> torch.dtype:
-        """In what type a weight is stored."""
-        return DTYPES[self._slice(self.manifest.index[name].pieces[0].rank, name).get_dtype()]
+        """Return the dtype in which a weight is stored."""
+        return DTYPES[self._read_range(self.manifest.index[name].pieces[0].rank, name).get_dtype()]
 
-    def whole(self, name: str) -> Tensor:
-        """All of a weight."""
+    def read_weight(self, name: str) -> Tensor:
+        """Read a whole weight."""
         return self.read(WEIGHT, Slice(name, None, 0, 0))
 
     def read(self, kind: str, wanted: Slice) -> Tensor:
-        """A slice of a weight or of its optimizer's state; a tensor is cut along one axis at most,
-        always the same one."""
-        entry, key = self.manifest.index[wanted.name], tensor_key(wanted.name, kind)
+        """Read a slice of a weight or of its optimizer state.
+
+        Args:
+            kind: WEIGHT, or one of MOMENTS or MOMENTUM.
+            wanted: The slice. Its axis is None, or the axis along which the checkpoint stores the
+                tensor in slices: all layouts slice a tensor along the same axis.
+        """
+        entry = self.manifest.index[wanted.name]
+        key = tensor_key(wanted.name, kind)
         first = entry.pieces[0]
         if first.axis is None:
-            return self._slice(
+            return self._read_range(
                 first.rank, key, _ranges(entry.shape, wanted.axis, wanted.start, wanted.stop)
             )
         axis = first.axis
         start, stop = (0, entry.shape[axis]) if wanted.axis is None else (wanted.start, wanted.stop)
+
+        # Read the overlap of the wanted range with each stored slice, in order.
         parts = []
         for piece in sorted(entry.pieces, key=lambda piece: piece.start):
             low, high = max(start, piece.start), min(stop, piece.stop)
             if low < high:
-                held = cut_shape(entry.shape, axis, piece.start, piece.stop)
+                piece_shape = cut_shape(entry.shape, axis, piece.start, piece.stop)
                 parts.append(
-                    self._slice(
-                        piece.rank, key, _ranges(held, axis, low - piece.start, high - piece.start)
+                    self._read_range(
+                        piece.rank,
+                        key,
+                        _ranges(piece_shape, axis, low - piece.start, high - piece.start),
                     )
                 )
         return parts[0] if len(parts) == 1 else torch.cat(parts, axis)
 
-    def _slice(self, rank: int, key: str, ranges: tuple[slice, ...] | None = None) -> Any:
-        """A range of a tensor; without one the tensor in the file, of which nothing is read."""
+    def _read_range(self, rank: int, key: str, ranges: tuple[slice, ...] | None = None) -> Any:
+        """Read a range of a tensor; without `ranges`, return a lazy handle of the tensor."""
         file = self.directory / rank_file(rank)
         try:
             if rank not in self._open:
                 self._open[rank] = safe_open(str(file), framework="pt")
-            whole = self._open[rank].get_slice(key)
-            return whole if ranges is None else whole[ranges]
+            tensor = self._open[rank].get_slice(key)
+            return tensor if ranges is None else tensor[ranges]
         except (OSError, SafetensorError) as error:
             raise AlignerError(f"{file}: {key} cannot be read: {error}") from error
 
 
 def _ranges(shape: tuple[int, ...], axis: int | None, start: int, stop: int) -> tuple[slice, ...]:
+    """Return the index of the range `[start, stop)` of `axis`; None selects the whole tensor."""
     return tuple(
-        slice(start, stop) if at == axis else slice(0, size) for at, size in enumerate(shape)
+        slice(start, stop) if dimension == axis else slice(0, size)
+        for dimension, size in enumerate(shape)
     )

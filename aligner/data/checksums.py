@@ -1,8 +1,7 @@
-"""Checksums of what a run goes on from: a byte that is not as it was written is found when it is
-read.
+"""Checksums of the files that a run resumes from, which detect bytes that changed after writing.
 
-They are xxHash's (XXH3, 64 bits), which costs little beside reading. They find accidents, not
-attackers.
+The checksum is xxHash's XXH3 with 64 bits; computing it costs little compared with reading the
+file. It detects accidental damage, not deliberate changes by an attacker.
 """
 
 import json
@@ -15,26 +14,29 @@ import xxhash
 from aligner.errors import AlignerError
 
 _SEAL = '{{"checksum": "{}",'
-_SEALED_FROM = len(_SEAL.format("0" * 16))
-_RECORD_BYTES = 8
+# Length of the seal: the content after it is the sealed text without its opening brace.
+_SEAL_LENGTH = len(_SEAL.format("0" * 16))
+_CHECKSUM_BYTES = 8
+# Bytes of one read; small enough to stay in the processor's cache for the checksum.
 _CHUNK = 1 << 20
-"""Read at a time: small enough to stay in the cache."""
 
 
 class DamagedError(AlignerError):
-    """A file is not as it was written."""
+    """A file does not have the content that was written."""
 
 
 class FileRecord(NamedTuple):
-    """What a file's bytes must be."""
+    """Expected size in bytes and checksum of a file."""
 
     size: int
     checksum: str
 
 
-def file_record(file: Path) -> FileRecord:
-    """Of a file as it is now. Raises OSError."""
-    digest, size, buffer = xxhash.xxh3_64(), 0, memoryview(bytearray(_CHUNK))
+def compute_file_record(file: Path) -> FileRecord:
+    """Compute the size and checksum of a file as it is now. Raises OSError."""
+    digest = xxhash.xxh3_64()
+    size = 0
+    buffer = memoryview(bytearray(_CHUNK))
     with file.open("rb", buffering=0) as stream:
         while count := stream.readinto(buffer):
             digest.update(buffer[:count])
@@ -42,32 +44,43 @@ def file_record(file: Path) -> FileRecord:
     return FileRecord(size, digest.hexdigest())
 
 
-def damage(directory: Path, files: Mapping[str, FileRecord]) -> list[str]:
-    """What is wrong with files of a directory, each named by its path there."""
+def find_damage(directory: Path, files: Mapping[str, FileRecord]) -> list[str]:
+    """Compare files with their records, and return one line for each file that differs.
+
+    Args:
+        directory: Directory of the files.
+        files: Expected record of each file, by its path relative to the directory.
+    """
     problems = []
-    for name, wanted in files.items():
+    for name, expected in files.items():
         try:
-            found = file_record(directory / name)
+            actual = compute_file_record(directory / name)
         except OSError as error:
             problems.append(f"{name} cannot be read: {error.strerror}")
             continue
-        if found != wanted:
+        if actual != expected:
             problems.append(
-                f"{name} is damaged: expected {wanted.size} bytes with checksum {wanted.checksum},"
-                f" found {found.size} bytes with checksum {found.checksum}"
+                f"{name} is damaged: expected {expected.size} bytes with checksum"
+                f" {expected.checksum}, found {actual.size} bytes with checksum {actual.checksum}"
             )
     return problems
 
 
-def sealed(text: str) -> str:
-    """A JSON object's text, with the checksum of it all as its first entry, `checksum`."""
+def seal(text: str) -> str:
+    """Return the text of a JSON object with the entry `checksum` inserted as its first entry.
+
+    The checksum covers the whole text that is passed.
+    """
     return _SEAL.format(xxhash.xxh3_64_hexdigest(text.encode())) + text[1:]
 
 
-def unsealed(text: str) -> dict[str, Any]:
-    """The object whose text was `sealed`, without the checksum. Raises DamagedError where it is not
-    as it was sealed."""
-    if text != sealed("{" + text[_SEALED_FROM:]):
+def unseal(text: str) -> dict[str, Any]:
+    """Parse a text that `seal` returned, and return its object without the checksum.
+
+    Raises:
+        DamagedError: The text does not match its checksum.
+    """
+    if text != seal("{" + text[_SEAL_LENGTH:]):
         raise DamagedError("damaged: the content does not match the checksum")
     content = json.loads(text)
     del content["checksum"]
@@ -75,27 +88,34 @@ def unsealed(text: str) -> dict[str, Any]:
 
 
 def read_sealed(file: Path) -> dict[str, Any]:
-    """The object whose text was `sealed`, without the checksum. Raises DamagedError where it is not
-    as it was written."""
+    """Read a file whose text `seal` returned, and return its object without the checksum.
+
+    Raises:
+        DamagedError: The file cannot be read, or its text does not match its checksum.
+    """
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DamagedError(f"{file}: cannot be read: {error}") from error
     try:
-        return unsealed(text)
+        return unseal(text)
     except DamagedError as error:
         raise DamagedError(f"{file}: {error}") from error
 
 
-def sealed_record(content: bytes) -> bytes:
-    """Bytes with their checksum before them."""
+def seal_bytes(content: bytes) -> bytes:
+    """Return the content with its checksum, 8 bytes, in front."""
     return xxhash.xxh3_64_digest(content) + content
 
 
-def read_sealed_record(file: Path) -> bytes:
-    """The bytes that a file is the `sealed_record` of. Raises OSError, and DamagedError where they
-    are not those."""
+def read_sealed_bytes(file: Path) -> bytes:
+    """Read a file that contains the result of `seal_bytes`, and return the content.
+
+    Raises:
+        OSError: The file cannot be read.
+        DamagedError: The content does not match its checksum.
+    """
     content = file.read_bytes()
-    if sealed_record(content[_RECORD_BYTES:]) != content:
+    if seal_bytes(content[_CHECKSUM_BYTES:]) != content:
         raise DamagedError(f"{file}: damaged: the content does not match the checksum")
-    return content[_RECORD_BYTES:]
+    return content[_CHECKSUM_BYTES:]

@@ -1,4 +1,4 @@
-"""Data between ranks: as tensors and JSON, never as pickled objects."""
+"""Collectives that exchange JSON values and samples between ranks, never pickled objects."""
 
 import itertools
 import json
@@ -12,25 +12,31 @@ from safetensors.torch import load, save
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from aligner.data.types import FINISH_REASONS, KeptTokens, Sample, kept_by, of_responses
+from aligner.data.types import (
+    FINISH_REASONS,
+    KeptTokens,
+    Sample,
+    concatenate_response_values,
+    concatenate_support,
+)
 
 T = TypeVar("T")
 
 
 def is_distributed(group: ProcessGroup | None = None) -> bool:
-    """Whether there is any other rank in the group (None: in the world)."""
+    """Return whether the group (None: the world) contains any other rank."""
     return dist.is_initialized() and dist.get_world_size(group) > 1
 
 
-def dealt(values: Sequence[T]) -> list[T]:
-    """This rank's share of what the world's ranks deal with together."""
+def shard_across_ranks(values: Sequence[T]) -> list[T]:
+    """Return this rank's share of values that the ranks of the world process together."""
     if not is_distributed():
         return list(values)
     return list(values[dist.get_rank() :: dist.get_world_size()])
 
 
 def broadcast_json(value: Any, source: int = 0, group: ProcessGroup | None = None) -> Any:
-    """The JSON value of the group's rank `source` on every rank. Collective."""
+    """Return the JSON value of the group's rank `source` on every rank. Collective."""
     if not is_distributed(group):
         return value
     return json.loads(
@@ -43,21 +49,23 @@ def broadcast_json(value: Any, source: int = 0, group: ProcessGroup | None = Non
 def _broadcast_bytes(data: bytes, source: int = 0, group: ProcessGroup | None = None) -> bytes:
     length = torch.tensor([len(data)])
     dist.broadcast(length, group=group, group_src=source)
+    # Ranks other than the source have no data; padding gives all ranks a buffer of one size.
     buffer = torch.frombuffer(bytearray(data.ljust(int(length))), dtype=torch.uint8)
     dist.broadcast(buffer, group=group, group_src=source)
     return buffer.numpy().tobytes()
 
 
 def gather_json(value: Any, group: ProcessGroup | None = None) -> list[Any]:
-    """Every rank's JSON value, in rank order, on every rank of the group. Collective."""
+    """Return every rank's JSON value, in rank order, on every rank of the group. Collective."""
     if not is_distributed(group):
         return [value]
-    return [json.loads(data) for data in _gathered_bytes(json.dumps(value).encode(), group)]
+    return [json.loads(data) for data in _gather_bytes(json.dumps(value).encode(), group)]
 
 
-def _gathered_bytes(data: bytes, group: ProcessGroup | None = None) -> list[bytes]:
-    lengths = [int(length) for length in _all_gathered(torch.tensor([len(data)]), group)]
-    buffers = _all_gathered(
+def _gather_bytes(data: bytes, group: ProcessGroup | None = None) -> list[bytes]:
+    lengths = [int(length) for length in _all_gather(torch.tensor([len(data)]), group)]
+    # All-gather requires buffers of one size: pad to the longest, and remove the padding below.
+    buffers = _all_gather(
         torch.frombuffer(bytearray(data.ljust(max(lengths))), dtype=torch.uint8), group
     )
     return [
@@ -65,30 +73,32 @@ def _gathered_bytes(data: bytes, group: ProcessGroup | None = None) -> list[byte
     ]
 
 
-def _all_gathered(tensor: Tensor, group: ProcessGroup | None = None) -> list[Tensor]:
-    gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(gathered, tensor, group=group)
-    return gathered
+def _all_gather(tensor: Tensor, group: ProcessGroup | None = None) -> list[Tensor]:
+    outputs = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(outputs, tensor, group=group)
+    return outputs
 
 
 def gather_samples(samples: Sequence[Sample], sources: Sequence[int]) -> list[Sample]:
-    """The samples of the ranks in `sources`, in that order, on every rank of the world.
+    """Return the samples of the ranks in `sources`, in that order, on every rank of the world.
 
-    Every rank calls it; tensors travel, no pickled objects.
+    The samples are sent as tensors, without their metadata; in a world of one rank they are
+    returned unchanged. Collective.
     """
     if not is_distributed():
         return list(samples)
-    gathered = _gathered_bytes(save(samples_to_tensors(samples)))
-    return [sample for rank in sources for sample in samples_from_tensors(load(gathered[rank]))]
+    messages = _gather_bytes(save(samples_to_tensors(samples)))
+    return [sample for rank in sources for sample in samples_from_tensors(load(messages[rank]))]
 
 
 def broadcast_samples(
     samples: Sequence[Sample] | None, group: ProcessGroup | None = None
 ) -> list[Sample]:
-    """The samples of the group's rank 0 (None: the world's), without metadata, on every rank; the
-    others give None.
+    """Return the samples of the group's rank 0 on every rank, without metadata. Collective.
 
-    Collective.
+    Args:
+        samples: The samples on rank 0; None on the other ranks.
+        group: Process group; None means the world.
     """
     if not is_distributed(group):
         return list(samples or ())
@@ -97,15 +107,21 @@ def broadcast_samples(
 
 
 def samples_to_tensors(samples: Sequence[Sample]) -> dict[str, Tensor]:
-    """What `samples_from_tensors` makes the same samples of, but for their metadata: tensors of all
-    of them, end to end.
+    """Convert samples without their metadata to named tensors, for `samples_from_tensors`.
 
-    `heads` is int64 [N, 6]: prompt id, sample index, length, prompt length, finish reason, and
-    tokens with routes. Branches follow their samples, and are counted in `branches`, int64, one a
-    sample, which is there where any has some.
+    Each tensor is the concatenation of the tensors of all samples. The names are part of the files
+    and messages that contain samples.
+
+    Returns:
+        `heads`: int64 [N, 6], for each sample its prompt id, sample index, number of tokens, prompt
+            length, index of its finish reason, and number of tokens with expert routing.
+        `tokens`, `versions`, `logprobs`: the samples' tokens, weight versions and log-probs.
+        `drawn`, `rewards`, `kept_counts`, `kept_ids`, `routes`: present if any sample has them.
+        `branches`: int64, the number of branches of each sample; present if any sample has
+            branches. The branches of a sample follow it in all other tensors.
     """
     branches = [len(sample.branches) for sample in samples]
-    samples = [each for sample in samples for each in (sample, *sample.branches)]
+    samples = [sequence for sample in samples for sequence in (sample, *sample.branches)]
     heads = [
         (
             *(sample.prompt_id, sample.sample_index, sample.tokens.numel(), sample.prompt_length),
@@ -116,43 +132,48 @@ def samples_to_tensors(samples: Sequence[Sample]) -> dict[str, Tensor]:
         )
         for sample in samples
     ]
-    none = torch.empty(0, dtype=torch.int64)
+
+    # An empty tensor in front allows the concatenation of no samples, and sets the dtype.
+    empty = torch.empty(0, dtype=torch.int64)
     tensors = {
         "heads": torch.tensor(heads, dtype=torch.int64).view(-1, 6),
-        "tokens": torch.cat([none, *(sample.tokens for sample in samples)]),
-        "versions": torch.cat([none, *(sample.weight_versions for sample in samples)]),
+        "tokens": torch.cat([empty, *(sample.tokens for sample in samples)]),
+        "versions": torch.cat([empty, *(sample.weight_versions for sample in samples)]),
         "logprobs": torch.cat([torch.empty(0), *(sample.engine_logprobs for sample in samples)]),
     }
     for name in ("drawn", "rewards"):
-        if (told := of_responses(samples, name)) is not None:
-            tensors[name] = told
+        if (values := concatenate_response_values(samples, name)) is not None:
+            tensors[name] = values
     if any(branches):
         tensors["branches"] = torch.tensor(branches)
-    if (kept := kept_by(samples)) is not None:
-        tensors |= {"kept_counts": kept.counts, "kept_ids": kept.ids}
+    if (support := concatenate_support(samples)) is not None:
+        tensors |= {"kept_counts": support.counts, "kept_ids": support.ids}
     if routes := [sample.routes for sample in samples if sample.routes is not None]:
         tensors["routes"] = torch.cat(routes)
     return tensors
 
 
 def samples_from_tensors(tensors: Mapping[str, Tensor]) -> list[Sample]:
-    """The samples that `samples_to_tensors` made these of, without metadata."""
+    """Return the samples, without metadata, from which `samples_to_tensors` made the tensors."""
     heads = tensors["heads"]
-    lengths, responses = heads[:, 2].tolist(), (heads[:, 2] - heads[:, 3]).tolist()
+    lengths = heads[:, 2].tolist()
+    responses = (heads[:, 2] - heads[:, 3]).tolist()
+
     parts = {
         name: tensors[name].split(responses)
         for name in ("versions", "logprobs", "drawn", "rewards")
         if name in tensors
     }
-    nothing = [None] * len(responses)
+    absent = [None] * len(responses)
     tokens = tensors["tokens"].split(lengths)
-    kept = routes = None
+    supports = routes = None
     if "kept_counts" in tensors:
-        of_all = KeptTokens.in_order(tensors["kept_counts"], tensors["kept_ids"])
-        places = torch.arange(len(of_all.counts)).split(responses)
-        kept = [of_all.at(place) for place in places]
+        support = KeptTokens.from_counts(tensors["kept_counts"], tensors["kept_ids"])
+        indices = torch.arange(len(support.counts)).split(responses)
+        supports = [support.select(index) for index in indices]
     if "routes" in tensors:
         routes = tensors["routes"].split(heads[:, 5].tolist())
+
     samples = [
         Sample(
             prompt_id=prompt_id,
@@ -162,17 +183,18 @@ def samples_from_tensors(tensors: Mapping[str, Tensor]) -> list[Sample]:
             engine_logprobs=parts["logprobs"][row],
             weight_versions=parts["versions"][row],
             finish_reason=FINISH_REASONS[finish],
-            kept=None if kept is None else kept[row],
-            routes=routes[row] if routes is not None and routed else None,
-            drawn=parts.get("drawn", nothing)[row],
-            rewards=parts.get("rewards", nothing)[row],
+            kept=None if supports is None else supports[row],
+            routes=routes[row] if routes is not None and routed_tokens else None,
+            drawn=parts.get("drawn", absent)[row],
+            rewards=parts.get("rewards", absent)[row],
         )
-        for row, (prompt_id, sample_index, _, prompt_length, finish, routed) in enumerate(
+        for row, (prompt_id, sample_index, _, prompt_length, finish, routed_tokens) in enumerate(
             heads.tolist()
         )
     ]
     if "branches" not in tensors:
         return samples
+    # Each sample is followed by its branches.
     rows = iter(samples)
     return [
         replace(next(rows), branches=tuple(itertools.islice(rows, count)))

@@ -1,9 +1,9 @@
 """Control tokens inside the text of a message, encoded as plain characters.
 
 A user's text such as `What does <|im_end|> mean?` must not end the user's turn. `escape` marks the
-control tokens in a text that is not trusted; the text then goes through the chat template like any
-other. `PlainEncoder` encodes marked control tokens as plain characters, and the control tokens that
-the template writes as themselves.
+control tokens in an untrusted text, which the chat template then renders like any other text.
+`PlainEncoder` encodes marked control tokens as plain characters, and the control tokens that the
+template itself writes as control tokens.
 """
 
 import json
@@ -12,17 +12,20 @@ import re
 import tokenizers
 from tokenizers import AddedToken
 
+# Mark after the first character of a control token that is plain text. It is a Unicode
+# noncharacter, which no text contains.
 _BREAK = "\ufdd2"
-"""Follows the first character of a control token that is plain text; no character of any text."""
+# Substitute for a control token that the template wrote; see `PlainEncoder`.
 _ANCHOR = "\ufdd3{}\ufdd4"
 _LOOKS_LIKE_CONTROL = re.compile(r"<[|\uff5c].*[|\uff5c]>", re.DOTALL)
 
 
-def control_tokens(tokenizer: tokenizers.Tokenizer) -> dict[str, AddedToken]:
-    """Return the tokens that structure a conversation, by their text: special tokens, and added
-    tokens of the form `<|…|>`, which some models do not mark as special.
+def find_control_tokens(tokenizer: tokenizers.Tokenizer) -> dict[str, AddedToken]:
+    """Return the tokens that structure a conversation, by their text.
 
-    Others, such as `<think>` and `<tool_call>`, occur in ordinary instructions.
+    These are the special tokens, and added tokens of the form `<|…|>`, which some models do not
+    mark as special. Other added tokens, such as `<think>` and `<tool_call>`, also occur in ordinary
+    instructions and are not control tokens.
     """
     return {
         token.content: token
@@ -31,7 +34,7 @@ def control_tokens(tokenizer: tokenizers.Tokenizer) -> dict[str, AddedToken]:
     }
 
 
-def control_pattern(texts: list[str]) -> re.Pattern[str] | None:
+def compile_control_pattern(texts: list[str]) -> re.Pattern[str] | None:
     """Return a pattern that matches any of the texts, longest first; None without texts."""
     if not texts:
         return None
@@ -40,7 +43,7 @@ def control_pattern(texts: list[str]) -> re.Pattern[str] | None:
 
 def escape(text: str, pattern: re.Pattern[str]) -> str:
     """Mark the control tokens in a text as plain characters."""
-    return pattern.sub(lambda found: f"{found[0][0]}{_BREAK}{found[0][1:]}", text)
+    return pattern.sub(lambda match: f"{match[0][0]}{_BREAK}{match[0][1:]}", text)
 
 
 def is_escaped(text: str) -> bool:
@@ -48,37 +51,42 @@ def is_escaped(text: str) -> bool:
     return _BREAK in text
 
 
-def without_marks(text: str) -> str:
-    """Return a text as people read it."""
+def unescape(text: str) -> str:
+    """Return a text without the marks of `escape`."""
     return text.replace(_BREAK, "")
 
 
 class PlainEncoder:
-    """Encodes texts with marked control tokens, as the tokenizer encodes all others.
+    """Encodes texts with marked control tokens as plain characters.
 
-    Its tokenizer does not know the control tokens. Those that a template wrote are replaced by
-    anchors, which have the same effect on the text around them, and whose ids are exchanged
-    afterwards.
+    It uses a copy of the tokenizer without the control tokens. Control tokens that a template wrote
+    are replaced by anchors: special tokens of the copy that split the text in the same way. After
+    tokenization, the ids of the anchors are replaced by the ids of the control tokens.
     """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
-        self._known = control_tokens(tokenizer)
+        self._control_tokens = find_control_tokens(tokenizer)
         decoder = tokenizer.get_added_tokens_decoder()
         self._ids = {
-            token.content: id for id, token in decoder.items() if token.content in self._known
+            token.content: id
+            for id, token in decoder.items()
+            if token.content in self._control_tokens
         }
         self._control_ids = frozenset(self._ids.values())
-        self._pattern = control_pattern(list(self._known))
+        self._pattern = compile_control_pattern(list(self._control_tokens))
 
         content = json.loads(tokenizer.to_str())
         content["post_processor"] = None
         content["added_tokens"] = [
-            token for token in content["added_tokens"] if token["content"] not in self._known
+            token
+            for token in content["added_tokens"]
+            if token["content"] not in self._control_tokens
         ]
-        self._plain = tokenizers.Tokenizer.from_str(json.dumps(content))
+        self._plain_tokenizer = tokenizers.Tokenizer.from_str(json.dumps(content))
+        # Tokens with the same flags share an anchor. Only these flags affect the text around.
         self._anchors = {
             text: _ANCHOR.format(f"{token.lstrip:d}{token.rstrip:d}{token.normalized:d}")
-            for text, token in self._known.items()
+            for text, token in self._control_tokens.items()
         }
         anchors = {
             self._anchors[text]: AddedToken(
@@ -88,27 +96,30 @@ class PlainEncoder:
                 normalized=False,
                 special=True,
             )
-            for text, token in self._known.items()
+            for text, token in self._control_tokens.items()
         }
-        self._plain.add_special_tokens(list(anchors.values()))
-        self._anchor_ids = {self._plain.token_to_id(anchor) for anchor in anchors}
-        # Without the control tokens, other added tokens are numbered differently.
-        self._numbers = {
-            self._plain.token_to_id(token.content): id
+        self._plain_tokenizer.add_special_tokens(list(anchors.values()))
+        self._anchor_ids = {self._plain_tokenizer.token_to_id(anchor) for anchor in anchors}
+        # Without the control tokens, the copy numbers the other added tokens differently.
+        self._original_ids = {
+            self._plain_tokenizer.token_to_id(token.content): id
             for id, token in decoder.items()
-            if token.content not in self._known
+            if token.content not in self._control_tokens
         }
 
     def encode(self, text: str) -> tuple[list[int], list[int]]:
-        """Return the token ids of a text, and the number of its characters up to each token's end.
+        """Encode a text with marked control tokens.
+
+        Returns:
+            The token ids, and for each token the number of characters of the text up to its end.
 
         Raises:
             ValueError: The vocabulary contains a control token's text as an ordinary piece, so it
                 cannot be encoded as plain characters.
         """
-        plain: list[str] = []
-        ends: list[int] = [0]
-        written: list[str] = []
+        plain: list[str] = []  # characters of the text with anchors and without marks
+        ends: list[int] = [0]  # position in `text` after each number of these characters
+        template_tokens: list[str] = []  # control tokens that the template wrote
 
         def add(piece: str, start: int) -> None:
             for offset, character in enumerate(piece):
@@ -117,23 +128,23 @@ class PlainEncoder:
                     ends.append(start + offset + 1)
 
         position = 0
-        for found in self._pattern.finditer(text) if self._pattern else ():
-            add(text[position : found.start()], position)
-            anchor = self._anchors[found[0]]
+        for match in self._pattern.finditer(text) if self._pattern else ():
+            add(text[position : match.start()], position)
+            anchor = self._anchors[match[0]]
             plain.extend(anchor)
-            ends.extend([found.end()] * len(anchor))
-            written.append(found[0])
-            position = found.end()
+            ends.extend([match.end()] * len(anchor))
+            template_tokens.append(match[0])
+            position = match.end()
         add(text[position:], position)
 
-        encoding = self._plain.encode("".join(plain), add_special_tokens=False)
-        tokens = iter(written)
+        encoding = self._plain_tokenizer.encode("".join(plain), add_special_tokens=False)
+        remaining_tokens = iter(template_tokens)
         ids = []
         for token in encoding.ids:
             if token in self._anchor_ids:
-                ids.append(self._ids[next(tokens)])
-            elif token in self._numbers:
-                ids.append(self._numbers[token])
+                ids.append(self._ids[next(remaining_tokens)])
+            elif token in self._original_ids:
+                ids.append(self._original_ids[token])
             elif token in self._control_ids:
                 raise ValueError("a control token in a message cannot be encoded as plain text")
             else:

@@ -1,10 +1,13 @@
-"""What records ask and answer, as texts: plain ones, or chat messages as the model's chat template
-puts them into words.
+"""Prompts, responses and episodes as texts and as chat messages.
 
-Plain texts are taken as they are. Messages are a list of `{"role": …, "content": …}`, of which an
-assistant's may have `tool_calls` instead of a content; a record's `tools` go to the template with
-them. What a response is then, its end-of-turn marker included, is what the template adds to the
-prompt once it is answered.
+Records: `render_prompt`, `render_exchange` and `render_turns` return the texts of a record. Plain
+texts are not changed. Messages are a list of `{"role": …, "content": …}`; an assistant's message
+may have `tool_calls` instead of a content. The model's chat template renders the messages, with the
+record's `tools`. The text of a response, with its end-of-turn token, is what the template adds to
+the prompt when the response follows.
+
+Episodes: `build_transcript`, `build_messages` and `build_conversation` return the turns of a
+generated sample.
 """
 
 import itertools
@@ -15,10 +18,10 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from aligner.data.chat_template import (
-    Learned,
-    normalized_messages,
-    normalized_tools,
-    normalized_variables,
+    LearnedTurns,
+    normalize_messages,
+    normalize_tools,
+    normalize_variables,
 )
 from aligner.data.chat_turns import ChatTurns
 from aligner.data.records import BadRecord, Record
@@ -27,118 +30,174 @@ from aligner.data.tool_calls import ToolFormat, parse_turn
 from aligner.data.types import Prompt, Sample
 from aligner.errors import AlignerError, ConfigError
 
+_VARIABLES = "chat_template_kwargs"
+_ASSISTANT = "assistant"
+Rendered = TypeVar("Rendered")
 
-def response_text(sample: Sample, tokenizer: Tokenizer) -> str:
-    """Return the text of a sample's response as it stands behind the prompt."""
+
+@dataclass(frozen=True)
+class PromptText:
+    """The text of a record's prompt."""
+
+    text: str
+    is_rendered: bool
+    """Whether a chat template rendered the text. Such a text contains the special tokens at its
+    beginning, and must not be truncated."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A part of the text after a conversation's first prompt."""
+
+    text: str
+    is_answer: bool
+    """Whether the text is an answer of the assistant."""
+
+
+def decode_response(sample: Sample, tokenizer: Tokenizer) -> str:
+    """Return the text of a sample's response as it follows the prompt."""
     return tokenizer.decode_after(sample.tokens[: sample.prompt_length], sample.response)
 
 
-def turns_with_context(sample: Sample) -> list[tuple[Tensor, Tensor]]:
-    """Return the turns of `Sample.turns`, each after all tokens before it, int64 [T] and [R]."""
-    turns = sample.turns()
+def split_turns_with_context(sample: Sample) -> list[tuple[Tensor, Tensor]]:
+    """Split the response of a sample into turns.
+
+    Returns:
+        For each turn of `Sample.split_turns`, all tokens before it, int64 [T], and its own tokens,
+        int64 [R]. The turns alternate between the policy and the environment; the policy's turn is
+        the first.
+    """
+    turns = sample.split_turns()
     ends = itertools.accumulate(map(len, turns), initial=sample.prompt_length)
     return [(sample.tokens[:end], turn) for end, turn in zip(ends, turns, strict=False)]
 
 
-def transcript(sample: Sample, tokenizer: Tokenizer) -> list[dict[str, str]]:
-    """Its turns, each under who said it, `policy` or `environment`."""
-    turns = [tokenizer.decode_after(before, turn) for before, turn in turns_with_context(sample)]
-    return [{("policy", "environment")[at % 2]: text} for at, text in enumerate(turns) if text]
+def build_transcript(sample: Sample, tokenizer: Tokenizer) -> list[dict[str, str]]:
+    """Return the texts of a sample's turns, each under its speaker, `policy` or `environment`."""
+    turns = [
+        tokenizer.decode_after(before, turn) for before, turn in split_turns_with_context(sample)
+    ]
+    return [
+        {("policy", "environment")[index % 2]: text} for index, text in enumerate(turns) if text
+    ]
 
 
-def branch_texts(sample: Sample, tokenizer: Tokenizer) -> list[dict[str, str]]:
-    """What was said in each of its branches, behind all that it read."""
+def decode_branches(sample: Sample, tokenizer: Tokenizer) -> list[dict[str, str]]:
+    """Return the texts of a sample's branches: all tokens that a branch starts from as `prompt`,
+    and its response as `response`."""
     return [
         {
             "prompt": tokenizer.decode(branch.tokens[: branch.prompt_length]),
-            "response": response_text(branch, tokenizer),
+            "response": decode_response(branch, tokenizer),
         }
         for branch in sample.branches
     ]
 
 
-def spoken_messages(
-    sample: Sample, prompt: Prompt, form: ToolFormat | None, tokenizer: Tokenizer
+def build_messages(
+    sample: Sample, prompt: Prompt, tool_format: ToolFormat | None, tokenizer: Tokenizer
 ) -> list[Mapping[str, Any]]:
-    """The prompt's messages and what its tokens say of the episode: the policy's turns with the
-    tool calls in them, as `form` has these; and of the environment's the text that the policy was
-    given, a chat template's words included.
+    """Return an episode as messages: the prompt's messages, and a message for each turn.
+
+    The policy's messages contain its tool calls. The environment's messages contain the text that
+    the policy received, including the text of the chat template.
+
+    Args:
+        sample: The episode.
+        prompt: The prompt of the episode.
+        tool_format: The format of the policy's tool calls; None parses no calls.
+        tokenizer: The policy's tokenizer.
     """
-    said: list[Mapping[str, Any]] = [
+    messages: list[Mapping[str, Any]] = [
         *prompt.metadata.get("messages", [{"role": "user", "content": prompt.text}])
     ]
-    for at, (before, turn) in enumerate(turns_with_context(sample)):
-        if at % 2 == 0 and len(turn):
-            own = turn[:-1] if bool(tokenizer.ends(turn[-1:])) else turn
-            text = tokenizer.decode_after(before, own, skip_special_tokens=False)
-            said.append(parse_turn(text, form, len(said)).messages[0])
+    for index, (before, turn) in enumerate(split_turns_with_context(sample)):
+        # Turns with even indices are the policy's; a turn may be empty.
+        if index % 2 == 0 and len(turn):
+            # A truncated turn has no end-of-turn token.
+            turn_ids = turn[:-1] if bool(tokenizer.is_eos(turn[-1:])) else turn
+            text = tokenizer.decode_after(before, turn_ids, skip_special_tokens=False)
+            messages.append(parse_turn(text, tool_format, len(messages)).messages[0])
         elif len(turn):
             text = tokenizer.decode_after(before, turn)
-            said.append({"role": "environment", "content": text})
-    return said
+            messages.append({"role": "environment", "content": text})
+    return messages
 
 
-def conversation(
+def build_conversation(
     sample: Sample,
     prompt: Prompt,
     answers: Sequence[str | list[dict[str, str]]],
     tokenizer: Tokenizer,
-    chat: Callable[[], ChatTurns],
+    get_chat_turns: Callable[[], ChatTurns],
 ) -> dict[str, Any]:
-    """The `messages` of an episode, and the prompt's `tools` where it has any, as demonstrations
-    are given.
+    """Return an episode as the record of a demonstration: `messages`, and `tools` if there are any.
 
-    `answers` are what the environment said, before the first turn and after each. Where they are
-    messages, so is the prompt, and a turn's tool calls are told apart by the model's `chat`; where
-    they are texts the environment is the user, as who wrote the prompt is. What was said in
-    branches comes in its place.
+    If the environment's answers are messages, the prompt is also messages, and tool calls of the
+    policy are parsed. If they are texts, they have the role of the user, like the prompt. The turns
+    of branches are included in their order.
+
+    Args:
+        sample: The episode.
+        prompt: The prompt of the episode.
+        answers: The environment's answers, before the first turn and after each turn.
+        tokenizer: The policy's tokenizer.
+        get_chat_turns: Returns the policy's chat format. It is called only if the answers are
+            messages.
     """
     if any(isinstance(answer, list) and answer for answer in answers):
-        return _of_chat(
+        return _build_chat_conversation(
             sample,
             prompt.metadata,
             [answer for answer in answers if isinstance(answer, list)],
             tokenizer,
-            chat(),
+            get_chat_turns(),
         )
-    said = [("user", prompt.text)]
-    for turn in transcript(sample, tokenizer):
-        [(who, text)] = turn.items()
-        role = {"policy": "assistant", "environment": "user"}[who]
-        said[-1:] = (
-            [(role, said[-1][1] + text)] if said[-1][0] == role else [said[-1], (role, text)]
+    turns = [("user", prompt.text)]
+    for turn in build_transcript(sample, tokenizer):
+        [(speaker, text)] = turn.items()
+        role = {"policy": "assistant", "environment": "user"}[speaker]
+        # Consecutive texts of one role are one message.
+        turns[-1:] = (
+            [(role, turns[-1][1] + text)] if turns[-1][0] == role else [turns[-1], (role, text)]
         )
-    return {"messages": [{"role": role, "content": text} for role, text in said]}
+    return {"messages": [{"role": role, "content": text} for role, text in turns]}
 
 
-def _of_chat(
+def _build_chat_conversation(
     sample: Sample,
-    asked: Mapping[str, Any],
+    metadata: Mapping[str, Any],
     answers: Sequence[Messages],
     tokenizer: Tokenizer,
-    chat: ChatTurns,
+    chat_turns: ChatTurns,
 ) -> dict[str, Any]:
-    said, tools = [*asked["messages"]], asked.get("tools")
-    variables = asked.get("chat_template_kwargs")
+    """Return the record of an episode whose answers are messages; see `build_conversation`."""
+    messages = [*metadata["messages"]]
+    tools = metadata.get("tools")
+    variables = metadata.get("chat_template_kwargs")
+    # The policy's turns of all sequences of the episode, the branches first.
     turns = [
         (before, turn)
         for sequence in sample.sequences
-        for before, turn in turns_with_context(sequence)[::2]
+        for before, turn in split_turns_with_context(sequence)[::2]
         if len(turn)
     ]
-    for place, (before, turn) in enumerate(turns):
-        said.append(_said(chat, said, tools, variables, before, turn, tokenizer))
-        if place < len(turns) - 1:
-            said += answers[place + 1]
+    for index, (before, turn) in enumerate(turns):
+        messages.append(
+            _parse_message(chat_turns, messages, tools, variables, before, turn, tokenizer)
+        )
+        # Answer 0 is the answer to `reset`, which contains no messages in a chat episode.
+        if index < len(turns) - 1:
+            messages += answers[index + 1]
     return {
-        "messages": said,
+        "messages": messages,
         **({} if tools is None else {"tools": tools}),
         **({"chat_template_kwargs": variables} if variables else {}),
     }
 
 
-def _said(
-    chat: ChatTurns,
+def _parse_message(
+    chat_turns: ChatTurns,
     messages: Messages,
     tools: Any,
     variables: Any,
@@ -146,56 +205,42 @@ def _said(
     turn: Tensor,
     tokenizer: Tokenizer,
 ) -> Mapping[str, Any]:
+    """Return the message of a generated turn, int64 [R], after the tokens `before`, int64 [T]."""
     try:
-        return chat.said(chat.begin(messages, tools, variables), turn).messages[0]
-    except AlignerError:  # it was cut
+        conversation = chat_turns.begin(messages, tools, variables)
+        return chat_turns.parse_turn(conversation, turn).messages[0]
+    except AlignerError:  # the turn was truncated
         return {"role": "assistant", "content": tokenizer.decode_after(before, turn)}
 
 
-_VARIABLES = "chat_template_kwargs"
-_ASSISTANT = "assistant"
-Worded = TypeVar("Worded")
+def render_prompt(record: Record, tokenizer: Tokenizer) -> PromptText:
+    """Return the text of a record's prompt.
 
+    The prompt is the field `prompt`, a text or messages, or otherwise the field `messages`. A final
+    message of the assistant is not a part of the prompt.
 
-@dataclass(frozen=True)
-class PromptText:
-    """What a record asks."""
-
-    text: str
-    is_worded: bool
-    """By a chat template, which puts the special tokens where they belong and would be broken by a
-    cut."""
-
-
-@dataclass(frozen=True)
-class Segment:
-    """A part of what follows a conversation's first prompt."""
-
-    text: str
-    is_answer: bool
-    """Whether it is what the assistant says."""
-
-
-def prompt_text(record: Record, tokenizer: Tokenizer) -> PromptText:
-    """A record's `prompt`, a text or messages, or else its `messages`; an assistant's message at
-    the end is left out.
-
-    Raises BadRecord for a record that has none or an empty one, ConfigError for messages where the
-    model has no template.
+    Raises:
+        BadRecord: The record has no prompt, or an empty or invalid one.
+        ConfigError: The prompt is messages, and the model has no chat template.
     """
-    name, messages = _asked(record)
+    name, messages = _find_prompt(record)
     if messages is None:
-        return PromptText(record.text(name), is_worded=False)
-    return PromptText(_prompt(record, name, messages, tokenizer), is_worded=True)
+        return PromptText(record.get_text(name), is_rendered=False)
+    return PromptText(_render_question(record, name, messages, tokenizer), is_rendered=True)
 
 
-def asked_messages(record: Record) -> dict[str, Any]:
+def get_prompt_messages(record: Record) -> dict[str, Any]:
     """Return the `messages` of a record's prompt, and its `tools` and `chat_template_kwargs` if it
-    has any; nothing for a plain text. Raises as `prompt_text`."""
-    _, messages = _asked(record)
+    has any; an empty dict for a plain text.
+
+    Raises:
+        BadRecord: The messages, tools or variables are invalid.
+    """
+    _, messages = _find_prompt(record)
     if messages is None:
         return {}
-    tools, variables = _tools(record), _variables(record)
+    tools = _get_tools(record)
+    variables = _get_variables(record)
     return {
         "messages": messages,
         **({} if tools is None else {"tools": tools}),
@@ -203,14 +248,15 @@ def asked_messages(record: Record) -> dict[str, Any]:
     }
 
 
-def with_tools(record: Record, tools: Tools | None) -> Record:
-    """A record of messages with the tools that its model may call, where it has none of its own.
+def add_tools(record: Record, tools: Tools | None) -> Record:
+    """Return a record of messages with tools for the model; tools of the record take precedence.
 
-    Raises BadRecord for a plain text, which has no place for them.
+    Raises:
+        BadRecord: There are tools, and the prompt is a plain text.
     """
     if not tools:
         return record
-    if _asked(record)[1] is None:
+    if _find_prompt(record)[1] is None:
         raise BadRecord(
             f"{record.origin}: tools require a prompt of chat messages, such as"
             ' [{"role": "user", "content": …}], got plain text'
@@ -222,95 +268,131 @@ def with_tools(record: Record, tools: Tools | None) -> Record:
     )
 
 
-def _asked(record: Record) -> tuple[str, list[dict[str, Any]] | None]:
-    """The field that asks, and its messages, without an assistant's at the end; None for a plain
-    text."""
+def _find_prompt(record: Record) -> tuple[str, list[dict[str, Any]] | None]:
+    """Return the field of a record's prompt, and its messages.
+
+    The messages do not include a final message of the assistant; None for a plain text.
+    """
     name = "messages" if "prompt" not in record.values and "messages" in record.values else "prompt"
     if name == "prompt" and not isinstance(record.values.get(name), list):
         return name, None
-    messages = _messages(record, name)
+    messages = _get_messages(record, name)
     return name, messages[:-1] if messages[-1]["role"] == _ASSISTANT else messages
 
 
-def exchange(record: Record, answer: str, tokenizer: Tokenizer) -> tuple[PromptText, str]:
-    """The prompt and the response's text; `answer` is the response's field.
+def render_exchange(record: Record, answer: str, tokenizer: Tokenizer) -> tuple[PromptText, str]:
+    """Return the text of a record's prompt, and the text of the response.
 
-    The response is a text or one assistant's message to the `prompt`, or the end of a whole
-    conversation, for which `messages` is another name of `response`. Raises as `prompt_text` does.
+    The response is a text or one message of the assistant that answers the `prompt`, or the end of
+    a whole conversation. A whole conversation may also be in the field `messages` in place of
+    `response`.
+
+    Args:
+        record: The record.
+        answer: The field of the response, such as `response` or `chosen`.
+        tokenizer: The policy's tokenizer.
+
+    Raises:
+        BadRecord: A field is missing or invalid, or the template renders the prompt differently
+            when the response follows.
+        ConfigError: The record has messages, and the model has no chat template.
     """
-    name, said = _conversation(record, answer)
-    if said is None:
-        return PromptText(record.text("prompt"), is_worded=False), record.text(name)
-    asked, answered = _turn(record, name, said, tokenizer)
-    return PromptText(asked, is_worded=True), answered[len(asked) :]
+    name, messages = _find_conversation(record, answer)
+    if messages is None:
+        return PromptText(record.get_text("prompt"), is_rendered=False), record.get_text(name)
+    prompt_text, full_text = _render_last_turn(record, name, messages, tokenizer)
+    return PromptText(prompt_text, is_rendered=True), full_text[len(prompt_text) :]
 
 
-def all_turns(
+def render_turns(
     record: Record, answer: str, tokenizer: Tokenizer
 ) -> tuple[PromptText, list[Segment]]:
-    """The prompt, up to the first answer of the assistant's, and all that follows, each of its
-    answers by itself.
+    """Return the text of a conversation, split at the assistant's answers.
 
-    They are what `{% generation %}` marks in the template's text. Where the template marks nothing
-    they are what each answer adds to the prompt before it, and every such prompt must begin with
-    all that came before, or it is a BadRecord. An answer that nothing comes before is a part of the
-    prompt. Otherwise as `exchange`.
+    The answers are the parts that `{% generation %}` marks in the template. If the template marks
+    nothing, an answer is the text that it adds to the prompt before it; every such prompt must then
+    begin with the text of all earlier turns. An answer with no message before it belongs to the
+    prompt.
+
+    Args:
+        record: The record.
+        answer: The field of the response; see `render_exchange`.
+        tokenizer: The policy's tokenizer.
+
+    Returns:
+        The prompt up to the first answer of the assistant, and the parts after it, each either an
+        answer or the text between two answers.
+
+    Raises:
+        BadRecord: See `render_exchange`; or the answers cannot be located in the text.
+        ConfigError: See `render_exchange`.
     """
-    name, said = _conversation(record, answer)
-    if said is None:
-        prompt, response = exchange(record, answer, tokenizer)
+    name, messages = _find_conversation(record, answer)
+    if messages is None:
+        prompt, response = render_exchange(record, answer, tokenizer)
         return prompt, [Segment(response, is_answer=True)]
-    parts = _worded(
+    parts = _call_template(
         record,
         name,
         tokenizer,
-        lambda template, tools: template.marked(
-            said, tools, variables=_variables(record), learned="all"
+        lambda template, tools: template.render_parts(
+            messages, tools, variables=_get_variables(record), learned_turns="all"
         ),
     )
-    if len(parts) == 1:
-        parts = _turns_apart(record, name, said, tokenizer)
+    if len(parts) == 1:  # the template marks nothing
+        parts = _split_answers(record, name, messages, tokenizer)
     first, *rest = parts
-    return PromptText(first, is_worded=True), [
-        Segment(text, place % 2 == 0) for place, text in enumerate(rest)
+    return PromptText(first, is_rendered=True), [
+        Segment(text, index % 2 == 0) for index, text in enumerate(rest)
     ]
 
 
-def _turns_apart(record: Record, name: str, said: Messages, tokenizer: Tokenizer) -> list[str]:
-    """The conversation's text in parts, of which every second, from the second on, is an answer."""
-    parts, before = list[str](), ""
-    for place, message in enumerate(said[1:], start=2):
+def _split_answers(
+    record: Record, name: str, messages: Messages, tokenizer: Tokenizer
+) -> list[str]:
+    """Return the conversation's text in parts; the parts with odd indices are the answers."""
+    parts = list[str]()
+    before = ""
+    for end, message in enumerate(messages[1:], start=2):
         if message["role"] != _ASSISTANT:
             continue
-        asked, answered = _turn(record, name, said[:place], tokenizer)
-        # some templates put an end-of-sequence token behind a conversation
-        if not asked.startswith(before):
-            ends = [
+        prompt_text, full_text = _render_last_turn(record, name, messages[:end], tokenizer)
+
+        # Some templates put an EOS token at the end of a conversation, and not after earlier turns.
+        if not prompt_text.startswith(before):
+            eos_texts = [
                 tokenizer.decode([token], skip_special_tokens=False)
                 for token in tokenizer.eos_token_ids
             ]
-            shorter = [
-                before.removesuffix(end)
-                for end in ends
-                if asked.startswith(before.removesuffix(end))
+            candidates = [
+                before.removesuffix(eos_text)
+                for eos_text in eos_texts
+                if prompt_text.startswith(before.removesuffix(eos_text))
             ]
-            if shorter:
-                parts[-1], before = parts[-1][: len(shorter[0]) - len(before)], shorter[0]
-        if not asked.startswith(before):
+            if candidates:
+                # Remove the EOS token from the last answer as well.
+                parts[-1] = parts[-1][: len(candidates[0]) - len(before)]
+                before = candidates[0]
+        if not prompt_text.startswith(before):
             raise BadRecord(
                 f"{record.origin}: {name}: the assistant's turns cannot be located, because the"
                 " model's chat template renders earlier turns differently when messages follow (for"
                 " example, without their reasoning). Set data.learned_turns=last, or use a template"
                 " that marks the assistant's turns with {% generation %}"
             )
-        parts += [asked[len(before) :], answered[len(asked) :]]
-        before = answered
+        parts += [prompt_text[len(before) :], full_text[len(prompt_text) :]]
+        before = full_text
     return parts
 
 
-def _conversation(record: Record, answer: str) -> tuple[str, list[dict[str, Any]] | None]:
-    """The field that the response is in, and the whole conversation, which the assistant ends; None
-    for plain texts."""
+def _find_conversation(record: Record, answer: str) -> tuple[str, list[dict[str, Any]] | None]:
+    """Return the field of the response, and the messages of the whole conversation.
+
+    The last message is the assistant's. The messages are None if prompt and response are texts.
+
+    Raises:
+        BadRecord: A message is invalid, or the last message is not the assistant's or is empty.
+    """
     name = (
         "messages"
         if answer == "response" and answer not in record.values and "messages" in record.values
@@ -319,47 +401,66 @@ def _conversation(record: Record, answer: str) -> tuple[str, list[dict[str, Any]
     prompt, response = record.values.get("prompt"), record.values.get(name)
     if not isinstance(prompt, list) and not isinstance(response, list):
         return name, None
-    asked_first = _messages(record, "prompt") if isinstance(prompt, list) else []
-    last = (
-        _messages(record, name)
+    prompt_messages = _get_messages(record, "prompt") if isinstance(prompt, list) else []
+    response_messages = (
+        _get_messages(record, name)
         if isinstance(response, list)
-        else [{"role": _ASSISTANT, "content": record.text(name)}]
+        else [{"role": _ASSISTANT, "content": record.get_text(name)}]
     )
-    # Some data sets repeat the prompt at the start of each response.
-    repeats_prompt = bool(asked_first) and last[: len(asked_first)] == asked_first
-    said = last if repeats_prompt else [*asked_first, *last]
-    if said[-1]["role"] != _ASSISTANT:
+    # Some preference datasets repeat the prompt at the start of each response.
+    repeats_prompt = (
+        bool(prompt_messages) and response_messages[: len(prompt_messages)] == prompt_messages
+    )
+    messages = response_messages if repeats_prompt else [*prompt_messages, *response_messages]
+    if messages[-1]["role"] != _ASSISTANT:
         raise BadRecord(
-            f"{record.origin}: {name}: the last message has role {said[-1]['role']!r}, must have"
-            f" role {_ASSISTANT!r}"
+            f"{record.origin}: {name}: the last message has role {messages[-1]['role']!r}, must"
+            f" have role {_ASSISTANT!r}"
         )
-    if not (said[-1].get("content") or "").strip() and not said[-1].get("tool_calls"):
+    if not (messages[-1].get("content") or "").strip() and not messages[-1].get("tool_calls"):
         raise BadRecord(f"{record.origin}: {name}: the last message is empty")
-    return name, said
+    return name, messages
 
 
-def _turn(record: Record, name: str, said: Messages, tokenizer: Tokenizer) -> tuple[str, str]:
-    """The text before the last message and with it; the second begins with the first."""
-    asked = _prompt(record, name, said[:-1], tokenizer)
-    answered = _rendered(record, name, said, tokenizer, add_generation_prompt=False, learned="last")
-    if not answered.startswith(asked):
+def _render_last_turn(
+    record: Record, name: str, messages: Messages, tokenizer: Tokenizer
+) -> tuple[str, str]:
+    """Return the text before the last message, and the text with the last message.
+
+    The second text begins with the first.
+
+    Raises:
+        BadRecord: The template renders the earlier messages differently when the last one follows,
+            or drops a tool call of the last message.
+    """
+    prompt_text = _render_question(record, name, messages[:-1], tokenizer)
+    full_text = _render(
+        record, name, messages, tokenizer, add_generation_prompt=False, learned_turns="last"
+    )
+    if not full_text.startswith(prompt_text):
         raise BadRecord(
             f"{record.origin}: {name}: the response cannot be located, because the model's chat"
             " template renders the prompt differently when a response follows; use plain-text"
             " records"
         )
-    names = [call.get("function", {}).get("name") for call in said[-1].get("tool_calls") or []]
-    if lost := [tool for tool in names if str(tool) not in answered[len(asked) :]]:
+    # A template may drop tool calls without an error.
+    tool_names = [
+        call.get("function", {}).get("name") for call in messages[-1].get("tool_calls") or []
+    ]
+    if dropped_tools := [
+        tool for tool in tool_names if str(tool) not in full_text[len(prompt_text) :]
+    ]:
         raise BadRecord(
             f"{record.origin}: {name}: the model's chat template does not render the call of tool"
-            f" {lost[0]!r}"
+            f" {dropped_tools[0]!r}"
         )
-    return asked, answered
+    return prompt_text, full_text
 
 
-def _messages(record: Record, name: str) -> list[dict[str, Any]]:
-    given = record.items(name)
-    for index, message in enumerate(given):
+def _get_messages(record: Record, name: str) -> list[dict[str, Any]]:
+    """Return the messages in a field; raise BadRecord if one is invalid."""
+    messages = record.get_list(name)
+    for index, message in enumerate(messages):
         if not (
             isinstance(message, dict)
             and isinstance(message.get("role"), str)
@@ -370,21 +471,21 @@ def _messages(record: Record, name: str) -> list[dict[str, Any]]:
                 " strings, or `role` and `tool_calls`, a non-empty list"
             )
     try:
-        return normalized_messages(given)
+        return normalize_messages(messages)
     except AlignerError as error:
         raise BadRecord(f"{record.origin}: {name}: {error}") from error
 
 
-def _tools(record: Record) -> Tools | None:
+def _get_tools(record: Record) -> Tools | None:
     try:
-        return normalized_tools(record.values.get("tools"))
+        return normalize_tools(record.values.get("tools"))
     except AlignerError as error:
         raise BadRecord(f"{record.origin}: field {error}") from error
 
 
-def _variables(record: Record) -> dict[str, Any]:
+def _get_variables(record: Record) -> dict[str, Any]:
     try:
-        return normalized_variables(record.values.get(_VARIABLES))
+        return normalize_variables(record.values.get(_VARIABLES))
     except AlignerError as error:
         raise BadRecord(f"{record.origin}: field {error}") from error
 
@@ -394,44 +495,50 @@ def _has_content(message: dict[str, Any]) -> bool:
     return isinstance(content, str) or (content is None and isinstance(calls, list) and bool(calls))
 
 
-def _prompt(record: Record, name: str, messages: Messages, tokenizer: Tokenizer) -> str:
+def _render_question(record: Record, name: str, messages: Messages, tokenizer: Tokenizer) -> str:
+    """Return the text of messages with the generation prompt after them."""
     if not messages or messages[-1]["role"] == _ASSISTANT:
         raise BadRecord(
             f"{record.origin}: {name}: the {_ASSISTANT}'s last message must follow a message with"
             " another role"
         )
-    return _rendered(record, name, messages, tokenizer, add_generation_prompt=True)
+    return _render(record, name, messages, tokenizer, add_generation_prompt=True)
 
 
-def _rendered(
+def _render(
     record: Record,
     name: str,
     messages: Messages,
     tokenizer: Tokenizer,
     *,
     add_generation_prompt: bool,
-    learned: Learned = "none",
+    learned_turns: LearnedTurns = "none",
 ) -> str:
     def render(template: ChatTemplate, tools: Tools | None) -> str:
         return template.render(
             messages,
             tools,
             add_generation_prompt=add_generation_prompt,
-            variables=_variables(record),
-            learned=learned,
+            variables=_get_variables(record),
+            learned_turns=learned_turns,
         )
 
-    return _worded(record, name, tokenizer, render)
+    return _call_template(record, name, tokenizer, render)
 
 
-def _worded(
+def _call_template(
     record: Record,
     name: str,
     tokenizer: Tokenizer,
-    render: Callable[[ChatTemplate, Tools | None], Worded],
-) -> Worded:
-    """What `render` makes of the model's template and the record's tools."""
-    tools = _tools(record)
+    render: Callable[[ChatTemplate, Tools | None], Rendered],
+) -> Rendered:
+    """Call `render` with the model's template and the record's tools.
+
+    Raises:
+        BadRecord: The template rejects the messages of the field `name`.
+        ConfigError: The model has no chat template.
+    """
+    tools = _get_tools(record)
     try:
         return render(tokenizer.chat_template, tools)
     except ConfigError:

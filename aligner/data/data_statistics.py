@@ -1,5 +1,8 @@
-"""How long the records of a run are, told from some of them: the longest, and others evenly over
-all."""
+"""Statistics of a run's records: their number, lengths in tokens, and field names.
+
+The lengths are measured on a sample of the records: the longest ones, and others at even
+distances.
+"""
 
 import contextlib
 import json
@@ -21,29 +24,31 @@ from aligner.data.examples import (
 from aligner.data.prompts import open_prompts
 from aligner.data.records import (
     FieldChoice,
-    FieldsNotChosen,
-    Line,
+    FieldChoiceError,
+    RawRecord,
     choose_fields,
-    convert,
     has_content,
     is_prompt_part,
-    read_lines,
+    parse_records,
+    read_raw_records,
 )
-from aligner.data.tokenizer import Tokenizer, run_tokenizer
+from aligner.data.tokenizer import Tokenizer, build_run_tokenizer
 from aligner.errors import AlignerError, ConfigError
 from aligner.schema import Config, DataConfig, TeacherConfig
 from aligner.schema.data_sources import data_sources
 from aligner.schema.reward_sources import FunctionSource, reward_sources
 
-_LONGEST, _SPREAD = 64, 448
-"""Records that are looked at: those with the most characters, and others."""
-_ENDLESS = 2**30
-_COMPARING = ("exact_match", "gsm8k", "math")
-"""Reward functions that compare a response with the record's `answer`."""
+# Number of measured records with the most characters, and of further measured records.
+_LONGEST = 64
+_SPREAD = 448
+# A limit of tokens that no record reaches.
+_UNLIMITED = 2**30
+# Reward functions that compare a response with the record's `answer`.
+_ANSWER_FUNCTIONS = ("exact_match", "gsm8k", "math")
+# Key of an entry of a JSON object whose value is not empty.
 _KEY = re.compile(rb'"(\w+)"\s*:\s*(?!""|null|\[\]|\{\})')
-"""An entry of a JSON object that is not empty."""
-_SHOWN = 200
-"""Characters of a field that are shown as an example."""
+# Maximum number of characters of a field in the example.
+_EXAMPLE_CHARACTERS = 200
 
 
 def measure_data(config: Config, directory: Path) -> DataStatistics | None:
@@ -52,43 +57,49 @@ def measure_data(config: Config, directory: Path) -> DataStatistics | None:
     Invalid records are not counted; `prepare` reports them. Returns None if no record can be read.
 
     Raises:
-        FieldsNotChosen: a field that looks like a part of the prompt cannot be joined to it.
+        FieldChoiceError: A field that looks like a part of the prompt cannot be joined to it.
     """
     try:
-        lines = _lines(config.data)
-        looked_at = _some(lines)
-        choice = _choice(looked_at, lines, config)
+        raw_records = _read_raw_records(config.data)
+        sampled_records = _sample_records(raw_records)
+        choice = _choose_record_fields(sampled_records, raw_records, config)
         fields = choice.fields
         with tempfile.TemporaryDirectory() as scratch:
             file = Path(scratch) / "records.jsonl"
-            records = convert(
-                looked_at, lambda record: dict(record.values), "data", skip=True, fields=fields
+            records = parse_records(
+                sampled_records,
+                lambda record: dict(record.values),
+                "data",
+                skip=True,
+                fields=fields,
             )[0]
             file.write_text(
                 "".join(json.dumps(record, default=str) + "\n" for record in records),
                 encoding="utf-8",
             )
-            tokenizer = run_tokenizer(config, directory)
-            pairs = list(_lengths(config, file, tokenizer))
-    except FieldsNotChosen:
+            tokenizer = build_run_tokenizer(config, directory)
+            lengths = list(_measure_lengths(config, file, tokenizer))
+    except FieldChoiceError:
         raise
     except (AlignerError, OSError):
         return None
-    prompts = sorted(prompt for prompt, _ in pairs)
-    whole = len(looked_at) == len(lines)
+
+    prompt_lengths = sorted(prompt for prompt, _ in lengths)
+    is_whole = len(sampled_records) == len(raw_records)
     return DataStatistics(
-        records=len(lines),
+        records=len(raw_records),
         looked_at=(
-            f"all {len(lines)} records"
-            if whole
-            else f"{len(looked_at)} of {len(lines)} records, including the longest record"
+            f"all {len(raw_records)} records"
+            if is_whole
+            else f"{len(sampled_records)} of {len(raw_records)} records, including the longest"
+            " record"
         ),
-        is_whole=whole,
-        longest_prompt=prompts[-1],
-        most_prompts=prompts[(len(prompts) - 1) * 99 // 100],
-        longest_answer=max(answer for _, answer in pairs),
+        is_whole=is_whole,
+        longest_prompt=prompt_lengths[-1],
+        most_prompts=prompt_lengths[(len(prompt_lengths) - 1) * 99 // 100],
+        longest_answer=max(answer for _, answer in lengths),
         fields=fields,
-        example=_example(records[0], fields) if fields else "",
+        example=_format_example(records[0], fields) if fields else "",
         notices=choice.notices,
         bypasses_template=_has_template(tokenizer)
         and all(isinstance(record.get("prompt"), str) for record in records),
@@ -101,98 +112,115 @@ def _has_template(tokenizer: Tokenizer) -> bool:
     return False
 
 
-def _lines(data: DataConfig) -> list[Line]:
-    """All records, under the names of the configuration."""
+def _read_raw_records(data: DataConfig) -> list[RawRecord]:
+    """Return the records of all data sources, with the fields that the configuration names."""
     sources = data_sources(data)
     if not sources:
-        return [Line({"prompt": text}, "data.prompts") for text in data.prompts]
-    found: list[Line] = []
+        return [RawRecord({"prompt": text}, "data.prompts") for text in data.prompts]
+    all_records: list[RawRecord] = []
     for source in sources:
-        lines = read_lines(source.path, f"{source.key}.path=", timeout_s=source.timeout_s)
+        raw_records = read_raw_records(
+            source.path, f"{source.key}.path=", timeout_s=source.timeout_s
+        )
         if source.fields:
-            values = convert(
-                lines,
+            values = parse_records(
+                raw_records,
                 lambda record: dict(record.values),
                 source.given_as,
                 skip=True,
                 fields=source.fields,
             )[0]
-            lines = [Line(value, source.given_as) for value in values]
-        found += lines
-    return found
+            raw_records = [RawRecord(value, source.given_as) for value in values]
+        all_records += raw_records
+    return all_records
 
 
-def _choice(looked_at: Sequence[Line], lines: Sequence[Line], config: Config) -> FieldChoice:
-    """Return the fields that stand for ours; none if the configuration names some."""
+def _choose_record_fields(
+    sampled_records: Sequence[RawRecord], raw_records: Sequence[RawRecord], config: Config
+) -> FieldChoice:
+    """Choose the record fields for `prompt`, `response` and `answer`.
+
+    Choose none if the configuration names any field.
+    """
     if any(source.fields for source in data_sources(config.data)):
         return FieldChoice()
-    records = _records(looked_at)
-    records += _records_with_rare_parts(records, lines)
+    records = _parse_records(sampled_records)
+    records += _records_with_rare_parts(records, raw_records)
     algorithm = config.algorithm
     return choose_fields(
         records,
         algorithm.trainer,
         generates=algorithm.generates,
         reads_answer=any(
-            isinstance(source, FunctionSource) and source.function in _COMPARING
+            isinstance(source, FunctionSource) and source.function in _ANSWER_FUNCTIONS
             for source in reward_sources(config.reward)
         ),
     )
 
 
-def _records(lines: Sequence[Line]) -> list[dict[str, Any]]:
-    return convert(lines, lambda record: dict(record.values), "data", skip=True)[0]
+def _parse_records(raw_records: Sequence[RawRecord]) -> list[dict[str, Any]]:
+    return parse_records(raw_records, lambda record: dict(record.values), "data", skip=True)[0]
 
 
 def _records_with_rare_parts(
-    records: Sequence[Mapping[str, Any]], lines: Sequence[Line]
+    records: Sequence[Mapping[str, Any]], raw_records: Sequence[RawRecord]
 ) -> list[dict[str, Any]]:
     """Return the first record for each part of the prompt that only records outside of the sample
     have, such as a rare `input`."""
     known = {name for record in records for name, value in record.items() if has_content(value)}
-    found = []
-    for line in lines:
-        named = set(_KEY.findall(line.content)) if isinstance(line.content, bytes) else None
-        if named is not None and not any(_is_new_part(name.decode(), known) for name in named):
+    new_records = []
+    for raw_record in raw_records:
+        # Searching the keys as bytes is faster than parsing every record.
+        keys = (
+            set(_KEY.findall(raw_record.content)) if isinstance(raw_record.content, bytes) else None
+        )
+        if keys is not None and not any(_is_new_part(name.decode(), known) for name in keys):
             continue
-        for record in _records([line]):
+        for record in _parse_records([raw_record]):
             parts = {name for name, value in record.items() if has_content(value)}
             if any(_is_new_part(name, known) for name in parts):
-                found.append(record)
+                new_records.append(record)
                 known |= parts
-    return found
+    return new_records
 
 
 def _is_new_part(name: str, known: set[str]) -> bool:
     return name not in known and is_prompt_part(name)
 
 
-def _example(record: Mapping[str, Any], fields: Mapping[str, str]) -> str:
-    """Return the first record's fields as they are used, shortened, one per line."""
-    shown = {name: record[name] for name in ("prompt", "messages") if name in record}
-    shown |= {name: record[name] for name in fields if name in record}
+def _format_example(record: Mapping[str, Any], fields: Mapping[str, str]) -> str:
+    """Return a record's fields with their final names, shortened, one per line."""
+    values = {name: record[name] for name in ("prompt", "messages") if name in record}
+    values |= {name: record[name] for name in fields if name in record}
     lines = []
-    for name, value in shown.items():
+    for name, value in values.items():
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-        text = text if len(text) <= _SHOWN else f"{text[: _SHOWN // 2]} … {text[-_SHOWN // 2 :]}"
+        text = (
+            text
+            if len(text) <= _EXAMPLE_CHARACTERS
+            else f"{text[: _EXAMPLE_CHARACTERS // 2]} … {text[-_EXAMPLE_CHARACTERS // 2 :]}"
+        )
         lines.append(f"{name}: {text!r}")
     return "\n".join(lines)
 
 
-def _some(lines: Sequence[Line]) -> list[Line]:
-    if len(lines) <= _LONGEST + _SPREAD:
-        return list(lines)
+def _sample_records(raw_records: Sequence[RawRecord]) -> list[RawRecord]:
+    """Return the records to measure: the longest ones, and others at even distances."""
+    if len(raw_records) <= _LONGEST + _SPREAD:
+        return list(raw_records)
     sizes = [
-        len(line.content) if isinstance(line.content, bytes) else len(str(line.content))
-        for line in lines
+        len(raw_record.content)
+        if isinstance(raw_record.content, bytes)
+        else len(str(raw_record.content))
+        for raw_record in raw_records
     ]
-    longest = sorted(range(len(lines)), key=lambda index: sizes[index])[-_LONGEST:]
-    spread = range(0, len(lines), len(lines) // _SPREAD)
-    return [lines[index] for index in sorted({*longest, *spread})]
+    longest = sorted(range(len(raw_records)), key=lambda index: sizes[index])[-_LONGEST:]
+    spread = range(0, len(raw_records), len(raw_records) // _SPREAD)
+    return [raw_records[index] for index in sorted({*longest, *spread})]
 
 
-def _lengths(config: Config, file: Path, tokenizer: Tokenizer) -> Iterator[tuple[int, int]]:
-    """Tokens of each record's prompt, and of its longest answer."""
+def _measure_lengths(config: Config, file: Path, tokenizer: Tokenizer) -> Iterator[tuple[int, int]]:
+    """Yield the number of tokens of each record's prompt, and of its longest answer."""
     data = replace(
         config.data,
         path=str(file),
@@ -200,19 +228,19 @@ def _lengths(config: Config, file: Path, tokenizer: Tokenizer) -> Iterator[tuple
         fields={},
         skip_bad_records=True,
         shuffle=False,
-        max_prompt_tokens=_ENDLESS,
-        max_response_tokens=_ENDLESS,
+        max_prompt_tokens=_UNLIMITED,
+        max_response_tokens=_UNLIMITED,
         held_out=0,
         normalization=None,
     )
     if config.algorithm.generates:
         prompts = open_prompts(data, tokenizer, 0)
         for prompt in prompts.take(0, len(prompts)):
-            said = (prompt.metadata.get(name) for name in ("answer", "response"))
+            answers = (prompt.metadata.get(name) for name in ("answer", "response"))
             yield (
                 prompt.tokens.numel(),
                 max(
-                    (tokenizer.encode(text).numel() for text in said if isinstance(text, str)),
+                    (tokenizer.encode(text).numel() for text in answers if isinstance(text, str)),
                     default=0,
                 ),
             )
@@ -221,14 +249,15 @@ def _lengths(config: Config, file: Path, tokenizer: Tokenizer) -> Iterator[tuple
         replace(config, data=data, teacher=TeacherConfig()), tokenizer
     ).examples
     for example in examples.take(0, len(examples)):
-        yield from _sizes(example)
+        yield from _example_lengths(example)
 
 
-def _sizes(
+def _example_lengths(
     example: Demonstration | Preference | LabeledAnswer | LabeledSteps,
 ) -> Iterator[tuple[int, int]]:
+    """Yield the number of tokens of the prompt and of the answer, for both answers of a pair."""
     if isinstance(example, LabeledAnswer):
         example = example.answer
-    both = (example.chosen, example.rejected) if isinstance(example, Preference) else (example,)
-    for each in both:
-        yield each.prompt_length, each.tokens.numel() - each.prompt_length
+    answers = (example.chosen, example.rejected) if isinstance(example, Preference) else (example,)
+    for answer in answers:
+        yield answer.prompt_length, answer.tokens.numel() - answer.prompt_length

@@ -1,5 +1,5 @@
-"""What the offline trainers learn from: streams of demonstrations, preferences, labeled answers and
-steps, as tokens."""
+"""Examples of the offline trainers as tokens: demonstrations, preferences, labeled answers and
+labeled steps, and the streams of them that a run trains on."""
 
 import itertools
 import math
@@ -11,21 +11,21 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from aligner.data.conversations import PromptText, all_turns, exchange, prompt_text
+from aligner.data.conversations import PromptText, render_exchange, render_prompt, render_turns
 from aligner.data.prompts import (
     ExampleStream,
-    asked_part,
-    drawn_tokens,
-    exchange_tokens,
-    prompt_tokens,
-    within,
+    check_length,
+    extract_prompt,
+    read_token_ids,
+    tokenize_exchange,
+    tokenize_prompt,
 )
 from aligner.data.records import BadRecord, Record, has_steps, read_examples
-from aligner.data.teacher_scores import TaughtRow, TeacherScores
+from aligner.data.teacher_scores import TeacherScores, TeacherScoresRow
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError
 from aligner.models.model_source import directory_shape, model_directory
-from aligner.models.vocabulary import require_policys_tokens
+from aligner.models.vocabulary import require_same_vocabulary
 from aligner.schema import Config, DataConfig
 
 Example = TypeVar("Example")
@@ -35,27 +35,28 @@ Example = TypeVar("Example")
 class Demonstration:
     """A prompt and the response to imitate, tokenized together.
 
-    A response with stored token ids consists of these. Any other response ends with an
-    end-of-sequence token unless data.end_of_sequence=false.
+    The tokens of a response with stored token ids are these ids. Any other response ends with an
+    end token unless data.end_of_sequence=false.
     """
 
     tokens: Tensor
-    """int64 [T]: prompt and response"""
+    """Tokens of prompt and response, int64 [T]."""
     prompt_length: int
     """Number of tokens before the response, at least 1."""
-    learned: Tensor | None = None
-    """bool [T]: which tokens are learned from, behind the prompt; None for all there."""
-    taught: TaughtRow | None = None
-    """Where a teacher's word on it is; None without a teacher."""
+    response_mask: Tensor | None = None
+    """Response tokens that are trained on, bool [T]; None for all of them. Values before the
+    response are ignored."""
+    teacher_row: TeacherScoresRow | None = None
+    """Location of a teacher's scores of this demonstration; None without a teacher."""
     prompt: Tensor | None = None
-    """int64 [P]: the prompt's own tokens, if tokens of prompt and response merge; otherwise the
-    first `prompt_length` tokens."""
+    """Tokens of the prompt alone, int64 [P], if tokens of prompt and response merge; None if they
+    are the first `prompt_length` tokens."""
 
     @property
-    def is_learned(self) -> Tensor:
-        """bool [T]: which tokens are learned from."""
-        behind = torch.arange(self.tokens.numel()) >= self.prompt_length
-        return behind if self.learned is None else behind & self.learned
+    def loss_mask(self) -> Tensor:
+        """Tokens that are trained on, bool [T]."""
+        is_response = torch.arange(self.tokens.numel()) >= self.prompt_length
+        return is_response if self.response_mask is None else is_response & self.response_mask
 
 
 @dataclass(frozen=True)
@@ -65,28 +66,33 @@ class Preference:
     chosen: Demonstration
     rejected: Demonstration
     margin: float | None
-    """By how much the chosen one is better, at least 0; None where the data does not say."""
+    """Difference in quality between the two responses, at least 0; None if the data has none."""
 
 
 @dataclass(frozen=True)
 class LabeledAnswer:
-    """A response, and whether it is one to come nearer to or to leave."""
+    """A response and its label, for KTO."""
 
     answer: Demonstration
     is_desirable: bool
+    """Whether training increases the response's probability; otherwise training decreases it."""
 
 
 @dataclass(frozen=True)
 class LabeledSteps:
-    """A response in steps, each with a label; no end-of-sequence token is added."""
+    """A response in steps, each with a label, for process reward models.
+
+    No end token is added.
+    """
 
     tokens: Tensor
-    """int64 [T]: prompt and steps"""
+    """Tokens of prompt and steps, int64 [T]."""
     prompt_length: int
+    """Number of tokens before the first step."""
     positions: Tensor
-    """int64 [K]: the place in `tokens` of each step's last token, ascending"""
+    """Index in `tokens` of each step's last token, int64 [K], ascending."""
     labels: Tensor
-    """float32 [K]: 1 for a step that is right, 0 for one that is not"""
+    """Label of each step, float32 [K]: 1 for a correct step, 0 for a wrong one."""
 
     def __post_init__(self) -> None:
         if self.positions.shape != self.labels.shape or self.labels.dtype != torch.float32:
@@ -98,27 +104,30 @@ class LabeledSteps:
 
 @dataclass(frozen=True)
 class RunData:
-    """All that a run of an offline trainer reads."""
+    """The data of an offline run."""
 
     examples: ExampleStream[Any]
     held_out: list[Any]
-    """Those that are evaluated on and never trained on."""
-    samples: list[Demonstration] | None
-    """The initial policy's, where a file of them is given."""
+    """Examples for evaluation, which are never trained on."""
+    normalization_samples: list[Demonstration] | None
+    """Samples of the initial policy, whose scores determine the normalization of a reward model;
+    None without `data.normalization`."""
     notices: tuple[str, ...]
-    """What a person should know about them, a line each."""
+    """Notices about the data for the user, one line each."""
 
 
 def open_run_data(config: Config, tokenizer: Tokenizer) -> RunData:
-    """Read, check and tokenize all of it.
+    """Read, check and tokenize the data of an offline run.
 
-    Raises ConfigError as `open_demonstrations` does, and where a source has no more rows than are
-    to be held out.
+    Raises:
+        ConfigError: See `open_demonstrations`; or a source has too few records for
+            `data.held_out`; or `data.normalization` is set for labeled steps.
     """
-    data, trainer = config.data, config.algorithm.trainer
+    data = config.data
+    trainer = config.algorithm.trainer
     examples: ExampleStream[Any]
     if trainer in ("sft", "teacher_scores"):
-        scores = open_scores(config) if trainer == "sft" else None
+        scores = open_teacher_scores(config) if trainer == "sft" else None
         examples = open_demonstrations(data, tokenizer, config.seed, scores)
     elif trainer == "reward_model" and has_steps(data):
         examples = open_labeled_steps(data, tokenizer, config.seed)
@@ -126,18 +135,20 @@ def open_run_data(config: Config, tokenizer: Tokenizer) -> RunData:
         examples = open_labeled_answers(data, tokenizer, config.seed)
     else:
         preference = config.algorithm.preference
-        wanted_by = (
+        margin_setting = (
             f"algorithm.preference.kind={preference.kind}"
             if trainer == "dpo" and preference.has_margin
             else None
         )
-        examples = open_preferences(data, tokenizer, config.seed, margin_for=wanted_by)
+        examples = open_preferences(data, tokenizer, config.seed, margin_for=margin_setting)
+
     if data.normalization is not None and isinstance(examples.take(0, 1)[0], LabeledSteps):
         raise ConfigError(
             f"data.normalization={data.normalization}: is not supported for records with `steps`: a"
             " process reward model returns logits, which are not normalized; remove"
             " data.normalization"
         )
+
     notices = examples.notices
     examples, held_out = examples.hold_out(data.held_out if config.algorithm.learns else 0)
     if held_out:
@@ -153,30 +164,36 @@ def open_run_data(config: Config, tokenizer: Tokenizer) -> RunData:
         )
     if trainer != "reward_model" or data.normalization is None:
         return RunData(examples, held_out, None, notices)
-    # Samples have the prompts that the policy was given, cut by then.
-    uncut: dict[str, Any] = {"prompt_after": None, "prompt_before": None}
-    given = replace(data, path=data.normalization, sources={}, fields={}, shuffle=False, **uncut)
-    samples = open_demonstrations(given, tokenizer, config.seed)
-    taken = samples.take(0, min(len(samples), data.normalization_samples))
-    return RunData(examples, held_out, taken, (*notices, *samples.notices))
+
+    # The samples contain the prompts that the policy received, which were already extracted from
+    # the data's prompts.
+    no_extraction: dict[str, Any] = {"prompt_after": None, "prompt_before": None}
+    sample_data = replace(
+        data, path=data.normalization, sources={}, fields={}, shuffle=False, **no_extraction
+    )
+    sample_stream = open_demonstrations(sample_data, tokenizer, config.seed)
+    samples = sample_stream.take(0, min(len(sample_stream), data.normalization_samples))
+    return RunData(examples, held_out, samples, (*notices, *sample_stream.notices))
 
 
-def open_scores(config: Config) -> TeacherScores | None:
-    """What `teacher.scores` names, if it does.
+def open_teacher_scores(config: Config) -> TeacherScores | None:
+    """Return the teacher's scores in `teacher.scores`; None if the key is not set.
 
-    Raises ConfigError where it cannot be read, or is of a teacher to whom the policy's tokens are
-    others.
+    Raises:
+        ConfigError: The scores cannot be read, or the teacher's tokens differ from the policy's.
     """
     if config.teacher.scores is None:
         return None
-    policy, scores = model_directory(config), TeacherScores(Path(config.teacher.scores))
-    require_policys_tokens("teacher.scores", scores.directory, policy)
-    known = directory_shape(policy, "model.path").vocab_size
-    if scores.vocabulary > known:
+    policy = model_directory(config)
+    scores = TeacherScores(Path(config.teacher.scores))
+    # The scores contain token ids, so both tokenizers must assign the same ids.
+    require_same_vocabulary("teacher.scores", scores.directory, policy)
+    vocab_size = directory_shape(policy, "model.path").vocab_size
+    if scores.vocabulary > vocab_size:
         raise ConfigError(
             f"teacher.scores={scores.directory}: contains token ids up to {scores.vocabulary - 1},"
-            f" but the policy's vocab_size is {known}; use scores of a teacher with the policy's"
-            " vocabulary"
+            f" but the policy's vocab_size is {vocab_size}; use scores of a teacher with the"
+            " policy's vocabulary"
         )
     return scores
 
@@ -184,37 +201,56 @@ def open_scores(config: Config) -> TeacherScores | None:
 def open_demonstrations(
     data: DataConfig, tokenizer: Tokenizer, seed: int, scores: TeacherScores | None = None
 ) -> ExampleStream[Demonstration]:
-    """Demonstrations: `prompt` and `response`, or the `messages` of a conversation, whose last
-    answer is the response.
+    """Read, check and tokenize all demonstrations.
 
-    With `data.learned_turns` of all a conversation's response begins with its first answer, and
-    only answers are learned from.
+    A record has a `prompt` and a `response`, or the `messages` of a conversation, whose last answer
+    is the response. With data.learned_turns=all, the response of a conversation begins with the
+    assistant's first answer, and only the answers are trained on.
 
-    All are read, checked and tokenized at once. Raises ConfigError for a source that cannot be
-    read, or, unless they are to be skipped, a record that is not as it must be or too long, or,
-    where `scores` are given, has none, with its place.
+    Args:
+        data: The configuration of the data.
+        tokenizer: The policy's tokenizer.
+        seed: The seed of the stream.
+        scores: The teacher's scores, which must contain every demonstration; None without a
+            teacher.
+
+    Raises:
+        ConfigError: A source cannot be read; or a record is invalid, too long or without scores,
+            and is not to be skipped. The message names the record.
     """
-    read = _conversation if data.learned_turns == "all" else _demonstration
+    read = _read_conversation if data.learned_turns == "all" else _read_demonstration
 
     def parse(record: Record) -> Demonstration:
         demonstration = read(record, "response", tokenizer, data)
-        return demonstration if scores is None else _taught(demonstration, scores, record.origin)
+        return (
+            demonstration if scores is None else _add_scores(demonstration, scores, record.origin)
+        )
 
-    return _open(data, seed, parse)
+    return _open_stream(data, seed, parse)
 
 
 def open_preferences(
     data: DataConfig, tokenizer: Tokenizer, seed: int, margin_for: str | None = None
 ) -> ExampleStream[Preference]:
-    """Preferences: `prompt`, `chosen` and `rejected`, or two conversations that differ in their
-    last answer, and `margin`, which is not looked at where `data.margin` is false.
+    """Read, check and tokenize all preferences.
 
-    Raises as `open_demonstrations` does; a record whose two answers are equal is not as it must be,
-    nor is one without the margin that `margin_for`, as a message calls it, asks for.
+    A record has a `prompt`, a `chosen` and a `rejected` response, or two conversations that differ
+    in their last answer. It may have a `margin`, which is ignored if data.margin=false.
+
+    Args:
+        data: The configuration of the data.
+        tokenizer: The policy's tokenizer.
+        seed: The seed of the stream.
+        margin_for: The setting that requires a margin in every record, for the error message; None
+            if the margin is optional.
+
+    Raises:
+        ConfigError: See `open_demonstrations`. A record with two equal responses is invalid, and so
+            is a record without a required margin.
     """
 
     def parse(record: Record) -> Preference:
-        pair = _preference(record, tokenizer, data)
+        pair = _read_preference(record, tokenizer, data)
         if margin_for is not None and pair.margin is None:
             problem = (
                 "record lacks field `margin`"
@@ -224,48 +260,55 @@ def open_preferences(
             raise BadRecord(f"{record.origin}: {problem}; {margin_for} requires it")
         return pair
 
-    return _open(data, seed, parse)
+    return _open_stream(data, seed, parse)
 
 
 def open_labeled_answers(
     data: DataConfig, tokenizer: Tokenizer, seed: int
 ) -> ExampleStream[LabeledAnswer]:
-    """Labeled answers: `prompt` and `response`, or the `messages` of a conversation, and `label`,
+    """Read, check and tokenize all labeled answers.
+
+    A record has a `prompt` and a `response`, or the `messages` of a conversation, and a `label`,
     true or false.
 
-    Raises as `open_demonstrations` does.
+    Raises:
+        ConfigError: See `open_demonstrations`.
     """
-    return _open(data, seed, lambda record: _labeled_answer(record, tokenizer, data))
+    return _open_stream(data, seed, lambda record: _read_labeled_answer(record, tokenizer, data))
 
 
 def open_labeled_steps(
     data: DataConfig, tokenizer: Tokenizer, seed: int
 ) -> ExampleStream[LabeledSteps]:
-    """Labeled steps: `prompt` or `messages`, `steps` (texts, joined with nothing between them) and
-    their `labels`, 0 or 1.
+    """Read, check and tokenize all labeled steps.
 
-    Raises as `open_demonstrations` does.
+    A record has a `prompt` or `messages`, `steps` (texts that are joined without a separator), and
+    the `labels` of the steps, 0 or 1.
+
+    Raises:
+        ConfigError: See `open_demonstrations`.
     """
-    return _open(data, seed, lambda record: _labeled_steps(record, tokenizer, data))
+    return _open_stream(data, seed, lambda record: _read_labeled_steps(record, tokenizer, data))
 
 
-def _open(
+def _open_stream(
     data: DataConfig, seed: int, parse: Callable[[Record], Example]
 ) -> ExampleStream[Example]:
-    merged: list[str] = []
+    """Return a stream of all examples, with a notice about merged tokens if there are any."""
+    merge_origins: list[str] = []
 
-    def parse_and_note(record: Record) -> Example:
+    def parse_and_check(record: Record) -> Example:
         example = parse(record)
         if _has_merge(example):
-            merged.append(record.origin)
+            merge_origins.append(record.origin)
         return example
 
-    sources, weights, notices = read_examples(data, parse_and_note)
-    if merged:
+    sources, weights, notices = read_examples(data, parse_and_check)
+    if merge_origins:
         total = sum(map(len, sources))
         notices.append(
-            f"{merged[0]}: tokens merge across the boundary of prompt and response (in"
-            f" {len(merged)} of {total} records); these tokens are trained on as part of the"
+            f"{merge_origins[0]}: tokens merge across the boundary of prompt and response (in"
+            f" {len(merge_origins)} of {total} records); these tokens are trained on as part of the"
             " response, while generation starts from the prompt's own tokens. Move space from the"
             " end of the prompt to the start of the response"
         )
@@ -273,7 +316,7 @@ def _open(
 
 
 def _has_merge(example: object) -> bool:
-    """Whether tokens merge across the boundary of a prompt and a response of the example."""
+    """Return whether tokens merge across the boundary of prompt and response in an example."""
     if isinstance(example, LabeledAnswer):
         return example.answer.prompt is not None
     if isinstance(example, Preference):
@@ -281,82 +324,101 @@ def _has_merge(example: object) -> bool:
     return isinstance(example, Demonstration) and example.prompt is not None
 
 
-def _demonstration(
+def _read_demonstration(
     record: Record, answer: str, tokenizer: Tokenizer, data: DataConfig
 ) -> Demonstration:
+    """Return the demonstration of a record.
+
+    Args:
+        record: The record.
+        answer: The field of the response, such as `response` or `chosen`.
+        tokenizer: The policy's tokenizer.
+        data: The configuration of the data.
+    """
     limit = data.max_response_tokens
     allowed = f"data.max_response_tokens={limit}"
     if data.drawn_tokens:
-        drawn = drawn_tokens(record.values, answer, record.origin, tokenizer)
-        if drawn is not None:
-            within(drawn, record.text(answer), answer, record.origin, limit, allowed)
-            return _with_stored_tokens(record, answer, drawn, tokenizer, data)
+        stored_ids = read_token_ids(record.values, answer, record.origin, tokenizer)
+        if stored_ids is not None:
+            check_length(stored_ids, record.get_text(answer), answer, record.origin, limit, allowed)
+            return _build_from_stored_ids(record, answer, stored_ids, tokenizer, data)
 
-    prompt, response = exchange(record, answer, tokenizer)
-    parts = exchange_tokens(record, prompt, response, tokenizer, data)
-    answered = tokenizer.ended(parts.response_part) if data.end_of_sequence else parts.response_part
-    within(answered, response, answer, record.origin, limit, allowed)
+    prompt, response = render_exchange(record, answer, tokenizer)
+    parts = tokenize_exchange(record, prompt, response, tokenizer, data)
+    response_ids = (
+        tokenizer.append_end_token(parts.response_part)
+        if data.end_of_sequence
+        else parts.response_part
+    )
+    check_length(response_ids, response, answer, record.origin, limit, allowed)
 
     return Demonstration(
-        torch.cat([parts.prompt_part, answered]),
+        torch.cat([parts.prompt_part, response_ids]),
         parts.prompt_part.numel(),
         prompt=parts.prompt if parts.has_merge else None,
     )
 
 
-def _with_stored_tokens(
-    record: Record, answer: str, drawn: Tensor, tokenizer: Tokenizer, data: DataConfig
+def _build_from_stored_ids(
+    record: Record, answer: str, response_ids: Tensor, tokenizer: Tokenizer, data: DataConfig
 ) -> Demonstration:
-    """Return a demonstration of a response's stored token ids, int64 [R]; of an episode, only the
-    tokens that the policy generated are learned."""
-    asked = _given_prompt(record, tokenizer, data)
-    learned = None
+    """Return a demonstration of a response's stored token ids, int64 [R].
+
+    If the response is an episode, only the tokens that the policy generated are trained on.
+    """
+    prompt_ids = _read_prompt_ids(record, tokenizer, data)
+    mask = None
     if answer == "response" and record.values.get("drawn") is not None:
-        not_learned = torch.zeros(asked.numel(), dtype=torch.bool)
-        learned = torch.cat([not_learned, _drawn(record, drawn)])
+        prompt_mask = torch.zeros(prompt_ids.numel(), dtype=torch.bool)
+        mask = torch.cat([prompt_mask, _read_generated_mask(record, response_ids)])
 
-    return Demonstration(torch.cat([asked, drawn]), asked.numel(), learned)
+    return Demonstration(torch.cat([prompt_ids, response_ids]), prompt_ids.numel(), mask)
 
 
-def _taught(demonstration: Demonstration, scores: TeacherScores, origin: str) -> Demonstration:
-    found = scores.find(demonstration.tokens, demonstration.is_learned)
-    if found is None:
+def _add_scores(demonstration: Demonstration, scores: TeacherScores, origin: str) -> Demonstration:
+    """Return the demonstration with its teacher's scores; raise BadRecord if there are none."""
+    row = scores.find(demonstration.tokens, demonstration.loss_mask)
+    if row is None:
         raise BadRecord(
             f"{origin}: teacher.scores={scores.directory} has no scores for this record; compute"
             " them from the same data with the same tokenizer, chat template and limits (data.…)"
         )
-    return replace(demonstration, taught=found)
+    return replace(demonstration, teacher_row=row)
 
 
-def _drawn(record: Record, tokens: Tensor) -> Tensor:
-    """bool [R]: which tokens of an episode's response the policy drew. Raises BadRecord where they
-    are not told so."""
-    drawn = record.values["drawn"]
+def _read_generated_mask(record: Record, tokens: Tensor) -> Tensor:
+    """Return which tokens of an episode's response the policy generated, bool [R].
+
+    Args:
+        record: The record, with the field `drawn`.
+        tokens: The tokens of the response, int64 [R].
+
+    Raises:
+        BadRecord: The field `drawn` is not a list of R zeros and ones, or contains no 1.
+    """
+    values = record.values["drawn"]
     if (
-        not isinstance(drawn, list)
-        or len(drawn) != len(tokens)
-        or not {*drawn} <= {0, 1}
-        or not any(drawn)
+        not isinstance(values, list)
+        or len(values) != len(tokens)
+        or not {*values} <= {0, 1}
+        or not any(values)
     ):
         raise BadRecord(
             f"{record.origin}: field `drawn` must be a list of {len(tokens)} zeros and ones (one"
             " value per token of `tokens`) and contain at least one 1"
         )
-    return torch.tensor(drawn, dtype=torch.bool)
+    return torch.tensor(values, dtype=torch.bool)
 
 
-def _given_prompt(record: Record, tokenizer: Tokenizer, data: DataConfig) -> Tensor:
-    """The prompt of a response that was drawn: the tokens that the record says it was given as,
-    else as any other."""
-    given, limit = (
-        drawn_tokens(record.values, "prompt", record.origin, tokenizer),
-        data.max_prompt_tokens,
-    )
-    if given is None:
-        return prompt_tokens(record, prompt_text(record, tokenizer), tokenizer, data)[1]
-    return within(
-        given,
-        record.text("prompt"),
+def _read_prompt_ids(record: Record, tokenizer: Tokenizer, data: DataConfig) -> Tensor:
+    """Return the stored token ids of a record's prompt, or the tokens of its text; int64 [P]."""
+    stored_ids = read_token_ids(record.values, "prompt", record.origin, tokenizer)
+    limit = data.max_prompt_tokens
+    if stored_ids is None:
+        return tokenize_prompt(record, render_prompt(record, tokenizer), tokenizer, data)[1]
+    return check_length(
+        stored_ids,
+        record.get_text("prompt"),
         "prompt",
         record.origin,
         limit,
@@ -364,69 +426,76 @@ def _given_prompt(record: Record, tokenizer: Tokenizer, data: DataConfig) -> Ten
     )
 
 
-def _conversation(
+def _read_conversation(
     record: Record, answer: str, tokenizer: Tokenizer, data: DataConfig
 ) -> Demonstration:
-    """Return a demonstration that learns all answers of a conversation, each with its end-of-turn
-    token; of a response with stored token ids, only these are learned."""
+    """Return a demonstration with all answers of a conversation (data.learned_turns=all).
+
+    Every answer is trained on, with its end-of-turn token. If the response has stored token ids,
+    only the response is trained on. See `_read_demonstration` for the arguments.
+    """
     if (
         data.drawn_tokens
-        and drawn_tokens(record.values, answer, record.origin, tokenizer) is not None
+        and read_token_ids(record.values, answer, record.origin, tokenizer) is not None
     ):
-        return _demonstration(record, answer, tokenizer, data)
-    prompt, segments = all_turns(record, answer, tokenizer)
-    if not prompt.is_worded:
-        return _demonstration(record, answer, tokenizer, data)
+        return _read_demonstration(record, answer, tokenizer, data)
+    prompt, segments = render_turns(record, answer, tokenizer)
+    if not prompt.is_rendered:
+        return _read_demonstration(record, answer, tokenizer, data)
 
     texts = [segment.text for segment in segments]
-    asked, parts = _tokens_of_parts(record, prompt, texts, tokenizer, data)
-    learned = [torch.zeros(part.numel(), dtype=torch.bool) for part in parts]
-    for segment, part, mask in zip(segments, parts, learned, strict=True):
-        mask[: tokenizer.end_of(part)] = segment.is_answer
-    tokens, mask = torch.cat(parts), torch.cat(learned)
+    prompt_ids, parts = _tokenize_parts(record, prompt, texts, tokenizer, data)
+    masks = [torch.zeros(part.numel(), dtype=torch.bool) for part in parts]
+    for segment, part, mask in zip(segments, parts, masks, strict=True):
+        # Text after an answer's end-of-turn token, such as a line break, is not trained on.
+        mask[: tokenizer.find_end(part)] = segment.is_answer
+    tokens = torch.cat(parts)
+    mask = torch.cat(masks)
 
     # The end-of-turn token may follow the text that the template marks as the answer, or be the
     # first token of the next turn.
-    ends = tokenizer.ends(tokens)
-    mask[1:] |= ends[1:] & mask[:-1] & ~ends[:-1]
+    is_eos = tokenizer.is_eos(tokens)
+    mask[1:] |= is_eos[1:] & mask[:-1] & ~is_eos[:-1]
     if data.end_of_sequence:
-        tokens = tokenizer.ended(tokens)
+        # The end token may be new, or the last tokens may be removed: adapt the mask's length.
+        tokens = tokenizer.append_end_token(tokens)
         mask = torch.cat([mask, mask.new_ones(1)])[: tokens.numel()]
         mask[-1] = True
     limit = data.max_response_tokens
     allowed = f"data.max_response_tokens={limit}, shared by all turns after the first prompt"
-    within(tokens, segments[0].text, answer, record.origin, limit, allowed)
-    mask = torch.cat([torch.zeros(asked.numel(), dtype=torch.bool), mask])
-    return Demonstration(torch.cat([asked, tokens]), asked.numel(), mask)
+    check_length(tokens, segments[0].text, answer, record.origin, limit, allowed)
+    mask = torch.cat([torch.zeros(prompt_ids.numel(), dtype=torch.bool), mask])
+    return Demonstration(torch.cat([prompt_ids, tokens]), prompt_ids.numel(), mask)
 
 
-def _preference(record: Record, tokenizer: Tokenizer, data: DataConfig) -> Preference:
-    chosen = _demonstration(record, "chosen", tokenizer, data)
-    rejected = _demonstration(record, "rejected", tokenizer, data)
-    if not torch.equal(_prompt_of(chosen), _prompt_of(rejected)):
+def _read_preference(record: Record, tokenizer: Tokenizer, data: DataConfig) -> Preference:
+    """Return the preference of a record; raise BadRecord if the two responses are equal."""
+    chosen = _read_demonstration(record, "chosen", tokenizer, data)
+    rejected = _read_demonstration(record, "rejected", tokenizer, data)
+    if not torch.equal(_get_prompt_ids(chosen), _get_prompt_ids(rejected)):
         raise BadRecord(f"{record.origin}: `chosen` and `rejected` must have the same prompt")
 
-    # If tokens merge across the boundary in only one of the two, both responses begin with the
-    # earlier boundary, so that their log-probs are of the same text (as in TRL's DPOTrainer).
-    shared = min(chosen.prompt_length, rejected.prompt_length)
-    chosen = replace(chosen, prompt_length=shared)
-    rejected = replace(rejected, prompt_length=shared)
+    # If tokens merge across the boundary in only one of the two sequences, both responses begin at
+    # the earlier boundary, so that their log-probs are of the same text (as in TRL's DPOTrainer).
+    shared_length = min(chosen.prompt_length, rejected.prompt_length)
+    chosen = replace(chosen, prompt_length=shared_length)
+    rejected = replace(rejected, prompt_length=shared_length)
     if torch.equal(chosen.tokens, rejected.tokens):
         raise BadRecord(
             f"{record.origin}: `chosen` and `rejected` are identical; a pair needs two different"
             " responses"
         )
-    return Preference(chosen, rejected, _margin(record) if data.margin else None)
+    return Preference(chosen, rejected, _read_margin(record) if data.margin else None)
 
 
-def _prompt_of(demonstration: Demonstration) -> Tensor:
+def _get_prompt_ids(demonstration: Demonstration) -> Tensor:
     """Return the tokens of the prompt alone, int64 [P]."""
     if demonstration.prompt is not None:
         return demonstration.prompt
     return demonstration.tokens[: demonstration.prompt_length]
 
 
-def _margin(record: Record) -> float | None:
+def _read_margin(record: Record) -> float | None:
     margin = record.values.get("margin")
     if margin is None:
         return None
@@ -441,15 +510,16 @@ def _margin(record: Record) -> float | None:
     return float(margin)
 
 
-def _labeled_answer(record: Record, tokenizer: Tokenizer, data: DataConfig) -> LabeledAnswer:
+def _read_labeled_answer(record: Record, tokenizer: Tokenizer, data: DataConfig) -> LabeledAnswer:
     label = record.values.get("label")
     if label not in (0, 1):
         raise BadRecord(f"{record.origin}: field `label` is {label!r}, must be true or false")
-    return LabeledAnswer(_demonstration(record, "response", tokenizer, data), bool(label))
+    return LabeledAnswer(_read_demonstration(record, "response", tokenizer, data), bool(label))
 
 
-def _labeled_steps(record: Record, tokenizer: Tokenizer, data: DataConfig) -> LabeledSteps:
-    steps, labels = record.items("steps"), record.items("labels")
+def _read_labeled_steps(record: Record, tokenizer: Tokenizer, data: DataConfig) -> LabeledSteps:
+    steps = record.get_list("steps")
+    labels = record.get_list("labels")
     if len(steps) != len(labels):
         raise BadRecord(
             f"{record.origin}: got {len(steps)} `steps` but {len(labels)} `labels`; every step"
@@ -462,24 +532,27 @@ def _labeled_steps(record: Record, tokenizer: Tokenizer, data: DataConfig) -> La
             )
         if label not in (0, 1):
             raise BadRecord(f"{record.origin}: labels[{index}] is {label!r}, must be 0 or 1")
-    prompt = prompt_text(record, tokenizer)
-    asked, parts = _tokens_of_parts(record, prompt, steps, tokenizer, data)
+
+    prompt = render_prompt(record, tokenizer)
+    prompt_ids, parts = _tokenize_parts(record, prompt, steps, tokenizer, data)
+    # Each error message shows the step at which the common limit is exceeded.
     limit = data.max_response_tokens
     allowed = f"data.max_response_tokens={limit}, shared by all steps"
     for index, (step, part) in enumerate(zip(steps, parts, strict=True)):
-        within(part, step, f"text of steps[{index}]", record.origin, limit, allowed)
+        check_length(part, step, f"text of steps[{index}]", record.origin, limit, allowed)
         limit -= part.numel()
 
-    lengths = torch.tensor([part.numel() for part in [asked, *parts]])
+    # Positions of the steps' last tokens: the cumulative lengths minus 1, without the prompt's.
+    lengths = torch.tensor([part.numel() for part in [prompt_ids, *parts]])
     return LabeledSteps(
-        torch.cat([asked, *parts]),
+        torch.cat([prompt_ids, *parts]),
         int(lengths[0]),
         lengths.cumsum(0)[1:] - 1,
         torch.tensor(labels, dtype=torch.float32),
     )
 
 
-def _tokens_of_parts(
+def _tokenize_parts(
     record: Record,
     prompt: PromptText,
     texts: Sequence[str],
@@ -493,13 +566,15 @@ def _tokens_of_parts(
         one text with the start of the next belongs to the next text.
     """
     response = "".join(texts)
-    parts = exchange_tokens(record, prompt, response, tokenizer, data)
+    parts = tokenize_exchange(record, prompt, response, tokenizer, data)
     tokens = parts.response_part
 
-    whole = asked_part(prompt.text, data, record.origin) + response
-    ends = tokenizer.token_ends(whole, begins=not prompt.is_worded)[-tokens.numel() :]
+    # The first token of a text is the first one that ends after the boundary before the text.
+    full_text = extract_prompt(prompt.text, data, record.origin) + response
+    all_ends = tokenizer.compute_token_ends(full_text, add_bos=not prompt.is_rendered)
+    ends = all_ends[-tokens.numel() :]
     lengths = [len(text) for text in texts[:-1]]
-    boundaries = itertools.accumulate(lengths, initial=len(whole) - len(response))
+    boundaries = itertools.accumulate(lengths, initial=len(full_text) - len(response))
     starts = torch.searchsorted(ends, torch.tensor([*boundaries]), right=True).tolist()
     # The first text begins with the response part, also if its first token is partly the prompt's.
     starts[0] = 0

@@ -1,8 +1,7 @@
-"""Hugging Face directories out of checkpoints, or out of other Hugging Face directories: other
-shards, another dtype.
+"""Export of checkpoints and Hugging Face directories as new Hugging Face directories.
 
-One tensor at a time is in memory. A directory appears under its final name only when it is
-complete.
+The new directory may have shards of another size, or another dtype. Only one tensor at a time is in
+memory. The directory appears under its final name only when it is complete.
 """
 
 import json
@@ -21,7 +20,7 @@ from torch import Tensor
 from aligner.data.checkpoint_files import (
     MANIFEST,
     CheckpointReader,
-    damaged_files,
+    find_damaged_files,
     read_manifest,
     read_manifest_file,
 )
@@ -29,26 +28,33 @@ from aligner.data.checksums import FileRecord
 from aligner.data.model_directory import (
     DTYPES,
     TensorEntry,
-    assemble,
+    assemble_stored_tensors,
     write_safetensors,
 )
 from aligner.errors import AlignerError, ConfigError
-from aligner.files import asked_for, new_directory
+from aligner.files import convert_write_errors, create_directory
 from aligner.models.hugging_face import read_config
 from aligner.models.model_source import NORMALIZATION, directory_config
 from aligner.models.weight_headers import (
-    file_name,
+    name_in_files,
     tensor_files,
     tied_head_problems,
     weight_problems,
 )
-from aligner.models.weight_slices import Head, TensorSpec, adapter_map, stored_tensors, weight_table
-from aligner.paths import RunPaths, complete_steps
+from aligner.models.weight_slices import (
+    Head,
+    TensorSpec,
+    build_adapter_map,
+    group_by_stored_tensor,
+    weight_table,
+)
+from aligner.paths import RunPaths, find_complete_steps
 from aligner.schema import LoraConfig
 
 EXPORT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""Dtypes that an export can have, by their names on the command line."""
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-# What belongs to a model beside its weights and config.json, where there is such a file.
+# Further files of a model directory, which are copied if they exist.
 _COMPANIONS = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -61,8 +67,8 @@ _COMPANIONS = (
     "chat_template.json",
     "generation_config.json",
 )
+# Folder of a model's named chat templates.
 _TEMPLATES = "additional_chat_templates"
-"""The folder with a model's named chat templates."""
 
 
 @dataclass(frozen=True)
@@ -70,31 +76,39 @@ class Source:
     """A model that can be written as a Hugging Face directory, or loaded."""
 
     config: dict[str, Any]
+    """Content of the model's config.json."""
     entries: tuple[TensorEntry, ...]
-    """Its tensors, as the files are to hold them."""
+    """Tensors of the files to write, before a conversion of their dtypes."""
     read: Callable[[str], Tensor]
-    """A tensor of a file, by name."""
+    """Function that reads a tensor of the files by its name."""
     companions: Path
-    """The directory with the tokenizer's files."""
+    """Directory with the tokenizer's files."""
     head: Head
     directory: Path
-    """Where its files lie."""
-    given_as: str
-    """What a message calls it: the argument that it was given as."""
+    """Directory with the model's weights."""
+    argument: str
+    """Command-line argument that named the model, for messages."""
     step: int = 0
-    """Training steps behind a run's checkpoint."""
+    """Number of training steps before the checkpoint; 0 for a model that is not a checkpoint of a
+    run."""
 
     def weights(self) -> Iterator[dict[str, Tensor]]:
-        """The whole tensors of the model's weight table, by name: those that lie in one tensor of a
-        file at a time."""
+        """Yield the weights of the model's weight table, whole and by name.
+
+        Each item contains the weights that are stored in one tensor of the files.
+        """
         table = weight_table(read_config(self.config, "the model"), self.head)
-        for name, specs in stored_tensors(table).items():
+        for name, specs in group_by_stored_tensor(table).items():
             stored = self.read(name)
-            yield {spec.name: _part(stored, spec) for spec in specs}
+            yield {spec.name: _select_weight(stored, spec) for spec in specs}
 
 
 def parse_size(text: str) -> int:
-    """Bytes of a size such as 5GB or 500MiB. Raises ConfigError."""
+    """Parse a size such as 5GB or 500MiB, and return it in bytes.
+
+    Raises:
+        ConfigError: The text is not a size above 0.
+    """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text)
     if match is None or (match[2] and match[2].upper() not in _UNITS) or float(match[1]) <= 0:
         raise ConfigError(
@@ -104,19 +118,24 @@ def parse_size(text: str) -> int:
     return int(float(match[1]) * (_UNITS[match[2].upper()] if match[2] else 1))
 
 
-def find_source(path: Path, given_as: str = "SOURCE") -> Source:
-    """The model at a path: a run directory (the policy, or the reward model that it trains, of its
-    last checkpoint), a `checkpoints/step_<N>` directory, its `policy`, `reward_model` or `critic`,
-    or a Hugging Face directory.
+def find_source(path: Path, argument: str = "SOURCE") -> Source:
+    """Find the model at a path, and check that its files are complete and undamaged.
 
-    Raises ConfigError for anything else, and for what is incomplete, naming what is wrong.
+    Args:
+        path: A run directory, which stands for the policy, or for the reward model that the run
+            trains, in its last checkpoint; a directory `checkpoints/step_<N>`; the directory
+            `policy`, `reward_model` or `critic` of a checkpoint; or a Hugging Face directory.
+        argument: Command-line argument that named the path, for messages.
+
+    Raises:
+        ConfigError: There is no model at the path, or its files are incomplete or damaged.
     """
     if not path.is_dir():
         raise ConfigError(f"{path}: no such directory")
     checkpoints = RunPaths(path).checkpoints
     try:
         if checkpoints.is_dir():
-            steps = complete_steps(checkpoints)
+            steps = find_complete_steps(checkpoints)
             if not steps:
                 raise ConfigError(f"{path}: the run has no complete checkpoint yet")
             path = checkpoints / f"step_{steps[-1]}"
@@ -135,10 +154,10 @@ def find_source(path: Path, given_as: str = "SOURCE") -> Source:
                     if name.startswith(f"{parts[0].name}/")
                 },
             )
-            return _checkpoint_source(parts[0], given_as)
+            return _checkpoint_source(parts[0], argument)
         if (path / MANIFEST).is_file() or any(path.glob("rank_*.safetensors")):
             _check_files(path, read_manifest(path).files)
-            return _checkpoint_source(path, given_as)
+            return _checkpoint_source(path, argument)
     except ConfigError:
         raise
     except AlignerError as error:
@@ -148,42 +167,45 @@ def find_source(path: Path, given_as: str = "SOURCE") -> Source:
             f"{path}: expected a run directory (with checkpoints/), a checkpoint (with {MANIFEST})"
             " or a Hugging Face model directory (with config.json)"
         )
-    return _directory_source(path, given_as)
+    return _directory_source(path, argument)
 
 
 def _check_files(directory: Path, files: Mapping[str, FileRecord]) -> None:
-    if damaged := damaged_files(directory, files):
+    if damaged := find_damaged_files(directory, files):
         raise AlignerError(f"{directory}: the checkpoint is damaged: {'; '.join(damaged)}")
 
 
-def _part(stored: Tensor, spec: TensorSpec) -> Tensor:
+def _select_weight(stored: Tensor, spec: TensorSpec) -> Tensor:
+    """Return the weight that is stored as a range of a file's tensor."""
     axis, start = spec.stored.axis, spec.stored.start
     return stored if axis is None else stored.narrow(axis, start, spec.shape[axis])
 
 
-def _checkpoint_source(directory: Path, given_as: str) -> Source:
+def _checkpoint_source(directory: Path, argument: str) -> Source:
+    """Return the model of a checkpoint, with LoRA adapters merged into the weights."""
     reader = CheckpointReader(directory)
     manifest = reader.manifest
     table = weight_table(manifest.shape, manifest.head)
-    by_name = stored_tensors(table)
+    by_name = group_by_stored_tensor(table)
     if missing := [spec.name for spec in table if spec.name not in manifest.index]:
         raise AlignerError(f"{directory}: the checkpoint lacks the tensors {', '.join(missing)}")
     lora = LoraConfig(**manifest.lora) if manifest.lora else LoraConfig()
-    adapters = adapter_map(table, lora)
+    adapters = build_adapter_map(table, lora)
 
-    def merged(spec: TensorSpec) -> Tensor:
-        weight = reader.whole(spec.name)
+    def merge_adapter(spec: TensorSpec) -> Tensor:
+        weight = reader.read_weight(spec.name)
         if spec.name not in adapters:
             return weight
         down, up = (
-            reader.whole(factor.name).float()
+            reader.read_weight(factor.name).float()
             for factor in (adapters[spec.name].down, adapters[spec.name].up)
         )
+        # LoRA (Hu et al. 2021): W + (alpha / rank) B A, where A is `down` and B is `up`.
         product = lora.alpha / lora.rank * (up @ down)
         return (weight.float() + (product.T if spec.transposed else product)).to(weight.dtype)
 
     def read(name: str) -> Tensor:
-        ((_, tensor),) = assemble(by_name[name], merged)
+        ((_, tensor),) = assemble_stored_tensors(by_name[name], merge_adapter)
         return tensor
 
     step = re.fullmatch(r"step_(\d+)", directory.absolute().parent.name)
@@ -197,15 +219,15 @@ def _checkpoint_source(directory: Path, given_as: str) -> Source:
         Path(os.path.normpath(directory / manifest.source)),
         manifest.head,
         directory,
-        given_as,
+        argument,
         int(step[1]) if step else 0,
     )
 
 
-def _directory_source(directory: Path, given_as: str) -> Source:
-    """A Hugging Face directory, whose tensors are taken as they are."""
-    config = directory_config(directory, given_as)
-    shape = read_config(config, f"{given_as}={directory}")
+def _directory_source(directory: Path, argument: str) -> Source:
+    """Return the model of a Hugging Face directory, with the tensors of its files unchanged."""
+    config = directory_config(directory, argument)
+    shape = read_config(config, f"{argument}={directory}")
     head: Head = (
         "scalar"
         if config["architectures"][0].endswith("ForSequenceClassification")
@@ -224,13 +246,13 @@ def _directory_source(directory: Path, given_as: str) -> Source:
             return TensorEntry(name, DTYPES[piece.get_dtype()], tuple(piece.get_shape()))
 
     def read(name: str) -> Tensor:
-        name = file_name(name, files)
+        name = name_in_files(name, files)
         with safe_open(str(files[name]), framework="pt") as tensors:
             return tensors.get_tensor(name)
 
     try:
         return Source(
-            config, tuple(entry(name) for name in files), read, directory, head, directory, given_as
+            config, tuple(entry(name) for name in files), read, directory, head, directory, argument
         )
     except (OSError, SafetensorError, KeyError) as error:
         raise ConfigError(f"{directory}: the tensors cannot be read: {error}") from error
@@ -244,12 +266,23 @@ def export(
     max_shard_bytes: int = 5 * 10**9,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[str]:
-    """Write a Hugging Face directory; returns what the user should know of it, such as a tokenizer
-    that was not found.
+    """Write a model as a Hugging Face directory.
 
-    `dtype` is one of EXPORT_DTYPES, as stored where None; integers stay what they are. `progress`
-    is told the bytes written, and those to write. Raises ConfigError where `output` exists or
-    cannot be written.
+    Args:
+        source: The model to write.
+        output: The directory to create.
+        dtype: One of EXPORT_DTYPES; None keeps the stored dtypes. Integer tensors are never
+            converted.
+        max_shard_bytes: Maximum size of a weight file in bytes; a larger tensor gets a file of its
+            own.
+        progress: Function that is called after each tensor with the number of bytes written and the
+            total number of bytes.
+
+    Returns:
+        Messages for the user, for example that no tokenizer was found.
+
+    Raises:
+        ConfigError: `output` exists or cannot be written.
     """
     if output.exists():
         raise ConfigError(f"{output}: already exists; give a directory that does not exist yet")
@@ -263,7 +296,7 @@ def export(
     config = {key: value for key, value in source.config.items() if key != "torch_dtype"}
     names = {value: key for key, value in EXPORT_DTYPES.items()}
     config["dtype"] = names.get(max(entries, key=lambda entry: entry.size).dtype, "float32")
-    with asked_for(output), new_directory(output) as directory:
+    with convert_write_errors(output), create_directory(output) as directory:
         _write_weights(entries, source.read, directory, max_shard_bytes, progress)
         (directory / "config.json").write_text(
             json.dumps(config, indent=2) + "\n", encoding="utf-8"
@@ -274,7 +307,7 @@ def export(
 
 
 def _shards(entries: Sequence[TensorEntry], max_bytes: int) -> Iterator[list[TensorEntry]]:
-    """The tensors in order, cut where a file would become too large; a tensor is never cut."""
+    """Yield the tensors of each file, in order; a file exceeds the limit only with one tensor."""
     shard: list[TensorEntry] = []
     size = 0
     for entry in entries:
@@ -293,21 +326,19 @@ def _write_weights(
     max_shard_bytes: int,
     progress: Callable[[int, int], None],
 ) -> None:
-    types, total, done = (
-        {entry.name: entry.dtype for entry in entries},
-        sum(entry.size for entry in entries),
-        0,
-    )
+    dtypes = {entry.name: entry.dtype for entry in entries}
+    total = sum(entry.size for entry in entries)
+    done = 0
 
     def convert(name: str) -> Tensor:
         nonlocal done
-        tensor = read(name).to(types[name])
+        tensor = read(name).to(dtypes[name])
         done += tensor.nbytes
         progress(done, total)
         return tensor
 
     shards = list(_shards(entries, max_shard_bytes))
-    places: dict[str, str] = {}
+    weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         file = (
             f"model-{number:05d}-of-{len(shards):05d}.safetensors"
@@ -315,20 +346,21 @@ def _write_weights(
             else "model.safetensors"
         )
         write_safetensors(directory / file, shard, convert)
-        places |= dict.fromkeys((entry.name for entry in shard), file)
+        weight_map |= dict.fromkeys((entry.name for entry in shard), file)
     if len(shards) > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": places}
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
 def _copy_companions(source: Path, directory: Path) -> list[str]:
+    """Copy the tokenizer and its settings, and return messages for the user."""
     if not source.is_dir():
         return [f"no tokenizer was copied: the initial model's directory {source} does not exist"]
-    found = [name for name in _COMPANIONS if (source / name).is_file()]
-    for name in found:
+    names = [name for name in _COMPANIONS if (source / name).is_file()]
+    for name in names:
         shutil.copyfile(source / name, directory / name)
     if (source / _TEMPLATES).is_dir():
         shutil.copytree(source / _TEMPLATES, directory / _TEMPLATES)
-    if any(name.startswith(("tokenizer", "vocab")) for name in found):
+    if any(name.startswith(("tokenizer", "vocab")) for name in names):
         return []
     return [f"no tokenizer was copied: {source} has no tokenizer files"]

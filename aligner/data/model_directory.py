@@ -1,4 +1,12 @@
-"""The Hugging Face directory that every role reads its initial weights and tokenizer from."""
+"""The model directory: preparation, checks, and its safetensors files.
+
+Every role reads its initial weights and tokenizer from a Hugging Face directory. This module
+creates the directory of a random or GGUF model, checks that a directory is complete, reads slices
+of its weights, and writes safetensors files one tensor at a time.
+
+A safetensors file begins with the length of its header in eight bytes. The JSON header contains the
+dtype, the shape and the position of each tensor. The tensors' bytes follow.
+"""
 
 import contextlib
 import hashlib
@@ -17,12 +25,16 @@ from torch import Tensor
 
 from aligner.config.dry_run.tiny_settings import text_limit
 from aligner.data.checksums import FileRecord
-from aligner.data.tokenizer import character_tokenizer, lenient_tokenizer, read_tokenizer
+from aligner.data.tokenizer import (
+    build_character_tokenizer,
+    build_lenient_tokenizer,
+    read_tokenizer,
+)
 from aligner.data.tokenizer_classes import REGISTERED
-from aligner.data.tokenizer_files import tokenizer_problem
+from aligner.data.tokenizer_files import find_tokenizer_problem
 from aligner.errors import ConfigError
 from aligner.extras import lacking
-from aligner.files import naming, new_directory, new_file
+from aligner.files import create_directory, name_file_in_errors, open_new_file
 from aligner.models.hugging_face import (
     ARCHITECTURES,
     config_notes,
@@ -37,12 +49,18 @@ from aligner.models.model_source import (
 )
 from aligner.models.shape import ModelShape
 from aligner.models.weight_headers import (
-    file_name,
+    name_in_files,
     tensor_files,
     tied_head_problems,
     weight_problems,
 )
-from aligner.models.weight_slices import Head, Slice, TensorSpec, stored_tensors, weight_table
+from aligner.models.weight_slices import (
+    Head,
+    Slice,
+    TensorSpec,
+    group_by_stored_tensor,
+    weight_table,
+)
 from aligner.paths import run_paths
 from aligner.schema import Config
 
@@ -59,11 +77,11 @@ _DTYPE_NAMES = {
     torch.bool: "BOOL",
 }
 DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
-"""torch's dtypes by their names in the format."""
+"""torch's dtypes by their names in the safetensors format."""
 
 
 @contextlib.contextmanager
-def _opened(file: Path) -> Iterator[Any]:
+def _open_safetensors(file: Path) -> Iterator[Any]:
     try:
         handle = safe_open(str(file), framework="pt")
     except (OSError, SafetensorError) as error:
@@ -80,28 +98,37 @@ def read_slices(
     optional: Collection[str] = (),
     partial: bool = False,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Each named slice of the table's tensors; nothing else is read from the disk, one tensor at a
-    time.
+    """Read slices of a directory's weights, one tensor at a time; nothing else is read from disk.
 
-    `optional` tensors that the files lack are left out. Raises ConfigError, before anything is
-    given, for what `weight_problems` finds.
+    Args:
+        directory: A Hugging Face directory.
+        table: The model's weight table.
+        slices: The slices to read, by the name of their weight.
+        optional: Names of weights that the files may lack; they are skipped.
+        partial: Whether the files may contain more weights than the table.
+
+    Yields:
+        The name of each weight and its slice.
+
+    Raises:
+        ConfigError: `weight_problems` finds a problem; raised before the first slice.
     """
     if problems := weight_problems(directory, table, optional=optional, partial=partial):
         raise ConfigError(f"{directory}: the files do not match config.json: {'; '.join(problems)}")
     files = tensor_files(directory)
     by_file: dict[Path, list[TensorSpec]] = {}
     for spec in table:
-        if spec.name in slices and (file := files.get(file_name(spec.stored.name, files))):
+        if spec.name in slices and (file := files.get(name_in_files(spec.stored.name, files))):
             by_file.setdefault(file, []).append(spec)
-    for file, held in by_file.items():
-        with _opened(file) as tensors:
-            for spec in held:
-                whole = tensors.get_slice(file_name(spec.stored.name, files))
-                yield spec.name, whole[_ranges(spec, slices[spec.name])]
+    for file, specs in by_file.items():
+        with _open_safetensors(file) as tensors:
+            for spec in specs:
+                stored = tensors.get_slice(name_in_files(spec.stored.name, files))
+                yield spec.name, stored[_ranges(spec, slices[spec.name])]
 
 
 def _ranges(spec: TensorSpec, piece: Slice) -> tuple[slice, ...]:
-    """Where a slice of a tensor lies in the file's tensor."""
+    """Return the index of a weight's slice in the file's tensor, which may contain more weights."""
     ranges = [slice(0, size) for size in spec.shape]
     if piece.axis is not None:
         ranges[piece.axis] = slice(piece.start, piece.stop)
@@ -111,12 +138,19 @@ def _ranges(spec: TensorSpec, piece: Slice) -> tuple[slice, ...]:
     return tuple(ranges)
 
 
-def assemble(
+def assemble_stored_tensors(
     table: Sequence[TensorSpec], read: Callable[[TensorSpec], Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a file, by name and one at a time, out of the table's, which `read` gives
-    whole."""
-    for name, specs in stored_tensors(table).items():
+    """Assemble the tensors of a file from the weights of a table, one tensor at a time.
+
+    Args:
+        table: The model's weight table.
+        read: Function that returns a whole weight.
+
+    Yields:
+        The name and the content of each tensor of the file.
+    """
+    for name, specs in group_by_stored_tensor(table).items():
         parts = [read(spec) for spec in specs]
         axis = specs[0].stored.axis
         yield name, (parts[0] if axis is None else torch.cat(parts, axis)).contiguous()
@@ -124,7 +158,7 @@ def assemble(
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor to be written."""
+    """Name, dtype and shape of a tensor of a file to write."""
 
     name: str
     dtype: torch.dtype
@@ -132,19 +166,27 @@ class TensorEntry:
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 def write_safetensors(
     file: Path, entries: Sequence[TensorEntry], read: Callable[[str], Tensor]
 ) -> FileRecord:
-    """Write the tensors that `read` gives, one at a time, without a second copy of any; returns
-    size and checksum.
+    """Write a safetensors file, one tensor at a time, without a second copy of a tensor.
 
-    The widest types come first, each in the order of `entries`, so that all lie aligned. Raises
-    ValueError where `read` gives another shape or type than the entry's.
+    Args:
+        file: The file to write; it appears only when it is complete.
+        entries: The tensors of the file.
+        read: Function that returns a tensor by its name.
+
+    Returns:
+        Size and checksum of the file.
+
+    Raises:
+        ValueError: `read` returns a tensor of another shape or dtype than its entry.
     """
+    # The widest dtypes come first, so that every tensor is aligned to its element size.
     ordered = sorted(entries, key=lambda entry: -entry.dtype.itemsize)
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -156,10 +198,10 @@ def write_safetensors(
             "data_offsets": [start, end],
         }
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % 8)  # align the first tensor
     head = len(text).to_bytes(8, "little") + text
     digest = xxhash.xxh3_64(head)
-    with new_file(file) as stream, naming(file):
+    with open_new_file(file) as stream, name_file_in_errors(file):
         stream.write(head)
         for entry in ordered:
             tensor = read(entry.name).detach()
@@ -175,19 +217,21 @@ def write_safetensors(
 
 
 _log = logging.getLogger(__name__)
+# Chat template of the tiny models of a dry run.
 _PLAIN_CHAT = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor"
     " %}assistant: "
 )
-"""Stands for the chat template of the model whose dry run it is."""
 
 
 def prepare_model(config: Config) -> Path:
-    """The model's directory, complete: made first where the source is not a directory and it does
-    not exist yet.
+    """Return the policy's model directory, and create it first if necessary.
 
-    So are a dry run's reward models. Several processes may do so at once. Raises ConfigError where
-    the directory lacks anything that the roles will read.
+    For `model.source=random` and `model.source=gguf` the directory is created unless it exists, and
+    so are the reward models of a dry run. Several processes may call this function at once.
+
+    Raises:
+        ConfigError: The directory lacks a file or a weight that the roles read.
     """
     directory = model_directory(config)
     if config.model.source == "random":
@@ -205,22 +249,30 @@ def prepare_model(config: Config) -> Path:
 
 
 def read_shape(directory: Path) -> ModelShape:
-    """The model's dimensions, from the directory's `config.json`; ConfigError where it has none
-    that is supported."""
+    """Return the model's shape from the directory's configuration files.
+
+    Raises:
+        ConfigError: The directory has no supported `config.json`.
+    """
     return directory_shape(directory, "model.path")
 
 
 def check_model_directory(directory: Path) -> ModelShape:
-    """Check that a directory has a supported configuration, a tokenizer that fits it, and every
-    weight in its shape.
+    """Check that a directory has a supported configuration, all weights, and a fitting tokenizer.
 
-    Only file headers are read, and a head that may differ from tied embeddings. Returns the
-    model's shape; raises ConfigError that names all that is missing.
+    Of the weight files only headers are read, and a head that may differ from tied embeddings.
+
+    Returns:
+        The model's shape.
+
+    Raises:
+        ConfigError: A file or weight is missing, a weight has another shape, or the tokenizer has
+            tokens outside of the model's vocabulary. The error lists all problems.
     """
     if not directory.is_dir():
         raise ConfigError(f"{directory}: no such model directory")
     absent = [] if (directory / "config.json").exists() else ["config.json"]
-    tokenizer_lack = tokenizer_problem(directory)
+    tokenizer_lack = find_tokenizer_problem(directory)
     absent += [] if tokenizer_lack is None else ["tokenizer.json"]
     absent += [] if any(directory.glob("*.safetensors")) else ["*.safetensors"]
     if absent:
@@ -228,9 +280,11 @@ def check_model_directory(directory: Path) -> ModelShape:
             f"{directory}: incomplete Hugging Face model directory; missing: {', '.join(absent)}"
             + ("" if tokenizer_lack is None else f"; {tokenizer_lack}")
         )
+
     shape = read_shape(directory)
     problems = weight_problems(directory, weight_table(shape))
     problems += tied_head_problems(directory, shape)
+
     tokenizer = read_tokenizer(directory)
     vocabulary = tokenizer.get_vocab()
     tokens = max(len(vocabulary), 1 + max(vocabulary.values(), default=-1))
@@ -246,14 +300,17 @@ def check_model_directory(directory: Path) -> ModelShape:
 
 
 def _create(directory: Path, write: Callable[..., None], *arguments: Any) -> None:
-    """Fill a directory, unless it is there; of several processes the first one's stays."""
+    """Create a directory with `write`, unless it exists.
+
+    If several processes create it, the directory of the first process that finishes remains.
+    """
     if not directory.exists():
-        with contextlib.suppress(FileExistsError), new_directory(directory) as new:
-            write(new, *arguments)
+        with contextlib.suppress(FileExistsError), create_directory(directory) as temporary:
+            write(temporary, *arguments)
 
 
 def _write_config(config: dict[str, Any], directory: Path) -> ModelShape:
-    """Write config.json; returns the shape it describes."""
+    """Write config.json, and return the shape that it describes."""
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     return read_shape(directory)
 
@@ -261,26 +318,33 @@ def _write_config(config: dict[str, Any], directory: Path) -> ModelShape:
 def _write_random(
     directory: Path, config: Config, entries: dict[str, Any], head: Head = "vocabulary"
 ) -> None:
-    """A model as the entries of its config.json describe it, with weights from the seed and a
-    tokenizer of characters."""
+    """Write a model with random weights from the seed, and a tokenizer of characters.
+
+    Args:
+        directory: The directory to fill.
+        config: The run's configuration.
+        entries: Entries of the model's config.json.
+        head: Head of the model.
+    """
     read_described_config(entries, "model.config")
     # transformers chooses the class by model_type.
     entries = with_architecture(entries)
     model_type = ARCHITECTURES[entries["architectures"][0]].model_type
     content = {"model_type": model_type, "dtype": "float32"} | dict(entries)
     shape = _write_config(content, directory)
-    tokenizer = character_tokenizer(shape)
+    tokenizer = build_character_tokenizer(shape)
     if config.dry_run.scale != "none":
-        tokenizer = lenient_tokenizer(shape, text_limit(config))
+        tokenizer = build_lenient_tokenizer(shape, text_limit(config))
         (directory / "chat_template.jinja").write_text(_PLAIN_CHAT, encoding="utf-8")
     tokenizer.save(str(directory / "tokenizer.json"))
     if content["model_type"] in REGISTERED:
-        # Without it, transformers rebuilds the tokenizer of the family as a byte-level BPE.
+        # Without this entry, transformers rebuilds the tokenizer of the family as a byte-level BPE.
         (directory / "tokenizer_config.json").write_text(
             json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}) + "\n", encoding="utf-8"
         )
-    table, std = weight_table(shape, head), config.model.initializer_std
-    weights = assemble(table, lambda spec: _random_weight(spec, config.seed, std))
+    table = weight_table(shape, head)
+    std = config.model.initializer_std
+    weights = assemble_stored_tensors(table, lambda spec: _generate_weight(spec, config.seed, std))
     _save(dict(weights), directory)
 
 
@@ -291,9 +355,12 @@ def _save(weights: Mapping[str, Tensor], directory: Path) -> None:
     write_safetensors(directory / "model.safetensors", entries, weights.__getitem__)
 
 
-def _random_weight(spec: TensorSpec, seed: int, std: float) -> Tensor:
-    """float32 N(0, std), ones for a norm's weight, zeros for a bias; depends on the seed and the
-    tensor's name alone."""
+def _generate_weight(spec: TensorSpec, seed: int, std: float) -> Tensor:
+    """Return a random weight in float32, which depends only on the seed and the weight's name.
+
+    The elements are normally distributed with mean 0; the weight of a norm is ones, a bias is
+    zeros.
+    """
     if len(spec.shape) == 1:
         return torch.zeros(spec.shape) if spec.name.endswith("bias") else torch.ones(spec.shape)
     digest = hashlib.sha256(f"{seed}/{spec.name}".encode()).digest()
@@ -302,7 +369,12 @@ def _random_weight(spec: TensorSpec, seed: int, std: float) -> Tensor:
 
 
 def _write_converted(directory: Path, file: Path) -> None:
-    """A GGUF file's weights as float32 safetensors, with its tokenizer and configuration."""
+    """Write the model in a GGUF file as float32 safetensors, with its tokenizer and configuration.
+
+    Raises:
+        ConfigError: A package of the extra `demo` is not installed, or the tokenizer has no special
+            token for padding.
+    """
     if lack := lacking("demo", "transformers", "gguf", "accelerate"):
         raise ConfigError(f"model.source=gguf: {lack}")
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -312,7 +384,7 @@ def _write_converted(directory: Path, file: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(
         file.parent, gguf_file=file.name, dtype=torch.float32
     )
-    # Padding with the end-of-sequence token would hide where a response really ended.
+    # With the EOS token as padding, the end of a response could not be distinguished from padding.
     pad = min(
         (token for token in tokenizer.all_special_ids if token != tokenizer.eos_token_id),
         default=None,
@@ -322,8 +394,7 @@ def _write_converted(directory: Path, file: Path) -> None:
             f"{file}: the tokenizer has no special token other than EOS for padding; use another"
             " GGUF file"
         )
-    # The weights are float32 now: what is left of the GGUF's description must not be applied to
-    # them again.
+    # The weights are float32 now, so the quantization of the GGUF file no longer applies.
     config = model.config.to_dict()
     config.pop("quantization_config", None)
     config |= {

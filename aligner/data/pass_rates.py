@@ -1,5 +1,8 @@
-"""How often the samples of each of a run's prompts have passed, and which prompts are drawn again
-for it."""
+"""Pass rates of a run's prompts, and the curriculum that selects prompts by them.
+
+`PassRates` accumulates how often the samples of each prompt have passed; `PromptSelector` decides
+from the pass rates which prompts of the stream are generated for.
+"""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -16,90 +19,104 @@ from aligner.errors import AlignerError
 from aligner.files import write_file
 from aligner.schema import CurriculumConfig
 
-_FILE, _CHECKSUM = "pass_rates.safetensors", "prompts"
-Origin = Callable[[int], tuple[int, int]]
-"""Of a prompt's id which of the run's prompts it is, and in which pass over them it was taken."""
+_FILE = "pass_rates.safetensors"
+_CHECKSUM = "prompts"  # key of the file's metadata
+
+PromptLocator = Callable[[int], tuple[int, int]]
+"""Maps a prompt's id to the index of the example and the epoch (see `ExampleStream.locate`)."""
 
 
 @dataclass(frozen=True)
-class Draw:
-    """A prompt that was drawn, and what came of it."""
+class PromptOutcome:
+    """The scores of one prompt's samples in a step."""
 
     position: int
-    """In the stream: its id."""
+    """Position of the prompt in the stream, which is its id."""
     example: int
-    """Which of the run's prompts it is."""
-    number: int
-    """The pass over its source, from 0."""
+    """Index of the example among the run's prompts."""
+    epoch: int
+    """Number of the epoch of the prompt's source, from 0."""
     samples: int
-    """That have a score."""
+    """Number of samples that have a score."""
     passed: float
-    """How many of these have passed; of graded scores their sum."""
+    """Number of these samples that have passed; for graded scores, the sum of the scores."""
 
 
 @dataclass(frozen=True)
 class PassRates:
-    """What is known of each of N prompts from the samples of the steps before; never changed in
-    place."""
+    """Pass rates of a run's N prompts; an instance is never changed in place.
+
+    The names of the tensors are also the names in the checkpoint file.
+    """
 
     drawn: Tensor
-    """int64 [N]: how often the prompt was drawn"""
+    """Number of times that each prompt was selected, int64 [N]."""
     last_pass: Tensor
-    """int64 [N]: the pass over its source in which that was last, from 0; -1 before the first"""
+    """Number of the last epoch in which each prompt was selected, from 0, int64 [N]; -1 if it was
+    not selected yet."""
     samples: Tensor
-    """float64 [N]: its samples that have a score, earlier ones by what `data.curriculum.memory`
-    leaves of them"""
+    """Number of samples with a score, float64 [N]. `data.curriculum.memory` discounts older
+    samples."""
     passed: Tensor
-    """float64 [N]: of these, those that have passed"""
+    """Number of these samples that have passed, float64 [N], with the same discount."""
     checksum: int = 0
-    """Of the prompts: others have another one."""
+    """Checksum of the prompts; it detects pass rates of other prompts."""
 
     @staticmethod
-    def none(count: int, checksum: int = 0) -> "PassRates":
-        """Those of so many prompts, none of which was drawn."""
-        numbers, sums = (
-            torch.zeros(count, dtype=torch.int64),
-            torch.zeros(count, dtype=torch.float64),
-        )
+    def empty(count: int, checksum: int = 0) -> "PassRates":
+        """Return the pass rates of `count` prompts before the first step."""
+        numbers = torch.zeros(count, dtype=torch.int64)
+        sums = torch.zeros(count, dtype=torch.float64)
         return PassRates(numbers, numbers - 1, sums, sums, checksum)
 
-    def rates(self) -> Tensor:
-        """float64 [N], 0 to 1; not a number for prompts without a scored sample."""
+    def compute_rates(self) -> Tensor:
+        """Return the pass rate of each prompt, float64 [N] in [0, 1]; NaN without a scored sample.
+
+        A prompt without a scored sample has 0 passed of 0 samples, and 0/0 is NaN.
+        """
         return self.passed / self.samples
 
-    def after(self, draws: Sequence[Draw], memory: float) -> "PassRates":
-        """With a step's draws; `memory` is the share of what was known of their prompts that still
-        counts."""
+    def with_outcomes(self, outcomes: Sequence[PromptOutcome], memory: float) -> "PassRates":
+        """Return the pass rates after a step.
+
+        Args:
+            outcomes: The outcomes of the step's prompts.
+            memory: The factor on a prompt's earlier samples when it gets new scores, 0 to 1
+                (`data.curriculum.memory`).
+        """
         tensors = (
             self.drawn.clone(),
             self.last_pass.clone(),
             self.samples.clone(),
             self.passed.clone(),
         )
-        now = PassRates(*tensors, self.checksum)
-        for draw in draws:
-            place = draw.example
-            now.drawn[place] += 1
-            now.last_pass[place] = max(int(now.last_pass[place]), draw.number)
-            if draw.samples:
-                now.samples[place] = memory * now.samples[place] + draw.samples
-                now.passed[place] = memory * now.passed[place] + draw.passed
-        return now
+        result = PassRates(*tensors, self.checksum)
+        for outcome in outcomes:
+            index = outcome.example
+            result.drawn[index] += 1
+            result.last_pass[index] = max(int(result.last_pass[index]), outcome.epoch)
+            if outcome.samples:
+                result.samples[index] = memory * result.samples[index] + outcome.samples
+                result.passed[index] = memory * result.passed[index] + outcome.passed
+        return result
 
     def save(self, directory: Path) -> None:
-        """Write them into a checkpoint's directory, exactly."""
+        """Write the pass rates into a checkpoint's directory; `load` restores them exactly."""
         directory.mkdir(parents=True, exist_ok=True)
         write_file(directory / _FILE, to_bytes(self._tensors(), {_CHECKSUM: str(self.checksum)}))
 
     def load(self, directory: Path) -> "PassRates | None":
-        """Those that a directory holds; None where they are of other prompts. Raises AlignerError
-        where it holds none."""
+        """Return the pass rates in a checkpoint's directory; None if they are of other prompts.
+
+        Raises:
+            AlignerError: The directory has no readable pass rates.
+        """
         file = directory / _FILE
         try:
             with safe_open(file, "pt") as stored:
                 checksum = int(stored.metadata()[_CHECKSUM])
                 names = list(stored.keys())
-                found = PassRates(
+                loaded = PassRates(
                     **{name: stored.get_tensor(name) for name in names}, checksum=checksum
                 )
         except (OSError, TypeError, KeyError, SafetensorError) as error:
@@ -107,8 +124,8 @@ class PassRates:
                 f"{file}: the prompts' pass rates cannot be read: {error}"
             ) from error
         return (
-            found
-            if (found.checksum, len(found.drawn)) == (self.checksum, len(self.drawn))
+            loaded
+            if (loaded.checksum, len(loaded.drawn)) == (self.checksum, len(self.drawn))
             else None
         )
 
@@ -116,96 +133,120 @@ class PassRates:
         return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
 
 
-def passes(scores: Tensor, threshold: float | None) -> Tensor:
-    """How far each sample passes, float64 [B], 0 to 1, by its score [B]; NaN for a sample without
-    a score.
+def compute_pass_fractions(scores: Tensor, threshold: float | None) -> Tensor:
+    """Return to what degree each sample passes.
 
-    It passes with `threshold` or more; where that is None, as far as its score, cut to 0 and 1,
-    says.
+    Args:
+        scores: The score of each sample, [B]; infinite or NaN for a sample without a score.
+        threshold: The least score that passes. None uses the score itself, clamped to [0, 1].
+
+    Returns:
+        float64 [B] in [0, 1]; NaN for a sample without a score.
     """
-    numbers = torch.where(scores.isfinite(), scores.double(), torch.nan)
+    finite_scores = torch.where(scores.isfinite(), scores.double(), torch.nan)
     return (
-        numbers.clamp(0, 1)
+        finite_scores.clamp(0, 1)
         if threshold is None
-        else torch.where(numbers.isnan(), numbers, (numbers >= threshold).double())
+        # A comparison with NaN is false, so NaN is kept explicitly.
+        else torch.where(
+            finite_scores.isnan(), finite_scores, (finite_scores >= threshold).double()
+        )
     )
 
 
-def draws(
-    ids: Sequence[int], scores: Tensor, origin: Origin, threshold: float | None
-) -> list[Draw]:
-    """What came of a step's prompts, in the stream's order, from the ids and scores [B] of all
-    samples.
+def collect_outcomes(
+    ids: Sequence[int], scores: Tensor, locate: PromptLocator, threshold: float | None
+) -> list[PromptOutcome]:
+    """Return the outcomes of a step's prompts, in the stream's order.
 
-    A sample without a score does not count; the others as `passes` has it.
+    Args:
+        ids: The prompt id of each sample.
+        scores: The score of each sample, [B]. Samples without a score do not count.
+        locate: Returns the example and the epoch of a prompt id.
+        threshold: See `compute_pass_fractions`.
     """
-    found: dict[int, list[float]] = {}
-    for id, passed in zip(ids, passes(scores, threshold).tolist(), strict=True):
-        found.setdefault(id, []).append(passed)
-    told = []
-    for id in sorted(found):
-        known = [passed for passed in found[id] if not math.isnan(passed)]
-        told.append(Draw(id, *origin(id), len(known), sum(known)))
-    return told
+    fractions: dict[int, list[float]] = {}
+    for id, passed in zip(ids, compute_pass_fractions(scores, threshold).tolist(), strict=True):
+        fractions.setdefault(id, []).append(passed)
+    outcomes = []
+    for id in sorted(fractions):
+        scored = [passed for passed in fractions[id] if not math.isnan(passed)]
+        outcomes.append(PromptOutcome(id, *locate(id), len(scored), sum(scored)))
+    return outcomes
 
 
 @dataclass(frozen=True)
-class DrawRule:
-    """Which prompts are drawn, by their pass rates: a pure function of these, the seed and the
-    position in the stream."""
+class PromptSelector:
+    """The curriculum's rule for the selection of prompts (`data.curriculum`).
+
+    The selection is a pure function of the pass rates, the seed and the position in the stream.
+    """
 
     curriculum: CurriculumConfig
     seed: int
 
-    def chosen(
-        self, places: Iterator[tuple[int, int, int]], count: int, rates: PassRates
+    def select(
+        self, locations: Iterator[tuple[int, int, int]], count: int, rates: PassRates
     ) -> list[int]:
-        """The first `count` positions to be drawn; of endless (position, example, pass over its
-        source).
+        """Return the first `count` positions that are selected.
 
-        Raises AlignerError where fewer prompts are left that are not left out for good.
+        Args:
+            locations: Position, example index and epoch of each prompt of the endless stream.
+            count: The number of positions.
+            rates: The pass rates of the run's prompts.
+
+        Raises:
+            AlignerError: Fewer than `count` prompts are not excluded forever.
         """
-        known, rest, (low, high) = (
-            rates.rates(),
-            self.curriculum.rest_passes,
-            self.curriculum.between or [0.0, 1.0],
-        )
-        outside = (known < low) | (known > high)
-        if rest == 0 and (left := int((~outside).sum())) < count:
+        known_rates = rates.compute_rates()
+        rest_epochs = self.curriculum.rest_passes
+        low, high = self.curriculum.between or [0.0, 1.0]
+        # Comparisons with NaN are false: prompts without a pass rate are not outside the range.
+        is_outside = (known_rates < low) | (known_rates > high)
+        if rest_epochs == 0 and (remaining := int((~is_outside).sum())) < count:
+            # The loop below would search the endless stream forever.
             raise AlignerError(
                 f"data.curriculum.between=[{low:g}, {high:g}]: {count} prompts are required, but"
-                f" only {left} of {len(known)} have a pass rate in this range or no pass rate yet."
-                " Widen the range, or set data.curriculum.rest_passes > 0 to retry prompts outside"
-                " the range"
+                f" only {remaining} of {len(known_rates)} have a pass rate in this range or no pass"
+                " rate yet. Widen the range, or set data.curriculum.rest_passes > 0 to retry"
+                " prompts outside the range"
             )
-        found: list[int] = []
-        while len(found) < count:
-            position, example, number = next(places)
-            rests = bool(outside[example]) and (
-                rest == 0 or number <= int(rates.last_pass[example]) + rest
-            )
-            if not rests and (
-                (chance := self.chance(float(known[example]))) >= 1 or self._lot(position) < chance
-            ):
-                found.append(position)
-        return found
 
-    def _lot(self, position: int) -> float:
-        """Drawn for a position, from 0 to 1, which is left out."""
-        # The key makes it another draw than those of the order.
+        selected: list[int] = []
+        while len(selected) < count:
+            position, example, epoch = next(locations)
+            # A prompt outside the range rests for some epochs, or forever with rest_passes=0.
+            is_resting = bool(is_outside[example]) and (
+                rest_epochs == 0 or epoch <= int(rates.last_pass[example]) + rest_epochs
+            )
+            if not is_resting and (
+                (probability := self.selection_probability(float(known_rates[example]))) >= 1
+                or self._sample_uniform(position) < probability
+            ):
+                selected.append(position)
+        return selected
+
+    def _sample_uniform(self, position: int) -> float:
+        """Return the random number in [0, 1) of a position."""
+        # The spawn key makes this random stream independent of the orders of the epochs.
         bits = np.random.Philox(np.random.SeedSequence([self.seed, position], spawn_key=(2,)))
         return float(np.random.Generator(bits).random())
 
-    def chance(self, rate: float) -> float:
-        """Of a prompt to be drawn where the stream comes to it: 1 at the target or before it has a
-        rate, less on either side.
+    def selection_probability(self, rate: float) -> float:
+        """Return the probability that a prompt with a pass rate is selected.
 
-        (p/t)^2t ((1-p)/(1-t))^2(1-t), at t = 1/2 4p(1-p): the learnability of Foster et al. 2025,
-        "Learning to Reason at the Frontier of Learnability", the variance of a passing sample, with
-        its greatest value at the target.
+        It is 1 without a target, without a pass rate, and at the target t, and decreases on both
+        sides of the target:
+
+            (p/t)^(2t) ((1-p)/(1-t))^(2(1-t)), at least `data.curriculum.least_chance`
+
+        For t = 1/2 this is 4p(1-p), which is proportional to the learnability p(1-p) of Foster et
+        al. 2025, "Learning to Reason at the Frontier of Learnability", the variance of the event
+        that a sample passes. Other targets move the maximum from 1/2 to t.
         """
         target = self.curriculum.target
         if target is None or math.isnan(rate):
             return 1.0
-        near = (rate / target) ** (2 * target) * ((1 - rate) / (1 - target)) ** (2 * (1 - target))
-        return max(self.curriculum.least_chance, near)
+        # (p/t)^(2t) ((1-p)/(1-t))^(2(1-t))
+        weight = (rate / target) ** (2 * target) * ((1 - rate) / (1 - target)) ** (2 * (1 - target))
+        return max(self.curriculum.least_chance, weight)

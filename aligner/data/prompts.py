@@ -1,9 +1,14 @@
-"""Prompts and responses of records as tokens, and prompts as an endless stream.
+"""Prompts and responses of records as tokens, and endless streams of examples.
 
-A plain prompt begins with the special tokens that the model's tokenizer itself puts before a text,
-such as a beginning-of-sequence token; a chat template renders its own special tokens.
+`ExampleStream` mixes and shuffles examples of several sources; `PromptStream` is such a stream of
+prompts. A stream has no state except a position, so a run resumes exactly. `open_prompts` and
+`open_evaluation_prompts` read the prompts of a run; the remaining functions tokenize prompts and
+responses of records.
 
-Prompt and response are tokenized together, as TRL does: many tokenizers put a space before a text
+A plain prompt begins with the special tokens that the model's tokenizer puts before a text, such
+as a beginning-of-sequence (BOS) token; a chat template renders its own special tokens.
+
+Prompt and response are tokenized together, as in TRL: many tokenizers put a space before a text
 that is tokenized alone, or merge the end of a prompt with the start of a response.
 """
 
@@ -24,18 +29,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from aligner.data.control_tokens import without_marks
-from aligner.data.conversations import PromptText, asked_messages, exchange, prompt_text, with_tools
-from aligner.data.pass_rates import DrawRule, PassRates, passes
+from aligner.data.control_tokens import unescape
+from aligner.data.conversations import (
+    PromptText,
+    add_tools,
+    get_prompt_messages,
+    render_exchange,
+    render_prompt,
+)
+from aligner.data.pass_rates import PassRates, PromptSelector, compute_pass_fractions
 from aligner.data.records import (
     BadRecord,
-    LeftOut,
+    ExcludedRecord,
     Record,
-    convert,
-    given_examples,
+    parse_records,
     read_examples,
-    read_lines,
-    source_examples,
+    read_inline_prompts,
+    read_raw_records,
+    read_source,
 )
 from aligner.data.tokenizer import Tokenizer, Tools
 from aligner.data.types import Prompt
@@ -45,15 +56,17 @@ from aligner.schema.data_sources import DataSource, task_sources
 from aligner.schema.evaluation_suites import Suite
 
 Example = TypeVar("Example")
-_AT_ONCE = 1024
-"""Positions that are looked at together where nobody knows how many it takes."""
+
+# Number of stream positions that are located per batch when the caller's need is unknown.
+_LOCATION_BATCH = 1024
 
 
 class ExampleStream(Generic[Example]):
-    """Examples of one or more sources, each source one pass after another, in an order of its own
-    when shuffled.
+    """An endless stream of the examples of one or more sources.
 
-    What it yields is a pure function of (examples, weights, seed, position).
+    The stream passes over each source again and again. With `shuffle`, every epoch of a source has
+    its own random order. The result of each method is a pure function of the examples, the weights,
+    the seed and the position, so that a checkpoint needs to store only a position.
     """
 
     def __init__(
@@ -65,161 +78,207 @@ class ExampleStream(Generic[Example]):
         shuffle: bool,
         notices: Sequence[str] = (),
     ) -> None:
-        """`weights` are the sources' shares, above 0 and not necessarily of sum 1; equal ones where
-        None.
+        """Create a stream.
 
-        `notices` are what a person should know about the examples, a line each. Raises ConfigError
-        without an example.
+        Args:
+            sources: The examples of each source, at least one per source.
+            weights: The share of each source; above 0, and the sum need not be 1. None gives all
+                sources the same share.
+            seed: The seed of all orders and of the held-out selection.
+            shuffle: Whether the examples of a source are shuffled in each epoch.
+            notices: Notices about the examples for the user, one line each.
+
+        Raises:
+            ConfigError: There is no source, or a source has no example.
         """
         if not sources or not all(sources):
             raise ConfigError("every data source must have at least one record")
         self._sources = sources
+        # Exact fractions: rounding errors must not change the order of the sources.
         self._weights = [Fraction(str(weight)) for weight in weights or [1] * len(sources)]
-        self._seed, self._shuffle = seed, shuffle
-        self._order = lru_cache(maxsize=2 * len(sources))(self._pass_order)
+        self._seed = seed
+        self._shuffle = shuffle
+        # Each source needs the order of one epoch, or of two at an epoch's end.
+        self._order = lru_cache(maxsize=2 * len(sources))(self._compute_epoch_order)
         self.notices = tuple(notices)
 
     def __len__(self) -> int:
-        """How many examples the sources have together."""
+        """Return the number of examples of all sources."""
         return sum(map(len, self._sources))
 
-    def examples(self) -> Iterator[Example]:
-        """Every example of every source once, in the sources' own order."""
+    def iterate_examples(self) -> Iterator[Example]:
+        """Return an iterator over every example of every source, in the sources' own order."""
         return itertools.chain.from_iterable(self._sources)
 
     def hold_out(self, count: int) -> "tuple[ExampleStream[Example], list[Example]]":
-        """A stream without `count` examples of each source, and those; ConfigError where a source
-        has no more.
+        """Split off examples for evaluation.
 
-        They are a draw that depends on the seed and the source's size alone, those of a smaller
-        count among those of a larger one; without shuffling they are the last ones.
+        With `shuffle`, the held-out examples are a random selection that depends only on the seed
+        and the source's size; the selection for a smaller count is a subset of the selection for a
+        larger one. Without `shuffle`, they are the last examples of each source.
+
+        Args:
+            count: The number of examples of each source to hold out.
+
+        Returns:
+            A stream without the held-out examples, and the held-out examples.
+
+        Raises:
+            ConfigError: A source has no more than `count` examples.
         """
         if count == 0:
             return self, []
         for number, source in enumerate(self._sources, start=1):
             if len(source) <= count:
-                which = (
+                subject = (
                     f"source {number} of {len(self._sources)} has"
                     if len(self._sources) > 1
                     else "the data has"
                 )
                 raise ConfigError(
-                    f"data.held_out={count}: {which} only {len(source)} records; hold out fewer"
+                    f"data.held_out={count}: {subject} only {len(source)} records; hold out fewer"
                     " records, so that at least one record remains for training"
                 )
-        kept, held_out = [], []
-        for number, source in enumerate(self._sources):
-            out = set(self._drawn(number)[:count])
-            kept.append([example for place, example in enumerate(source) if place not in out])
-            held_out += [source[place] for place in sorted(out)]
-        weights = [float(weight) for weight in self._weights]
-        rest = ExampleStream(
-            kept, weights, seed=self._seed, shuffle=self._shuffle, notices=self.notices
-        )
-        return rest, held_out
 
-    def _drawn(self, source: int) -> list[int]:
-        """A source's places in the order in which they are held out."""
+        train_sources = []
+        held_out = []
+        for number, source in enumerate(self._sources):
+            indices = set(self._compute_hold_out_order(number)[:count])
+            train_sources.append(
+                [example for index, example in enumerate(source) if index not in indices]
+            )
+            held_out += [source[index] for index in sorted(indices)]
+
+        weights = [float(weight) for weight in self._weights]
+        stream = ExampleStream(
+            train_sources, weights, seed=self._seed, shuffle=self._shuffle, notices=self.notices
+        )
+        return stream, held_out
+
+    def _compute_hold_out_order(self, source: int) -> list[int]:
+        """Return the indices of a source's examples in the order in which they are held out."""
         size = len(self._sources[source])
         if not self._shuffle:
             return list(range(size))[::-1]
-        # The key makes it another draw than any pass's order.
+        # The spawn key makes this random stream independent of the orders of the epochs.
         bits = np.random.Philox(np.random.SeedSequence([self._seed, source], spawn_key=(1,)))
-        return [int(place) for place in np.random.Generator(bits).permutation(size)]
+        return [int(index) for index in np.random.Generator(bits).permutation(size)]
 
     def take(self, start: int, count: int) -> list[Example]:
-        """The `count` examples at positions `start` and up."""
-        return [self._sources[source][place] for source, place, _ in self._taken(start, count)]
+        """Return the `count` examples at the positions from `start` on."""
+        return [
+            self._sources[source][index] for source, index, _ in self._locate_range(start, count)
+        ]
 
-    def origin(self, position: int) -> tuple[int, int]:
-        """Which example is at a position, counted over all sources in their order, and in which
-        pass over its own, from 0."""
-        [(source, place, number)] = self._taken(position, 1)
-        return sum(map(len, self._sources[:source])) + place, number
+    def locate(self, position: int) -> tuple[int, int]:
+        """Return which example is at a position, and in which epoch.
 
-    def _taken(self, start: int, count: int) -> Iterator[tuple[int, int, int]]:
-        """Source, place in it and pass over it, at `count` positions."""
-        for source, index in _places(self._weights, start, count):
-            number, place = divmod(index, len(self._sources[source]))
-            yield source, int(self._order(source, number)[place]), number
+        Returns:
+            The index of the example, counted over all sources in their order, and the number of
+            the epoch of its source, from 0.
+        """
+        [(source, index, epoch)] = self._locate_range(position, 1)
+        return sum(map(len, self._sources[:source])) + index, epoch
 
-    def _origins(self, start: int) -> Iterator[tuple[int, int, int]]:
-        """Position, example and pass as `origin` tells them, from `start` on without an end."""
-        firsts = [0, *itertools.accumulate(map(len, self._sources))]
-        for position in itertools.count(start, _AT_ONCE):
-            taken = enumerate(self._taken(position, _AT_ONCE), start=position)
+    def _locate_range(self, start: int, count: int) -> Iterator[tuple[int, int, int]]:
+        """Yield source, index in the source and epoch of the source at `count` positions."""
+        for source, offset in _interleave(self._weights, start, count):
+            epoch, rank = divmod(offset, len(self._sources[source]))
+            yield source, int(self._order(source, epoch)[rank]), epoch
+
+    def _locate_from(self, start: int) -> Iterator[tuple[int, int, int]]:
+        """Yield position, example index and epoch (see `locate`) from `start` on, without end."""
+        first_indices = [0, *itertools.accumulate(map(len, self._sources))]
+        for batch_start in itertools.count(start, _LOCATION_BATCH):
+            locations = enumerate(
+                self._locate_range(batch_start, _LOCATION_BATCH), start=batch_start
+            )
             yield from (
-                (at, firsts[source] + place, number) for at, (source, place, number) in taken
+                (position, first_indices[source] + index, epoch)
+                for position, (source, index, epoch) in locations
             )
 
-    def _pass_order(self, source: int, number: int) -> np.ndarray:
-        """int64 [N]: which of a source's examples comes when in a pass."""
+    def _compute_epoch_order(self, source: int, epoch: int) -> np.ndarray:
+        """Return the order of a source's examples in one epoch, indices int64 [N]."""
         size = len(self._sources[source])
         if not self._shuffle:
             return np.arange(size)
-        bits = np.random.Philox(np.random.SeedSequence([self._seed, number, source]))
+        bits = np.random.Philox(np.random.SeedSequence([self._seed, epoch, source]))
         return np.random.Generator(bits).permutation(size)
 
 
-def _places(weights: Sequence[Fraction], start: int, count: int) -> Iterator[tuple[int, int]]:
-    """(source, how many of it came before) at positions `start` to `start + count` of an endless
-    interleaving.
+def _interleave(weights: Sequence[Fraction], start: int, count: int) -> Iterator[tuple[int, int]]:
+    """Interleave sources without end, and yield the positions `start` to `start + count`.
 
-    Sainte-Laguë's divisor method: item k of a source is due at (k + 1/2) / share, and items come in
-    the order in which they are due. Shares are met exactly in the long run and about as nearly as
-    whole numbers can in every stretch, so that small steps are mixed alike; a draw at each position
-    would scatter them.
+    This is Sainte-Laguë's divisor method: item k of a source is due at (k + 1/2) / share, and items
+    are yielded in the order in which they are due. The shares are exact in the long run, and in
+    every interval as close as whole numbers allow, so that also small steps have the same mixture.
+    An independent random choice at each position would not have this property.
+
+    Yields:
+        The source at each position, and the number of earlier items of this source.
     """
     total = sum(weights)
     shares = [weight / total for weight in weights]
-    # Before time t, ceil(share * t - 1/2) items of a source are due: fewer than t + len(shares) / 2
-    # of all sources, and no less than t - len(shares) / 2. Starting so early skips at most one item
-    # a source.
+
+    # Before time t, ceil(share * t - 1/2) items of a source are due: of all sources together fewer
+    # than t + len(shares) / 2 and at least t - len(shares) / 2. At this early time, the position is
+    # therefore not yet behind `start`, and the loop below discards at most len(shares) items.
     time = max(Fraction(0), start - Fraction(len(shares), 2))
     counts = [max(0, math.ceil(share * time - Fraction(1, 2))) for share in shares]
-    due = [
-        ((taken + Fraction(1, 2)) / share, source)
-        for source, (taken, share) in enumerate(zip(counts, shares, strict=True))
+    due_items = [
+        ((earlier_items + Fraction(1, 2)) / share, source)
+        for source, (earlier_items, share) in enumerate(zip(counts, shares, strict=True))
     ]
-    heapq.heapify(due)
+    heapq.heapify(due_items)
+
     for position in range(sum(counts), start + count):
-        _, source = due[0]
+        _, source = due_items[0]
         if position >= start:
             yield source, counts[source]
         counts[source] += 1
-        heapq.heapreplace(due, ((counts[source] + Fraction(1, 2)) / shares[source], source))
+        heapq.heapreplace(due_items, ((counts[source] + Fraction(1, 2)) / shares[source], source))
 
 
 class PromptStream(ExampleStream[Prompt]):
-    """An endless stream of prompts, as `ExampleStream` orders them, some of which a rule may pass
-    over."""
+    """An endless stream of prompts, from which a curriculum may select."""
 
-    rule: DrawRule | None = None
-    """None: every prompt is drawn."""
+    selector: PromptSelector | None = None
+    """The curriculum's selection rule; None selects every prompt."""
 
     def take(self, start: int, count: int) -> list[Prompt]:
-        """The `count` prompts at positions `start` and up; a prompt's id is its position."""
+        """Return the `count` prompts from position `start` on; a prompt's id is its position."""
         return [
             replace(prompt, id=start + index)
             for index, prompt in enumerate(super().take(start, count))
         ]
 
-    def checksum(self) -> int:
-        """Of the texts of all prompts, in the sources' own order."""
+    def compute_checksum(self) -> int:
+        """Return the CRC-32 of the texts of all prompts, in the sources' own order."""
         return functools.reduce(
-            lambda sum, prompt: zlib.crc32(prompt.text.encode() + b"\0", sum), self.examples(), 0
+            lambda checksum, prompt: zlib.crc32(prompt.text.encode() + b"\0", checksum),
+            self.iterate_examples(),
+            0,
         )
 
-    def draw(self, start: int, count: int, rates: PassRates | None) -> tuple[list[Prompt], int]:
-        """The first `count` prompts from a position on that are drawn at these pass rates, and the
-        position behind them.
+    def select(self, start: int, count: int, rates: PassRates | None) -> tuple[list[Prompt], int]:
+        """Return the first prompts from a position on that the curriculum selects.
 
-        Raises AlignerError where too few are left.
+        Args:
+            start: The first position.
+            count: The number of prompts.
+            rates: The pass rates that the selection depends on; None selects every prompt.
+
+        Returns:
+            The prompts, and the position after the last one.
+
+        Raises:
+            AlignerError: The curriculum excludes so many prompts that too few remain.
         """
-        if self.rule is None or rates is None or count < 1:
+        if self.selector is None or rates is None or count < 1:
             return self.take(start, count), start + count
-        chosen = self.rule.chosen(self._origins(start), count, rates)
-        return [self.take(position, 1)[0] for position in chosen], chosen[-1] + 1
+        positions = self.selector.select(self._locate_from(start), count, rates)
+        return [self.take(position, 1)[0] for position in positions], positions[-1] + 1
 
 
 def open_prompts(
@@ -227,31 +286,42 @@ def open_prompts(
     tokenizer: Tokenizer,
     seed: int,
     *,
-    messages: bool = False,
-    answers: bool = False,
+    include_messages: bool = False,
+    include_responses: bool = False,
     tools: Tools | None = None,
 ) -> PromptStream:
-    """The prompts of all sources, or those given in place, tokenized; what else a record has is a
-    prompt's metadata.
+    """Read and tokenize the prompts of all sources, or the prompts in the configuration.
 
-    With `messages` these are there too, where a prompt was made of them; with `answers` the
-    record's `response`, or the last answer of its conversation, as `response` and
-    `response_tokens`. `tools` are what a prompt, which must be of messages, tells the model of,
-    unless its record has `tools` of its own.
+    All other fields of a record become the prompt's metadata.
 
-    Raises ConfigError for none at all, a source that cannot be read, or, unless they are to be
-    skipped, a record without a usable prompt of at most `data.max_prompt_tokens` tokens, with its
-    place; of longer ones as `data.long_prompts` says.
+    Args:
+        data: The configuration of the data.
+        tokenizer: The policy's tokenizer.
+        seed: The seed of the stream.
+        include_messages: Whether the metadata contains the chat messages that a prompt was
+            rendered from.
+        include_responses: Whether the metadata contains the record's response, or the last answer
+            of its conversation, as `response` and `response_tokens`.
+        tools: Schemas of the tools that the prompts describe to the model. Records with a field
+            `tools` use their own tools. All prompts must be chat messages if there are tools.
+
+    Raises:
+        ConfigError: There is no prompt; a source cannot be read; or a record has no usable prompt
+            and is not to be skipped. The message names the record. `data.long_prompts` determines
+            the handling of prompts of more than `data.max_prompt_tokens` tokens.
     """
 
-    told = _told_pass_rates(data)
+    pass_rates = _read_pass_rates(data)
 
     def parse(record: Record) -> Prompt:
-        record = _with_pass_rate(record, data, tokenizer, told)
-        prompt = _parsed(with_tools(record, tools), tokenizer, data, messages)
+        record = _add_pass_rate(record, data, tokenizer, pass_rates)
+        prompt = _parse_prompt(add_tools(record, tools), tokenizer, data, include_messages)
         return (
-            replace(prompt, metadata={**prompt.metadata, **_answer(record, tokenizer, data)})
-            if answers
+            replace(
+                prompt,
+                metadata={**prompt.metadata, **_get_response_fields(record, tokenizer, data)},
+            )
+            if include_responses
             else prompt
         )
 
@@ -261,7 +331,8 @@ def open_prompts(
             sorted(source, key=functools.partial(_sort_key, data.sort_by)) for source in sources
         ]
     stream = PromptStream(sources, weights, seed=seed, shuffle=data.shuffle, notices=notices)
-    stream.rule = DrawRule(data.curriculum, seed) if data.curriculum.chooses else None
+    # Without a selection criterion, the stream does not need the pass rates.
+    stream.selector = PromptSelector(data.curriculum, seed) if data.curriculum.chooses else None
     return stream
 
 
@@ -270,37 +341,44 @@ def open_evaluation_prompts(
     data: DataConfig,
     tokenizer: Tokenizer,
     *,
-    messages: bool = False,
+    include_messages: bool = False,
     tools: Tools | None = None,
 ) -> list[Prompt]:
-    """The prompts that a run is evaluated on, in their order, tokenized; `reference` in their
-    metadata is a text.
+    """Read and tokenize the prompts of an evaluation suite, in their order.
 
-    `data` says of them what it says of those that are learned from: where they begin and end, and
-    how long they may be.
+    Args:
+        suite: The evaluation suite. Its records may have a text `reference`.
+        data: The configuration of the training data. Its limits and prompt boundaries also apply to
+            evaluation prompts.
+        tokenizer: The policy's tokenizer.
+        include_messages: See `open_prompts`.
+        tools: See `open_prompts`.
 
-    `messages` and `tools` as `open_prompts`, whose ConfigError it raises.
+    Raises:
+        ConfigError: See `open_prompts`.
     """
     settings = suite.settings
 
     def parse(record: Record) -> Prompt:
+        # Check the reference response here: later users rely on a text and valid token ids.
         if "reference" in record.values:
-            record.text("reference")
+            record.get_text("reference")
         if not data.drawn_tokens:
             values = {
                 name: value for name, value in record.values.items() if name != "reference_tokens"
             }
             record = replace(record, values=values)
-        drawn_tokens(record.values, "reference", record.origin, tokenizer)
-        return _parsed(with_tools(record, tools), tokenizer, data, messages)
+        read_token_ids(record.values, "reference", record.origin, tokenizer)
+        return _parse_prompt(add_tools(record, tools), tokenizer, data, include_messages)
 
     if settings.questions and data.tasks:
-        each = [
-            source_examples(source, parse)[0] for source in task_sources(data, settings.questions)
+        prompts_per_task = [
+            read_source(source, parse)[0] for source in task_sources(data, settings.questions)
         ]
-        prompts = [prompt for prompts in zip(*each, strict=False) for prompt in prompts]
+        # One prompt of each task in turn, so that `count` below keeps all tasks.
+        prompts = [prompt for group in zip(*prompts_per_task, strict=False) for prompt in group]
     elif settings.path is None:
-        prompts, _ = given_examples(settings.prompts, f"{suite.key}.prompts", parse)
+        prompts, _ = read_inline_prompts(settings.prompts, f"{suite.key}.prompts", parse)
     else:
         source = DataSource(
             suite.key,
@@ -308,67 +386,91 @@ def open_evaluation_prompts(
             fields=settings.fields,
             timeout_s=data.function_timeout_s,
         )
-        prompts, _ = source_examples(source, parse)
+        prompts, _ = read_source(source, parse)
     return [
-        replace(prompt, id=suite.first_id + place)
-        for place, prompt in enumerate(prompts[: settings.count])
+        replace(prompt, id=suite.first_id + index)
+        for index, prompt in enumerate(prompts[: settings.count])
     ]
 
 
-def _parsed(record: Record, tokenizer: Tokenizer, data: DataConfig, messages: bool) -> Prompt:
-    text, tokens = prompt_tokens(record, prompt_text(record, tokenizer), tokenizer, data)
-    metadata = _metadata(record) | (asked_messages(record) if messages else {})
-    return Prompt(0, without_marks(text), tokens, metadata, record.origin)
+def _parse_prompt(
+    record: Record, tokenizer: Tokenizer, data: DataConfig, include_messages: bool
+) -> Prompt:
+    text, tokens = tokenize_prompt(record, render_prompt(record, tokenizer), tokenizer, data)
+    metadata = _collect_metadata(record) | (get_prompt_messages(record) if include_messages else {})
+    return Prompt(0, unescape(text), tokens, metadata, record.origin)
 
 
-def _told_pass_rates(data: DataConfig) -> Mapping[str, float] | None:
-    """By a prompt's text the share of its samples that pass, of `data.pass_rate_samples`; None
-    without them. NaN for a prompt none of whose samples has a score."""
+def _read_pass_rates(data: DataConfig) -> Mapping[str, float] | None:
+    """Read the pass rate of each prompt from the samples in `data.pass_rate_samples`.
+
+    Returns:
+        The share of the samples of a prompt that pass, by the prompt's text; NaN for a prompt
+        without a scored sample. None if `data.pass_rate_samples` is not set.
+    """
     if data.pass_rate_samples is None:
         return None
 
-    def sample(record: Record) -> tuple[str, float]:
+    def parse_sample(record: Record) -> tuple[str, float]:
         # `aligner evaluate` writes null where the reward function abstained.
-        abstained = "score" in record.values and record.values["score"] is None
-        return record.text("prompt"), math.nan if abstained else record.number("score")
+        has_abstained = "score" in record.values and record.values["score"] is None
+        return record.get_text("prompt"), math.nan if has_abstained else record.get_number("score")
 
-    key, scores = "data.pass_rate_samples=", dict[str, list[float]]()
-    for text, score in convert(
-        read_lines(Path(data.pass_rate_samples), key), sample, f"{key}{data.pass_rate_samples}"
+    key = "data.pass_rate_samples="
+    scores = dict[str, list[float]]()
+    for text, score in parse_records(
+        read_raw_records(Path(data.pass_rate_samples), key),
+        parse_sample,
+        f"{key}{data.pass_rate_samples}",
     )[0]:
         scores.setdefault(text, []).append(score)
-    limit = data.pass_threshold
+
+    threshold = data.pass_threshold
     return {
-        text: float(passes(torch.tensor(each), limit).nanmean()) for text, each in scores.items()
+        text: float(compute_pass_fractions(torch.tensor(prompt_scores), threshold).nanmean())
+        for text, prompt_scores in scores.items()
     }
 
 
-def _with_pass_rate(
-    record: Record, data: DataConfig, tokenizer: Tokenizer, told: Mapping[str, float] | None
+def _add_pass_rate(
+    record: Record,
+    data: DataConfig,
+    tokenizer: Tokenizer,
+    pass_rates: Mapping[str, float] | None,
 ) -> Record:
-    """The record with the `pass_rate` that was told of its prompt. Raises LeftOut where that, or
-    its own, is not wanted."""
-    if told is not None:
-        text = without_marks(prompt_text(record, tokenizer).text)
-        if text not in told:
+    """Return the record with its pass rate, and check the fields that select and sort prompts.
+
+    If `pass_rates` is not None, the field `pass_rate` is set to the value of the prompt's text. The
+    checked fields are those of `data.sort_by` and `data.pass_rate`.
+
+    Raises:
+        BadRecord: `pass_rates` lacks the prompt, or a field that the configuration reads is
+            missing or no number.
+        ExcludedRecord: The prompt has no scored sample, or its pass rate is outside
+            `data.pass_rate`.
+    """
+    if pass_rates is not None:
+        text = unescape(render_prompt(record, tokenizer).text)
+        if text not in pass_rates:
             raise BadRecord(
                 f"{record.origin}: data.pass_rate_samples={data.pass_rate_samples} has no sample of"
                 " this record's prompt"
             )
-        if math.isnan(told[text]):
-            raise LeftOut(
+        if math.isnan(pass_rates[text]):
+            raise ExcludedRecord(
                 f"{record.origin}: data.pass_rate_samples={data.pass_rate_samples} has no sample of"
                 " this record's prompt with a score"
             )
-        record = replace(record, values={**record.values, "pass_rate": told[text]})
+        record = replace(record, values={**record.values, "pass_rate": pass_rates[text]})
     if data.sort_by is not None:
-        record.number(data.sort_by.removeprefix("-"))
+        record.get_number(data.sort_by.removeprefix("-"))  # raises if the field is no number
     if data.pass_rate:
-        (low, high), rate = data.pass_rate, record.number("pass_rate")
+        low, high = data.pass_rate
+        rate = record.get_number("pass_rate")
         if not 0 <= rate <= 1:
             raise BadRecord(f"{record.origin}: field `pass_rate` is {rate:g}, must be in [0, 1]")
         if not low <= rate <= high:
-            raise LeftOut(
+            raise ExcludedRecord(
                 f"{record.origin}: `pass_rate` {rate:g} is outside data.pass_rate=[{low:g},"
                 f" {high:g}]"
             )
@@ -380,51 +482,63 @@ def _sort_key(sort_by: str, prompt: Prompt) -> float:
     return -value if sort_by.startswith("-") else value
 
 
-def _answer(record: Record, tokenizer: Tokenizer, data: DataConfig) -> dict[str, Any]:
-    """Return the record's response as `response` and `response_tokens`: the stored token ids, or
-    the tokens of its text behind the prompt and an end-of-sequence token.
+def _get_response_fields(record: Record, tokenizer: Tokenizer, data: DataConfig) -> dict[str, Any]:
+    """Return the record's response as `response` and `response_tokens`.
 
-    Raises BadRecord for a record without a response.
+    The tokens are the stored token ids; without them, they are the tokens of the response's text
+    after the prompt, with an end-of-sequence token.
+
+    Raises:
+        BadRecord: The record has no response, or it cannot be tokenized.
     """
-    tokens = drawn_tokens(record.values, "response", record.origin, tokenizer)
+    tokens = read_token_ids(record.values, "response", record.origin, tokenizer)
     if tokens is not None:
         return {"response": record.values["response"], "response_tokens": tokens.tolist()}
-    asked, response = exchange(record, "response", tokenizer)
-    text = asked_part(asked.text, data, record.origin)
-    given = encoded(text, record.origin, tokenizer, begins=not asked.is_worded)
-    tokens = tokenizer.ended(_encoded_after(record, tokenizer, text, given, response))
+
+    prompt, response = render_exchange(record, "response", tokenizer)
+    text = extract_prompt(prompt.text, data, record.origin)
+    prompt_ids = encode_text(text, record.origin, tokenizer, add_bos=not prompt.is_rendered)
+    tokens = tokenizer.append_end_token(
+        _encode_after(record, tokenizer, text, prompt_ids, response)
+    )
     return {
-        "response": tokenizer.decode_after(given, tokens),
+        "response": tokenizer.decode_after(prompt_ids, tokens),
         "response_tokens": tokens.tolist(),
     }
 
 
-def prompt_tokens(
+def tokenize_prompt(
     record: Record, prompt: PromptText, tokenizer: Tokenizer, data: DataConfig
 ) -> tuple[str, Tensor]:
-    """What the model is given of a prompt, as text and as tokens, int64 [P].
+    """Tokenize the prompt that the model receives.
 
-    Raises BadRecord for one that cannot be tokenized, or, unless it is to be cut, is longer than
-    `data.max_prompt_tokens`.
+    Returns:
+        The text of the prompt after `data.prompt_after`, `data.prompt_before` and truncation, and
+        its tokens, int64 [P].
+
+    Raises:
+        BadRecord: The prompt cannot be tokenized, is empty, or has more than
+            `data.max_prompt_tokens` tokens and `data.long_prompts` does not truncate it.
+        ExcludedRecord: The prompt is too long, and data.long_prompts=drop.
     """
-    text, limit, origin = (
-        asked_part(prompt.text, data, record.origin),
-        data.max_prompt_tokens,
-        record.origin,
-    )
-    tokens = encoded(text, origin, tokenizer, begins=not prompt.is_worded)
-    if tokens.numel() > limit and data.long_prompts.startswith("cut") and not prompt.is_worded:
-        text, tokens = _cut(
-            text, tokens, limit, tokenizer, keeps_end=data.long_prompts == "cut_start"
+    text = extract_prompt(prompt.text, data, record.origin)
+    limit = data.max_prompt_tokens
+    origin = record.origin
+    # A rendered prompt contains its BOS token as text.
+    tokens = encode_text(text, origin, tokenizer, add_bos=not prompt.is_rendered)
+    # Truncation would remove parts of the chat template from a rendered prompt.
+    if tokens.numel() > limit and data.long_prompts.startswith("cut") and not prompt.is_rendered:
+        text, tokens = _truncate(
+            text, tokens, limit, tokenizer, keep_end=data.long_prompts == "cut_start"
         )
     try:
-        return text, within(
+        return text, check_length(
             tokens, text, "prompt", origin, limit, f"data.max_prompt_tokens={limit}"
         )
     except BadRecord as error:
         if data.long_prompts == "drop" and tokens.numel():
-            raise LeftOut(str(error)) from error
-        if data.long_prompts != "error" and prompt.is_worded:
+            raise ExcludedRecord(str(error)) from error
+        if data.long_prompts != "error" and prompt.is_rendered:
             raise BadRecord(
                 f"{error}; data.long_prompts={data.long_prompts} is not supported with chat"
                 " messages; use data.long_prompts=drop to skip such records"
@@ -432,37 +546,55 @@ def prompt_tokens(
         raise
 
 
-def _cut(
-    text: str, tokens: Tensor, limit: int, tokenizer: Tokenizer, *, keeps_end: bool
+def _truncate(
+    text: str, tokens: Tensor, limit: int, tokenizer: Tokenizer, *, keep_end: bool
 ) -> tuple[str, Tensor]:
-    """The end, or the beginning, of a text with more tokens than `limit`, behind the special ones
-    that it begins with."""
-    before = tokens.numel() - tokenizer.encode(text).numel()
-    room, own = limit - before, tokens[before:]
+    """Truncate a text to `limit` tokens, its leading special tokens included.
+
+    Args:
+        text: The text.
+        tokens: The tokens of the text, with the special tokens before it, int64 [P].
+        limit: The maximum number of tokens.
+        tokenizer: The tokenizer of `tokens`.
+        keep_end: Whether the end of the text is kept; otherwise its beginning.
+
+    Returns:
+        The remaining text, and its tokens after the special tokens. Both are unchanged if `limit`
+        has no room for any token of the text.
+    """
+    prefix_length = tokens.numel() - tokenizer.encode(text).numel()
+    room = limit - prefix_length
+    text_tokens = tokens[prefix_length:]
     if room < 1:
         return text, tokens
-    own = own[-room:] if keeps_end else own[:room]
-    return tokenizer.decode(own, skip_special_tokens=False), torch.cat([tokens[:before], own])
+    text_tokens = text_tokens[-room:] if keep_end else text_tokens[:room]
+    return (
+        tokenizer.decode(text_tokens, skip_special_tokens=False),
+        torch.cat([tokens[:prefix_length], text_tokens]),
+    )
 
 
-def asked_part(text: str, data: DataConfig, origin: str) -> str:
-    """What of a prompt's text lies behind the first `data.prompt_after` and before the last
-    `data.prompt_before` there.
+def extract_prompt(text: str, data: DataConfig, origin: str) -> str:
+    """Return the part of a prompt's text between two configured strings.
 
-    Huang et al. 2023, "The N Implementation Details of RLHF with PPO", detail 2. Raises BadRecord
-    where either is missing, or nothing lies between.
+    The part begins after the first `data.prompt_after` and ends before the last
+    `data.prompt_before`. See Huang et al. 2023, "The N Implementation Details of RLHF with PPO",
+    detail 2.
+
+    Raises:
+        BadRecord: The text lacks one of the strings, or there is no text between them.
     """
     after, before = data.prompt_after, data.prompt_before
     if after is not None:
-        _, found, text = text.partition(after)
-        if not found:
+        _, separator, text = text.partition(after)
+        if not separator:
             raise BadRecord(f"{origin}: the prompt does not contain data.prompt_after={after!r}")
     if before is not None:
-        text, found, _ = text.rpartition(before)
-        if not found:
-            where = "" if after is None else f" after data.prompt_after={after!r}"
+        text, separator, _ = text.rpartition(before)
+        if not separator:
+            position = "" if after is None else f" after data.prompt_after={after!r}"
             raise BadRecord(
-                f"{origin}: the prompt does not contain data.prompt_before={before!r}{where}"
+                f"{origin}: the prompt does not contain data.prompt_before={before!r}{position}"
             )
     if not text.strip():
         raise BadRecord(
@@ -473,56 +605,80 @@ def asked_part(text: str, data: DataConfig, origin: str) -> str:
 
 
 def read_prompts(
-    path: Path, key: str, kind: str | None = None, *, messages: bool = False
+    path: Path, key: str, kind: str | None = None, *, allow_messages: bool = False
 ) -> list[Record]:
-    """Records with a plain-text prompt of a file, or of standard input where the path is `-`, in
-    their order.
+    """Read the records of a file of prompts, in their order.
 
-    With `messages` a prompt may be chat messages too, which are looked at later. `kind` and `key`
-    are those of `read_lines`. Raises ConfigError for what cannot be read or is empty, with its
-    place.
+    Args:
+        path: The file; `-` is standard input.
+        key: See `read_raw_records`.
+        kind: See `read_raw_records`.
+        allow_messages: Whether prompts may be chat messages, which the caller checks. Otherwise
+            every record must have a plain text `prompt`.
+
+    Raises:
+        ConfigError: The file cannot be read or is empty, or a record is not valid. The message
+            names the file and the line.
     """
 
-    def checked(record: Record) -> Record:
-        if not messages:
-            record.text("prompt")
-        _metadata(record)
+    def check(record: Record) -> Record:
+        if not allow_messages:
+            record.get_text("prompt")
+        _collect_metadata(record)
         return record
 
-    return convert(read_lines(path, key, kind), checked, f"{key}{path}")[0]
+    return parse_records(read_raw_records(path, key, kind), check, f"{key}{path}")[0]
 
 
 def to_prompt(
     record: Record, text: str, tokenizer: Tokenizer, limit: int, allowed: str, id: int = 0
 ) -> Prompt:
-    """The prompt that a record's plain text is, with what else the record has as its metadata;
-    raises as `within` does."""
-    return _prompt(record, PromptText(text, is_worded=False), tokenizer, limit, allowed, id)
+    """Return the prompt of a plain text, with the record's other fields as its metadata.
+
+    Args:
+        record: The record that contains the text.
+        text: The text of the prompt.
+        tokenizer: The policy's tokenizer.
+        limit: The maximum number of tokens.
+        allowed: The name of the limit in error messages.
+        id: The prompt's id.
+
+    Raises:
+        BadRecord: The text cannot be tokenized, is empty, or has more than `limit` tokens.
+    """
+    return _build_prompt(record, PromptText(text, is_rendered=False), tokenizer, limit, allowed, id)
 
 
 def to_chat_prompt(
     record: Record, tokenizer: Tokenizer, limit: int, allowed: str, id: int = 0
 ) -> Prompt:
-    """As `to_prompt`, of a plain text or of messages, which are then in the metadata."""
-    prompt = _prompt(record, prompt_text(record, tokenizer), tokenizer, limit, allowed, id)
-    return replace(prompt, metadata={**prompt.metadata, **asked_messages(record)})
+    """Return the prompt of a record, which is a plain text or chat messages.
+
+    The metadata contains the chat messages, if any. Otherwise the function is the same as
+    `to_prompt`.
+    """
+    prompt = _build_prompt(record, render_prompt(record, tokenizer), tokenizer, limit, allowed, id)
+    return replace(prompt, metadata={**prompt.metadata, **get_prompt_messages(record)})
 
 
-def _prompt(
-    record: Record, asked: PromptText, tokenizer: Tokenizer, limit: int, allowed: str, id: int
+def _build_prompt(
+    record: Record, prompt: PromptText, tokenizer: Tokenizer, limit: int, allowed: str, id: int
 ) -> Prompt:
-    tokens = encoded(asked.text, record.origin, tokenizer, begins=not asked.is_worded)
+    tokens = encode_text(prompt.text, record.origin, tokenizer, add_bos=not prompt.is_rendered)
     return Prompt(
         id,
-        without_marks(asked.text),
-        within(tokens, asked.text, "prompt", record.origin, limit, allowed),
-        _metadata(record),
+        unescape(prompt.text),
+        check_length(tokens, prompt.text, "prompt", record.origin, limit, allowed),
+        _collect_metadata(record),
     )
 
 
-def _metadata(record: Record) -> dict[str, Any]:
-    """What goes to the scorer with a prompt's samples. BadRecord for what JSON or UTF-8 does not
-    have, such as bytes."""
+def _collect_metadata(record: Record) -> dict[str, Any]:
+    """Return the fields that are sent to the reward with each sample of the prompt.
+
+    Raises:
+        BadRecord: A field cannot be encoded as JSON in UTF-8, for example because it is `bytes`.
+    """
     metadata = {
         name: value for name, value in record.values.items() if name not in ("prompt", "messages")
     }
@@ -541,12 +697,12 @@ class ExchangeTokens:
     """A prompt and a response, tokenized together."""
 
     prompt: Tensor
-    """int64 [P]: the prompt's own tokens, from which a response is generated"""
+    """Tokens of the prompt alone, from which a response is generated; int64 [P]."""
     prompt_part: Tensor
-    """int64 [Q]: the beginning of the prompt's tokens that the whole sequence shares; all of them
-    unless tokens merge across the boundary"""
+    """Beginning of the prompt's tokens that the whole sequence shares, int64 [Q]; all of the
+    prompt's tokens unless tokens merge across the boundary."""
     response_part: Tensor
-    """int64 [R]: the rest of the sequence"""
+    """Rest of the sequence, int64 [R]."""
 
     @property
     def has_merge(self) -> bool:
@@ -555,39 +711,45 @@ class ExchangeTokens:
         return self.prompt_part.numel() < self.prompt.numel()
 
 
-def exchange_tokens(
+def tokenize_exchange(
     record: Record, prompt: PromptText, response: str, tokenizer: Tokenizer, data: DataConfig
 ) -> ExchangeTokens:
     """Tokenize a prompt and a response together.
 
     The response begins where the tokens of the prompt alone and of the whole text differ, as in
-    TRL's SFT and DPO trainers, but not before the second token: nothing predicts the first.
+    TRL's SFT and DPO trainers, but not before the second token: no token predicts the first one.
 
-    Raises BadRecord as `prompt_tokens` does, which may also cut the prompt.
+    Raises:
+        BadRecord: The texts cannot be tokenized, or `tokenize_prompt` rejects the prompt.
+            `tokenize_prompt` may also truncate the prompt.
     """
-    text = asked_part(prompt.text, data, record.origin)
-    kept_text, asked = prompt_tokens(record, prompt, tokenizer, data)
-    begins = not prompt.is_worded
+    text = extract_prompt(prompt.text, data, record.origin)
+    truncated_text, prompt_ids = tokenize_prompt(record, prompt, tokenizer, data)
+    add_bos = not prompt.is_rendered
 
-    if kept_text != text:  # data.long_prompts cut the prompt
-        uncut = encoded(text, record.origin, tokenizer, begins=begins)
+    if truncated_text != text:  # data.long_prompts truncated the prompt
+        full_prompt_ids = encode_text(text, record.origin, tokenizer, add_bos=add_bos)
         return ExchangeTokens(
-            asked, asked, _encoded_after(record, tokenizer, text, uncut, response)
+            prompt_ids,
+            prompt_ids,
+            _encode_after(record, tokenizer, text, full_prompt_ids, response),
         )
 
     try:
-        whole = encoded(text + response, record.origin, tokenizer, begins=begins)
+        sequence = encode_text(text + response, record.origin, tokenizer, add_bos=add_bos)
     except BadRecord:
-        encoded(response, record.origin, tokenizer)  # its error shows the response alone
+        # The prompt alone was tokenized above, so this raises an error that shows the response
+        # without the prompt.
+        encode_text(response, record.origin, tokenizer)
         raise
-    start = max(1, common_prefix_length(asked, whole))
-    return ExchangeTokens(asked, whole[:start], whole[start:])
+    start = max(1, common_prefix_length(prompt_ids, sequence))
+    return ExchangeTokens(prompt_ids, sequence[:start], sequence[start:])
 
 
-def _encoded_after(
+def _encode_after(
     record: Record, tokenizer: Tokenizer, prompt: str, tokens: Tensor, response: str
 ) -> Tensor:
-    """As `Tokenizer.encode_after`. Raises BadRecord for a text that cannot be tokenized."""
+    """Call `Tokenizer.encode_after`; raise BadRecord if the text cannot be tokenized."""
     try:
         return tokenizer.encode_after(prompt, tokens, response)
     except AlignerError as error:
@@ -595,41 +757,66 @@ def _encoded_after(
 
 
 def common_prefix_length(first: Tensor, second: Tensor) -> int:
-    """Return the number of tokens with which both sequences, int64 [A] and [B], begin."""
+    """Return the length of the common prefix of two token sequences, int64 [A] and [B]."""
     length = min(first.numel(), second.numel())
     differs = (first[:length] != second[:length]).nonzero()
     return int(differs[0]) if differs.numel() else length
 
 
-def encoded(text: str, origin: str, tokenizer: Tokenizer, *, begins: bool = False) -> Tensor:
-    """As `Tokenizer.encode`. Raises BadRecord for a text that cannot be tokenized."""
+def encode_text(text: str, origin: str, tokenizer: Tokenizer, *, add_bos: bool = False) -> Tensor:
+    """Call `Tokenizer.encode`; raise BadRecord if the text cannot be tokenized."""
     try:
-        return tokenizer.encode(text, begins=begins)
+        return tokenizer.encode(text, add_bos=add_bos)
     except AlignerError as error:
         raise BadRecord(f"{origin}: {error}") from error
 
 
-def within(tokens: Tensor, text: str, name: str, origin: str, limit: int, allowed: str) -> Tensor:
-    """The tokens of a record's field. Raises BadRecord for none, and for more than `limit`, which
-    messages call `allowed`."""
+def check_length(
+    tokens: Tensor, text: str, name: str, origin: str, limit: int, allowed: str
+) -> Tensor:
+    """Return the tokens of a record's field if their number is allowed.
+
+    Args:
+        tokens: The tokens, int64 [T].
+        text: The text of the tokens, for the error message.
+        name: The name of the field, for the error message.
+        origin: The origin of the record, for the error message.
+        limit: The maximum number of tokens.
+        allowed: The name of the limit in the error message.
+
+    Raises:
+        BadRecord: There is no token, or there are more than `limit`.
+    """
     if not 1 <= tokens.numel() <= limit:
-        shown = text if len(text) <= 80 else text[:77] + "..."
+        excerpt = text if len(text) <= 80 else text[:77] + "..."
         raise BadRecord(
-            f"{origin}: the {name} has {tokens.numel()} tokens, allowed: 1 to {allowed}: {shown!r}"
+            f"{origin}: the {name} has {tokens.numel()} tokens, allowed: 1 to {allowed}:"
+            f" {excerpt!r}"
         )
     return tokens
 
 
-def drawn_tokens(
+def read_token_ids(
     values: Mapping[str, Any], name: str, origin: str, tokenizer: Tokenizer
 ) -> Tensor | None:
-    """int64 [R]: what a response was drawn as, its end included where it has one; None where only
-    its text is known.
+    """Return the stored token ids of a response or a prompt.
 
-    They are in `NAME_tokens`, or those of a response in `tokens` beside `finish_reason`, as
-    `aligner generate` has them; the prompt's are those that it was given as, a chat template's
-    special tokens and the tokenizer's own included. Raises BadRecord where they are no tokens, or
-    do not say what the text does.
+    The field of the token ids is `NAME_tokens`. For a response it may also be `tokens`, if the
+    record has a `finish_reason`, as in the output of `aligner generate`. The ids of a response
+    include its EOS token if it has one; the ids of a prompt include the special tokens of the
+    chat template and of the tokenizer.
+
+    Args:
+        values: The fields of the record.
+        name: The field of the text: `prompt`, `response`, `reference` or another response.
+        origin: The origin of the record, for error messages.
+        tokenizer: The policy's tokenizer.
+
+    Returns:
+        The token ids, int64 [R]; None if the record has only the text.
+
+    Raises:
+        BadRecord: The field is not a list of token ids, or its text differs from the text field.
     """
     field = f"{name}_tokens"
     if field not in values and name == "response" and "finish_reason" in values:
@@ -637,6 +824,7 @@ def drawn_tokens(
     tokens = values.get(field)
     if tokens is None:
         return None
+
     is_list = isinstance(tokens, list) and bool(tokens)
     if not is_list or not all(
         type(token) is int and 0 <= token < tokenizer.vocab_size for token in tokens
@@ -645,16 +833,19 @@ def drawn_tokens(
             f"{origin}: field `{field}` must be a non-empty list of token ids from 0 to"
             f" {tokenizer.vocab_size - 1}"
         )
+
     text = values.get(name)
     if name == "prompt" and isinstance(text, str):
-        text = tokenizer.decode(encoded(text, origin, tokenizer))
-    said = tokenizer.decode(tokens)
-    # The text of a response behind its prompt may begin with a space that decoding alone removes.
-    # It is the same behind any prompt, therefore also behind the response itself.
-    if text not in (said, tokenizer.decode_after(tokens, tokens)):
+        # Encode and decode the text: decoding the ids removes special tokens, which a rendered
+        # prompt contains as text.
+        text = tokenizer.decode(encode_text(text, origin, tokenizer))
+    decoded_text = tokenizer.decode(tokens)
+    # The text of a response after its prompt may begin with a space that decoding alone removes.
+    # It is the same after any prompt, therefore also after the response itself.
+    if text not in (decoded_text, tokenizer.decode_after(tokens, tokens)):
         raise BadRecord(
             f"{origin}: `{field}` and `{name}` differ: this model's tokenizer decodes the tokens to"
-            f" {said!r}. If another model generated the tokens, set data.drawn_tokens=false or"
-            f" remove field `{field}`"
+            f" {decoded_text!r}. If another model generated the tokens, set data.drawn_tokens=false"
+            f" or remove field `{field}`"
         )
     return torch.tensor(tokens, dtype=torch.int64)

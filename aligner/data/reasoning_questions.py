@@ -1,8 +1,8 @@
-"""Questions of reasoning_gym, and what an answer to one is worth: what runs in child processes,
-which alone import it.
+"""Questions of reasoning_gym, and the scores of answers to them.
 
-A question is a pure function of its task, settings and seed: it is made with the global random
-state set for it, and `child_function` has all children hash texts alike.
+The functions run in child processes; only these import reasoning_gym. A question is a pure function
+of its task, settings and seed: the global random state is set before it is generated, and
+`child_function` gives all child processes the same hash seed for texts.
 """
 
 import json
@@ -20,11 +20,15 @@ import numpy as np
 from aligner.errors import AlignerError, ConfigError
 from aligner.schema.reasoning_tasks import MOST_QUESTIONS
 
-_HELD_OUT_SHARE = 8
-_MOST_TRIES = 64
-_SEEDS_APART = MOST_QUESTIONS * _MOST_TRIES
-"""From one seed's first question to the next one's."""
-_TOGETHER = 64
+# One question in eight is held out for evaluation.
+_HELD_OUT_DIVISOR = 8
+# Maximum number of generated questions per returned question; the others are of the other split.
+_MAX_ATTEMPTS = 64
+# Distance between the first generator seeds of two consecutive seeds, so that they never overlap.
+_SEED_STRIDE = MOST_QUESTIONS * _MAX_ATTEMPTS
+# Number of questions per reasoning_gym dataset: constructing a dataset can take longer than
+# generating a question.
+_DATASET_SIZE = 64
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
@@ -39,37 +43,54 @@ def questions(
     messages: bool,
     held_out: bool,
 ) -> Iterator[dict[str, Any]]:
-    """So many records of a task, `held_out` or to learn from: by its text one question in eight is
-    held out, of any seed.
+    """Yield records of a task, for training or for evaluation.
 
-    A record has a `prompt`, the text `prompt` with the question for `{question}`, or that as
-    `messages` of one turn; the task's own `answer`, which some tasks do not have; `task`; and what
-    `score` needs. Raises what the library does for wrong settings, and ConfigError for a task with
-    no question to hold out.
+    The checksum of a question's text determines whether the question is held out for evaluation, so
+    that no seed can generate a held-out question for training.
+
+    Args:
+        name: The name of the task in reasoning_gym.
+        questions: The number of records; fewer if the task has too few different questions.
+        seed: The seed of the questions.
+        difficulty: The first and the last level of the task's curriculum; the records increase in
+            difficulty. None uses the task's default settings.
+        config: Settings of the task.
+        prompt: The text of the prompt, in which `{question}` stands for the question.
+        messages: Whether a record has `messages` of one turn instead of a plain `prompt`.
+        held_out: Whether the records are for evaluation.
+
+    Yields:
+        Records with `prompt` or `messages`; the task's own `answer`, which is null for some tasks;
+        `task`; and `question`, the data that `score` needs.
+
+    Raises:
+        ConfigError: The task has no question for this purpose. Wrong settings raise the errors of
+            reasoning_gym.
     """
-    found = 0
-    for index in range(questions * _MOST_TRIES):
-        if found == questions:
+    count = 0
+    for index in range(questions * _MAX_ATTEMPTS):
+        if count == questions:
             return
         level = (
             None
             if difficulty is None
-            else difficulty[0] + (difficulty[1] + 1 - difficulty[0]) * found // questions
+            else difficulty[0] + (difficulty[1] + 1 - difficulty[0]) * count // questions
         )
-        made = json.dumps([name, seed * _SEEDS_APART + index, level, dict(config)])
-        _, entry = _question(made)
+        specification = json.dumps([name, seed * _SEED_STRIDE + index, level, dict(config)])
+        _, entry = _build_question(specification)
         checksum = zlib.crc32(entry["question"].encode())
-        if (checksum % _HELD_OUT_SHARE == 0) != held_out:
+        if (checksum % _HELD_OUT_DIVISOR == 0) != held_out:
             continue
-        found += 1
+
+        count += 1
         text = prompt.replace("{question}", entry["question"])
-        asked = {"messages": [{"role": "user", "content": text}]} if messages else {"prompt": text}
-        yield asked | {
+        fields = {"messages": [{"role": "user", "content": text}]} if messages else {"prompt": text}
+        yield fields | {
             "answer": entry["answer"],
             "task": name,
-            "question": {"made_of": made, "checksum": checksum},
+            "question": {"made_of": specification, "checksum": checksum},
         }
-    if not found:
+    if not count:
         raise ConfigError(
             f"{name}: the task has too few different questions: no question is available for"
             f" {'evaluation' if held_out else 'training'}"
@@ -77,28 +98,35 @@ def questions(
 
 
 def score(response: str, question: Mapping[str, Any]) -> float:
-    """What the task's own `score_answer` says of a response: of what is in its last `<answer>`
-    tags, or else of all of it.
+    """Return the score of the task's own `score_answer` for a response.
 
-    Where that raises, but not for the task's own answer, the response cannot be read: it is worth
-    0, and the error output says so. Raises AlignerError where the question is not the one that was
-    asked.
+    The answer is the content of the last `<answer>` tags, or the whole response without tags. If
+    `score_answer` raises for this answer but not for the task's own answer, then the answer is
+    malformed: its score is 0, and the error is written to stderr.
+
+    Args:
+        response: The response of the policy.
+        question: The field `question` of the record.
+
+    Raises:
+        AlignerError: reasoning_gym generates another question than for the data.
     """
-    dataset, entry = _question(question["made_of"])
+    dataset, entry = _build_question(question["made_of"])
     if zlib.crc32(entry["question"].encode()) != question["checksum"]:
         raise AlignerError(
             f"reasoning_gym generates a different question for {question['made_of']} here than for"
             " the data; use the same versions of reasoning_gym and Python for both"
         )
-    tagged = _ANSWER.findall(response)
-    answer = (tagged[-1] if tagged else response).strip()
+    tagged_answers = _ANSWER.findall(response)
+    answer = (tagged_answers[-1] if tagged_answers else response).strip()
     try:
         return float(dataset.score_answer(answer, entry))
-    except Exception as error:  # the library's tasks read answers each in its own way
+    except Exception as error:  # each task of the library parses answers in its own way
+        # If the task's own answer fails as well, the task is broken: let the error pass.
         dataset.score_answer(entry["answer"], entry)
-        shown = answer if len(answer) <= 80 else answer[:77] + "..."
+        excerpt = answer if len(answer) <= 80 else answer[:77] + "..."
         print(
-            f"reasoning_gym: scored 0 for the answer {shown!r} to {question['made_of']}:"
+            f"reasoning_gym: scored 0 for the answer {excerpt!r} to {question['made_of']}:"
             f" {type(error).__name__}: {error}",
             file=sys.stderr,
         )
@@ -106,33 +134,37 @@ def score(response: str, question: Mapping[str, Any]) -> float:
 
 
 @lru_cache(maxsize=512)
-def _question(task: str) -> tuple[Any, dict[str, Any]]:
-    """The data set that has a question, and that, with `question`, `answer` and `metadata`; of a
-    task's name, seed, level and config as JSON.
+def _build_question(specification: str) -> tuple[Any, dict[str, Any]]:
+    """Return the dataset of a question, and its entry (`question`, `answer` and `metadata`).
+
+    The specification is a JSON list of the task's name, the seed, the level and the config.
     """
-    name, seed, level, config = json.loads(task)
-    first, place = seed - seed % _TOGETHER, seed % _TOGETHER
-    dataset = _dataset(name, first, level, json.dumps(config))
-    _draw_from(seed)
-    return dataset, dataset[place]
+    name, seed, level, config = json.loads(specification)
+    first_seed = seed - seed % _DATASET_SIZE
+    index = seed % _DATASET_SIZE
+    dataset = _build_dataset(name, first_seed, level, json.dumps(config))
+    _set_random_state(seed)
+    return dataset, dataset[index]
 
 
 @lru_cache(maxsize=32)
-def _dataset(name: str, seed: int, level: int | None, config: str) -> Any:
-    """A few questions together: to make a data set may take longer than to make a question."""
+def _build_dataset(name: str, seed: int, level: int | None, config: str) -> Any:
+    """Return the dataset of the `_DATASET_SIZE` questions from a seed on."""
     from reasoning_gym.factory import CURRICULA, DATASETS
 
-    _draw_from(seed)
-    kind, settings = DATASETS[name]
+    _set_random_state(seed)
+    dataset_class, config_class = DATASETS[name]
     if level is None:
-        return kind(config=settings(**json.loads(config), seed=seed, size=_TOGETHER))
+        return dataset_class(
+            config=config_class(**json.loads(config), seed=seed, size=_DATASET_SIZE)
+        )
     curriculum = CURRICULA[name]()
     curriculum.set_global_level(level)
-    chosen = curriculum.generate_configuration({"seed": seed, "size": _TOGETHER})
-    return kind(config=replace(chosen, **json.loads(config)))
+    level_config = curriculum.generate_configuration({"seed": seed, "size": _DATASET_SIZE})
+    return dataset_class(config=replace(level_config, **json.loads(config)))
 
 
-def _draw_from(seed: int) -> None:
-    """Set the global random state, which some tasks draw from."""
+def _set_random_state(seed: int) -> None:
+    """Set the global random state, which some tasks use."""
     random.seed(seed)
     np.random.seed(seed)

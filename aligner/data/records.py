@@ -1,4 +1,10 @@
-"""Records as files have them, and what becomes of the bad ones."""
+"""Records of data files: read and parse them, and choose the fields that aligner uses.
+
+`read_raw_records` reads files, standard input, Hugging Face datasets and functions; `parse_records`
+turns the raw records into examples, and raises or skips the bad ones. `choose_fields` selects the
+record fields of published data formats for `prompt`, `response` and `answer`, without losing a part
+of the prompt.
+"""
 
 import codecs
 import json
@@ -16,7 +22,415 @@ from aligner.schema.data_sources import FUNCTION, DataSource, data_sources, is_d
 from aligner.schema.options import is_finite_number
 from aligner.schema.templates import filled, optional_fields, template_fields, without_empty
 
+Example = TypeVar("Example")
+_SUFFIXES = ("jsonl", "txt")
+
+
+class BadRecord(ConfigError):
+    """A record is not valid; the message names the record's origin and the field."""
+
+
+class ExcludedRecord(BadRecord):
+    """A record is valid, but the configuration excludes it, for example because its prompt is too
+    long. It is skipped even if bad records are errors."""
+
+
+@dataclass(frozen=True)
+class RawRecord:
+    """A record before it is parsed."""
+
+    content: bytes | Mapping[str, Any]
+    """A line of a file, or the fields of the record."""
+    origin: str
+    """Origin of the record for messages: FILE:LINE, or DIRECTORY[INDEX]."""
+    is_json: bool = True
+    """Whether a line of a file is a JSON object; otherwise it is a prompt."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """The fields of a parsed record, by aligner's field names."""
+
+    values: Mapping[str, Any]
+    origin: str
+    """Origin of the record for messages: FILE:LINE, or DIRECTORY[INDEX]."""
+
+    def get_text(self, name: str) -> str:
+        """Return a field; raise BadRecord if it is not a string or only whitespace."""
+        value = self._get(name, str, "a string")
+        if not value.strip():
+            raise BadRecord(f"{self.origin}: field `{name}` is empty")
+        return value
+
+    def get_list(self, name: str) -> list[Any]:
+        """Return a field; raise BadRecord if it is not a list or an empty list."""
+        value = self._get(name, list, "a list")
+        if not value:
+            raise BadRecord(f"{self.origin}: field `{name}` is an empty list")
+        return value
+
+    def get_number(self, name: str) -> float:
+        """Return a field; raise BadRecord if it is not a finite number."""
+        value = self._get(name, (int, float), "a number")
+        if not is_finite_number(value):
+            raise BadRecord(f"{self.origin}: field `{name}` is {value}, must be a finite number")
+        return float(value)
+
+    def _get(self, name: str, kind: type | tuple[type, ...], description: str) -> Any:
+        if name not in self.values:
+            raise missing_field_error(self.origin, name, f" ({description})", self.values)
+        value = self.values[name]
+        if not isinstance(value, kind):
+            raise BadRecord(
+                f"{self.origin}: field `{name}` must be {description}, got {type(value).__name__}"
+            )
+        return value
+
+
+def missing_field_error(
+    origin: str, name: str, explanation: str, values: Mapping[str, Any]
+) -> BadRecord:
+    """Return the error for a record without a field.
+
+    Args:
+        origin: The origin of the record.
+        name: The name of the missing field.
+        explanation: A text that follows the name in the message.
+        values: The fields of the record.
+    """
+    return BadRecord(
+        f"{origin}: record lacks field `{name}`{explanation}; fields of the record:"
+        f" {', '.join(values) or 'none'}"
+    )
+
+
+def read_examples(
+    data: DataConfig, parse: Callable[[Record], Example]
+) -> tuple[list[list[Example]], list[float], list[str]]:
+    """Read and parse the records of all sources.
+
+    Args:
+        data: The configuration of the data.
+        parse: Returns the example of a record, or raises BadRecord. A bad record is an error, or
+            it is skipped with a notice if `data.skip_bad_records` is set.
+
+    Returns:
+        The examples of each source, the weights of the sources, and notices for the user, one line
+        each.
+
+    Raises:
+        ConfigError: A source cannot be read, or has no usable record.
+    """
+    sources = data_sources(data)
+    skip = data.skip_bad_records
+    results = [read_source(source, parse, skip=skip) for source in sources]
+    if not sources:
+        results = [read_inline_prompts(data.prompts, "data.prompts", parse, skip=skip)]
+    notices = [notice for _, source_notices in results for notice in source_notices]
+    return (
+        [examples for examples, _ in results],
+        [source.weight for source in sources] or [1.0],
+        notices,
+    )
+
+
+def read_source(
+    source: DataSource, parse: Callable[[Record], Example], *, skip: bool = False
+) -> tuple[list[Example], list[str]]:
+    """Return the examples of one source, and notices; see `read_examples`."""
+    raw_records = read_raw_records(
+        source.path, f"{source.key}.path=", timeout_s=source.timeout_s, arguments=source.arguments
+    )
+    return parse_records(raw_records, parse, source.given_as, skip=skip, fields=source.fields)
+
+
+def read_inline_prompts(
+    prompts: Sequence[str], key: str, parse: Callable[[Record], Example], *, skip: bool = False
+) -> tuple[list[Example], list[str]]:
+    """Return the examples of the prompts in the configuration's `key`, and notices; see
+    `read_examples`."""
+    raw_records = [
+        RawRecord({"prompt": text}, f"{key}[{index}]") for index, text in enumerate(prompts)
+    ]
+    return parse_records(raw_records, parse, key, skip=skip)
+
+
+def has_steps(data: DataConfig) -> bool:
+    """Return whether the records are labeled steps: whether the first JSON object has `steps`.
+
+    Raises:
+        ConfigError: The source cannot be read, or has no usable record.
+    """
+    source = data_sources(data)[0]
+    for raw_record in read_raw_records(
+        source.path, f"{source.key}.path=", timeout_s=source.timeout_s, arguments=source.arguments
+    ):
+        try:
+            return "steps" in _to_record(raw_record, source.fields).values
+        except BadRecord:
+            if not data.skip_bad_records:
+                raise
+    raise ConfigError(
+        f"{source.given_as}: no record can be parsed; all were skipped (data.skip_bad_records=true)"
+    )
+
+
+def parse_records(
+    raw_records: Iterable[RawRecord],
+    parse: Callable[[Record], Example],
+    source_name: str,
+    *,
+    skip: bool = False,
+    fields: Mapping[str, str] | None = None,
+) -> tuple[list[Example], list[str]]:
+    """Parse records.
+
+    Args:
+        raw_records: The records of one source.
+        parse: Returns the example of a record, or raises BadRecord.
+        source_name: The source of the records, for messages.
+        skip: Whether bad records are skipped; otherwise the first one raises its error. Excluded
+            records (ExcludedRecord) are always skipped.
+        fields: The data's field names, or templates of them, by aligner's field names.
+
+    Returns:
+        The examples, and a notice if any record was skipped.
+
+    Raises:
+        ConfigError: A record is bad, or all records were skipped.
+    """
+    examples: list[Example] = []
+    errors: list[BadRecord] = []
+    for raw_record in raw_records:
+        try:
+            examples.append(parse(_to_record(raw_record, fields or {})))
+        except BadRecord as error:
+            if not (skip or isinstance(error, ExcludedRecord)):
+                raise
+            errors.append(error)
+    if not errors:
+        return examples, []
+    if not examples:
+        raise ConfigError(
+            f"{source_name}: none of the {len(errors)} records can be used; first problem:"
+            f" {errors[0]}"
+        )
+    total = len(errors) + len(examples)
+    return examples, [
+        f"{source_name}: skipped {len(errors)} of {total} records; first problem: {errors[0]}"
+    ]
+
+
+def read_raw_records(
+    path: Path,
+    key: str,
+    kind: str | None = None,
+    timeout_s: float | None = None,
+    arguments: Mapping[str, Any] | None = None,
+) -> list[RawRecord]:
+    """Read the records of a file, of standard input, of a Hugging Face dataset or of a function.
+
+    Args:
+        path: A file, `-` for standard input, a directory with a dataset, or a Python function as
+            `function:MODULE:CALLABLE`.
+        key: The configuration key of the path and the text after it, for messages.
+        kind: `jsonl` or `txt`. None uses the file's suffix, or `txt` for standard input.
+        timeout_s: The deadline of a function, in seconds; None is no deadline.
+        arguments: The keyword arguments of a function.
+
+    Raises:
+        ConfigError: The path cannot be read, or is empty.
+    """
+    if str(path).startswith(FUNCTION):
+        return list(_read_function(path, key, timeout_s, arguments or {}))
+    if path.is_dir():
+        return list(_read_dataset(path, key))
+
+    is_stdin = str(path) == "-"
+    kind = kind or ("txt" if is_stdin else path.suffix.removeprefix("."))
+    if kind not in _SUFFIXES:
+        allowed = ", ".join(f".{suffix}" for suffix in _SUFFIXES)
+        raise ConfigError(f"{key}{path}: unsupported file type {path.suffix!r}; allowed: {allowed}")
+    try:
+        content = sys.stdin.buffer.read() if is_stdin else path.read_bytes()
+        # Split bytes at line feeds only: `splitlines` of a text also splits at characters such as
+        # U+2028, which JSON allows inside strings.
+        lines = (
+            content.removeprefix(codecs.BOM_UTF8)
+            .replace(b"\r\n", b"\n")
+            .removesuffix(b"\n")
+            .split(b"\n")
+        )
+    except OSError as error:
+        raise ConfigError(f"{key}{path} cannot be read: {error}") from error
+    if lines == [b""]:
+        raise ConfigError(f"{key}{path}: the file is empty")
+    name = "standard input" if is_stdin else str(path)
+    return [
+        RawRecord(line, f"{name}:{number}", is_json=kind == "jsonl")
+        for number, line in enumerate(lines, start=1)
+    ]
+
+
+def _read_function(
+    path: Path, key: str, timeout_s: float | None, arguments: Mapping[str, Any]
+) -> Iterator[RawRecord]:
+    """Yield the records of a user's function, which runs in a child process."""
+    module, _, name = str(path).removeprefix(FUNCTION).partition(":")
+    function = ChildFunction(
+        module, name, wrapper=f"{__name__}:collect_records", deadline_s=timeout_s
+    )
+    try:
+        records = function(dict(arguments))
+    except ChildRaised as error:
+        raise ConfigError(f"{key}{path}: the function raised {error}") from error
+    except ChildLost as error:
+        raise ConfigError(f"{key}{path}: the function {error}") from error
+    except ConfigError as error:
+        raise ConfigError(f"{key}{path}: {error}; expected {FUNCTION}MODULE:CALLABLE") from error
+    finally:
+        function.close()
+    if not records:
+        raise ConfigError(f"{key}{path}: the function yielded no records")
+    for index, (values, kind) in enumerate(records):
+        if values is None:
+            raise ConfigError(
+                f"{key}{path}[{index}]: expected a mapping of field names to values, got {kind}"
+            )
+        yield RawRecord(values, f"{path}[{index}]")
+
+
+def collect_records(
+    function: Callable[..., Iterable[Any]], arguments: Mapping[str, Any]
+) -> list[tuple[dict[str, Any] | None, str]]:
+    """Call a function and return the records that it yields; the child process calls this.
+
+    Returns:
+        The fields of each record, None if it is not a mapping, and the name of its type.
+    """
+    return [
+        (dict(values) if isinstance(values, Mapping) else None, type(values).__name__)
+        for values in function(**arguments)
+    ]
+
+
+def _read_dataset(path: Path, key: str) -> Iterator[RawRecord]:
+    """Yield the records of a Hugging Face dataset that `Dataset.save_to_disk` has written."""
+    if not is_dataset(path):
+        raise ConfigError(
+            f"{key}{path}: the directory is not a Hugging Face dataset; expected a single split"
+            " saved with Dataset.save_to_disk"
+        )
+    try:
+        import datasets
+    except ImportError as error:
+        raise ConfigError(
+            f"{key}{path}: a Hugging Face dataset requires the datasets package; install it with"
+            f" pip install 'aligner[datasets]': {error}"
+        ) from error
+    try:
+        dataset = datasets.load_from_disk(str(path))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{key}{path} cannot be read: {error}") from error
+    if not len(dataset):
+        raise ConfigError(f"{key}{path}: the dataset is empty")
+    for index, values in enumerate(dataset):
+        # A dataset has one schema: fields that a record lacks are null.
+        yield RawRecord(
+            {name: value for name, value in values.items() if value is not None}, f"{path}[{index}]"
+        )
+
+
+def _to_record(raw_record: RawRecord, fields: Mapping[str, str]) -> Record:
+    """Return a record with aligner's field names.
+
+    Args:
+        raw_record: The raw record.
+        fields: The data's field names, or templates of them, by aligner's field names.
+
+    Raises:
+        BadRecord: The raw record has no fields, or lacks a field that `fields` names.
+    """
+    data_values = _read_fields(raw_record)
+    values = {name: value for name, value in data_values.items() if name not in fields.values()}
+    for name, source in fields.items():
+        values[name] = _map_field(raw_record.origin, data_values, name, source)
+        # Stored token ids belong to the field that was replaced, not to its replacement.
+        if source != name and name in data_values:
+            for stale_field in (
+                f"{name}_tokens",
+                *(("tokens", "drawn") if name == "response" else ()),
+            ):
+                values.pop(stale_field, None)
+    return Record(values, raw_record.origin)
+
+
+def _map_field(origin: str, data_values: Mapping[str, Any], name: str, source: str) -> Any:
+    """Return the value that `fields` maps to one of aligner's fields.
+
+    Args:
+        origin: The origin of the record, for error messages.
+        data_values: The fields of the data.
+        name: aligner's field name.
+        source: A field name of the data, an entry of a field (`reward_model.ground_truth`), or a
+            template.
+
+    Raises:
+        BadRecord: The record lacks a field of `source`, unless it is `{name?}` in a template.
+    """
+    optional_values = {
+        field: _to_text(data_values[field])
+        for field in optional_fields(source)
+        if data_values.get(field) is not None
+    }
+    template = without_empty(source, optional_values)
+    required_fields = template_fields(template)
+    if not required_fields:
+        value = get_field(data_values, source)
+        if value is None and source not in data_values:
+            raise missing_field_error(
+                origin, source, f", which `fields` maps to `{name}`", data_values
+            )
+        # RLVR data store the one right answer as a list.
+        is_single = name == "answer" and isinstance(value, list) and len(value) == 1
+        return value[0] if is_single else value
+
+    for field_name in required_fields:
+        if field_name not in data_values:
+            raise missing_field_error(
+                origin, field_name, f", which `fields` maps to `{name}`", data_values
+            )
+    return filled(
+        template, {field_name: _to_text(data_values[field_name]) for field_name in required_fields}
+    )
+
+
+def _to_text(value: Any) -> str:
+    """Return the text of a field in a template; values other than texts become JSON."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _read_fields(raw_record: RawRecord) -> Mapping[str, Any]:
+    if not isinstance(raw_record.content, bytes):
+        return raw_record.content
+    try:
+        text = raw_record.content.decode()
+    except UnicodeDecodeError as error:
+        raise BadRecord(f"{raw_record.origin}: not valid UTF-8: {error}") from error
+    if not raw_record.is_json:
+        return {"prompt": text}
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise BadRecord(f"{raw_record.origin}: not valid JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise BadRecord(f"{raw_record.origin}: expected a JSON object, got {type(values).__name__}")
+    return values
+
+
+# Fields for `prompt`, most preferred first.
 _PROMPTS = ("question", "query", "instruction", "problem", "input", "text")
+# Fields for `response`: a full solution comes before a short answer.
 _SOLUTIONS = (
     "solution",
     "output",
@@ -26,7 +440,7 @@ _SOLUTIONS = (
     "long_answer",
     "answer",
 )
-"""Fields for `response`: a full solution comes before a short answer."""
+# Fields for `answer`: a short answer comes before a full solution.
 _ANSWERS = (
     "reward_model.ground_truth",
     "ground_truth",
@@ -35,10 +449,10 @@ _ANSWERS = (
     "solution",
     "output",
 )
-"""Fields for `answer`: a short answer comes before a full solution."""
+# Texts that belong to the prompt, and that a blank line joins to it.
 _COMPANIONS = ("input", "context", "passage", "document", "article", "paragraph")
-"""Texts that belong to the prompt: a blank line joins them to it."""
-_UNJOINED = (
+# Fields that belong to the prompt, and that no template can join to it in the right form.
+_UNJOINABLE = (
     "system",
     "system_prompt",
     "system_message",
@@ -62,18 +476,19 @@ _UNJOINED = (
     "examples",
     "few_shot",
 )
-"""Fields that belong to the prompt, and that no template can join to it in the right form."""
-_LETTERED = re.compile(r"[A-E]|(?:op|opt|option|choice|ending|sol|distractor)[ _]?(?:[A-Ea-e]|\d)")
-"""Fields with one choice each of a multiple-choice question, such as `A`, `option_a` or `opa`."""
+# Fields with one choice each of a multiple-choice question, such as `A`, `option_a` or `opa`.
+_CHOICE_FIELD = re.compile(
+    r"[A-E]|(?:op|opt|option|choice|ending|sol|distractor)[ _]?(?:[A-Ea-e]|\d)"
+)
 _MEDIA = ("image", "images", "audio", "video", "videos")
-_EXPLICIT = ("prompt", "messages", "chosen", "rejected")
-"""Fields that contain the prompt under aligner's own names."""
-_LABELS = ("role", "type")
-"""Entries of a message that no prompt contains as they are."""
+# Fields that contain the prompt under aligner's own names.
+_PROMPT_FIELDS = ("prompt", "messages", "chosen", "rejected")
+# Entries of a message that describe its content; a prompt does not contain them as text.
+_MESSAGE_LABELS = ("role", "type")
 _TRAINERS_WITH_RESPONSE = ("sft", "teacher_scores")
 
 
-class FieldsNotChosen(ConfigError):
+class FieldChoiceError(ConfigError):
     """The record fields cannot be chosen without losing a part of the prompt."""
 
 
@@ -82,9 +497,9 @@ class FieldChoice:
     """The fields chosen for a file of records."""
 
     fields: Mapping[str, str] = field(default_factory=dict)
-    """aligner's field names to field names of the data, or to templates of these"""
+    """Field names of the data, or templates of these, by aligner's field names."""
     notices: tuple[str, ...] = ()
-    """fields that look like a part of the prompt and are not used"""
+    """Warnings about unused fields that look like a part of the prompt, one line each."""
 
 
 def choose_fields(
@@ -97,53 +512,62 @@ def choose_fields(
     """Choose the fields of records without `data.fields`.
 
     Args:
-        records: some records of the data, at least one; the first decides on the names.
+        records: Some records of the data, at least one. The first record determines the names.
         trainer: `algorithm.trainer`.
-        generates: whether the run generates responses.
-        reads_answer: whether the reward is a function that compares with `answer`. Other rewards
+        generates: Whether the run generates responses.
+        reads_answer: Whether the reward is a function that compares with `answer`. Other rewards
             may read a field under its own name.
 
     Raises:
-        FieldsNotChosen: a field that looks like a part of the prompt cannot be joined to it.
+        FieldChoiceError: A field that looks like a part of the prompt cannot be joined to it.
     """
     first = records[0]
     learns_response = trainer in _TRAINERS_WITH_RESPONSE
     fields: dict[str, str] = {}
-    chosen_prompt = None
+    prompt = None
 
     if "prompt" not in first and "messages" not in first and (generates or learns_response):
-        chosen_prompt = _first_present(first, _PROMPTS)
-        if chosen_prompt is not None:
-            taken = _companions(records, chosen_prompt)
-            fields["prompt"] = _joined([chosen_prompt, *taken]) if taken else chosen_prompt
-            _require_joined(records, [chosen_prompt, *taken], fields["prompt"])
+        prompt = _find_first_present(first, _PROMPTS)
+        if prompt is not None:
+            companions = _find_companions(records, prompt)
+            fields["prompt"] = _join_fields([prompt, *companions]) if companions else prompt
+            _require_joined(records, [prompt, *companions], fields["prompt"])
+
     if learns_response and "response" not in first and "messages" not in first:
-        # Some records may have only a short answer; they are reported where they are read.
+        # Some records may have only a short answer; the parser reports them.
         response = next(
-            (name for name in _SOLUTIONS if any(has_content(each.get(name)) for each in records)),
+            (
+                name
+                for name in _SOLUTIONS
+                if any(has_content(record.get(name)) for record in records)
+            ),
             None,
         )
         if response is not None:
             fields["response"] = response
+
     if generates and reads_answer:
-        answer = "answer" if "answer" in first else _first_present(first, _ANSWERS)
+        answer = "answer" if "answer" in first else _find_first_present(first, _ANSWERS)
         if answer is not None:
-            _require_one_answer(records, answer)
-            is_list = any(isinstance(each.get(answer), list) for each in records)
+            _require_single_answer(records, answer)
+            is_list = any(isinstance(record.get(answer), list) for record in records)
+            # The mapping of a field to itself unpacks lists of one answer (see `_map_field`).
             if answer != "answer" or is_list:
                 fields["answer"] = answer
 
-    notices = () if chosen_prompt is not None else tuple(_unused(records))
+    notices = () if prompt is not None else tuple(_describe_unused_fields(records))
     return FieldChoice(fields, notices)
 
 
-def _first_present(record: Mapping[str, Any], names: Sequence[str]) -> str | None:
-    return next((name for name in names if field_value(record, name) is not None), None)
+def _find_first_present(record: Mapping[str, Any], names: Sequence[str]) -> str | None:
+    return next((name for name in names if get_field(record, name) is not None), None)
 
 
-def field_value(record: Mapping[str, Any], name: str) -> Any:
-    """Return a field's value, or that of an entry of a field with an object, such as
-    `reward_model.ground_truth`; None if there is none."""
+def get_field(record: Mapping[str, Any], name: str) -> Any:
+    """Return the value of a field, or of an entry of an object field; None if there is none.
+
+    The name of an entry is a path, such as `reward_model.ground_truth`.
+    """
     if name in record:
         return record[name]
     value: Any = record
@@ -154,12 +578,13 @@ def field_value(record: Mapping[str, Any], name: str) -> Any:
     return value
 
 
-def _joined(names: Sequence[str]) -> str:
+def _join_fields(names: Sequence[str]) -> str:
+    """Return a template of fields with blank lines between them; only the first is required."""
     first, *rest = names
     return "".join([f"{{{first}}}", *(f"\n\n{{{name}?}}" for name in rest)])
 
 
-def _companions(records: Sequence[Mapping[str, Any]], prompt: str) -> list[str]:
+def _find_companions(records: Sequence[Mapping[str, Any]], prompt: str) -> list[str]:
     """Return the names of text fields that belong to the prompt in any of the records."""
     return [
         name
@@ -171,36 +596,40 @@ def _companions(records: Sequence[Mapping[str, Any]], prompt: str) -> list[str]:
 
 def is_prompt_part(name: str) -> bool:
     """Return whether a field looks like a part of the prompt by its name."""
-    is_lettered = _LETTERED.fullmatch(name) is not None
-    return is_lettered or name in (*_UNJOINED, *_COMPANIONS, *_MEDIA, *_PROMPTS)
+    is_choice = _CHOICE_FIELD.fullmatch(name) is not None
+    return is_choice or name in (*_UNJOINABLE, *_COMPANIONS, *_MEDIA, *_PROMPTS)
 
 
 def has_content(value: Any) -> bool:
     """Return whether a field's value contains any text or number."""
-    return next(_texts(value), None) is not None
+    return next(_iterate_texts(value), None) is not None
 
 
 def _is_text(value: Any) -> bool:
     return isinstance(value, str) or not has_content(value)
 
 
-def _lost_fields(records: Sequence[Mapping[str, Any]], used: Sequence[str]) -> Iterator[str]:
-    """Yield the names of fields that look like a part of the prompt, and whose text is not in the
-    used fields already."""
+def _find_lost_fields(
+    records: Sequence[Mapping[str, Any]], used_fields: Sequence[str]
+) -> Iterator[str]:
+    """Yield the names of fields that look like a part of the prompt, and whose text the used
+    fields do not contain."""
     names = dict.fromkeys(name for record in records for name in record if is_prompt_part(name))
     for name in names:
-        if name not in used and any(_is_lost(record, name, used) for record in records):
+        if name not in used_fields and any(
+            _is_lost(record, name, used_fields) for record in records
+        ):
             yield name
 
 
-def _is_lost(record: Mapping[str, Any], name: str, used: Sequence[str]) -> bool:
-    texts = list(_texts(record.get(name)))
-    prompt = [text for key in used for text in _texts(record.get(key))]
+def _is_lost(record: Mapping[str, Any], name: str, used_fields: Sequence[str]) -> bool:
+    texts = list(_iterate_texts(record.get(name)))
+    prompt = [text for key in used_fields for text in _iterate_texts(record.get(key))]
     if all(_contains("\n".join(prompt), text) for text in texts):
         return False
     # Alpaca's `text` repeats the whole record.
-    repeats = name in _PROMPTS and all(_contains("\n".join(texts), text) for text in prompt)
-    return not repeats
+    repeats_prompt = name in _PROMPTS and all(_contains("\n".join(texts), text) for text in prompt)
+    return not repeats_prompt
 
 
 def _contains(prompt: str, text: str) -> bool:
@@ -208,7 +637,7 @@ def _contains(prompt: str, text: str) -> bool:
     return re.search(rf"(?<!\w){re.escape(text.strip())}(?!\w)", prompt) is not None
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _iterate_texts(value: Any) -> Iterator[str]:
     """Yield all non-empty texts and the numbers in a field's value."""
     if isinstance(value, str) and value.strip():
         yield value
@@ -216,387 +645,62 @@ def _texts(value: Any) -> Iterator[str]:
         yield str(value)
     elif isinstance(value, Mapping):
         for name, entry in value.items():
-            if name not in _LABELS:
-                yield from _texts(entry)
+            if name not in _MESSAGE_LABELS:
+                yield from _iterate_texts(entry)
     elif isinstance(value, list):
         for entry in value:
-            yield from _texts(entry)
+            yield from _iterate_texts(entry)
 
 
 def _require_joined(
-    records: Sequence[Mapping[str, Any]], used: Sequence[str], template: str
+    records: Sequence[Mapping[str, Any]], used_fields: Sequence[str], template: str
 ) -> None:
-    not_text = [name for name in used[1:] if not all(_is_text(each.get(name)) for each in records)]
-    for name in (*not_text, *_lost_fields(records, used)):
+    """Raise FieldChoiceError if the template of the prompt loses a part of the prompt."""
+    non_text_fields = [
+        name
+        for name in used_fields[1:]
+        if not all(_is_text(record.get(name)) for record in records)
+    ]
+    for name in (*non_text_fields, *_find_lost_fields(records, used_fields)):
         if name in _MEDIA:
-            raise FieldsNotChosen(
+            raise FieldChoiceError(
                 f"data.fields: the record field `{name}` looks like a part of the prompt, but only"
                 " text is supported; remove the field if the prompt is complete without it"
             )
-        if name in not_text or (name in _COMPANIONS and name not in _PROMPTS):
-            # Companions that are no texts, such as lists of passages, cannot be joined.
-            raise FieldsNotChosen(
+        if name in non_text_fields or (name in _COMPANIONS and name not in _PROMPTS):
+            # Companions that are not texts, such as lists of passages, cannot be joined.
+            raise FieldChoiceError(
                 f"data.fields: the record field `{name}` looks like a part of the prompt, but is"
                 " not a text in every record; set data.fields with a template for the prompt, or"
                 f" remove field `{name}`"
             )
-        raise FieldsNotChosen(
+        raise FieldChoiceError(
             f"data.fields: the record field `{name}` looks like a part of the prompt, and is"
             " not joined to it automatically; set the prompt yourself, for example"
-            f" data.fields={{prompt: '{_shown(template)}\\n\\n{{{name}}}'}}, or use `messages`,"
-            f" or remove field `{name}`"
+            f" data.fields={{prompt: '{_format_template(template)}\\n\\n{{{name}}}'}}, or use"
+            f" `messages`, or remove field `{name}`"
         )
 
 
-def _require_one_answer(records: Sequence[Mapping[str, Any]], name: str) -> None:
+def _require_single_answer(records: Sequence[Mapping[str, Any]], name: str) -> None:
     for record in records:
-        value = field_value(record, name)
+        value = get_field(record, name)
         if isinstance(value, list) and len(value) != 1:
-            raise FieldsNotChosen(
+            raise FieldChoiceError(
                 f"data.fields: the record field `{name}` is a list of {len(value)} answers, but the"
                 " reward compares with one answer; store one answer, or set data.fields yourself"
                 " for a reward function that reads the list"
             )
 
 
-def _shown(template: str) -> str:
+def _format_template(template: str) -> str:
+    """Return a template as the user writes it in a configuration."""
     return template.replace("\n", "\\n") if "{" in template else f"{{{template}}}"
 
 
-def _unused(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    for name in _lost_fields(records, _EXPLICIT):
+def _describe_unused_fields(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    for name in _find_lost_fields(records, _PROMPT_FIELDS):
         yield (
             f"the record field `{name}` looks like a part of the prompt, but the prompt does not"
             " contain it; set data.fields with a template for the prompt if it belongs there"
         )
-
-
-Example = TypeVar("Example")
-_SUFFIXES = ("jsonl", "txt")
-
-
-class BadRecord(ConfigError):
-    """A record is not as it must be; says where it was read, and which field is wrong."""
-
-
-class LeftOut(BadRecord):
-    """A prompt is not among those that are wanted, such as too long; its record is left out
-    whatever becomes of bad ones."""
-
-
-@dataclass(frozen=True)
-class Line:
-    """A record before it is parsed."""
-
-    content: bytes | Mapping[str, Any]
-    """A line of a file, or the fields themselves."""
-    origin: str
-    """Where it was read, for messages: FILE:LINE, or DIRECTORY[INDEX]."""
-    is_json: bool = True
-    """Whether a line of a file is a JSON object; otherwise it is a prompt."""
-
-
-@dataclass(frozen=True)
-class Record:
-    """Fields by their names, which are ours."""
-
-    values: Mapping[str, Any]
-    origin: str
-
-    def text(self, name: str) -> str:
-        """A field that must be a text, and not an empty one."""
-        value = self._value(name, str, "a string")
-        if not value.strip():
-            raise BadRecord(f"{self.origin}: field `{name}` is empty")
-        return value
-
-    def items(self, name: str) -> list[Any]:
-        """A field that must be a list, and not an empty one."""
-        value = self._value(name, list, "a list")
-        if not value:
-            raise BadRecord(f"{self.origin}: field `{name}` is an empty list")
-        return value
-
-    def number(self, name: str) -> float:
-        """A field that must be a finite number."""
-        value = self._value(name, (int, float), "a number")
-        if not is_finite_number(value):
-            raise BadRecord(f"{self.origin}: field `{name}` is {value}, must be a finite number")
-        return float(value)
-
-    def _value(self, name: str, kind: type | tuple[type, ...], wanted: str) -> Any:
-        if name not in self.values:
-            raise missing(self.origin, name, f" ({wanted})", self.values)
-        value = self.values[name]
-        if not isinstance(value, kind):
-            raise BadRecord(
-                f"{self.origin}: field `{name}` must be {wanted}, got {type(value).__name__}"
-            )
-        return value
-
-
-def missing(origin: str, name: str, wanted: str, values: Mapping[str, Any]) -> BadRecord:
-    """That a record has no field of a name."""
-    return BadRecord(
-        f"{origin}: record lacks field `{name}`{wanted}; fields of the record:"
-        f" {', '.join(values) or 'none'}"
-    )
-
-
-def read_examples(
-    data: DataConfig, parse: Callable[[Record], Example]
-) -> tuple[list[list[Example]], list[float], list[str]]:
-    """Each source's examples, the sources' weights, and notices for a person, a line each.
-
-    `parse` raises BadRecord for a record that it cannot use: an error, or left out and noticed with
-    `data.skip_bad_records`. Raises ConfigError for a source that cannot be read or has nothing to
-    use.
-    """
-    sources, skip = data_sources(data), data.skip_bad_records
-    loaded = [source_examples(source, parse, skip=skip) for source in sources]
-    if not sources:
-        loaded = [given_examples(data.prompts, "data.prompts", parse, skip=skip)]
-    notices = [notice for _, noticed in loaded for notice in noticed]
-    return (
-        [examples for examples, _ in loaded],
-        [source.weight for source in sources] or [1.0],
-        notices,
-    )
-
-
-def source_examples(
-    source: DataSource, parse: Callable[[Record], Example], *, skip: bool = False
-) -> tuple[list[Example], list[str]]:
-    """One source's examples and notices, as `read_examples`."""
-    lines = read_lines(
-        source.path, f"{source.key}.path=", timeout_s=source.timeout_s, arguments=source.arguments
-    )
-    return convert(lines, parse, source.given_as, skip=skip, fields=source.fields)
-
-
-def given_examples(
-    prompts: Sequence[str], key: str, parse: Callable[[Record], Example], *, skip: bool = False
-) -> tuple[list[Example], list[str]]:
-    """Those of prompts that are given in place as the configuration's `key`, as `read_examples`."""
-    lines = [Line({"prompt": text}, f"{key}[{index}]") for index, text in enumerate(prompts)]
-    return convert(lines, parse, key, skip=skip)
-
-
-def has_steps(data: DataConfig) -> bool:
-    """Whether the records are labeled steps: whether the first JSON object has `steps`. Raises as
-    `read_examples` does."""
-    source = data_sources(data)[0]
-    for line in read_lines(
-        source.path, f"{source.key}.path=", timeout_s=source.timeout_s, arguments=source.arguments
-    ):
-        try:
-            return "steps" in _record(line, source.fields).values
-        except BadRecord:
-            if not data.skip_bad_records:
-                raise
-    raise ConfigError(
-        f"{source.given_as}: no record can be parsed; all were skipped (data.skip_bad_records=true)"
-    )
-
-
-def convert(
-    lines: Iterable[Line],
-    parse: Callable[[Record], Example],
-    what: str,
-    *,
-    skip: bool = False,
-    fields: Mapping[str, str] | None = None,
-) -> tuple[list[Example], list[str]]:
-    """What becomes of the lines, and a notice if any was left out; `fields` are our names of fields
-    to the data's own.
-
-    A line that `parse` raises BadRecord for ends it with that, or is left out with `skip`, as one
-    always is for LeftOut. Raises ConfigError where all were; `what` is where the lines are from.
-    """
-    kept: list[Example] = []
-    bad: list[BadRecord] = []
-    for line in lines:
-        try:
-            kept.append(parse(_record(line, fields or {})))
-        except BadRecord as error:
-            if not (skip or isinstance(error, LeftOut)):
-                raise
-            bad.append(error)
-    if not bad:
-        return kept, []
-    if not kept:
-        raise ConfigError(
-            f"{what}: none of the {len(bad)} records can be used; first problem: {bad[0]}"
-        )
-    total = len(bad) + len(kept)
-    return kept, [f"{what}: skipped {len(bad)} of {total} records; first problem: {bad[0]}"]
-
-
-def read_lines(
-    path: Path,
-    key: str,
-    kind: str | None = None,
-    timeout_s: float | None = None,
-    arguments: Mapping[str, Any] | None = None,
-) -> list[Line]:
-    """The lines of a file, of standard input where the path is `-`, or the records of a data set's
-    directory or a function.
-
-    `kind` is jsonl or txt; where None, what the file's suffix says, and txt on standard input.
-    `key` is what the path was given with, for messages; `timeout_s` is a function's deadline,
-    `arguments` what it is called with. Raises ConfigError for what cannot be read or is empty.
-    """
-    if str(path).startswith(FUNCTION):
-        return list(_function_lines(path, key, timeout_s, arguments or {}))
-    if path.is_dir():
-        return list(_dataset_lines(path, key))
-    standard_input = str(path) == "-"
-    kind = kind or ("txt" if standard_input else path.suffix.removeprefix("."))
-    if kind not in _SUFFIXES:
-        allowed = ", ".join(f".{suffix}" for suffix in _SUFFIXES)
-        raise ConfigError(f"{key}{path}: unsupported file type {path.suffix!r}; allowed: {allowed}")
-    try:
-        content = sys.stdin.buffer.read() if standard_input else path.read_bytes()
-        lines = (
-            content.removeprefix(codecs.BOM_UTF8)
-            .replace(b"\r\n", b"\n")
-            .removesuffix(b"\n")
-            .split(b"\n")
-        )
-    except OSError as error:
-        raise ConfigError(f"{key}{path} cannot be read: {error}") from error
-    if lines == [b""]:
-        raise ConfigError(f"{key}{path}: the file is empty")
-    name = "standard input" if standard_input else str(path)
-    return [
-        Line(line, f"{name}:{number}", is_json=kind == "jsonl")
-        for number, line in enumerate(lines, start=1)
-    ]
-
-
-def _function_lines(
-    path: Path, key: str, timeout_s: float | None, arguments: Mapping[str, Any]
-) -> Iterator[Line]:
-    module, _, name = str(path).removeprefix(FUNCTION).partition(":")
-    function = ChildFunction(module, name, through=f"{__name__}:yielded", deadline_s=timeout_s)
-    try:
-        records = function(dict(arguments))
-    except ChildRaised as error:
-        raise ConfigError(f"{key}{path}: the function raised {error}") from error
-    except ChildLost as error:
-        raise ConfigError(f"{key}{path}: the function {error}") from error
-    except ConfigError as error:
-        raise ConfigError(f"{key}{path}: {error}; expected {FUNCTION}MODULE:CALLABLE") from error
-    finally:
-        function.close()
-    if not records:
-        raise ConfigError(f"{key}{path}: the function yielded no records")
-    for index, (values, kind) in enumerate(records):
-        if values is None:
-            raise ConfigError(
-                f"{key}{path}[{index}]: expected a mapping of field names to values, got {kind}"
-            )
-        yield Line(values, f"{path}[{index}]")
-
-
-def yielded(
-    function: Callable[..., Iterable[Any]], arguments: Mapping[str, Any]
-) -> list[tuple[dict[str, Any] | None, str]]:
-    """The records that a function yields, None for what is no mapping, and their types: how a child
-    process calls one."""
-    return [
-        (dict(values) if isinstance(values, Mapping) else None, type(values).__name__)
-        for values in function(**arguments)
-    ]
-
-
-def _dataset_lines(path: Path, key: str) -> Iterator[Line]:
-    if not is_dataset(path):
-        raise ConfigError(
-            f"{key}{path}: the directory is not a Hugging Face dataset; expected a single split"
-            " saved with Dataset.save_to_disk"
-        )
-    try:
-        import datasets
-    except ImportError as error:
-        raise ConfigError(
-            f"{key}{path}: a Hugging Face dataset requires the datasets package; install it with"
-            f" pip install 'aligner[datasets]': {error}"
-        ) from error
-    try:
-        dataset = datasets.load_from_disk(str(path))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{key}{path} cannot be read: {error}") from error
-    if not len(dataset):
-        raise ConfigError(f"{key}{path}: the dataset is empty")
-    for index, values in enumerate(dataset):
-        # Every record of a data set has every field; those that one lacks are null.
-        yield Line(
-            {name: value for name, value in values.items() if value is not None}, f"{path}[{index}]"
-        )
-
-
-def _record(line: Line, names: Mapping[str, str]) -> Record:
-    """A line's fields under our names, `names` being ours to the data's, or to templates of these.
-
-    Raises BadRecord where it has none, or lacks one.
-    """
-    theirs = _fields(line)
-    values = {name: value for name, value in theirs.items() if name not in names.values()}
-    for ours, name in names.items():
-        values[ours] = _mapped(line.origin, theirs, ours, name)
-        # the tokens that the record has are those of the field in whose place it comes
-        if name != ours and ours in theirs:
-            for drawn in (f"{ours}_tokens", *(("tokens", "drawn") if ours == "response" else ())):
-                values.pop(drawn, None)
-    return Record(values, line.origin)
-
-
-def _mapped(origin: str, theirs: Mapping[str, Any], ours: str, name: str) -> Any:
-    """Return what `fields` maps to one of our fields: the value of a field, of an entry of a field
-    (`reward_model.ground_truth`), or a filled template.
-
-    Raises BadRecord for a field that the record lacks, unless the template has it as `{name?}`.
-    """
-    optional = {
-        field: _text(theirs[field])
-        for field in optional_fields(name)
-        if theirs.get(field) is not None
-    }
-    template = without_empty(name, optional)
-    placed = template_fields(template)
-    if not placed:
-        value = field_value(theirs, name)
-        if value is None and name not in theirs:
-            raise missing(origin, name, f", which `fields` maps to `{ours}`", theirs)
-        # RLVR data store the one right answer as a list.
-        is_single = ours == "answer" and isinstance(value, list) and len(value) == 1
-        return value[0] if is_single else value
-
-    for name in placed:
-        if name not in theirs:
-            raise missing(origin, name, f", which `fields` maps to `{ours}`", theirs)
-    return filled(template, {name: _text(theirs[name]) for name in placed})
-
-
-def _text(value: Any) -> str:
-    """A field's value in a text; what is none as JSON has it."""
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-def _fields(line: Line) -> Mapping[str, Any]:
-    if not isinstance(line.content, bytes):
-        return line.content
-    try:
-        text = line.content.decode()
-    except UnicodeDecodeError as error:
-        raise BadRecord(f"{line.origin}: not valid UTF-8: {error}") from error
-    if not line.is_json:
-        return {"prompt": text}
-    try:
-        values = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise BadRecord(f"{line.origin}: not valid JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise BadRecord(f"{line.origin}: expected a JSON object, got {type(values).__name__}")
-    return values

@@ -9,8 +9,8 @@ import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from aligner.data.checksums import FileRecord, file_record
-from aligner.data.collectives import dealt, gather_json
+from aligner.data.checksums import FileRecord, compute_file_record
+from aligner.data.collectives import gather_json, shard_across_ranks
 from aligner.errors import ConfigError
 from aligner.models.model_source import model_directory
 from aligner.schema import Config
@@ -21,13 +21,15 @@ InputChecksums = Mapping[str, Mapping[str, FileRecord]]
 """Size and checksum of each file, by configuration key and then by the file's path in the directory
 that the key names."""
 
+# Suffixes of the files of a directory that a role may read.
 _READ_SUFFIXES = frozenset(
     (".safetensors", ".json", ".jsonl", ".jinja", ".txt", ".model", ".arrow", ".parquet")
 )
+# Folder of a model's named chat templates.
 _TEMPLATES = "additional_chat_templates"
 
 
-def input_checksums(config: Config) -> InputChecksums:
+def compute_input_checksums(config: Config) -> InputChecksums:
     """Compute the checksums of all models and data that the run learns from.
 
     Evaluation data are left out, because they may change when a run resumes. A Python function that
@@ -37,27 +39,27 @@ def input_checksums(config: Config) -> InputChecksums:
         ConfigError: A file cannot be read.
     """
     files = {key: _files(path) for key, path in _input_paths(config).items()}
-    unique = sorted({str(file) for found in files.values() for file in found.values()})
+    unique = sorted({str(file) for key_files in files.values() for file in key_files.values()})
 
-    own = {file: _record(Path(file)) for file in dealt(unique)}
+    rank_records = {file: _compute_record(Path(file)) for file in shard_across_ranks(unique)}
     records: dict[str, FileRecord] = {}
-    for part in gather_json(own):
+    for part in gather_json(rank_records):
         records |= {file: FileRecord(*record) for file, record in part.items()}
 
     return {
-        key: {name: records[str(file)] for name, file in found.items()}
-        for key, found in files.items()
+        key: {name: records[str(file)] for name, file in key_files.items()}
+        for key, key_files in files.items()
     }
 
 
-def input_changes(
-    saved: InputChecksums, found: InputChecksums, accepted: Iterable[str]
+def describe_input_changes(
+    saved: InputChecksums, current: InputChecksums, accepted: Iterable[str]
 ) -> dict[str, list[str]]:
     """Describe how the files of a run differ from those that a checkpoint was trained on.
 
     Args:
         saved: The checksums that the checkpoint records.
-        found: The checksums of the files as they are now.
+        current: The checksums of the files as they are now.
         accepted: Configuration keys, or sections, whose files may have changed (`run.changes`).
 
     Returns:
@@ -68,20 +70,21 @@ def input_changes(
     for key, expected in saved.items():
         if any(key == name or key.startswith(f"{name}.") for name in names):
             continue
-        now = found.get(key, {})
+        actual = current.get(key, {})
         differing = [
-            name for name in sorted({*expected, *now}) if expected.get(name) != now.get(name)
+            name for name in sorted({*expected, *actual}) if expected.get(name) != actual.get(name)
         ]
         if differing:
             changes[key] = [
-                f"{key}: {name}: {_described(expected.get(name))} when the checkpoint was saved,"
-                f" now {_described(now.get(name))}"
+                f"{key}: {name}: {_describe(expected.get(name))} when the checkpoint was saved,"
+                f" now {_describe(actual.get(name))}"
                 for name in differing
             ]
     return changes
 
 
 def _input_paths(config: Config) -> dict[str, Path]:
+    """Return the paths of models and data by configuration key, without those of evaluations."""
     paths = {
         key: Path(path)
         for key, path in read_paths(config).items()
@@ -96,24 +99,24 @@ def _files(path: Path) -> dict[str, Path]:
     """Return the file itself, or the files of a directory that a role may read, by name."""
     if not path.is_dir():
         return {path.name: path}
-    found = [
+    paths = [
         file
         for directory in (path, path / _TEMPLATES)
         if directory.is_dir()
         for file in directory.iterdir()
         if file.suffix in _READ_SUFFIXES and file.is_file()
     ]
-    return {os.path.relpath(file, path): file for file in sorted(found)}
+    return {os.path.relpath(file, path): file for file in sorted(paths)}
 
 
-def _record(file: Path) -> FileRecord:
+def _compute_record(file: Path) -> FileRecord:
     try:
-        return file_record(file)
+        return compute_file_record(file)
     except OSError as error:
         raise ConfigError(f"{file}: cannot be read: {error.strerror}") from error
 
 
-def _described(record: FileRecord | None) -> str:
+def _describe(record: FileRecord | None) -> str:
     if record is None:
         return "missing"
     return f"{record.size} bytes with checksum {record.checksum}"

@@ -1,15 +1,19 @@
-"""What a teacher has said of demonstrations, once for all who learn from it: a directory of
-safetensors files.
+"""Stored teacher scores: a teacher's top-k log-probs of demonstrations, for any number of students.
 
-Each file holds some rows end to end: `tokens` int32 [T] of `lengths` int32 [B], which of them are
-learned from (`learned`, bool [T]), and of those M, in their order, what `TaughtTokens` has:
-`logprobs` float32 [M], `ids` int32 [M, k] and `outcomes` float32 [M, k+1]. Beside them are the
-teacher's `tokenizer.json`, by which ids are the same tokens to the one who learns, and
-`index.json`, written last: `top_k`, `vocabulary` (all ids are below it), and the size and the
-checksum of each file.
+The scores are a directory of safetensors files. Each file contains B rows, concatenated:
 
-A row is found by its tokens and by what is learned of it, wherever it is in the data of the one who
-learns.
+- `tokens`: int32 [T], the rows' tokens
+- `lengths`: int32 [B], the number of tokens of each row
+- `learned`: bool [T], the loss mask: the M tokens on which a student trains
+- `logprobs`: float32 [M], `ids`: int32 [M, k] and `outcomes`: float32 [M, k+1], the fields of
+  `TeacherTopK` for these M tokens, in their order
+
+The directory also contains the teacher's `tokenizer.json`, with which a run checks that the student
+has the same token ids, and `index.json`, which is written last. The index contains `top_k`,
+`vocabulary` (an upper bound of all ids), and the size and checksum of each file.
+
+A row is looked up by its tokens and its loss mask, so its position in the student's data does not
+matter.
 """
 
 import json
@@ -30,13 +34,13 @@ from torch import Tensor
 from aligner.data.checksums import (
     DamagedError,
     FileRecord,
-    damage,
-    file_record,
+    compute_file_record,
+    find_damage,
     read_sealed,
-    sealed,
+    seal,
 )
 from aligner.data.tokenizer_files import read_tokenizer
-from aligner.data.types import Rows, TaughtTokens
+from aligner.data.types import Rows, TeacherTopK
 from aligner.errors import ConfigError
 from aligner.files import write_file
 from aligner.paths import TEACHER_SCORES_INDEX
@@ -45,18 +49,23 @@ _TOKENIZER = "tokenizer.json"
 
 
 @dataclass(frozen=True)
-class TaughtRow:
-    """Where a row's tokens are."""
+class TeacherScoresRow:
+    """Location of a row's scores: a range of the learned tokens of a file."""
 
     file: Path
     first: int
+    """Index of the row's first learned token among the file's learned tokens."""
     count: int
-    """Of the file's learned tokens."""
+    """Number of learned tokens of the row."""
 
     def read(self) -> tuple[Tensor, Tensor, Tensor]:
-        """`logprobs` float32 [R], `ids` int32 [R, k] and `outcomes` float32 [R, k+1] of the row's
-        learned tokens."""
-        stored, span = _opened(self.file), slice(self.first, self.first + self.count)
+        """Read the scores of the row's R learned tokens.
+
+        Returns:
+            `logprobs` float32 [R], `ids` int32 [R, k] and `outcomes` float32 [R, k+1].
+        """
+        stored = _open_file(self.file)
+        span = slice(self.first, self.first + self.count)
         return (
             stored.get_slice("logprobs")[span],
             stored.get_slice("ids")[span],
@@ -65,10 +74,14 @@ class TaughtRow:
 
 
 class TeacherScores:
-    """A directory that a run of algorithm.trainer=teacher_scores has completed."""
+    """The scores that a completed run with algorithm.trainer=teacher_scores wrote."""
 
     def __init__(self, directory: Path) -> None:
-        """Raises ConfigError where it is not there, not complete or not as it was written."""
+        """Read the index and the location of every row.
+
+        Raises:
+            ConfigError: The directory does not exist or is not complete, or the index is damaged.
+        """
         self.directory = directory
         try:
             index = read_sealed(directory / TEACHER_SCORES_INDEX)
@@ -76,47 +89,61 @@ class TeacherScores:
             raise ConfigError(f"teacher.scores: {error}") from error
         self.top_k: int = index["top_k"]
         self.vocabulary: int = index["vocabulary"]
-        """All ids are below it."""
+        """Upper bound of all token ids (exclusive)."""
         self._files = {name: FileRecord(*record) for name, record in index["files"].items()}
-        self._rows = {key: row for name in self._files for key, row in _rows_of(directory / name)}
+        self._rows = {
+            key: row for name in self._files for key, row in _locate_rows(directory / name)
+        }
 
     def require_undamaged(self) -> None:
-        """Raise ConfigError for a file that is not as it was written. Reads all of them."""
-        if problems := damage(self.directory, self._files):
+        """Raise ConfigError if a file does not match its checksum. Reads all files."""
+        if problems := find_damage(self.directory, self._files):
             raise ConfigError(
                 "\n".join(f"teacher.scores={self.directory}: {problem}" for problem in problems)
             )
 
-    def find(self, tokens: Tensor, learned: Tensor) -> TaughtRow | None:
-        """The row of these tokens int64 [T], learned from where `learned` bool [T] says; None where
-        there is no such row."""
+    def find(self, tokens: Tensor, learned: Tensor) -> TeacherScoresRow | None:
+        """Return the location of a row's scores; None if the directory does not contain the row.
+
+        Args:
+            tokens: The row's tokens, int64 [T].
+            learned: The row's loss mask, bool [T].
+        """
         return self._rows.get(_key(tokens, learned))
 
 
-def taught_rows(found: Sequence[TaughtRow], mask: Tensor) -> TaughtTokens:
-    """What was said at each place of the mask bool [B, S-1] of as many rows."""
-    logprobs, ids, outcomes = map(torch.cat, zip(*(row.read() for row in found), strict=True))
-    told = TaughtTokens(
+def assemble_teacher_scores(rows: Sequence[TeacherScoresRow], mask: Tensor) -> TeacherTopK:
+    """Read the scores of a batch of rows.
+
+    Args:
+        rows: The B rows.
+        mask: Loss mask of the rows, bool [B, S-1].
+    """
+    logprobs, ids, outcomes = map(torch.cat, zip(*(row.read() for row in rows), strict=True))
+    scores = TeacherTopK(
         torch.zeros(mask.shape),
         torch.zeros(*mask.shape, ids.shape[1], dtype=torch.int32),
         torch.zeros(*mask.shape, outcomes.shape[1]),
     )
-    told.logprobs[mask], told.ids[mask], told.outcomes[mask] = logprobs, ids, outcomes
-    return told
+    scores.logprobs[mask] = logprobs
+    scores.ids[mask] = ids
+    scores.outcomes[mask] = outcomes
+    return scores
 
 
 def part_name(number: int, parts: int) -> str:
-    """The file of one of so many parts, counted from 1."""
+    """Return the file name of a part; the parts are numbered from 1."""
     return f"part_{number:05}_of_{parts:05}.safetensors"
 
 
-def write_part(file: Path, rows: Rows, taught: TaughtTokens) -> None:
-    """Write what was said of some rows, all or nothing."""
-    inside = torch.arange(rows.tokens.shape[1]) < rows.lengths[:, None]
+def write_part(file: Path, rows: Rows, taught: TeacherTopK) -> None:
+    """Write the scores of some rows as one file, atomically."""
+    # Padding is not stored.
+    is_token = torch.arange(rows.tokens.shape[1]) < rows.lengths[:, None]
     tensors = {
-        "tokens": rows.tokens[inside].int(),
+        "tokens": rows.tokens[is_token].int(),
         "lengths": rows.lengths.int(),
-        "learned": F.pad(rows.mask, (1, 0))[inside],
+        "learned": F.pad(rows.mask, (1, 0))[is_token],
         "logprobs": taught.logprobs[rows.mask],
         "ids": taught.ids[rows.mask],
         "outcomes": taught.outcomes[rows.mask],
@@ -124,10 +151,14 @@ def write_part(file: Path, rows: Rows, taught: TaughtTokens) -> None:
     write_file(file, save({name: tensor.contiguous() for name, tensor in tensors.items()}))
 
 
-def complete(directory: Path, parts: int, top_k: int, vocabulary: int, tokenizer: Path) -> None:
-    """Complete a directory of `parts` files, so that it can be read.
+def write_index(directory: Path, parts: int, top_k: int, vocabulary: int, tokenizer: Path) -> None:
+    """Write the tokenizer and the index of a directory whose parts are all written.
 
     Args:
+        directory: The directory.
+        parts: Number of files.
+        top_k: Number of tokens k for which each position has a log-prob.
+        vocabulary: Upper bound of all token ids (exclusive).
         tokenizer: The teacher's `tokenizer.json`. If its directory has vocab.json and merges.txt
             instead, the tokenizer that they describe is written.
     """
@@ -136,35 +167,37 @@ def complete(directory: Path, parts: int, top_k: int, vocabulary: int, tokenizer
     else:
         read_tokenizer(tokenizer.parent).save(str(directory / _TOKENIZER))
     names = [part_name(number, parts) for number in range(1, parts + 1)]
-    files = {name: file_record(directory / name) for name in names}
+    files = {name: compute_file_record(directory / name) for name in names}
     index = {"top_k": top_k, "vocabulary": vocabulary, "files": files}
-    write_file(directory / TEACHER_SCORES_INDEX, sealed(json.dumps(index, indent=1) + "\n"))
+    write_file(directory / TEACHER_SCORES_INDEX, seal(json.dumps(index, indent=1) + "\n"))
 
 
-def _rows_of(file: Path) -> list[tuple[bytes, TaughtRow]]:
-    """The keys and places of a file's rows."""
-    stored = _opened(file)
+def _locate_rows(file: Path) -> list[tuple[bytes, TeacherScoresRow]]:
+    """Return the key and the location of each row of a file."""
+    stored = _open_file(file)
     lengths = stored.get_tensor("lengths").tolist()
     parts = zip(
         stored.get_tensor("tokens").split(lengths),
         stored.get_tensor("learned").split(lengths),
         strict=True,
     )
-    found, first = [], 0
+    rows = []
+    first = 0
     for tokens, learned in parts:
         count = int(learned.sum())
-        found.append((_key(tokens, learned), TaughtRow(file, first, count)))
+        rows.append((_key(tokens, learned), TeacherScoresRow(file, first, count)))
         first += count
-    return found
+    return rows
 
 
 def _key(tokens: Tensor, learned: Tensor) -> bytes:
+    """Return the hash of a row's tokens and loss mask."""
     digest = xxhash.xxh3_128(tokens.int().numpy().tobytes())
     digest.update(learned.numpy().tobytes())
     return digest.digest()
 
 
 @lru_cache(maxsize=256)
-def _opened(file: Path) -> Any:
-    """Mapped into memory, so that of all its rows those that are asked for are read."""
+def _open_file(file: Path) -> Any:
+    """Open a file mapped into memory, so that only the requested rows are read."""
     return safe_open(str(file), framework="pt")

@@ -1,4 +1,10 @@
-"""Text to tokens and back: a model directory's tokenizer, and a tokenizer of single characters."""
+"""Tokenizers: text to tokens and back.
+
+`Tokenizer` is the tokenizer of a model directory, with its chat template and its EOS tokens.
+`ResponseDecoder` decodes a response with the space after its prompt. `build_character_tokenizer`
+returns a tokenizer of single characters for tiny models. `report_end_tokens` checks the EOS tokens
+of a model directory for `aligner validate`; it does not need the model's weights.
+"""
 
 import json
 import string
@@ -15,13 +21,13 @@ from torch import Tensor
 from aligner.data.chat_template import ChatTemplate as ChatTemplate
 from aligner.data.chat_template import Messages as Messages
 from aligner.data.chat_template import Tools as Tools
-from aligner.data.chat_template import end_of_turn
-from aligner.data.control_tokens import PlainEncoder, control_tokens, is_escaped
+from aligner.data.chat_template import find_end_of_turn
+from aligner.data.control_tokens import PlainEncoder, find_control_tokens, is_escaped
 from aligner.data.tokenizer_files import (
     TokenizerFiles,
+    clean_up_spaces,
     has_chat_template,
     read_tokenizer_files,
-    without_extra_spaces,
 )
 from aligner.data.tokenizer_files import read_tokenizer as read_tokenizer
 from aligner.errors import AlignerError, ConfigError
@@ -30,16 +36,17 @@ from aligner.models.shape import ModelShape
 from aligner.schema import Config
 
 TokenIds = Tensor | Sequence[int]
+"""Token ids, int64 [T] if they are a tensor."""
 
-_INDEPENDENT = frozenset({"ByteLevel", "ByteFallback", "Fuse"})
-"""Decoders that treat the first token of a text like all others."""
+# Decoders that treat the first token of a text like all others.
+_POSITION_INDEPENDENT = frozenset({"ByteLevel", "ByteFallback", "Fuse"})
 
 
 class ResponseDecoder:
-    """Decodes tokens as text behind the tokens of a prompt.
+    """Decodes the tokens of a response as the text that follows its prompt.
 
     The decoders of SentencePiece tokenizers remove the space before the first word of a text. A
-    response that is decoded alone loses that space, although it is in the conversation. Therefore
+    response that is decoded alone loses this space, although it is in the conversation. Therefore
     the response is decoded together with the last tokens of its prompt.
     """
 
@@ -49,20 +56,29 @@ class ResponseDecoder:
     def decode_after(
         self, prompt: TokenIds, response: TokenIds, *, skip_special_tokens: bool = True
     ) -> str:
-        """Return the text of a response, int64 [R], behind a prompt, int64 [P].
+        """Return the text of a response after a prompt.
 
         The text is `decode(prompt + response)[len(decode(prompt)):]`. If the response begins
         inside a character, it is decoded alone.
-        """
-        ids = _list(response)
-        alone: str = self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
-        if not self._depends_on_prompt:
-            return alone
 
-        context = self._context(prompt, skip_special_tokens)
-        before = self._tokenizer.decode(context, skip_special_tokens=skip_special_tokens)
-        whole: str = self._tokenizer.decode(context + ids, skip_special_tokens=skip_special_tokens)
-        return whole[len(before) :] if whole.startswith(before) else alone
+        Args:
+            prompt: The tokens of the prompt, [P].
+            response: The tokens of the response, [R].
+            skip_special_tokens: Whether special tokens are left out of the text.
+        """
+        ids = _to_list(response)
+        response_text: str = self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        if not self._depends_on_prompt:
+            return response_text
+
+        context = self._find_context(prompt, skip_special_tokens)
+        context_text = self._tokenizer.decode(context, skip_special_tokens=skip_special_tokens)
+        full_text: str = self._tokenizer.decode(
+            context + ids, skip_special_tokens=skip_special_tokens
+        )
+        return (
+            full_text[len(context_text) :] if full_text.startswith(context_text) else response_text
+        )
 
     def decode_batch_after(
         self,
@@ -70,7 +86,11 @@ class ResponseDecoder:
         *,
         skip_special_tokens: bool = True,
     ) -> list[str]:
-        """As `decode_after`, for pairs of a prompt and a response."""
+        """Return the texts of the responses in pairs of a prompt and a response.
+
+        Each text is the result of `decode_after`. The batch is faster for tokenizers whose decoder
+        does not depend on the prompt.
+        """
         if self._depends_on_prompt:
             return [
                 self.decode_after(*pair, skip_special_tokens=skip_special_tokens) for pair in pairs
@@ -82,8 +102,8 @@ class ResponseDecoder:
         return texts
 
     def has_text(self, tokens: TokenIds) -> bool:
-        """Return whether tokens, int64 [T], are more than special tokens."""
-        return any(token not in self._special_tokens for token in _list(tokens))
+        """Return whether the tokens, [T], contain a token that is not a special token."""
+        return any(token not in self._special_tokens for token in _to_list(tokens))
 
     @cached_property
     def _depends_on_prompt(self) -> bool:
@@ -91,19 +111,20 @@ class ResponseDecoder:
         # Without a decoder, tokens are joined with spaces.
         return decoder is None or _depends_on_position(json.loads(decoder.__getstate__()))
 
-    def _context(self, prompt: TokenIds, skips_special_tokens: bool) -> list[int]:
-        """Return the last tokens of a prompt, from the last one that is a text by itself.
+    def _find_context(self, prompt: TokenIds, skips_special_tokens: bool) -> list[int]:
+        """Return the last tokens of a prompt, from the last token on that is text by itself.
 
-        A part of a byte sequence is none, and neither is a special token that is skipped.
+        A token that is a part of a byte sequence is not text by itself, and neither is a special
+        token that is skipped.
         """
-        no_text = self._byte_tokens | (self._special_tokens if skips_special_tokens else set())
+        excluded = self._byte_tokens | (self._special_tokens if skips_special_tokens else set())
         start = len(prompt) - 1
-        while start > 0 and not self._is_text(int(prompt[start]), no_text):
+        while start > 0 and not self._is_text(int(prompt[start]), excluded):
             start -= 1
-        return _list(prompt[max(0, start) :])
+        return _to_list(prompt[max(0, start) :])
 
-    def _is_text(self, token: int, no_text: frozenset[int]) -> bool:
-        return token not in no_text and bool(self._tokenizer.id_to_token(token))
+    def _is_text(self, token: int, excluded: frozenset[int]) -> bool:
+        return token not in excluded and bool(self._tokenizer.id_to_token(token))
 
     @cached_property
     def _special_tokens(self) -> frozenset[int]:
@@ -112,49 +133,58 @@ class ResponseDecoder:
 
     @cached_property
     def _byte_tokens(self) -> frozenset[int]:
-        """The tokens of single bytes that SentencePiece vocabularies have."""
+        """Tokens of single bytes, which SentencePiece vocabularies contain."""
         ids = (self._tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
         return frozenset(id for id in ids if id is not None)
 
 
-def _list(tokens: TokenIds) -> list[int]:
+def _to_list(tokens: TokenIds) -> list[int]:
     return tokens.tolist() if isinstance(tokens, Tensor) else list(tokens)
 
 
 def _depends_on_position(decoder: dict[str, Any]) -> bool:
-    """Return whether a decoder, as tokenizer.json has it, treats a text's first token apart."""
+    """Return whether a decoder, in the form of tokenizer.json, treats a text's first token
+    differently from the others."""
     if decoder["type"] == "Sequence":
         return any(map(_depends_on_position, decoder["decoders"]))
     if decoder["type"] == "Replace":
         # A regular expression can be anchored at the start of the text.
         return "Regex" in decoder["pattern"]
-    return decoder["type"] not in _INDEPENDENT
+    return decoder["type"] not in _POSITION_INDEPENDENT
 
 
-# In the order in which a vocabulary takes them: a small one has digits, lowercase letters, space
-# and common punctuation.
+# The characters are in the order in which a vocabulary takes them: a small vocabulary contains
+# digits, lowercase letters, space and common punctuation.
 _COMMON = string.digits + string.ascii_lowercase + " .,:;!?'\"-+*/=()<>[]{}_@#&"
 _ACCENTED = "".join(map(chr, range(0xC0, 0x180)))
 CHARACTERS = "".join(
     dict.fromkeys(_COMMON + string.ascii_uppercase + string.punctuation + "\n" + _ACCENTED)
 )
+"""Characters that the character tokenizer can encode, most frequent first."""
 
 
-def with_beginning(encoding: tokenizers.Encoding) -> list[int]:
-    """The tokens of a text with the special ones that its tokenizer puts before it, not with those
-    that it puts behind.
+def extract_ids_with_bos(encoding: tokenizers.Encoding) -> list[int]:
+    """Return the tokens of a text with the special tokens before it, without those after it.
 
-    `encoding` is the tokenizer's own, with special tokens. A text that begins with them itself does
-    not get them again.
+    A text that itself begins with these special tokens does not get them twice.
+
+    Args:
+        encoding: The encoding of the text with `add_special_tokens=True`.
     """
-    ids, added = encoding.ids, "".join(map(str, encoding.special_tokens_mask))
-    before, behind = len(added) - len(added.lstrip("1")), len(added.rstrip("1"))
-    own = ids[before:behind]
-    return own if not own or own[:before] == ids[:before] else ids[:behind]
+    # The mask is 1 for the special tokens that the tokenizer added before and after the text.
+    ids = encoding.ids
+    mask = "".join(map(str, encoding.special_tokens_mask))
+    start = len(mask) - len(mask.lstrip("1"))
+    end = len(mask.rstrip("1"))
+    text_ids = ids[start:end]
+    return text_ids if not text_ids or text_ids[:start] == ids[:start] else ids[:end]
 
 
 class Tokenizer:
-    """The tokenizer of a model directory; adds no special tokens but those that it is asked for."""
+    """The tokenizer of a model directory.
+
+    It adds no special tokens unless a method's argument requests them.
+    """
 
     def __init__(
         self,
@@ -167,15 +197,22 @@ class Tokenizer:
         """Read the tokenizer of a model directory.
 
         Args:
+            directory: The model directory.
             date: The date for chat templates that use one, in ISO 8601; None for the current date.
             sanitize: `data.sanitize`.
             chat_template_kwargs: `data.chat_template_kwargs`.
+
+        Raises:
+            ConfigError: The configuration or the tokenizer of the model cannot be read.
         """
         shape = directory_shape(directory, "model.path")
-        self.directory, self._date = directory, date
-        self._sanitize, self._chat_template_kwargs = sanitize, chat_template_kwargs
+        self.directory = directory
+        self._date = date
+        self._sanitize = sanitize
+        self._chat_template_kwargs = chat_template_kwargs
         files = read_tokenizer_files(directory)
-        self._tokenizer, self._special_tokens = files.tokenizer, files.special_tokens
+        self._tokenizer = files.tokenizer
+        self._special_tokens = files.special_tokens
         self._cleans_up_spaces = files.cleans_up_spaces
         self.eos_token_ids: tuple[int, ...] = shape.eos_token_ids
         self.pad_token_id: int = shape.pad_token_id
@@ -183,13 +220,16 @@ class Tokenizer:
 
     @cached_property
     def chat_template(self) -> ChatTemplate:
-        """How chat messages are worded; read when first asked for. Raises ConfigError for a model
-        that has none."""
+        """The model's chat template, read at the first access.
+
+        Raises:
+            ConfigError: The model has no chat template.
+        """
         return ChatTemplate(
             self.directory,
             self._date,
             variables=self._chat_template_kwargs,
-            control_tokens=list(control_tokens(self._tokenizer)),
+            control_tokens=list(find_control_tokens(self._tokenizer)),
             sanitizes=self._sanitize,
         )
 
@@ -199,46 +239,56 @@ class Tokenizer:
 
     @cached_property
     def end_token_id(self) -> int:
-        """The end-of-sequence token of a text that has none: of several what
-        `tokenizer_config.json` calls `eos_token`.
+        """The EOS token that is appended to a response without one.
 
-        The first of those in `config.json` where it names none of them. Raises AlignerError where
-        the model has none.
+        If the model has several EOS tokens, it is the `eos_token` of `tokenizer_config.json`, or
+        the first EOS token of `config.json` if `eos_token` is not one of them.
+
+        Raises:
+            AlignerError: The model has no EOS token.
         """
         if not self.eos_token_ids:
             raise AlignerError(
                 f"{self.directory}: config.json lacks eos_token_id, which is required to end a"
                 " response, and generation_config.json has none either"
             )
-        named = self._special_tokens.get("eos_token")
-        token = None if named is None else self._tokenizer.token_to_id(named)
+        eos_text = self._special_tokens.get("eos_token")
+        token = None if eos_text is None else self._tokenizer.token_to_id(eos_text)
         return token if token in self.eos_token_ids else self.eos_token_ids[0]
 
     @cached_property
     def end_of_turn_id(self) -> int | None:
         """The token that the chat template puts after an assistant's message.
 
-        None for a model without a chat template, and for a template that puts plain text there.
+        It is None for a model without a chat template, and for a template that puts plain text
+        there.
         """
         try:
-            return end_of_turn(self.chat_template, self._tokenizer)
-        except ConfigError:  # raised with its reason where messages are rendered
+            return find_end_of_turn(self.chat_template, self._tokenizer)
+        except ConfigError:  # rendering a message raises the same error
             return None
 
-    def encode(self, text: str, *, begins: bool = False) -> Tensor:
-        """int64 [P]; where it `begins` a sequence `with_beginning`, such as a beginning-of-sequence
-        token.
+    def encode(self, text: str, *, add_bos: bool = False) -> Tensor:
+        """Return the tokens of a text, int64 [P].
 
-        AlignerError for a text that the vocabulary, or UTF-8, cannot express, naming the characters
-        it lacks.
+        Args:
+            text: The text.
+            add_bos: Whether the tokens begin with the special tokens that the tokenizer puts before
+                a text, such as a beginning-of-sequence token.
+
+        Raises:
+            AlignerError: The text is not valid UTF-8, or the vocabulary lacks characters of it,
+                which the message names.
         """
         try:
             text.encode()
-            if is_escaped(text):  # a chat template has written the beginning of the sequence
+            # Only rendered texts contain escaped control tokens, and the chat template has already
+            # written their special tokens.
+            if is_escaped(text):
                 return torch.tensor(self._plain_encoder.encode(text)[0], dtype=torch.int64)
-            encoding = self._tokenizer.encode(text, add_special_tokens=begins)
-            tokens = with_beginning(encoding) if begins else encoding.ids
-        except UnicodeEncodeError as error:  # JSON can escape half of a character
+            encoding = self._tokenizer.encode(text, add_special_tokens=add_bos)
+            tokens = extract_ids_with_bos(encoding) if add_bos else encoding.ids
+        except UnicodeEncodeError as error:  # JSON can escape half of a surrogate pair
             raise AlignerError(
                 f"{text!r} cannot be tokenized: it is not valid UTF-8: {error}"
             ) from error
@@ -254,46 +304,69 @@ class Tokenizer:
             ) from error
         return torch.tensor(tokens, dtype=torch.int64)
 
-    def token_ends(self, text: str, *, begins: bool = False) -> Tensor:
-        """Return for each token of `encode` the number of characters of the text up to its end,
-        int64 [P]; 0 for special tokens that the tokenizer adds."""
+    def compute_token_ends(self, text: str, *, add_bos: bool = False) -> Tensor:
+        """Return the end of each token of `encode` in the text.
+
+        Returns:
+            The number of characters of the text up to the token's end, int64 [P]; 0 for special
+            tokens that the tokenizer adds.
+        """
         if is_escaped(text):
             return torch.tensor(self._plain_encoder.encode(text)[1], dtype=torch.int64)
-        offsets = self._without_post_processor.encode(text, add_special_tokens=False).offsets
-        added = self.encode(text, begins=begins).numel() - len(offsets)
+        offsets = self._offset_tokenizer.encode(text, add_special_tokens=False).offsets
+        added_count = self.encode(text, add_bos=add_bos).numel() - len(offsets)
 
-        return torch.tensor([0] * added + [end for _, end in offsets], dtype=torch.int64)
+        return torch.tensor([0] * added_count + [end for _, end in offsets], dtype=torch.int64)
 
     @cached_property
-    def _without_post_processor(self) -> tokenizers.Tokenizer:
-        """The tokenizer whose offsets cover all characters of a token: post-processors of
-        byte-level tokenizers leave out the space at a token's start and end."""
+    def _offset_tokenizer(self) -> tokenizers.Tokenizer:
+        """A copy of the tokenizer whose offsets cover all characters of a token.
+
+        The post-processors of byte-level tokenizers exclude the space at a token's start and end.
+        """
         tokenizer = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
         tokenizer.post_processor = None
         return tokenizer
 
     def encode_after(self, prompt: str, prompt_tokens: Tensor, text: str) -> Tensor:
-        """Return the tokens of a text behind a prompt whose tokens stay as they are, int64 [R].
+        """Return the tokens of a text after a prompt, without a change of the prompt's tokens.
 
-        They are the rest of the tokens of prompt and text together, if these begin with the
-        prompt's. If tokens merge across the boundary, the text is tokenized alone, without the
-        space that SentencePiece tokenizers put before a text. Raises AlignerError as `encode`.
+        Prompt and text are tokenized together, and the result is the rest after the prompt's
+        tokens. If tokens merge across the boundary, the text is tokenized alone, without the space
+        that SentencePiece tokenizers put before a text.
+
+        Args:
+            prompt: The text of the prompt.
+            prompt_tokens: The tokens of the prompt, with or without special tokens before them,
+                int64 [P].
+            text: The text after the prompt.
+
+        Returns:
+            The tokens of the text, int64 [R].
+
+        Raises:
+            AlignerError: The text cannot be tokenized; see `encode`.
         """
         count = prompt_tokens.numel()
-        for begins in (False, True):
-            whole = self.encode(prompt + text, begins=begins)
-            if torch.equal(whole[:count], prompt_tokens):
-                return whole[count:]
+        for add_bos in (False, True):
+            sequence = self.encode(prompt + text, add_bos=add_bos)
+            if torch.equal(sequence[:count], prompt_tokens):
+                return sequence[count:]
 
         return self._encode_inside(text)
 
     def encode_observation(self, tokens: Tensor, text: str) -> Tensor:
-        """Return the tokens of a text that an environment adds behind other tokens, int64 [R].
+        """Return the tokens of a text that an environment appends to a sequence, int64 [R].
 
-        The other tokens, int64 [T], stay as they are; they may be generated ones, which differ from
-        the tokens of their text. Raises AlignerError as `encode`.
+        Args:
+            tokens: The tokens of the sequence, int64 [T]. They may be generated tokens, which can
+                differ from the tokens of their text, so the texts cannot be tokenized together.
+            text: The text of the environment.
+
+        Raises:
+            AlignerError: The text cannot be tokenized; see `encode`.
         """
-        # A text behind nothing but special tokens is the first text of its sequence.
+        # After special tokens alone, the text is the first text of its sequence.
         has_text = self._response_decoder.has_text(tokens)
         return self._encode_inside(text) if has_text else self.encode(text)
 
@@ -301,25 +374,32 @@ class Tokenizer:
         """Return the tokens of a text without the space that tokenizers put before a text."""
         if not self._puts_space_before_text:
             return self.encode(text)
-        # Few tokens contain a line break and other characters, or a digit and other characters.
+        # Tokenize the text after a prefix and remove the tokens of the prefix. The prefix rarely
+        # merges with the text: few tokens contain a line break, or a digit, and other characters.
         for prefix in ("\n", "0"):
-            alone, both = self.encode(prefix), self.encode(prefix + text)
-            if torch.equal(both[: alone.numel()], alone):
-                return both[alone.numel() :]
+            prefix_ids = self.encode(prefix)
+            ids = self.encode(prefix + text)
+            if torch.equal(ids[: prefix_ids.numel()], prefix_ids):
+                return ids[prefix_ids.numel() :]
         return self.encode(text)
 
     @cached_property
     def _puts_space_before_text(self) -> bool:
         try:
-            line_break, letter, both = (self.encode(text) for text in ("\n", "0", "\n0"))
-        except AlignerError:  # a vocabulary without line breaks, of single characters
+            line_break, digit, pair = (self.encode(text) for text in ("\n", "0", "\n0"))
+        except AlignerError:  # a character vocabulary without line breaks
             return False
-        return not torch.equal(both, torch.cat([line_break, letter]))
+        return not torch.equal(pair, torch.cat([line_break, digit]))
 
-    def single_token(self, text: str | None, key: str) -> int | None:
-        """Return the token that stands for a text inside other text; None for None.
+    def get_single_token(self, text: str | None, key: str) -> int | None:
+        """Return the token of a text inside other text; None for None.
 
-        Raises ConfigError, naming `key`, for a text that is not a single token.
+        Args:
+            text: The text.
+            key: The configuration key of the text, for error messages.
+
+        Raises:
+            ConfigError: The text is not a single token.
         """
         if text is None:
             return None
@@ -331,37 +411,40 @@ class Tokenizer:
             raise ConfigError(f"{key}={text!r}: must be a single token, got {len(tokens)} tokens")
         return int(tokens[0])
 
-    def ended(self, tokens: Tensor) -> Tensor:
-        """Return a response with one end token last, int64 [R].
+    def append_end_token(self, tokens: Tensor) -> Tensor:
+        """Return a response with exactly one end token at its end, int64 [R].
 
-        The response's own end-of-turn or EOS token counts if only space follows it; otherwise
-        `end_token_id` is appended. Raises AlignerError for a model without an EOS token.
+        If the response has an end-of-turn or EOS token and only whitespace follows it, the result
+        ends there. Otherwise `end_token_id` is appended.
+
+        Raises:
+            AlignerError: A token must be appended, and the model has no EOS token.
         """
-        own = self.end_of(tokens)
-        if own is not None:
-            return tokens[:own]
+        end = self.find_end(tokens)
+        if end is not None:
+            return tokens[:end]
         return torch.cat([tokens, torch.tensor([self.end_token_id])])
 
-    def ends(self, tokens: Tensor) -> Tensor:
-        """bool [T]: which tokens are end-of-sequence tokens."""
+    def is_eos(self, tokens: Tensor) -> Tensor:
+        """Return which tokens are EOS tokens, bool [T]."""
         return torch.isin(tokens, torch.tensor(self.eos_token_ids, dtype=torch.int64))
 
-    def end_of(self, tokens: Tensor) -> int | None:
-        """Return the length of a response up to its last end-of-turn or EOS token.
+    def find_end(self, tokens: Tensor) -> int | None:
+        """Return the length of a response up to and including its last end-of-turn or EOS token.
 
-        None if there is no such token, or if text other than space follows it.
+        The result is None if there is no such token, or if text other than whitespace follows it.
         """
-        is_end = self.ends(tokens)
+        is_end = self.is_eos(tokens)
         if self.end_of_turn_id is not None:
             is_end |= tokens == self.end_of_turn_id
         ends = is_end.nonzero().flatten().tolist()
         return ends[-1] + 1 if ends and not self.decode(tokens[ends[-1] + 1 :]).strip() else None
 
     def decode(self, tokens: Tensor | Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of tokens (int64 [T]), with or without special tokens."""
+        """Return the text of tokens, [T], with or without special tokens."""
         ids = tokens.tolist() if isinstance(tokens, Tensor) else list(tokens)
         text = self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
-        return without_extra_spaces(text) if self._cleans_up_spaces else text
+        return clean_up_spaces(text) if self._cleans_up_spaces else text
 
     def decode_after(
         self,
@@ -370,26 +453,31 @@ class Tokenizer:
         *,
         skip_special_tokens: bool = True,
     ) -> str:
-        """Return the text of a response, int64 [R], behind a prompt, int64 [P].
+        """Return the text of a response after a prompt.
 
         Unlike `decode(response)`, the text keeps the space before its first word if the tokenizer
-        is of the SentencePiece kind.
+        is a SentencePiece tokenizer.
+
+        Args:
+            prompt: The tokens of the prompt, [P].
+            response: The tokens of the response, [R].
+            skip_special_tokens: Whether special tokens are left out of the text.
         """
         text = self._response_decoder.decode_after(
             prompt, response, skip_special_tokens=skip_special_tokens
         )
-        return without_extra_spaces(text) if self._cleans_up_spaces else text
+        return clean_up_spaces(text) if self._cleans_up_spaces else text
 
     @cached_property
     def _response_decoder(self) -> ResponseDecoder:
         return ResponseDecoder(self._tokenizer)
 
-    def piece(self, token: int) -> str:
-        """Return the text of a token inside a text; special tokens by their names."""
+    def decode_token(self, token: int) -> str:
+        """Return the text of a token inside other text; a special token is its name."""
         return self._response_decoder.decode_after([token], [token], skip_special_tokens=False)
 
 
-def run_tokenizer(config: Config, directory: Path) -> Tokenizer:
+def build_run_tokenizer(config: Config, directory: Path) -> Tokenizer:
     """Return the tokenizer of a model directory, with the settings of a run."""
     return Tokenizer(
         directory,
@@ -399,47 +487,54 @@ def run_tokenizer(config: Config, directory: Path) -> Tokenizer:
     )
 
 
-def character_tokenizer(shape: ModelShape) -> tokenizers.Tokenizer:
-    """A tokenizer whose vocabulary is exactly the model's: <pad> and <eos> at the model's ids,
-    `CHARACTERS` at the others.
+def build_character_tokenizer(shape: ModelShape) -> tokenizers.Tokenizer:
+    """Return a tokenizer of single characters for a model's vocabulary size.
 
-    Decoding joins the characters with nothing between them. There is no unknown token: text with
-    another character cannot be encoded. Raises ConfigError for special ids or a vocabulary size
-    that this does not fit.
+    The vocabulary contains <pad> and <eos> at the model's ids, and `CHARACTERS` at the others.
+    Decoding joins the characters without a separator. There is no unknown token: text with another
+    character cannot be encoded.
+
+    Raises:
+        ConfigError: The model does not have exactly one EOS token and another padding token, or its
+            vocabulary size is too small or too large.
     """
     if len(shape.eos_token_ids) != 1 or shape.pad_token_id in shape.eos_token_ids:
         raise ConfigError(
             "model.config: must have exactly one eos_token_id and a different pad_token_id, got"
             f" eos_token_id={list(shape.eos_token_ids)} and pad_token_id={shape.pad_token_id}"
         )
-    special = {shape.pad_token_id: "<pad>", shape.eos_token_ids[0]: "<eos>"}
-    largest = len(CHARACTERS) + len(special)
-    if not max(special) < shape.vocab_size <= largest:
+    special_tokens = {shape.pad_token_id: "<pad>", shape.eos_token_ids[0]: "<eos>"}
+    largest = len(CHARACTERS) + len(special_tokens)
+    if not max(special_tokens) < shape.vocab_size <= largest:
         raise ConfigError(
             f"model.config.vocab_size={shape.vocab_size}: must be greater than the largest special"
-            f" token id ({max(special)}) and at most {largest}, the character tokenizer's limit"
+            f" token id ({max(special_tokens)}) and at most {largest}, the character tokenizer's"
+            " limit"
         )
     remaining = iter(CHARACTERS)
-    vocabulary = {special.get(token) or next(remaining): token for token in range(shape.vocab_size)}
-    # The unknown token is not in the vocabulary: that makes an unknown character an error instead
-    # of a token.
+    vocabulary = {
+        special_tokens.get(token) or next(remaining): token for token in range(shape.vocab_size)
+    }
+    # The unknown token is not in the vocabulary, so that an unknown character is an error and not
+    # a token.
     tokenizer = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="<unknown>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens(list(special.values()))
+    tokenizer.add_special_tokens(list(special_tokens.values()))
     return tokenizer
 
 
-def lenient_tokenizer(shape: ModelShape, longest: int) -> tokenizers.Tokenizer:
-    """`character_tokenizer` for any text, cut to its last `longest` characters: those that it does
-    not know become `?`.
+def build_lenient_tokenizer(shape: ModelShape, max_length: int) -> tokenizers.Tokenizer:
+    """Return a character tokenizer for any text, for dry runs.
 
-    For dry runs, whose texts were meant for another model.
+    A dry run uses the data of another model with a tiny model. Therefore the tokenizer replaces
+    unknown characters by `?`, and truncates a text to its last `max_length` characters.
     """
-    tokenizer = character_tokenizer(shape)
+    tokenizer = build_character_tokenizer(shape)
     tokenizer.model.unk_token = "?"
+    # The expression matches all characters before the last `max_length` ones.
     tokenizer.normalizer = normalizers.Replace(
-        tokenizers.Regex(rf"(?m)\A.*(?=.{{{longest}}}\z)"), ""
+        tokenizers.Regex(rf"(?m)\A.*(?=.{{{max_length}}}\z)"), ""
     )
     return tokenizer
 
@@ -448,16 +543,16 @@ def describe_end_tokens(ids: Sequence[int], files: TokenizerFiles) -> str:
     """Return the EOS ids with the texts of their tokens, as `aligner validate` prints them."""
     if not ids:
         return "EOS tokens: none; responses end only at their maximum length"
-    return "EOS tokens: " + ", ".join(_shown(id, files) for id in ids)
+    return "EOS tokens: " + ", ".join(_format_token(id, files) for id in ids)
 
 
-def end_token_warnings(directory: Path, ids: Sequence[int], files: TokenizerFiles) -> list[str]:
+def check_end_tokens(directory: Path, ids: Sequence[int], files: TokenizerFiles) -> list[str]:
     """Return warnings about tokens that end a text but are not EOS tokens of the model.
 
     Args:
         directory: The model directory.
         ids: The EOS ids of its config.json and generation_config.json.
-        files: Its tokenizer.
+        files: The tokenizer of the directory.
 
     Raises:
         ConfigError: The chat template is not valid.
@@ -465,22 +560,24 @@ def end_token_warnings(directory: Path, ids: Sequence[int], files: TokenizerFile
     warnings = []
     turn_end = None
     if has_chat_template(directory):
-        turn_end = end_of_turn(ChatTemplate(directory), files.tokenizer)
-    listed = ", ".join(_shown(id, files) for id in ids) or "none"
+        turn_end = find_end_of_turn(ChatTemplate(directory), files.tokenizer)
+    listed = ", ".join(_format_token(id, files) for id in ids) or "none"
     if turn_end is not None and turn_end not in ids:
         warnings.append(
             f"{directory}: the chat template ends an assistant's message with the token"
-            f" {_shown(turn_end, files)}, which is not an EOS token ({listed}), so generation does"
-            f" not stop at it; add {turn_end} to eos_token_id in generation_config.json"
+            f" {_format_token(turn_end, files)}, which is not an EOS token ({listed}), so"
+            f" generation does not stop at it; add {turn_end} to eos_token_id in"
+            " generation_config.json"
         )
 
     text = files.special_tokens.get("eos_token")
-    named = None if text is None else files.tokenizer.token_to_id(text)
-    if named is not None and named not in ids and named != turn_end:
+    eos_id = None if text is None else files.tokenizer.token_to_id(text)
+    if eos_id is not None and eos_id not in ids and eos_id != turn_end:
         warnings.append(
-            f"{directory}: eos_token of the tokenizer is {_shown(named, files)}, which is not an"
-            f" EOS token of the model ({listed}), so generation does not stop at it; add {named} to"
-            " eos_token_id in generation_config.json, or correct eos_token in tokenizer_config.json"
+            f"{directory}: eos_token of the tokenizer is {_format_token(eos_id, files)}, which is"
+            f" not an EOS token of the model ({listed}), so generation does not stop at it; add"
+            f" {eos_id} to eos_token_id in generation_config.json, or correct eos_token in"
+            " tokenizer_config.json"
         )
     return warnings
 
@@ -488,14 +585,19 @@ def end_token_warnings(directory: Path, ids: Sequence[int], files: TokenizerFile
 def report_end_tokens(directory: Path, ids: Sequence[int]) -> list[str]:
     """Return the lines about EOS tokens that `aligner validate` prints for a model directory.
 
-    Raises ConfigError for a tokenizer or a chat template that cannot be read.
+    Args:
+        directory: The model directory.
+        ids: The EOS ids of its config.json and generation_config.json.
+
+    Raises:
+        ConfigError: The tokenizer or the chat template cannot be read.
     """
     files = read_tokenizer_files(directory)
-    warnings = end_token_warnings(directory, ids, files)
+    warnings = check_end_tokens(directory, ids, files)
     return [describe_end_tokens(ids, files), *(f"warning: {warning}" for warning in warnings)]
 
 
-def _shown(id: int, files: TokenizerFiles) -> str:
-    """Return an id with the text of its token."""
+def _format_token(id: int, files: TokenizerFiles) -> str:
+    """Return an id with the text of its token, for messages."""
     text = files.tokenizer.id_to_token(id)
     return f"{id} (no token of the tokenizer)" if text is None else f"{id} {text!r}"

@@ -1,7 +1,8 @@
 """The tokenizer classes of transformers 5 that rebuild a tokenizer from its vocabulary.
 
-Such a class uses vocabulary, merges and post-processor of tokenizer.json, and its own normalizer,
-pre-tokenizer and decoder. The builders follow `transformers/models/*/tokenization_*.py`.
+Such a class uses the vocabulary, the merges and the post-processor of tokenizer.json, and its own
+normalizer, pre-tokenizer and decoder. `select_tokenizer_class` returns the class that AutoTokenizer
+selects; its builder follows `transformers/models/*/tokenization_*.py`.
 """
 
 import base64
@@ -18,31 +19,35 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 from aligner.errors import ConfigError
 
 _log = logging.getLogger(__name__)
+# Content of tokenizer.json.
 _Content = Mapping[str, Any]
+# Entries of tokenizer_config.json, or of config.json.
 _Entries = Mapping[str, Any]
 
 
 @dataclass(frozen=True, eq=False)
 class TokenizerClass:
-    """How a tokenizer class builds a tokenizer."""
+    """A tokenizer class of transformers, with the function that builds its tokenizers."""
 
     name: str
     model: str = ""
-    """The type of the model in tokenizer.json."""
+    """Type of the model in tokenizer.json that the class requires."""
     build: Callable[[_Content, _Entries], tokenizers.Tokenizer] = lambda content, entries: (
         _unsupported()
     )
-    """Return the tokenizer of a tokenizer.json and the entries of tokenizer_config.json."""
+    """Function that returns the tokenizer of a tokenizer.json and the entries of
+    tokenizer_config.json."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Special tokens where the files do not name them."""
+    """Special tokens that the class uses if the files do not name them."""
     has_vocabulary_files: bool = False
-    """Whether it is also built from vocab.json and merges.txt."""
+    """Whether the class can also be built from vocab.json and merges.txt."""
     marks_special_tokens: bool = False
-    """Whether its special tokens lose the other flags that the files give them."""
+    """Whether special tokens lose the other flags that the files give them."""
     replaces_post_processor: bool = False
-    """Whether it ignores the post-processor of tokenizer.json."""
+    """Whether the class ignores the post-processor of tokenizer.json."""
     template: Callable[[_Entries], tuple[list[str], list[str]]] | None = None
-    """The tokens before and after a text, if the class fixes them."""
+    """Function that returns the tokens before and after a text; None if the class does not fix
+    them."""
 
 
 def _unsupported() -> tokenizers.Tokenizer:
@@ -50,15 +55,16 @@ def _unsupported() -> tokenizers.Tokenizer:
 
 
 PLAIN = TokenizerClass("TokenizersBackend")
-"""The tokenizer as tokenizer.json describes it (TokenizersBackend, PreTrainedTokenizerFast)."""
+"""Class that uses tokenizer.json unchanged (TokenizersBackend, PreTrainedTokenizerFast)."""
 
 
-def tokenizer_class(
+def select_tokenizer_class(
     directory: Path, settings: _Entries, config: _Entries, content: _Content
 ) -> TokenizerClass:
     """Return the class that AutoTokenizer selects for a model directory.
 
     Args:
+        directory: The model directory.
         settings: The entries of tokenizer_config.json.
         config: The entries of config.json.
         content: The content of tokenizer.json.
@@ -73,76 +79,83 @@ def tokenizer_class(
             f"{file}: auto_map={automatic!r}: tokenizers in Python code of a model directory are"
             " not supported; remove the entry if tokenizer.json describes the tokenizer completely"
         )
-    name = _class_name(settings, config, content)
+    name = _find_class_name(settings, config, content)
     if name in UNSUPPORTED:
         raise ConfigError(
             f"{file}: tokenizer_class={name}: not supported; set"
             " tokenizer_class=PreTrainedTokenizerFast if tokenizer.json describes the tokenizer"
             f" completely; supported classes: {', '.join(CLASSES)}"
         )
-    of_class = CLASSES.get(name, PLAIN)
+    selected_class = CLASSES.get(name, PLAIN)
 
-    is_file = (directory / "tokenizer.json").is_file()
-    if not is_file and content and not of_class.has_vocabulary_files:
-        able = [each.name for each in CLASSES.values() if each.has_vocabulary_files]
+    # `content` without tokenizer.json is the content of vocab.json and merges.txt.
+    has_tokenizer_json = (directory / "tokenizer.json").is_file()
+    if not has_tokenizer_json and content and not selected_class.has_vocabulary_files:
+        supported_names = [
+            candidate.name for candidate in CLASSES.values() if candidate.has_vocabulary_files
+        ]
         raise ConfigError(
             f"{file}: tokenizer_class={name}: cannot be built from vocab.json and merges.txt"
-            f" without tokenizer.json; classes that can: {', '.join(able)}; or convert the"
-            " tokenizer with `AutoTokenizer.from_pretrained(DIRECTORY).save_pretrained(DIRECTORY)`"
-            " of transformers"
+            f" without tokenizer.json; classes that can: {', '.join(supported_names)}; or"
+            " convert the tokenizer with"
+            " `AutoTokenizer.from_pretrained(DIRECTORY).save_pretrained(DIRECTORY)` of transformers"
         )
-    model = _model_type(content)
-    if is_file and of_class is not PLAIN and model != of_class.model:
+    model = _find_model_type(content)
+    if has_tokenizer_json and selected_class is not PLAIN and model != selected_class.model:
         declared = settings.get("tokenizer_class")
-        if declared is None or _without_fast(declared) not in _PLAIN_NAMES:
-            _warn_of_model_type(directory / "tokenizer.json", model, of_class)
+        if declared is None or _remove_fast(declared) not in _PLAIN_NAMES:
+            _warn_of_model_type(directory / "tokenizer.json", model, selected_class)
         return PLAIN
-    return of_class
+    return selected_class
 
 
 @cache
-def _warn_of_model_type(file: Path, model: str, of_class: TokenizerClass) -> None:
-    """Log once that transformers would make another tokenizer of a file, which fits no text."""
+def _warn_of_model_type(file: Path, model: str, selected_class: TokenizerClass) -> None:
+    """Log once that transformers would build another, unusable tokenizer from a file.
+
+    `cache` prevents a second log of the same warning.
+    """
     _log.warning(
         "%s: model.type=%s: the class %s that transformers selects for this model requires %s; the"
         " file is used as it is; set tokenizer_class=PreTrainedTokenizerFast in"
         " tokenizer_config.json so that transformers does the same",
         file,
         model,
-        of_class.name,
-        of_class.model,
+        selected_class.name,
+        selected_class.model,
     )
 
 
-def with_class_defaults(of_class: TokenizerClass, entries: _Entries) -> dict[str, Any]:
-    """Return the entries of tokenizer_config.json, completed by the defaults of the class."""
-    complete = {**of_class.defaults, **entries}
-    if of_class.name == "T5Tokenizer":
-        numbered = [f"<extra_id_{number}>" for number in range(int(entries.get("extra_ids", 100)))]
+def apply_class_defaults(selected_class: TokenizerClass, entries: _Entries) -> dict[str, Any]:
+    """Return the entries of tokenizer_config.json, completed with the defaults of the class."""
+    complete = {**selected_class.defaults, **entries}
+    if selected_class.name == "T5Tokenizer":
+        # T5 adds numbered sentinel tokens, unless the files list their own.
+        sentinels = [f"<extra_id_{number}>" for number in range(int(entries.get("extra_ids", 100)))]
         extra = entries.get("extra_special_tokens")
-        given = list(entries.get("additional_special_tokens") or [])
-        has_numbered = any("<extra_id_" in _text(token) for token in given)
+        additional = list(entries.get("additional_special_tokens") or [])
+        has_sentinels = any("<extra_id_" in _text(token) for token in additional)
         if extra is None:
-            complete["extra_special_tokens"] = numbered
-        elif isinstance(extra, dict) and not has_numbered:
-            complete["additional_special_tokens"] = given + numbered
+            complete["extra_special_tokens"] = sentinels
+        elif isinstance(extra, dict) and not has_sentinels:
+            complete["additional_special_tokens"] = additional + sentinels
     return complete
 
 
-def _class_name(settings: _Entries, config: _Entries, content: _Content) -> str:
+def _find_class_name(settings: _Entries, config: _Entries, content: _Content) -> str:
     """Return the name of the class that AutoTokenizer selects, without the suffix Fast."""
     model_type = config.get("model_type")
     registered = REGISTERED.get(str(model_type))
     declared = settings.get("tokenizer_class") or config.get("tokenizer_class")
     if not isinstance(declared, str):
         return registered or PLAIN.name
-    declared = _without_fast(declared)
+    declared = _remove_fast(declared)
 
     is_overruled = model_type in OVERRULED
     is_byte_level = "ByteLevel" in str(
         [content.get(key) for key in ("pre_tokenizer", "decoder", "post_processor", "normalizer")]
     )
-    # Llama 3 declares the class of Llama 2.
+    # Llama 3 declares the class of Llama 2, but has a byte-level tokenizer.
     if declared == "LlamaTokenizer" and not is_overruled and is_byte_level:
         return PLAIN.name
     if registered is None or registered == declared:
@@ -152,11 +165,13 @@ def _class_name(settings: _Entries, config: _Entries, content: _Content) -> str:
     return registered if is_overruled else declared
 
 
-def _without_fast(name: str) -> str:
+def _remove_fast(name: str) -> str:
+    """Return a class name without its suffix Fast."""
     return name.removesuffix("Fast")
 
 
-def _model_type(content: _Content) -> str:
+def _find_model_type(content: _Content) -> str:
+    """Return the type of the model in tokenizer.json; older files with merges lack the type."""
     model = content.get("model")
     if not isinstance(model, dict):
         return "unknown"
@@ -165,7 +180,8 @@ def _model_type(content: _Content) -> str:
     return "BPE" if "merges" in model else "unknown"
 
 
-def _bpe(content: _Content, **options: Any) -> tokenizers.Tokenizer:
+def _build_bpe(content: _Content, **options: Any) -> tokenizers.Tokenizer:
+    """Return a BPE tokenizer without normalizer, pre-tokenizer and decoder."""
     model = content["model"]
     merges: list[Any] = [
         tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge)
@@ -174,25 +190,31 @@ def _bpe(content: _Content, **options: Any) -> tokenizers.Tokenizer:
     return tokenizers.Tokenizer(models.BPE(vocab=model["vocab"], merges=merges, **options))
 
 
-_BYTES = {"continuing_subword_prefix": "", "end_of_word_suffix": "", "fuse_unk": False}
+# Options of byte-level BPE.
+_BYTE_LEVEL = {"continuing_subword_prefix": "", "end_of_word_suffix": "", "fuse_unk": False}
 
 
-def _gpt2(content: _Content, entries: _Entries) -> tokenizers.Tokenizer:
-    tokenizer = _bpe(content, **_BYTES)
-    spaced = bool(entries.get("add_prefix_space"))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=spaced)
+def _build_gpt2(content: _Content, entries: _Entries) -> tokenizers.Tokenizer:
+    tokenizer = _build_bpe(content, **_BYTE_LEVEL)
+    add_prefix_space = bool(entries.get("add_prefix_space"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
 
-def _gpt_neox(content: _Content, entries: _Entries) -> tokenizers.Tokenizer:
-    tokenizer = _gpt2(content, entries)
+def _build_gpt_neox(content: _Content, entries: _Entries) -> tokenizers.Tokenizer:
+    tokenizer = _build_gpt2(content, entries)
     tokenizer.normalizer = normalizers.NFC()
     return tokenizer
 
 
-def _qwen(letters: str) -> Callable[[_Content, _Entries], tokenizers.Tokenizer]:
-    """Return the builder of a Qwen tokenizer; `letters` are the character classes of a word."""
+def _qwen_builder(letters: str) -> Callable[[_Content, _Entries], tokenizers.Tokenizer]:
+    r"""Return the builder of a Qwen tokenizer.
+
+    Args:
+        letters: The character classes of a word, such as `\p{L}\p{M}`.
+    """
+    # The pattern splits contractions, words, single digits, punctuation and whitespace.
     pattern = (
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?"
         + (rf"[{letters}]+" if "M" in letters else rf"{letters}+")
@@ -200,13 +222,13 @@ def _qwen(letters: str) -> Callable[[_Content, _Entries], tokenizers.Tokenizer]:
     )
 
     def build(content: _Content, entries: _Entries) -> tokenizers.Tokenizer:
-        tokenizer = _bpe(content, **_BYTES)
-        spaced = bool(entries.get("add_prefix_space"))
+        tokenizer = _build_bpe(content, **_BYTE_LEVEL)
+        add_prefix_space = bool(entries.get("add_prefix_space"))
         tokenizer.normalizer = normalizers.NFC()
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [
                 pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
-                pre_tokenizers.ByteLevel(add_prefix_space=spaced, use_regex=False),
+                pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space, use_regex=False),
             ]
         )
         tokenizer.decoder = decoders.ByteLevel()
@@ -215,23 +237,23 @@ def _qwen(letters: str) -> Callable[[_Content, _Entries], tokenizers.Tokenizer]:
     return build
 
 
-def _llama(content: _Content, entries: _Entries) -> tokenizers.Tokenizer:
-    tokenizer = _bpe(content, fuse_unk=True, byte_fallback=True)
-    spaced = entries.get("add_prefix_space")
-    is_spaced = True if spaced is None else bool(spaced)
+def _build_llama(content: _Content, entries: _Entries) -> tokenizers.Tokenizer:
+    tokenizer = _build_bpe(content, fuse_unk=True, byte_fallback=True)
+    entry = entries.get("add_prefix_space")
+    add_prefix_space = True if entry is None else bool(entry)
     scheme = "never"
-    if is_spaced:
+    if add_prefix_space:
         scheme = "always" if entries.get("legacy") else "first"
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace("▁", scheme, split=False)
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    stripped = [decoders.Strip(content=" ", left=1)] if is_spaced else []
-    tokenizer.decoder = decoders.Sequence([*steps, *stripped])
+    strip_steps = [decoders.Strip(content=" ", left=1)] if add_prefix_space else []
+    tokenizer.decoder = decoders.Sequence([*steps, *strip_steps])
     return tokenizer
 
 
-def _gemma(content: _Content, entries: _Entries) -> tokenizers.Tokenizer:
+def _build_gemma(content: _Content, entries: _Entries) -> tokenizers.Tokenizer:
     unknown = _text(entries.get("unk_token"))
-    tokenizer = _bpe(content, fuse_unk=True, byte_fallback=True, unk_token=unknown)
+    tokenizer = _build_bpe(content, fuse_unk=True, byte_fallback=True, unk_token=unknown)
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
     tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", behavior="merged_with_previous")
     tokenizer.decoder = decoders.Sequence(
@@ -240,14 +262,19 @@ def _gemma(content: _Content, entries: _Entries) -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def _unigram(unknown: int, prefix: str | None) -> Callable[..., tokenizers.Tokenizer]:
-    """Return the builder of a Unigram tokenizer with an id of the unknown token; `prefix` is the
-    scheme of the space before a text, None: the entry add_prefix_space decides."""
+def _unigram_builder(unknown_id: int, prefix: str | None) -> Callable[..., tokenizers.Tokenizer]:
+    """Return the builder of a Unigram tokenizer.
+
+    Args:
+        unknown_id: The id of the unknown token.
+        prefix: The scheme of the space before a text: `always`, `first` or `never`. None uses the
+            entry `add_prefix_space`.
+    """
 
     def build(content: _Content, entries: _Entries) -> tokenizers.Tokenizer:
         pieces = [tuple(piece) for piece in content["model"]["vocab"]]
-        tokenizer = tokenizers.Tokenizer(models.Unigram(pieces, unk_id=unknown))
-        charsmap = _charsmap(content.get("normalizer"))
+        tokenizer = tokenizers.Tokenizer(models.Unigram(pieces, unk_id=unknown_id))
+        charsmap = _read_charsmap(content.get("normalizer"))
         if charsmap is not None:
             tokenizer.normalizer = normalizers.Precompiled(charsmap)
         scheme = prefix or ("always" if entries.get("add_prefix_space", True) else "never")
@@ -260,8 +287,8 @@ def _unigram(unknown: int, prefix: str | None) -> Callable[..., tokenizers.Token
     return build
 
 
-def _charsmap(normalizer: Any) -> bytes | None:
-    """Return SentencePiece's normalization table, if tokenizer.json has one."""
+def _read_charsmap(normalizer: Any) -> bytes | None:
+    """Return SentencePiece's normalization table in tokenizer.json; None without one."""
     if not isinstance(normalizer, dict):
         return None
     steps = normalizer["normalizers"] if normalizer.get("type") == "Sequence" else [normalizer]
@@ -271,7 +298,7 @@ def _charsmap(normalizer: Any) -> bytes | None:
     return None
 
 
-def _bert(content: _Content, entries: _Entries) -> tokenizers.Tokenizer:
+def _build_bert(content: _Content, entries: _Entries) -> tokenizers.Tokenizer:
     model = models.WordPiece(content["model"]["vocab"], unk_token=_text(entries.get("unk_token")))
     tokenizer = tokenizers.Tokenizer(model)
     tokenizer.normalizer = normalizers.BertNormalizer(
@@ -286,20 +313,33 @@ def _bert(content: _Content, entries: _Entries) -> tokenizers.Tokenizer:
 
 
 def _text(token: Any) -> str:
-    """Return the text of a token of a JSON file."""
+    """Return the text of a token in a JSON file, which is a text or an object."""
     return str(token["content"] if isinstance(token, dict) else token)
 
 
-def _around(before: str | None, after: str) -> Callable[[_Entries], tuple[list[str], list[str]]]:
+def _template(before: str | None, after: str) -> Callable[[_Entries], tuple[list[str], list[str]]]:
+    """Return the function for `TokenizerClass.template`.
+
+    Args:
+        before: The entry of the token before a text; None for no token.
+        after: The entry of the token after a text.
+    """
+
     def tokens(entries: _Entries) -> tuple[list[str], list[str]]:
         return ([_text(entries[before])] if before else [], [_text(entries[after])])
 
     return tokens
 
 
-_END = "<|endoftext|>"
+# Special tokens that the classes use if the files do not name them.
+_END_OF_TEXT = "<|endoftext|>"
 _SENTENCEPIECE = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
-_QWEN = {"unk_token": _END, "bos_token": None, "eos_token": _END, "pad_token": _END}
+_QWEN = {
+    "unk_token": _END_OF_TEXT,
+    "bos_token": None,
+    "eos_token": _END_OF_TEXT,
+    "pad_token": _END_OF_TEXT,
+}
 _ROBERTA = {
     **_SENTENCEPIECE,
     "sep_token": "</s>",
@@ -321,14 +361,19 @@ _BERT = {
     "cls_token": "[CLS]",
     "mask_token": "[MASK]",
 }
-_GPT2 = {"unk_token": _END, "bos_token": _END, "eos_token": _END, "pad_token": None}
+_GPT2 = {
+    "unk_token": _END_OF_TEXT,
+    "bos_token": _END_OF_TEXT,
+    "eos_token": _END_OF_TEXT,
+    "pad_token": None,
+}
 
-_ALL = (
-    TokenizerClass("GPT2Tokenizer", "BPE", _gpt2, _GPT2, has_vocabulary_files=True),
+_SUPPORTED = (
+    TokenizerClass("GPT2Tokenizer", "BPE", _build_gpt2, _GPT2, has_vocabulary_files=True),
     TokenizerClass(
         "GPTNeoXTokenizer",
         "BPE",
-        _gpt_neox,
+        _build_gpt_neox,
         {**_GPT2, "pad_token": "<|padding|>"},
         has_vocabulary_files=True,
         replaces_post_processor=True,
@@ -336,36 +381,41 @@ _ALL = (
     TokenizerClass(
         "Qwen2Tokenizer",
         "BPE",
-        _qwen(r"\p{L}"),
+        _qwen_builder(r"\p{L}"),
         _QWEN,
         has_vocabulary_files=True,
         marks_special_tokens=True,
     ),
-    TokenizerClass("Qwen3_5Tokenizer", "BPE", _qwen(r"\p{L}\p{M}"), _QWEN),
-    TokenizerClass("LlamaTokenizer", "BPE", _llama, _SENTENCEPIECE),
-    TokenizerClass("GemmaTokenizer", "BPE", _gemma, _GEMMA),
+    TokenizerClass("Qwen3_5Tokenizer", "BPE", _qwen_builder(r"\p{L}\p{M}"), _QWEN),
+    TokenizerClass("LlamaTokenizer", "BPE", _build_llama, _SENTENCEPIECE),
+    TokenizerClass("GemmaTokenizer", "BPE", _build_gemma, _GEMMA),
     TokenizerClass(
         "T5Tokenizer",
         "Unigram",
-        _unigram(2, "always"),
+        _unigram_builder(2, "always"),
         {"unk_token": "<unk>", "eos_token": "</s>", "pad_token": "<pad>"},
-        template=_around(None, "eos_token"),
+        template=_template(None, "eos_token"),
     ),
     TokenizerClass(
         "XLMRobertaTokenizer",
         "Unigram",
-        _unigram(3, None),
+        _unigram_builder(3, None),
         _ROBERTA,
-        template=_around("bos_token", "eos_token"),
+        template=_template("bos_token", "eos_token"),
     ),
     TokenizerClass(
-        "BertTokenizer", "WordPiece", _bert, _BERT, template=_around("cls_token", "sep_token")
+        "BertTokenizer",
+        "WordPiece",
+        _build_bert,
+        _BERT,
+        template=_template("cls_token", "sep_token"),
     ),
 )
 
-CLASSES: Mapping[str, TokenizerClass] = {each.name: each for each in _ALL}
-"""The classes that rebuild a tokenizer and are supported, by name."""
+CLASSES: Mapping[str, TokenizerClass] = {supported.name: supported for supported in _SUPPORTED}
+"""Supported classes that rebuild a tokenizer, by name."""
 
+# Declarations of `PLAIN` in tokenizer_config.json, without the suffix Fast.
 _PLAIN_NAMES = ("TokenizersBackend", "PreTrainedTokenizer")
 
 REGISTERED: Mapping[str, str] = {
@@ -384,10 +434,10 @@ REGISTERED: Mapping[str, str] = {
     "qwen3_moe": "Qwen2Tokenizer",
     "starcoder2": "GPT2Tokenizer",
 }
-"""The tokenizer class that transformers registers for a `model_type`."""
+"""Tokenizer class that transformers registers for each `model_type`."""
 
 OVERRULED = frozenset({"phi3", "qwen2"})
-"""The `model_type`s whose declared class transformers replaces by the registered one."""
+"""`model_type`s whose declared class transformers replaces by the registered one."""
 
 _UNSUPPORTED_NAMES = """
 AlbertTokenizer BartTokenizer BarthezTokenizer BartphoTokenizer BertGenerationTokenizer
@@ -411,4 +461,4 @@ Wav2Vec2PhonemeCTCTokenizer WhisperTokenizer XGLMTokenizer XLMTokenizer XLNetTok
 """
 
 UNSUPPORTED = frozenset(_UNSUPPORTED_NAMES.split())
-"""Classes of transformers that do not use tokenizer.json as it is, and that are not supported."""
+"""Unsupported classes of transformers that do not use tokenizer.json unchanged."""

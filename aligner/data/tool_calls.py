@@ -1,7 +1,7 @@
-"""What an assistant's text asks for: tool calls in the formats that chat templates write, and tools
-as templates take them.
+"""Tool calls in an assistant's text, and tool schemas for chat templates.
 
-A call that is not well formed is no error but a value, which says what to tell the model.
+`parse_turn` parses the formats in which chat templates write tool calls. A malformed call is not an
+error but a value, `MalformedCall`, which contains the message for the model.
 """
 
 import json
@@ -12,68 +12,71 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from aligner.errors import AlignerError, ConfigError
 
-if TYPE_CHECKING:  # what calls tools for an episode has no need of torch
+if TYPE_CHECKING:  # environment workers, which call the tools of an episode, do not import torch
     from aligner.data.tokenizer import Tokenizer
 
 ToolFormat = Literal["hermes", "llama3", "mistral"]
-"""Hermes and Qwen: `<tool_call>{…}</tool_call>`; Llama 3: a JSON object alone; Mistral:
-`[TOOL_CALLS][{…}]`."""
+"""Format of tool calls. Hermes and Qwen: `<tool_call>{…}</tool_call>`; Llama 3: a JSON object
+alone; Mistral: `[TOOL_CALLS][{…}]`."""
 
-_FORMS: dict[ToolFormat, str] = {
+# The form of a call, as malformed calls are corrected in messages for the model.
+_EXAMPLES: dict[ToolFormat, str] = {
     "hermes": '<tool_call>{"name": "TOOL", "arguments": {…}}</tool_call>',
     "llama3": '{"name": "TOOL", "parameters": {…}}',
     "mistral": '[TOOL_CALLS][{"name": "TOOL", "arguments": {…}}]',
 }
-_OPENING, _CLOSING, _PYTHON_TAG, _TOOL_CALLS = (
-    "<tool_call>",
-    "</tool_call>",
-    "<|python_tag|>",
-    "[TOOL_CALLS]",
-)
-THINK, _THOUGHT = "<think>", "</think>"
+_CALL_START = "<tool_call>"
+_CALL_END = "</tool_call>"
+_PYTHON_TAG = "<|python_tag|>"
+_TOOL_CALLS = "[TOOL_CALLS]"
+
+THINK_START = "<think>"
+"""Start of the reasoning in an assistant's text."""
+_THINK_END = "</think>"
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """One call of a tool. Its `id` is the model's own where it wrote one, else nine digits, as
-    Mistral's templates want."""
+    """One call of a tool."""
 
     id: str
+    """Id that the model wrote; without one, nine digits, as Mistral's templates require."""
     name: str
     arguments: dict[str, Any]
 
-    def answered(self, content: str) -> dict[str, Any]:
-        """The message by which the tool's answer comes into the conversation."""
+    def to_message(self, content: str) -> dict[str, Any]:
+        """Return the chat message that answers the call with the tool's result."""
         return {"role": "tool", "name": self.name, "tool_call_id": self.id, "content": content}
 
 
 @dataclass(frozen=True)
 class MalformedCall:
-    """What was meant as a call and is none."""
+    """A text that the model meant as a tool call, and that cannot be parsed."""
 
     text: str
     problem: str
-    """What to tell the model: what is wrong, and the form that a call has."""
+    """Message for the model, which describes the problem and the correct form of a call."""
 
 
 @dataclass(frozen=True)
 class AssistantTurn:
-    """What an assistant said, its end-of-turn token left out."""
+    """An assistant's turn, without its end-of-turn token."""
 
     text: str
     content: str
-    """The text without its calls and the space around them; all of it where there are none."""
+    """Text without the tool calls and the whitespace around them; the whole text without calls."""
     calls: tuple[ToolCall | MalformedCall, ...] = ()
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """The messages that this can be to a chat template, the usual one first.
+        """Chat messages that can represent this turn, the usual one first.
 
-        With `tool_calls` where all calls are well formed; as plain text; and where it reasons each
-        with that apart, which is the only way in which some templates keep it.
+        They are the message with `tool_calls`, if all calls are well formed, and the message with
+        plain text. If the turn contains reasoning, each of the two also occurs with the reasoning
+        in its own field, because some templates drop reasoning inside the content.
         """
         calls = [call for call in self.calls if isinstance(call, ToolCall)]
-        found: list[dict[str, Any]] = [{"role": "assistant", "content": self.text}]
+        messages: list[dict[str, Any]] = [{"role": "assistant", "content": self.text}]
         if calls and len(calls) == len(self.calls):
             functions = [
                 {
@@ -83,80 +86,95 @@ class AssistantTurn:
                 }
                 for call in calls
             ]
-            found.insert(0, {"role": "assistant", "content": self.content, "tool_calls": functions})
-        return found + [
-            _reasoning_apart(message) for message in found if _THOUGHT in message["content"]
+            messages.insert(
+                0, {"role": "assistant", "content": self.content, "tool_calls": functions}
+            )
+        return messages + [
+            _separate_reasoning(message) for message in messages if _THINK_END in message["content"]
         ]
 
 
-def _reasoning_apart(message: dict[str, Any]) -> dict[str, Any]:
-    thought, _, said = message["content"].partition(_THOUGHT)
-    reasoning = thought.strip("\n").removeprefix(THINK).strip("\n")
-    return message | {"reasoning_content": reasoning, "content": said.lstrip("\n")}
+def _separate_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message with the reasoning of its content in `reasoning_content`."""
+    thought, _, answer = message["content"].partition(_THINK_END)
+    reasoning = thought.strip("\n").removeprefix(THINK_START).strip("\n")
+    return message | {"reasoning_content": reasoning, "content": answer.lstrip("\n")}
 
 
 def parse_turn(
-    text: str, form: ToolFormat | None, turn: int = 0, *, reasons: bool = False
+    text: str, tool_format: ToolFormat | None, turn: int = 0, *, is_reasoning: bool = False
 ) -> AssistantTurn:
-    """What an assistant's text says and calls; nothing is called where `form` is None, nor within
-    reasoning (`<think>`).
+    """Parse the tool calls in an assistant's text.
 
-    `turn` is the message's place in its conversation, which makes the ids of its calls differ from
-    those of other turns. `reasons` where the prompt has begun the reasoning that the text goes on
-    with.
+    Calls inside reasoning (`<think>`) are not parsed.
+
+    Args:
+        text: The text of the turn, without its end-of-turn token.
+        tool_format: The format of tool calls; None parses no calls.
+        turn: The index of the message in its conversation. It distinguishes the ids of calls in
+            different turns.
+        is_reasoning: Whether the prompt ends inside reasoning that the text continues.
     """
-    thought, end, said = text.rpartition(_THOUGHT)
-    if form is None or (not end and (reasons or THINK in text)):
+    thought, think_end, answer = text.rpartition(_THINK_END)
+    # Reasoning that does not end contains no call.
+    if tool_format is None or (not think_end and (is_reasoning or THINK_START in text)):
         return AssistantTurn(text, text)
-    content, written = _PARSERS[form](said)
-    if not written:
+    content, values = _PARSERS[tool_format](answer)
+    if not values:
         return AssistantTurn(text, text)
+
     calls = [
-        each if isinstance(each, MalformedCall) else _call(each, form, turn, place)
-        for place, each in enumerate(written)
+        value if isinstance(value, MalformedCall) else _parse_call(value, tool_format, turn, index)
+        for index, value in enumerate(values)
     ]
-    first, *behind = content
-    parts = [(thought + end + first).strip(), *(part.strip() for part in behind)]
+    first, *others = content
+    parts = [(thought + think_end + first).strip(), *(part.strip() for part in others)]
     return AssistantTurn(text, "\n".join(part for part in parts if part), tuple(calls))
 
 
-def format_of(tokenizer: "Tokenizer") -> ToolFormat | None:
-    """The format in which the model's chat template writes tool calls; None where it writes none of
-    those known.
+def detect_tool_format(tokenizer: "Tokenizer") -> ToolFormat | None:
+    """Return the format in which the model's chat template writes tool calls.
 
-    Found by having the template word a call. Raises ConfigError for a model without a template.
+    The template renders an example call, which is then parsed in each format. The result is None if
+    the template writes no calls, or writes them in another format.
+
+    Raises:
+        ConfigError: The model has no chat template.
     """
     template = tokenizer.chat_template
-    asked, probe = (
-        {"role": "user", "content": "probe"},
-        ToolCall("000010000", "probe", {"number": 1, "text": "probe"}),
-    )
+    question = {"role": "user", "content": "probe"}
+    call = ToolCall("000010000", "probe", {"number": 1, "text": "probe"})
     try:
-        before = template.render([asked], add_generation_prompt=True)
-        called = template.render(
-            [asked, AssistantTurn("", "", (probe,)).messages[0]], add_generation_prompt=False
+        prompt = template.render([question], add_generation_prompt=True)
+        conversation = template.render(
+            [question, AssistantTurn("", "", (call,)).messages[0]], add_generation_prompt=False
         )
     except AlignerError:
         return None
-    written = called[len(os.path.commonprefix([before, called])) :]  # noqa: RUF071  (of characters)
+
+    # The text of the call is what follows the prompt, up to an EOS token.
+    prefix_length = len(os.path.commonprefix([prompt, conversation]))  # noqa: RUF071  (of characters)
+    call_text = conversation[prefix_length:]
     for token in tokenizer.eos_token_ids:
-        written = written.partition(tokenizer.decode([token], skip_special_tokens=False))[0]
-    for form in _PARSERS:
-        calls = parse_turn(written, form).calls
-        if [(call.name, call.arguments) for call in calls if isinstance(call, ToolCall)] == [
-            (probe.name, probe.arguments)
-        ]:
-            return form
+        call_text = call_text.partition(tokenizer.decode([token], skip_special_tokens=False))[0]
+    for tool_format in _PARSERS:
+        calls = parse_turn(call_text, tool_format).calls
+        if [
+            (parsed.name, parsed.arguments) for parsed in calls if isinstance(parsed, ToolCall)
+        ] == [(call.name, call.arguments)]:
+            return tool_format
     return None
 
 
-def tool_schema(function: Callable[..., Any]) -> dict[str, Any]:
-    """A function as chat templates describe it to a model: its name, its docstring and its
-    arguments as a JSON schema.
+def build_tool_schema(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return the JSON schema that describes a Python function to the model as a tool.
 
-    Every argument must have an annotation and a line in the docstring's `Args:`. Raises ConfigError
-    where one has none, for an annotation that JSON has no type for, and where transformers, which
-    knows how, is not installed.
+    The schema contains the function's name, its docstring and its arguments. Every argument must
+    have an annotation, and an entry in the section `Args:` of the docstring.
+
+    Raises:
+        ConfigError: An argument lacks its annotation or its description, JSON has no type for an
+            annotation, or the package transformers, which derives the schema, is not installed.
     """
     name = getattr(function, "__qualname__", repr(function))
     try:
@@ -175,33 +193,38 @@ def tool_schema(function: Callable[..., Any]) -> dict[str, Any]:
     return schema
 
 
-_Written = tuple[list[str], list[Any]]
-"""What lies around calls, one text or more, and the calls: JSON, or MalformedCall where it cannot
-be read."""
+# The texts around the calls, at least one, and the calls: JSON values, or MalformedCall for a call
+# that is not valid JSON.
+_ParseResult = tuple[list[str], list[Any]]
 
 
-def _hermes(text: str) -> _Written:
-    content, calls, place = [], [], 0
-    while (opening := text.find(_OPENING, place)) >= 0:
-        content.append(text[place:opening])
-        start = opening + len(_OPENING)
+def _parse_hermes(text: str) -> _ParseResult:
+    content = []
+    calls = []
+    position = 0
+    while (call_start := text.find(_CALL_START, position)) >= 0:
+        content.append(text[position:call_start])
+        start = call_start + len(_CALL_START)
         try:
-            value, end = _json_at(text, start)
-            if not text[end:].lstrip().startswith(_CLOSING):
-                raise ValueError(f"{_CLOSING} must follow the JSON object")
+            value, end = _parse_json(text, start)
+            if not text[end:].lstrip().startswith(_CALL_END):
+                raise ValueError(f"{_CALL_END} must follow the JSON object")
         except ValueError as error:
-            closing = text.find(_CLOSING, start)
-            end = len(text) if closing < 0 else closing
-            value = _malformed(text[start:end], str(error), "hermes")
+            call_end = text.find(_CALL_END, start)
+            end = len(text) if call_end < 0 else call_end
+            value = _build_malformed_call(text[start:end], str(error), "hermes")
         calls.append(value)
-        closing = text.find(_CLOSING, end)
-        place = len(text) if closing < 0 else closing + len(_CLOSING)
-    return [*content, text[place:]], calls
+        call_end = text.find(_CALL_END, end)
+        position = len(text) if call_end < 0 else call_end + len(_CALL_END)
+    return [*content, text[position:]], calls
 
 
-def _llama3(text: str) -> _Written:
+def _parse_llama3(text: str) -> _ParseResult:
     stripped = text.strip()
-    body, calls, place = stripped.removeprefix(_PYTHON_TAG), [], 0
+    body = stripped.removeprefix(_PYTHON_TAG)
+    calls = []
+    position = 0
+    # Without the tag, a JSON object with a name and arguments is a call; other JSON is an answer.
     is_call = (
         body.startswith("{")
         and '"name"' in body
@@ -210,70 +233,93 @@ def _llama3(text: str) -> _Written:
     if body == stripped and not is_call:
         return [text], []
     try:
-        while place < len(body):  # objects with semicolons between them
-            value, end = _json_at(body, place)
+        while position < len(body):  # objects with semicolons between them
+            value, end = _parse_json(body, position)
             rest = body[end:].lstrip()
             if rest and not rest.startswith(";"):
                 raise ValueError("there is text behind the JSON object")
             calls.append(value)
-            place = len(body) - len(rest.removeprefix(";"))
+            position = len(body) - len(rest.removeprefix(";"))
     except ValueError as error:
-        calls = [_malformed(body, str(error), "llama3")]
+        calls = [_build_malformed_call(body, str(error), "llama3")]
     return [""], calls
 
 
-def _mistral(text: str) -> _Written:
-    before, found, body = text.partition(_TOOL_CALLS)
-    if not found:
+def _parse_mistral(text: str) -> _ParseResult:
+    before, marker, body = text.partition(_TOOL_CALLS)
+    if not marker:
         return [text], []
     try:
-        calls, end = _json_at(body, 0)
+        calls, end = _parse_json(body, 0)
         if not isinstance(calls, list) or not calls or body[end:].strip():
             raise ValueError(f"{_TOOL_CALLS} must be followed by a list of calls, and nothing else")
     except ValueError as error:
-        calls = [_malformed(body, str(error), "mistral")]
+        calls = [_build_malformed_call(body, str(error), "mistral")]
     return [before], calls
 
 
-_PARSERS: Mapping[ToolFormat, Callable[[str], _Written]] = {
-    "hermes": _hermes,
-    "mistral": _mistral,
-    "llama3": _llama3,
+# `detect_tool_format` tries the formats in this order: llama3, which has no marker, comes last.
+_PARSERS: Mapping[ToolFormat, Callable[[str], _ParseResult]] = {
+    "hermes": _parse_hermes,
+    "mistral": _parse_mistral,
+    "llama3": _parse_llama3,
 }
 
 
-def _json_at(text: str, place: int) -> tuple[Any, int]:
-    """The JSON value that begins at a place or behind space there, and where it ends. ValueError
-    where there is none."""
-    start = len(text) - len(text[place:].lstrip())
+def _parse_json(text: str, position: int) -> tuple[Any, int]:
+    """Return the JSON value at a position, after optional whitespace, and the position of its end.
+
+    Raises:
+        ValueError: There is no valid JSON value.
+    """
+    start = len(text) - len(text[position:].lstrip())
     try:
         return json.JSONDecoder().raw_decode(text, start)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not valid JSON: {getattr(error, 'msg', error)}") from error
 
 
-def _call(value: Any, form: ToolFormat, turn: int, place: int) -> ToolCall | MalformedCall:
-    name, arguments, own_id = None, None, None
+def _parse_call(
+    value: Any, tool_format: ToolFormat, turn: int, index: int
+) -> ToolCall | MalformedCall:
+    """Return the call that a JSON value describes.
+
+    Args:
+        value: The JSON value.
+        tool_format: The format of the call.
+        turn: The index of the message in its conversation.
+        index: The index of the call in the message.
+    """
+    name = None
+    arguments = None
+    call_id = None
     if isinstance(value, dict):
-        name, own_id = value.get("name"), value.get("id")
+        name = value.get("name")
+        call_id = value.get("id")
         arguments = value.get("arguments", value.get("parameters", {}))
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
         text.encode()
-    # JSON can escape half of a character, and Python reads NaN
+    # JSON can escape half of a surrogate pair, and Python's parser accepts NaN.
     except (ValueError, RecursionError) as error:
-        return _malformed(repr(value), f"not valid JSON: {error}", form)
+        return _build_malformed_call(repr(value), f"not valid JSON: {error}", tool_format)
     if not isinstance(name, str) or not name:
-        return _malformed(text, "a call must be a JSON object with the `name` of a tool", form)
+        return _build_malformed_call(
+            text, "a call must be a JSON object with the `name` of a tool", tool_format
+        )
     if not isinstance(arguments, dict):
-        return _malformed(text, "the arguments must be a JSON object", form)
+        return _build_malformed_call(text, "the arguments must be a JSON object", tool_format)
     return ToolCall(
-        own_id if isinstance(own_id, str) and own_id else f"{turn:05d}{place:04d}", name, arguments
+        call_id if isinstance(call_id, str) and call_id else f"{turn:05d}{index:04d}",
+        name,
+        arguments,
     )
 
 
-def _malformed(text: str, reason: str, form: ToolFormat) -> MalformedCall:
-    shown = text if len(text) <= 200 else text[:197] + "..."
+def _build_malformed_call(text: str, reason: str, tool_format: ToolFormat) -> MalformedCall:
+    excerpt = text if len(text) <= 200 else text[:197] + "..."
     return MalformedCall(
-        text, f"This tool call cannot be read, {reason}: {shown}\nWrite a call as {_FORMS[form]}"
+        text,
+        f"This tool call cannot be read, {reason}: {excerpt}\n"
+        f"Write a call as {_EXAMPLES[tool_format]}",
     )

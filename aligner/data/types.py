@@ -1,4 +1,8 @@
-"""What flows through a step: prompts, samples, experience."""
+"""Data types of a training step: prompts, samples, batches of rows, and experience.
+
+The module also contains the sampling support of generated tokens, a teacher's top-k log-probs, and
+the functions that collate samples into padded batches.
+"""
 
 from __future__ import annotations
 
@@ -17,76 +21,100 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class KeptTokens:
-    """What tokens were drawn among where sampling left some of the vocabulary out, as top-k and
-    top-p do."""
+    """Token ids that the sampler kept at each generated token, for example after top-k or top-p.
+
+    The ids of all tokens are stored in one flat tensor. `counts` and `starts` have the shape of the
+    tokens ([R], [N] or [B, S-1]) and locate the ids of each token in `ids`.
+    """
 
     counts: Tensor
-    """int64 [...]: to how many each one's choice was left; 0: to all"""
+    """Number of token ids that could be sampled, int64 [...]; 0 means the whole vocabulary."""
     starts: Tensor
-    """int64 [...]: where in `ids` these begin"""
+    """Index in `ids` of each token's first id, int64 [...]."""
     ids: Tensor
-    """int32 [K]: token ids"""
+    """Token ids of all supports, int32 [K]."""
 
     @classmethod
-    def in_order(cls, counts: Tensor, ids: Tensor) -> Self:
-        """Of counts [N], whose ids are one after another."""
+    def from_counts(cls, counts: Tensor, ids: Tensor) -> Self:
+        """Return the support of N tokens whose ids are stored consecutively.
+
+        Args:
+            counts: int64 [N].
+            ids: int32 [K], where K is the sum of the counts.
+        """
         return cls(counts, counts.cumsum(0) - counts, ids)
 
     @classmethod
-    def of_all(cls, tokens: int) -> Self:
-        """Of so many tokens, each drawn among all."""
-        none = torch.zeros(tokens, dtype=torch.int64)
-        return cls(none, none, none[:0].int())
+    def unrestricted(cls, tokens: int) -> Self:
+        """Return the support of `tokens` tokens, each sampled from the whole vocabulary."""
+        zeros = torch.zeros(tokens, dtype=torch.int64)
+        return cls(zeros, zeros, zeros[:0].int())
 
-    def at(self, index: Any) -> Self:
-        """Those of some tokens: `index` is one of `counts`."""
+    def select(self, index: Any) -> Self:
+        """Return the support of some tokens; `index` is any index of the tensor `counts`."""
         return replace(self, counts=self.counts[index], starts=self.starts[index])
 
-    def in_rows(self) -> tuple[Tensor, Tensor]:
-        """Every id that these tokens kept, int64 [M], behind which token's it is, int64 [M],
-        counted over their flat order."""
+    def flatten_ids(self) -> tuple[Tensor, Tensor]:
+        """Return the supported ids of all tokens, one after another.
+
+        Returns:
+            The index of the token that each id belongs to, int64 [M], in the flat order of the
+            tokens; and the id, int64 [M].
+        """
         counts = self.counts.flatten()
         token = torch.repeat_interleave(counts)
-        place = torch.arange(len(token), device=counts.device) - (counts.cumsum(0) - counts)[token]
-        return token, self.ids[self.starts.flatten()[token] + place].long()
+        # Position of each id within its token's support: 0, 1, ..., count-1.
+        offset = torch.arange(len(token), device=counts.device) - (counts.cumsum(0) - counts)[token]
+        return token, self.ids[self.starts.flatten()[token] + offset].long()
 
-    def among(self, size: int) -> Tensor:
-        """bool [N, V]: which tokens of a vocabulary of V each of these [N] was drawn among."""
-        kept = (self.counts == 0)[:, None].repeat(1, size)
-        return kept.index_put_(self.in_rows(), torch.tensor(True, device=kept.device))
+    def to_mask(self, size: int) -> Tensor:
+        """Return which ids of a vocabulary of `size` tokens could be sampled, bool [N, size].
 
-    def each(self) -> list[Tensor]:
-        """The ids of every token, int32, in flat order."""
-        return list(self.in_rows()[1].int().split(self.counts.flatten().tolist()))
+        The support must be that of a flat sequence of N tokens.
+        """
+        mask = (self.counts == 0)[:, None].repeat(1, size)
+        return mask.index_put_(self.flatten_ids(), torch.tensor(True, device=mask.device))
+
+    def split_ids(self) -> list[Tensor]:
+        """Return the ids of each token, int32, in the flat order of the tokens."""
+        return list(self.flatten_ids()[1].int().split(self.counts.flatten().tolist()))
 
     def to(self, device: torch.device) -> Self:
-        """The same on a device, with no ids but these tokens'."""
-        own = self.in_order(self.counts.flatten(), self.in_rows()[1].int())
-        starts = own.starts.view(self.counts.shape)
+        """Return a copy on `device` that contains only the ids of these tokens."""
+        compact = self.from_counts(self.counts.flatten(), self.flatten_ids()[1].int())
+        starts = compact.starts.view(self.counts.shape)
         return replace(
-            self, counts=self.counts.to(device), starts=starts.to(device), ids=own.ids.to(device)
+            self,
+            counts=self.counts.to(device),
+            starts=starts.to(device),
+            ids=compact.ids.to(device),
         )
 
 
 @dataclass(frozen=True)
-class TaughtTokens:
-    """A teacher's distribution at each place of some rows, by its k most probable tokens; zeros
-    where it was not asked."""
+class TeacherTopK:
+    """A teacher's top-k log-probs at each position of some rows.
+
+    Positions that the teacher did not score contain zeros.
+    """
 
     logprobs: Tensor
-    """float32 [B, S-1]: of the token that follows"""
+    """Log-prob of the next token of the row, float32 [B, S-1]."""
     ids: Tensor
-    """int32 [B, S-1, k]: the most probable ones, in their order"""
+    """Ids of the k most probable tokens, int32 [B, S-1, k], most probable first."""
     outcomes: Tensor
-    """float32 [B, S-1, k+1]: the log-probs of these, and that of all other tokens together"""
+    """Log-probs of these k tokens, and of all other tokens together, float32 [B, S-1, k+1]."""
 
-    def packed(self) -> Tensor:
-        """All of it as float32 [B, S-1, 2+2k], in which ids are exact up to 2^24."""
+    def pack(self) -> Tensor:
+        """Return all values in one tensor, float32 [B, S-1, 2+2k], for the wire.
+
+        float32 represents ids up to 2^24 exactly.
+        """
         return torch.cat([self.logprobs[..., None], self.outcomes, self.ids.float()], -1)
 
     @classmethod
-    def unpacked(cls, packed: Tensor) -> Self:
-        """What `packed` gave."""
+    def unpack(cls, packed: Tensor) -> Self:
+        """Return the object from which `pack` made the tensor."""
         count = packed.shape[-1] // 2 - 1
         return cls(packed[..., 0], packed[..., 2 + count :].int(), packed[..., 1 : 2 + count])
 
@@ -95,8 +123,8 @@ Stats = dict[str, Tensor]
 """Statistics by name, one number each."""
 
 FinishReason = Literal["stop", "length", "unfinished"]
-"""Why a response ended; an unfinished one is under way, and can go on from the tokens that it has.
-"""
+"""Reason why a response ended; an unfinished response is in flight, and generation can continue it
+from the tokens that it has."""
 FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "unfinished")
 
 ABSTAINED = -math.inf
@@ -110,97 +138,107 @@ class Prompt:
     """A tokenized prompt."""
 
     id: int
-    """Its place in the run's endless stream: with the seed and the sample index it names a sample's
-    random stream."""
+    """Index in the run's endless stream of prompts. The seed, this id and the sample index identify
+    the random stream of a sample."""
     text: str
     tokens: Tensor
     """int64 [P]"""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     origin: str = ""
-    """FILE:LINE or DIRECTORY[INDEX] of its record, for messages; "" where it has none."""
+    """Origin of the record for messages, as FILE:LINE or DIRECTORY[INDEX]; "" if it has none."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One generated response with its prompt. It has a token at least, unless it is unfinished.
+    """One generated response with its prompt.
 
-    What follows the prompt of an episode of several turns is drawn and given by turns: what the
-    model says, what it is told.
+    A sample has at least one response token, unless it is unfinished. The response of an episode
+    with several turns alternates between generated tokens of the model and observation tokens of
+    the environment.
     """
 
     prompt_id: int
     sample_index: int
     tokens: Tensor
-    """int64 [T]: prompt and response, the end-of-sequence token included where there is one."""
+    """Prompt and response, including the EOS token if there is one, int64 [T]."""
     prompt_length: int
     engine_logprobs: Tensor
-    """float32 [R]: log-probability of each response token at the sampling temperature by the
-    engine; 0 of given ones."""
+    """The engine's log-prob of each response token at the sampling temperature, float32 [R]; 0 for
+    observation tokens."""
     weight_versions: Tensor
-    """int64 [R]: version of the weights that drew each response token; 0 of given ones."""
+    """Version of the weights that generated each response token, int64 [R]; 0 for observation
+    tokens."""
     finish_reason: FinishReason
     metadata: Mapping[str, Any] = field(default_factory=dict)
     kept: KeptTokens | None = None
-    """[R]: what each response token was drawn among, where log-probs are of these alone; None:
-    everywhere all"""
+    """Sampling support of each response token [R], if the log-probs are normalized over the
+    support; None if every token was sampled from the whole vocabulary."""
     routes: Tensor | None = None
-    """uint8 or int16 [T-1, L, K]: the experts that the engine chose for each token but the last, in
-    each of L layers; those of the weights that drew the token after it. None where the engine does
-    not tell."""
+    """Expert routing for routing replay, uint8 or int16 [T-1, L, K]: the K experts that the engine
+    chose for each token except the last, in each of L layers. Entry t was computed with the weights
+    that generated token t+1. None if the engine does not report its routing."""
     drawn: Tensor | None = None
-    """bool [R]: which response tokens the model drew, the others were given to it; None: all"""
+    """Mask of the response tokens that the model generated, bool [R]; the others are observation
+    tokens. None means that the model generated all of them."""
     rewards: Tensor | None = None
-    """float32 [R]: what an environment gave for each response token, 0 for most; None without one
-    """
+    """Reward of an environment at each response token, float32 [R], 0 at most of them; None without
+    an environment."""
     branches: tuple[Sample, ...] = ()
-    """What else the model drew in the same episode, where its tokens are not all one sequence: each
-    with all that it read as its prompt, and no branches of its own. They are learned from with the
-    episode's score. In an environment's episode they came before the sample, in this order; the
-    first one begins with the prompt of the data."""
+    """Further token sequences that the model generated in the same episode. The prompt of a branch
+    is all context that the model read for it, and a branch has no branches. Branches train with the
+    episode's score. In an environment's episode they were generated before the sample, in this
+    order, and the first branch begins with the prompt of the data."""
 
     @property
     def response(self) -> Tensor:
-        """int64 [R]: the tokens after the prompt."""
+        """Tokens after the prompt, int64 [R]."""
         return self.tokens[self.prompt_length :]
 
     @property
     def sequences(self) -> tuple[Sample, ...]:
-        """All that the model drew in the episode: the branches, and the sample itself last."""
+        """All token sequences of the episode: the branches, then the sample itself."""
         return (*self.branches, self)
 
     @property
-    def asked(self) -> Tensor:
-        """int64 [P]: the prompt that an environment's episode, or a single response, began with."""
+    def initial_prompt(self) -> Tensor:
+        """Prompt at the start of an environment's episode, or of a single response, int64 [P]."""
         first = self.sequences[0]
         return first.tokens[: first.prompt_length]
 
     @property
     def environment_reward(self) -> Tensor | None:
-        """float32 []: all that an environment gave in the episode; None without one."""
-        given = [each.rewards.sum() for each in self.sequences if each.rewards is not None]
-        return torch.stack(given).sum() if given else None
+        """Sum of the environment's rewards in the episode, float32 []; None without any."""
+        sums = [
+            sequence.rewards.sum() for sequence in self.sequences if sequence.rewards is not None
+        ]
+        return torch.stack(sums).sum() if sums else None
 
     @property
-    def drawn_count(self) -> int:
-        """How many response tokens the model drew."""
+    def generated_token_count(self) -> int:
+        """Number of response tokens that the model generated."""
         return len(self.response) if self.drawn is None else int(self.drawn.sum())
 
-    def turns(self) -> list[Tensor]:
-        """The response in parts, int64 each, of which every second, from the second on, was
-        given."""
+    def split_turns(self) -> list[Tensor]:
+        """Split the response into its turns, int64 each.
+
+        The turns at even indices were generated by the model; the turns at odd indices are
+        observations. The first turn is empty if the response begins with an observation.
+        """
         if self.drawn is None:
             return [self.response]
         borders = (self.drawn[1:] != self.drawn[:-1]).nonzero()[:, 0] + 1
-        parts = list(self.response.tensor_split(borders.tolist()))
-        return parts if self.drawn[0] else [self.response[:0], *parts]
+        turns = list(self.response.tensor_split(borders.tolist()))
+        return turns if self.drawn[0] else [self.response[:0], *turns]
 
     @property
     def turn_count(self) -> int:
-        """How many turns the model drew, those of branches included."""
-        return sum(len(turn) > 0 for sequence in self.sequences for turn in sequence.turns()[::2])
+        """Number of turns that the model generated, including those of branches."""
+        return sum(
+            len(turn) > 0 for sequence in self.sequences for turn in sequence.split_turns()[::2]
+        )
 
-    def cut(self, response_tokens: int, finish_reason: FinishReason) -> Self:
-        """The sample with its first so many response tokens."""
+    def truncate(self, response_tokens: int, finish_reason: FinishReason) -> Self:
+        """Return the sample with only its first `response_tokens` response tokens."""
         length = self.prompt_length + response_tokens
         return replace(
             self,
@@ -208,13 +246,14 @@ class Sample:
             engine_logprobs=self.engine_logprobs[:response_tokens],
             weight_versions=self.weight_versions[:response_tokens],
             finish_reason=finish_reason,
-            kept=None if self.kept is None else self.kept.at(slice(response_tokens)),
+            kept=None if self.kept is None else self.kept.select(slice(response_tokens)),
             routes=None if self.routes is None else self.routes[: length - 1],
             drawn=None if self.drawn is None else self.drawn[:response_tokens],
             rewards=None if self.rewards is None else self.rewards[:response_tokens],
         )
 
     def __post_init__(self) -> None:
+        """Raise ValueError if a tensor does not have one entry per token."""
         response = self.tokens.numel() - self.prompt_length
         if response < (self.finish_reason != "unfinished"):
             raise ValueError(f"sample {self.prompt_id}/{self.sample_index} has no response tokens")
@@ -225,14 +264,14 @@ class Sample:
             "marks of generated tokens": self.drawn,
             "rewards": self.rewards,
         }
-        if wrong := [
+        if mismatches := [
             f"{name} of shape {tuple(part.shape)}"
             for name, part in parts.items()
             if part is not None and part.shape != (response,)
         ]:
             raise ValueError(
                 f"sample {self.prompt_id}/{self.sample_index}: expected shape {(response,)}, one"
-                f" entry per response token, got {' and '.join(wrong)}"
+                f" entry per response token, got {' and '.join(mismatches)}"
             )
         if self.routes is not None and (
             self.routes.ndim != 3 or len(self.routes) != self.tokens.numel() - 1
@@ -266,17 +305,17 @@ class Completion:
     last; None if it was not requested"""
 
 
-def unbegun(prompts: Sequence[Prompt], samples_per_prompt: int) -> list[Sample]:
-    """Each prompt's samples in a row, unfinished and without a token."""
-    none = torch.empty(0)
+def create_empty_samples(prompts: Sequence[Prompt], samples_per_prompt: int) -> list[Sample]:
+    """Return unfinished samples without response tokens; the samples of a prompt are adjacent."""
+    empty = torch.empty(0)
     return [
         Sample(
             prompt.id,
             index,
             prompt.tokens,
             prompt.tokens.numel(),
-            none,
-            none.long(),
+            empty,
+            empty.long(),
             "unfinished",
             prompt.metadata,
         )
@@ -287,34 +326,36 @@ def unbegun(prompts: Sequence[Prompt], samples_per_prompt: int) -> list[Sample]:
 
 @dataclass(frozen=True)
 class Rows:
-    """Sequences to learn from, right-padded.
+    """Token sequences to train on, padded on the right.
 
-    Subclasses add tensors [B], or [B, S-1, ...] with entry t for token t+1, kept tokens [B, S-1],
-    or None.
+    Subclasses add tensors of shape [B], or of shape [B, S-1, ...] whose entry t refers to token
+    t+1, or a sampling support [B, S-1]. Each of these fields may be None.
     """
 
     tokens: Tensor
     """int64 [B, S]"""
     lengths: Tensor
-    """int64 [B]"""
+    """Number of tokens of each row without padding, int64 [B]."""
     mask: Tensor
-    """bool [B, S-1]: true where token t+1 is learned from"""
+    """Loss mask, bool [B, S-1]: true if the row trains on token t+1."""
     kept: KeptTokens | None = field(default=None, kw_only=True)
-    """[B, S-1]: what tokens were drawn among, where their log-probs are of these alone; None:
-    everywhere all"""
+    """Sampling support [B, S-1], if the log-probs are normalized over the support; None if every
+    token was sampled from the whole vocabulary."""
     routes: Tensor | None = field(default=None, kw_only=True)
-    """uint8 or int16 [B, S-1, L, K]: the experts that the engine chose for token t (not t+1), 0
-    behind the last that it ran"""
+    """Expert routing for routing replay, uint8 or int16 [B, S-1, L, K]: the experts that the engine
+    chose for token t (not t+1); 0 after the last token that the engine computed."""
     candidates: Tensor | None = field(default=None, kw_only=True)
-    """int32 [B, S-1, k]: tokens whose log-probs the loss sees beside the row's own, such as a
-    teacher's most probable ones"""
+    """Ids of further tokens whose log-probs the loss needs, such as a teacher's most probable
+    tokens, int32 [B, S-1, k]."""
     candidate_logprobs: Tensor | None = field(default=None, kw_only=True)
-    """float32 [B, S-1, k+1]: the policy's of these, and of all other tokens together;
-    differentiable, None but in a loss"""
+    """The policy's log-probs of the candidates, and of all other tokens together, float32
+    [B, S-1, k+1]. They are differentiable. None outside a loss."""
     candidate_targets: Tensor | None = field(default=None, kw_only=True)
-    """float32 [B, S-1, k+1]: a teacher's of the same"""
+    """A teacher's log-probs of the candidates, and of all other tokens together, float32
+    [B, S-1, k+1]."""
 
     def __post_init__(self) -> None:
+        """Raise ValueError if a tensor does not have the shape of the rows."""
         batch, length = self.tokens.shape
         if self.lengths.shape != (batch,):
             raise ValueError(
@@ -323,17 +364,22 @@ class Rows:
             )
         for name, member in self._members().items():
             shape = member.shape if isinstance(member, Tensor) else member.counts.shape
-            allowed = (batch,) if len(shape) == 1 else (batch, length - 1)
-            if name != "tokens" and shape[:2] != allowed:
-                raise ValueError(f"{name}: got shape {tuple(shape)}, must be {allowed}")
+            expected = (batch,) if len(shape) == 1 else (batch, length - 1)
+            if name != "tokens" and shape[:2] != expected:
+                raise ValueError(f"{name}: got shape {tuple(shape)}, must be {expected}")
 
     def select(self, rows: Tensor, width: int | None = None) -> Self:
-        """Some rows (int64 [N]), in that order, cut to `width` tokens."""
+        """Return some rows in the given order.
+
+        Args:
+            rows: Row indices, int64 [N].
+            width: Number of tokens to which the rows are truncated; None keeps the width.
+        """
         length = self.tokens.shape[1] if width is None else width
 
-        def picked(name: str, member: Any) -> Any:
+        def select_rows(name: str, member: Any) -> Any:
             if isinstance(member, KeptTokens):
-                return member.at((rows, slice(length - 1)))
+                return member.select((rows, slice(length - 1)))
             return (
                 member[rows]
                 if member.ndim == 1
@@ -341,17 +387,18 @@ class Rows:
             )
 
         return replace(
-            self, **{name: picked(name, member) for name, member in self._members().items()}
+            self, **{name: select_rows(name, member) for name, member in self._members().items()}
         )
 
     def to(self, device: torch.device) -> Self:
-        """The same on a device."""
+        """Return a copy of the rows on a device."""
         return replace(
             self, **{name: member.to(device) for name, member in self._members().items()}
         )
 
     def _members(self) -> dict[str, Any]:
-        members = {each.name: getattr(self, each.name) for each in fields(self)}
+        """Return the fields that are not None, by name."""
+        members = {member.name: getattr(self, member.name) for member in fields(self)}
         return {name: member for name, member in members.items() if member is not None}
 
 
@@ -360,7 +407,7 @@ RowsT = TypeVar("RowsT", bound=Rows)
 
 @dataclass(frozen=True)
 class SampleBatch(Rows):
-    """Samples; the mask is that of the response tokens that were drawn."""
+    """A batch of samples; the mask selects the response tokens that the model generated."""
 
     prompt_lengths: Tensor
     """int64 [B]"""
@@ -369,35 +416,41 @@ class SampleBatch(Rows):
     weight_versions: Tensor
     """int64 [B, S-1], 0 outside the mask"""
     finish_reasons: Tensor
-    """int64 [B]: places in FINISH_REASONS"""
+    """Indices into FINISH_REASONS, int64 [B]."""
     groups: Tensor
-    """int64 [B]: the number of the row's prompt; the samples of a prompt are next to each other"""
+    """Index of the row's prompt, int64 [B]; the samples of a prompt are adjacent."""
     turn_rewards: Tensor | None = field(default=None, kw_only=True)
-    """float32 [B, S-1]: what environments, and rewards of steps, gave, 0 outside the mask; None
-    without any"""
+    """Rewards of environments and of process rewards, float32 [B, S-1], 0 outside the mask; None
+    without any."""
     step_ends: Tensor | None = field(default=None, kw_only=True)
-    """bool [B, S-1]: the tokens that end steps which the reward speaks of; None where it speaks of
-    whole responses"""
+    """Mask of the last tokens of the steps that a process reward scores, bool [B, S-1]; None if the
+    reward scores whole responses."""
     episodes: Tensor | None = field(default=None, kw_only=True)
-    """int64 [B]: which rows are of one episode, the first of these its sample's, the others its
-    branches'; None: each alone"""
+    """Episode number of each row, int64 [B]. The first row of an episode is its sample, the others
+    are its branches. None means that each row is an episode by itself."""
     row_ids: Tensor | None = field(default=None, kw_only=True)
-    """int64 [B]: which of a step's rows each is, whatever was selected since; None where nobody
-    asks"""
+    """Index of each row in the step's batch, int64 [B], which a later selection of rows preserves;
+    None if nothing needs it."""
 
     @property
-    def last_turns(self) -> Tensor:
-        """int64 [B]: where what the model said last begins; of a response that is one turn its
-        first token."""
-        given = response_mask(self.lengths, self.prompt_lengths, self.tokens.shape[1]) & ~self.mask
-        # of each given token the place behind it
-        behind = torch.arange(2, self.tokens.shape[1] + 1) * given
-        return torch.maximum(behind.amax(1), self.prompt_lengths)
+    def last_turn_starts(self) -> Tensor:
+        """Index of the first token of the model's last turn, int64 [B]; for a response with one
+        turn, its first token."""
+        observed = (
+            build_response_mask(self.lengths, self.prompt_lengths, self.tokens.shape[1])
+            & ~self.mask
+        )
+        # For each observation token, the index of the token after it.
+        next_token = torch.arange(2, self.tokens.shape[1] + 1) * observed
+        return torch.maximum(next_token.amax(1), self.prompt_lengths)
 
     @property
     def samples_per_prompt(self) -> int:
-        """Samples of each prompt, branches not counted. Raises ValueError where prompts have
-        different numbers of them."""
+        """Number of samples of each prompt, without branches.
+
+        Raises:
+            ValueError: The prompts have different numbers of samples.
+        """
         groups = self.groups if self.episodes is None else self.groups[~self.is_branch]
         counts = groups.unique_consecutive(return_counts=True)[1].unique().tolist()
         if len(counts) > 1:
@@ -409,41 +462,52 @@ class SampleBatch(Rows):
         return counts[0] if counts else 1
 
     @property
-    def places(self) -> Tensor:
-        """int64 [B]: which of the episodes each row is of, 0 that of the first row."""
+    def episode_indices(self) -> Tensor:
+        """Index of each row's episode, int64 [B]; episodes are numbered from 0 in the order of
+        their first rows."""
         if self.episodes is None:
             return torch.arange(len(self.tokens))
-        places: dict[int, int] = {}
+        indices: dict[int, int] = {}
         return torch.tensor(
-            [places.setdefault(episode, len(places)) for episode in self.episodes.tolist()],
+            [indices.setdefault(episode, len(indices)) for episode in self.episodes.tolist()],
             dtype=torch.int64,
         )
 
     @property
     def is_branch(self) -> Tensor:
-        """bool [B]: which rows are not the first of their episode."""
-        places = self.places
-        newest = torch.cat((places[:1] - 1, places[:-1])).cummax(0)[0] if len(places) else places
-        return places <= newest
+        """Mask of the rows that are not the first row of their episode, bool [B]."""
+        indices = self.episode_indices
+        # Largest episode index before each row. A row with a larger index begins a new episode.
+        newest = (
+            torch.cat((indices[:1] - 1, indices[:-1])).cummax(0)[0] if len(indices) else indices
+        )
+        return indices <= newest
 
     def with_step_rewards(self, rewards: Tensor) -> Self:
-        """With what the steps of samples got, float32 [N, S-1], not a number where none ends, of
-        the first N rows.
+        """Return the batch with the rewards of the samples' steps added to `turn_rewards`.
 
-        The others are branches.
+        Args:
+            rewards: Reward of the step that ends at each token, float32 [N, S-1]; NaN where no step
+                ends. It covers the first N rows, which are the samples; the other rows are
+                branches.
         """
-        ends, given = torch.zeros_like(self.mask), torch.zeros(self.mask.shape)
+        ends = torch.zeros_like(self.mask)
+        step_rewards = torch.zeros(self.mask.shape)
         ends[: len(rewards)] = self.mask[: len(rewards)] & ~rewards.isnan()
-        given[ends] = rewards[ends[: len(rewards)]]
+        step_rewards[ends] = rewards[ends[: len(rewards)]]
         return replace(
             self,
-            turn_rewards=given if self.turn_rewards is None else self.turn_rewards + given,
+            turn_rewards=step_rewards
+            if self.turn_rewards is None
+            else self.turn_rewards + step_rewards,
             step_ends=ends,
         )
 
     def with_branches(self, samples: Tensor) -> Tensor:
-        """The rows of some episodes, and behind them their branches', int64 [N]; all branches are
-        behind all samples."""
+        """Return the given rows followed by the rows of their branches, int64 [N].
+
+        In a batch all branches follow all samples.
+        """
         if self.episodes is None:
             return samples
         branches = self.is_branch & torch.isin(self.episodes, self.episodes[samples])
@@ -452,127 +516,143 @@ class SampleBatch(Rows):
 
 @dataclass(frozen=True)
 class ScoredSamples(SampleBatch):
-    """A step's samples with what is known of them before anything is learned: what an advantage
-    estimator sees."""
+    """A step's samples with the scores, values and log-probs from which an advantage estimator
+    computes advantages."""
 
     scores: Tensor
-    """float32 [B], after penalties"""
+    """Scores after penalties, float32 [B]."""
     rewards: Tensor
-    """float32 [B, S-1]: the score on the last response token, less a KL penalty in the reward; 0
-    outside the mask"""
+    """Reward per token, float32 [B, S-1]: the score on the last response token, minus the KL
+    penalty of the reward; 0 outside the mask."""
     values: Tensor | None
     """float32 [B, S-1]; None without a critic"""
     old_logprobs: Tensor
-    """float32 [B, S-1]: the trainer's, before the step's first update; NaN until then where nothing
-    else asks for them"""
+    """The trainer's log-probs before the step's first update, float32 [B, S-1]. They are NaN until
+    the first update if only the loss needs them."""
     reference_logprobs: Tensor
-    """float32 [B, S-1]: the initial model's"""
+    """Log-probs of the reference model, the initial model, float32 [B, S-1]."""
     cut_values: Tensor | None = field(default=None, kw_only=True)
-    """float32 [B]: the critic's value behind the last token of a response that generation cut, 0
-    for one that has ended; None unless `algorithm.bootstrap_cut` asks for it"""
+    """The critic's value after the last token of a response that generation truncated, float32 [B];
+    0 for a response that ended. None unless `algorithm.bootstrap_cut` is set."""
     teacher_logprobs: Tensor | None = field(default=None, kw_only=True)
-    """float32 [B, S-1]: the teacher's, 0 past a row's end; None without one"""
+    """Log-probs of the teacher, float32 [B, S-1], 0 after a row's end; None without a teacher."""
 
 
 @dataclass(frozen=True)
 class Experience(ScoredSamples):
-    """A step's samples with what an online algorithm makes of them: what a loss sees."""
+    """A step's samples with advantages and returns: the rows that a policy loss receives."""
 
     advantages: Tensor
     """float32 [B, S-1]"""
     returns: Tensor | None
-    """float32 [B, S-1]: what the values should have been; None without a critic"""
+    """Targets of the values, float32 [B, S-1]; None without a critic."""
     entropies: Tensor | None = field(default=None, kw_only=True)
-    """float32 [B, S-1]: the policy's, as each row's first update found it, NaN without one; None
-    where nobody asks"""
+    """The policy's entropies during the first update of each row, float32 [B, S-1]; NaN for rows
+    without an update. None if nothing needs them."""
 
 
 PolicyLoss: TypeAlias = Callable[[Tensor, Tensor, RowsT, float], tuple[Tensor, Stats]]
-"""`loss(logprobs, entropy, rows, denominator)` and statistics of some rows, as sums over what
-speaks of the whole minibatch.
+"""`loss(logprobs, entropy, rows, denominator)` returns the loss of some rows and its statistics.
 
-The first two [N, L-1] are zero outside the rows' mask; both are differentiable.
+The loss and the statistics are sums over the rows divided by `denominator`, which belongs to the
+whole minibatch. `logprobs` and `entropy` [N, L-1] are differentiable, and zero outside the rows'
+mask.
 """
 
 
-def response_mask(lengths: Tensor, prompt_lengths: Tensor, width: int) -> Tensor:
-    """bool [B, width-1]: entry t is true where token t+1 belongs to the response."""
+def build_response_mask(lengths: Tensor, prompt_lengths: Tensor, width: int) -> Tensor:
+    """Return the mask of response tokens, bool [B, width-1]: entry t is true if token t+1 belongs
+    to the response."""
     target = torch.arange(1, width)
     return (target >= prompt_lengths[:, None]) & (target < lengths[:, None])
 
 
-def kept_by(samples: Sequence[Sample]) -> KeptTokens | None:
-    """What the response tokens of these samples were drawn among, one after another; None where no
-    sample tells."""
+def concatenate_support(samples: Sequence[Sample]) -> KeptTokens | None:
+    """Concatenate the sampling supports of all response tokens; return None if no sample has one.
+
+    Tokens of samples without a support get the whole vocabulary.
+    """
     if all(sample.kept is None for sample in samples):
         return None
-    kept = [sample.kept or KeptTokens.of_all(len(sample.response)) for sample in samples]
-    return KeptTokens.in_order(
-        torch.cat([each.counts for each in kept]),
-        torch.cat([each.in_rows()[1] for each in kept]).int(),
+    supports = [sample.kept or KeptTokens.unrestricted(len(sample.response)) for sample in samples]
+    return KeptTokens.from_counts(
+        torch.cat([support.counts for support in supports]),
+        torch.cat([support.flatten_ids()[1] for support in supports]).int(),
     )
 
 
-def of_responses(samples: Sequence[Sample], name: Literal["drawn", "rewards"]) -> Tensor | None:
-    """`drawn` or `rewards` of all response tokens, one after another; None where no sample
-    tells."""
-    told = [getattr(sample, name) for sample in samples]
-    if all(part is None for part in told):
+def concatenate_response_values(
+    samples: Sequence[Sample], name: Literal["drawn", "rewards"]
+) -> Tensor | None:
+    """Concatenate `drawn` or `rewards` of all response tokens; return None if no sample has it.
+
+    For samples without it, all tokens are generated and have the reward 0.
+    """
+    values = [getattr(sample, name) for sample in samples]
+    if all(part is None for part in values):
         return None
-    usual = torch.ones if name == "drawn" else torch.zeros
+    fill = torch.ones if name == "drawn" else torch.zeros
     dtype = torch.bool if name == "drawn" else torch.float32
-    parts = zip(told, samples, strict=True)
+    parts = zip(values, samples, strict=True)
     return torch.cat(
         [
-            usual(len(sample.response), dtype=dtype) if part is None else part
+            fill(len(sample.response), dtype=dtype) if part is None else part
             for part, sample in parts
         ]
     )
 
 
 def collate(samples: Sequence[Sample], pad_token_id: int) -> SampleBatch:
-    """Pad samples to the longest one, on the right; there are routes where every sample tells its
-    own."""
+    """Pad samples on the right to the longest one and return them as a batch.
+
+    The batch contains no branches. It has expert routing only if every sample has it.
+    """
     lengths = torch.tensor([sample.tokens.numel() for sample in samples])
     prompt_lengths = torch.tensor([sample.prompt_length for sample in samples])
     tokens = pad_sequence(
         [sample.tokens for sample in samples], batch_first=True, padding_value=pad_token_id
     )
-    mask = response_mask(lengths, prompt_lengths, tokens.shape[1])
-    logprobs, versions = torch.zeros(mask.shape), torch.zeros(mask.shape, dtype=torch.int64)
+
+    # Until generated tokens are separated from observations below, the mask is that of the
+    # responses, so that concatenated values of response tokens can be scattered with it.
+    mask = build_response_mask(lengths, prompt_lengths, tokens.shape[1])
+    logprobs = torch.zeros(mask.shape)
+    versions = torch.zeros(mask.shape, dtype=torch.int64)
     logprobs[mask] = torch.cat([sample.engine_logprobs for sample in samples])
     versions[mask] = torch.cat([sample.weight_versions for sample in samples])
     rewards = None
-    if (turns := of_responses(samples, "rewards")) is not None:
-        rewards = torch.zeros(mask.shape).masked_scatter_(mask, turns)
+    if (turn_rewards := concatenate_response_values(samples, "rewards")) is not None:
+        rewards = torch.zeros(mask.shape).masked_scatter_(mask, turn_rewards)
     reasons = torch.tensor([FINISH_REASONS.index(sample.finish_reason) for sample in samples])
     groups = torch.tensor([sample.prompt_id for sample in samples]).unique_consecutive(
         return_inverse=True
     )[1]
-    kept, routes = kept_by(samples), None
-    if kept is not None:
-        counts, starts = (
-            torch.zeros(mask.shape, dtype=torch.int64),
-            torch.zeros(mask.shape, dtype=torch.int64),
-        )
-        counts[mask], starts[mask] = kept.counts, kept.starts
-        kept = KeptTokens(counts, starts, kept.ids)
-    if (drawn := of_responses(samples, "drawn")) is not None:
-        mask = mask.masked_scatter(mask, drawn)
-    told = [sample.routes for sample in samples if sample.routes is not None]
-    if len(told) == len(samples):
-        routes = pad_sequence(told, batch_first=True)
-    own = (tokens, lengths, mask, prompt_lengths, logprobs, versions, reasons, groups)
-    return SampleBatch(*own, kept=kept, routes=routes, turn_rewards=rewards)
+
+    support = concatenate_support(samples)
+    routes = None
+    if support is not None:
+        counts = torch.zeros(mask.shape, dtype=torch.int64)
+        starts = torch.zeros(mask.shape, dtype=torch.int64)
+        counts[mask] = support.counts
+        starts[mask] = support.starts
+        support = KeptTokens(counts, starts, support.ids)
+
+    if (generated := concatenate_response_values(samples, "drawn")) is not None:
+        mask = mask.masked_scatter(mask, generated)
+    sample_routes = [sample.routes for sample in samples if sample.routes is not None]
+    if len(sample_routes) == len(samples):
+        routes = pad_sequence(sample_routes, batch_first=True)
+    columns = (tokens, lengths, mask, prompt_lengths, logprobs, versions, reasons, groups)
+    return SampleBatch(*columns, kept=support, routes=routes, turn_rewards=rewards)
 
 
 def collate_episodes(samples: Sequence[Sample], pad_token_id: int) -> SampleBatch:
-    """As `collate`, with the samples' branches as rows behind all of them."""
-    of = [place for place, sample in enumerate(samples) for _ in sample.branches]
-    if not of:
+    """Collate samples as `collate` does, and append the samples' branches as further rows."""
+    branch_parents = [index for index, sample in enumerate(samples) for _ in sample.branches]
+    if not branch_parents:
         return collate(samples, pad_token_id)
     batch = collate(
         [*samples, *(branch for sample in samples for branch in sample.branches)], pad_token_id
     )
-    episodes = torch.tensor([*range(len(samples)), *of])
+    episodes = torch.tensor([*range(len(samples)), *branch_parents])
     return replace(batch, episodes=episodes, groups=batch.groups[episodes])

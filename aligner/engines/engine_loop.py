@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from aligner.data.types import Completion, FinishReason, KeptTokens, Sample, unbegun
+from aligner.data.types import Completion, FinishReason, KeptTokens, Sample, create_empty_samples
 from aligner.engines.engine_protocol import (
     GenerationEngine,
     GenerationRequest,
@@ -447,7 +447,7 @@ def unfinished_sample(request: GenerationRequest) -> Sample:
     """Return the sample that a request continues; one without response tokens if it is new."""
     if request.begun is not None:
         return request.begun
-    return replace(unbegun([request.prompt], 1)[0], sample_index=request.sample_index)
+    return replace(create_empty_samples([request.prompt], 1)[0], sample_index=request.sample_index)
 
 
 def with_completion(sample: Sample, completion: Completion) -> Sample:
@@ -506,12 +506,12 @@ def _joined_support(sample: Sample, support: KeptTokens | None, count: int) -> K
     if sample.kept is None and support is None:
         return None
     parts = [
-        sample.kept or KeptTokens.of_all(len(sample.response)),
-        support or KeptTokens.of_all(count),
+        sample.kept or KeptTokens.unrestricted(len(sample.response)),
+        support or KeptTokens.unrestricted(count),
     ]
     counts = torch.cat([part.counts for part in parts])
-    ids = torch.cat([ids for part in parts for ids in part.each()])
-    return KeptTokens.in_order(counts, ids)
+    ids = torch.cat([ids for part in parts for ids in part.split_ids()])
+    return KeptTokens.from_counts(counts, ids)
 
 
 def finish(samples: SamplesInFlight, steps: int | None = None) -> dict[int, Sample]:

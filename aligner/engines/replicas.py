@@ -128,7 +128,7 @@ def run_through(parts: SamplesInParts) -> list[Sample]:
 
 
 def _request(sample: Sample) -> GenerationRequest:
-    prompt = Prompt(sample.prompt_id, "", sample.asked, sample.metadata)
+    prompt = Prompt(sample.prompt_id, "", sample.initial_prompt, sample.metadata)
     begun = sample if len(sample.response) or sample.branches else None
     return GenerationRequest(prompt, sample.sample_index, begun=begun)
 

@@ -1,1 +1,1 @@
-"""Starting every role and ending it."""
+"""Starts, watches and stops the processes of a run, on one machine or in a Slurm job."""

@@ -1,4 +1,7 @@
-"""Which rank's failure is the cause, and how it is told."""
+"""Errors of failed ranks, and the commands that are useful after a run.
+
+The module finds the rank that caused a failure, and builds the error message from its log.
+"""
 
 import os
 import re
@@ -13,17 +16,21 @@ from aligner.config.compose import AUTOMATIC
 from aligner.errors import AlignerError
 from aligner.launcher.exhausted_resources import count_oom_kills, exhausted_resources
 from aligner.launcher.ranks import Rank
-from aligner.observability.logs import REPORTED, text_lines
-from aligner.paths import can_resume, early_end, run_paths
+from aligner.observability.logs import ERROR_PREFIX, extract_text_lines
+from aligner.paths import can_resume, read_early_end, run_paths
 from aligner.schema import Config
 
+# Number of lines of a log that an error message quotes.
 TAIL_LINES = 15
 _TAIL_BYTES = 64 * 1024
-_SPARE_BYTES = 64 * 1024
+# Below this free space, a full disk is reported as a possible reason for a truncated log.
+_MIN_FREE_BYTES = 64 * 1024
+# Number of lines at the end of a log that are searched for the cause of a failure.
 _SEARCHED_LINES = 500
-_LONGEST_ERROR = 300
+_MAX_ERROR_CHARACTERS = 300
 _TRACEBACK = "Traceback (most recent call last):"
-_CONSEQUENCES = (
+# Errors of gloo, NCCL, torch's store and gRPC after another process exited, in lower case.
+_LOST_PEER_ERRORS = (
     "connection closed by peer",
     "connection reset by peer",
     "connection refused",
@@ -33,50 +40,74 @@ _CONSEQUENCES = (
     "broken pipe",
     "statuscode.unavailable",
 )
-_LATE = (
+# Errors of gloo, NCCL and torch's store about a rank that did not join in time, in lower case.
+_COLLECTIVE_TIMEOUTS = (
     "timed out waiting",
     "collective operation timeout",
     "wait timeout after",
     "waiting for clients",
 )
-"""Words of gloo, NCCL and torch's store for another rank that did not come."""
 
 
-def log_tail(log: Path, lines: int = TAIL_LINES, start: int = 0) -> list[str]:
-    """The last lines of a log, from its byte `start` on, as text whatever `logging.format` is."""
+def read_log_tail(log: Path, lines: int = TAIL_LINES, start: int = 0) -> list[str]:
+    """Return the last lines of a log as plain text, independent of `logging.format`.
+
+    Args:
+        log: Path of the log.
+        lines: Maximum number of lines.
+        start: Offset in bytes; earlier output is ignored.
+    """
     with log.open("rb") as file:
         file.seek(max(start, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
         end = file.read().decode(errors="replace").rstrip().splitlines()
-    return text_lines(end[-lines:])[-lines:]
+    return extract_text_lines(end[-lines:])[-lines:]
 
 
-def rank_error(message: str, rank: Rank) -> AlignerError:
-    """The error of a rank: the message with the last lines of its log and its path; in short, with
-    the error in that log."""
-    error = _error_line(rank)
-    exhausted = exhausted_by(rank)
-    short = [
-        *([textwrap.shorten(error, _LONGEST_ERROR, placeholder=" …")] if error else []),
+def build_rank_error(message: str, rank: Rank) -> AlignerError:
+    """Return an error that describes the failure of a rank.
+
+    Args:
+        message: What failed.
+        rank: The failed rank.
+
+    Returns:
+        An error whose text contains the message, the exhausted resources, the messages of srun, the
+        last lines of the rank's log and its path. Its `summary` contains the message and the error
+        line of the log.
+    """
+    error_line = _find_error_line(rank)
+    exhausted = find_exhausted_resources(rank)
+    details = [
+        *(
+            [textwrap.shorten(error_line, _MAX_ERROR_CHARACTERS, placeholder=" …")]
+            if error_line
+            else []
+        ),
         *exhausted,
     ]
-    summary = ": ".join([message, *(["; ".join(short)] if short else [])])
-    messages = _quoted(rank.starter_messages.splitlines()[-TAIL_LINES:])
-    before = f"srun reported:\n{messages}\n" if messages else ""
-    lines = _quoted(log_tail(rank.log, start=rank.log_start)) or "  (its log is empty)"
-    told = (
-        f"{'; '.join([message, *exhausted])}; {before}last lines of its log:\n{lines}\nlog:"
-        f" {rank.log}{stacks_note(rank)}{_full_disk(rank.log)}"
+    summary = ": ".join([message, *(["; ".join(details)] if details else [])])
+    srun_lines = _quote_lines(rank.starter_messages.splitlines()[-TAIL_LINES:])
+    srun_text = f"srun reported:\n{srun_lines}\n" if srun_lines else ""
+    log_lines = (
+        _quote_lines(read_log_tail(rank.log, start=rank.log_start)) or "  (its log is empty)"
     )
-    return AlignerError(told, summary=summary)
+    text = (
+        f"{'; '.join([message, *exhausted])}; {srun_text}last lines of its log:\n{log_lines}\nlog:"
+        f" {rank.log}{describe_stacks(rank)}{_describe_full_disk(rank.log)}"
+    )
+    return AlignerError(text, summary=summary)
 
 
-def _error_line(rank: Rank) -> str | None:
-    """The error that a rank has ended with, as it reported it or at the end of a traceback; else
-    what started it says."""
-    lines = log_tail(rank.log, _SEARCHED_LINES, rank.log_start)
+def _find_error_line(rank: Rank) -> str | None:
+    """Return the error with which a rank ended.
+
+    This is the error that the command line reported, or the last line of a traceback. If the log
+    has neither, return the first message of the program that started the rank, or None.
+    """
+    lines = read_log_tail(rank.log, _SEARCHED_LINES, rank.log_start)
     for number in reversed(range(len(lines))):
-        if lines[number].startswith(REPORTED):
-            return lines[number].removeprefix(REPORTED)
+        if lines[number].startswith(ERROR_PREFIX):
+            return lines[number].removeprefix(ERROR_PREFIX)
         if lines[number] == _TRACEBACK:
             return next(
                 (line for line in lines[number + 1 :] if line and not line.startswith(" ")), None
@@ -84,137 +115,173 @@ def _error_line(rank: Rank) -> str | None:
     return next(iter(rank.starter_messages.splitlines()), None)
 
 
-def _quoted(lines: Sequence[str]) -> str:
+def _quote_lines(lines: Sequence[str]) -> str:
     return "\n".join(f"  | {line}" for line in lines)
 
 
-def _full_disk(log: Path) -> str:
-    """That there is no space left for the log itself, which may so lack the reason."""
+def _describe_full_disk(log: Path) -> str:
+    """Return a note if the disk of the log has no space left, otherwise an empty string.
+
+    The log may then lack the reason of the failure.
+    """
     usage = shutil.disk_usage(log.parent)
-    told = (
+    note = (
         f"\nno space left on device for {log.parent.parent}: {usage.free} bytes of {usage.total}"
         " are free"
     )
-    return told if usage.free < _SPARE_BYTES else ""
+    return note if usage.free < _MIN_FREE_BYTES else ""
 
 
-def reported_error(rank: Rank) -> str:
-    """The last error that the command line reported in a log, without its prefix; the log's end
-    where there is none."""
-    lines = log_tail(rank.log, start=rank.log_start)
-    starts = [number for number, line in enumerate(lines) if line.startswith(REPORTED)]
-    return "\n".join(lines[starts[-1] :] if starts else lines).removeprefix(REPORTED).strip()
+def read_reported_error(rank: Rank) -> str:
+    """Return the last error that the command line reported in a log, without its prefix.
+
+    If the log has no such error, return its last lines.
+    """
+    lines = read_log_tail(rank.log, start=rank.log_start)
+    starts = [number for number, line in enumerate(lines) if line.startswith(ERROR_PREFIX)]
+    return "\n".join(lines[starts[-1] :] if starts else lines).removeprefix(ERROR_PREFIX).strip()
 
 
-def describe_end(rank: Rank, missing: Sequence[Rank] = ()) -> str:
-    """Role, rank, and its exit code or the signal's name, or why it was killed; and which ranks it
-    missed."""
+def describe_exit(rank: Rank, missing: Sequence[Rank] = ()) -> str:
+    """Return a text with the role, the rank, and how it ended.
+
+    Args:
+        rank: A rank that has ended with an exit code, by a signal, or because the launcher killed
+            it.
+        missing: Ranks that did not join a collective, which the text names.
+    """
     code = rank.exit_code
-    if rank.killed_for is not None:
-        return f"{rank.role} rank {rank.rank} {rank.killed_for} and was killed"
-    how = (
+    if rank.kill_reason is not None:
+        return f"{rank.role} rank {rank.rank} {rank.kill_reason} and was killed"
+    exit_text = (
         f"was killed by {signal.Signals(-code).name}"
         if code is not None and code < 0
         else f"exited with code {code}"
     )
-    names = " and ".join(f"{each.role} rank {each.rank}" for each in missing)
-    late = (
+    names = " and ".join(f"{other.role} rank {other.rank}" for other in missing)
+    timeout_text = (
         f": {names} did not join a collective within cluster.collective_timeout_s"
         if missing
         else ""
     )
-    return f"{rank.role} rank {rank.rank} {how}{late}"
+    return f"{rank.role} rank {rank.rank} {exit_text}{timeout_text}"
 
 
-def exhausted_by(rank: Rank) -> list[str]:
-    """Return a sentence for each resource of the machine that a failed rank has exhausted, as far
-    as its log, the log of its Triton and the kernel report."""
-    lines = log_tail(rank.log, _SEARCHED_LINES, rank.log_start)
+def find_exhausted_resources(rank: Rank) -> list[str]:
+    """Return a sentence for each machine resource that a failed rank has exhausted.
+
+    The sources are its log, the log of its Triton server, the messages of srun and the kernel's
+    counters.
+    """
+    lines = read_log_tail(rank.log, _SEARCHED_LINES, rank.log_start)
     lines += rank.starter_messages.splitlines()
     triton = rank.log.with_name(f"{rank.role}-triton.log")
     if rank.rank == 0 and triton.is_file():
-        lines += log_tail(triton)
+        lines += read_log_tail(triton)
     if not rank.is_local:
         return exhausted_resources(lines, is_local=False)
     # The launcher's own SIGKILL says nothing about memory.
-    kills = 0 if rank.killed_for else count_oom_kills() - rank.oom_kills_before
+    kills = 0 if rank.kill_reason else count_oom_kills() - rank.oom_kills_before
     return exhausted_resources(lines, rank.exit_code, kills)
 
 
-def stacks_note(rank: Rank) -> str:
-    """Return where the Python stacks of a silent rank and the other ranks are; empty for a rank
-    that ended otherwise."""
+def describe_stacks(rank: Rank) -> str:
+    """Return where the Python stacks of a silent rank and the other ranks are.
+
+    The result is empty for a rank that ended in another way.
+    """
     if not rank.has_stacks:
         return ""
     return f" Python stacks of all ranks that responded: {rank.log.parent}/*.log"
 
 
-def root_failure(failed: Sequence[Rank]) -> Rank:
-    """The rank to blame: the first to fail, but not one that only complains of a lost peer while
-    another has more to say."""
+def find_root_failure(failed: Sequence[Rank]) -> Rank:
+    """Return the rank that is the likely cause of several failures.
 
-    def order(rank: Rank) -> tuple[bool, float, bool]:
-        end = "\n".join(log_tail(rank.log, start=rank.log_start)).lower()
-        reported = REPORTED in end
-        consequence = not reported and any(text in end for text in _CONSEQUENCES)
-        return consequence, rank.ended_at or 0.0, not reported
+    This is the first rank that failed. A rank that only reports the loss of a peer comes after all
+    ranks with another error; of two simultaneous failures, the one that reported an error comes
+    first.
+    """
 
-    return min(failed, key=order)
+    def sort_key(rank: Rank) -> tuple[bool, float, bool]:
+        text = "\n".join(read_log_tail(rank.log, start=rank.log_start)).lower()
+        is_reported = ERROR_PREFIX in text
+        is_consequence = not is_reported and any(error in text for error in _LOST_PEER_ERRORS)
+        return is_consequence, rank.ended_at or 0.0, not is_reported
 
-
-def missed_others(rank: Rank) -> bool:
-    """Whether it has ended because another rank did not come to a collective in time, as far as its
-    log says."""
-    end = "\n".join(log_tail(rank.log, start=rank.log_start)).lower()
-    return any(words in end for words in _LATE)
+    return min(failed, key=sort_key)
 
 
-def failure_error(
+def has_collective_timeout(rank: Rank) -> bool:
+    """Return whether a rank's log reports that another rank did not join a collective in time."""
+    text = "\n".join(read_log_tail(rank.log, start=rank.log_start)).lower()
+    return any(message in text for message in _COLLECTIVE_TIMEOUTS)
+
+
+def build_failure_error(
     failed: Sequence[Rank], fatal: Sequence[Rank] = (), missing: Sequence[Rank] = ()
 ) -> AlignerError:
-    """The error that ends the run. The `fatal` ranks are to blame, where some are: the run would
-    have outlived the others.
+    """Return the error that ends the run.
 
-    The `missing` ones were waited for in vain.
+    Args:
+        failed: All ranks that failed.
+        fatal: Ranks whose failure the run cannot survive. If there are any, the cause is one of
+            them.
+        missing: Ranks that did not join a collective.
     """
-    root = root_failure(fatal or failed)
+    root = find_root_failure(fatal or failed)
     others = ", ".join(f"{rank.role} rank {rank.rank}" for rank in failed if rank is not root)
     restarts = f" after {root.restarts} restart{'s' * (root.restarts > 1)}" if root.restarts else ""
     also = f" (then {others} failed)" if others else ""
-    return rank_error(f"{describe_end(root, missing)}{restarts}{also}", root)
+    return build_rank_error(f"{describe_exit(root, missing)}{restarts}{also}", root)
 
 
-def resume_command(config: Config, *more: str) -> str:
-    """What has a run go on that is no Slurm job."""
+def resume_command(config: Config, *overrides: str) -> str:
+    """Return the command that resumes a run on a local machine.
+
+    Args:
+        config: The run's configuration.
+        overrides: Overrides to add, `key=value`. They replace overrides of the same keys.
+    """
     experiment = config.run.experiment
-    launched = (
+    command = (
         config.run.command
         or f"aligner launch {'' if experiment == AUTOMATIC else f'experiment={experiment}'}".strip()
     )
-    for text in more:  # in the place of what was given before
-        launched = re.sub(rf" {re.escape(text.partition('=')[0])}=\S+", "", launched)
+    for override in overrides:  # replace earlier values of the same keys
+        command = re.sub(rf" {re.escape(override.partition('=')[0])}=\S+", "", command)
     return " ".join(
         [
-            launched,
-            *map(shlex.quote, (*more, f"run.dir={run_paths(config).root}")),
+            command,
+            *map(shlex.quote, (*overrides, f"run.dir={run_paths(config).root}")),
             "run.resume=auto",
         ]
     )
 
 
-def next_steps(config: Config, step: int) -> list[str]:
-    """A line a command, with what it does, for a run that has ended after so many steps."""
-    return ["next steps:", *(f"  {command}  # {does}" for command, does in _commands(config, step))]
+def describe_next_steps(config: Config, step: int) -> list[str]:
+    """Return lines with commands that are useful after a run, each with its purpose.
+
+    Args:
+        config: The run's configuration.
+        step: Last completed step.
+    """
+    return [
+        "next steps:",
+        *(f"  {command}  # {purpose}" for command, purpose in _next_commands(config, step)),
+    ]
 
 
-def _commands(config: Config, step: int) -> Iterator[tuple[str, str]]:
-    run, algorithm = shlex.quote(str(run_paths(config).root)), config.algorithm
+def _next_commands(config: Config, step: int) -> Iterator[tuple[str, str]]:
+    """Yield each command with its purpose."""
+    run = shlex.quote(str(run_paths(config).root))
+    algorithm = config.algorithm
     yield f"aligner view {run}", "view metrics, timeline and samples in a browser"
     has_model = algorithm.learns and can_resume(config)
     if has_model and algorithm.trainer != "reward_model" and not config.environment.draws_episodes:
-        prompts = f"--prompts {shlex.quote(_prompts(config))}"
+        prompts = f"--prompts {shlex.quote(_prompt_file(config))}"
         yield f"aligner generate {run} {prompts} --output samples.jsonl", "generate responses"
-        # evaluations read a number a response
+        # `aligner evaluate` expects one score per response, not one per step.
         function = None if config.reward.step_rewards else config.reward.function
         if algorithm.generates and config.reward.kind == "function" and function is not None:
             yield (
@@ -224,10 +291,10 @@ def _commands(config: Config, step: int) -> Iterator[tuple[str, str]]:
     if has_model:
         yield f"aligner convert {run} MODEL", "export the model as a Hugging Face directory"
     if config.cluster.kind == "local":
-        if early_end(run_paths(config)) is not None:
-            without = [f"{key}=null" for key in config.run.ends]
+        if read_early_end(run_paths(config)) is not None:
+            overrides = [f"{key}=null" for key in config.run.ends]
             yield (
-                resume_command(config, *without, f"run.changes=[{','.join(config.run.ends)}]"),
+                resume_command(config, *overrides, f"run.changes=[{','.join(config.run.ends)}]"),
                 "continue to the last step",
             )
         elif step < config.run.steps:
@@ -239,8 +306,8 @@ def _commands(config: Config, step: int) -> Iterator[tuple[str, str]]:
             )
 
 
-def _prompts(config: Config) -> str:
-    """The run's own prompts where they are a file as the commands read it."""
+def _prompt_file(config: Config) -> str:
+    """Return the prompt file of the run if the commands can read it, otherwise a placeholder."""
     path = config.data.path
     is_file = (
         path is not None

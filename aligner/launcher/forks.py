@@ -1,5 +1,8 @@
-"""The launcher's side of `aligner.cli.fork_server`: ranks that are forked instead of started, on
-machines without GPUs."""
+"""The launcher's client of `aligner.cli.fork_server`.
+
+On machines without GPUs, ranks are forked from a process that has already imported their modules,
+instead of started. This saves the import time of each rank.
+"""
 
 import contextlib
 import json
@@ -14,36 +17,39 @@ from typing import Any
 
 import psutil
 
+# Beginning of the commands that the fork server can run.
 _PROGRAM = (sys.executable, "-m", "aligner")
-"""What a command begins with that can be forked."""
-_ANSWER_S = 300.0
-"""It imports before it answers, which takes minutes where the machine is busy enough."""
+# The server imports modules before it responds, which takes minutes on a busy machine.
+_RESPONSE_TIMEOUT_S = 300.0
+# A fork server that is suspended for longer is not used again; ranks are then started as new
+# processes.
 _SUSPENDED_S = 5.0
-"""A fork server that is suspended for longer is not used any more: ranks then start by
-themselves."""
-_LOOK_S = 0.5
-_ROOM_FOR_TITLES = " " * 1024
-"""The title of a process, which `ps` shows, has the place of the command line that started it."""
+_POLL_S = 0.5
+# Setting a process title, which `ps` shows, overwrites the command line in place. The padding makes
+# the command line long enough for every title.
+_TITLE_PADDING = " " * 1024
 
 
 class AdoptedProcess:
-    """What `subprocess.Popen` is for its children, for a child that another process has left to
-    this one."""
+    """A child process that another process started, with the interface of `subprocess.Popen`.
+
+    The launcher adopts forked ranks because it is a child subreaper.
+    """
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
-        self._code: int | None = None
+        self._exit_code: int | None = None
 
     def poll(self) -> int | None:
-        """Its exit code, negative for a signal; None while it runs."""
-        if self._code is None:
-            ended, status = os.waitpid(self.pid, os.WNOHANG)
-            if ended:
-                self._code = os.waitstatus_to_exitcode(status)
-        return self._code
+        """Return the exit code, negative for a signal; None while the process runs."""
+        if self._exit_code is None:
+            ended_pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if ended_pid:
+                self._exit_code = os.waitstatus_to_exitcode(status)
+        return self._exit_code
 
     def send_signal(self, number: int) -> None:
-        """A signal, if it still runs."""
+        """Send a signal if the process still runs."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
@@ -51,17 +57,18 @@ class AdoptedProcess:
 class ForkServer:
     """A process that forks ranks.
 
-    This process must be a child subreaper: it gets the ranks as its children.
+    The process that creates it must be a child subreaper, so that the forked ranks become its
+    children.
     """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        """Start the process, which imports what every run needs and then waits for `set_up`.
+        """Start the process, which imports the modules of every run and then waits for `set_up`.
 
         Args:
             environment: Variables that are read when a process starts, and the mark of the launch.
         """
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "aligner.cli.fork_server", _ROOM_FOR_TITLES],
+            [sys.executable, "-m", "aligner.cli.fork_server", _TITLE_PADDING],
             env={**os.environ, **environment},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -70,7 +77,7 @@ class ForkServer:
         )
 
     def set_up(self, config: Path, roles: Iterable[str], environment: Mapping[str, str]) -> None:
-        """Have the process import what the ranks of a run's roles need.
+        """Make the process import the modules that the roles of a run need.
 
         Args:
             config: The run's `config.yaml`.
@@ -82,12 +89,17 @@ class ForkServer:
     def fork(
         self, role: str, command: Sequence[str], environment: Mapping[str, str], log: Path
     ) -> AdoptedProcess | None:
-        """Fork a rank with this command and environment, in a session of its own, its output
-        appended to `log`.
+        """Fork a rank in its own session.
+
+        Args:
+            role: Role of the rank.
+            command: Command line of the rank.
+            environment: All environment variables of the rank.
+            log: File to which the rank's output is appended.
 
         Returns:
-            The rank; None if the command is another program's, or if the server has exited or does
-            not answer.
+            The rank; None if the command belongs to another program, or if the server has exited or
+            does not respond.
         """
         assert self._process.stdout is not None
         if tuple(command[: len(_PROGRAM)]) != _PROGRAM or self._process.poll() is not None:
@@ -99,32 +111,36 @@ class ForkServer:
             "log": str(log.absolute()),
         }
         self._send(request)
-        if self._answers() and (answer := self._process.stdout.readline()):
-            return AdoptedProcess(int(answer))
+        if self._wait_for_response() and (response := self._process.stdout.readline()):
+            return AdoptedProcess(int(response))
         self.close()
         return None
 
     def _send(self, message: Mapping[str, Any]) -> None:
+        """Send a message as one line of JSON; a server that has exited is ignored."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps(message).encode() + b"\n")
             self._process.stdin.flush()
 
-    def _answers(self) -> bool:
-        """Wait for an answer; False if there is none in time, or if the server is suspended."""
-        answers = self._process.stdout
-        assert answers is not None
-        deadline = time.monotonic() + _ANSWER_S
+    def _wait_for_response(self) -> bool:
+        """Return whether a response arrives in time.
+
+        The method does not wait for a server that is suspended.
+        """
+        responses = self._process.stdout
+        assert responses is not None
+        deadline = time.monotonic() + _RESPONSE_TIMEOUT_S
         suspended_s = 0.0
         server = psutil.Process(self._process.pid)
         while time.monotonic() < deadline and suspended_s < _SUSPENDED_S:
-            if select.select([answers], [], [], _LOOK_S)[0]:
+            if select.select([responses], [], [], _POLL_S)[0]:
                 return True
             is_suspended = server.status() == psutil.STATUS_STOPPED
-            suspended_s = suspended_s + _LOOK_S if is_suspended else 0.0
+            suspended_s = suspended_s + _POLL_S if is_suspended else 0.0
         return False
 
     def close(self) -> None:
-        """End the server; its ranks are not its children."""
+        """Kill the server. The forked ranks continue, because they are not its children."""
         with contextlib.suppress(BrokenPipeError), self._process:
             self._process.kill()

@@ -1,8 +1,8 @@
-"""Heartbeats: each rank updates a file every few seconds, and the supervisor kills a rank that has
-not done so for too long.
+"""Send a heartbeat from each rank, and kill ranks that stop sending heartbeats.
 
-The supervisor notices the exit of a process by itself. A missing heartbeat is the only sign of a
-process that is stopped, or whose interpreter hangs.
+A heartbeat is an update of the rank's file every few seconds. The supervisor notices the exit of a
+process by itself. A missing heartbeat is the only sign of a process that is stopped, or whose
+interpreter hangs.
 """
 
 import contextlib
@@ -14,65 +14,80 @@ from pathlib import Path
 from aligner.launcher.rank_environment import is_healthy
 from aligner.launcher.rank_heartbeat import HEARTBEAT, STACKS_SIGNAL, require_for_heartbeat
 from aligner.launcher.ranks import Rank, Ranks
-from aligner.observability.logs import launcher_line
+from aligner.observability.logs import format_launcher_line
 from aligner.paths import run_paths
 from aligner.placement.addresses import load_endpoints
 from aligner.placement.roles import server_ranks
 from aligner.schema import Config
 
-_TELL_S = 30.0
-"""Longest silence of a rank that the console does not mention."""
+# Seconds of silence after which the console reports a silent rank.
+_REPORTED_SILENCE_S = 30.0
 
 
-def _timeout(config: Config, role: str) -> tuple[str, float, float]:
-    """Return the key and the seconds of a role's heartbeat timeout, and the seconds between two
-    heartbeats."""
-    key, seconds = "cluster.heartbeat_timeout_s", config.cluster.heartbeat_timeout_s
+def _heartbeat_timeout(config: Config, role: str) -> tuple[str, float, float]:
+    """Return the heartbeat timeout of a role.
+
+    Returns:
+        The configuration key of the timeout, the timeout in seconds, and the seconds between two
+        heartbeats.
+    """
+    key = "cluster.heartbeat_timeout_s"
+    seconds = config.cluster.heartbeat_timeout_s
     if role in server_ranks(config):
-        key, seconds = "server.health_timeout_s", config.server.health_timeout_s
+        key = "server.health_timeout_s"
+        seconds = config.server.health_timeout_s
     return key, seconds, min(5.0, seconds / 6)
 
 
 def heartbeat_environment(config: Config, role: str, ranks: int) -> dict[str, str]:
     """Return the environment variable that makes the ranks of a role send heartbeats.
 
-    Creates their files: on a full disk the ranks could not.
+    The function also creates the heartbeat files, because the ranks cannot create them on a full
+    disk.
+
+    Args:
+        config: The run's configuration.
+        role: Role or server group.
+        ranks: Number of its ranks.
     """
     files = [run_paths(config).heartbeat(role, rank) for rank in range(ranks)]
     with contextlib.suppress(OSError):
         files[0].parent.mkdir(parents=True, exist_ok=True)
         for file in files:
             file.touch()
-    _, _, pause_s = _timeout(config, role)
+    _, _, pause_s = _heartbeat_timeout(config, role)
     prefix = str(files[0]).removesuffix("0")
     return {HEARTBEAT: f"{pause_s:g}:{prefix}"}
 
 
-def require_triton(config: Config, role: str) -> None:
-    """On rank 0 of a server: from the time that the server is healthy, send heartbeats only while
-    its Triton answers. Nothing on other ranks."""
+def require_triton_for_heartbeat(config: Config, role: str) -> None:
+    """Make the heartbeat of a server's rank 0 depend on the health of its Triton server.
+
+    The dependency begins when the server is healthy for the first time: a loading server still
+    sends heartbeats. On other ranks and in other roles, the function does nothing.
+    """
     file = run_paths(config).endpoints
     if role not in server_ranks(config) or int(os.environ["RANK"]) or not file.is_file():
         return
     endpoint = load_endpoints(file)[role]
-    _, _, pause_s = _timeout(config, role)
+    _, _, pause_s = _heartbeat_timeout(config, role)
     was_healthy = False
 
-    def answers() -> bool:
+    def is_triton_alive() -> bool:
         nonlocal was_healthy
         healthy = is_healthy(config, role, endpoint, timeout_s=2 * pause_s)
         was_healthy = was_healthy or healthy
         return healthy or not was_healthy
 
-    require_for_heartbeat(answers)
+    require_for_heartbeat(is_triton_alive)
 
 
-class LifeWatch:
-    """The silence of each rank of a role or server group: seconds since its start or its last
-    heartbeat.
+class HeartbeatMonitor:
+    """The seconds since the last heartbeat of each rank of one role or server group.
 
-    Seconds count only while this process runs: if a whole run was suspended, as some schedulers do,
-    no rank was silent. Clocks of different machines are not compared.
+    `RankGroup` creates one monitor for each start of its ranks. Seconds count only while this
+    process runs: if a scheduler suspends the whole run, no rank becomes silent. Clocks of different
+    machines are not compared.
     """
 
     def __init__(
@@ -81,21 +96,27 @@ class LifeWatch:
         """Watch ranks that were started just now.
 
         Args:
-            first_heartbeat_s: Time for the first heartbeat, if it is longer than the timeout: ranks
+            config: The run's configuration.
+            role: Role or server group.
+            ranks: Its ranks.
+            first_heartbeat_s: Seconds until the first heartbeat, if longer than the timeout: ranks
                 that Slurm starts may wait for their image.
         """
-        self._key, self._limit_s, self._pause_s = _timeout(config, role)
-        self._format, self._logs = config.logging.format, run_paths(config).logs
+        self._key, self._limit_s, self._pause_s = _heartbeat_timeout(config, role)
+        self._format = config.logging.format
+        self._logs = run_paths(config).logs
         self._files = {rank: run_paths(config).heartbeat(role, rank.rank) for rank in ranks}
-        self._last = {rank: _touched(file) for rank, file in self._files.items()}
+        self._last_heartbeats = {
+            rank: _modification_time(file) for rank, file in self._files.items()
+        }
         self._silent_s = dict.fromkeys(ranks, 0.0)
         self._limits_s = dict.fromkeys(ranks, max(self._limit_s, first_heartbeat_s))
         self._reported: set[Rank] = set()
-        """Ranks that the console was told to be silent."""
-        self._looked_at = time.monotonic()
+        """Ranks that the console has reported as silent."""
+        self._last_check_at = time.monotonic()
 
     @property
-    def is_in_doubt(self) -> bool:
+    def is_silent(self) -> bool:
         """Whether a running rank has been silent for half of the timeout."""
         return any(
             silent_s > self._limits_s[rank] / 2
@@ -103,70 +124,79 @@ class LifeWatch:
             if rank.exit_code is None
         )
 
-    def kill_silent(self, ranks: Ranks, tell: Callable[[str], None]) -> None:
-        """Kill the ranks whose timeout is over, which is handled like a crash. To be called often.
+    def kill_silent(self, ranks: Ranks, notify: Callable[[str], None]) -> None:
+        """Kill the ranks that have exceeded their timeout, which is then handled like a crash.
 
-        One look before that, all ranks of the run are made to print their Python stacks.
+        The caller must call this method often. One check before a kill, all ranks of the run are
+        requested to print their Python stacks.
 
         Args:
             ranks: All ranks of the run.
-            tell: Prints a line on the console.
+            notify: Prints a line on the console.
         """
-        elapsed = time.monotonic() - self._looked_at
+        elapsed = time.monotonic() - self._last_check_at
         if elapsed < self._pause_s:
             return
-        self._looked_at += elapsed
+        self._last_check_at += elapsed
         for rank, file in self._files.items():
-            if (touched := _touched(file)) != self._last[rank]:
-                self._last[rank] = touched
-                self._note_heartbeat(rank, tell)
+            if (heartbeat := _modification_time(file)) != self._last_heartbeats[rank]:
+                self._last_heartbeats[rank] = heartbeat
+                self._note_heartbeat(rank, notify)
             elif rank.exit_code is None:
+                # A longer time means that this process itself was suspended.
                 self._silent_s[rank] += min(elapsed, 2 * self._pause_s)
-                self._handle_silence(rank, ranks, tell)
+                self._handle_silence(rank, ranks, notify)
 
-    def _note_heartbeat(self, rank: Rank, tell: Callable[[str], None]) -> None:
+    def _note_heartbeat(self, rank: Rank, notify: Callable[[str], None]) -> None:
+        """Reset the silence of a rank, and report a rank that was silent before."""
         self._silent_s[rank] = 0.0
         self._limits_s[rank] = self._limit_s
         rank.has_stacks = False
         if rank in self._reported:
             self._reported.remove(rank)
-            tell(f"{rank.role} rank {rank.rank} sends heartbeats again")
+            notify(f"{rank.role} rank {rank.rank} sends heartbeats again")
 
-    def _handle_silence(self, rank: Rank, ranks: Ranks, tell: Callable[[str], None]) -> None:
-        silent_s, limit_s = self._silent_s[rank], self._limits_s[rank]
-        if silent_s > min(limit_s / 2, _TELL_S) and rank not in self._reported:
+    def _handle_silence(self, rank: Rank, ranks: Ranks, notify: Callable[[str], None]) -> None:
+        """Report a silent rank, then request Python stacks, and finally kill the rank."""
+        silent_s = self._silent_s[rank]
+        limit_s = self._limits_s[rank]
+        if silent_s > min(limit_s / 2, _REPORTED_SILENCE_S) and rank not in self._reported:
             self._reported.add(rank)
-            tell(
+            notify(
                 f"waiting for {rank.role} rank {rank.rank}: no heartbeat for {silent_s:.0f} s"
                 f" (limit {limit_s:g} s, {self._key}). Log: {rank.log}"
             )
         if silent_s <= limit_s - self._pause_s:
             return
-        # Killed at a later look: a rank whose interpreter runs gets time to print its stacks.
+        # The kill follows at a later check, so that the ranks have time to print their stacks.
         if not rank.has_stacks:
             self._print_stacks(rank, ranks)
         elif silent_s > limit_s:
-            ranks.kill_for(f"sent no heartbeat for {limit_s:g} s ({self._key})", rank)
+            ranks.kill_rank(f"sent no heartbeat for {limit_s:g} s ({self._key})", rank)
 
     def _print_stacks(self, silent: Rank, ranks: Ranks) -> None:
-        """Make all ranks of the run print their stacks into their logs. A stopped process cannot;
-        the stacks of the others may show what it was waited for."""
+        """Make all ranks of the run print their Python stacks into their logs.
+
+        A stopped process cannot do this, but the stacks of the other ranks may show the operation
+        that waits for it.
+        """
         running = ranks.running
-        why = (
+        reason = (
             f"{silent.role} rank {silent.rank} has sent no heartbeat for"
             f" {self._silent_s[silent]:.0f} s; the Python stacks of this rank follow if it responds"
         )
         for rank in running:
             with contextlib.suppress(OSError), rank.log.open("a") as lines:
-                lines.write(launcher_line(self._format, rank.role, rank.rank, why))
+                lines.write(format_launcher_line(self._format, rank.role, rank.rank, reason))
         ranks.send(STACKS_SIGNAL, running)
         silent.has_stacks = True
 
 
-def _touched(file: Path) -> int | None:
-    """Return the file's modification time by its own machine's clock, None without a file.
+def _modification_time(file: Path) -> int | None:
+    """Return the modification time of a file in nanoseconds by its own machine's clock.
 
-    Opens the file: a shared file system may report an unopened file's attributes of a minute ago.
+    The result is None without a file. The function opens the file, because a shared file system may
+    report attributes of an unopened file that are a minute old.
     """
     try:
         with file.open() as opened:

@@ -1,5 +1,8 @@
-"""`aligner launch` on one machine: a process a rank, after the experiments whose results the run
-needs."""
+"""`aligner launch` on one machine: each rank is a process of this machine.
+
+Prerequisite experiments, whose results the run needs, run first. The module also launches dry runs:
+the run's roles with a tiny model on this machine's CPUs (`dry_run.scale=tiny`).
+"""
 
 import os
 import shutil
@@ -17,21 +20,21 @@ from rich.console import Console
 from aligner.config.dry_run.dry_run_plan import DryRun, changes_table, plan_dry_run
 from aligner.config.prerequisites import Prerequisite, RunPlan
 from aligner.errors import AlignerError, ConfigError
-from aligner.files import new_directory
-from aligner.launcher.failure import failure_error
+from aligner.files import create_directory
+from aligner.launcher.failure import build_failure_error
 from aligner.launcher.forks import ForkServer
-from aligner.launcher.heartbeats import LifeWatch, heartbeat_environment
-from aligner.launcher.processes import START, Interrupts, Processes, RankProcess, launch_mark
+from aligner.launcher.heartbeats import HeartbeatMonitor, heartbeat_environment
+from aligner.launcher.processes import START_MARK, Interrupts, Processes, RankProcess, launch_mark
 from aligner.launcher.rank_environment import (
-    Command,
+    CommandBuilder,
     FreePorts,
+    build_role_command,
     library_environment,
     local_hosts,
-    role_command,
     world_environment,
 )
-from aligner.launcher.ranks import Ranks, log_of
-from aligner.launcher.run_directory import LockedError, locked, refuse_locked
+from aligner.launcher.ranks import Ranks, prepare_log
+from aligner.launcher.run_directory import LockedError, lock_directory, require_unlocked
 from aligner.launcher.supervisor import Supervisor
 from aligner.observability.console import print_line
 from aligner.observability.metrics import read_metrics
@@ -54,93 +57,120 @@ _POLL_S = 0.1
 
 
 def start_fork_server() -> ForkServer:
-    """Start a process that imports for the ranks of a run whose configuration may follow later."""
-    # The number of threads is the run's: `ForkServer.set_up` replaces it before it is read.
-    return ForkServer({**library_environment(threads=1), START: f"{launch_mark()}-0"})
+    """Start a process that imports modules for the ranks of a run.
+
+    The configuration need not be known yet: `ForkServer.set_up` passes it later.
+    """
+    # `ForkServer.set_up` replaces the number of threads before any library reads it.
+    return ForkServer({**library_environment(threads=1), START_MARK: f"{launch_mark()}-0"})
 
 
 def launch(
     plan: RunPlan,
-    command: Command = role_command,
-    tell: Callable[[Console], None] | None = None,
-    forks: ForkServer | None = None,
+    command: CommandBuilder = build_role_command,
+    print_details: Callable[[Console], None] | None = None,
+    fork_server: ForkServer | None = None,
 ) -> None:
-    """Run a whole configuration and its prerequisite experiments on this machine.
+    """Run a configuration and its prerequisite experiments on this machine.
 
     Args:
         plan: The run and its prerequisite experiments.
-        command: Makes the command of a role's ranks.
-        tell: Prints more about the run, after its directory.
-        forks: A process for the first run, started before the configuration was known.
+        command: Returns the command of a role's ranks.
+        print_details: Prints more about the run, after its directory.
+        fork_server: A fork server for the first run, started before the configuration was known.
 
     Raises:
-        ConfigError: Something is wrong with the configuration. No rank was started, and nothing is
-            left behind.
-        AlignerError: A role failed. Every process has ended, as for the other errors.
-        Stopped: The launcher was told to stop, and the run has saved a checkpoint.
-        Interrupted: The launcher was told to end at once.
+        ConfigError: The configuration is invalid. No rank was started, and no files are left
+            behind.
+        AlignerError: A role failed. All processes have ended, as for the other errors.
+        Stopped: The launcher received a stop request, and the run has saved a checkpoint.
+        Interrupted: A signal requested the immediate end of the run.
     """
-    if told := os.environ.get(PRETENDED_GPUS):
+    if pretended_gpus := os.environ.get(PRETENDED_GPUS):
         raise ConfigError(
-            f"{PRETENDED_GPUS}={told}: is supported only by `aligner validate`; unset it to launch"
-            " a run"
+            f"{PRETENDED_GPUS}={pretended_gpus}: is supported only by `aligner validate`; unset it"
+            " to launch a run"
         )
-    root, console = run_paths(plan.config).root, Console()
+    root = run_paths(plan.config).root
+    console = Console()
     print(f"run directory: {root}", flush=True)
-    refuse_locked(root)
+    require_unlocked(root)
     plan.check()
-    if tell is not None:
-        tell(console)
+    if print_details is not None:
+        print_details(console)
+
     with Interrupts(console) as interrupts:
-        servers = [] if forks is None else [forks]
+        # The first run, which may be a prerequisite experiment, uses the fork server.
+        fork_servers = [] if fork_server is None else [fork_server]
 
         def run(config: Config) -> None:
             RunPlan(config, ()).check()
-            make_ranks = partial(LocalRanks, command, forks=servers.pop() if servers else None)
+            make_ranks = partial(
+                LocalRanks, command, fork_server=fork_servers.pop() if fork_servers else None
+            )
             Supervisor(config, console, interrupts, make_ranks, local_hosts(config)).run()
 
-        for first in plan.prerequisites:
-            _complete(first, run, interrupts, console)
+        for prerequisite in plan.prerequisites:
+            _complete_prerequisite(prerequisite, run, interrupts, console)
         run(plan.config)
 
 
-def _complete(
-    first: Prerequisite, run: Callable[[Config], None], interrupts: Interrupts, console: Console
+def _complete_prerequisite(
+    prerequisite: Prerequisite,
+    run: Callable[[Config], None],
+    interrupts: Interrupts,
+    console: Console,
 ) -> None:
-    """Return when the result is there: made already, by another launch, or by a `run` that goes on
-    from its last checkpoint.
+    """Return when the result of a prerequisite experiment exists.
 
-    Raises the run's own error, with the experiment's name, Interrupted, and Stopped.
+    The result may exist already, or another launch may be producing it. Otherwise, run the
+    experiment, from its last checkpoint if it has one.
+
+    Args:
+        prerequisite: The experiment.
+        run: Runs a configuration.
+        interrupts: Signals to the launcher.
+        console: Console for messages.
+
+    Raises:
+        AlignerError: The experiment failed; the error has the type of the original error, and names
+            the experiment.
+        Stopped: A stop was requested.
+        Interrupted: A signal requested the immediate end of the run.
     """
-    waiting = False
+    is_reported = False
 
     def wait(error: LockedError) -> None:
-        """Another launch makes the result: tell which one, once, and look whether to stop."""
-        nonlocal waiting
-        if not waiting:
+        """Report once which launch produces the result, and check for signals."""
+        nonlocal is_reported
+        if not is_reported:
             print_line(
                 console,
-                f"waiting for prerequisite experiment {first.name} in {first.entry}, which"
-                f" {error.holder} is running",
+                f"waiting for prerequisite experiment {prerequisite.name} in {prerequisite.entry},"
+                f" which {error.holder} is running",
             )
-            waiting = True
+            is_reported = True
         interrupts.check_before_training()
         time.sleep(_POLL_S)
 
-    if not first.is_complete:
-        with locked(first.entry, wait):
-            if not first.is_complete:
-                root = run_paths(first.config).root
+    if not prerequisite.is_complete:
+        with lock_directory(prerequisite.entry, wait):
+            if not prerequisite.is_complete:
+                root = run_paths(prerequisite.config).root
                 print_line(
                     console,
-                    f"running prerequisite experiment {first.name} ({first.gives}) first; run"
-                    f" directory: {root}",
+                    f"running prerequisite experiment {prerequisite.name} ({prerequisite.gives})"
+                    f" first; run directory: {root}",
                 )
                 try:
-                    _make(first, run, interrupts, console)
+                    _run_prerequisite(prerequisite, run, interrupts, console)
                 except AlignerError as error:
-                    raise type(error)(f"prerequisite experiment {first.name}: {error}") from error
-    print_line(console, f"prerequisite experiment {first.name}: result in {first.result}")
+                    raise type(error)(
+                        f"prerequisite experiment {prerequisite.name}: {error}"
+                    ) from error
+    print_line(
+        console, f"prerequisite experiment {prerequisite.name}: result in {prerequisite.result}"
+    )
 
 
 class _Converter(Processes, Ranks):
@@ -148,71 +178,100 @@ class _Converter(Processes, Ranks):
 
     def __init__(self, command: tuple[str, ...], config: Config) -> None:
         super().__init__(config.cluster.stop_timeout_s)
-        self._command, self._config = command, config
+        self._command = command
+        self._config = config
 
     def start(self, role: str, restarts: int = 0) -> list[RankProcess]:
         """See `Ranks`."""
         environment = heartbeat_environment(self._config, role, 1)
-        log = log_of(self._config, role, 0, restarts)
+        log = prepare_log(self._config, role, 0, restarts)
         return [self.spawn(role, 0, self._command, environment, log, restarts)]
 
 
-def _make(
-    first: Prerequisite,
+def _run_prerequisite(
+    prerequisite: Prerequisite,
     run: Callable[[Config], None],
     interrupts: Interrupts,
     console: Console,
 ) -> None:
-    """Run the experiment, and keep what it leaves as the result, which appears only when it is
-    complete."""
-    config, paths = first.config, run_paths(first.config)
-    for unfinished in first.entry.glob(".result.*"):  # of a launch that was killed
+    """Run an experiment, and store its result, which appears only when it is complete.
+
+    The result consists of files of the run directory, or of the converted last checkpoint. See
+    `_complete_prerequisite` for the arguments.
+    """
+    config = prerequisite.config
+    paths = run_paths(prerequisite.config)
+    # A launch that was killed may have left an incomplete result.
+    for unfinished in prerequisite.entry.glob(".result.*"):
         shutil.rmtree(unfinished)
     run(replace(config, run=replace(config.run, resume="auto")))
-    if first.files:
-        with new_directory(first.result) as directory:
-            for name in first.files:
+    if prerequisite.files:
+        with create_directory(prerequisite.result) as directory:
+            for name in prerequisite.files:
                 copy = shutil.copytree if (paths.root / name).is_dir() else shutil.copyfile
                 copy(paths.root / name, directory / name)
     else:
-        # The last checkpoint's model is converted in a process of its own: this one has no torch.
-        command = (sys.executable, "-m", "aligner", "convert", str(paths.root), str(first.result))
+        # The conversion needs torch, which the launcher never imports, so it runs in a process.
+        command = (
+            sys.executable,
+            "-m",
+            "aligner",
+            "convert",
+            str(paths.root),
+            str(prerequisite.result),
+        )
         with closing(_Converter(command, config)) as converter:
             (rank,) = converter.start("convert")
-            life = LifeWatch(config, "convert", [rank])
+            heartbeats = HeartbeatMonitor(config, "convert", [rank])
             while rank.exit_code is None:
                 interrupts.check_before_training()
                 time.sleep(_POLL_S)
                 converter.poll()
-                life.kill_silent(converter, partial(print_line, console))
+                heartbeats.kill_silent(converter, partial(print_line, console))
         if rank.exit_code:
-            raise failure_error([rank])
-        # with optimizer states, several times the result; nothing goes on from here
+            raise build_failure_error([rank])
+        # Checkpoints with optimizer states are several times larger than the result, and no run
+        # resumes from them.
         shutil.rmtree(paths.checkpoints)
 
 
 class LocalRanks(Processes, Ranks):
-    """The ranks of a run as processes of this machine."""
+    """The ranks of a run as processes of this machine. See `Ranks`."""
 
     def __init__(
-        self, command: Command, config: Config, ports: FreePorts, forks: ForkServer | None = None
+        self,
+        command: CommandBuilder,
+        config: Config,
+        ports: FreePorts,
+        fork_server: ForkServer | None = None,
     ) -> None:
+        """Prepare to start ranks, and start a fork server if the ranks can be forked.
+
+        Args:
+            command: Returns the command of a role's ranks.
+            config: The run's configuration.
+            ports: Free ports for the process groups.
+            fork_server: A fork server that was started before the configuration was known.
+        """
         super().__init__(config.cluster.stop_timeout_s)
-        self._command, self._config, self._ports = command, config, ports
-        # What CUDA has begun in a process does not go on in its forks. Other commands than
-        # aligner's own are not forked.
-        if command is role_command and not uses_gpus(config):
-            server = forks or start_fork_server()
-            self.fork_ranks(server)
+        self._command = command
+        self._config = config
+        self._ports = ports
+        # A process cannot use CUDA after a fork from a process that initialized CUDA. The fork
+        # server supports only aligner's own commands.
+        if command is build_role_command and not uses_gpus(config):
+            server = fork_server or start_fork_server()
+            self.use_fork_server(server)
             roles = dict.fromkeys(role.partition(".")[0] for role in role_ranks(config))
             environment = library_environment(threads_per_rank(config))
             server.set_up(run_paths(config).config, roles, environment)
 
     def start(self, role: str, restarts: int = 0) -> list[RankProcess]:
         """See `Ranks`."""
-        ranks, started = role_ranks(self._config).get(role, 1), []
+        ranks = role_ranks(self._config).get(role, 1)
+        started = []
         command = self._command(role, run_paths(self._config).config)
-        world = {
+        shared_environment = {
             **world_environment(
                 ranks, ranks, LOOPBACK, next(self._ports), threads_per_rank(self._config)
             ),
@@ -222,18 +281,23 @@ class LocalRanks(Processes, Ranks):
             environment = {
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
-                **world,
-                **self._visible_to(role),
+                **shared_environment,
+                **self._device_environment(role),
             }
-            log = log_of(self._config, role, rank, restarts)
+            log = prepare_log(self._config, role, rank, restarts)
             started.append(self.spawn(role, rank, command, environment, log, restarts))
         return started
 
-    def _visible_to(self, group: str) -> dict[str, str]:
-        """What has CUDA show a role's ranks its own devices, which they count from 0."""
-        devices, visible = local_devices(self._config).get(group), visible_gpus()
+    def _device_environment(self, group: str) -> dict[str, str]:
+        """Return the environment variable that restricts CUDA to the devices of a group.
+
+        The ranks number these devices from 0.
+        """
+        devices = local_devices(self._config).get(group)
+        visible = visible_gpus()
         if devices is None:
             return {}
+        # The launcher itself may be restricted to some devices, which have other numbers there.
         return {
             "CUDA_VISIBLE_DEVICES": ",".join(
                 str(device) if visible is None else visible[device] for device in devices
@@ -241,72 +305,87 @@ class LocalRanks(Processes, Ranks):
         }
 
 
-_CONNECT_S = 2.0
+_CONNECT_TIMEOUT_S = 2.0
 
 
-def launch_dry_run(plan: RunPlan, forks: ForkServer | None = None) -> None:
-    """Plan the dry run, print its changes, run it, and print what it has exercised.
+def launch_dry_run(plan: RunPlan, fork_server: ForkServer | None = None) -> None:
+    """Plan a dry run, print its changes, run it, and print which parts of the run it has tested.
 
-    Takes `forks` and raises errors as `launch` does.
+    Args:
+        plan: The run and its prerequisite experiments.
+        fork_server: See `launch`.
+
+    Raises:
+        AlignerError: See `launch`, also for the other errors.
     """
-    dry_run = _plan_here(plan)
-    launch(dry_run.plan, tell=partial(_show, dry_run), forks=forks)
+    dry_run = _plan_cpu_dry_run(plan)
+    launch(dry_run.plan, print_details=partial(_print_changes, dry_run), fork_server=fork_server)
     config = dry_run.plan.config
-    print(_exercised(config, read_metrics(run_paths(config).metrics)), flush=True)
+    print(_summarize_dry_run(config, read_metrics(run_paths(config).metrics)), flush=True)
 
 
 def validate_dry_run(plan: RunPlan) -> None:
-    """Check the configuration as it was given, and say what its dry run would be; start nothing."""
-    dry_run, console = _plan_here(plan), Console()
+    """Check a configuration, and print the changes, roles and model of its dry run; start nothing.
+
+    Raises:
+        ConfigError: The configuration is invalid.
+    """
+    dry_run = _plan_cpu_dry_run(plan)
+    console = Console()
     shape = dry_run.plan.check()
-    _show(dry_run, console)
+    _print_changes(dry_run, console)
     console.print(placement_table(dry_run.plan.config))
     print(describe_model(dry_run.plan.config, shape))
 
 
-def _plan_here(plan: RunPlan) -> DryRun:
-    """The dry run on this machine, of which it will use the CPU alone, in this process and those it
-    starts."""
+def _plan_cpu_dry_run(plan: RunPlan) -> DryRun:
+    """Return the dry run on this machine, and hide the GPUs from this process and its children."""
     dry_run = plan_dry_run(plan, _is_reachable)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     return dry_run
 
 
-def _show(dry_run: DryRun, console: Console) -> None:
-    """What is otherwise than in the run, and what a person should know about it."""
+def _print_changes(dry_run: DryRun, console: Console) -> None:
+    """Print the differences between the dry run and the run, and notes about them."""
     console.print(changes_table(dry_run))
     for note in dry_run.notes:
         print_line(console, f"note: {note}")
 
 
-def _exercised(config: Config, metrics: Sequence[Mapping[str, float]]) -> str:
-    """One line: the layouts that ran, that weights reached the engine, and how far its log-probs
-    are from the trainer's."""
+def _summarize_dry_run(config: Config, metrics: Sequence[Mapping[str, float]]) -> str:
+    """Return one line about a finished dry run.
+
+    The line contains the layouts that ran, whether weights reached the engine, and the largest
+    difference between the log-probs of the engine and the trainer.
+    """
     roles = ", ".join(
-        f"{place.role} {place.layout}" for place in placements(config) if place.layout != "-"
+        f"{placement.role} {placement.layout}"
+        for placement in placements(config)
+        if placement.layout != "-"
     )
     steps = [record for record in metrics if record["step"] > 0]
     parts = [f"dry run passed: {len(steps)} steps with {roles}"]
     if config.algorithm.generates and any(
         "time/reshard" in step or "time/snapshot" in step for step in steps
     ):
-        where = "the generator's" if has_generator(config) else "the engine's"
-        parts.append(f"weights resharded into {where} layout, verified by checksum")
-    # Of samples that older weights drew it would measure the training between.
-    fresh = [step for step in steps if not step.get("staleness/max")]
+        owner = "the generator's" if has_generator(config) else "the engine's"
+        parts.append(f"weights resharded into {owner} layout, verified by checksum")
+    # Samples of older weights differ because of the training steps in between, so only steps with
+    # on-policy samples are compared.
+    on_policy_steps = [step for step in steps if not step.get("staleness/max")]
     if mismatches := [
-        step["mismatch/logprob_abs"] for step in fresh if "mismatch/logprob_abs" in step
+        step["mismatch/logprob_abs"] for step in on_policy_steps if "mismatch/logprob_abs" in step
     ]:
         parts.append(f"engine and trainer log-probs differ by at most {max(mismatches):.1e}")
     return "; ".join(parts)
 
 
 def _is_reachable(url: str) -> bool:
-    """Whether something listens where an HTTP scorer or a judge should be."""
+    """Return whether a server listens at the address of an HTTP scorer or a judge."""
     parts = urlsplit(url)
     port = parts.port or (443 if parts.scheme == "https" else 80)
     try:
-        with socket.create_connection((parts.hostname, port), timeout=_CONNECT_S):
+        with socket.create_connection((parts.hostname, port), timeout=_CONNECT_TIMEOUT_S):
             return True
     except OSError:
         return False

@@ -1,5 +1,11 @@
-"""Processes of this machine: ranks and all that comes of them, started, ended, and tied to their
-launcher's life."""
+"""Processes on this machine: start ranks, end them with all their helpers, and handle signals.
+
+`python -m aligner.launcher.processes MARK SECONDS` is the watcher of a launcher. The kernel sends
+SIGTERM to the ranks when their launcher dies, so most ranks exit by themselves. A rank that is
+suspended or ignores the signal, and helpers of a rank, would survive. Each launcher therefore
+starts a watcher whose standard input is a pipe. The pipe closes when the launcher dies, and the
+watcher then ends the processes that are left.
+"""
 
 import contextlib
 import ctypes
@@ -28,24 +34,34 @@ from aligner.triton_cleanup import kill_processes, remove_triton_files
 
 
 class Interrupts:
-    """Notes signals inside a `with` block, so that stopping is never itself interrupted, and tells
-    of an early end."""
+    """Context manager that records signals to the launcher, and prints why a run ended early.
+
+    SIGINT, SIGTERM and SIGHUP end the run at once. SIGUSR1 requests a stop after a checkpoint. The
+    handlers only record a signal, so no signal interrupts the clean-up of a run; the supervisor
+    polls `check`.
+    """
 
     def __init__(
-        self, console: Console, goes_on: str = "resume the run with run.resume=auto"
+        self, console: Console, resume_hint: str = "resume the run with run.resume=auto"
     ) -> None:
-        """`goes_on` is printed after a stop: how the run resumes."""
-        self._console, self._goes_on = console, goes_on
+        """Record no signal yet; the handlers are installed by the `with` statement.
+
+        Args:
+            console: Console for the messages.
+            resume_hint: How to resume the run; printed after a stop.
+        """
+        self._console = console
+        self._resume_hint = resume_hint
         self._received: int | None = None
-        self.told_to_stop = False
-        """Whether the run should end with a checkpoint."""
+        self.is_stop_requested = False
+        """Whether SIGUSR1 requested that the run saves a checkpoint and ends."""
 
     def __enter__(self) -> "Interrupts":
         numbers = [signal.SIGINT, signal.SIGTERM, STOP_SIGNAL]
-        # a launcher that was started with nohup outlives its terminal
+        # nohup sets SIGHUP to be ignored, so that the launcher survives its terminal.
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
             numbers.append(signal.SIGHUP)
-        self._previous = {number: signal.signal(number, self._note) for number in numbers}
+        self._previous = {number: signal.signal(number, self._record_signal) for number in numbers}
         return self
 
     def __exit__(
@@ -65,65 +81,76 @@ class Interrupts:
                 )
                 print_line(self._console, hint)
         elif isinstance(error, Stopped):
-            print_line(self._console, f"stopped; {self._goes_on}")
+            print_line(self._console, f"stopped; {self._resume_hint}")
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _record_signal(self, number: int, frame: FrameType | None) -> None:
         if number == STOP_SIGNAL:
-            self.told_to_stop = True
+            self.is_stop_requested = True
         else:
             self._received = self._received or number
 
     def check(self) -> None:
-        """Raise Interrupted once a signal has come that ends the run at once."""
+        """Raise Interrupted if a signal requested the immediate end of the run."""
         if self._received is not None:
             raise Interrupted(self._received)
 
     def check_before_training(self) -> None:
-        """As `check`, and raise Stopped where the run was told to stop: there is nothing yet that
-        would be lost."""
+        """Raise Interrupted or Stopped if a signal requested the end or a stop of the run.
+
+        Before training there is no progress that a checkpoint would save, so a stop takes effect at
+        once.
+        """
         self.check()
-        if self.told_to_stop:
+        if self.is_stop_requested:
             self.stop("stopped on request before training started")
 
-    def stop(self, why: str) -> NoReturn:
-        """Tell why the run ends early, at once, for its processes may take long to end, and raise
-        Stopped."""
-        print_line(self._console, why)
-        raise Stopped(why)
+    def stop(self, reason: str) -> NoReturn:
+        """Print the reason for which the run ends early, and raise Stopped.
+
+        The reason is printed at once, because the processes of the run may take long to exit.
+        """
+        print_line(self._console, reason)
+        raise Stopped(reason)
 
 
 LAUNCHER_PID = "ALIGNER_LAUNCHER_PID"
-"""Environment variable by which a rank knows its launcher."""
+"""Environment variable of a rank with the process id of its launcher."""
 _KILL_TIMEOUT_S = 3.0
 _POLL_S = 0.05
+# Constants of prctl(2).
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 
 @dataclass(eq=False)
 class RankProcess(Rank):
-    """One started rank."""
+    """A rank that is a process of this machine."""
 
     process: subprocess.Popen[bytes] | AdoptedProcess
     mark: str
-    """Value of `START` that only what came of this start has."""
+    """Value of the environment variable `START_MARK` in all processes of this start."""
 
     def poll(self) -> bool:
-        """Whether it runs; notes its end."""
+        """Return whether the rank is running; record its exit if it is not."""
         if (code := self.process.poll()) is not None:
-            self.note_end(code, time.monotonic())
+            self.record_exit(code, time.monotonic())
         return code is None
 
 
 class Processes:
     """Ranks that are processes of this machine.
 
-    It adopts orphaned descendants (child subreaper): a helper that a rank left behind, such as
-    tritonserver, is still ended. Where this process is killed, what is left by `stop_timeout_s` is
-    killed by `aligner.launcher.processes`.
+    The launcher is a child subreaper: it adopts orphaned descendants, so that it can end a helper
+    that a rank left behind, such as tritonserver. If the launcher itself is killed, its watcher
+    kills the processes that still run after `stop_timeout_s` (`end_orphans`).
     """
 
     def __init__(self, stop_timeout_s: float) -> None:
+        """Become a child subreaper, and start the watcher of this launcher.
+
+        Args:
+            stop_timeout_s: Seconds that ranks get to exit after SIGTERM.
+        """
         self._stop_timeout_s = stop_timeout_s
         self._started = 0
         self._ranks: list[RankProcess] = []
@@ -136,12 +163,12 @@ class Processes:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-        self._not_ours = set(psutil.Process().children(recursive=True))
-        self._forks: ForkServer | None = None
+        self._unrelated_children = set(psutil.Process().children(recursive=True))
+        self._fork_server: ForkServer | None = None
 
-    def fork_ranks(self, server: ForkServer) -> None:
-        """Fork ranks from now on, and end the server with them."""
-        self._forks = server
+    def use_fork_server(self, server: ForkServer) -> None:
+        """Fork all further ranks from `server`, and close the server together with the ranks."""
+        self._fork_server = server
 
     def spawn(
         self,
@@ -152,24 +179,35 @@ class Processes:
         log: Path,
         restarts: int = 0,
     ) -> RankProcess:
-        """Start a rank in a session of its own, its output appended to `log`; it knows this process
-        as its launcher."""
+        """Start a rank in its own session.
+
+        Args:
+            role: Role or server group.
+            rank: Number of the rank in its role.
+            command: Command line of the rank.
+            environment: Variables that are added to this process's environment.
+            log: File to which the rank's output is appended.
+            restarts: Number of restarts of the rank's group before this start.
+        """
         self._started += 1
         mark = f"{self._mark}-{self._started}"
-        environment = {**os.environ, **environment, LAUNCHER_PID: str(os.getpid()), START: mark}
+        environment = {
+            **os.environ,
+            **environment,
+            LAUNCHER_PID: str(os.getpid()),
+            START_MARK: mark,
+        }
         with log.open("ab") as output:
-            process = (
-                None
-                if self._forks is None
-                else self._forks.fork(role.partition(".")[0], command, environment, log)
-            )
+            process: subprocess.Popen[bytes] | AdoptedProcess | None = None
+            if self._fork_server is not None:
+                process = self._fork_server.fork(role.partition(".")[0], command, environment, log)
             started = RankProcess(
                 role,
                 rank,
                 log,
                 output.tell(),
                 restarts,
-                process or _start(command, environment, output),
+                process or _start_process(command, environment, output),
                 mark,
             )
         self._ranks.append(started)
@@ -189,7 +227,7 @@ class Processes:
         """See `Ranks`."""
         try:
             _wait_for_exit([rank.process.pid for rank in self.running], timeout_s)
-        except OSError:  # the kernel, or a sandbox, has no descriptors of processes
+        except OSError:  # the kernel or a sandbox does not support pidfd_open
             time.sleep(timeout_s)
 
     def send(self, number: signal.Signals, ranks: Sequence[Rank]) -> None:
@@ -200,36 +238,37 @@ class Processes:
 
     def kill(self, ranks: Sequence[Rank]) -> bool:
         """See `Ranks`."""
-        own = [rank for rank in self._ranks if rank in ranks]
-        numbers, marks = {rank.process.pid for rank in own}, {rank.mark for rank in own}
-        rest = [
+        killed_ranks = [rank for rank in self._ranks if rank in ranks]
+        pids = {rank.process.pid for rank in killed_ranks}
+        marks = {rank.mark for rank in killed_ranks}
+        processes = [
             process
             for process in self._descendants()
-            if process.pid in numbers or _mark(process) in marks
+            if process.pid in pids or _mark(process) in marks
         ]
-        self._kill(rest)
-        if not rest:
-            for rank in own:
+        self._kill(processes)
+        if not processes:
+            for rank in killed_ranks:
                 remove_triton_files(rank.process.pid)
                 self._ranks.remove(rank)
-        return not rest
+        return not processes
 
     def close(self) -> None:
-        """See `Ranks`; what comes of the ranks is killed when they have ended."""
+        """See `Ranks`. Helpers of the ranks are killed after the ranks have exited."""
         self.send(signal.SIGTERM, self._ranks)
         deadline = time.monotonic() + self._stop_timeout_s
         while time.monotonic() < deadline and any(rank.poll() for rank in self._ranks):
             self.wait(_POLL_S)
-        if self._forks is not None:
-            self._forks.close()
-        # Repeated, because a process may fork between being listed and being killed.
+        if self._fork_server is not None:
+            self._fork_server.close()
+        # A process may fork between the listing and its kill, so the loop lists all of them again.
         deadline = time.monotonic() + _KILL_TIMEOUT_S
-        while rest := self._descendants():
-            self._kill(rest)
+        while processes := self._descendants():
+            self._kill(processes)
             if time.monotonic() > deadline:
                 raise RuntimeError(
                     f"processes are still running {_KILL_TIMEOUT_S:g} s after the first SIGKILL:"
-                    f" {', '.join(map(str, rest))}"
+                    f" {', '.join(map(str, processes))}"
                 )
         self._watcher.kill()
         self._watcher.communicate()
@@ -237,40 +276,42 @@ class Processes:
             remove_triton_files(rank.process.pid)
 
     def _kill(self, processes: Sequence[psutil.Process]) -> None:
-        """Kill and reap them."""
+        """Kill the processes, and reap those that are not ranks; `poll` reaps the ranks."""
         kill_processes(processes)
         self.poll()
-        own = {rank.process.pid for rank in self._ranks}
+        rank_pids = {rank.process.pid for rank in self._ranks}
         psutil.wait_procs(
-            [process for process in processes if process.pid not in own], timeout=_POLL_S
+            [process for process in processes if process.pid not in rank_pids], timeout=_POLL_S
         )
 
     def _descendants(self) -> list[psutil.Process]:
+        """Return the descendants of this process that started after `__init__`."""
         return [
             child
             for child in psutil.Process().children(recursive=True)
-            if child not in self._not_ours
+            if child not in self._unrelated_children
         ]
 
 
 def launch_mark() -> str:
-    """Return the beginning of the marks of all that this process starts (`START`)."""
-    return _mark_of(os.getpid())
+    """Return the common prefix of the marks of all processes that this launcher starts."""
+    return _create_mark(os.getpid())
 
 
 @functools.cache
-def _mark_of(pid: int) -> str:
-    # Other launchers may have had this process's number, and other containers do: a kill by mark
-    # must not reach theirs.
+def _create_mark(pid: int) -> str:
+    # The process id is not unique: earlier launchers and other containers may use the same one. A
+    # kill by mark must not reach their processes.
     return f"{pid}-{secrets.token_hex(8)}"
 
 
-def _start(
+def _start_process(
     command: Sequence[str], environment: Mapping[str, str], output: IO[bytes]
 ) -> subprocess.Popen[bytes]:
-    """A process in a session of its own."""
-    # It does not die of the signal to stop, which it may take when it is ready.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {STOP_SIGNAL})
+    """Start a process in its own session, with its output in `output`."""
+    # The stop signal stays blocked until the process installs a handler; otherwise, the signal
+    # would kill a process that is still starting.
+    previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {STOP_SIGNAL})
     try:
         return subprocess.Popen(
             list(command),
@@ -281,11 +322,11 @@ def _start(
             start_new_session=True,
         )
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
 
 
 def _wait_for_exit(pids: Iterable[int], timeout_s: float) -> None:
-    """Return when one of these children exits, or after the timeout."""
+    """Return when one of the given children exits, or after `timeout_s` seconds."""
     exits = select.poll()
     with contextlib.ExitStack() as opened:
         for pid in pids:
@@ -296,16 +337,21 @@ def _wait_for_exit(pids: Iterable[int], timeout_s: float) -> None:
 
 
 def _mark(process: psutil.Process) -> str | None:
-    """None for a process that has ended, reaped or not."""
+    """Return the mark in a process's environment; None for a process that has ended."""
     try:
-        return process.environ().get(START)
+        return process.environ().get(START_MARK)
     except psutil.Error:
         return None
 
 
-def end_with_launcher() -> None:
-    """Have SIGTERM sent to this process when its launcher dies, however it dies; nothing without a
-    launcher."""
+def terminate_with_launcher() -> None:
+    """Make the kernel send SIGTERM to this process when its launcher dies.
+
+    Has no effect in a process without a launcher.
+
+    Raises:
+        AlignerError: The launcher has already exited.
+    """
     launcher = os.environ.get(LAUNCHER_PID)
     if launcher is None:
         return
@@ -315,49 +361,64 @@ def end_with_launcher() -> None:
 
 
 def _prctl(option: int, argument: int) -> None:
+    """Call prctl(2), and raise OSError if it fails."""
     library = ctypes.CDLL(None, use_errno=True)
     if library.prctl(option, *(ctypes.c_ulong(value) for value in (argument, 0, 0, 0))) != 0:
         raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
 
 
-def process_start(pid: int) -> int | None:
-    """When a living process was started, in clock ticks since boot; None where there is none."""
+def read_start_ticks(pid: int) -> int | None:
+    """Return the start time of a running process in clock ticks since boot.
+
+    Together with the process id, this time identifies a process. The result is None for a process
+    that has ended, reaped or not.
+    """
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
+    # proc(5): field 22 of the file is the start time, and 3 fields precede `fields`.
     return None if state in "ZX" else int(fields[18])
 
 
-START = "ALIGNER_START"
-"""Environment variable of whatever comes of one start of a rank, its helpers' helpers included: the
-mark of that start."""
-_TIMEOUT_S = 30.0
-"""A process that the kernel does not let go is not waited for any longer."""
+START_MARK = "ALIGNER_START"
+"""Environment variable with the mark of one start of a rank, which all helpers of the rank inherit.
+"""
+# Seconds after which the watcher gives up on processes that the kernel cannot end.
+_UNKILLABLE_TIMEOUT_S = 30.0
 
 
-def end_orphans(mark: str, patience_s: float) -> None:
-    """Give the processes whose mark begins so some time to end by themselves, then kill them and
-    remove what Triton left."""
-    kill_at, seen = time.monotonic() + patience_s, set[int]()
-    while (left := _marked(mark)) and time.monotonic() < kill_at + _TIMEOUT_S:
-        seen.update(process.pid for process in left)
+def end_orphans(mark: str, timeout_s: float) -> None:
+    """Wait for processes to exit by themselves, then kill them and remove their Triton files.
+
+    Args:
+        mark: Prefix of the marks of the processes (`launch_mark`).
+        timeout_s: Seconds before the processes are killed.
+    """
+    kill_at = time.monotonic() + timeout_s
+    seen_pids = set[int]()
+    while (
+        processes := _find_marked_processes(mark)
+    ) and time.monotonic() < kill_at + _UNKILLABLE_TIMEOUT_S:
+        seen_pids.update(process.pid for process in processes)
         if time.monotonic() > kill_at:
-            kill_processes(left)
+            kill_processes(processes)
         time.sleep(0.1)
-    for pid in seen.difference(process.pid for process in left):
+    for pid in seen_pids.difference(process.pid for process in processes):
         remove_triton_files(pid)
 
 
-def _marked(mark: str) -> list[psutil.Process]:
-    found = []
+def _find_marked_processes(mark: str) -> list[psutil.Process]:
+    """Return the running processes whose mark begins with `mark`."""
+    processes = []
     for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):  # another user's, or one that has ended
-            if process.environ().get(START, "").startswith(f"{mark}-"):
-                found.append(process)
-    return found
+        with contextlib.suppress(psutil.Error):  # the process has ended, or belongs to another user
+            if process.environ().get(START_MARK, "").startswith(f"{mark}-"):
+                processes.append(process)
+    return processes
 
 
 if __name__ == "__main__":
+    # The launcher holds the other end of this pipe, so reading ends when the launcher dies.
     sys.stdin.read()
     end_orphans(sys.argv[1], float(sys.argv[2]))

@@ -1,5 +1,8 @@
-"""What each rank is started with, its command and its environment, and what it takes from that when
-it starts."""
+"""The command, the environment variables and the ports with which each rank is started.
+
+The module also contains `adopt_environment`, which a rank calls when it starts, and the health
+check of servers.
+"""
 
 import contextlib
 import http.client
@@ -13,9 +16,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from aligner.errors import AlignerError
-from aligner.launcher.processes import end_with_launcher
+from aligner.launcher.processes import terminate_with_launcher
 from aligner.launcher.rank_heartbeat import IS_TASK
-from aligner.paths import OPENMP_WAITS
+from aligner.paths import OPENMP_ENVIRONMENT
 from aligner.placement.addresses import (
     LOOPBACK,
     WORLD_SECRET,
@@ -30,30 +33,41 @@ from aligner.placement.roles import server_ranks
 from aligner.placement.tls import tls_files
 from aligner.schema import Config
 
+# Ports below the range that the kernel assigns to outgoing connections. A connection could take a
+# port of that range before a server has started.
 PORTS = range(20000, 32000)
-"""Below those that the kernel gives to outgoing connections: such a one would often be gone before
-a server has started."""
 SERVED_MODELS = {
     "generator": "generate",
     "critic": "critic_infer",
     "reward": "reward_model",
     "teacher": "teacher_logprobs",
 }
-"""By role, the Triton model that must be ready for a server to be healthy."""
+"""Triton model of each role that must be ready for the server to be healthy."""
 
 
 class FreePorts(contextlib.ExitStack):
-    """Iterator over distinct ports, those of `candidates` that are free on all of `addresses`, in
-    random order.
+    """Iterator over distinct free ports, in random order.
 
-    A port is claimed until its server listens, by an abstract Unix socket that bears its number: no
-    other FreePorts in this network namespace gives it. Claims end with `close`, the `with` block or
-    the process, however it ends.
+    A port must be free on all addresses. It stays reserved until its server listens: an abstract
+    Unix socket with the port's number excludes all other `FreePorts` in this network namespace. The
+    reservations end with `close`, with the `with` block, or with the process, however it ends.
+
+    Example:
+        ```
+        with FreePorts() as ports:
+            endpoint = Endpoint("127.0.0.1", next(ports), next(ports), next(ports))
+        ```
     """
 
     def __init__(
         self, addresses: Iterable[str] = (LOOPBACK,), candidates: Collection[int] = PORTS
     ) -> None:
+        """Create an iterator without any reservation.
+
+        Args:
+            addresses: Addresses on which the ports must be free.
+            candidates: Ports to try.
+        """
         super().__init__()
         self._addresses = frozenset(addresses)
         self._candidates = list(candidates)
@@ -63,8 +77,12 @@ class FreePorts(contextlib.ExitStack):
         return self
 
     def __next__(self) -> int:
-        """The next port. Raises AlignerError when there is none, and OSError for an address that
-        this machine lacks."""
+        """Reserve and return the next port.
+
+        Raises:
+            AlignerError: No candidate is free.
+            OSError: This machine lacks one of the addresses.
+        """
         while self._candidates:
             port = self._candidates.pop()
             if self._claim(port) and all(
@@ -74,7 +92,9 @@ class FreePorts(contextlib.ExitStack):
         raise AlignerError(f"no free port left on {' and '.join(sorted(self._addresses))}")
 
     def _claim(self, port: int) -> bool:
+        """Return whether this object could reserve the port by binding its Unix socket."""
         claim = socket.socket(socket.AF_UNIX)
+        # The leading null byte makes the name abstract: the kernel removes it with the socket.
         try:
             claim.bind(f"\0aligner-port-{port}")
         except OSError:
@@ -84,38 +104,54 @@ class FreePorts(contextlib.ExitStack):
         return True
 
 
-def free_ports(config: Config, candidates: Iterable[int] = PORTS) -> FreePorts:
-    """Ports that are free where the servers listen and, for process groups, on loopback; none that
-    is configured."""
+def reserve_free_ports(config: Config, candidates: Iterable[int] = PORTS) -> FreePorts:
+    """Return an iterator over ports for the servers and process groups of a run.
+
+    The ports are free on the servers' interface and on loopback. Configured ports are excluded.
+    """
     addresses = {interface_address(config.server.interface), LOOPBACK}
     return FreePorts(addresses, set(candidates).difference(explicit_ports(config).values()))
 
 
 def local_hosts(config: Config) -> dict[str, str]:
-    """Where each server group is reached when all run on this machine."""
+    """Return the address of each server group when all groups run on this machine."""
     return dict.fromkeys(server_ranks(config), client_address(config))
 
 
 def pick_endpoints(
     config: Config, hosts: Mapping[str, str], ports: Iterator[int]
 ) -> dict[str, Endpoint]:
-    """Where each server group listens, on its host: the configured ports, free ones for those left
-    at 0."""
+    """Return the address and ports of each server group.
+
+    Args:
+        config: The run's configuration. Ports with the value 0 are chosen automatically.
+        hosts: Address of each server group.
+        ports: Free ports.
+    """
     return {
         group: Endpoint(
             hosts[group],
-            *(port or next(ports) for port in (wanted.http, wanted.grpc, wanted.metrics)),
+            *(
+                port or next(ports)
+                for port in (configured.http, configured.grpc, configured.metrics)
+            ),
         )
-        for group, wanted in group_ports(config).items()
+        for group, configured in group_ports(config).items()
     }
 
 
 def is_healthy(config: Config, group: str, endpoint: Endpoint, timeout_s: float = 0.3) -> bool:
-    """Whether the Triton server there, and the model that the group serves, answer that they are
-    ready."""
+    """Return whether a Triton server and the model of its role report that they are ready.
+
+    Args:
+        config: The run's configuration, for its TLS files.
+        group: Server group.
+        endpoint: Address and ports of the server.
+        timeout_s: Timeout of each of the two HTTP requests, in seconds.
+    """
     role = group.partition(".")[0]
     tls = tls_files(config)
-    # a server is never behind a proxy
+    # Ignore proxies of the environment: the servers of a run are never behind one.
     handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
     try:
         if tls is not None:
@@ -125,35 +161,40 @@ def is_healthy(config: Config, group: str, endpoint: Endpoint, timeout_s: float 
             url = (
                 f"{'http' if tls is None else 'https'}://{endpoint.host}:{endpoint.http}/v2/{path}"
             )
-            with opener.open(url, timeout=timeout_s) as answer:
-                if answer.status != 200:
+            with opener.open(url, timeout=timeout_s) as response:
+                if response.status != 200:
                     return False
     except (http.client.HTTPException, OSError):
         return False
     return True
 
 
-Command = Callable[[str, Path], tuple[str, ...]]
-"""From a role, or a server group, and the run's config file to the command of its ranks."""
+CommandBuilder = Callable[[str, Path], tuple[str, ...]]
+"""Function from a role, or a server group, and the config file to the command of its ranks."""
 DEVICES = "ALIGNER_DEVICES"
-"""Which of the devices that Slurm gives a step are its role's, by their places; all of them where
-it is not set."""
-_VISIBLE = "CUDA_VISIBLE_DEVICES"
-_ALLOCATOR = (
+"""Environment variable with a role's device indices within its Slurm step; unset for all devices.
+"""
+_VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+# Allocate large temporary tensors on the heap, keep their memory, and use pages of 2 MiB if the
+# machine has them. By default, glibc would unmap the memory after every micro-batch, and the kernel
+# would zero the pages of each new mapping.
+_MALLOC_TUNABLES = (
     f"glibc.malloc.mmap_threshold={4 << 30}",
     f"glibc.malloc.trim_threshold={16 << 30}",
     "glibc.malloc.hugetlb=1",
 )
-"""Large temporary tensors come from the heap and stay there, in pages of 2 MiB where the machine
-has them: given back and mapped anew for every micro-batch, their pages are zeroed by the kernel
-each time."""
 
 
-def role_command(
+def build_role_command(
     role: str, config_file: Path, program: tuple[str, ...] | None = None
 ) -> tuple[str, ...]:
-    """The command of a role's or a server group's ranks; `prepare` is a role too. `program` is this
-    one if not given."""
+    """Return the command of the ranks of a role or server group.
+
+    Args:
+        role: Role or server group; `prepare` is a role, too.
+        config_file: The run's `config.yaml`.
+        program: Beginning of the command; None for this Python environment.
+    """
     actions = {"prepare": ("prepare",), "trainer": ("train",)}
     action = actions.get(role, ("serve", f"role={role}"))
     return (*(program or (sys.executable, "-m", "aligner")), *action, "--config", str(config_file))
@@ -162,7 +203,15 @@ def role_command(
 def world_environment(
     ranks: int, ranks_per_node: int, master: str, master_port: int, threads: int
 ) -> dict[str, str]:
-    """What all ranks of a role have in common."""
+    """Return the environment variables that all ranks of a role have in common.
+
+    Args:
+        ranks: Number of ranks.
+        ranks_per_node: Number of ranks on each node.
+        master: Address of rank 0.
+        master_port: Port of the process group's store on rank 0.
+        threads: CPU threads per rank.
+    """
     return {
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks_per_node),
@@ -174,45 +223,48 @@ def world_environment(
 
 
 def library_environment(threads: int) -> dict[str, str]:
-    """What libraries read when they are loaded or imported, so that it must be there by then."""
+    """Return the environment variables that libraries read when they are loaded or imported."""
     return {
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
-        **OPENMP_WAITS,
-        # The few kernels that torch.compile makes on GPUs are not worth a pool of processes to each
-        # rank.
+        **OPENMP_ENVIRONMENT,
+        # torch.compile generates few kernels here, which do not justify a process pool per rank.
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
-        # A server that ends is news to who watches it; gRPC would also write a line of its own into
-        # its clients' logs.
+        # The supervisor reports a server that exits, so gRPC's own messages in the clients' logs
+        # would only repeat this.
         "GRPC_VERBOSITY": os.environ.get("GRPC_VERBOSITY", "ERROR"),
-        "GLIBC_TUNABLES": ":".join(_ALLOCATOR),
+        "GLIBC_TUNABLES": ":".join(_MALLOC_TUNABLES),
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
     }
 
 
 def adopt_environment() -> None:
-    """Tie a rank to its launcher's life; a task of a Slurm job's step takes its rank and its role's
-    devices from Slurm.
+    """Tie this rank to its launcher's life, and set up the environment of a Slurm task.
 
-    Raises AlignerError where the step has not got the devices that are its role's.
+    A task of a Slurm job step takes its rank and the devices of its role from Slurm's variables.
+
+    Raises:
+        AlignerError: The step lacks devices of the role.
     """
-    end_with_launcher()
+    terminate_with_launcher()
     if not os.environ.get(IS_TASK):
         return
-    os.environ["RANK"], os.environ["LOCAL_RANK"] = (
-        os.environ["SLURM_PROCID"],
-        os.environ["SLURM_LOCALID"],
-    )
-    if chosen := os.environ.pop(DEVICES, ""):
-        # Chosen here: what srun is started with Slurm replaces by all that the job has on the node.
-        if (given := os.environ.get(_VISIBLE)) is not None:  # Slurm counts devices here
-            names, places = given.split(","), [int(place) for place in chosen.split(",")]
-            if max(places) >= len(names):
+    os.environ["RANK"] = os.environ["SLURM_PROCID"]
+    os.environ["LOCAL_RANK"] = os.environ["SLURM_LOCALID"]
+    if devices := os.environ.pop(DEVICES, ""):
+        # The rank itself restricts the devices, because Slurm replaces this variable of srun's
+        # environment by all devices of the job on the node.
+        if (
+            step_devices := os.environ.get(_VISIBLE_DEVICES)
+        ) is not None:  # Slurm manages the devices
+            names = step_devices.split(",")
+            indices = [int(index) for index in devices.split(",")]
+            if max(indices) >= len(names):
                 raise AlignerError(
-                    f"cluster.slurm.roles.ROLE.devices: this role uses devices {chosen} of its"
-                    f" node, but Slurm gave its job step only {_VISIBLE}={given}; correct"
-                    " cluster.devices_per_node or cluster.slurm.roles.ROLE.devices"
+                    f"cluster.slurm.roles.ROLE.devices: this role uses devices {devices} of its"
+                    f" node, but Slurm gave its job step only {_VISIBLE_DEVICES}={step_devices};"
+                    " correct cluster.devices_per_node or cluster.slurm.roles.ROLE.devices"
                 )
-            chosen = ",".join(names[place] for place in places)
-        os.environ[_VISIBLE] = chosen
+            devices = ",".join(names[index] for index in indices)
+        os.environ[_VISIBLE_DEVICES] = devices

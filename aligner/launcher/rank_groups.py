@@ -1,5 +1,8 @@
-"""The ranks of a role or server group: when one ends too early all are replaced, for the others
-have lost their world."""
+"""Groups of ranks that are restarted together: `prepare`, each server, and the trainer.
+
+If one rank of a group exits too early, the supervisor replaces all ranks of the group, because the
+others have lost their process group.
+"""
 
 import dataclasses
 import signal
@@ -10,154 +13,182 @@ from collections.abc import Callable
 from aligner.config.compose import save_config
 from aligner.errors import FINISHED, RESUMABLE
 from aligner.launcher.failure import (
-    describe_end,
-    exhausted_by,
-    missed_others,
-    rank_error,
-    root_failure,
-    stacks_note,
+    build_rank_error,
+    describe_exit,
+    describe_stacks,
+    find_exhausted_resources,
+    find_root_failure,
+    has_collective_timeout,
 )
-from aligner.launcher.heartbeats import LifeWatch
+from aligner.launcher.heartbeats import HeartbeatMonitor
 from aligner.launcher.rank_environment import is_healthy
-from aligner.launcher.ranks import Rank, Ranks, max_restarts
+from aligner.launcher.ranks import Rank, Ranks, get_max_restarts
 from aligner.paths import can_resume, run_paths
 from aligner.placement.addresses import Endpoint
 from aligner.schema import Config
 from aligner.servers.restart_budget import RestartBudget
 
+# Seconds to wait for further failures after the first one: one of them may be the cause.
 GRACE_S = 1.0
-"""After a first failure, how long the ranks that fail with it are waited for: one of them may be
-the cause."""
+# Seconds between two health requests to a server that is not healthy yet.
 _HEALTH_POLL_S = 0.5
+# Seconds between a failure and the first restart; each further restart doubles them.
 _FIRST_BACKOFF_S = 1.0
 
 
 class RankGroup(ABC):
-    """Starts ranks, watches whether they live, and replaces them together, so many times at
-    most."""
+    """Ranks of one role or server group that are started, watched and replaced together.
+
+    The supervisor polls each group. `RestartBudget` limits the number of restarts per hour.
+    """
 
     def __init__(
-        self, name: str, config: Config, ranks: Ranks, tell: Callable[[str], None]
+        self, name: str, config: Config, ranks: Ranks, notify: Callable[[str], None]
     ) -> None:
-        """Starts the ranks. `tell` is told what happens to them."""
-        self.name, self._config, self._all, self._tell = name, config, ranks, tell
-        self._budget = RestartBudget(max_restarts(config, name))
+        """Start the ranks.
+
+        Args:
+            name: Role or server group.
+            config: The run's configuration.
+            ranks: Starts and ends ranks.
+            notify: Prints a message about the ranks.
+        """
+        self.name = name
+        self._config = config
+        self._rank_manager = ranks
+        self._notify = notify
+        self._budget = RestartBudget(get_max_restarts(config, name))
         self.restarts = 0
-        """Of the whole run."""
-        self._ended_at = self._kill_at = 0.0
+        """Number of restarts in this launch."""
+        self._ended_at = self._kill_deadline = 0.0
         self._start()
 
     @property
-    def ended(self) -> list[Rank]:
-        """Ranks that have ended, and should not have; none once it is told that all are
-        replaced."""
-        return (
-            []
-            if self.is_replaced
-            else [
-                rank
-                for rank in self.ranks
-                if rank.ended_at is not None and not self._has_done(rank)
-            ]
-        )
+    def ended_ranks(self) -> list[Rank]:
+        """Ranks that ended without completing their task.
+
+        The list is empty after a replacement was announced, until the ranks have been started
+        again.
+        """
+        if self.is_replaced:
+            return []
+        return [
+            rank
+            for rank in self.ranks
+            if rank.ended_at is not None and not self._is_completed(rank)
+        ]
 
     @property
-    def missing(self) -> list[Rank]:
-        """Ranks that still run, where others have ended because they did not come to a collective
-        in time."""
-        late = any(missed_others(rank) for rank in self.ended)
-        return [rank for rank in self.ranks if rank.exit_code is None] if late else []
+    def missing_ranks(self) -> list[Rank]:
+        """Ranks that still run although others exited with a collective timeout.
+
+        The others waited for them in vain. The list is empty if no log reports a collective
+        timeout.
+        """
+        has_timeout = any(has_collective_timeout(rank) for rank in self.ended_ranks)
+        return [rank for rank in self.ranks if rank.exit_code is None] if has_timeout else []
 
     @property
-    def lost(self) -> bool:
-        """Whether a rank has ended and all may not be started again: too often, or because it would
-        not help."""
-        return bool(self.ended) and (self._budget.is_spent or not self._may_pass())
+    def has_failed(self) -> bool:
+        """Whether a rank ended and the group cannot be restarted.
+
+        Either the restart budget is spent, or the failure would repeat.
+        """
+        return bool(self.ended_ranks) and (self._budget.is_spent or not self._can_retry())
 
     @property
     def is_silent(self) -> bool:
         """Whether a rank has sent no heartbeat for half of its timeout."""
-        return not self.is_replaced and self.life.is_in_doubt
+        return not self.is_replaced and self.heartbeats.is_silent
 
     def poll(self) -> None:
-        """Do what is due, without waiting. Raises AlignerError where ranks that were started again
-        do not come up."""
+        """Check the ranks, and start or continue their replacement. Return without waiting.
+
+        Raises:
+            AlignerError: Restarted ranks did not become healthy in time.
+        """
         if self.is_replaced:
-            self._replace()
-        elif ended := self.ended:
-            self._ended_at = min(rank.ended_at or 0.0 for rank in ended)
+            self._continue_replacement()
+        elif ended_ranks := self.ended_ranks:
+            self._ended_at = min(rank.ended_at or 0.0 for rank in ended_ranks)
             if time.monotonic() >= self._ended_at + GRACE_S:
-                self._begin_to_replace()
+                self._begin_replacement()
         else:
-            self._watch()
+            self._check_ranks()
 
     @abstractmethod
-    def _has_done(self, rank: Rank) -> bool:
-        """Whether a rank that has ended has done so as it should."""
+    def _is_completed(self, rank: Rank) -> bool:
+        """Return whether a rank that has ended completed its task."""
 
     @abstractmethod
-    def _may_pass(self) -> bool:
-        """Whether what has ended ranks may not end them again."""
+    def _can_retry(self) -> bool:
+        """Return whether a restart can succeed after the failure of `ended_ranks`."""
 
-    def _watch(self) -> None:
-        """Look after ranks that all run."""
-        self.life.kill_silent(self._all, self._tell)
+    def _check_ranks(self) -> None:
+        """Check ranks that are all running."""
+        self.heartbeats.kill_silent(self._rank_manager, self._notify)
 
     def _start(self) -> None:
-        self.ranks = self._all.start(self.name, self.restarts)
+        """Start all ranks, and watch their heartbeats."""
+        self.ranks = self._rank_manager.start(self.name, self.restarts)
         self.is_replaced = False
-        """Whether a rank has ended and all will be started again, which is told."""
-        self.started = time.monotonic()
-        """When the ranks were last started."""
-        self.life = LifeWatch(self._config, self.name, self.ranks, self._all.start_delay_s)
-
-    def _begin_to_replace(self) -> None:
-        first = root_failure(self.ended)
-        cause = describe_end(first, self.missing)
-        self.is_replaced, self.restarts = True, self.restarts + 1
-        self._budget.record()
-        self._tell(
-            f"{cause}; restarting {self.name} ({self._budget.describe()}). Log:"
-            f" {first.log}{stacks_note(first)}"
+        """Whether a rank has ended and all ranks are about to be started again."""
+        self.started_at = time.monotonic()
+        """Time of the last start of the ranks, from `time.monotonic()`."""
+        self.heartbeats = HeartbeatMonitor(
+            self._config, self.name, self.ranks, self._rank_manager.start_delay_s
         )
-        for sentence in exhausted_by(first):
-            self._tell(sentence)
-        self._all.send(signal.SIGTERM, self.ranks)
-        self._kill_at = time.monotonic() + self._config.cluster.stop_timeout_s
 
-    def _replace(self) -> None:
-        """End what is left of the ranks, then start them again."""
+    def _begin_replacement(self) -> None:
+        """Report the failure, count the restart, and send SIGTERM to the remaining ranks."""
+        cause_rank = find_root_failure(self.ended_ranks)
+        cause = describe_exit(cause_rank, self.missing_ranks)
+        self.is_replaced = True
+        self.restarts = self.restarts + 1
+        self._budget.record()
+        self._notify(
+            f"{cause}; restarting {self.name} ({self._budget.describe()}). Log:"
+            f" {cause_rank.log}{describe_stacks(cause_rank)}"
+        )
+        for sentence in find_exhausted_resources(cause_rank):
+            self._notify(sentence)
+        self._rank_manager.send(signal.SIGTERM, self.ranks)
+        self._kill_deadline = time.monotonic() + self._config.cluster.stop_timeout_s
+
+    def _continue_replacement(self) -> None:
+        """Kill the processes that are left after the timeout, then start the ranks again."""
         now = time.monotonic()
-        if any(rank.exit_code is None for rank in self.ranks) and now < self._kill_at:
+        if any(rank.exit_code is None for rank in self.ranks) and now < self._kill_deadline:
             return
-        # What a killed rank leaves behind holds its ports: a new one could not listen there.
-        gone = self._all.kill(self.ranks)
-        if gone and now >= self._ended_at + _FIRST_BACKOFF_S * 2 ** max(0, self._budget.used - 1):
+        # Helpers of a killed rank still hold its ports, so a new rank could not listen on them.
+        is_gone = self._rank_manager.kill(self.ranks)
+        backoff_s = _FIRST_BACKOFF_S * 2 ** max(0, self._budget.used - 1)
+        if is_gone and now >= self._ended_at + backoff_s:
             self._start()
 
 
 class PrepareGroup(RankGroup):
-    """The rank that prepares the model's directory and checks the data."""
+    """The single rank that prepares the model directory and checks the data."""
 
-    def __init__(self, config: Config, ranks: Ranks, tell: Callable[[str], None]) -> None:
-        """Starts the rank."""
-        super().__init__("prepare", config, ranks, tell)
+    def __init__(self, config: Config, ranks: Ranks, notify: Callable[[str], None]) -> None:
+        """Start the rank. See `RankGroup` for the arguments."""
+        super().__init__("prepare", config, ranks, notify)
 
     @property
-    def has_done(self) -> bool:
-        """Whether it has ended without an error."""
-        return all(self._has_done(rank) for rank in self.ranks)
+    def has_completed(self) -> bool:
+        """Whether the rank exited without an error."""
+        return all(self._is_completed(rank) for rank in self.ranks)
 
-    def _has_done(self, rank: Rank) -> bool:
+    def _is_completed(self, rank: Rank) -> bool:
         return rank.exit_code == FINISHED
 
-    def _may_pass(self) -> bool:
-        """Only a rank that was killed because it sent no heartbeats is started again."""
-        return any(rank.killed_for is not None for rank in self.ended)
+    def _can_retry(self) -> bool:
+        """Return True only for a rank that was killed because it sent no heartbeat."""
+        return any(rank.kill_reason is not None for rank in self.ended_ranks)
 
 
 class ServerGroup(RankGroup):
-    """The ranks of one server."""
+    """The ranks of one server. A server is healthy when its Triton endpoint is ready."""
 
     def __init__(
         self,
@@ -165,98 +196,134 @@ class ServerGroup(RankGroup):
         endpoint: Endpoint,
         config: Config,
         ranks: Ranks,
-        tell: Callable[[str], None],
+        notify: Callable[[str], None],
     ) -> None:
-        """Starts the ranks."""
+        """Start the ranks.
+
+        Args:
+            name: Server group, for example `critic` or `reward.1`.
+            endpoint: Address and ports of the server.
+            config: The run's configuration.
+            ranks: Starts and ends ranks.
+            notify: Prints a message about the ranks.
+        """
         self._endpoint = endpoint
         self.was_healthy = False
-        """Whether it has been healthy since the run began."""
-        super().__init__(name, config, ranks, tell)
+        """Whether the server has been healthy at least once in this launch."""
+        super().__init__(name, config, ranks, notify)
 
     @property
     def is_healthy(self) -> bool:
-        """Whether it is, or was when it was last asked."""
+        """Whether the server was healthy at the last request and is not being replaced."""
         return self._healthy and not self.is_replaced
 
-    def begin_anew(self, why: str) -> None:
-        """Have all ranks replaced."""
-        for rank in self.ranks:
-            self._all.kill_for(why, rank)
+    def restart(self, reason: str) -> None:
+        """Kill all ranks, which restarts the group.
 
-    def _has_done(self, rank: Rank) -> bool:
-        """However politely, a server has no business to end while the trainer runs."""
+        Args:
+            reason: Reason that the log and the console report.
+        """
+        for rank in self.ranks:
+            self._rank_manager.kill_rank(reason, rank)
+
+    def _is_completed(self, rank: Rank) -> bool:
+        """Return False: a server must not exit while the trainer runs."""
         return False
 
-    def _may_pass(self) -> bool:
-        """A first start that fails would fail again, but not one that was suspended."""
+    def _can_retry(self) -> bool:
+        """Return False if the first start failed, which would repeat.
+
+        Suspended or silent ranks may be restarted.
+        """
         return self.was_healthy or any(
-            rank.exit_code == RESUMABLE or rank.killed_for is not None for rank in self.ended
+            rank.exit_code == RESUMABLE or rank.kill_reason is not None for rank in self.ended_ranks
         )
 
     def _start(self) -> None:
         super()._start()
         self._healthy = False
-        self._next_check = self.started
+        self._next_check = self.started_at
 
-    def _watch(self) -> None:
-        """Raises AlignerError when it is not healthy in time."""
-        super()._watch()
+    def _check_ranks(self) -> None:
+        """Check the heartbeats, and the health of a server that is not healthy yet.
+
+        Raises:
+            AlignerError: The server did not become healthy within `server.start_timeout_s`.
+        """
+        super()._check_ranks()
         if not self._healthy:
             self._check_health()
 
     def _check_health(self) -> None:
-        now, timeout = time.monotonic(), self._config.server.start_timeout_s
+        now = time.monotonic()
+        timeout = self._config.server.start_timeout_s
         if now < self._next_check:
             return
         self._next_check = now + _HEALTH_POLL_S
         if is_healthy(self._config, self.name, self._endpoint):
             if self.was_healthy:
-                self._tell(f"{self.name} is healthy again")
+                self._notify(f"{self.name} is healthy again")
             self._healthy = self.was_healthy = True
-        elif now - self.started > timeout:
-            which = f" after restart {self.restarts}" if self.restarts else ""
-            raise rank_error(
+        elif now - self.started_at > timeout:
+            restart_text = f" after restart {self.restarts}" if self.restarts else ""
+            raise build_rank_error(
                 f"{self.name} did not become healthy within server.start_timeout_s={timeout:g}"
-                f" s{which}",
+                f" s{restart_text}",
                 self.ranks[0],
             )
 
 
 class TrainerGroup(RankGroup):
-    """The ranks of the trainer: started again they go on from the run's last checkpoint, and find
-    the servers as they are."""
+    """The ranks of the trainer.
+
+    After a restart, they resume from the last checkpoint of the run. The servers keep running.
+    """
 
     def __init__(
         self,
         config: Config,
         ranks: Ranks,
-        tell: Callable[[str], None],
-        begin_anew: Callable[[], None],
+        notify: Callable[[str], None],
+        restart_critic: Callable[[], None],
     ) -> None:
-        """Starts the ranks. `begin_anew` is called before they are started again where there is no
-        checkpoint."""
-        self._begin_anew = begin_anew
-        super().__init__("trainer", config, ranks, tell)
+        """Start the ranks.
+
+        Args:
+            config: The run's configuration.
+            ranks: Starts and ends ranks.
+            notify: Prints a message about the ranks.
+            restart_critic: Restarts the critic. Called before a restart of the trainer without a
+                checkpoint.
+        """
+        self._restart_critic = restart_critic
+        super().__init__("trainer", config, ranks, notify)
 
     @property
-    def has_done(self) -> bool:
-        """Whether all have ended as they should."""
-        return all(self._has_done(rank) for rank in self.ranks)
+    def has_completed(self) -> bool:
+        """Whether all ranks completed the run, or saved a checkpoint after a stop request."""
+        return all(self._is_completed(rank) for rank in self.ranks)
 
-    def _has_done(self, rank: Rank) -> bool:
-        """At the run's end, or when it was told to."""
+    def _is_completed(self, rank: Rank) -> bool:
+        """Return whether the rank reached the end of the run, or stopped on request."""
         return rank.exit_code in (FINISHED, RESUMABLE)
 
-    def _may_pass(self) -> bool:
-        """What was killed, or waited for, may do better; what has failed by itself would do so
-        again, at the same step."""
-        code = root_failure(self.ended).exit_code or 0
-        return (code < 0 and code != -signal.SIGTERM) or bool(self.missing)
+    def _can_retry(self) -> bool:
+        """Return whether ranks were killed or missed a collective, so that a restart can succeed.
+
+        A rank that failed by itself would fail again at the same step.
+        """
+        code = find_root_failure(self.ended_ranks).exit_code or 0
+        return (code < 0 and code != -signal.SIGTERM) or bool(self.missing_ranks)
 
     def _start(self) -> None:
+        """Start the ranks.
+
+        A restarted trainer resumes from the last checkpoint. Without a checkpoint, the critic
+        restarts too.
+        """
         if self.restarts:
             if not can_resume(self._config):
-                self._begin_anew()
+                self._restart_critic()
             config = dataclasses.replace(
                 self._config, run=dataclasses.replace(self._config.run, resume="true")
             )

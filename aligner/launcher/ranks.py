@@ -1,4 +1,7 @@
-"""What the supervisor knows of the ranks that it watches, wherever they run."""
+"""The interface between the supervisor and the ranks: `Rank` and `Ranks`.
+
+Ranks are local processes, or tasks of a Slurm job.
+"""
 
 import contextlib
 import signal
@@ -8,65 +11,83 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from aligner.files import drop_older_half
+from aligner.files import delete_older_half
 from aligner.launcher.exhausted_resources import count_oom_kills
-from aligner.observability.logs import launcher_line
+from aligner.observability.logs import format_launcher_line
 from aligner.paths import run_paths
 from aligner.schema import Config
 
 
 @dataclass(eq=False)
 class Rank:
-    """One started rank."""
+    """One started rank. `RankProcess` is a local process, `TaskRank` a task of a Slurm job step."""
 
     role: str
     rank: int
     log: Path
     log_start: int
-    """Where its own part of the log begins, in bytes."""
+    """Offset of this start's output in the log, in bytes."""
     restarts: int
-    """How often its group had been started again by then."""
+    """Number of restarts of the rank's group before this start."""
     exit_code: int | None = field(default=None, kw_only=True)
-    """None while it runs; negative: the signal that ended it."""
+    """Exit code, or the negative number of the signal that ended the rank; None while it runs."""
     ended_at: float | None = field(default=None, kw_only=True)
-    """`time.monotonic()` at which its end was noticed."""
-    killed_for: str | None = field(default=None, kw_only=True)
-    """Why the launcher killed it, where that was no part of ending or replacing its group."""
+    """`time.monotonic()` when the end of the rank was noticed."""
+    kill_reason: str | None = field(default=None, kw_only=True)
+    """Why the launcher killed this rank alone; None if it was ended or replaced with its group."""
     oom_kills_before: int = field(default_factory=count_oom_kills, kw_only=True)
-    """Processes that the kernel had killed for lack of memory when it was started."""
+    """Number of processes that the kernel had killed for lack of memory before this start."""
     has_stacks: bool = field(default=False, kw_only=True)
-    """Whether all ranks of the run were made to print their Python stacks because this rank sends
-    no heartbeats."""
+    """Whether all ranks were asked for their Python stacks because this rank is silent."""
 
     def shorten_log(self, limit: int) -> None:
-        """Drop the older half of its log where that has more than `limit` bytes."""
+        """Drop the older half of the log if it has more than `limit` bytes."""
         with contextlib.suppress(OSError):
-            self.log_start = max(0, self.log_start - drop_older_half(self.log, limit))
+            self.log_start = max(0, self.log_start - delete_older_half(self.log, limit))
 
     @property
     def is_local(self) -> bool:
-        """Whether it runs on the launcher's machine for certain, within the launcher's limits."""
+        """Whether the rank runs on the launcher's machine, within the launcher's limits."""
         return True
 
     @property
     def starter_messages(self) -> str:
-        """What was said of it by what started it, and is not in its log; empty where that is
-        nothing."""
+        """Messages of the program that started the rank, such as srun; empty without messages.
+
+        These messages are not in the rank's log.
+        """
         return ""
 
-    def note_end(self, code: int, moment: float) -> None:
-        """Note how and when it has ended; what is noted first stays."""
+    def record_exit(self, code: int, ended_at: float) -> None:
+        """Record how and when the rank ended. Later calls have no effect.
+
+        Args:
+            code: Exit code, negative for a signal.
+            ended_at: `time.monotonic()` of the end.
+        """
         if self.exit_code is None:
-            self.exit_code, self.ended_at = code, moment
+            self.exit_code = code
+            self.ended_at = ended_at
 
 
 class Ranks(ABC):
-    """Starts, watches and ends the ranks of a run."""
+    """Start, watch and end the ranks of a run.
+
+    This is the interface of `LocalRanks` and `SlurmSteps`. The supervisor and its groups use it.
+    """
 
     @abstractmethod
     def start(self, role: str, restarts: int = 0) -> Sequence[Rank]:
-        """Start all ranks of a role or server group, their output appended to their logs; `prepare`
-        is a role of one rank."""
+        """Start all ranks of a role or server group.
+
+        Args:
+            role: Role or server group; `prepare` is a role of one rank.
+            restarts: Number of restarts of the group before this start.
+
+        Returns:
+            The started ranks, in the order of their numbers. Their output is appended to their
+            logs.
+        """
 
     @property
     @abstractmethod
@@ -75,55 +96,76 @@ class Ranks(ABC):
 
     @property
     def start_delay_s(self) -> float:
-        """Longest time between `start` and the first line of a rank's process, in seconds, if
-        something else than this machine starts it."""
+        """Longest time between `start` and the first line of a rank's process, in seconds.
+
+        The value is 0 if this machine starts the rank itself.
+        """
         return 0.0
 
     @abstractmethod
     def poll(self) -> None:
-        """Notice which ranks have ended since the last call."""
+        """Record the exits of ranks since the last call."""
 
     def wait(self, timeout_s: float) -> None:
-        """Wait for a time, or only until the next rank ends if that can be noticed."""
+        """Wait for `timeout_s` seconds.
+
+        An implementation that can notice an exit returns as soon as the next rank exits.
+        """
         time.sleep(timeout_s)
 
     @abstractmethod
     def send(self, number: signal.Signals, ranks: Sequence[Rank]) -> None:
-        """A signal to those that still run, as often as one likes; not to helpers such as Triton,
-        which they need to drain."""
+        """Send a signal to the given ranks that still run. The call may be repeated.
+
+        Helper processes such as Triton do not receive the signal, because a rank needs them until
+        it has drained its requests.
+        """
 
     @abstractmethod
     def kill(self, ranks: Sequence[Rank]) -> bool:
-        """Kill these ranks and all that came of them; returns whether nothing was left to kill, and
-        forgets them then."""
+        """Kill the given ranks and their helper processes, and forget the ranks when all are gone.
 
-    def kill_for(self, why: str, rank: Rank) -> None:
-        """Kill a rank, if it runs: that is its end as any other, also where the kernel cannot end
-        it now."""
+        Returns:
+            Whether no process was left to kill.
+        """
+
+    def kill_rank(self, reason: str, rank: Rank) -> None:
+        """Kill a running rank, and record its end like any other exit.
+
+        The end is recorded even if the kernel cannot end the process at this moment.
+
+        Args:
+            reason: Text that error messages append to the name of the rank.
+            rank: The rank; nothing happens if it has ended.
+        """
         if rank.exit_code is None:
-            rank.killed_for = why
+            rank.kill_reason = reason
             self.send(signal.SIGKILL, [rank])
-            rank.note_end(-signal.SIGKILL, time.monotonic())
+            rank.record_exit(-signal.SIGKILL, time.monotonic())
 
     @abstractmethod
     def close(self) -> None:
-        """End all of them: SIGTERM to each rank, and what is left by `cluster.stop_timeout_s` is
-        killed."""
+        """Send SIGTERM to all ranks, and wait until they have ended.
+
+        Processes that still run after `cluster.stop_timeout_s` are killed.
+        """
 
 
-def max_restarts(config: Config, role: str) -> int:
-    """Return how often per hour the trainer or a server group may be restarted."""
+def get_max_restarts(config: Config, role: str) -> int:
+    """Return how often per hour the trainer, `prepare` or a server group may be restarted."""
     is_server = role not in ("prepare", "trainer")
     return config.server.max_restarts if is_server else config.run.max_restarts
 
 
-def log_of(config: Config, role: str, rank: int, restarts: int) -> Path:
-    """The log of a rank that is about to start; noted in it where that is another start of the
-    role."""
+def prepare_log(config: Config, role: str, rank: int, restarts: int) -> Path:
+    """Return the path of the log of a rank that is about to start.
+
+    Creates the directory of the log. If the rank is restarted, notes the restart in the log.
+    """
     log = run_paths(config).log(role, rank)
     log.parent.mkdir(parents=True, exist_ok=True)
     if restarts:
-        told = f"restarting {role} (restart {restarts} of this launch)"
+        message = f"restarting {role} (restart {restarts} of this launch)"
         with log.open("a") as lines:
-            lines.write(launcher_line(config.logging.format, role, rank, told))
+            lines.write(format_launcher_line(config.logging.format, role, rank, message))
     return log

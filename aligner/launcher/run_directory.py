@@ -1,5 +1,10 @@
-"""A run's directory, for one launch alone: made ready, resumed, and left with the run's timeline
-and summary."""
+"""The run directory on the launcher's side: its lock, its `status.json`, and its use by one launch.
+
+`open_run_directory` locks and prepares the directory, and writes the timeline and the summary at
+the end. `StateRecorder` keeps `status.json` up to date, which `aligner status` and the viewer read.
+The lock belongs to the operating system and ends with its process, so that one launch at a time
+uses a directory.
+"""
 
 import contextlib
 import fcntl
@@ -21,80 +26,94 @@ from rich.console import Console
 
 from aligner.config.compose import save_config
 from aligner.config.resume import check_directory, dated, is_unused, settled
-from aligner.data.claim import take_run
+from aligner.data.fencing import claim_run
 from aligner.errors import AlignerError, ConfigError, Stopped, exit_code
-from aligner.files import NO_LOCKS, Holder, write_file
-from aligner.launcher.failure import next_steps
-from aligner.launcher.processes import process_start
+from aligner.files import NO_LOCKS, LockHolder, write_file
+from aligner.launcher.failure import describe_next_steps
+from aligner.launcher.processes import read_start_ticks
 from aligner.observability.console import print_line, print_summary
 from aligner.observability.metrics import read_metrics
 from aligner.observability.trace import write_trace
-from aligner.paths import LOCK, PRIVATE, RunPaths, early_end, run_paths
+from aligner.paths import LOCK, PRIVATE, RunPaths, read_early_end, run_paths
 from aligner.placement.addresses import create_access_key
 from aligner.placement.roles import role_ranks
 from aligner.schema import Config
 
 HEARTBEAT_S = 10.0
-"""So often the launcher touches the file."""
+"""Seconds between two updates of the modification time of `status.json`."""
 
 
 @dataclass(frozen=True)
 class RoleState:
-    """A role, or a server group."""
+    """State of a role or server group, as `status.json` records it."""
 
     ranks: int
     healthy: bool = False
-    """Whether it was when the launcher last asked; of the trainer, which is not asked, whether it
-    is not being replaced."""
+    """Result of the last health check; the trainer is healthy while it is not being replaced."""
     restarts: int = 0
     silent: bool = False
-    """Whether one of its ranks, or the server, has not shown life for a while."""
+    """Whether a rank, or the server, has sent no heartbeat for half of its timeout."""
 
 
 @dataclass(frozen=True)
 class LauncherState:
-    """What the file says."""
+    """The content of `status.json`: the state of the launcher and of all roles."""
 
     pid: int
-    """The launcher's, on its host."""
+    """Process id of the launcher on its host."""
     pid_start: int | None
-    """When that process was started (`aligner.launcher.processes.process_start`)."""
+    """Start time of that process (`aligner.launcher.processes.read_start_ticks`)."""
     host: str
     started: float
-    """Seconds since the epoch, as are the other times."""
+    """Start of the launch in seconds since the epoch, like all times of this class."""
     roles: Mapping[str, RoleState]
     job: str | None = None
-    """The cluster's job that it runs in; the launcher's host is then none to look for it on."""
+    """Slurm job id of the launcher. With a job, its host is not used to look for its process."""
     ended: float | None = None
     exit_code: int | None = None
     reason: str | None = None
     queued_again: bool = False
-    """Whether the job, which has ended, waits in its queue to go on."""
+    """Whether the job was requeued and will resume the run."""
 
     def is_gone(self, heartbeat: float) -> bool:
-        """Whether the launcher has ended without a word: its process or, where that is elsewhere,
-        the file's last touch."""
+        """Return whether the launcher has exited without recording the end of the run.
+
+        On the launcher's own host, the process table decides. Otherwise, the age of the last
+        heartbeat decides.
+
+        Args:
+            heartbeat: Modification time of `status.json`, in seconds since the epoch.
+        """
         if self.ended is not None:
             return False
         if self.job is None and self.host == socket.gethostname():
-            return process_start(self.pid) != self.pid_start
+            return read_start_ticks(self.pid) != self.pid_start
+        # Six missed heartbeats tolerate a slow shared file system.
         return time.time() - heartbeat > 6 * HEARTBEAT_S
 
     @property
-    def why_ended(self) -> str | None:
-        """Why a run that has ended did so."""
+    def end_reason(self) -> str | None:
+        """Reason for which a run that is over has ended; None for a run without an error."""
         if self.ended is not None:
             return self.reason
-        where = f"job {self.job}" if self.job is not None else f"process {self.pid} on {self.host}"
-        return f"the launcher ({where}) is no longer running and did not record the end of the run"
+        launcher = (
+            f"job {self.job}" if self.job is not None else f"process {self.pid} on {self.host}"
+        )
+        return (
+            f"the launcher ({launcher}) is no longer running and did not record the end of the run"
+        )
 
     def write(self, path: Path) -> None:
-        """Write the file, whole."""
+        """Write the state to a file, atomically."""
         write_file(path, json.dumps(asdict(self), indent=1) + "\n")
 
 
 def read_state(path: Path) -> LauncherState | None:
-    """Read the file; None where there is none. Raises AlignerError for something else."""
+    """Return the state in a `status.json`; None if the file does not exist.
+
+    Raises:
+        AlignerError: The file is not a valid status file.
+    """
     try:
         content = json.loads(path.read_text())
         roles = {name: RoleState(**role) for name, role in content.pop("roles").items()}
@@ -106,20 +125,26 @@ def read_state(path: Path) -> LauncherState | None:
 
 
 class StateRecorder:
-    """Keeps a run's `status.json` for as long as the `with` block; a full disk, where it cannot be
-    written, ends no run."""
+    """Context manager that keeps a run's `status.json` up to date.
+
+    A full disk, on which the file cannot be written, does not end the run.
+    """
 
     def __init__(self, config: Config, job: str | None = None) -> None:
+        """Describe a launch that begins now.
+
+        Args:
+            config: The run's configuration.
+            job: Slurm job id; None on a local machine.
+        """
         self._paths = run_paths(config)
         self._path = self._paths.status
-        pid, ranks = (
-            os.getpid(),
-            {name: RoleState(count) for name, count in role_ranks(config).items()},
-        )
+        pid = os.getpid()
+        roles = {name: RoleState(count) for name, count in role_ranks(config).items()}
         self._state = LauncherState(
-            pid, process_start(pid), socket.gethostname(), time.time(), ranks, job
+            pid, read_start_ticks(pid), socket.gethostname(), time.time(), roles, job
         )
-        self._touched = 0.0
+        self._touched_at = 0.0
 
     def __enter__(self) -> "StateRecorder":
         self._write()
@@ -131,123 +156,157 @@ class StateRecorder:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.end(error)
+        self.record_end(error)
 
-    def update(self, role: str, restarts: int, *, healthy: bool, silent: bool) -> None:
-        """How a role is now; the file is written when that has changed."""
-        now = replace(self._state.roles[role], healthy=healthy, restarts=restarts, silent=silent)
-        if now != self._state.roles[role]:
-            self._write(roles={**self._state.roles, role: now})
+    def update_role(self, role: str, restarts: int, *, healthy: bool, silent: bool) -> None:
+        """Record the current state of a role; write the file only if the state has changed.
 
-    def beat(self) -> None:
-        """The launcher lives: to be called every second or so."""
-        if time.monotonic() - self._touched > HEARTBEAT_S:
+        Args:
+            role: Role or server group.
+            restarts: Number of its restarts in this launch.
+            healthy: See `RoleState`.
+            silent: See `RoleState`.
+        """
+        role_state = replace(
+            self._state.roles[role], healthy=healthy, restarts=restarts, silent=silent
+        )
+        if role_state != self._state.roles[role]:
+            self._write(roles={**self._state.roles, role: role_state})
+
+    def record_heartbeat(self) -> None:
+        """Update the file's modification time if `HEARTBEAT_S` seconds have passed.
+
+        The supervisor calls this method several times per second.
+        """
+        if time.monotonic() - self._touched_at > HEARTBEAT_S:
             with contextlib.suppress(OSError):
                 os.utime(self._path)
-            self._touched = time.monotonic()
+            self._touched_at = time.monotonic()
 
-    def end(self, error: BaseException | None, queued_again: bool = False) -> None:
-        """The run has ended, and its job may be queued again."""
+    def record_end(self, error: BaseException | None, queued_again: bool = False) -> None:
+        """Record the end of the run.
+
+        Args:
+            error: The error that ended the run; None for a run that ended as configured.
+            queued_again: Whether the job was requeued.
+        """
         if error is None:
-            reason = early_end(self._paths)
+            reason = read_early_end(self._paths)
         else:
-            told = error.summary if isinstance(error, AlignerError) else str(error)
-            reason = (told or type(error).__name__).splitlines()[0]
+            message = error.summary if isinstance(error, AlignerError) else str(error)
+            reason = (message or type(error).__name__).splitlines()[0]
         queued_again = queued_again or self._state.queued_again
         self._write(
             ended=time.time(), exit_code=exit_code(error), reason=reason, queued_again=queued_again
         )
 
     def _write(self, **changes: Any) -> None:
-        self._state, self._touched = replace(self._state, **changes), time.monotonic()
+        self._state = replace(self._state, **changes)
+        self._touched_at = time.monotonic()
         with contextlib.suppress(OSError):
             self._state.write(self._path)
 
 
-_PATIENCE_S = 0.25  # for whoever only looks at the lock, and has it meanwhile
+# Minimum time to wait for a lock: `require_unlocked` holds the lock for a moment.
+_MIN_LOCK_TIMEOUT_S = 0.25
 
 
 class LockedError(ConfigError):
-    """Another launch works on the directory."""
+    """Another launch uses the directory."""
 
-    holder: Holder | str = "another process"
+    holder: LockHolder | str = "another process"
+    """Process that holds the lock."""
 
 
 @contextlib.contextmanager
-def locked(
+def lock_directory(
     directory: Path,
     wait: Callable[[LockedError], None] | None = None,
-    patience_s: float = 0.0,
+    timeout_s: float = 0.0,
     mode: int = 0o777,
 ) -> Iterator[None]:
-    """Alone with a directory, which is made where there is none. However the process ends, the lock
-    ends with it.
+    """Hold the lock of a directory in a `with` block, and create the directory if necessary.
 
-    Where another process has it after `patience_s`: raises LockedError, or calls `wait` again and
-    again until it has not. The file is removed, as are directories that were made for it and are
-    empty. Raises ConfigError where none can be made. `mode` is that of the directory where it is
-    made; those above it are made as usual.
+    The lock ends with the process, however the process ends. At the end of the block, the lock file
+    is removed. Directories that this function created are removed if they are empty.
+
+    Args:
+        directory: The directory.
+        wait: Called repeatedly while another process holds the lock after the timeout; it may
+            raise.
+        timeout_s: Seconds to wait for the lock.
+        mode: Mode of the directory if it is created; its new parents get the usual mode.
+
+    Raises:
+        LockedError: Another process holds the lock after the timeout, and `wait` is None.
+        ConfigError: The directory cannot be created or written.
     """
-    made: list[Path] = []
+    created: list[Path] = []
     try:
         try:
-            made += [path for path in (directory, *directory.parents) if not path.exists()]
+            created += [path for path in (directory, *directory.parents) if not path.exists()]
             directory.mkdir(mode, parents=True, exist_ok=True)
-            file = _locked_file(directory, wait, max(patience_s, _PATIENCE_S))
+            file = _acquire_lock(directory, wait, max(timeout_s, _MIN_LOCK_TIMEOUT_S))
         except OSError as error:
-            why = error.strerror or error
+            reason = error.strerror or error
             raise ConfigError(
-                f"run.dir={directory}: is not writable: {why}; choose another run.dir"
+                f"run.dir={directory}: is not writable: {reason}; choose another run.dir"
             ) from error
         with file:
             try:
                 yield
             finally:
-                # while it is held: whoever waits for this file finds it gone
+                # Unlink the file before its release. A process that waits for this file then
+                # notices in `_is_same_file` that it must open a new one.
                 (directory / LOCK).unlink(missing_ok=True)
     finally:
-        for path in made:
+        # From the deepest directory to the top; a directory with files stays.
+        for path in created:
             with contextlib.suppress(OSError):
                 path.rmdir()
 
 
-def refuse_locked(directory: Path) -> None:
-    """Raise LockedError where another process works on the directory; nothing is made or
-    changed."""
+def require_unlocked(directory: Path) -> None:
+    """Raise LockedError if another process holds the lock of a directory.
+
+    Nothing is created or changed.
+    """
     try:
         file = (directory / LOCK).open("r+")
     except OSError:
         return
     with file:
-        if not _try_lock(file, fcntl.LOCK_SH):  # which does not keep away others that only look
-            raise _locked_error(directory, file)
+        # A shared lock does not conflict with other processes that only check the lock.
+        if not _try_lock(file, fcntl.LOCK_SH):
+            raise _build_locked_error(directory, file)
 
 
-def _locked_file(
-    directory: Path, wait: Callable[[LockedError], None] | None, patience_s: float
+def _acquire_lock(
+    directory: Path, wait: Callable[[LockedError], None] | None, timeout_s: float
 ) -> IO[str]:
-    """The lock file, locked and signed."""
+    """Lock the lock file of a directory, write this process into it, and return it."""
     path = directory / LOCK
     while True:
-        with contextlib.ExitStack() as until_taken:
-            file = until_taken.enter_context(path.open("a+"))
-            if not _try_lock(file, fcntl.LOCK_EX, patience_s):
-                error = _locked_error(directory, file)
-            elif _is_still_at(path, file):
+        with contextlib.ExitStack() as stack:
+            file = stack.enter_context(path.open("a+"))
+            if not _try_lock(file, fcntl.LOCK_EX, timeout_s):
+                error = _build_locked_error(directory, file)
+            elif _is_same_file(path, file):
                 file.truncate(0)
-                file.write(json.dumps(asdict(Holder.here())) + "\n")
+                file.write(json.dumps(asdict(LockHolder.for_this_process())) + "\n")
                 file.flush()
-                until_taken.pop_all()
+                stack.pop_all()
                 return file
-            else:  # its holder before this one has just removed it
+            else:  # the previous holder removed the file while this process waited for it
                 continue
         if wait is None:
             raise error
         wait(error)
 
 
-def _locked_error(directory: Path, file: IO[str]) -> LockedError:
-    holder = _holder(file) or LockedError.holder  # it has the lock, and may not have written yet
+def _build_locked_error(directory: Path, file: IO[str]) -> LockedError:
+    # A holder that has just acquired the lock may not have written its name yet.
+    holder = _read_holder(file) or LockedError.holder
     error = LockedError(
         f"run.dir={directory}: in use by {holder}; wait until the other launch ends or stop that"
         " launch, or set another run.dir or run.name"
@@ -256,73 +315,98 @@ def _locked_error(directory: Path, file: IO[str]) -> LockedError:
     return error
 
 
-def _try_lock(file: IO[str], kind: int, patience_s: float = 0.0) -> bool:
-    """Whether the file is this process's, now or within so long."""
-    deadline = time.monotonic() + patience_s
+def _try_lock(file: IO[str], kind: int, timeout_s: float = 0.0) -> bool:
+    """Return whether this process has locked the file within the timeout.
+
+    Args:
+        file: The open lock file.
+        kind: `fcntl.LOCK_EX` or `fcntl.LOCK_SH`.
+        timeout_s: Seconds to wait.
+    """
+    deadline = time.monotonic() + timeout_s
     while True:
         try:
             fcntl.flock(file, kind | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() >= deadline:
                 return False
-            time.sleep(_PATIENCE_S / 5)
+            time.sleep(_MIN_LOCK_TIMEOUT_S / 5)
         except OSError as error:
             if error.errno not in NO_LOCKS:
                 raise
-            return _is_free_by_name(file, error)
+            return _is_holder_gone(file, error)
         else:
             return True
 
 
-def _is_free_by_name(file: IO[str], error: OSError) -> bool:
-    """Without locks, what the file says has to do: a process of this machine can be looked up,
-    another's cannot."""
-    holder, unseen = _holder(file), ""
+def _is_holder_gone(file: IO[str], error: OSError) -> bool:
+    """Return whether the process in the lock file has ended, on a file system without locks.
+
+    A process of this machine can be looked up. A process of another machine is assumed to have
+    ended, and a note says so.
+    """
+    holder = _read_holder(file)
+    assumption = ""
     if holder is not None and holder.host != socket.gethostname():
-        unseen = f"; aligner assumes that {holder} has ended"
+        assumption = f"; aligner assumes that {holder} has ended"
     elif holder is not None and holder.pid != os.getpid() and psutil.pid_exists(holder.pid):
         return False
     print(
         f"aligner: note: {file.name}: the file system does not support locks ({error.strerror}), so"
-        f" simultaneous launches on two machines are not detected{unseen}",
+        f" simultaneous launches on two machines are not detected{assumption}",
         file=sys.stderr,
     )
     return True
 
 
-def _is_still_at(path: Path, file: IO[str]) -> bool:
+def _is_same_file(path: Path, file: IO[str]) -> bool:
+    """Return whether the path still refers to the open file."""
     try:
         return os.path.samestat(path.stat(), os.fstat(file.fileno()))
     except FileNotFoundError:
         return False
 
 
-def _holder(file: IO[str]) -> Holder | None:
+def _read_holder(file: IO[str]) -> LockHolder | None:
+    """Return the process that a lock file names; None for an empty or invalid file."""
     file.seek(0)
     try:
-        return Holder(**json.loads(file.read()))
+        return LockHolder(**json.loads(file.read()))
     except (ValueError, TypeError):
         return None
 
 
 @contextlib.contextmanager
-def run_directory(config: Config, console: Console, patience_s: float = 0.0) -> Iterator[Config]:
-    """Alone with the run's directory, ready to start or to resume; gives the configuration with
-    run.resume settled.
+def open_run_directory(
+    config: Config, console: Console, timeout_s: float = 0.0
+) -> Iterator[Config]:
+    """Lock a run directory, and prepare it for a start or a resume.
 
-    Writes the trace and, unless the run failed, prints a summary. Raises ConfigError where the
-    directory is another run's, or after `patience_s` still another launch's. Nothing is left of a
-    run that is refused before its trainer starts.
+    At the end of the block, the function writes the trace. Unless the run failed, it also prints a
+    summary and the next steps. If the configuration is rejected in the block, a new directory is
+    removed.
+
+    Args:
+        config: The run's configuration.
+        console: Console for the summary.
+        timeout_s: Seconds to wait for another launch to release the directory.
+
+    Yields:
+        The configuration with a final value of `run.resume`.
+
+    Raises:
+        ConfigError: The directory belongs to another run, or another launch still uses it after the
+            timeout.
     """
     paths = run_paths(config)
-    with locked(paths.root, patience_s=patience_s, mode=PRIVATE):
+    with lock_directory(paths.root, timeout_s=timeout_s, mode=PRIVATE):
         check_directory(config)
-        # from here on a trainer of an earlier launch changes nothing that is looked at
+        # Fencing: from here on, a trainer of an earlier launch cannot write to the directory.
         if not (is_new := is_unused(paths)):
-            take_run(config)
+            claim_run(config)
         config = dated(settled(config))
         if not config.run.resumes:
-            _set_training_aside(paths, console)
+            _move_training_files(paths, console)
         stopped = None
         try:
             save_config(config, paths.config)
@@ -337,35 +421,43 @@ def run_directory(config: Config, console: Console, patience_s: float = 0.0) -> 
         finally:
             try:
                 write_trace(paths)
-            except (AlignerError, OSError) as error:  # the run does not fail for want of it
+            except (AlignerError, OSError) as error:  # a missing trace does not fail the run
                 print_line(console, f"could not write {paths.trace}: {error}")
+
         metrics = read_metrics(paths.metrics)
         print_summary(metrics, paths, console)
-        if (ended := early_end(paths)) is not None:
-            print_line(console, ended)
-        for line in next_steps(config, int(metrics[-1]["step"]) if metrics else 0):
+        if (end_text := read_early_end(paths)) is not None:
+            print_line(console, end_text)
+        for line in describe_next_steps(config, int(metrics[-1]["step"]) if metrics else 0):
             print_line(console, line)
         if stopped is not None:
             raise stopped
 
 
-def _set_training_aside(paths: RunPaths, console: Console) -> None:
-    """Move what a start that did not come to its first checkpoint has left out of the way; of what
-    is empty nothing stays.
+def _move_training_files(paths: RunPaths, console: Console) -> None:
+    """Move the files of a launch that wrote no complete checkpoint to another directory.
 
-    Raises ConfigError for what cannot be moved.
+    Empty files and directories are deleted instead.
+
+    Raises:
+        ConfigError: A file cannot be moved.
     """
-    left = [path for path in paths.of_training if path.exists()]
-    if any(
-        file.is_file() and file.stat().st_size for path in left for file in (path, *path.rglob("*"))
-    ):
-        aside = next(
-            place for n in itertools.count(1) if not (place := paths.set_aside / str(n)).exists()
+    files = [path for path in paths.training_files if path.exists()]
+    has_content = any(
+        file.is_file() and file.stat().st_size
+        for path in files
+        for file in (path, *path.rglob("*"))
+    )
+    if has_content:
+        target = next(
+            candidate
+            for number in itertools.count(1)
+            if not (candidate := paths.set_aside / str(number)).exists()
         )
         try:
-            aside.mkdir(parents=True)
-            for path in left:
-                path.rename(aside / path.name)
+            target.mkdir(parents=True)
+            for path in files:
+                path.rename(target / path.name)
         except OSError as error:
             raise ConfigError(
                 f"run.dir={paths.root}: files of an earlier launch cannot be moved to another"
@@ -374,9 +466,9 @@ def _set_training_aside(paths: RunPaths, console: Console) -> None:
         print_line(
             console,
             "no complete checkpoint: the run starts again from step 0. The files of the earlier"
-            f" launch were moved to {aside}",
+            f" launch were moved to {target}",
         )
-    for path in left:
+    for path in files:
         if path.is_dir():
             shutil.rmtree(path)
         else:

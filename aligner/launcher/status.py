@@ -1,4 +1,7 @@
-"""What a run does, for `aligner status`: from its directory, its servers and Slurm's queue."""
+"""The status of a run, for `aligner status`.
+
+Sources are the files of the run directory, the servers and Slurm's queue.
+"""
 
 import shlex
 import socket
@@ -14,26 +17,27 @@ from aligner.launcher.failure import resume_command
 from aligner.launcher.rank_environment import is_healthy
 from aligner.launcher.run_directory import LauncherState, RoleState, read_state
 from aligner.launcher.slurm.slurm_commands import is_in_queue
-from aligner.observability.console import WINDOW, Pace, describe_step
+from aligner.observability.console import WINDOW_STEPS, Pace, describe_step
 from aligner.observability.metrics import read_metrics
-from aligner.paths import RunPaths, can_resume, early_end, run_paths
+from aligner.paths import RunPaths, can_resume, read_early_end, run_paths
 from aligner.placement.addresses import load_endpoints
 from aligner.schema import Config
 
-_SLURM_S = 5.0  # how long Slurm is waited for
-_ANSWER_S = 2.0  # how long a server is waited for
-_GOES_ON = ("starting", "running")
-OVER = ("finished", "failed", "stopped")
+_SLURM_TIMEOUT_S = 5.0
+_SERVER_TIMEOUT_S = 2.0
+_ACTIVE_STATES = ("starting", "running")
+ENDED_STATES = ("finished", "failed", "stopped")
 
 
 @dataclass(frozen=True)
 class RoleStatus:
-    """How a role is."""
+    """Status of one role or server group."""
 
     ranks: int
     health: str
-    """starting, healthy, restarting, not answering, or gone."""
+    """`starting`, `healthy`, `restarting`, `not answering` or `gone`."""
     restarts: int
+    """Number of restarts in the current launch."""
 
     def __str__(self) -> str:
         return self.health + (
@@ -43,31 +47,48 @@ class RoleStatus:
 
 @dataclass(frozen=True)
 class RunStatus:
-    """How a run is."""
+    """Status of one run. `aligner status --json` prints these fields."""
 
     name: str
     directory: str
+    """Absolute path of the run directory."""
     state: str
-    """queued, starting, running, finished, failed or stopped."""
+    """`queued`, `starting`, `running`, `finished`, `failed` or `stopped`."""
     resumable: bool
-    """Whether it has ended, and can be continued from a checkpoint."""
+    """Whether the run has ended and can be resumed from a checkpoint."""
     step: int
+    """Last completed step."""
     steps: int
+    """Number of steps of the whole run (`run.steps`)."""
     metrics: Mapping[str, float]
-    """Of the last step."""
+    """Metrics of the last step; empty before the first step."""
     seconds_per_step: float | None
     seconds_left: float | None
+    """Estimated time until the last step; None for a run that is not active."""
     last_step_age_s: float | None
+    """Seconds since the last step was recorded; None before the first step."""
     roles: Mapping[str, RoleStatus]
     job: str | None
+    """Slurm job id; None for a local run."""
     exit_code: int | None
+    """Exit code of the launcher; None while it runs."""
     note: str | None
-    """Why it has ended, and how to go on; of one that has finished, by what it reached if not by
-    its steps."""
+    """Why the run ended, and the command that continues it; None for an active run.
+
+    For a finished run, the note names the end rule that the run reached before its last step, if
+    any.
+    """
 
 
 def read_status(run: Path) -> RunStatus:
-    """The status of a run directory. Raises ConfigError where `run` is none."""
+    """Return the status of the run in a directory.
+
+    Args:
+        run: The run directory.
+
+    Raises:
+        ConfigError: `run` is not a run directory.
+    """
     if not run.is_dir():
         raise ConfigError(
             f"{run}: no such directory; give a run directory, whose path `aligner launch` prints"
@@ -78,32 +99,44 @@ def read_status(run: Path) -> RunStatus:
             f"{run}: not a run directory, because it has no config.yaml; `aligner launch` prints"
             " the path of the run directory"
         )
-    return status_of(paths, load_config(paths.config), read_metrics(paths.metrics))
+    return build_status(paths, load_config(paths.config), read_metrics(paths.metrics))
 
 
-def status_of(
-    paths: RunPaths, config: Config, metrics: Sequence[Mapping[str, float]], *, asking: bool = True
+def build_status(
+    paths: RunPaths,
+    config: Config,
+    metrics: Sequence[Mapping[str, float]],
+    *,
+    query_services: bool = True,
 ) -> RunStatus:
-    """The same of what was read already; of the metrics the newest few suffice.
+    """Return the status of a run whose configuration and metrics have been read already.
 
-    Without `asking` nothing but the run's files is looked at: its launcher's word on the servers
-    stands, and Slurm's queue is not known.
+    Args:
+        paths: Paths of the run directory.
+        config: The run's configuration.
+        metrics: Metrics of the newest steps; the last few steps suffice.
+        query_services: Whether to send requests to the servers and to Slurm. Without these
+            requests, the health of the servers is the one that the launcher recorded, and the state
+            of the Slurm queue is unknown.
     """
-    now, launcher = time.time(), read_state(paths.status)
-    config = replace(config, run=replace(config.run, dir=str(paths.root)))  # it may have been moved
+    now = time.time()
+    launcher = read_state(paths.status)
+    # The run directory may have been moved since the launch.
+    config = replace(config, run=replace(config.run, dir=str(paths.root)))
     pace = Pace(config.run.steps)
-    for record in metrics[-WINDOW:]:
+    for record in metrics[-WINDOW_STEPS:]:
         pace.add(record)
+
     step = int(metrics[-1]["step"]) if metrics else 0
-    last_step = paths.metrics.stat().st_mtime if metrics else None
-    state = _state(config, launcher, step, last_step)
-    in_queue = _is_in_queue(config, launcher, asking) if state == "stopped" else False
+    last_step_at = paths.metrics.stat().st_mtime if metrics else None
+    state = _run_state(config, launcher, step, last_step_at)
+    in_queue = _is_in_queue(config, launcher, query_services) if state == "stopped" else False
     if in_queue:
         state = "queued"
     resumable = (
-        state in OVER
+        state in ENDED_STATES
         and step < config.run.steps
-        and early_end(paths) is None
+        and read_early_end(paths) is None
         and can_resume(config)
     )
     return RunStatus(
@@ -115,17 +148,17 @@ def status_of(
         steps=config.run.steps,
         metrics=metrics[-1] if metrics else {},
         seconds_per_step=pace.seconds_per_step,
-        seconds_left=pace.seconds_left if state in _GOES_ON else None,
-        last_step_age_s=None if last_step is None else max(0.0, now - last_step),
-        roles={} if launcher is None else _roles(config, launcher, state, asking),
+        seconds_left=pace.seconds_left if state in _ACTIVE_STATES else None,
+        last_step_age_s=None if last_step_at is None else max(0.0, now - last_step_at),
+        roles={} if launcher is None else _role_statuses(config, launcher, state, query_services),
         job=None if launcher is None else launcher.job,
         exit_code=None if launcher is None else launcher.exit_code,
-        note=_note(config, launcher, state, resumable, in_queue),
+        note=_describe_end(config, launcher, state, resumable, in_queue),
     )
 
 
 def describe_status(status: RunStatus) -> str:
-    """A line for what it does, and one for why it does no more."""
+    """Return a line with the state and progress of a run, and a second line with its note."""
     parts = [status.state, f"step {status.step}/{status.steps}"]
     parts += describe_step(status.metrics, status.seconds_per_step, status.seconds_left)
     if status.last_step_age_s is not None:
@@ -133,18 +166,26 @@ def describe_status(status: RunStatus) -> str:
     if status.job is not None:
         parts.append(f"job {status.job}")
     line = f"{status.name}: {'  '.join(parts)}"
-    if status.roles and status.state in _GOES_ON:
+    if status.roles and status.state in _ACTIVE_STATES:
         line += "  [" + ", ".join(f"{name} {role}" for name, role in status.roles.items()) + "]"
     return line if status.note is None else f"{line}\n  {status.note}"
 
 
-def _state(
-    config: Config, launcher: LauncherState | None, step: int, last_step: float | None
+def _run_state(
+    config: Config, launcher: LauncherState | None, step: int, last_step_at: float | None
 ) -> str:
-    is_done = step >= config.run.steps or early_end(run_paths(config)) is not None
+    """Return the state of a run from its files.
+
+    Args:
+        config: The run's configuration.
+        launcher: Content of `status.json`.
+        step: Last completed step.
+        last_step_at: Time of the last step, in seconds since the epoch.
+    """
+    is_done = step >= config.run.steps or read_early_end(run_paths(config)) is not None
     if launcher is None:
-        waiting = "queued" if config.cluster.kind == "slurm" else "stopped"
-        return "finished" if is_done else waiting
+        unlaunched_state = "queued" if config.cluster.kind == "slurm" else "stopped"
+        return "finished" if is_done else unlaunched_state
     if launcher.queued_again:
         return "queued"
     if launcher.exit_code == FINISHED:
@@ -153,45 +194,52 @@ def _state(
         return "stopped" if is_stopped(launcher.exit_code) else "failed"
     if launcher.is_gone(run_paths(config).status.stat().st_mtime):
         return "stopped"
-    return "starting" if last_step is None or last_step < launcher.started else "running"
+    return "starting" if last_step_at is None or last_step_at < launcher.started else "running"
 
 
-def _is_in_queue(config: Config, launcher: LauncherState | None, asking: bool) -> bool | None:
-    """Whether Slurm will start a stopped run again, as after a preemption or a node's failure;
-    None: not known."""
+def _is_in_queue(
+    config: Config, launcher: LauncherState | None, query_services: bool
+) -> bool | None:
+    """Return whether Slurm will start a stopped run again, for example after a preemption.
+
+    The result is None if this is not known.
+    """
     if launcher is None or launcher.job is None or launcher.exit_code in (FINISHED, RESUMABLE):
         return False
     if config.cluster.kind != "slurm" or not config.cluster.slurm.requeue:
         return False
-    return is_in_queue(launcher.job, _SLURM_S) if asking else None
+    return is_in_queue(launcher.job, _SLURM_TIMEOUT_S) if query_services else None
 
 
-def _roles(
-    config: Config, launcher: LauncherState, state: str, asking: bool
+def _role_statuses(
+    config: Config, launcher: LauncherState, state: str, query_services: bool
 ) -> dict[str, RoleStatus]:
-    file = run_paths(config).endpoints
-    endpoints = load_endpoints(file) if file.is_file() else {}
+    """Return the status of each role that the launcher recorded."""
+    endpoints_file = run_paths(config).endpoints
+    endpoints = load_endpoints(endpoints_file) if endpoints_file.is_file() else {}
 
     def health(name: str, role: RoleState) -> str:
-        if state not in _GOES_ON:
+        """Return the health of one role (see `RoleStatus.health`)."""
+        if state not in _ACTIVE_STATES:
             return "gone"
-        if role.silent:  # whatever its Triton says, which may outlive its ranks' life
+        # Triton may still respond although the ranks of the server are silent.
+        if role.silent:
             return "not answering"
         if name not in endpoints:
             if role.restarts and not role.healthy:
                 return "restarting"
             return "healthy" if state == "running" else "starting"
         endpoint = endpoints[name]
-        if not asking:
-            answers = role.healthy
+        if not query_services:
+            is_responding = role.healthy
         elif (
             endpoint.host in ("127.0.0.1", "localhost", "::1")
             and launcher.host != socket.gethostname()
         ):
-            answers = role.healthy  # it cannot be asked from here
+            is_responding = role.healthy  # a loopback address of another machine
         else:
-            answers = is_healthy(config, name, endpoint, _ANSWER_S)
-        if answers:
+            is_responding = is_healthy(config, name, endpoint, _SERVER_TIMEOUT_S)
+        if is_responding:
             return "healthy"
         if role.healthy:
             return "not answering"
@@ -203,26 +251,30 @@ def _roles(
     }
 
 
-def _note(
+def _describe_end(
     config: Config,
     launcher: LauncherState | None,
     state: str,
     resumable: bool,
     in_queue: bool | None,
 ) -> str | None:
-    """Why the run does no more, and how it goes on; None for one that runs or has done all of its
-    steps."""
+    """Return why a run is not active, and the command that continues it.
+
+    The result is None for an active run, and for a run that has completed all steps.
+    """
     paths = run_paths(config)
-    jobs = (
+    queue_command = (
         f"squeue --name={config.run.name}" if launcher is None else f"squeue --jobs={launcher.job}"
     )
     if in_queue:
-        how = f"the run's Slurm job is in the queue and will resume the run: {jobs}"
+        instructions = (
+            f"the run's Slurm job is in the queue and will resume the run: {queue_command}"
+        )
     elif state == "queued":
         log = paths.job_log("*" if launcher is None else str(launcher.job))
         return (
-            f"the run's Slurm job is waiting to start: {jobs}; if the job is no longer queued, see"
-            f" {log}"
+            f"the run's Slurm job is waiting to start: {queue_command}; if the job is no longer"
+            f" queued, see {log}"
         )
     elif state in ("failed", "stopped"):
         command = (
@@ -230,13 +282,13 @@ def _note(
             if config.cluster.kind == "slurm"
             else resume_command(config)
         )
-        how = f"{'resume' if resumable else 'restart'} the run with: {command}"
+        instructions = f"{'resume' if resumable else 'restart'} the run with: {command}"
         if in_queue is None:
-            how = (
-                f"if the run's job is still queued ({jobs}), the job resumes the run; otherwise"
-                f" {how}"
+            instructions = (
+                f"if the run's job is still queued ({queue_command}), the job resumes the run;"
+                f" otherwise {instructions}"
             )
     else:
-        return early_end(paths) if state == "finished" else None
-    why = "no status.json" if launcher is None else launcher.why_ended
-    return f"{why}; {how}" if why else how
+        return read_early_end(paths) if state == "finished" else None
+    reason = "no status.json" if launcher is None else launcher.end_reason
+    return f"{reason}; {instructions}" if reason else instructions

@@ -1,5 +1,9 @@
-"""One run's roles: started, watched, started again where that may be, and ended together, wherever
-they run."""
+"""Start the roles of one run, watch them, restart failed roles, and stop all of them.
+
+The code is independent of the place where the ranks run: local processes and tasks of a Slurm job
+have the same interface, `Ranks`. Restarts are limited by `run.max_restarts` and
+`server.max_restarts`.
+"""
 
 import signal
 import time
@@ -14,68 +18,86 @@ from rich.console import Console
 
 from aligner.checks.server import check_certificate
 from aligner.errors import FINISHED, REFUSED, RESUMABLE, STOP_SIGNAL, ConfigError, Stopped
-from aligner.launcher.failure import describe_end, failure_error, rank_error, reported_error
+from aligner.launcher.failure import (
+    build_failure_error,
+    build_rank_error,
+    describe_exit,
+    read_reported_error,
+)
 from aligner.launcher.processes import Interrupts
-from aligner.launcher.rank_environment import FreePorts, free_ports, pick_endpoints
+from aligner.launcher.rank_environment import FreePorts, pick_endpoints, reserve_free_ports
 from aligner.launcher.rank_groups import GRACE_S, PrepareGroup, ServerGroup, TrainerGroup
 from aligner.launcher.ranks import Rank, Ranks
-from aligner.launcher.run_directory import StateRecorder, run_directory
+from aligner.launcher.run_directory import StateRecorder, open_run_directory
 from aligner.models.model_source import model_directory
 from aligner.observability.console import make_progress, print_line
 from aligner.observability.metrics import FileFollower
-from aligner.observability.timeline import StageWatch, forget_stages
+from aligner.observability.timeline import StageWatch, delete_stages
 from aligner.paths import DAMAGE, run_paths
 from aligner.placement.addresses import Endpoint, save_endpoints
 from aligner.placement.roles import computes_on_devices
 from aligner.placement.tls import renew_certificate
 from aligner.schema import Config
 
+# Seconds between two checks of all ranks.
 _POLL_S = 0.1
-# A trainer rank that is still starting does not hear that it should stop: it is told again
-_TELL_AGAIN_S = 5.0
-_STILL_S = 15.0
-"""How often a person is told that the model is still being prepared."""
-_SHORTEN_S = 5.0
-"""How often it is looked whether a log is too long."""
-_FOLLOW_S = 3.0
-"""After a collective's timeout, how long the ranks that lose their peers by it take to end; who
-goes on was not in it."""
+# Seconds between two stop signals to the trainer: a rank that is still starting ignores the signal.
+_RESEND_S = 5.0
+# Seconds between two messages that the model is still being prepared.
+_PROGRESS_S = 15.0
+# Seconds between two checks of the log sizes.
+_SHORTEN_LOGS_S = 5.0
+# Seconds in which ranks exit after they lose a peer because of a collective timeout. A rank that
+# still runs after this time did not take part in the collective.
+_LOST_PEERS_S = 3.0
 
 
 @dataclass
 class Supervisor:
-    """One start of a run, from its directory's lock to its summary."""
+    """One launch of a run, from locking its directory to printing its summary.
+
+    `aligner launch` creates one on a local machine, `aligner supervise` in a Slurm job. The two
+    differ in `make_ranks`.
+    """
 
     config: Config
     console: Console
     interrupts: Interrupts
     make_ranks: Callable[[Config, FreePorts], Ranks]
+    """Factory of the object that starts the ranks."""
     hosts: Mapping[str, str]
-    """Where each server group is reached."""
+    """Address of each server group."""
     job: str | None = None
+    """Slurm job id; None on a local machine."""
     requeue: Callable[[], None] | None = None
-    """Has the job queued again; called where the run is stopped before its end."""
-    patience_s: float = 0.0
-    """For another launch to let go of the run's directory."""
+    """Requeues the job. The supervisor calls it if the run is stopped before its last step."""
+    lock_timeout_s: float = 0.0
+    """Seconds to wait until another launch releases the lock of the run directory."""
     _ranks: Ranks = field(init=False)
     _state: StateRecorder = field(init=False)
     _servers: list[ServerGroup] = field(default_factory=list)
     _trainer: TrainerGroup = field(init=False)
-    _tell_at: float = 0.0
-    """When the trainer is to be told again to stop; 0: it was not told yet."""
-    _shorten_at: float = 0.0
+    _stop_signal_at: float = 0.0
+    """Time of the next stop signal to the trainer; 0 before the first one."""
+    _shorten_logs_at: float = 0.0
+    """Time of the next check of the log sizes."""
 
     def run(self) -> None:
-        """Prepare the model, start the servers and the trainer, and wait for the trainer's end.
+        """Prepare the model, start the servers and the trainer, and wait until the trainer exits.
 
-        Raises AlignerError for a role that failed, Interrupted, and Stopped where the run was
-        stopped before its end; one that was told to has taken a checkpoint then, if it had begun to
-        train.
+        If a stop was requested after training began, the trainer saves a checkpoint before
+        `Stopped` is raised.
+
+        Raises:
+            ConfigError: The configuration, the model or the data are invalid.
+            AlignerError: A role failed and cannot be restarted.
+            Interrupted: A signal requested the immediate end of the run.
+            Stopped: The run was stopped before its last step.
         """
         with (
-            run_directory(self.config, self.console, self.patience_s) as self.config,
+            open_run_directory(self.config, self.console, self.lock_timeout_s) as self.config,
             StateRecorder(self.config, self.job) as self._state,
-            free_ports(self.config) as ports,
+            reserve_free_ports(self.config) as ports,
             closing(self.make_ranks(self.config, ports)) as self._ranks,
         ):
             renew_certificate(self.config, self.hosts.values())
@@ -83,175 +105,242 @@ class Supervisor:
             try:
                 self._prepare()
                 self._train(pick_endpoints(self.config, self.hosts, ports))
-                self._drain()
+                self._drain_servers()
             except Stopped as stopped:
-                # first of all: a grace period may end before what else is to be done
+                # Requeue before all other work: the scheduler's grace period may end first.
                 if self.requeue is not None:
                     self.requeue()
-                    self._state.end(stopped, queued_again=True)  # there may not be time to say more
+                    # The process may be killed before `StateRecorder.__exit__` records the end.
+                    self._state.record_end(stopped, queued_again=True)
                 raise
 
     def _prepare(self) -> None:
-        """Make the model's directory where it does not exist yet, and check it and the prompts
-        against each other."""
-        directory, timeout = model_directory(self.config), self.config.server.start_timeout_s
+        """Create the model directory if necessary, and check the model and the prompts together.
+
+        This happens in one rank, `prepare`, before any other rank starts.
+
+        Raises:
+            ConfigError: `prepare` found an error in the configuration, the model or the data.
+            AlignerError: `prepare` failed, or exceeded `server.start_timeout_s`.
+            Stopped: A stop was requested, or `prepare` received a SIGTERM from outside.
+        """
+        directory = model_directory(self.config)
+        timeout = self.config.server.start_timeout_s
         group = PrepareGroup(self.config, self._ranks, partial(print_line, self.console))
-        what = "checking" if directory.exists() else "creating"
-        print_line(self.console, f"{what} the model directory: {directory}")
-        began = told = time.monotonic()
-        while not group.has_done and not group.lost:
+        action = "checking" if directory.exists() else "creating"
+        print_line(self.console, f"{action} the model directory: {directory}")
+
+        prepare_began = reported_at = time.monotonic()
+        while not group.has_completed and not group.has_failed:
             self._tick()
             group.poll()
             self.interrupts.check_before_training()
-            if (now := time.monotonic()) - told > _STILL_S:
-                told = now
+            if (now := time.monotonic()) - reported_at > _PROGRESS_S:
+                reported_at = now
                 print_line(
                     self.console,
-                    f"still {what} the model directory and reading the data: {now - began:.0f} s",
+                    f"still {action} the model directory and reading the data:"
+                    f" {now - prepare_began:.0f} s",
                 )
-            if now - group.started > timeout:
-                raise rank_error(
+            if now - group.started_at > timeout:
+                raise build_rank_error(
                     f"prepare did not finish within server.start_timeout_s={timeout:g} s",
                     group.ranks[0],
                 )
+
         (rank,) = group.ranks
         if rank.exit_code == REFUSED:
-            raise ConfigError(reported_error(rank))
+            raise ConfigError(read_reported_error(rank))
         if rank.exit_code != FINISHED:
-            self._linger()
-            self._stop_if_ended_from_outside([rank])
-            raise failure_error([rank])
-        self._ranks.kill([rank])  # and what came of it
-        print_line(self.console, f"model and data are ready after {time.monotonic() - began:.1f} s")
+            self._wait_for_related_exits()
+            self._raise_if_terminated_externally([rank])
+            raise build_failure_error([rank])
+        self._ranks.kill([rank])  # also ends helper processes that the rank left behind
+        print_line(
+            self.console, f"model and data are ready after {time.monotonic() - prepare_began:.1f} s"
+        )
         self.interrupts.check_before_training()
 
     def _train(self, endpoints: Mapping[str, Endpoint]) -> None:
-        """Start every role, and wait for the trainer's end."""
+        """Start every role, and poll all of them until the trainer exits.
+
+        Args:
+            endpoints: Address and ports of each server group.
+
+        Raises:
+            AlignerError: A rank failed and cannot be restarted.
+            Interrupted: A signal requested the immediate end of the run.
+            Stopped: The trainer saved a checkpoint after a stop request, or was terminated from
+                outside.
+        """
         save_endpoints(dict(endpoints), run_paths(self.config).endpoints)
-        forget_stages(run_paths(self.config))
+        delete_stages(run_paths(self.config))
         with closing(RunView(self.config, self.console)) as view:
-            # First those without a model: their ranks need less to start (cli/fork_server.py).
+            # Groups without a model start first: the fork server has their imports ready earlier
+            # (cli/fork_server.py).
             for name in sorted(endpoints, key=partial(computes_on_devices, self.config)):
                 self._servers.append(
-                    ServerGroup(name, endpoints[name], self.config, self._ranks, view.note)
+                    ServerGroup(name, endpoints[name], self.config, self._ranks, view.show_note)
                 )
             trainer = self._trainer = TrainerGroup(
-                self.config, self._ranks, view.note, self._forget_critic
+                self.config, self._ranks, view.show_note, self._restart_critic
             )
-            while not trainer.has_done:
+
+            while not trainer.has_completed:
                 self._tick()
                 self._raise_failures()
                 self._check_stragglers()
                 if all(server.was_healthy for server in self._servers):
-                    self._pass_on_stop(view)
+                    self._forward_stop_request(view)
                 else:
                     self.interrupts.check_before_training()
+
                 for server in self._servers:
                     server.poll()
-                    self._state.update(
+                    self._state.update_role(
                         server.name,
                         server.restarts,
                         healthy=server.is_healthy,
                         silent=server.is_silent,
                     )
+
                 trainer.poll()
-                self._state.update(
+                self._state.update_role(
                     "trainer",
                     trainer.restarts,
                     healthy=not trainer.is_replaced,
                     silent=trainer.is_silent,
                 )
-                view.waiting_for(
+
+                view.show_waiting_servers(
                     [server.name for server in self._servers if not server.was_healthy]
                 )
                 view.update()
                 self._shorten_logs()
+
         if any(rank.exit_code == RESUMABLE for rank in trainer.ranks):
-            # Without the servers' draining: who is told to stop has little time.
+            # Skip draining the servers: the scheduler leaves little time after a stop request.
             self.interrupts.stop("stopped on request after saving a checkpoint")
 
-    def _forget_critic(self) -> None:
-        """Have a critic start anew: it has learned with a trainer that has left no checkpoint."""
+    def _restart_critic(self) -> None:
+        """Restart the critic with its initial weights, after a trainer that left no checkpoint.
+
+        The critic was updated together with the lost trainer, so its weights do not belong to step
+        0.
+        """
         for server in self._servers:
             if server.name == "critic":
-                server.begin_anew("was updated by a trainer that now restarts from step 0,")
+                server.restart("was updated by a trainer that now restarts from step 0,")
 
     def _tick(self) -> None:
+        """Check for signals, wait up to `_POLL_S` seconds, and update the state of all ranks."""
         self.interrupts.check()
-        self._state.beat()
+        self._state.record_heartbeat()
         self._ranks.wait(_POLL_S)
         self._ranks.poll()
 
     def _shorten_logs(self) -> None:
-        if time.monotonic() < self._shorten_at:
+        """Shorten logs that exceed `logging.file_mib`, at most every `_SHORTEN_LOGS_S` seconds."""
+        if time.monotonic() < self._shorten_logs_at:
             return
-        self._shorten_at = time.monotonic() + _SHORTEN_S
+        self._shorten_logs_at = time.monotonic() + _SHORTEN_LOGS_S
+        limit = self.config.logging.file_mib << 20
         for rank in [rank for group in (*self._servers, self._trainer) for rank in group.ranks]:
-            rank.shorten_log(self.config.logging.file_mib << 20)
+            rank.shorten_log(limit)
 
     def _raise_failures(self) -> None:
-        """Raise AlignerError for a rank that failed for good, Stopped where the trainer was ended
-        from outside."""
-        if not self._fatal():
+        """Raise an error if a rank failed and its group cannot be restarted.
+
+        Raises:
+            AlignerError: A rank failed for good; the error describes the rank that is the likely
+                cause.
+            Stopped: A SIGTERM from outside ended a trainer rank.
+        """
+        if not self._fatal_ranks():
             return
-        self._linger()
-        self._stop_if_ended_from_outside(self._trainer.ranks)
-        fatal = self._fatal()
-        if not fatal:  # what ended first was a consequence of what may be started again
+        self._wait_for_related_exits()
+        self._raise_if_terminated_externally(self._trainer.ranks)
+        fatal = self._fatal_ranks()
+        # The first failure may be a consequence of another failure that a restart can fix.
+        if not fatal:
             return
-        if missing := self._trainer.missing:
-            self._linger(_FOLLOW_S)
-            fatal, missing = self._fatal(), self._trainer.missing
-        ended = [rank for server in self._servers for rank in server.ended]
-        raise failure_error(
-            [*fatal, *(rank for rank in ended if rank not in fatal)], fatal, missing
+        if missing_ranks := self._trainer.missing_ranks:
+            self._wait_for_related_exits(_LOST_PEERS_S)
+            fatal = self._fatal_ranks()
+            missing_ranks = self._trainer.missing_ranks
+        ended_servers = [rank for server in self._servers for rank in server.ended_ranks]
+        raise build_failure_error(
+            [*fatal, *(rank for rank in ended_servers if rank not in fatal)], fatal, missing_ranks
         )
 
-    def _linger(self, for_s: float = GRACE_S) -> None:
-        """Wait for what comes together with a rank's end: other ends, or a signal to this process,
-        for all of them."""
+    def _wait_for_related_exits(self, for_s: float = GRACE_S) -> None:
+        """Wait for events that have the same cause as an exit.
+
+        Such events are exits of other ranks, or a signal to this process.
+
+        Args:
+            for_s: Waiting time in seconds.
+        """
         deadline = time.monotonic() + for_s
         while time.monotonic() < deadline:
             self._tick()
 
-    def _fatal(self) -> list[Rank]:
+    def _fatal_ranks(self) -> list[Rank]:
+        """Return the ended ranks of all groups that cannot be restarted."""
         return [
-            rank for group in (*self._servers, self._trainer) if group.lost for rank in group.ended
+            rank
+            for group in (*self._servers, self._trainer)
+            if group.has_failed
+            for rank in group.ended_ranks
         ]
 
-    def _stop_if_ended_from_outside(self, ranks: Sequence[Rank]) -> None:
-        """Raise Stopped where a SIGTERM that the supervisor did not send ended a rank: a preemption
-        begins so."""
+    def _raise_if_terminated_externally(self, ranks: Sequence[Rank]) -> None:
+        """Raise Stopped if a SIGTERM that the supervisor did not send ended a rank.
+
+        A preemption by the scheduler begins with such a signal.
+        """
         for rank in ranks:
             if rank.exit_code == -signal.SIGTERM:
-                self.interrupts.stop(f"{describe_end(rank)}, which the launcher did not send")
+                self.interrupts.stop(f"{describe_exit(rank)}, which the launcher did not send")
 
     def _check_stragglers(self) -> None:
-        """Raise AlignerError where a trainer rank still runs long after the first has ended: they
-        end together."""
-        timeout, ranks = self.config.cluster.collective_timeout_s, self._trainer.ranks
+        """Raise AlignerError if a trainer rank still runs long after another one has exited.
+
+        The ranks of the trainer exit together, so a rank that exceeds
+        `cluster.collective_timeout_s` hangs.
+        """
+        timeout = self.config.cluster.collective_timeout_s
+        ranks = self._trainer.ranks
         ends = [rank.ended_at for rank in ranks if rank.ended_at is not None]
         running = [rank for rank in ranks if rank.exit_code is None]
         if ends and running and time.monotonic() - min(ends) > timeout:
-            raise rank_error(
+            raise build_rank_error(
                 f"trainer rank {running[0].rank} is still running {timeout:g} s"
                 " (cluster.collective_timeout_s) after another trainer rank exited",
                 running[0],
             )
 
-    def _pass_on_stop(self, view: "RunView") -> None:
-        """Where the launcher was told to stop the run, tell the trainer, until it has ended."""
+    def _forward_stop_request(self, view: "RunView") -> None:
+        """Send a requested stop to the trainer, repeatedly until it exits.
+
+        Args:
+            view: Shows the request once.
+        """
         now = time.monotonic()
-        if not self.interrupts.told_to_stop or now < self._tell_at:
+        if not self.interrupts.is_stop_requested or now < self._stop_signal_at:
             return
-        if not self._tell_at:
-            view.note("stop requested: the run saves a checkpoint after this step and then ends")
-        self._tell_at = now + _TELL_AGAIN_S
+        if not self._stop_signal_at:
+            view.show_note(
+                "stop requested: the run saves a checkpoint after this step and then ends"
+            )
+        self._stop_signal_at = now + _RESEND_S
         self._ranks.send(STOP_SIGNAL, self._trainer.ranks)
 
-    def _drain(self) -> None:
-        """SIGTERM to the servers, and time to answer what they have taken; whoever needs more is
-        ended with the run."""
+    def _drain_servers(self) -> None:
+        """Send SIGTERM to the servers, and wait until they have answered their accepted requests.
+
+        Servers that exceed `server.drain_timeout_s` are ended together with the run.
+        """
         servers = [rank for server in self._servers for rank in server.ranks]
         self._ranks.send(signal.SIGTERM, servers)
         deadline = time.monotonic() + self.config.server.drain_timeout_s
@@ -260,57 +349,79 @@ class Supervisor:
 
 
 class RunView:
-    """Shows steps and samples as the trainer records them."""
+    """Console output of one launch: waiting servers, stages, steps and samples.
+
+    The view reads the files that the trainer writes to the run directory, so it needs no connection
+    to the ranks.
+    """
 
     def __init__(self, config: Config, console: Console) -> None:
+        """Follow the files of a run.
+
+        Args:
+            config: The run's configuration.
+            console: Console for the output.
+        """
         paths = run_paths(config)
-        # A resumed run's earlier steps have been seen.
+        # The steps before a resume were shown by the earlier launch.
         self._metrics = FileFollower(paths.metrics, newest_bytes=0 if config.run.resumes else None)
         self._samples = FileFollower(paths.samples, newest_bytes=0 if config.run.resumes else None)
         self._progress = make_progress(config.run.steps, console)
-        self.note = self._progress.note
-        """Tells what has happened, on a line that stays."""
+        self.show_note = self._progress.show_note
+        """Function that prints a message on a line that stays visible above the progress bar."""
         self._checkpoints = paths.checkpoints
-        self._set_aside = set(self._damaged())
-        self._waiting: list[str] | None = None
-        self._began, self._stages = time.monotonic(), StageWatch(paths, self.note)
+        self._reported_damage = set(self._damage_reports())
+        self._waiting_servers: list[str] | None = None
+        self._started_at = time.monotonic()
+        self._stages = StageWatch(paths, self.show_note)
         self._pending: list[dict[str, Any]] = []
 
-    def waiting_for(self, roles: list[str]) -> None:
-        """Show which servers are not healthy yet, by name, when that has changed."""
+    def show_waiting_servers(self, roles: list[str]) -> None:
+        """Show which servers are not healthy yet, if this has changed since the last call.
+
+        Args:
+            roles: Names of the server groups that are not healthy.
+        """
         roles = sorted(roles)
-        if roles == self._waiting:
+        if roles == self._waiting_servers:
             return
-        is_first, self._waiting = self._waiting is None, roles
+        is_first = self._waiting_servers is None
+        self._waiting_servers = roles
         text = f"waiting for servers: {', '.join(roles)}" if roles else "all servers are healthy"
         if is_first:
-            self._progress.status(text if roles else "starting the trainer; the run has no servers")
+            self._progress.show_status(
+                text if roles else "starting the trainer; the run has no servers"
+            )
         else:
-            self._progress.status(f"{text} (after {time.monotonic() - self._began:.1f} s)")
+            self._progress.show_status(
+                f"{text} (after {time.monotonic() - self._started_at:.1f} s)"
+            )
 
     def update(self) -> None:
-        """Show what is new."""
-        for file in sorted(set(self._damaged()) - self._set_aside):
-            self._set_aside.add(file)
-            self.note(
+        """Show everything that was recorded since the last call."""
+        for file in sorted(set(self._damage_reports()) - self._reported_damage):
+            self._reported_damage.add(file)
+            self.show_note(
                 f"a checkpoint is damaged and was moved to {file.parent}:"
                 f" {file.read_text().strip()}"
             )
         self._stages.poll()
-        for record in self._metrics.new_records():
-            self._progress.step(record)
-        more = self._samples.new_records()
-        # A step's samples come one by one: they are shown when no more have come.
-        if self._pending and not more:
-            self._progress.samples(self._pending)
+        for record in self._metrics.read_new_records():
+            self._progress.show_step(record)
+        new_samples = self._samples.read_new_records()
+        # The samples of a step are written one by one. They are complete when a call finds no more.
+        if self._pending and not new_samples:
+            self._progress.show_samples(self._pending)
             self._pending = []
-        self._pending += more
+        self._pending += new_samples
 
-    def _damaged(self) -> Iterable[Path]:
+    def _damage_reports(self) -> Iterable[Path]:
+        """Return the files that describe damaged checkpoints."""
         return self._checkpoints.glob(f"*.damaged*/{DAMAGE}")
 
     def close(self) -> None:
-        """Show what is left, and leave the terminal as it was."""
+        """Show the remaining records, and restore the terminal."""
+        # The first call reads the last samples, the second one shows them.
         self.update()
         self.update()
         self._progress.close()

@@ -1,4 +1,8 @@
-"""The only room that imports megatron.core."""
+"""megatron-core models of the roles: construction, training, log-probs and checkpoints.
+
+This is the only package that imports megatron.core. The package's initialization imports it without
+optional dependencies that aligner does not use.
+"""
 
 import contextlib
 import sys
@@ -8,15 +12,15 @@ from types import ModuleType
 
 import torch
 
-# megatron-core tells, at import and in every model it builds, of each optional GPU library that is
-# absent. It falls back to torch, which is what a CPU run wants, and the lines would drown what a
-# log is read for.
+# megatron-core warns at import, and in every model that it builds, about each optional GPU library
+# that is not installed. It falls back to torch, which is intended on a CPU, and the warnings would
+# hide the relevant lines of a log.
 warnings.filterwarnings(
     "ignore", message=r".*(Apex|Transformer Engine|apex|transformer_engine).*not installed"
 )
 
-# Of torch's newer names for two collectives, and of an environment variable that is about CUDA
-# streams.
+# torch warns about the old names of two collectives; megatron-core warns about an environment
+# variable that concerns CUDA streams.
 warnings.filterwarnings(
     "ignore", message=r".*(reduce_scatter_tensor|all_gather_into_tensor).* is deprecated"
 )
@@ -25,10 +29,10 @@ warnings.filterwarnings("ignore", message=r".*CUDA_DEVICE_MAX_CONNECTIONS")
 
 @contextlib.contextmanager
 def _without_compiler() -> Iterator[None]:
-    """`torch.compile` is no decoration at all inside.
+    """Make `torch.compile` return functions unchanged within the context.
 
-    What megatron-core decorates is for GPUs. Decorating alone imports the compiler: two seconds of
-    every rank's start.
+    megatron-core decorates functions for GPUs with it. The decoration alone imports the compiler,
+    which takes two seconds of every rank's start.
     """
     compiler = torch.compile
     torch.compile = lambda function, **options: function  # type: ignore[assignment]
@@ -40,8 +44,11 @@ def _without_compiler() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _replaced_modules(replacements: Mapping[str, ModuleType | None]) -> Iterator[None]:
-    """Have imports inside find these modules instead, or none for None, unless the real ones were
-    imported before."""
+    """Replace modules for all imports within the context, unless they were imported before.
+
+    Args:
+        replacements: Replacement by module name; None makes the import raise ModuleNotFoundError.
+    """
     added = {name: module for name, module in replacements.items() if name not in sys.modules}
     sys.modules.update(added)  # type: ignore[arg-type]
     try:
@@ -51,20 +58,20 @@ def _replaced_modules(replacements: Mapping[str, ModuleType | None]) -> Iterator
             del sys.modules[name]
 
 
-_NO_PLANNER = ModuleType("torch.distributed.checkpoint")
-_NO_PLANNER.default_planner = None  # type: ignore[attr-defined]
+_CHECKPOINT_STUB = ModuleType("torch.distributed.checkpoint")
+_CHECKPOINT_STUB.default_planner = None  # type: ignore[attr-defined]
 
+# megatron-core imports wandb, if it is installed, for its own inference engine, which takes a
+# second of every rank's start.
 _UNUSED_EVERYWHERE = {"wandb": None}
-"""megatron-core imports wandb if it is installed, for an inference engine of its own: a second of
-every rank's start."""
+# megatron-core imports these modules for its FSDP, its checkpoints and its timers, none of which
+# aligner uses. With sympy they are 900 modules, which take 0.6 s of every rank's start.
 _UNUSED_ON_CPUS = {
-    "torch.distributed.checkpoint": _NO_PLANNER,
+    "torch.distributed.checkpoint": _CHECKPOINT_STUB,
     "torch.distributed.fsdp": None,
     "torch.distributed.tensor": None,
     "torch.utils.tensorboard": None,
 }
-"""Modules that megatron-core imports for its FSDP, its checkpoints and its timers, none of which
-aligner uses. With sympy they are 900 modules: 0.6 s of every rank's start."""
 
 if torch.cuda.is_available():
     with _replaced_modules(_UNUSED_EVERYWHERE):
@@ -74,4 +81,5 @@ else:
         from megatron.core import jit
 
 if not torch.cuda.is_available():
-    jit.disable_jit_fuser()  # for its modules that are imported later
+    # This affects megatron-core's modules that are imported later.
+    jit.disable_jit_fuser()

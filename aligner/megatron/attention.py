@@ -1,5 +1,7 @@
-"""Attention over packed micro-batches, rotary positions included, where transformer-engine's is
-not."""
+"""Causal attention with rotary positions over packed micro-batches.
+
+It replaces transformer-engine's attention on machines or in precisions that it does not support.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,12 +21,10 @@ from aligner.models.rotary import rotate
 
 
 class PackedAttention(nn.Module):
-    """Causal attention inside each sequence of a packed micro-batch, through PyTorch's fused
-    kernels, or the `exact` one.
+    """Causal attention within each sequence of a packed micro-batch.
 
-    `frequencies` are radians a position, one for each rotated pair of a head's dimensions: queries
-    and keys are rotated here, by the positions that the micro-batch has, for megatron-core's own
-    way makes the angles again in every layer.
+    It is megatron-core's `core_attention` module of our layers. It uses PyTorch's fused kernels,
+    or, with `engine.exact`, the batch-invariant kernel.
     """
 
     def __init__(
@@ -35,12 +35,21 @@ class PackedAttention(nn.Module):
         frequencies: Sequence[float] | None = None,
         **__: Any,
     ) -> None:
+        """Read the softmax scale and the sliding window from the configuration.
+
+        Args:
+            config: Configuration of the model.
+            exact: `engine.exact`: use the batch-invariant kernel.
+            frequencies: Rotary frequencies in radians per position, one for each rotated pair of a
+                head's dimensions; None without rotary positions. The module rotates queries and
+                keys itself, because megatron-core would compute the angles again in every layer.
+        """
         super().__init__()
         self.exact = exact
         self._frequencies = frequencies
         self.scale = config.softmax_scale
         self.window = None if config.window_size is None else config.window_size[0]
-        """So many keys before its own does a query see."""
+        """Number of keys before its own position that a query attends to; None means all."""
 
     def forward(
         self,
@@ -52,39 +61,60 @@ class PackedAttention(nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSequences | None = None,
     ) -> Tensor:
-        """Attend; query [T, heads, dim], key and value [T, key/value heads, dim] to [T, heads·dim].
+        """Return the attention output of this rank's tokens.
 
-        The sequences are laid out as rows, padded on the right: a causal mask alone keeps a token
-        from seeing padding, so no mask tensor is made for whole sequences. Under context
-        parallelism the T tokens are this rank's, and keys and values of all context ranks are
-        gathered (their gradients are summed and scattered back).
+        The sequences are laid out as rows that are padded on the right. A causal mask alone then
+        keeps tokens from attending to padding, so whole sequences need no mask tensor. Under
+        context parallelism, the T tokens are this rank's. The function all-gathers the keys and
+        values of all context ranks; the backward pass reduce-scatters their gradients.
+
+        Args:
+            query: [T, heads, dim].
+            key: [T, key/value heads, dim].
+            value: [T, key/value heads, dim].
+            attention_mask: Ignored.
+            attn_mask_type: Ignored.
+            attention_bias: Ignored.
+            packed_seq_params: Description of the packed micro-batch.
+
+        Returns:
+            [T, heads·dim], in the dtype of `query`.
+
+        Raises:
+            TypeError: If `packed_seq_params` is not a PackedSequences.
         """
         if not isinstance(packed_seq_params, PackedSequences):
             raise TypeError(
                 "attention requires packed micro-batches (PackedSequences), got"
                 f" {type(packed_seq_params).__name__}"
             )
-        packed, grouped = packed_seq_params, query.shape[1] != key.shape[1]
+        packed = packed_seq_params
+        is_grouped = query.shape[1] != key.shape[1]
         if self._frequencies is not None:
-            query, key = self._rotated(query, key, packed)
-        if packed.tree is not None:
-            return shared_prefixes.attend(query, key, value, packed.tree, self.scale).flatten(1)
+            query, key = self._apply_rotation(query, key, packed)
+        if packed.attention_tree is not None:
+            return shared_prefixes.attend(
+                query, key, value, packed.attention_tree, self.scale
+            ).flatten(1)
         if packed.context_group is not None:
-            both = gather_from_sequence_parallel_region(
+            # One all-gather for keys and values together.
+            gathered = gather_from_sequence_parallel_region(
                 torch.cat([key, value], 1), group=packed.context_group
             )
-            key, value = both.chunk(2, 1)
-        mask = self._mask(packed, query.device)
-        query = _to_rows(query, packed.query_index, packed.query_rows)
-        key, value = (_to_rows(each, packed.key_index, packed.key_rows) for each in (key, value))
+            key, value = gathered.chunk(2, 1)
+        mask = self._build_mask(packed, query.device)
+        query = _to_rows(query, packed.query_index, packed.query_shape)
+        key, value = (
+            _to_rows(tensor, packed.key_index, packed.key_shape) for tensor in (key, value)
+        )
         if self.exact:
-            width = packed.key_rows[1]
-            seen = (
+            width = packed.key_shape[1]
+            visible = (
                 torch.ones(width, width, dtype=torch.bool, device=query.device).tril()
                 if mask is None
                 else mask[:, 0]
             )
-            attended = batch_invariant.attend(query, key, value, seen, self.scale)
+            attended = batch_invariant.attend(query, key, value, visible, self.scale)
         else:
             attended = F.scaled_dot_product_attention(
                 query,
@@ -93,16 +123,19 @@ class PackedAttention(nn.Module):
                 attn_mask=mask,
                 is_causal=mask is None,
                 scale=self.scale,
-                enable_gqa=grouped,
+                enable_gqa=is_grouped,
             )
-        # By index_select, whose gradient is added up without sorting what may come twice.
+        # The backward pass of index_select adds gradients without sorting the indices, unlike that
+        # of indexing.
         return attended.transpose(1, 2).flatten(2).flatten(0, 1).index_select(0, packed.query_index)
 
-    def _rotated(
+    def _apply_rotation(
         self, query: Tensor, key: Tensor, packed: PackedSequences
     ) -> tuple[Tensor, Tensor]:
+        """Return queries and keys [T, heads, dim] with rotary positions (Su et al. 2021)."""
         if packed.rotation is None:
-            # In float32, since positions of long contexts need the digits.
+            # Angles are computed in float32, since bf16 cannot represent the positions of long
+            # contexts. The first layer of a micro-batch computes them for all layers.
             angles = packed.positions[:, None, None].float() * torch.tensor(
                 self._frequencies, device=query.device
             )
@@ -110,9 +143,13 @@ class PackedAttention(nn.Module):
         cosine, sine = packed.rotation
         return _Rotate.apply(query, cosine, sine), _Rotate.apply(key, cosine, sine)
 
-    def _mask(self, packed: PackedSequences, device: torch.device) -> Tensor | None:
-        """Which keys each query sees, bool [N or 1, 1, L/C, L]; None for plain causal rows."""
-        width = packed.key_rows[1]
+    def _build_mask(self, packed: PackedSequences, device: torch.device) -> Tensor | None:
+        """Return which keys each query attends to, bool [N or 1, 1, L/C, L].
+
+        None stands for the causal mask of whole sequences, which the kernels apply without a
+        tensor.
+        """
+        width = packed.key_shape[1]
         window = self.window if self.window is not None and self.window < width - 1 else None
         keys = torch.arange(width, device=device)
         if packed.query_positions is not None:
@@ -121,21 +158,29 @@ class PackedAttention(nn.Module):
             queries = keys[None, :, None]
         else:
             return None
-        seen = keys <= queries
+        visible = keys <= queries
         if window is not None:
-            seen &= keys >= queries - window
-        return seen[:, None]
+            visible &= keys >= queries - window
+        return visible[:, None]
 
 
-def _to_rows(tensor: Tensor, index: Tensor, rows: tuple[int, int]) -> Tensor:
-    """[T, heads, dim] to [N, heads, L, dim], zeros at the padding; `index` int64 [T] is each
-    token's place in [N·L]."""
-    padded = tensor.new_zeros(rows[0] * rows[1], *tensor.shape[1:]).index_copy(0, index, tensor)
-    return padded.view(*rows, *tensor.shape[1:]).transpose(1, 2)
+def _to_rows(tensor: Tensor, index: Tensor, shape: tuple[int, int]) -> Tensor:
+    """Return packed values as rows.
+
+    Args:
+        tensor: [T, heads, dim].
+        index: Index of each token in the flattened rows [N·L], int64 [T].
+        shape: (N, L).
+
+    Returns:
+        [N, heads, L, dim], zeros at padding.
+    """
+    padded = tensor.new_zeros(shape[0] * shape[1], *tensor.shape[1:]).index_copy(0, index, tensor)
+    return padded.view(*shape, *tensor.shape[1:]).transpose(1, 2)
 
 
 class _Rotate(Function):
-    """`rotate`, whose gradient is the rotation back."""
+    """Autograd function of `rotate`, whose gradient is the inverse rotation."""
 
     @staticmethod
     def forward(context: Any, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:

@@ -1,9 +1,10 @@
-"""Lets megatron-core run on a machine without CUDA, over gloo. Does nothing where CUDA is present.
+"""Patches that let megatron-core run on machines without CUDA, over gloo.
 
-megatron-core 0.16 is written for CUDA, but nothing in its layers, schedules or optimizer needs a
-GPU: what stands in the way is the spelling of devices, streams and tensor type names. Every
-redirection of the project is in this file, each with its reason, so that a new megatron-core
-release is one file to check.
+With CUDA, `install` does nothing. megatron-core 0.16 is written for CUDA, but nothing in its
+layers, schedules or optimizers needs a GPU; only its names of devices, streams and tensor types,
+and its compiled kernels, prevent it from running on CPUs. All patches of the project are in this
+file, each with its reason, so that only this file must be checked for a new release of
+megatron-core.
 """
 
 import contextlib
@@ -21,19 +22,22 @@ from torch.autograd.function import once_differentiable
 from aligner.megatron.l2_norm import multi_tensor_l2_norm
 
 
-class _Inert:
-    """Stands for a CUDA stream or event: there is one queue on a CPU, so ordering is given."""
+class _NoOpStream:
+    """CUDA stream or event without effect: a CPU executes all operations in order."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
-    def __getattr__(self, _: str) -> "Callable[..., _Inert]":
-        # Recording an event on a stream gives the event, which is waited for later.
-        return lambda *args, **kwargs: _Inert()
+    def __getattr__(self, _: str) -> "Callable[..., _NoOpStream]":
+        # Every method returns such an object, since recording an event on a stream returns the
+        # event.
+        return lambda *args, **kwargs: _NoOpStream()
 
 
 class _TorchWithoutCudaLiterals:
-    """`torch` as seen by a module that writes device="cuda": its tensor factories make CPU tensors
-    instead."""
+    """Replacement of `torch` in modules that pass device="cuda" to tensor factories.
+
+    The factories create CPU tensors instead.
+    """
 
     def __getattr__(self, name: str) -> Any:
         attribute = getattr(torch, name)
@@ -48,9 +52,11 @@ class _TorchWithoutCudaLiterals:
         return factory
 
 
-def _cuda_type_name(tensor_type: Callable[..., Any]) -> Callable[..., Any]:
-    """`Tensor.type`, whose answer (not its conversion) names CPU tensors as megatron-core expects
-    them: CUDA's."""
+def _with_cuda_type_names(tensor_type: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `Tensor.type` with the names of CUDA tensor types for CPU tensors.
+
+    megatron-core compares these names. Conversions with `Tensor.type(dtype)` are unchanged.
+    """
     names = {
         torch.float32: "FloatTensor",
         torch.float16: "HalfTensor",
@@ -65,20 +71,22 @@ def _cuda_type_name(tensor_type: Callable[..., Any]) -> Callable[..., Any]:
     return type_
 
 
-def _split_sizes(value: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """megatron-core's maybe_move_tensor_to_cpu, for what is there already."""
+def _convert_split_sizes(value: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Convert split sizes like megatron-core's maybe_move_tensor_to_cpu, without moving them."""
     return value.numpy() if as_numpy and isinstance(value, Tensor) else value
 
 
-def _gather_parts(equal: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """megatron-core's all-gather along the first dimension, of unequal parts too: padded to the
-    longest."""
+def _gather_unequal_parts(gather_equal_parts: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return megatron-core's all-gather along the first dimension, extended to unequal parts.
+
+    Unequal parts are padded to the longest.
+    """
 
     def gather(
-        part: Tensor, group: dist.ProcessGroup, sizes: list[int] | None = None, *more: Any
+        part: Tensor, group: dist.ProcessGroup, sizes: list[int] | None = None, *args: Any
     ) -> Tensor:
         if sizes is None or len(set(sizes)) == 1:
-            return equal(part, group, sizes, *more)
+            return gather_equal_parts(part, group, sizes, *args)
         padded = torch.cat([part, part.new_zeros(max(sizes) - len(part), *part.shape[1:])])
         gathered = [torch.empty_like(padded) for _ in sizes]
         dist.all_gather(gathered, padded, group=group)
@@ -87,15 +95,19 @@ def _gather_parts(equal: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return gather
 
 
-def _reduce_scatter_parts(equal: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """megatron-core's reduce-scatter along the first dimension, into unequal parts too: all are
-    reduced, one is kept."""
+def _reduce_scatter_unequal_parts(
+    reduce_scatter_equal_parts: Callable[..., Tensor],
+) -> Callable[..., Tensor]:
+    """Return megatron-core's reduce-scatter along the first dimension, extended to unequal parts.
+
+    For unequal parts, every rank all-reduces the whole tensor and returns its own part.
+    """
 
     def reduce_scatter(
-        whole: Tensor, group: dist.ProcessGroup, sizes: list[int] | None = None, *more: Any
+        whole: Tensor, group: dist.ProcessGroup, sizes: list[int] | None = None, *args: Any
     ) -> Tensor:
         if sizes is None or len(set(sizes)) == 1:
-            return equal(whole, group, sizes, *more)
+            return reduce_scatter_equal_parts(whole, group, sizes, *args)
         total = whole.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=group)
         return total.split(sizes)[group.rank()]
@@ -103,19 +115,32 @@ def _reduce_scatter_parts(equal: Callable[..., Tensor]) -> Callable[..., Tensor]
     return reduce_scatter
 
 
-# megatron-core's fused element-wise functions, called where autograd does not record: in place
-# where they can be, since fresh memory is what costs on a CPU. Each keeps the name and signature of
-# the one that megatron-core compiles for GPUs.
+# The next four functions replace megatron-core's fused element-wise functions, which it compiles
+# for GPUs and calls while autograd does not record. They work in place where possible, since
+# allocating memory is their main cost on a CPU. Each has the name and the signature of the
+# original.
 
 
 def swiglu(y: Tensor) -> Tensor:
-    """silu(gate) * up of y [..., 2F], the gates in the first half (Shazeer 2020)."""
+    """Return silu(gate) * up (Shazeer 2020).
+
+    Args:
+        y: Gates in the first half of the last dimension, up projections in the second, [..., 2F].
+
+    Returns:
+        [..., F], in the dtype of `y`.
+    """
     gate, up = y.chunk(2, -1)
     return F.silu(gate).mul_(up)
 
 
 def swiglu_back(g: Tensor, y: Tensor) -> Tensor:
-    """Gradient [..., 2F] of `swiglu`, given its output's g [..., F]."""
+    """Return the gradient [..., 2F] of the input of `swiglu`.
+
+    Args:
+        g: Gradient of the output, [..., F].
+        y: Input of `swiglu`, [..., 2F].
+    """
     gate, up = y.chunk(2, -1)
     gradient = torch.empty_like(y)
     for_gate, for_up = gradient.chunk(2, -1)
@@ -126,32 +151,60 @@ def swiglu_back(g: Tensor, y: Tensor) -> Tensor:
 
 
 def weighted_swiglu(y: Tensor, weights: Tensor) -> Tensor:
-    """`swiglu` of each token times its weight [..., 1], in y's type."""
+    """Return `swiglu` of each token times the token's weight, [..., F] in the dtype of `y`.
+
+    Args:
+        y: Input of `swiglu`, [..., 2F].
+        weights: Weight of each token, [..., 1].
+    """
     return (swiglu(y) * weights).to(y.dtype)
 
 
 def weighted_swiglu_back(g: Tensor, y: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of `weighted_swiglu` for y and for the weights."""
+    """Return the gradients of `weighted_swiglu` for y [..., 2F] and for the weights [..., 1].
+
+    Args:
+        g: Gradient of the output, [..., F].
+        y: Input of `swiglu`, [..., 2F].
+        weights: Weight of each token, [..., 1].
+    """
     for_weights = (swiglu(y) * g.to(weights.dtype)).sum(-1, keepdim=True)
     return swiglu_back((g * weights).to(y.dtype), y), for_weights.to(weights.dtype)
 
 
-def add_product(total: Any, left: Tensor, right: Tensor) -> Tensor:
-    """Add left @ right to a float32 total, in place; the first one of an update is written over
-    what was there before."""
-    is_blank, total.is_blank, total.is_of_products = getattr(total, "is_blank", False), False, True
-    found: Tensor = total
+# Gradient buffers. The gradient of a linear layer's weight is computed directly into DDP's fp32
+# buffer (`main_grad`). The first GEMM of an update overwrites the buffer, so resetting it need not
+# write zeros: a blank buffer has undefined contents that count as zero, and its attribute
+# `is_blank` is true.
+
+
+def accumulate_matmul(total: Any, left: Tensor, right: Tensor) -> Tensor:
+    """Add left @ right to a gradient buffer in place, and return the buffer.
+
+    If the buffer is blank, the product overwrites its contents.
+
+    Args:
+        total: Gradient buffer, float32 [m, n].
+        left: [m, k].
+        right: [k, n], in the dtype of `left`.
+    """
+    is_blank = getattr(total, "is_blank", False)
+    total.is_blank = False
+    # `reset_gradient_buffer` leaves the buffers of such parameters blank.
+    total.is_written_by_matmul = True
+    gradient: Tensor = total
     if left.dtype != torch.float32:
-        return found.copy_(left @ right) if is_blank else found.add_(left @ right)
-    return torch.mm(left, right, out=found) if is_blank else found.addmm_(left, right)
+        return gradient.copy_(left @ right) if is_blank else gradient.add_(left @ right)
+    return torch.mm(left, right, out=gradient) if is_blank else gradient.addmm_(left, right)
 
 
-def told_of_gradient(weight: Any) -> Tensor | None:
-    """What a backward pass returns that has added a weight's gradient to its buffer: nothing, as
-    there is none to add.
+def mark_gradient_accumulated(weight: Any) -> Tensor | None:
+    """Return the gradient of a weight whose backward pass has filled the gradient buffer itself.
 
-    Where DDP adds up over the ranks meanwhile (`optimizer.overlap_grad_reduce`) it waits for a
-    gradient, whatever that holds; to one of a weight that is embedding and head it is added.
+    The result is None, unless DDP reduces gradients during the backward pass
+    (`optimizer.overlap_grad_reduce`). DDP's hook then waits for a gradient of each weight, but
+    ignores its contents, which are undefined. An exception is a weight that is both embedding and
+    head: the contents are added to its other gradient, so they are zeros.
     """
     if not getattr(weight, "is_reduced_early", False):
         return None
@@ -161,98 +214,110 @@ def told_of_gradient(weight: Any) -> Tensor | None:
     )
 
 
-def forget_gradients(buffer: Any) -> None:
-    """megatron-core's reset of a buffer: all is zero, or `is_blank` where a product is about to be
-    written over it."""
+def reset_gradient_buffer(buffer: Any) -> None:
+    """Reset the gradients of a DDP buffer; this replaces megatron-core's method `reset`.
+
+    Gradients that GEMMs write become blank, all others zero.
+    """
     for parameter in buffer.params:
         total = parameter.main_grad
-        total.is_blank = getattr(total, "is_of_products", False)
+        total.is_blank = getattr(total, "is_written_by_matmul", False)
         if not total.is_blank:
             total.zero_()
 
 
-def _settle(total: Any) -> None:
-    """Have a buffer's memory say what it means."""
+def _zero_if_blank(total: Any) -> None:
+    """Write zeros to a gradient buffer if it is blank."""
     if getattr(total, "is_blank", False):
         total.zero_()
         total.is_blank = False
 
 
-def _settled_before(start: Callable[..., None]) -> Callable[..., None]:
-    """A bucket group's `start_grad_sync`, with zeros where no product has come, as for an expert
-    without tokens."""
+def _zero_blanks_before(start: Callable[..., None]) -> Callable[..., None]:
+    """Return a bucket group's `start_grad_sync` that first writes zeros to blank gradients.
 
-    def settled_start(group: Any, *args: Any, **kwargs: Any) -> None:
+    A gradient stays blank if no GEMM has written it, for example that of an expert without tokens.
+    """
+
+    def start_grad_sync(group: Any, *args: Any, **kwargs: Any) -> None:
         for parameter in group.params:
-            _settle(parameter.main_grad)
+            _zero_if_blank(parameter.main_grad)
         start(group, *args, **kwargs)
 
-    return settled_start
+    return start_grad_sync
 
 
 class GradientAccumulation:
-    """Stands for apex's kernels that add a weight's gradient to its buffer within the product; fp32
-    buffers alone."""
+    """Replacement of apex's kernels for fused gradient accumulation, for fp32 buffers only."""
 
     @staticmethod
     def wgrad_gemm_accum_fp32(inputs: Tensor, for_outputs: Tensor, total: Tensor) -> None:
-        """Add for_outputs^T inputs to `total` [out, in], of inputs [T, in] and outputs' gradients
-        [T, out]."""
-        add_product(total, for_outputs.t(), inputs)
+        """Add a linear layer's weight gradient, for_outputs^T inputs, to its gradient buffer.
+
+        Args:
+            inputs: Inputs of the layer, [T, in].
+            for_outputs: Gradients of its outputs, [T, out].
+            total: Gradient buffer, float32 [out, in].
+        """
+        accumulate_matmul(total, for_outputs.t(), inputs)
 
 
-class _Lookup(Function):
-    """An embedding whose gradient goes into the weight's buffer, row by row: made apart it is as
-    large as the vocabulary."""
+class _Embedding(Function):
+    """Embedding lookup that adds its gradient to the weight's gradient buffer, row by row.
+
+    A separate gradient tensor would be as large as the whole embedding.
+    """
 
     @staticmethod
     def forward(context: Any, tokens: Tensor, weight: Tensor) -> Tensor:
-        """Rows of `weight` [V, H] by `tokens`, int64."""
-        context.tokens, context.weight = tokens, weight  # type: ignore[attr-defined]
+        """Return the rows of `weight` [V, H] for `tokens`, int64 [...]: [..., H]."""
+        context.tokens = tokens  # type: ignore[attr-defined]
+        context.weight = weight  # type: ignore[attr-defined]
         return F.embedding(tokens, weight)
 
     @staticmethod
     @once_differentiable
     def backward(context: Any, for_rows: Tensor) -> tuple[None, Tensor | None]:
-        """Add the rows' gradients."""
+        """Add the gradients of the rows, [..., H], to the gradient buffer [V, H]."""
         total = context.weight.main_grad
-        _settle(total)
+        _zero_if_blank(total)
         total.index_add_(
             0, context.tokens.flatten(), for_rows.reshape(-1, total.shape[1]).to(total.dtype)
         )
-        return None, told_of_gradient(context.weight)
+        return None, mark_gradient_accumulated(context.weight)
 
 
-class _FunctionsOfLayers:
-    """`torch.nn.functional` as seen by megatron-core's layers."""
+class _LayerFunctions:
+    """Replacement of `torch.nn.functional` in megatron-core's layers, with our embedding lookup."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(F, name)
 
     @staticmethod
     def embedding(tokens: Tensor, weight: Tensor) -> Tensor:
-        """As torch's."""
-        into_buffer = (
+        """Return the rows of `weight` [V, H] for `tokens`, int64 [...]: [..., H]."""
+        has_buffer = (
             weight.requires_grad and hasattr(weight, "main_grad") and torch.is_grad_enabled()
         )
-        return _Lookup.apply(tokens, weight) if into_buffer else F.embedding(tokens, weight)  # type: ignore[no-untyped-call]
+        return _Embedding.apply(tokens, weight) if has_buffer else F.embedding(tokens, weight)  # type: ignore[no-untyped-call]
 
 
-def keep_compiler_out_of_optimizers() -> None:
-    """Have torch's optimizers run without its compiler.
+def remove_compiler_from_optimizers() -> None:
+    """Make torch's optimizers run without importing torch's compiler.
 
-    They import it at their first call, whether or not anything is compiled, to mark what must not
-    be compiled. The import takes 0.7 s of a processor and 70 MiB of each process.
+    They import it at their first call, even if nothing is compiled, to mark functions that must not
+    be compiled. The import takes 0.7 s of processor time and 70 MiB in each process.
     """
     optimizer: Any = torch.optim.Optimizer
     for name in ("add_param_group", "load_state_dict", "state_dict", "zero_grad"):
         setattr(optimizer, name, inspect.unwrap(getattr(optimizer, name)))
 
-    adam: Any = torch.optim.Adam  # also the class that AdamW inherits its step from
+    # AdamW inherits `step` from Adam.
+    adam: Any = torch.optim.Adam
     eager_step = inspect.unwrap(adam.step)
 
     def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
-        """As torch's."""
+        """Take one step; see torch.optim.Adam.step."""
         with torch.set_grad_enabled(self.defaults["differentiable"]):
             return eager_step(self, closure)
 
@@ -260,11 +325,15 @@ def keep_compiler_out_of_optimizers() -> None:
 
 
 def install() -> None:
-    """Redirect megatron-core to the CPU; call before a model is built. Harmless to call again."""
+    """Patch megatron-core for the CPU.
+
+    Call it before a model is built. Further calls have no effect, and neither has a call on a
+    machine with CUDA.
+    """
     if torch.cuda.is_available() or getattr(torch.cuda.current_device, "answers_cpu", False):
         return
 
-    # Buffers are allocated on torch.cuda.current_device(): let the answer be the CPU.
+    # megatron-core allocates buffers on torch.cuda.current_device(): return the CPU.
     def current_device() -> torch.device:
         return torch.device("cpu")
 
@@ -274,16 +343,16 @@ def install() -> None:
     tensor_class: Any = Tensor
     tensor_class.cuda = lambda self, *args, **kwargs: self
 
-    # Streams, events and synchronization order GPU work: nothing to order here.
+    # Streams, events and synchronization order the work of a GPU; a CPU needs none of them.
     cuda.synchronize = lambda *args, **kwargs: None
-    cuda.Stream = cuda.Event = _Inert
-    cuda.current_stream = cuda.default_stream = lambda *args, **kwargs: _Inert()
+    cuda.Stream = cuda.Event = _NoOpStream
+    cuda.current_stream = cuda.default_stream = lambda *args, **kwargs: _NoOpStream()
     cuda.stream = lambda *args, **kwargs: contextlib.nullcontext()
 
-    # The model-parallel random state tracker saves and restores the CUDA generator: give it the
-    # CPU's.
+    # megatron-core's tracker of model-parallel random states saves and restores the generator of
+    # CUDA: use that of the CPU.
     cuda.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
-    # `torch.manual_seed` would also record a stack trace for the absent devices, in 6 ms.
+    # `torch.manual_seed` would also record a stack trace for the absent devices, which takes 6 ms.
     cuda.manual_seed = torch.default_generator.manual_seed
     from megatron.core.tensor_parallel import random as tensor_parallel_random
 
@@ -292,7 +361,7 @@ def install() -> None:
         state
     )
 
-    # Modules that spell device="cuda" in tensor factories.
+    # These modules pass device="cuda" to tensor factories.
     from megatron.core import utils
     from megatron.core.optimizer import clip_grads, optimizer
     from megatron.core.pipeline_parallel import schedules
@@ -300,49 +369,49 @@ def install() -> None:
     for module in (schedules, clip_grads, optimizer, utils):
         module.torch = _TorchWithoutCudaLiterals()
 
-    # The fallback for transformer-engine's and apex's norm of the gradients is inaccurate for large
-    # tensors.
+    # megatron-core's fallback for the gradient norm of transformer-engine and apex is inaccurate
+    # for large tensors.
     clip_grads.l2_norm_impl = multi_tensor_l2_norm
 
-    # The token dispatcher makes arrays of split sizes only as it copies them from a GPU; the
-    # collective takes no tensors.
+    # The token dispatcher converts split sizes to lists only while it copies them from a GPU, but
+    # the all-to-all accepts no tensors.
     from megatron.core.transformer.moe import token_dispatcher
 
-    token_dispatcher.maybe_move_tensor_to_cpu = _split_sizes
+    token_dispatcher.maybe_move_tensor_to_cpu = _convert_split_sizes
 
-    # gloo gathers and scatters equal parts only, but each tensor rank of an expert receives its own
-    # number of tokens.
+    # gloo's all-gather and reduce-scatter support equal parts only, but the tensor ranks of an
+    # expert receive different numbers of tokens.
     from megatron.core.tensor_parallel import layers, mappings
 
-    mappings._gather_along_first_dim = _gather_parts(mappings._gather_along_first_dim)
-    mappings._reduce_scatter_along_first_dim = _reduce_scatter_parts(
+    mappings._gather_along_first_dim = _gather_unequal_parts(mappings._gather_along_first_dim)
+    mappings._reduce_scatter_along_first_dim = _reduce_scatter_unequal_parts(
         mappings._reduce_scatter_along_first_dim
     )
-    _install_gradient_buffers(layers)
+    _patch_gradient_buffers(layers)
 
-    # Optimizers and gradient clipping tell fp32 from 16-bit parameters by the type names of CUDA
-    # tensors.
-    tensor_class.type = _cuda_type_name(Tensor.type)
+    # Optimizers and gradient clipping distinguish fp32 from 16-bit parameters by the names of CUDA
+    # tensor types.
+    tensor_class.type = _with_cuda_type_names(Tensor.type)
 
-    keep_compiler_out_of_optimizers()
+    remove_compiler_from_optimizers()
 
-    # These are compiled for GPUs, or make a temporary a tensor.
+    # megatron-core's versions are compiled for GPUs, or allocate a tensor for every temporary.
     from megatron.core.fusions import fused_bias_swiglu
 
     for function in (swiglu, swiglu_back, weighted_swiglu, weighted_swiglu_back):
         setattr(fused_bias_swiglu, function.__name__, function)
 
 
-def _install_gradient_buffers(layers: Any) -> None:
-    """Have weights' gradients added where they are kept: one that is made apart takes its memory's
-    way three times."""
+def _patch_gradient_buffers(layers: Any) -> None:
+    """Make backward passes add the gradients of weights directly to DDP's gradient buffers.
+
+    A separate gradient tensor would be written, read and added: three times the memory traffic.
+    """
     from megatron.core.distributed import param_and_grad_buffer
 
-    param_and_grad_buffer._ParamAndGradBuffer.reset = forget_gradients
+    param_and_grad_buffer._ParamAndGradBuffer.reset = reset_gradient_buffer
     group = param_and_grad_buffer._ParamAndGradBucketGroup
-    group.start_grad_sync = _settled_before(group.start_grad_sync)
-    layers.fused_weight_gradient_mlp_cuda, layers._grad_accum_fusion_available = (
-        GradientAccumulation,
-        True,
-    )
-    layers.F = _FunctionsOfLayers()
+    group.start_grad_sync = _zero_blanks_before(group.start_grad_sync)
+    layers.fused_weight_gradient_mlp_cuda = GradientAccumulation
+    layers._grad_accum_fusion_available = True
+    layers.F = _LayerFunctions()

@@ -1,4 +1,9 @@
-"""GPT models in megatron-core from a model's shape and a parallel layout."""
+"""Construction of megatron-core GPT models from a model's shape and a parallel layout.
+
+- `transformer_config`: megatron-core's configuration of a model.
+- `build_model`: this rank's model chunks, without weights.
+- `wrap_for_training`: megatron-core's DDP around the chunks.
+"""
 
 import importlib.util
 import itertools
@@ -34,8 +39,8 @@ from aligner.megatron.layers import (
     uses_transformer_engine,
 )
 from aligner.megatron.world import World
-from aligner.models.shape import ModelShape, inverse_frequencies
-from aligner.models.weight_slices import Head, vocabulary_rows
+from aligner.models.shape import ModelShape, compute_inverse_frequencies
+from aligner.models.weight_slices import Head, count_vocabulary_rows
 from aligner.schema import MegatronModelConfig, OptimizerConfig, ParallelConfig, TrainedModelConfig
 
 _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
@@ -52,8 +57,8 @@ _RECOMPUTE: dict[str, dict[str, Any]] = {
         "recompute_num_layers": 1,
     },
 }
-# Recipes whose scales are those of the numbers at hand: one with a history of them would not resume
-# to the bit.
+# All recipes scale by the current values. Delayed scaling, which uses a history of values, could
+# not resume a run bit for bit.
 _FP8: dict[str, dict[str, Any]] = {
     "tensorwise": {"fp8": "hybrid", "fp8_recipe": "tensorwise"},
     "blockwise": {"fp8": "e4m3", "fp8_recipe": "blockwise"},
@@ -64,13 +69,13 @@ _FP8: dict[str, dict[str, Any]] = {
 def _finalize_gradients(
     model: list[MegatronModule], num_tokens: Tensor | None = None, **_: object
 ) -> None:
-    # Our losses are sums over a global denominator: gradients are added up, and never divided by a
-    # count.
+    # The losses are sums over a global denominator, so gradients are summed over ranks and
+    # micro-batches and never divided by a number of tokens.
     finalize_model_grads(model, None)
 
 
 def _architecture_settings(shape: ModelShape) -> dict[str, Any]:
-    """The arguments of a TransformerConfig that the model's shape decides."""
+    """Return the arguments of a TransformerConfig that follow from the model's shape."""
     window = shape.sliding_window
     return {
         "num_layers": shape.num_layers,
@@ -86,7 +91,8 @@ def _architecture_settings(shape: ModelShape) -> dict[str, Any]:
         "activation_func": _ACTIVATIONS[shape.activation],
         "add_bias_linear": shape.linear_bias,
         "add_qkv_bias": shape.qkv_bias,
-        # Ours counts the token itself, megatron-core's the tokens before it and after it.
+        # Hugging Face's window includes the token itself; megatron-core's counts the tokens before
+        # and after it.
         "window_size": None if window is None else (window - 1, 0),
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
@@ -95,41 +101,43 @@ def _architecture_settings(shape: ModelShape) -> dict[str, Any]:
 
 
 def _expert_settings(shape: ModelShape) -> dict[str, Any]:
+    """Return the arguments of a TransformerConfig for a model with experts."""
     return {
         "num_moe_experts": shape.num_experts,
         "moe_router_topk": shape.experts_per_token,
         "moe_ffn_hidden_size": shape.ffn_hidden_size,
-        # A softmax over the chosen experts alone is one over all of them, scaled so that the chosen
-        # sum to one.
+        # A softmax over the chosen experts equals a softmax over all experts whose chosen weights
+        # are normalized to a sum of one.
         "moe_router_pre_softmax": not shape.normalize_expert_weights,
-        # The choice of experts is sensitive to rounding, so it is made in fp32 whatever the layers
-        # compute in.
+        # The choice of experts is sensitive to rounding, so the router computes in fp32 whatever
+        # the dtype of the layers.
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
-        # megatron-core's grouped products put all experts in one parameter, or need
-        # transformer-engine: see grouped_experts.
+        # megatron-core's grouped GEMM stores all experts in one parameter or requires
+        # transformer-engine; see `aligner.megatron.layers.GroupedExperts`.
         "moe_grouped_gemm": False,
     }
 
 
-def _layout_arguments(layout: ParallelConfig) -> dict[str, Any]:
-    interleaved = layout.virtual_pipeline > 1
+def _layout_settings(layout: ParallelConfig) -> dict[str, Any]:
+    """Return the arguments of a TransformerConfig that follow from the parallel layout."""
+    is_interleaved = layout.virtual_pipeline > 1
     return {
         "tensor_model_parallel_size": layout.tensor,
         "sequence_parallel": layout.sequence,
         "pipeline_model_parallel_size": layout.pipeline,
-        "virtual_pipeline_model_parallel_size": layout.virtual_pipeline if interleaved else None,
+        "virtual_pipeline_model_parallel_size": layout.virtual_pipeline if is_interleaved else None,
         "num_layers_in_last_pipeline_stage": (
-            layout.last_stage_layers if layout.pipeline > 1 and not interleaved else None
+            layout.last_stage_layers if layout.pipeline > 1 and not is_interleaved else None
         ),
         "context_parallel_size": layout.context,
         "expert_model_parallel_size": layout.expert,
         "expert_tensor_parallel_size": layout.expert_tensor_size,
-        # Batched, the two messages that two interleaved stages exchange at once are told apart by
-        # nothing.
-        "overlap_p2p_comm": interleaved,
-        "batch_p2p_comm": not interleaved,
+        # Under the interleaved schedule, two stages exchange two messages at the same time. Batched
+        # point-to-point operations could not distinguish them.
+        "overlap_p2p_comm": is_interleaved,
+        "batch_p2p_comm": not is_interleaved,
     }
 
 
@@ -142,12 +150,17 @@ def transformer_config(
     transformer_engine: bool = False,
     fp8_recipe: str | None = None,
 ) -> TransformerConfig:
-    """megatron-core's description of the model at a layout, whose layers are transformer-engine's
-    or not.
+    """Return megatron-core's configuration of a model at a parallel layout.
 
-    With an `fp8_recipe` their products are of fp8 numbers.
+    Args:
+        shape: Dimensions of the model.
+        layout: Parallel sizes.
+        dtype: Dtype of parameters and activations.
+        recompute: Activation recomputation: none, selective or full.
+        transformer_engine: Whether the layers are transformer-engine's.
+        fp8_recipe: Scaling recipe of fp8 GEMMs; None means GEMMs in `dtype`.
     """
-    plain_swiglu = shape.gated and shape.activation == "silu" and not shape.linear_bias
+    is_plain_swiglu = shape.gated and shape.activation == "silu" and not shape.linear_bias
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return TransformerConfig(
@@ -155,35 +168,38 @@ def transformer_config(
             params_dtype=dtype,
             pipeline_dtype=dtype,
             bf16=dtype == torch.bfloat16,
-            # Weights are read from files, so none are drawn.
+            # Weights are read from files, so random initialization would be wasted.
             perform_initialization=False,
             use_cpu_initialization=True,
-            # Packed micro-batches differ in length; megatron-core ties that to this dispatcher, for
-            # dense models too.
+            # Packed micro-batches differ in length. megatron-core then requires this dispatcher,
+            # even for dense models.
             variable_seq_lengths=True,
             moe_token_dispatcher_type="alltoall",
-            # With it neither the schedule nor DDP divides by micro-batches or ranks (see
-            # _finalize_gradients).
+            # It keeps the schedule and DDP from dividing by the number of micro-batches or ranks;
+            # see _finalize_gradients.
             calculate_per_token_loss=True,
             deterministic_mode=torch.cuda.is_available()
             and torch.are_deterministic_algorithms_enabled(),
             finalize_model_grads_func=_finalize_gradients,
-            gradient_accumulation_fusion=_adds_gradients_in_products(),
+            gradient_accumulation_fusion=_has_fused_gradient_accumulation(),
             masked_softmax_fusion=False,
-            # megatron-core's, compiled where there is a GPU; cpu_backend has others.
-            bias_activation_fusion=plain_swiglu,
+            # On GPUs, megatron-core compiles these functions; cpu_backend replaces them on CPUs.
+            bias_activation_fusion=is_plain_swiglu,
             bias_dropout_fusion=False,
-            # Unfused, it synchronizes with the GPU in every layer of a packed micro-batch.
+            # The unfused rotary embedding synchronizes with the GPU in every layer of a packed
+            # micro-batch.
             apply_rope_fusion=transformer_engine and shape.position == "rotary",
-            **_layout_arguments(layout),
+            **_layout_settings(layout),
             **_RECOMPUTE[recompute],
             **({} if fp8_recipe is None else _FP8[fp8_recipe]),
         )
 
 
-def _adds_gradients_in_products() -> bool:
-    """Whether a weight's gradient is added to its buffer by the product that computes it: on a CPU,
-    and by apex's kernels."""
+def _has_fused_gradient_accumulation() -> bool:
+    """Return whether the GEMM of a weight's gradient adds to the gradient buffer directly.
+
+    On CPUs `cpu_backend` implements it, on GPUs apex's kernels do.
+    """
     return (
         not torch.cuda.is_available()
         or importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
@@ -191,11 +207,13 @@ def _adds_gradients_in_products() -> bool:
 
 
 def computing_dtype(settings: MegatronModelConfig, device: torch.device) -> torch.dtype:
-    """What the layers compute in: a GPU in bf16 unless told otherwise; a CPU has no fast bf16
-    product."""
+    """Return the dtype of the layers' computations.
+
+    The automatic value is bf16 on GPUs and fp32 on CPUs, which have no fast bf16 GEMM.
+    """
     auto = "bf16" if device.type == "cuda" else "fp32"
-    chosen = auto if settings.precision == "auto" else settings.precision
-    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16}[chosen]
+    precision = auto if settings.precision == "auto" else settings.precision
+    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16}[precision]
 
 
 def build_model(
@@ -206,28 +224,46 @@ def build_model(
     *,
     exact: bool = False,
 ) -> list[GPTModel]:
-    """This rank's chunks of the model, weights not yet read: one, or as many as the layout
-    interleaves.
+    """Return this rank's model chunks, without weights.
 
-    `exact` is `engine.exact`. Raises ConfigError for fp8 products where transformer-engine's layers
-    cannot be had.
+    There is one chunk, or as many as the interleaved schedule of the layout requires.
+
+    Args:
+        shape: Dimensions of the model.
+        world: This rank's view of the role's ranks.
+        head: Vocabulary head or scalar head.
+        settings: Configuration section of the model.
+        exact: `engine.exact`: use batch-invariant kernels.
+
+    Raises:
+        ConfigError: If fp8 is configured but transformer-engine's layers are not available.
     """
     dtype = computing_dtype(settings, world.device)
     recompute = settings.recompute if isinstance(settings, TrainedModelConfig) else "none"
-    engine = uses_transformer_engine(settings, dtype)
+    transformer_engine = uses_transformer_engine(settings, dtype)
     fp8_recipe = settings.fp8_recipe if settings.precision == "fp8" else None
-    if fp8_recipe is not None and not engine:
+    if fp8_recipe is not None and not transformer_engine:
         raise ConfigError(
             "precision=fp8: requires transformer-engine on a GPU; install transformer-engine, or"
             " set precision=bf16"
         )
     config = transformer_config(
-        shape, world.layout, dtype, recompute, transformer_engine=engine, fp8_recipe=fp8_recipe
+        shape,
+        world.layout,
+        dtype,
+        recompute,
+        transformer_engine=transformer_engine,
+        fp8_recipe=fp8_recipe,
     )
-    layers = partial(decoder_submodules, shape, config, exact=exact, transformer_engine=engine)
-    rotary = "rope" if engine else "none"  # our attention rotates by itself
+    build_layers = partial(
+        decoder_submodules, shape, config, exact=exact, transformer_engine=transformer_engine
+    )
+    # `PackedAttention` applies rotary positions itself.
+    rotary = "rope" if transformer_engine else "none"
     chunks = range(world.layout.virtual_pipeline)
-    return [_build_chunk(shape, world, head, config, chunk, layers, rotary) for chunk in chunks]
+    return [
+        _build_chunk(shape, world, head, config, chunk, build_layers, rotary) for chunk in chunks
+    ]
 
 
 def _build_chunk(
@@ -236,71 +272,88 @@ def _build_chunk(
     head: Head,
     config: TransformerConfig,
     chunk: int,
-    layers: Callable[[int | None], TransformerBlockSubmodules],
+    build_layers: Callable[[int | None], TransformerBlockSubmodules],
     rotary: str,
 ) -> GPTModel:
+    """Return one model chunk of this rank, on its device.
+
+    Args:
+        shape: Dimensions of the model.
+        world: This rank's view of the role's ranks.
+        head: Vocabulary head or scalar head.
+        config: megatron-core's configuration of the model.
+        chunk: Index of the chunk on this pipeline stage.
+        build_layers: Function that returns the layer specs of a chunk.
+        rotary: megatron-core's type of rotary positions, rope or none.
+    """
     chunks = world.layout.virtual_pipeline
-    holds_head = world.is_last_stage and chunk == chunks - 1
+    has_head = world.is_last_stage and chunk == chunks - 1
     stage = chunk if chunks > 1 else None
     tensor_ranks = world.layout.tensor
-    padded_vocabulary = vocabulary_rows(shape.vocab_size, tensor_ranks) * tensor_ranks
+    padded_vocabulary = count_vocabulary_rows(shape.vocab_size, tensor_ranks) * tensor_ranks
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = GPTModel(
             config=config,
-            transformer_layer_spec=layers(stage),
+            transformer_layer_spec=build_layers(stage),
             vocab_size=padded_vocabulary,
             max_sequence_length=shape.max_positions,
             position_embedding_type={"rotary": rotary, "learned": "learned_absolute"}[
                 shape.position
             ],
             rotary_percent=shape.rotary_fraction,
-            pre_process=world.place.pipeline == 0 and chunk == 0,
-            post_process=holds_head,
+            pre_process=world.coordinates.pipeline == 0 and chunk == 0,
+            post_process=has_head,
             share_embeddings_and_output_weights=shape.tied_embeddings and head == "vocabulary",
             parallel_output=True,
             vp_stage=stage,
         )
     if shape.position == "rotary" and rotary == "rope":
-        # Those that the engines use too, every scaling included; in float32, since positions of
-        # long contexts need the digits.
+        # Use the engines' frequencies, which include every kind of scaling. They are float32,
+        # because the angles of long contexts need its precision.
         model.rotary_pos_emb.inv_freq = torch.tensor(
-            inverse_frequencies(shape), dtype=torch.float32
+            compute_inverse_frequencies(shape), dtype=torch.float32
         )
-    _clear_padding(model, padded_vocabulary - shape.vocab_size, world)
+    _clear_vocabulary_padding(model, padded_vocabulary - shape.vocab_size, world)
     _mark_tensor_parallel(model)
     _mark_experts(model)
-    if holds_head:
+    if has_head:
         install_head(model, head, shape.vocab_size)
-    # Layers are made in the config's type, but norms and heads of our own are not.
+    # megatron-core creates its layers in the configured dtype; our norms and heads are float32.
     model = model.to(device=world.device, dtype=config.params_dtype)
     for experts in (module for module in model.modules() if isinstance(module, GroupedExperts)):
-        experts.lay_together()
+        experts.make_weights_contiguous()
     return model
 
 
-def _clear_padding(model: GPTModel, padding: int, world: World) -> None:
-    """Set the rows of the embedding and the head that pad the vocabulary to zero: files have no
-    values for them, and memory that nothing has written may contain NaNs."""
-    if not padding or world.place.tensor != world.layout.tensor - 1:
+def _clear_vocabulary_padding(model: GPTModel, padding: int, world: World) -> None:
+    """Set the last `padding` rows of the embedding and the head to zero, on the last tensor rank.
+
+    These rows pad the vocabulary. Files have no values for them, and uninitialized memory may
+    contain NaNs.
+    """
+    if not padding or world.coordinates.tensor != world.layout.tensor - 1:
         return
     embedding = getattr(model, "embedding", None)
-    candidates = (
+    weights = (
         None if embedding is None else embedding.word_embeddings.weight,
         getattr(getattr(model, "output_layer", None), "weight", None),
     )
     with torch.no_grad():
-        for weight in candidates:
+        for weight in weights:
             if weight is not None:
                 weight[-padding:] = 0.0
 
 
 def _mark_tensor_parallel(model: GPTModel) -> None:
-    # megatron-core marks a cut weight only where it draws it; unmarked, it would be counted once in
-    # the gradient norm instead of once a slice.
+    # megatron-core marks a sharded weight only when it initializes the weight. Without the mark,
+    # the gradient norm would count only the shard of the first tensor rank.
     for module in model.modules():
-        cut = isinstance(module, (ColumnParallelLinear, VocabParallelEmbedding, RowParallelLinear))
-        if cut and module.weight is not None:  # a tied head of the same stage has none of its own
+        is_sharded = isinstance(
+            module, (ColumnParallelLinear, VocabParallelEmbedding, RowParallelLinear)
+        )
+        # A tied head on the embedding's stage has no weight of its own.
+        if is_sharded and module.weight is not None:
             dimension = int(isinstance(module, RowParallelLinear))
             set_tensor_model_parallel_attributes(
                 module.weight, is_parallel=True, dim=dimension, stride=1
@@ -308,9 +361,9 @@ def _mark_tensor_parallel(model: GPTModel) -> None:
 
 
 def _mark_experts(model: GPTModel) -> None:
-    # megatron-core adds experts' gradients up over the experts' own data ranks only where it is
-    # marked, and marks it only where expert parallelism is above 1; experts may be cut otherwise
-    # than the dense layers without it.
+    # DDP puts parameters with `allreduce = False` into the experts' own buffers and reduces their
+    # gradients over the experts' data ranks. megatron-core sets it only if the expert-parallel size
+    # is above 1, but the layout of experts can differ from that of dense layers without it.
     for name, parameter in model.named_parameters():
         if ".local_experts." in name:
             parameter.allreduce = False  # type: ignore[attr-defined]
@@ -319,8 +372,12 @@ def _mark_experts(model: GPTModel) -> None:
 def wrap_for_training(
     chunks: Sequence[GPTModel], optimizer: OptimizerConfig
 ) -> list[DistributedDataParallel]:
-    """megatron-core's DDP: contiguous fp32 gradient buffers, summed over the data and context
-    ranks."""
+    """Return the model chunks wrapped in megatron-core's DDP.
+
+    DDP stores the gradients in contiguous fp32 buckets and sums them over the data and context
+    ranks. With `overlap_grad_reduce`, it reduces a bucket as soon as the gradients of the last
+    micro-batch are complete.
+    """
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=optimizer.overlap_grad_reduce,
@@ -329,34 +386,38 @@ def wrap_for_training(
         average_in_collective=False,
     )
     for chunk in chunks:
-        # A recomputed layer whose input asks for no gradient gets none for its weights either:
-        # behind a frozen embedding, let the hidden states ask for one.
+        # With full activation recomputation, a layer computes gradients of its weights only if its
+        # input requires gradients. After a frozen embedding, make the hidden states require them.
         if chunk.pre_process and chunk.config.recompute_granularity == "full":
             chunk.embedding.register_forward_hook(
-                lambda module, inputs, hidden: _asking_for_gradients(hidden)
+                lambda module, inputs, hidden: _require_gradients(hidden)
             )
     wrapped = [DistributedDataParallel(chunk.config, settings, chunk) for chunk in chunks]
     if optimizer.overlap_grad_reduce:
         for parameter in itertools.chain.from_iterable(chunk.parameters() for chunk in chunks):
             parameter.is_reduced_early = parameter.requires_grad  # type: ignore[attr-defined]
-        # Only what the last micro-batch has come to is summed.
-        each = [chunk.no_sync for chunk in wrapped]
-        wrapped[0].config.no_sync_func = each if len(each) > 1 else each[0]
+        # The schedule enters no_sync for all micro-batches except the last, so only the accumulated
+        # gradients are reduced.
+        no_sync_functions = [chunk.no_sync for chunk in wrapped]
+        wrapped[0].config.no_sync_func = (
+            no_sync_functions if len(no_sync_functions) > 1 else no_sync_functions[0]
+        )
     return wrapped
 
 
-def _asking_for_gradients(hidden: Tensor) -> Tensor:
+def _require_gradients(hidden: Tensor) -> Tensor:
+    """Return the hidden states, which require gradients if autograd records."""
     return (
         hidden if hidden.requires_grad or not torch.is_grad_enabled() else hidden.requires_grad_()
     )
 
 
 def drop_last_graph(chunks: Sequence[GPTModel]) -> None:
-    """Let go of the last micro-batch's autograd graph.
+    """Release the autograd graph of the last micro-batch.
 
-    Token dispatchers keep tensors of it until the next forward pass; through the graph's gradient
-    hooks these refer to the model itself, in a cycle that Python cannot see and would never
-    collect.
+    megatron-core's token dispatchers keep tensors of it until the next forward pass. Through the
+    gradient hooks of the graph, these tensors refer to the model itself. Python's garbage collector
+    cannot see this reference cycle and would never free it.
     """
     dispatchers = [
         getattr(module, "token_dispatcher", None) for chunk in chunks for module in chunk.modules()

@@ -1,5 +1,13 @@
-"""The layers and the head of a pipeline stage: megatron-core's own around our norms, our attention
-and our heads."""
+"""Layers and output heads of a pipeline stage, for megatron-core's layer specs.
+
+- Expert layers: `GroupedExperts` computes a layer's experts with two grouped GEMMs, since single
+  GEMMs for one expert after another would leave a GPU waiting for kernel launches. Each expert's
+  weights stay separate parameters with megatron-core's names, so files, checkpoints, resharding and
+  gradient buffers do not depend on the grouping. `ExpertsLayer` adds routing replay.
+- Norms: `RMSNorm` and `LayerNorm` with sequence parallelism.
+- `decoder_submodules`: layer specs of a stage, with transformer-engine's or our own modules.
+- Heads: `VocabularyHead` for log-probs and `ScalarHead` for values and rewards.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -33,20 +41,22 @@ from torch.autograd.function import once_differentiable
 
 from aligner.data.types import KeptTokens
 from aligner.megatron.attention import PackedAttention
-from aligner.megatron.cpu_backend import told_of_gradient
-from aligner.megatron.logprobs import vocab_parallel_logprobs, vocab_parallel_top
-from aligner.megatron.packing import PackedSequences, Routes
-from aligner.models.shape import ModelShape, inverse_frequencies
+from aligner.megatron.cpu_backend import mark_gradient_accumulated
+from aligner.megatron.logprobs import vocab_parallel_logprobs, vocab_parallel_top_ids
+from aligner.megatron.packing import PackedSequences, RoutingReplay
+from aligner.models.shape import ModelShape, compute_inverse_frequencies
 from aligner.models.weight_slices import Head
 from aligner.schema import ActorConfig, MegatronModelConfig
 
+# torch's grouped GEMM requires rows whose size is a multiple of this number of bytes.
 _ALIGNED_BYTES = 16
-"""Rows of what is multiplied must be multiples of it."""
 
 
-def can_group(config: TransformerConfig) -> bool:
-    """Whether torch has grouped products for these experts: in bf16, on GPUs from Hopper on. On a
-    CPU they gain nothing."""
+def supports_grouped_gemm(config: TransformerConfig) -> bool:
+    """Return whether to compute the experts of this configuration with torch's grouped GEMM.
+
+    It exists for bf16 on GPUs from Hopper on, with aligned rows. On a CPU it would gain nothing.
+    """
     if not (
         torch.cuda.is_available()
         and hasattr(F, "grouped_mm")
@@ -58,44 +68,59 @@ def can_group(config: TransformerConfig) -> bool:
         size * config.params_dtype.itemsize % _ALIGNED_BYTES == 0
         for size in (width, config.hidden_size)
     )
-    # megatron-core's fused SwiGLU, the only one here, is for experts without biases.
+    # `GroupedExperts` uses megatron-core's fused SwiGLU, which supports experts without biases
+    # only.
     return aligned and config.params_dtype == torch.bfloat16 and config.bias_activation_fusion
 
 
 class GroupedExperts(SequentialMLP):
-    """megatron-core's experts of a rank, all at once; tokens come sorted by expert."""
+    """megatron-core's experts of a rank, computed by grouped GEMMs.
+
+    The token dispatcher passes the tokens sorted by expert.
+    """
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
-        # Gradient buffers are filled from the last parameter to the first: so experts lie there in
-        # their order.
+        # DDP fills its gradient buffer from the last parameter to the first. Reversing the experts
+        # here puts them into the buffer in ascending order, so that one view covers all of them.
         experts = self.local_experts._modules
         self.local_experts._modules = dict(reversed(experts.items()))
 
-    def lay_together(self) -> None:
-        """Give the experts' weights one memory, where they lie behind each other; of other memory
-        copies are multiplied."""
-        for weights in self._weights():
-            for weight, place in zip(
+    def make_weights_contiguous(self) -> None:
+        """Move the weights of all experts of a layer into one tensor, in the order of the experts.
+
+        The parameters become views of it. The grouped GEMM reads contiguous weights in place; of
+        other weights it would need a copy.
+        """
+        for weights in self._expert_weights():
+            for weight, view in zip(
                 weights, torch.stack([weight.data for weight in weights]), strict=True
             ):
-                weight.data = place
+                weight.data = view
 
     def forward(
         self, tokens: Tensor, tokens_per_expert: Tensor, probs: Tensor
     ) -> tuple[Tensor, None]:
-        """[T, H], int64 [E] and the router's weights [T] to [T, H], with megatron-core's (output,
-        bias) convention."""
-        up, down = self._weights()
+        """Return the experts' outputs with megatron-core's (output, bias) convention.
+
+        Args:
+            tokens: Hidden states sorted by expert, bf16 [T, H].
+            tokens_per_expert: Number of tokens of each local expert, int64 [E].
+            probs: The router's weight of each token, [T].
+
+        Returns:
+            bf16 [T, H] and None.
+        """
+        up, down = self._expert_weights()
         counts = tokens_per_expert.tolist()
         hidden = _GroupedLinear.apply(tokens, counts, *up)  # type: ignore[no-untyped-call]
         hidden = weighted_bias_swiglu_impl(hidden, None, probs.unsqueeze(-1), False)
         return _GroupedLinear.apply(hidden, counts, *down), None  # type: ignore[no-untyped-call]
 
-    def _weights(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        """Of both layers, by expert."""
+    def _expert_weights(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """Return the weights of both linear layers, in the order of the experts."""
         experts = [
-            self.local_experts.get_submodule(str(place)) for place in range(self.num_local_experts)
+            self.local_experts.get_submodule(str(index)) for index in range(self.num_local_experts)
         ]
         return [expert.linear_fc1.weight for expert in experts], [
             expert.linear_fc2.weight for expert in experts
@@ -103,31 +128,50 @@ class GroupedExperts(SequentialMLP):
 
 
 class _GroupedLinear(Function):
-    """Rows of an input [T, in], so many an expert, each times its expert's weight [out, in]: [T,
-    out]."""
+    """Linear layers of E experts: each row of the input times the weight of its expert."""
 
     @staticmethod
     def forward(context: Any, inputs: Tensor, counts: Sequence[int], *weights: Tensor) -> Tensor:
-        """`counts` of tokens, by expert, are as many as weights."""
+        """Return the outputs of all rows.
+
+        Args:
+            context: Autograd context.
+            inputs: Rows sorted by expert, [T, in].
+            counts: Number of rows of each expert.
+            *weights: One weight [out, in] for each expert.
+
+        Returns:
+            [T, out].
+        """
         ends = torch.tensor(counts).cumsum(0).to(inputs.device, torch.int32)
         context.save_for_backward(inputs, ends)
-        context.counts, context.weights = counts, weights
+        context.counts = counts
+        context.weights = weights
         if not len(inputs):
             return inputs.new_empty(0, len(weights[0]))
-        return F.grouped_mm(inputs, _together(weights).transpose(1, 2), offs=ends)
+        return F.grouped_mm(inputs, _stack_or_view(weights).transpose(1, 2), offs=ends)
 
     @staticmethod
     @once_differentiable
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of the inputs and of the weights; these go into their buffers where they have
-        some."""
-        (inputs, ends), weights = context.saved_tensors, context.weights
+        """Return the gradients of the inputs and of the weights.
+
+        Weights with a DDP gradient buffer (`main_grad`) have their gradients added to the buffer.
+
+        Args:
+            context: Autograd context of the forward pass.
+            gradient: Gradient of the outputs, [T, out].
+        """
+        inputs, ends = context.saved_tensors
+        weights = context.weights
         if not len(inputs):
-            for_inputs, for_weights = inputs, inputs.new_zeros(len(weights), *weights[0].shape)
+            for_inputs = inputs
+            for_weights = inputs.new_zeros(len(weights), *weights[0].shape)
         else:
             gradient = gradient.contiguous()
-            for_inputs = F.grouped_mm(gradient, _together(weights), offs=ends)
+            for_inputs = F.grouped_mm(gradient, _stack_or_view(weights), offs=ends)
             for_weights = F.grouped_mm(gradient.t(), inputs, offs=ends)
+            # The grouped GEMM does not write the results of empty groups.
             if empty := [expert for expert, count in enumerate(context.counts) if not count]:
                 for_weights[empty] = 0.0
         if not context.needs_input_grad[2]:
@@ -135,27 +179,31 @@ class _GroupedLinear(Function):
         if not hasattr(weights[0], "main_grad"):
             return for_inputs, None, *for_weights
         totals = [weight.main_grad for weight in weights]
-        if (together := _view(totals)) is not None:
-            together.add_(for_weights)
+        if (total_view := _stacked_view(totals)) is not None:
+            total_view.add_(for_weights)
         else:
             torch._foreach_add_(totals, list(for_weights.to(totals[0].dtype)))
-        return for_inputs, None, *map(told_of_gradient, weights)
+        return for_inputs, None, *map(mark_gradient_accumulated, weights)
 
 
-def _together(tensors: Sequence[Tensor]) -> Tensor:
-    """Tensors of one shape as one [E, …]: their own memory, or a copy."""
-    view = _view(tensors)
+def _stack_or_view(tensors: Sequence[Tensor]) -> Tensor:
+    """Return E tensors of one shape as one tensor [E, …]: a view if possible, otherwise a copy."""
+    view = _stacked_view(tensors)
     return torch.stack(tuple(tensors)) if view is None else view
 
 
-def _view(tensors: Sequence[Tensor]) -> Tensor | None:
-    """Tensors of one shape as one [E, …], where they lie in one memory in this order, equally far
-    apart; else None."""
-    first, starts = tensors[0].detach(), [tensor.data_ptr() for tensor in tensors]
+def _stacked_view(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Return E tensors of one shape as a view [E, …] of their memory, or None if there is none.
+
+    A view exists if the tensors are contiguous and lie in one storage, in this order and at equal
+    distances.
+    """
+    first = tensors[0].detach()
+    starts = [tensor.data_ptr() for tensor in tensors]
     step = starts[1] - starts[0] if len(starts) > 1 else first.nbytes
     storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
     if (
-        starts != [starts[0] + place * step for place in range(len(starts))]
+        starts != [starts[0] + index * step for index in range(len(starts))]
         or step < first.nbytes
         or len(storages) > 1
     ):
@@ -166,14 +214,14 @@ def _view(tensors: Sequence[Tensor]) -> Tensor | None:
 
 
 def _mark_for_sequence_parallelism(norm: nn.Module, config: TransformerConfig) -> None:
-    # Tells megatron-core to add the gradients up over the tensor ranks when each saw part of the
-    # tokens.
+    # With sequence parallelism, each tensor rank sees a part of the tokens. This attribute makes
+    # megatron-core's finalize_model_grads sum the gradients over the tensor ranks.
     for parameter in norm.parameters():
         parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
 class RMSNorm(nn.RMSNorm):
-    """Root-mean-square norm; megatron-core's own fallback refuses sequence parallelism."""
+    """Root-mean-square norm with sequence parallelism, which megatron-core's fallback lacks."""
 
     def __init__(
         self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any
@@ -182,13 +230,16 @@ class RMSNorm(nn.RMSNorm):
         _mark_for_sequence_parallelism(self, config)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normed x [..., H], of the same shape."""
+        """Return the norm of x [..., H], in its shape and dtype."""
         return super().forward(x) if x.is_cuda else _RmsNorm.apply(x, self.weight, self.eps)
 
 
 class _RmsNorm(Function):
-    """torch's, of whose operators on a CPU each keeps and goes over a tensor of its own: this one
-    keeps its input alone."""
+    """Root-mean-square norm for CPUs, which saves only its input and its weight.
+
+    On a CPU, torch computes the norm by single operators, each of which allocates and saves a
+    tensor of its own.
+    """
 
     @staticmethod
     def forward(context: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -199,15 +250,21 @@ class _RmsNorm(Function):
     @staticmethod
     @once_differentiable
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
-        """With y = w x r and r = (mean(x^2) + epsilon)^-1/2: w g r - x r^3 mean(w g x), and the sum
-        of g x r."""
+        """Return the gradients of x and the weight.
+
+        With y = w x r and r = (mean(x^2) + epsilon)^-1/2, and g the gradient of y, they are
+        w g r - x r^3 mean(w g x), and the sum of g x r over all rows.
+
+        Args:
+            context: Autograd context of the forward pass.
+            gradient: Gradient g of the output, [..., H].
+        """
         x, weight = context.saved_tensors
         size = weight.numel()
-        rows, upstream, scale = (
-            x.reshape(-1, size).float(),
-            gradient.reshape(-1, size).float(),
-            weight.float(),
-        )
+        rows = x.reshape(-1, size).float()
+        upstream = gradient.reshape(-1, size).float()
+        scale = weight.float()
+        # r = (mean(x^2) + epsilon)^-1/2
         inverse = (
             torch.linalg.vector_norm(rows, dim=-1)
             .square_()
@@ -216,13 +273,13 @@ class _RmsNorm(Function):
             .rsqrt_()
         )
         product = upstream * rows
-        along = (product @ scale).mul_(inverse**3).div_(-size)
+        along = (product @ scale).mul_(inverse**3).div_(-size)  # -r^3 mean(w g x)
         for_x = (upstream * scale).mul_(inverse[:, None]).addcmul_(rows, along[:, None])
         return for_x.view(x.shape).to(x.dtype), (inverse @ product).to(weight.dtype), None
 
 
 class LayerNorm(nn.LayerNorm):
-    """Layer norm with a bias; megatron-core's own fallback refuses sequence parallelism."""
+    """Layer norm with a bias and sequence parallelism, which megatron-core's fallback lacks."""
 
     def __init__(
         self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any
@@ -232,26 +289,34 @@ class LayerNorm(nn.LayerNorm):
 
 
 class ParallelResidualLayer(TransformerLayer):
-    """x + attention(norm(x)) + mlp(other norm(x)), as in GPT-NeoX (Black et al. 2022, section
-    2.1)."""
+    """Layer with a parallel residual: x + attention(norm(x)) + mlp(other norm(x)).
 
-    def forward(self, hidden_states: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """[T, 1, H] to [T, 1, H], with megatron-core's (output, context) convention."""
-        attended, context = self._forward_attention(hidden_states, **kwargs)
-        added = self.mlp(self._forward_pre_mlp_layernorm(hidden_states))
-        return self._forward_post_mlp(added, attended), context
-
-
-class _Replay:
-    """What a layer's router asks which experts its tokens take, in the place of megatron-core's
-    RouterReplay.
-
-    That one keeps what to replay in lists of the whole process, in which micro-batches in flight,
-    models beside each other and passes without a backward pass would take each other's.
+    GPT-NeoX uses it (Black et al. 2022, section 2.1).
     """
 
-    def __init__(self, routes: Routes, layer: int) -> None:
-        self._routes, self._experts = routes, routes.experts[:, layer]
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """Return the layer's output [T, 1, H], with megatron-core's (output, context) convention.
+
+        Args:
+            hidden_states: [T, 1, H].
+            **kwargs: Arguments of megatron-core's attention.
+        """
+        attended, context = self._forward_attention(hidden_states, **kwargs)
+        mlp_output = self.mlp(self._forward_pre_mlp_layernorm(hidden_states))
+        return self._forward_post_mlp(mlp_output, attended), context
+
+
+class _RouterReplay:
+    """Routing replay of one layer and micro-batch, with the interface of megatron-core's own class.
+
+    megatron-core's RouterReplay keeps recorded routing in lists of the whole process. Micro-batches
+    in flight, several models in a process, and passes without a backward pass would mix up their
+    entries.
+    """
+
+    def __init__(self, routes: RoutingReplay, layer: int) -> None:
+        self._routes = routes
+        self._experts = routes.experts[:, layer]
 
     def get_replay_topk(
         self,
@@ -261,20 +326,36 @@ class _Replay:
         group_topk: int | None,
         choose: Callable[..., Any],
     ) -> tuple[Tensor, Tensor]:
-        """Scores and numbers of each token's experts, [T, K], of scores [T, experts];
-        differentiable like the router's own."""
-        _, chosen = choose(scores, topk, num_groups=num_groups, group_topk=group_topk)
-        places, experts = self._routes.places, self._experts.to(chosen)
-        elsewhere = (chosen[places].sort(-1).values != experts.sort(-1).values).any(-1)
-        self._routes.differing.append(elsewhere.sum())
-        chosen = chosen.index_copy(0, places, experts)
-        return scores.gather(1, chosen), chosen
+        """Return the scores and ids of each token's experts, with recorded ids where there are any.
+
+        The scores are differentiable, like the router's own. The method also counts the tokens for
+        which the router would have chosen other experts.
+
+        Args:
+            scores: The router's scores, [T, experts].
+            topk: Number K of experts of a token.
+            num_groups: Number of expert groups of group-limited routing.
+            group_topk: Number of groups of a token.
+            choose: megatron-core's function that chooses the experts from the scores.
+
+        Returns:
+            Scores [T, K] and expert ids, int64 [T, K].
+        """
+        _, expert_ids = choose(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        token_index = self._routes.token_index
+        recorded = self._experts.to(expert_ids)
+        # Only the set of experts matters, not their order.
+        is_mismatch = (expert_ids[token_index].sort(-1).values != recorded.sort(-1).values).any(-1)
+        self._routes.mismatch_counts.append(is_mismatch.sum())
+        expert_ids = expert_ids.index_copy(0, token_index, recorded)
+        return scores.gather(1, expert_ids), expert_ids
 
 
 class ExpertsLayer(TransformerLayer):
-    """A layer with experts, of which the micro-batch may say which its tokens take.
+    """Layer with experts that replays the routing that a micro-batch contains.
 
-    The micro-batch is an argument of every pass, of one that recomputes too: nothing outlives it.
+    The micro-batch is an argument of every forward pass, including passes that recompute
+    activations, so the layer keeps no state between passes.
     """
 
     def forward(
@@ -284,10 +365,16 @@ class ExpertsLayer(TransformerLayer):
         packed_seq_params: PackedSequences | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """[T, 1, H] to [T, 1, H], with megatron-core's (output, context) convention."""
+        """Return the layer's output [T, 1, H], with megatron-core's (output, context) convention.
+
+        Args:
+            hidden_states: [T, 1, H].
+            packed_seq_params: The micro-batch, with recorded routing or without.
+            **kwargs: Other arguments of megatron-core's layer.
+        """
         routes = None if packed_seq_params is None else packed_seq_params.routes
         self.mlp.router.router_replay = (
-            None if routes is None else _Replay(routes, self.layer_number - 1)
+            None if routes is None else _RouterReplay(routes, self.layer_number - 1)
         )
         try:
             output: tuple[Tensor, Tensor | None] = super().forward(
@@ -299,11 +386,12 @@ class ExpertsLayer(TransformerLayer):
 
 
 def uses_transformer_engine(settings: MegatronModelConfig, dtype: torch.dtype) -> bool:
-    """Whether the layers are transformer-engine's; else they are megatron-core's own around our
-    norms and attention.
+    """Return whether the layers of a model are transformer-engine's.
 
-    Not with adapters, since its linear layers may hold the norm before them, and not in float32,
-    for which the attention of its releases up to 2.10 has no kernel over packed sequences.
+    Otherwise they are megatron-core's local layers with our norms and our attention.
+    transformer-engine is not used with LoRA, since its linear layers may contain the preceding
+    norm, and not in float32, for which its attention over packed sequences has no kernel in
+    releases up to 2.10.
     """
     has_adapters = isinstance(settings, ActorConfig) and settings.lora.rank > 0
     return HAVE_TE and torch.cuda.is_available() and dtype == torch.bfloat16 and not has_adapters
@@ -317,10 +405,14 @@ def decoder_submodules(
     exact: bool = False,
     transformer_engine: bool = False,
 ) -> TransformerBlockSubmodules:
-    """This pipeline stage's layers, or those of one of its chunks: transformer-engine's, or our
-    own.
+    """Return the layer specs of this pipeline stage, or of one of its model chunks.
 
-    `exact` is `engine.exact`.
+    Args:
+        shape: Dimensions of the model.
+        config: megatron-core's configuration of the model.
+        chunk: Index of the model chunk under the interleaved schedule; None without interleaving.
+        exact: `engine.exact`: use batch-invariant kernels.
+        transformer_engine: Whether to use transformer-engine's modules.
     """
     if transformer_engine:
         layer = get_gpt_layer_with_transformer_engine_spec(
@@ -328,20 +420,20 @@ def decoder_submodules(
         )
         norm = TENorm
     else:
-        layer, norm = _own_layer(shape, exact)
+        layer, norm = _local_layer_spec(shape, exact)
     if shape.parallel_residual:
         layer.module = ParallelResidualLayer
     if shape.num_experts:
         layer.module = ExpertsLayer
-        if can_group(config):
+        if supports_grouped_gemm(config):
             layer.submodules.mlp.submodules.experts.module = GroupedExperts
     return TransformerBlockSubmodules(
         layer_specs=[layer] * get_num_layers_to_build(config, chunk), layer_norm=norm
     )
 
 
-def _own_layer(shape: ModelShape, exact: bool) -> tuple[ModuleSpec, type]:
-    """megatron-core's local layer around our norms and our attention over packed sequences."""
+def _local_layer_spec(shape: ModelShape, exact: bool) -> tuple[ModuleSpec, type]:
+    """Return megatron-core's local layer spec with our norms and our attention, and the norm."""
     norm = {"rms": RMSNorm, "layer": LayerNorm}[shape.normalization]
     layer = get_gpt_layer_local_spec(
         num_experts=shape.num_experts or None,
@@ -350,24 +442,24 @@ def _own_layer(shape: ModelShape, exact: bool) -> tuple[ModuleSpec, type]:
     )
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
     attention = layer.submodules.self_attention.submodules
-    rotation = inverse_frequencies(shape) if shape.position == "rotary" else None
+    rotary_frequencies = compute_inverse_frequencies(shape) if shape.position == "rotary" else None
     attention.core_attention = ModuleSpec(
-        PackedAttention, params={"exact": exact, "frequencies": rotation}
+        PackedAttention, params={"exact": exact, "frequencies": rotary_frequencies}
     )
     if shape.qk_norm:
         attention.q_layernorm = attention.k_layernorm = norm
-    # megatron-core 0.16's router asks whether this is None, but names it only where
-    # transformer-engine is.
+    # The router of megatron-core 0.16 tests whether this name is None, but defines it only if
+    # transformer-engine is installed.
     moe_utils.te_general_gemm = None
     return layer, norm
 
 
 class VocabularyHead(ColumnParallelLinear):
-    """The vocabulary projection, put off until it is known which tokens to score.
+    """Vocabulary projection that computes logits only for the tokens that are scored.
 
-    The model's output is the final hidden states; `logprobs` projects them, a chunk of tokens at a
-    time. The weight [V/TP, H] stays where megatron-core put it: here, or in the embedding when that
-    is tied and on the same stage.
+    The model's output is the final hidden states. `logprobs` projects them, one chunk of tokens at
+    a time. The weight [V/TP, H] stays where megatron-core put it: in this module, or in the
+    embedding if that is tied and on the same pipeline stage.
     """
 
     def __init__(
@@ -376,8 +468,14 @@ class VocabularyHead(ColumnParallelLinear):
         tied_weight: nn.Parameter | None = None,
         vocab_size: int | None = None,
     ) -> None:
-        """`vocab_size` is the number of tokens; the weights of all ranks together may have more
-        rows, which are padding. None: all rows are tokens."""
+        """Take over the weight of an output layer.
+
+        Args:
+            replaced: megatron-core's output layer.
+            tied_weight: Weight of the embedding if the head has none of its own.
+            vocab_size: Number of tokens. The weights of all ranks together may have more rows,
+                which are padding; None means that all rows are tokens.
+        """
         super().__init__(
             replaced.input_size,
             replaced.output_size,
@@ -389,12 +487,13 @@ class VocabularyHead(ColumnParallelLinear):
         )
         self.weight = replaced.weight
         self._vocab_size = vocab_size
-        # In a tuple, which keeps a tied embedding from being counted as this module's too.
+        # A tuple hides a tied embedding from torch, which would register it as a parameter of this
+        # module too.
         self._projection = (replaced.weight if tied_weight is None else tied_weight,)
 
     @property
     def projection(self) -> nn.Parameter:
-        """The weight [V/TP, H], wherever it lies."""
+        """The weight [V/TP, H], in this module or in a tied embedding."""
         return self._projection[0]
 
     def forward(
@@ -403,7 +502,7 @@ class VocabularyHead(ColumnParallelLinear):
         weight: Tensor | None = None,
         runtime_gather_output: bool | None = None,
     ) -> tuple[Tensor, None]:
-        """The hidden states as they are, with megatron-core's (output, bias) convention."""
+        """Return the hidden states unchanged, with megatron-core's (output, bias) convention."""
         return hidden, None
 
     def logprobs(
@@ -415,42 +514,73 @@ class VocabularyHead(ColumnParallelLinear):
         temperature: float,
         chunk_tokens: int,
         with_entropy: bool = False,
-        kept: KeptTokens | None = None,
+        kept_tokens: KeptTokens | None = None,
         candidates: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-probability of `targets` int64 [M] after the tokens at `index` int64 [M], and
-        entropies if asked for, among what they were drawn among (`kept` [M]; None: all); with
-        `candidates` as `vocab_parallel_logprobs` has them.
+        """Return the log-probs of targets and, optionally, entropies.
 
-        `hidden` is the model's output, [T, H], or [T/TP, H] with sequence parallelism. Results are
-        float32 [M], equal on every tensor rank and differentiable.
+        Collective over the tensor ranks; see `vocab_parallel_logprobs`.
+
+        Args:
+            hidden: The model's output, [T, H], or [T/TP, H] with sequence parallelism.
+            index: Indices of the tokens before the targets, int64 [M].
+            targets: Global token ids, int64 [M].
+            temperature: Temperature of the distribution.
+            chunk_tokens: Maximum number of tokens whose logits exist at the same time.
+            with_entropy: Whether to compute entropies.
+            kept_tokens: Sampling support of each target, [M]; None means the whole vocabulary.
+            candidates: Candidate token ids of each target, int64 [M, k].
+
+        Returns:
+            Log-probs, float32 [M], or [M, 2 + k] with candidates, and entropies, float32 [M], or
+            None. They are equal on every tensor rank and differentiable.
         """
         return vocab_parallel_logprobs(
-            self._chosen(hidden, index),
+            self._select_hidden(hidden, index),
             self.projection,
             targets,
             temperature=temperature,
             chunk_tokens=chunk_tokens,
             group=self.tp_group,
             with_entropy=with_entropy,
-            kept=kept,
+            kept_tokens=kept_tokens,
             candidates=candidates,
             vocab_size=self._vocab_size,
         )
 
-    def top(
-        self, hidden: Tensor, index: Tensor, count: int, *, below: int, chunk_tokens: int
+    def top_ids(
+        self, hidden: Tensor, index: Tensor, count: int, *, id_limit: int, chunk_tokens: int
     ) -> Tensor:
-        """The `count` most probable ids below `below` after the tokens at `index` int64 [M]; int64
-        [M, count]."""
-        sizes: dict[str, Any] = {
-            "below": below,
+        """Return the `count` most probable ids below `id_limit` after each of some tokens.
+
+        Collective over the tensor ranks.
+
+        Args:
+            hidden: The model's output, [T, H], or [T/TP, H] with sequence parallelism.
+            index: Indices of the tokens, int64 [M].
+            count: Number of ids of each token; at most `id_limit`.
+            id_limit: Only ids below it are returned.
+            chunk_tokens: Maximum number of tokens whose logits exist at the same time.
+
+        Returns:
+            int64 [M, count], most probable first.
+        """
+        options: dict[str, Any] = {
+            "id_limit": id_limit,
             "chunk_tokens": chunk_tokens,
             "group": self.tp_group,
         }
-        return vocab_parallel_top(self._chosen(hidden, index), self.projection, count, **sizes)
+        return vocab_parallel_top_ids(
+            self._select_hidden(hidden, index), self.projection, count, **options
+        )
 
-    def _chosen(self, hidden: Tensor, index: Tensor) -> Tensor:
+    def _select_hidden(self, hidden: Tensor, index: Tensor) -> Tensor:
+        """Return the hidden states [M, H] of the tokens at `index`, int64 [M].
+
+        Their gradients are summed over the tensor ranks, each of which computes the part of its own
+        vocabulary: by the reduce-scatter of the gather's backward pass, or by the all-reduce of the
+        copy's.
+        """
         if self.sequence_parallel:
             return gather_from_sequence_parallel_region(hidden, group=self.tp_group).index_select(
                 0, index
@@ -461,16 +591,18 @@ class VocabularyHead(ColumnParallelLinear):
 
 
 class ScalarHead(nn.Module):
-    """One number a token, in the place of the vocabulary projection; the whole head lives on every
-    tensor rank."""
+    """Head with one number for each token, for critics and reward models.
+
+    It replaces the vocabulary projection. Every tensor rank holds the whole head.
+    """
 
     def __init__(self, hidden_size: int, *, sequence_parallel: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(1, hidden_size))
-        # Tells megatron-core to add this weight's gradients up over the tensor ranks when each saw
-        # part of the tokens.
+        # With sequence parallelism, megatron-core must sum the gradients over the tensor ranks; see
+        # _mark_for_sequence_parallelism.
         self.weight.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
-        self._gather = sequence_parallel
+        self._is_sequence_parallel = sequence_parallel
 
     def forward(
         self,
@@ -478,24 +610,36 @@ class ScalarHead(nn.Module):
         weight: Tensor | None = None,
         runtime_gather_output: bool | None = None,
     ) -> tuple[Tensor, None]:
-        """[T, 1, H] to [T, 1, 1] with megatron-core's (output, bias) convention; from [T/TP, 1, H]
-        if sequence parallel."""
+        """Return the head's numbers [T, 1, 1], with megatron-core's (output, bias) convention.
+
+        Args:
+            hidden: Final hidden states, [T, 1, H], or [T/TP, 1, H] with sequence parallelism.
+            weight: Ignored.
+            runtime_gather_output: Ignored.
+        """
         values = F.linear(hidden, self.weight)
-        if self._gather:
-            # Every tensor rank computes the same loss of the whole, so each takes its own tokens'
-            # gradients.
+        if self._is_sequence_parallel:
+            # Every tensor rank computes the same loss from all tokens, so in the backward pass each
+            # rank takes the gradients of its own tokens instead of summing them.
             values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
         return values, None
 
 
 def install_head(model: GPTModel, head: Head, vocab_size: int | None = None) -> None:
-    """Replace the output layer of a last stage by our head; call before the model is wrapped for
-    training. `vocab_size` is the number of tokens, without padding; None: all rows are tokens."""
+    """Replace the output layer of a last pipeline stage by one of our heads.
+
+    Call it before the model is wrapped for training.
+
+    Args:
+        model: Model chunk of the last stage.
+        head: Vocabulary head or scalar head.
+        vocab_size: Number of tokens without padding; None means that all rows are tokens.
+    """
     if head == "vocabulary":
-        tied = model.output_layer.weight is None
+        is_tied = model.output_layer.weight is None
         model.output_layer = VocabularyHead(
             model.output_layer,
-            model.embedding.word_embeddings.weight if tied else None,
+            model.embedding.word_embeddings.weight if is_tied else None,
             vocab_size,
         )
     else:

@@ -1,17 +1,19 @@
-"""Log-probabilities of tokens from final hidden states, over a vocabulary that is cut over tensor
-ranks.
+"""Log-probs, entropies and most probable tokens over a vocabulary that is split over tensor ranks.
 
-Logits exist for one chunk of tokens at a time. With s a token's logits over the temperature, Z the
-sum of exp(s) and p = exp(s) / Z, a target's log-probability is s[target] - log Z and the entropy is
-H = log Z - sum(p s), so that
+The functions compute them from final hidden states and this rank's part of the vocabulary
+projection. Logits exist for one chunk of tokens at a time.
+
+Notation: s are a token's scores, that is, its logits divided by the temperature; Z is the sum of
+exp(s), and p = exp(s) / Z. The log-prob of a target is s[target] - log Z. The entropy is
+H = log Z - sum(p s). Their gradients are
 
     d logprob / d s = onehot(target) - p          d H / d s = -p (log p + H)
 
-and the log-probability of all tokens but some candidates, whose exponentials sum to R, is log R -
-log Z, with the gradient exp(s) / R - p at these, and -p at the candidates.
+The log-prob of all tokens except some candidates is log R - log Z, where R is the sum of exp(s)
+over these tokens. Its gradient is exp(s) / R - p at these tokens, and -p at the candidates.
 
-What is kept between the passes is relative to each token's largest score on this rank: exponentials
-e = exp(s - peak), and `log_scale` with p = e exp(-log_scale).
+Between the forward and the backward pass, values are stored relative to each token's largest score
+on this rank: e = exp(s - peak), and `log_scale` such that p = e exp(-log_scale).
 """
 
 from collections.abc import Iterator
@@ -25,19 +27,23 @@ from torch.autograd.function import once_differentiable
 
 from aligner.data.types import KeptTokens
 from aligner.megatron import score_passes
-from aligner.megatron.cpu_backend import add_product, told_of_gradient
+from aligner.megatron.cpu_backend import accumulate_matmul, mark_gradient_accumulated
 from aligner.models import batch_invariant
 
-# On a CPU, element-wise passes go over so many elements at a time, which then stay in its caches.
+# On a CPU, element-wise passes process blocks of this number of elements, which fit into its
+# caches.
 _BLOCK_ELEMENTS = 1 << 21
-_LEFT_OUT = -1e30
-"""Score of what a target was not drawn among. Finite: a rank that has none of its tokens has it as
-the peak, and a share of exactly 0 once the ranks' peaks are known."""
+# Score of tokens outside the sampling support. It is finite: a rank without any token of the
+# support has it as its peak, and its probabilities become exactly 0 once the ranks' peaks are
+# combined.
+_MASKED_SCORE = -1e30
 
 
 class _VocabParallelLogprobs(Function):
-    """Keeps the last chunk's exponentials alone, or scores where `score_passes` are taken; the
-    backward pass computes those of the others again.
+    """Autograd function of `vocab_parallel_logprobs`.
+
+    Only the last chunk's exponentials (with `score_passes`: its scores) are kept for the backward
+    pass, which recomputes those of the other chunks.
     """
 
     @staticmethod
@@ -50,75 +56,81 @@ class _VocabParallelLogprobs(Function):
         chunk_tokens: int,
         group: dist.ProcessGroup | None,
         with_entropy: bool,
-        kept: KeptTokens | None,
+        kept_tokens: KeptTokens | None,
         candidates: Tensor | None,
         vocab_size: int | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """As `vocab_parallel_logprobs`."""
-        own_tokens = _own_tokens(vocab_size, len(weight), group)
-        wanted = (
+        """Return log-probs and entropies; see `vocab_parallel_logprobs`."""
+        local_vocab = _local_vocab_size(vocab_size, len(weight), group)
+        scored_ids = (
             targets[:, None] if candidates is None else torch.cat([targets[:, None], candidates], 1)
         )
-        local, here = _local_targets(wanted, len(weight), group)
-        # By token: the largest score, and relative to it the sum of exponentials, that sum weighted
-        # with the scores, the sum without the candidates, and the scores of the target and the
-        # candidates.
+        local, is_local = _to_local_ids(scored_ids, len(weight), group)
+        # For each token: the largest score on this rank; and relative to it, the sum of the
+        # exponentials, that sum weighted with the scores, the sum without the candidates, and the
+        # scores of the target and the candidates.
         peak, normalizer, weighted, rest = hidden.new_zeros(4, len(targets), dtype=torch.float32)
-        chosen = hidden.new_zeros(local.shape, dtype=torch.float32)
+        scored = hidden.new_zeros(local.shape, dtype=torch.float32)
         rows = max(min(chunk_tokens, len(targets)), batch_invariant.ROWS)
         buffer = hidden.new_empty(rows, len(weight), dtype=torch.float32)
-        fused = score_passes.are_fused(buffer) and candidates is None
+        is_fused = score_passes.should_fuse(buffer) and candidates is None
         spare = (
             buffer.new_empty(_block_rows(buffer), len(weight))
-            if with_entropy and not fused
+            if with_entropy and not is_fused
             else None
         )
-        for tokens in _chunks(len(targets), chunk_tokens):
-            scores = _scores(hidden[tokens], weight, temperature, buffer)
-            scores[:, own_tokens:] = _LEFT_OUT
-            _leave_out(scores, kept, tokens, group)
-            if fused:
-                found = score_passes.compiled(score_passes.sums)(scores, local[tokens, 0])
-                peak[tokens], normalizer[tokens], weighted[tokens], chosen[tokens, 0] = found
+        for tokens in _split_range(len(targets), chunk_tokens):
+            scores = _compute_scores(hidden[tokens], weight, temperature, buffer)
+            scores[:, local_vocab:] = _MASKED_SCORE
+            _mask_scores(scores, kept_tokens, tokens, group)
+            if is_fused:
+                statistics = score_passes.compile_pass(score_passes.reduce_scores)(
+                    scores, local[tokens, 0]
+                )
+                peak[tokens], normalizer[tokens], weighted[tokens], scored[tokens, 0] = statistics
                 continue
-            for part, block in _blocks(scores, tokens.start):
+            for part, block in _split_blocks(scores, tokens.start):
                 peak[part] = block.amax(-1)
                 block.sub_(peak[part, None])
-                chosen[part] = block.gather(-1, local[part])
+                scored[part] = block.gather(-1, local[part])
                 relative = None if spare is None else spare[: len(block)].copy_(block)
                 normalizer[part] = block.exp_().sum(-1)
                 if relative is not None:
                     weighted[part] = relative.mul_(block).sum(-1)
                 if candidates is not None:
-                    places = _places_of_candidates(local[part], here[part])
-                    among, block[places] = block[places], 0.0
+                    # Sum the other tokens directly: the difference of two sums would be inaccurate
+                    # if the candidates have almost all of the probability.
+                    index = _candidate_index(local[part], is_local[part])
+                    saved = block[index]
+                    block[index] = 0.0
                     rest[part] = block.sum(-1)
-                    block[places] = among
+                    block[index] = saved
+
+        # Make the sums relative to the largest score over all ranks, then add them up.
         shift = _shift_to_common_peak(peak, group)
         scale = shift.exp()
         totals = torch.stack(
             [normalizer * scale, (weighted + normalizer * shift) * scale, rest * scale]
         )
-        sums = torch.cat([totals, torch.where(here, chosen + shift[:, None], 0.0).t()])
+        sums = torch.cat([totals, torch.where(is_local, scored + shift[:, None], 0.0).t()])
         if group is not None and group.size() > 1:
             dist.all_reduce(sums, group=group)
-        normalizer, weighted, rest, chosen = *sums[:3], sums[3:].t()
-        log_normalizer, log_rest = (
-            normalizer.log(),
-            rest.clamp(min=torch.finfo(rest.dtype).tiny).log(),
-        )
-        entropy = log_normalizer - weighted / normalizer
-        logprobs = torch.cat([chosen, log_rest[:, None]], 1) - log_normalizer[:, None]
+        normalizer, weighted, rest, scored = *sums[:3], sums[3:].t()
+        log_normalizer = normalizer.log()
+        log_rest = rest.clamp(min=torch.finfo(rest.dtype).tiny).log()
+        entropy = log_normalizer - weighted / normalizer  # H = log Z - sum(p s)
+        logprobs = torch.cat([scored, log_rest[:, None]], 1) - log_normalizer[:, None]
         scales = log_normalizer - shift, log_rest - shift
-        context.save_for_backward(hidden, weight, local, here, peak, *scales, entropy, buffer)
-        context.temperature, context.chunk_tokens, context.kept, context.group = (
-            temperature,
-            chunk_tokens,
-            kept,
-            group,
-        )
-        context.own_tokens = own_tokens
-        context.weight, context.has_candidates = weight, candidates is not None
+
+        context.save_for_backward(hidden, weight, local, is_local, peak, *scales, entropy, buffer)
+        context.temperature = temperature
+        context.chunk_tokens = chunk_tokens
+        context.kept_tokens = kept_tokens
+        context.group = group
+        context.local_vocab = local_vocab
+        # The parameter itself, since a saved tensor does not have its attribute `main_grad`.
+        context.weight = weight
+        context.has_candidates = candidates is not None
         context.set_materialize_grads(False)
         return logprobs if candidates is not None else logprobs[:, 0], (
             entropy if with_entropy else None
@@ -129,92 +141,117 @@ class _VocabParallelLogprobs(Function):
     def backward(
         context: Any, for_logprobs: Tensor | None, for_entropy: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        """Gradients of the hidden states (this rank's part) and of the weight, which goes into its
-        buffer where it has one."""
-        hidden, weight, local, here, peak, log_scale, log_rest_scale, entropy, buffer = (
+        """Return the gradients of the hidden states and the weight.
+
+        The gradient of the hidden states is this rank's part of a sum over the tensor ranks. The
+        weight's gradient is added to its DDP gradient buffer (`main_grad`), if it has one.
+
+        Args:
+            context: Autograd context of the forward pass.
+            for_logprobs: Gradient of the log-probs, float32 [M], or [M, 2 + k] with candidates.
+            for_entropy: Gradient of the entropies, float32 [M].
+        """
+        hidden, weight, local, is_local, peak, log_scale, log_rest_scale, entropy, buffer = (
             context.saved_tensors
         )
-        temperature, has_candidates = context.temperature, context.has_candidates
+        temperature = context.temperature
+        has_candidates = context.has_candidates
         upstream = hidden.new_zeros(len(peak), local.shape[1] + has_candidates, dtype=torch.float32)
         if for_logprobs is not None:
             upstream = for_logprobs.reshape(upstream.shape) / temperature
         scale = (-log_scale).exp()
-        # The gradient of a score is factor e + entropy_factor e log(e), `upstream` more at the
-        # target and the candidates, and rest_factor e more where there is no candidate.
-        factor, entropy_factor = -upstream.sum(1) * scale, torch.zeros_like(scale)
+        # The gradient of a score is factor e + entropy_factor e log(e), plus `upstream` at the
+        # target and the candidates, plus rest_factor e at tokens that are not candidates.
+        factor = -upstream.sum(1) * scale
+        entropy_factor = torch.zeros_like(scale)
         if has_candidates:
             rest_factor = upstream[:, -1] * (-log_rest_scale).exp()
         if for_entropy is not None:
+            # d H / d s = -p (log p + H) with log p = log(e) - log_scale.
             entropy_factor = -for_entropy / temperature * scale
             factor += entropy_factor * (entropy - log_scale)
-        upstream = torch.where(here, upstream[:, : local.shape[1]], 0.0)
+        upstream = torch.where(is_local, upstream[:, : local.shape[1]], 0.0)
+
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = total = getattr(context.weight, "main_grad", None)  # megatron-core's buffer
-        chunks = _chunks(len(local), context.chunk_tokens)
-        fused = score_passes.are_fused(buffer) and not has_candidates
+        grad_weight = total = getattr(context.weight, "main_grad", None)  # DDP's gradient buffer
+        chunks = _split_range(len(local), context.chunk_tokens)
+        is_fused = score_passes.should_fuse(buffer) and not has_candidates
         for tokens in reversed(chunks):
             if tokens is chunks[-1]:
+                # The buffer still contains the last chunk of the forward pass.
                 gradient = buffer[: tokens.stop - tokens.start]
             else:
-                gradient = _scores(hidden[tokens], weight, temperature, buffer)
-                gradient[:, context.own_tokens :] = _LEFT_OUT
-                _leave_out(gradient, context.kept, tokens, context.group)
-            if fused:
+                gradient = _compute_scores(hidden[tokens], weight, temperature, buffer)
+                gradient[:, context.local_vocab :] = _MASKED_SCORE
+                _mask_scores(gradient, context.kept_tokens, tokens, context.group)
+            if is_fused:
                 columns = (
-                    each[tokens]
-                    for each in (peak, factor, entropy_factor, upstream[:, 0], local[:, 0])
+                    column[tokens]
+                    for column in (peak, factor, entropy_factor, upstream[:, 0], local[:, 0])
                 )
-                gradient = score_passes.compiled(score_passes.gradient)(
+                gradient = score_passes.compile_pass(score_passes.compute_score_gradient)(
                     gradient, *columns, hidden.dtype
                 )
             else:
-                for part, block in _blocks(gradient, tokens.start):
+                for part, block in _split_blocks(gradient, tokens.start):
                     if tokens is not chunks[-1]:
                         block.sub_(peak[part, None]).exp_()
-                    spread = None if for_entropy is None else torch.xlogy(block, block)
+                    # e log(e), which is 0 where e is 0.
+                    entropy_term = None if for_entropy is None else torch.xlogy(block, block)
                     if has_candidates:
-                        places = _places_of_candidates(local[part], here[part])
-                        among = block[places] * factor[part][places[0]]
+                        index = _candidate_index(local[part], is_local[part])
+                        candidate_gradient = block[index] * factor[part][index[0]]
                         block.mul_((factor + rest_factor)[part, None])
-                        block[places] = among
+                        block[index] = candidate_gradient
                     else:
                         block.mul_(factor[part, None])
-                    if spread is not None:
-                        block.addcmul_(spread, entropy_factor[part, None])
+                    if entropy_term is not None:
+                        block.addcmul_(entropy_term, entropy_factor[part, None])
                     block.scatter_add_(-1, local[part], upstream[part])
             gradient = gradient.to(hidden.dtype)
             grad_hidden[tokens] = gradient @ weight
             if context.needs_input_grad[1]:
-                grad_weight = _add_product(grad_weight, gradient.t(), hidden[tokens])
+                grad_weight = _accumulate(grad_weight, gradient.t(), hidden[tokens])
         if total is not None or not context.needs_input_grad[1]:
-            return grad_hidden, told_of_gradient(context.weight), *[None] * 8
+            return grad_hidden, mark_gradient_accumulated(context.weight), *[None] * 8
         grad_weight = (
             torch.zeros_like(weight) if grad_weight is None else grad_weight.to(weight.dtype)
         )
         return grad_hidden, grad_weight, *[None] * 8
 
 
-def _chunks(count: int, size: int) -> list[slice]:
+def _split_range(count: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
 
 def _block_rows(matrix: Tensor) -> int:
+    """Return the number of rows of a block of `matrix` [m, V]: all on a GPU, few on a CPU."""
     rows = max(1, len(matrix))
     return rows if matrix.is_cuda else min(rows, max(1, _BLOCK_ELEMENTS // matrix.shape[1]))
 
 
-def _blocks(matrix: Tensor, first: int) -> Iterator[tuple[slice, Tensor]]:
-    """Cut [m, V] by rows; with each block, which tokens it speaks of when the matrix begins at
-    token `first`."""
-    for piece in _chunks(len(matrix), _block_rows(matrix)):
+def _split_blocks(matrix: Tensor, first: int) -> Iterator[tuple[slice, Tensor]]:
+    """Yield blocks of rows of `matrix` [m, V], each with the slice of tokens that its rows are.
+
+    `first` is the index of the token in the first row.
+    """
+    for piece in _split_range(len(matrix), _block_rows(matrix)):
         yield slice(first + piece.start, first + piece.stop), matrix[piece]
 
 
-def _scores(hidden: Tensor, weight: Tensor, temperature: float, buffer: Tensor) -> Tensor:
-    """Logits over the temperature in the first rows of a float32 buffer; the product runs in the
-    weight's precision."""
+def _compute_scores(hidden: Tensor, weight: Tensor, temperature: float, buffer: Tensor) -> Tensor:
+    """Return logits divided by the temperature, in the first rows of the buffer, float32 [m, V/TP].
+
+    The GEMM runs in the weight's precision.
+
+    Args:
+        hidden: Final hidden states, [m, H].
+        weight: This rank's part of the vocabulary projection, [V/TP, H].
+        temperature: Temperature of the distribution.
+        buffer: float32 [at least m, V/TP].
+    """
     scores = buffer[: len(hidden)]
-    # from torch 2.8 on
+    # A GEMM with a float32 output of bf16 operands exists since torch 2.8.
     if hidden.is_cuda and hidden.dtype != torch.float32 and hasattr(torch.ops.aten.mm, "dtype_out"):
         torch.mm(hidden, weight.t(), out_dtype=torch.float32, out=scores)  # type: ignore[call-overload]
         return scores if temperature == 1 else scores.mul_(1 / temperature)
@@ -222,59 +259,87 @@ def _scores(hidden: Tensor, weight: Tensor, temperature: float, buffer: Tensor) 
         return scores.copy_(
             torch.addmm(hidden.new_empty(()), hidden, weight.t(), beta=0, alpha=1 / temperature)
         )
-    padded = batch_invariant.enough_rows(hidden)
+    padded = batch_invariant.pad_rows(hidden)
     torch.mm(padded, weight.t(), out=buffer[: len(padded)])
     return scores if temperature == 1 else scores.mul_(1 / temperature)
 
 
-def _leave_out(
-    scores: Tensor, kept: KeptTokens | None, tokens: slice, group: dist.ProcessGroup | None
+def _mask_scores(
+    scores: Tensor, kept_tokens: KeptTokens | None, tokens: slice, group: dist.ProcessGroup | None
 ) -> None:
-    """Overwrite this rank's scores [m, V/TP] of what these targets were not drawn among."""
-    if kept is None:
+    """Overwrite the scores of tokens outside the sampling support, in place.
+
+    Args:
+        scores: This rank's scores, float32 [m, V/TP].
+        kept_tokens: Sampling support of all M targets; None means the whole vocabulary.
+        tokens: The m targets to which the scores belong.
+        group: The tensor ranks.
+    """
+    if kept_tokens is None:
         return
-    row, ids = kept.at(tokens).in_rows()
-    local, here = _local_targets(ids, scores.shape[1], group)
-    row, local = row[here], local[here]
-    inside = scores[row, local]
-    scores.masked_fill_((kept.counts[tokens] > 0)[:, None], _LEFT_OUT)
-    scores[row, local] = inside
+    row, ids = kept_tokens.select(tokens).flatten_ids()
+    local, is_local = _to_local_ids(ids, scores.shape[1], group)
+    row = row[is_local]
+    local = local[is_local]
+    supported_scores = scores[row, local]
+    # A count of 0 means that the target was sampled from the whole vocabulary.
+    scores.masked_fill_((kept_tokens.counts[tokens] > 0)[:, None], _MASKED_SCORE)
+    scores[row, local] = supported_scores
 
 
-def _add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
-    """Add left @ right to a float32 total, in place."""
-    return (left @ right).float() if total is None else add_product(total, left, right)
+def _accumulate(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
+    """Add left @ right to a float32 total in place, or return it as a new total."""
+    return (left @ right).float() if total is None else accumulate_matmul(total, left, right)
 
 
-def _local_targets(
-    targets: Tensor, size: int, group: dist.ProcessGroup | None
-) -> tuple[Tensor, Tensor]:
-    """Targets as indices into this rank's part of the vocabulary (0 when elsewhere), and whether
-    they lie in it."""
-    local = targets - (0 if group is None else group.rank() * size)
-    here = (local >= 0) & (local < size)
-    return torch.where(here, local, 0), here
+def _to_local_ids(ids: Tensor, size: int, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
+    """Return token ids as indices into this rank's part of the vocabulary.
+
+    Args:
+        ids: Global token ids, int64 of any shape.
+        size: Number of rows of this rank's part.
+        group: The tensor ranks.
+
+    Returns:
+        The indices, 0 for ids on other ranks; and whether each id is on this rank, bool.
+    """
+    local = ids - (0 if group is None else group.rank() * size)
+    is_local = (local >= 0) & (local < size)
+    return torch.where(is_local, local, 0), is_local
 
 
-def _own_tokens(vocab_size: int | None, rows: int, group: dist.ProcessGroup | None) -> int:
-    """Return how many of this rank's rows of the vocabulary projection are tokens; the others, at
-    the end, are padding."""
+def _local_vocab_size(vocab_size: int | None, rows: int, group: dist.ProcessGroup | None) -> int:
+    """Return how many of this rank's rows of the vocabulary projection are tokens.
+
+    The other rows, at the end, are padding.
+    """
     if vocab_size is None:
         return rows
     rank = 0 if group is None else group.rank()
     return max(0, min(rows, vocab_size - rank * rows))
 
 
-def _places_of_candidates(local: Tensor, here: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows, and columns in this rank's part, of what `_local_targets` found behind each target [m,
-    1 + k]."""
-    row, column = here[:, 1:].nonzero().unbind(1)
+def _candidate_index(local: Tensor, is_local: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the rows and columns of the candidates in this rank's scores.
+
+    Args:
+        local: Local ids of each target and its candidates, int64 [m, 1 + k].
+        is_local: Whether each of them is on this rank, bool [m, 1 + k].
+    """
+    row, column = is_local[:, 1:].nonzero().unbind(1)
     return row, local[row, column + 1]
 
 
 def _shift_to_common_peak(peak: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """What to add to scores relative to this rank's peaks [M] to make them relative to the largest
-    over the ranks."""
+    """Return the shift from scores relative to this rank's peaks to scores relative to the largest.
+
+    Args:
+        peak: Largest score of each token on this rank, float32 [M].
+        group: The tensor ranks.
+
+    Returns:
+        float32 [M], to be added to relative scores.
+    """
     if group is None or group.size() == 1:
         return torch.zeros_like(peak)
     common = peak.clone()
@@ -291,23 +356,34 @@ def vocab_parallel_logprobs(
     chunk_tokens: int,
     group: dist.ProcessGroup | None = None,
     with_entropy: bool = False,
-    kept: KeptTokens | None = None,
+    kept_tokens: KeptTokens | None = None,
     candidates: Tensor | None = None,
     vocab_size: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probability of each target and, if asked for, entropy of each distribution, at a sampling
-    temperature.
+    """Return the log-prob of each target and, optionally, the entropy of each distribution.
 
-    `hidden` [M, H] are final hidden states, `weight` [V/TP, H] is this tensor rank's part of the
-    vocabulary projection, `targets` int64 [M] are global token ids; both results are float32 [M],
-    equal on every rank of `group`, and both can be differentiated, once. `kept` [M] has what each
-    target was drawn among: the distribution, and so the entropy, is then that of these tokens
-    alone. With `candidates` int64 [M, k], different ids for each target, log-probabilities are [M,
-    2 + k]: the target's, those of its candidates, and that of all other tokens together. A rank's
-    gradient of `hidden` is its part of a sum over the group, which is left to the caller. Never
-    more than `chunk_tokens` rows of float32 logits [., V/TP] exist, or sixteen. Rows of the weights
-    at and behind `vocab_size`, of all ranks together, are padding and not tokens; None: there are
-    none.
+    Both results can be differentiated once. A rank's gradient of `hidden` is its part of a sum over
+    the group, which the caller must compute. Collective over `group`.
+
+    Args:
+        hidden: Final hidden states, [M, H].
+        weight: This tensor rank's part of the vocabulary projection, [V/TP, H].
+        targets: Global token ids, int64 [M].
+        temperature: Temperature of the distribution.
+        chunk_tokens: Maximum number of rows of float32 logits [·, V/TP] that exist at the same
+            time; the buffer has at least `batch_invariant.ROWS` rows.
+        group: The tensor ranks; None without tensor parallelism.
+        with_entropy: Whether to compute entropies.
+        kept_tokens: Sampling support of each target, [M]. Log-probs and entropies are normalized
+            over it; None means the whole vocabulary.
+        candidates: Candidate token ids of each target, int64 [M, k], different from each other.
+        vocab_size: Number of tokens of the vocabulary. Rows of the weights of all ranks together
+            from this index on are padding; None means that there is no padding.
+
+    Returns:
+        The log-probs, float32 [M], or [M, 2 + k] with candidates: of the target, of its candidates,
+        and of all other tokens together; and the entropies, float32 [M], or None. Both are equal on
+        every rank of `group`.
     """
     return _VocabParallelLogprobs.apply(
         hidden,
@@ -317,50 +393,61 @@ def vocab_parallel_logprobs(
         chunk_tokens,
         group,
         with_entropy,
-        kept,
+        kept_tokens,
         candidates,
         vocab_size,
     )
 
 
 @torch.no_grad()
-def vocab_parallel_top(
+def vocab_parallel_top_ids(
     hidden: Tensor,
     weight: Tensor,
     count: int,
     *,
-    below: int,
+    id_limit: int,
     chunk_tokens: int,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """The `count` most probable tokens behind each of M, of the ids below `below`, int64 [M,
-    count], equal on every rank.
+    """Return the ids of the most probable next tokens, most probable first.
 
-    Hidden states, weight and chunks as `vocab_parallel_logprobs` has them; `count` is `below` at
-    most.
+    Collective over `group`.
+
+    Args:
+        hidden: Final hidden states, [M, H].
+        weight: This tensor rank's part of the vocabulary projection, [V/TP, H].
+        count: Number of ids of each token; at most `id_limit`.
+        id_limit: Only ids below it are returned.
+        chunk_tokens: Maximum number of rows of logits that exist at the same time.
+        group: The tensor ranks; None without tensor parallelism.
+
+    Returns:
+        int64 [M, count], equal on every rank of `group`.
     """
-    found, first = [], 0 if group is None else group.rank() * len(weight)
+    chunk_ids: list[Tensor] = []
+    first = 0 if group is None else group.rank() * len(weight)
     buffer = hidden.new_empty(
         max(min(chunk_tokens, len(hidden)), batch_invariant.ROWS), len(weight), dtype=torch.float32
     )
-    for tokens in _chunks(len(hidden), chunk_tokens):
-        scores = _scores(hidden[tokens], weight, 1.0, buffer)
-        scores[:, max(below - first, 0) :] = -torch.inf
+    for tokens in _split_range(len(hidden), chunk_tokens):
+        scores = _compute_scores(hidden[tokens], weight, 1.0, buffer)
+        scores[:, max(id_limit - first, 0) :] = -torch.inf
         best, ids = scores.topk(min(count, len(weight)))
         ids += first
         if group is not None and group.size() > 1:
-            best, ids = (_gathered(each, group) for each in (best, ids))
+            # The overall top ids are among the ranks' own top ids.
+            best, ids = (_all_gather_columns(columns, group) for columns in (best, ids))
             ids = ids.gather(1, best.topk(count).indices)
-        found.append(ids)
+        chunk_ids.append(ids)
     return (
-        torch.cat(found)
-        if found
+        torch.cat(chunk_ids)
+        if chunk_ids
         else torch.empty(0, count, dtype=torch.int64, device=hidden.device)
     )
 
 
-def _gathered(columns: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Every rank's columns [m, k] beside each other."""
+def _all_gather_columns(columns: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the columns [m, k] of every rank, concatenated to [m, TP·k]."""
     parts = [torch.empty_like(columns) for _ in range(group.size())]
     dist.all_gather(parts, columns.contiguous(), group=group)
     return torch.cat(parts, 1)

@@ -1,8 +1,7 @@
-"""Low-rank adapters (Hu et al. 2021) on megatron-core's linear layers, cut with the layers that
-they belong to.
+"""LoRA adapters (Hu et al. 2021) for megatron-core's linear layers, sharded like these layers.
 
-An adapter is a submodule of its layer and adds to the layer's output through a hook, so that the
-model's own parameters keep their names. They are frozen, and lie in no gradient buffer.
+An adapter is a submodule of its linear layer. A forward hook adds its output to the layer's output,
+so the model's own parameters keep their names. They are frozen and have no gradient buffer.
 """
 
 import contextlib
@@ -32,10 +31,10 @@ from aligner.models.weight_slices import (
     Head,
     Slice,
     TensorSpec,
-    adapter_map,
-    adapter_table,
+    build_adapter_map,
+    build_adapter_table,
+    compute_trainer_slices,
     cut_shape,
-    trainer_slices,
     weight_table,
 )
 from aligner.schema import LoraConfig
@@ -44,7 +43,7 @@ Linear: TypeAlias = ColumnParallelLinear | RowParallelLinear
 
 
 class _LayerAdapter(nn.Module):
-    """The adapters of one linear layer, whose weight may be fused of several named ones."""
+    """The adapters of one linear layer, whose weight may be fused from several named weights."""
 
     def __init__(
         self,
@@ -54,33 +53,50 @@ class _LayerAdapter(nn.Module):
         lora: LoraConfig,
         groups: int,
     ) -> None:
-        """`groups`: how often the parts of the layer's output repeat, one after another."""
+        """Create the adapters' parameters, all zero.
+
+        Args:
+            linear: The linear layer.
+            adapters: Adapters of the named weights in the layer's weight, in their order in it.
+            slices: This rank's slices of the adapters' weights.
+            lora: Configuration section of the adapters.
+            groups: Number of times that the named weights repeat in the layer's output: the local
+                key/value groups for linear_qkv, otherwise 1.
+        """
         super().__init__()
         self.enabled = True
-        # in a tuple, which keeps it from being this module's child as well
+        # A tuple hides the layer from torch, which would register it as a child of this module too.
         self._linear = (linear,)
-        self._scale, self._groups = lora.alpha / lora.rank, groups
+        self._scale = lora.alpha / lora.rank
+        self._groups = groups
         self._keys = [(_key(adapter.down), _key(adapter.up)) for adapter in adapters]
-        self.down, self.up = nn.ParameterDict(), nn.ParameterDict()
+        self.down = nn.ParameterDict()
+        self.up = nn.ParameterDict()
         for adapter in adapters:
-            for spec, owner in ((adapter.down, self.down), (adapter.up, self.up)):
-                if _key(spec) not in owner:
-                    owner[_key(spec)] = _empty(spec, slices[spec.name], linear)
+            for spec, parameters in ((adapter.down, self.down), (adapter.up, self.up)):
+                if _key(spec) not in parameters:
+                    parameters[_key(spec)] = _zero_parameter(spec, slices[spec.name], linear)
         if linear.sequence_parallel:
-            # Each tensor rank sees part of the tokens here, so megatron-core has to add these
-            # gradients up.
+            # These weights see only this tensor rank's part of the tokens. The attribute makes
+            # megatron-core's finalize_model_grads sum their gradients over the tensor ranks.
             for parameter in (
                 self.down if isinstance(linear, ColumnParallelLinear) else self.up
             ).values():
                 parameter.sequence_parallel = True  # type: ignore[attr-defined]
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """What is added to the layer's output: [T, 1, in] to [T, 1, out], cut as the layer's
-        own."""
+        """Return the adapters' contribution to the layer's output, sharded like that output.
+
+        Args:
+            inputs: The layer's input, [T, 1, in].
+
+        Returns:
+            [T, 1, out].
+        """
         linear = self._linear[0]
         hidden = F.linear(inputs, torch.cat(tuple(self.down.values()))) * self._scale
-        # Only the few hidden numbers of a token travel: T x rank, where the layer's own collectives
-        # move T x hidden.
+        # The collectives act on the low-rank activations, T x rank, although those of the layer
+        # itself act on T x hidden.
         if isinstance(linear, RowParallelLinear):
             reduce = reduce_from_tensor_model_parallel_region
             if linear.sequence_parallel:
@@ -94,14 +110,18 @@ class _LayerAdapter(nn.Module):
         outputs = [F.linear(pieces[down], self.up[up]) for down, up in self._keys]
         if len(outputs) == 1:
             return outputs[0]
+        # Interleave the outputs as the fused layer does: group by group.
         return torch.cat(
             [output.unflatten(-1, (self._groups, -1)) for output in outputs], -1
         ).flatten(-2)
 
-    def add_to(
+    def add_to_output(
         self, _: nn.Module, inputs: tuple[Tensor, ...], output: tuple[Tensor, Any]
     ) -> tuple[Tensor, Any]:
-        """The layer's forward hook; megatron-core's layers return (output, bias)."""
+        """Return the layer's output plus that of the adapters.
+
+        This is the layer's forward hook; megatron-core's linear layers return (output, bias).
+        """
         return (output[0] + self(inputs[0]), output[1]) if self.enabled else output
 
 
@@ -109,23 +129,24 @@ def _key(spec: TensorSpec) -> str:
     return spec.parameter.rsplit(".", 1)[-1]
 
 
-def _empty(spec: TensorSpec, cut: Slice, linear: Linear) -> nn.Parameter:
-    sizes = cut_shape(spec.shape, cut.axis, cut.start, cut.stop)
+def _zero_parameter(spec: TensorSpec, weight_slice: Slice, linear: Linear) -> nn.Parameter:
+    """Return a parameter of zeros for this rank's slice of an adapter's weight."""
+    sizes = cut_shape(spec.shape, weight_slice.axis, weight_slice.start, weight_slice.stop)
     parameter = nn.Parameter(
         torch.zeros(sizes, dtype=linear.weight.dtype, device=linear.weight.device)
     )
-    # counted on every tensor rank in the gradients' norm, others on the first alone
+    # The gradient norm counts a sharded weight on every tensor rank, any other only on the first.
     if spec.axis is not None:
         parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
     return parameter
 
 
-def initial_down(spec: TensorSpec, seed: int) -> Tensor:
-    """The whole lora_A of an adapter before training, float32: as a linear layer's weight, from the
-    seed and its name alone.
+def initialize_lora_a(spec: TensorSpec, seed: int) -> Tensor:
+    """Return the whole lora_A weight of an adapter before training, float32 [rank, in].
 
-    Uniform in +-1 / sqrt(in), which is PEFT's and torch's Kaiming with a = sqrt(5). Every layout
-    starts from the same.
+    It is uniform in ±1/sqrt(in), which is PEFT's and torch's Kaiming initialization with
+    a = sqrt(5). It depends only on the seed and the weight's name, so every layout starts from the
+    same values.
     """
     digest = hashlib.sha256(f"{seed}:{spec.name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
@@ -134,8 +155,11 @@ def initial_down(spec: TensorSpec, seed: int) -> Tensor:
 
 
 class LoraWeights(NamedWeights):
-    """A model's weights with adapters: `write` and `load_directory` set the frozen ones, `read`
-    gives them merged."""
+    """Named weights of a model with adapters.
+
+    `write` and `load_directory` set the frozen weights; `read` returns them merged with the
+    adapters.
+    """
 
     def __init__(
         self,
@@ -146,46 +170,63 @@ class LoraWeights(NamedWeights):
         lora: LoraConfig,
         seed: int,
     ) -> None:
-        """Freeze the model and give its linear layers adapters, which at first add nothing.
+        """Freeze the model and attach adapters, which initially add nothing, to its linear layers.
 
-        Raises AlignerError where a layer is not megatron-core's own: transformer-engine's may hold
-        the norm before it, and then what goes into the layer is not what goes into its weight.
+        Args:
+            chunks: This rank's model chunks.
+            shape: Dimensions of the model.
+            world: This rank's view of the role's ranks.
+            head: Vocabulary head or scalar head.
+            lora: Configuration section of the adapters.
+            seed: Seed of the adapters' initial weights.
+
+        Raises:
+            AlignerError: If a linear layer is not megatron-core's own. transformer-engine's linear
+                layers may contain the preceding norm, so their input is not what their weight is
+                multiplied with.
         """
         super().__init__(chunks, shape, world, weight_table(shape, head))
-        self._map = adapter_map(self.table, lora)
+        self._map = build_adapter_map(self.table, lora)
         self._scale = lora.alpha / lora.rank
-        table = adapter_table(self._map)
-        slices = trainer_slices(table, shape.num_layers, world.layout, world.rank)
+        table = build_adapter_table(self._map)
+        slices = compute_trainer_slices(table, shape.num_layers, world.layout, world.rank)
         for chunk in chunks:
             chunk.requires_grad_(False)
-        self._layers = self._attach(
+        self._layers = self._attach_adapters(
             chunks, slices, lora, groups=shape.num_kv_heads // world.layout.tensor
         )
         self.adapters = NamedWeights(chunks, shape, world, table)
-        """By their names in PEFT: `<weight>.lora_A.weight` and `<weight>.lora_B.weight`."""
+        """The adapters' weights by their PEFT names, `<weight>.lora_A.weight` and
+        `<weight>.lora_B.weight`."""
         for spec in table:
             if spec.name in slices and spec.name.endswith(".lora_A.weight"):
-                cut, whole = slices[spec.name], initial_down(spec, seed)
+                weight_slice = slices[spec.name]
+                whole = initialize_lora_a(spec, seed)
                 self.adapters.write(
-                    spec.name, whole if cut.axis is None else whole[:, cut.start : cut.stop]
+                    spec.name,
+                    whole
+                    if weight_slice.axis is None
+                    else whole[:, weight_slice.start : weight_slice.stop],
                 )
 
-    def _attach(
+    def _attach_adapters(
         self, chunks: Sequence[GPTModel], slices: dict[str, Slice], lora: LoraConfig, groups: int
     ) -> list[_LayerAdapter]:
-        holders = {
+        """Attach adapters to the linear layers and return them, one for each layer."""
+        modules = {
             id(module.weight): module
             for chunk in chunks
             for module in chunk.modules()
             if hasattr(module, "weight")
         }
-        fused: dict[int, list[Adapter]] = {}
+        layer_adapters: dict[int, list[Adapter]] = {}
         for name in self:
             if name in self._map:
-                fused.setdefault(id(self.parameter(name)), []).append(self._map[name])
+                layer_adapters.setdefault(id(self.parameter(name)), []).append(self._map[name])
         layers = []
-        for identity, adapters in fused.items():
-            linear, weight = holders[identity], adapters[0].weight
+        for identity, adapters in layer_adapters.items():
+            linear = modules[identity]
+            weight = adapters[0].weight
             if not isinstance(linear, (ColumnParallelLinear, RowParallelLinear)):
                 raise AlignerError(
                     f"{weight.name}: LoRA adapters require megatron-core's linear layers, got"
@@ -194,34 +235,37 @@ class LoraWeights(NamedWeights):
             linear.adapter = _LayerAdapter(
                 linear, adapters, slices, lora, groups if weight.part == "query" else 1
             )
-            linear.register_forward_hook(linear.adapter.add_to)
+            linear.register_forward_hook(linear.adapter.add_to_output)
             layers.append(linear.adapter)
         return layers
 
     def read(self, name: str) -> Tensor:
-        """This rank's slice of a weight with its adapter's product added to it, in float32; the
-        weight itself stays."""
+        """Return this rank's slice of a weight, merged with its adapter in float32.
+
+        The result has the weight's dtype. The weight itself does not change.
+        """
         weight = super().read(name)
         if name not in self._map:
             return weight
         adapter = self._map[name]
         up, down = (self.adapters.read(spec.name).float() for spec in (adapter.up, adapter.down))
-        product = torch.addmm(
+        # W + alpha / rank * B A
+        merged = torch.addmm(
             weight.T.float() if adapter.weight.transposed else weight.float(),
             up,
             down,
             alpha=self._scale,
         )
-        return (product.T if adapter.weight.transposed else product).to(weight.dtype)
+        return (merged.T if adapter.weight.transposed else merged).to(weight.dtype)
 
     @property
-    def copied(self) -> frozenset[str]:
-        """The weights of which `read` gives a copy: those with adapters too."""
-        return super().copied.union(self._map.keys() & self.slices.keys())
+    def copied_names(self) -> frozenset[str]:
+        """Names of the weights of which `read` returns a copy, including those with adapters."""
+        return super().copied_names.union(self._map.keys() & self.slices.keys())
 
     @contextlib.contextmanager
-    def adapters_off(self) -> Iterator[None]:
-        """Run as the model was before training, whose weights never change."""
+    def disable_adapters(self) -> Iterator[None]:
+        """Run the model without its adapters, as it was before training, within the context."""
         for layer in self._layers:
             layer.enabled = False
         try:

@@ -1,8 +1,8 @@
-"""A model's checkpoint: saved at one layout, read at any other; the format is
-`aligner/data/checkpoint_files.py`'s.
+"""Checkpoints of a model: saved at one parallel layout, loaded at any other.
 
-Each slice of each weight is written once, by one of the ranks that hold it. A directory appears
-under its final name only when every rank's file is in it.
+`aligner/data/checkpoint_files.py` defines the format. Each slice of each weight is written once, by
+one of the ranks that hold it. A checkpoint directory appears under its final name only when it
+contains the files of every rank.
 """
 
 import json
@@ -24,17 +24,17 @@ from aligner.data.checkpoint_files import (
     Entry,
     Manifest,
     Piece,
-    built_config,
-    damaged_files,
-    model_differences,
-    portable_source,
+    derive_model_config,
+    describe_model_differences,
+    find_damaged_files,
+    make_portable_path,
     rank_file,
     read_manifest,
     tensor_key,
 )
 from aligner.data.checksums import DamagedError, FileRecord
-from aligner.data.claim import writing
 from aligner.data.collectives import broadcast_json, gather_json
+from aligner.data.fencing import fenced_write
 from aligner.data.model_directory import TensorEntry, write_safetensors
 from aligner.errors import AlignerError
 from aligner.files import finish_directory, start_directory, write_file
@@ -48,7 +48,7 @@ from aligner.version import __version__
 
 
 @dataclass(frozen=True)
-class _Unit:
+class _ParameterEntry:
     """A megatron-core parameter, the named weights in it, and the rank that writes them."""
 
     parameter: nn.Parameter
@@ -58,50 +58,63 @@ class _Unit:
 
 
 @dataclass(frozen=True)
-class _Pending:
-    """A checkpoint that is being written."""
+class _PendingSave:
+    """A checkpoint that a background thread is writing."""
 
     directory: Path
-    started: Path  # what it is called until it is complete
+    temporary_directory: Path
+    """Directory of the files until the checkpoint is complete."""
     manifest: Manifest
-    written: Future[FileRecord | str | None]
-    """What `_write_rank_file` returns."""
+    write_result: Future[FileRecord | str | None]
+    """Result of `_write_rank_file`."""
 
 
 class CheckpointedModel:
-    """A model that is saved, one checkpoint at a time, and loaded. Every rank calls every
-    method."""
+    """A model that can be saved, one checkpoint at a time, and loaded.
+
+    It is the base class of `Policy` and `ValueModel`. All methods are collective over the role's
+    ranks.
+    """
 
     def __init__(self, runner: ModelRunner, directory: Path) -> None:
-        """`directory` has the model that training starts from, with its tokenizer."""
-        self.runner, self.world = runner, runner.world
-        self._source, self._config = (
-            directory,
-            built_config(directory, runner.head, runner.shape.num_layers),
-        )
-        self._pending: _Pending | None = None
+        """Remember where the model comes from.
+
+        Args:
+            runner: The model on this rank.
+            directory: Hugging Face directory of the initial model, with its tokenizer.
+        """
+        self.runner = runner
+        self.world = runner.world
+        self._source = directory
+        self._config = derive_model_config(directory, runner.head, runner.shape.num_layers)
+        self._pending_save: _PendingSave | None = None
 
     def save(self, directory: Path) -> None:
-        """Write weights, optimizer and schedule."""
+        """Write weights, optimizer state and learning-rate schedule. Collective."""
         self.begin_save(directory)
         self.finish_save()
 
     def begin_save(self, directory: Path) -> None:
-        """Copy the state to host memory and write it from there; it may change as soon as this
-        returns. Collective."""
+        """Copy the state to host memory and start to write it in a background thread. Collective.
+
+        The model may change as soon as the method returns.
+        """
+        # Only one checkpoint is written at a time.
         self.finish_save()
-        runner, world = self.runner, self.world
-        started = directory.with_name(
-            _on_first_rank(world, directory, lambda: start_directory(directory).name)
+        runner = self.runner
+        world = self.world
+        temporary_directory = directory.with_name(
+            _run_on_first_rank(world, directory, lambda: start_directory(directory).name)
         )
         state = runner.optimizer_state()
-        steps = int(world.max_(torch.tensor(float(state.steps), dtype=torch.float64)))
-        units, index = _assign_writers(runner, state if steps else None)
+        # A rank that trains nothing reports 0 steps.
+        steps = int(world.all_reduce_max(torch.tensor(float(state.steps), dtype=torch.float64)))
+        entries, index = _assign_writers(runner, state if steps else None)
         manifest = Manifest(
             aligner=__version__,
             model=self._config,
             head=runner.head,
-            source=portable_source(self._source, directory),
+            source=make_portable_path(self._source, directory),
             holds={
                 "weights": (
                     "fp32 main weights if they exist, otherwise weights in the model's precision"
@@ -119,98 +132,120 @@ class CheckpointedModel:
                 if isinstance(runner.settings, TrainedModelConfig)
                 else {}
             ),
-            lora=_lora(runner),
+            lora=_lora_settings(runner),
             updates=runner.updates,
             adam_steps=steps,
             schedule_steps=runner.scheduler.num_steps,
             files={},
             index=index,
         )
-        file, tensors = started / rank_file(world.rank), _snapshot(state, units, world.rank)
-        # Its thread ends with the file. It is not a daemon: a rank that ends by itself finishes its
-        # file first.
+        file = temporary_directory / rank_file(world.rank)
+        tensors = _copy_to_host(state, entries, world.rank)
+        # The thread ends after this file. It is not a daemon thread, so a rank that exits on its
+        # own first finishes its file.
         executor = ThreadPoolExecutor(1, "checkpoint-writer")
-        self._pending = _Pending(
-            directory, started, manifest, executor.submit(_write_rank_file, file, tensors)
+        self._pending_save = _PendingSave(
+            directory,
+            temporary_directory,
+            manifest,
+            executor.submit(_write_rank_file, file, tensors),
         )
         executor.shutdown(wait=False)
 
     def finish_save(self) -> None:
-        """Wait until the checkpoint that was begun, if any, is complete under its final name.
-        Collective.
+        """Wait until the pending checkpoint, if any, is complete under its final name. Collective.
 
-        Raises AlignerError on every rank when one could not write its file.
+        Raises:
+            AlignerError: On every rank, if any rank could not write its file.
         """
-        pending, self._pending = self._pending, None
+        pending = self._pending_save
+        self._pending_save = None
         if pending is None:
             return
-        directory, started, results = (
-            pending.directory,
-            pending.started,
-            gather_json(pending.written.result()),
-        )
+        directory = pending.directory
+        temporary_directory = pending.temporary_directory
+        results = gather_json(pending.write_result.result())
         errors = [result for result in results if isinstance(result, str)]
         files = {
-            rank_file(rank): FileRecord(*it)
-            for rank, it in enumerate(results)
-            if it and not isinstance(it, str)
+            rank_file(rank): FileRecord(*record)
+            for rank, record in enumerate(results)
+            if record and not isinstance(record, str)
         }
 
         def complete() -> None:
             try:
                 if errors:
                     raise AlignerError("; ".join(errors))
-                write_file(started / MANIFEST, replace(pending.manifest, files=files).to_json())
-                read_manifest(started)  # every file that the index names is there, at its size
-                finish_directory(started, directory)
+                write_file(
+                    temporary_directory / MANIFEST,
+                    replace(pending.manifest, files=files).to_json(),
+                )
+                # Check that every file in the index exists and has its size.
+                read_manifest(temporary_directory)
+                finish_directory(temporary_directory, directory)
             except AlignerError:
-                shutil.rmtree(started, ignore_errors=True)
+                shutil.rmtree(temporary_directory, ignore_errors=True)
                 raise
 
-        _on_first_rank(self.world, directory, complete)
+        _run_on_first_rank(self.world, directory, complete)
 
     def load(self, directory: Path, *, verified: bool = False) -> None:
-        """Take weights, optimizer and schedule from a checkpoint of the same model, saved at
-        whatever layout. Collective.
+        """Load weights, optimizer state and learning-rate schedule from a checkpoint. Collective.
 
-        `verified` says that its files' checksums have been found to be right. Raises AlignerError,
-        with nothing changed, for a checkpoint that is incomplete, damaged, of another format, of
-        another model, or of another kind of optimizer.
+        The checkpoint must be one of the same model; its parallel layout may differ.
+
+        Args:
+            directory: Directory of the checkpoint.
+            verified: Whether the checksums of its files have already been verified.
+
+        Raises:
+            AlignerError: If the checkpoint is incomplete, damaged, of another format, of another
+                model, or of another kind of optimizer. Nothing has changed then.
         """
         self.finish_save()
-        runner, reader = self.runner, CheckpointReader(directory)
-        if not verified and (damaged := damaged_files(directory, reader.manifest.files)):
+        runner = self.runner
+        reader = CheckpointReader(directory)
+        if not verified and (damaged := find_damaged_files(directory, reader.manifest.files)):
             raise DamagedError(f"{directory}: the checkpoint is damaged: {'; '.join(damaged)}")
-        manifest, state = reader.manifest, runner.optimizer_state()
+        manifest = reader.manifest
+        state = runner.optimizer_state()
         _check_optimizer(directory, manifest, runner.settings)
-        problems = gather_json(_problems(runner, manifest, state))
-        if everyone := sorted({problem for found in problems for problem in found}):
+        # Every rank learns all problems, so that all ranks raise the same error before any of them
+        # has changed its model.
+        rank_problems = gather_json(_find_problems(runner, manifest, state))
+        if all_problems := sorted({problem for problems in rank_problems for problem in problems}):
             raise AlignerError(
-                f"{directory}: the checkpoint does not match the model: {'; '.join(everyone)}"
+                f"{directory}: the checkpoint does not match the model: {'; '.join(all_problems)}"
             )
-        for unit in _units(runner):
-            kept = (
-                state.kinds(unit.parameter)
-                if unit.parameter in state and manifest.adam_steps
+        for entry in _parameter_entries(runner):
+            state_kinds = (
+                state.kinds(entry.parameter)
+                if entry.parameter in state and manifest.adam_steps
                 else ()
             )
-            tensors = {kind: _read_parameter(unit, reader, kind) for kind in (WEIGHT, *kept)}
-            unit.parameter.data.copy_(tensors[WEIGHT])
-            if unit.parameter in state:
-                state.load(unit.parameter, tensors, manifest.adam_steps)
+            tensors = {
+                kind: _read_parameter(entry, reader, kind) for kind in (WEIGHT, *state_kinds)
+            }
+            entry.parameter.data.copy_(tensors[WEIGHT])
+            if entry.parameter in state:
+                state.load(entry.parameter, tensors, manifest.adam_steps)
         state.set_steps(manifest.adam_steps)
         runner.updates = manifest.updates
+        # `step` also sets the learning rates of the optimizer.
         runner.scheduler.num_steps = 0
         runner.scheduler.step(increment=manifest.schedule_steps)
 
 
-def _on_first_rank(world: World, directory: Path, action: Callable[[], str | None]) -> Any:
-    """Rank 0 acts and the others wait; what comes of it, or what it could not do, all of them
-    hear."""
+def _run_on_first_rank(world: World, directory: Path, action: Callable[[], str | None]) -> Any:
+    """Run `action` on rank 0 and return its result on every rank. Collective.
+
+    Raises:
+        AlignerError: On every rank, if the action raised OSError or AlignerError.
+    """
     result = error = None
     if world.rank == 0:
         try:
-            with writing():
+            with fenced_write():
                 result = action()
         except (OSError, AlignerError) as problem:
             error = str(problem)
@@ -221,19 +256,28 @@ def _on_first_rank(world: World, directory: Path, action: Callable[[], str | Non
 
 
 def _write_rank_file(file: Path, tensors: Mapping[str, Tensor]) -> FileRecord | str | None:
-    """What the file must be, None where there is nothing to write, or what went wrong."""
+    """Write this rank's tensors to a safetensors file.
+
+    Returns:
+        Size and checksum of the file; None if there is nothing to write; an error message if
+        writing failed.
+    """
     entries = [
         TensorEntry(key, tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()
     ]
     try:
         return write_safetensors(file, entries, tensors.__getitem__) if entries else None
-    except BaseException as error:  # whatever it is: the other ranks wait to hear of it
-        told = error.strerror if isinstance(error, OSError) else None
-        return f"{file}: {told or repr(error)}"
+    # Report every kind of error, because the other ranks wait for this rank's result.
+    except BaseException as error:
+        reason = error.strerror if isinstance(error, OSError) else None
+        return f"{file}: {reason or repr(error)}"
 
 
 def _check_optimizer(directory: Path, manifest: Manifest, settings: MegatronModelConfig) -> None:
-    """A checkpoint of before the first update fits any optimizer."""
+    """Raise AlignerError if the checkpoint has the state of another kind of optimizer.
+
+    A checkpoint from before the first update has no state and fits any optimizer.
+    """
     kind = (
         settings.optimizer.kind
         if isinstance(settings, TrainedModelConfig)
@@ -248,15 +292,16 @@ def _check_optimizer(directory: Path, manifest: Manifest, settings: MegatronMode
         )
 
 
-def _problems(runner: ModelRunner, manifest: Manifest, state: OptimizerState) -> list[str]:
+def _find_problems(runner: ModelRunner, manifest: Manifest, state: OptimizerState) -> list[str]:
+    """Return descriptions of all differences between a checkpoint and this rank's model."""
     if manifest.head != runner.head:
         return [f"the head is {manifest.head} in the checkpoint, but {runner.head} in the model"]
-    if differences := model_differences(manifest.shape, runner.shape):
+    if differences := describe_model_differences(manifest.shape, runner.shape):
         return differences
-    if manifest.lora != _lora(runner):
+    if manifest.lora != _lora_settings(runner):
         return [
-            f"the LoRA adapters are {manifest.lora} in the checkpoint, but {_lora(runner)} in the"
-            " model"
+            f"the LoRA adapters are {manifest.lora} in the checkpoint, but {_lora_settings(runner)}"
+            " in the model"
         ]
     specs = {spec.name: spec for weights in _named_weights(runner) for spec in weights.table}
     index = manifest.index
@@ -275,108 +320,141 @@ def _problems(runner: ModelRunner, manifest: Manifest, state: OptimizerState) ->
     ]
     untrained = [
         f"{name} was frozen and has no optimizer state"
-        for unit in _units(runner)
-        for name in unit.names
+        for parameter_entry in _parameter_entries(runner)
+        for name in parameter_entry.names
         if manifest.adam_steps
-        and unit.parameter in state
+        and parameter_entry.parameter in state
         and name in index
         and not index[name].trained
     ]
     return missing + unknown + misshapen + untrained
 
 
-def _lora(runner: ModelRunner) -> dict[str, Any] | None:
+def _lora_settings(runner: ModelRunner) -> dict[str, Any] | None:
+    """Return the configuration of the model's adapters, or None if it has none."""
     settings = runner.settings
     return (
         asdict(settings.lora) if isinstance(settings, ActorConfig) and settings.lora.rank else None
     )
 
 
-def _read_parameter(unit: _Unit, reader: CheckpointReader, kind: str) -> Tensor:
-    """A parameter's weight, or some of its state, out of its named parts, on the host."""
-    whole = torch.zeros(unit.parameter.shape, dtype=torch.float32)
-    for name in unit.names:
-        unit.weights.scatter(name, whole, reader.read(kind, unit.weights.slices[name]))
+def _read_parameter(entry: _ParameterEntry, reader: CheckpointReader, kind: str) -> Tensor:
+    """Return a parameter's weight or a kind of its optimizer state, float32 in host memory.
+
+    The parameter is assembled from its named weights in the checkpoint.
+    """
+    # Rows that pad the vocabulary are not stored and stay zero.
+    whole = torch.zeros(entry.parameter.shape, dtype=torch.float32)
+    for name in entry.names:
+        entry.weights.scatter(name, whole, reader.read(kind, entry.weights.slices[name]))
     return whole
 
 
 def _named_weights(runner: ModelRunner) -> list[NamedWeights]:
-    """The model's own weights, and its adapters."""
+    """Return the model's own weights and, if there are any, its adapters."""
     return (
-        [runner.weights] if runner.trained is runner.weights else [runner.weights, runner.trained]
+        [runner.weights]
+        if runner.trained_weights is runner.weights
+        else [runner.weights, runner.trained_weights]
     )
 
 
-def _units(runner: ModelRunner) -> list[_Unit]:
-    """This rank's parameters with the named weights in them, in the table's order, writers not yet
-    chosen."""
-    found: dict[nn.Parameter, _Unit] = {}
+def _parameter_entries(runner: ModelRunner) -> list[_ParameterEntry]:
+    """Return this rank's parameters with their named weights, in the table's order.
+
+    The writers are not assigned yet.
+    """
+    entries: dict[nn.Parameter, _ParameterEntry] = {}
     for weights in _named_weights(runner):
         for name in weights:
             parameter = weights.parameter(name)
-            unit = found.get(parameter, _Unit(parameter, weights, ()))
-            found[parameter] = replace(unit, names=(*unit.names, name))
-    return list(found.values())
+            entry = entries.get(parameter, _ParameterEntry(parameter, weights, ()))
+            entries[parameter] = replace(entry, names=(*entry.names, name))
+    return list(entries.values())
 
 
 def _assign_writers(
     runner: ModelRunner, state: OptimizerState | None
-) -> tuple[list[_Unit], dict[str, Entry]]:
-    """Who writes what: this rank's units with their writers, and every rank's as the manifest's
-    index. Collective.
+) -> tuple[list[_ParameterEntry], dict[str, Entry]]:
+    """Choose the rank that writes each parameter. Collective.
 
-    Of the ranks that hold the same slices of the same weights, the one with the least to write so
-    far writes them. `state` is None where there is none yet.
+    Of the ranks that hold the same slices of the same weights, the one with the fewest elements to
+    write so far writes them.
+
+    Args:
+        runner: The model on this rank.
+        state: Optimizer state; None before the first step.
+
+    Returns:
+        This rank's parameters with their writers, and the manifest's index of all ranks' slices.
     """
-    units = _units(runner)
-    told = [
+    entries = _parameter_entries(runner)
+    # For each parameter: the number of its state tensors, and its named slices. Ranks with equal
+    # descriptions hold the same data.
+    descriptions = [
         [
             (
-                len(state.kinds(unit.parameter))
-                if state is not None and unit.parameter in state
+                len(state.kinds(entry.parameter))
+                if state is not None and entry.parameter in state
                 else 0
             ),
-            [_described(unit.weights, name) for name in unit.names],
+            [_describe_slice(entry.weights, name) for name in entry.names],
         ]
-        for unit in units
+        for entry in entries
     ]
     holders: dict[str, list[int]] = {}
-    for rank, held in enumerate(gather_json(told)):
-        for description in held:
+    for rank, rank_descriptions in enumerate(gather_json(descriptions)):
+        for description in rank_descriptions:
             holders.setdefault(json.dumps(description), []).append(rank)
-    written, writers = [0] * runner.world.size, {}
+    written_elements = [0] * runner.world.size
+    writers = {}
     index: dict[str, Entry] = {}
     for key, ranks in holders.items():
-        writer = writers[key] = min(ranks, key=written.__getitem__)
-        kept, slices = json.loads(key)
+        writer = writers[key] = min(ranks, key=written_elements.__getitem__)
+        state_count, slices = json.loads(key)
         for name, shape, axis, start, stop in slices:
-            piece, before = Piece(writer, axis, start, stop), index.get(name)
-            index[name] = Entry(tuple(shape), kept > 0, (*(before.pieces if before else ()), piece))
-            written[writer] += math.prod(cut_shape(tuple(shape), axis, start, stop)) * (1 + kept)
-    chosen = [
-        replace(unit, writer=writers[json.dumps(held)])
-        for unit, held in zip(units, told, strict=True)
+            piece = Piece(writer, axis, start, stop)
+            previous = index.get(name)
+            index[name] = Entry(
+                tuple(shape), state_count > 0, (*(previous.pieces if previous else ()), piece)
+            )
+            elements = math.prod(cut_shape(tuple(shape), axis, start, stop))
+            written_elements[writer] += elements * (1 + state_count)
+    assigned_entries = [
+        replace(entry, writer=writers[json.dumps(description)])
+        for entry, description in zip(entries, descriptions, strict=True)
     ]
-    return chosen, index
+    return assigned_entries, index
 
 
-def _described(weights: NamedWeights, name: str) -> list[Any]:
-    cut = weights.slices[name]
-    return [name, list(weights.specs[name].shape), cut.axis, cut.start, cut.stop]
+def _describe_slice(weights: NamedWeights, name: str) -> list[Any]:
+    """Return name, whole shape, axis, start and stop of this rank's slice of a weight, as JSON."""
+    weight_slice = weights.slices[name]
+    return [
+        name,
+        list(weights.specs[name].shape),
+        weight_slice.axis,
+        weight_slice.start,
+        weight_slice.stop,
+    ]
 
 
-def _snapshot(state: OptimizerState, units: Sequence[_Unit], rank: int) -> dict[str, Tensor]:
-    """What this rank writes, copied to host memory, by key. Collective: one parameter at a time
-    comes together."""
+def _copy_to_host(
+    state: OptimizerState, entries: Sequence[_ParameterEntry], rank: int
+) -> dict[str, Tensor]:
+    """Return copies in host memory of all tensors that this rank writes, by key. Collective.
+
+    The ranks gather the state of one parameter at a time, which limits the device memory.
+    """
     tensors = {}
-    for unit in units:
-        if unit.parameter in state:
-            whole = state.gather(unit.parameter, unit.writer)
+    for entry in entries:
+        if entry.parameter in state:
+            whole = state.gather(entry.parameter, entry.writer)
         else:
-            whole = {WEIGHT: unit.parameter.detach()} if unit.writer == rank else None
+            whole = {WEIGHT: entry.parameter.detach()} if entry.writer == rank else None
         for kind, tensor in (whole or {}).items():
-            for name in unit.names:
-                piece = unit.weights.gather(name, tensor)
+            for name in entry.names:
+                piece = entry.weights.gather(name, tensor)
                 tensors[tensor_key(name, kind)] = torch.empty(piece.shape, dtype=piece.dtype).copy_(
                     piece
                 )

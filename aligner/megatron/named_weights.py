@@ -1,9 +1,8 @@
-"""Weights by their Hugging Face names: this rank's slices of a megatron-core model, read and
-written in place.
+"""`NamedWeights`: this rank's slices of a megatron-core model's weights, by Hugging Face name.
 
-megatron-core fuses query, key and value of a key/value group, and gate and up; the family's table
-says which part of which parameter a named tensor is. File import, resharding, checkpoints and
-checks all go through here.
+megatron-core fuses query, key and value of a key/value group, and gate and up. The weight table of
+the model family specifies which part of which parameter each named tensor is. Weights are read and
+written in place. The import of files, resharding, checkpoints and checksums all use this module.
 """
 
 import re
@@ -17,45 +16,57 @@ from aligner.data.model_directory import read_slices
 from aligner.megatron.world import World
 from aligner.models.families import Part
 from aligner.models.shape import ModelShape
-from aligner.models.weight_slices import Slice, TensorSpec, cut_shape, stage_layers, trainer_slices
+from aligner.models.weight_slices import (
+    Slice,
+    TensorSpec,
+    compute_trainer_slices,
+    cut_shape,
+    stage_layers,
+)
 
-# transformer-engine's linear layers hold the norm before them.
-_TRANSFORMER_ENGINE = (
+# transformer-engine's linear layers contain the preceding norm. Each pair is the name prefix of the
+# norm's parameters in the linear layer, and their prefix in a separate norm module.
+_FUSED_NORM_NAMES = (
     ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
     ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
 )
 
 
-def _count_up(name: str, what: str, first: int) -> str:
-    """A parameter's name with the index behind `what` counted from `first`."""
-    return re.sub(rf"(?<=\b{what}\.)\d+", lambda match: str(int(match[0]) + first), name)
+def _shift_index(name: str, module: str, offset: int) -> str:
+    """Return a parameter's name with `offset` added to the index that follows `module`."""
+    return re.sub(rf"(?<=\b{module}\.)\d+", lambda match: str(int(match[0]) + offset), name)
 
 
 def _global_parameters(
     chunks: Sequence[GPTModel], shape: ModelShape, world: World
 ) -> dict[str, nn.Parameter]:
-    """The model's parameters by megatron-core name, layers and experts counted over the whole
-    model."""
-    layers = stage_layers(shape.num_layers, world.layout, world.place.pipeline)
-    first_expert = world.place.expert * (shape.num_experts // world.layout.expert)
-    found = {}
-    for chunk, held in zip(chunks, layers, strict=True):
+    """Return this rank's parameters by their megatron-core names in the whole model.
+
+    megatron-core counts layers from the start of a chunk, and experts from the first on the rank.
+    """
+    layers = stage_layers(shape.num_layers, world.layout, world.coordinates.pipeline)
+    first_expert = world.coordinates.expert * (shape.num_experts // world.layout.expert)
+    parameters = {}
+    for chunk, chunk_layers in zip(chunks, layers, strict=True):
         for local_name, parameter in chunk.named_parameters():
-            name = _count_up(
-                _count_up(local_name, "layers", held.start), "local_experts", first_expert
+            name = _shift_index(
+                _shift_index(local_name, "layers", chunk_layers.start),
+                "local_experts",
+                first_expert,
             )
-            for fused, plain in _TRANSFORMER_ENGINE:
+            for fused, plain in _FUSED_NORM_NAMES:
                 name = name.replace(fused, plain)
-            found[name] = parameter
-    return found
+            parameters[name] = parameter
+    return parameters
 
 
-def _part(tensor: Tensor, part: Part, shape: ModelShape) -> Tensor:
-    """The view of a fused parameter-shaped tensor that a named weight is."""
+def _part_view(tensor: Tensor, part: Part, shape: ModelShape) -> Tensor:
+    """Return the view of a fused tensor, shaped like its parameter, that is the named part."""
     if part == "whole":
         return tensor
     if part in ("gate", "up"):
         return tensor.chunk(2)[part == "up"]
+    # linear_qkv interleaves the key/value groups: the queries of a group, its key, its value.
     queries = shape.num_heads // shape.num_kv_heads
     groups = tensor.view(-1, queries + 2, shape.head_dim, *tensor.shape[1:])
     return {
@@ -66,8 +77,11 @@ def _part(tensor: Tensor, part: Part, shape: ModelShape) -> Tensor:
 
 
 class NamedWeights:
-    """This rank's slices of the weights in a table (a model's, its adapters'), by name, in Hugging
-    Face orientation."""
+    """This rank's slices of the weights in a table, by name, in Hugging Face orientation.
+
+    The table is that of a model or of its adapters. Iteration yields the names of the weights of
+    which this rank has a slice.
+    """
 
     def __init__(
         self,
@@ -77,49 +91,58 @@ class NamedWeights:
         table: tuple[TensorSpec, ...],
     ) -> None:
         self.table = table
-        self.slices: dict[str, Slice] = trainer_slices(
+        self.slices: dict[str, Slice] = compute_trainer_slices(
             table, shape.num_layers, world.layout, world.rank
         )
         self.specs = {spec.name: spec for spec in table}
         self._shape = shape
         self._parameters = _global_parameters(chunks, shape, world)
         self.finish_update: Callable[[], None] = lambda: None
-        """Returns when nothing of the last update is still on its way into the weights."""
+        """Function that waits until the parameter all-gathers of the last update have finished."""
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.slices)
 
     def parameter(self, name: str) -> nn.Parameter:
-        """The megatron-core parameter that holds a named weight, and maybe others."""
+        """Return the megatron-core parameter that contains a named weight, possibly with others."""
         self.finish_update()
-        wanted = self.specs[name].parameter
-        # Without the embedding, a tied model's last stage holds a copy of it as the head.
-        if wanted not in self._parameters and self._shape.tied_embeddings:
-            wanted = "output_layer.weight"
-        return self._parameters[wanted]
+        parameter_name = self.specs[name].parameter
+        # The last stage of a tied model without the embedding has a copy of it as its head.
+        if parameter_name not in self._parameters and self._shape.tied_embeddings:
+            parameter_name = "output_layer.weight"
+        return self._parameters[parameter_name]
 
     def local_shape(self, name: str) -> tuple[int, ...]:
-        """Shape of this rank's slice of a tensor."""
-        cut = self.slices[name]
-        return cut_shape(self.specs[name].shape, cut.axis, cut.start, cut.stop)
+        """Return the shape of this rank's slice of a weight."""
+        weight_slice = self.slices[name]
+        return cut_shape(
+            self.specs[name].shape, weight_slice.axis, weight_slice.start, weight_slice.stop
+        )
 
     def gather(self, name: str, tensor: Tensor) -> Tensor:
-        """This rank's slice of a named weight, out of a tensor shaped as its parameter: a gradient,
-        a moment.
+        """Return this rank's slice of a named weight from a tensor shaped like its parameter.
 
-        A copy only where megatron-core's fused layout interleaves it.
+        The tensor may be the parameter, its gradient or a moment, of any dtype. The result is a
+        copy only if megatron-core's fused layout interleaves the weight with others; otherwise it
+        is a view.
         """
         local = self.local_shape(name)
-        view = self._unpadded(name, _part(tensor, self.specs[name].part, self._shape))
+        view = self._without_padding(name, _part_view(tensor, self.specs[name].part, self._shape))
         return view.reshape(local[::-1]).T if self.specs[name].transposed else view.reshape(local)
 
     def scatter(self, name: str, tensor: Tensor, piece: Tensor) -> None:
-        """Write this rank's slice of a named weight into a tensor shaped as its parameter."""
-        view = self._unpadded(name, _part(tensor, self.specs[name].part, self._shape))
+        """Write this rank's slice of a named weight into a tensor shaped like its parameter.
+
+        Args:
+            name: Name of the weight.
+            tensor: Destination in the parameter's shape.
+            piece: Slice in Hugging Face orientation, of shape `local_shape(name)`.
+        """
+        view = self._without_padding(name, _part_view(tensor, self.specs[name].part, self._shape))
         view.copy_((piece.T if self.specs[name].transposed else piece).reshape(view.shape))
 
-    def _unpadded(self, name: str, tensor: Tensor) -> Tensor:
-        """Return the rows of an embedding or head that are tokens, and any other tensor as it is.
+    def _without_padding(self, name: str, tensor: Tensor) -> Tensor:
+        """Return the rows of an embedding or head that are tokens, and any other tensor unchanged.
 
         A vocabulary that tensor parallelism does not divide evenly is padded on the last rank.
         """
@@ -129,12 +152,12 @@ class NamedWeights:
         return tensor[: self.local_shape(name)[0]]
 
     def read(self, name: str) -> Tensor:
-        """This rank's slice of a weight."""
+        """Return this rank's slice of a weight, a view unless the name is in `copied_names`."""
         return self.gather(name, self.parameter(name).data)
 
     @property
-    def copied(self) -> frozenset[str]:
-        """The weights of which `read` gives a copy and not the parameter's own memory."""
+    def copied_names(self) -> frozenset[str]:
+        """Names of the weights of which `read` returns a copy instead of the parameter's memory."""
         return frozenset(
             name for name in self if self.specs[name].part in ("query", "key", "value")
         )
@@ -143,15 +166,21 @@ class NamedWeights:
         """Set this rank's slice of a weight."""
         self.scatter(name, self.parameter(name).data, tensor)
 
-    def parameters_cut_alike(self, slices: Mapping[str, Slice]) -> dict[str, Tensor]:
-        """The parameters of which another layout's rank holds the same, by megatron-core's name;
-        their own memory."""
-        wanted: dict[str, list[TensorSpec]] = {}
+    def parameters_with_slices(self, slices: Mapping[str, Slice]) -> dict[str, Tensor]:
+        """Return the parameters whose weights have the same slices on a rank of another layout.
+
+        Args:
+            slices: Slices of the other rank, by Hugging Face name.
+
+        Returns:
+            The parameters' own memory, by megatron-core name.
+        """
+        parameter_specs: dict[str, list[TensorSpec]] = {}
         for spec in self.table:
-            wanted.setdefault(spec.parameter, []).append(spec)
+            parameter_specs.setdefault(spec.parameter, []).append(spec)
         return {
             name: self.parameter(specs[0].name).data
-            for name, specs in wanted.items()
+            for name, specs in parameter_specs.items()
             if all(
                 spec.name in self.slices and self.slices[spec.name] == slices.get(spec.name)
                 for spec in specs
@@ -161,11 +190,16 @@ class NamedWeights:
     def load_directory(
         self, directory: Path, *, optional: Sequence[str] = (), partial: bool = False
     ) -> None:
-        """Read this rank's slices, and no others, from a Hugging Face directory's safetensors.
+        """Read this rank's slices, and no others, from the safetensors files of a directory.
 
-        `optional` weights keep their values where the files have none; `partial` lets the files
-        hold more than the model. Raises ConfigError that names every tensor that is missing,
-        unknown, or of another shape.
+        Args:
+            directory: Hugging Face model directory.
+            optional: Names of weights that keep their values if the files do not contain them.
+            partial: Whether the files may contain more weights than the model.
+
+        Raises:
+            ConfigError: If a tensor is missing, unknown, or of another shape. The message names all
+                of them.
         """
         for name, tensor in read_slices(
             directory, self.table, self.slices, optional=optional, partial=partial

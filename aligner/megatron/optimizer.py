@@ -1,5 +1,10 @@
-"""megatron-core's optimizer and learning-rate schedule from our configuration, and guarded
-steps."""
+"""megatron-core's optimizer and learning-rate schedule, built from the configuration.
+
+- `build_optimizer`: AdamW or Muon with the learning-rate schedule.
+- `ParameterGather`: the all-gathers of updated parameters (ZeRO-1), which overlap with the next
+  forward pass.
+- `GuardedStep`: optimizer steps that skip updates with gradients that are not finite.
+"""
 
 import itertools
 import math
@@ -32,18 +37,23 @@ from aligner.models.families import SCALAR_HEAD
 
 
 class ParameterGather:
-    """The gathers that are under way behind an update, bucket by bucket: a layer waits for those of
-    its own weights.
+    """All-gathers of updated parameters that are in flight after an optimizer step.
 
-    megatron-core's own hooks wait for a module's own parameters alone, but experts that are
-    multiplied together are read by the module around them. Here everything is on its way before the
-    update returns, on every rank in the same order, so that whoever else reads weights may `finish`
-    whenever he likes, without the other ranks.
+    Each layer waits for the DDP buckets of its own weights before its forward pass. megatron-core's
+    own hooks do not suffice: they wait for the parameters of a single module, but the weights of
+    grouped experts are read by the module that contains the experts. Here, all all-gathers start
+    before the update returns, in the same order on every rank. Any other reader of the weights may
+    therefore call `finish` at any time, without the other ranks.
     """
 
     def __init__(self, wrapped: Sequence[DistributedDataParallel]) -> None:
-        """Of chunks whose DDP was made with `overlap_param_gather`."""
-        # Buckets were filled from the last layer on; the first is read first.
+        """Replace megatron-core's forward hooks.
+
+        Args:
+            wrapped: Model chunks whose DDP was built with `overlap_param_gather`.
+        """
+        # DDP fills its buckets from the last layer on, but the forward pass reads the first layer
+        # first.
         self._groups = [
             group
             for ddp in wrapped
@@ -51,53 +61,58 @@ class ParameterGather:
         ]
         for ddp in wrapped:
             ddp.disable_forward_pre_hook(param_sync=False)
-            for module in _readers(ddp.module):
+            for module in _reading_modules(ddp.module):
                 trained = (
                     parameter
                     for parameter in module.parameters()
                     if parameter in ddp.param_to_bucket_group
                 )
+                # The dictionary removes duplicates: several parameters share a bucket.
                 groups = list(
                     {
                         id(group): group for group in map(ddp.param_to_bucket_group.get, trained)
                     }.values()
                 )
                 module.register_forward_pre_hook(
-                    lambda module, inputs, groups=groups: _wait(groups)
+                    lambda module, inputs, groups=groups: _wait_for_groups(groups)
                 )
 
     def start(self) -> None:
-        """Send on what was updated. Collective."""
+        """Start the all-gathers of all updated parameters. Collective."""
         for group in self._groups:
             group.start_param_sync()
 
     def finish(self) -> None:
-        """Return when all weights are this version's. Only the thread that trains may call it, and
-        may look at weights."""
-        _wait(self._groups)
+        """Wait until all weights are those of the last update.
+
+        Only the training thread may call it, and only this thread may read the weights.
+        """
+        _wait_for_groups(self._groups)
 
 
-def _readers(module: nn.Module) -> Iterator[nn.Module]:
-    """The layers, and what else has weights around them."""
+def _reading_modules(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the transformer layers, and the other modules that have weights of their own."""
     if isinstance(module, nn.ModuleList):
         yield from module
     elif next(module.parameters(recurse=False), None) is not None:
         yield module
     else:
         for child in module.children():
-            yield from _readers(child)
+            yield from _reading_modules(child)
 
 
-def _wait(groups: Sequence[Any]) -> None:
+def _wait_for_groups(groups: Sequence[Any]) -> None:
+    """Wait for the parameter all-gathers of some of DDP's bucket groups."""
     for group in groups:
         if group.param_gather_handle is not None:
             group.param_gather_handle.wait()
             group.param_gather_handle = None
 
 
-_NAMED_AT_MOST = 8
+# Maximum number of weights that an error message names.
+_MAX_NAMED_WEIGHTS = 8
+# megatron-core adds this to the gradient norm before it divides by the norm.
 _CLIP_EPSILON = 1e-6
-"""Added to the norm that gradients are clipped by, as megatron-core has it."""
 
 
 def build_optimizer(
@@ -107,22 +122,28 @@ def build_optimizer(
     total_steps: int,
     head_learning_rate: float | None = None,
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
-    """AdamW with gradient clipping, Muon for the layers' matrices where it is asked for, and their
-    schedule over `total_steps` optimizer steps. `weights` are the chunks', or the adapters that are
-    trained.
+    """Return the optimizer and the learning-rate schedule of a model.
 
-    The learning rate of step k (from 0) is peak x k / warmup_steps during warm-up; then it goes
-    from the peak to min_learning_rate at k = total_steps. Weight decay leaves out biases and norms.
-    On a CPU nothing is offloaded. The scalar head's learning rate is in the same proportion to the
-    others' at every step, `head_learning_rate` at the peak.
+    The optimizer is AdamW with gradient clipping; with `optimizer.kind=muon`, Muon updates the
+    matrices of the layers. Weight decay excludes biases and norms. The learning rate of step k,
+    from 0, is peak x k / warmup_steps during warm-up; afterwards it moves from the peak to
+    `min_learning_rate` at k = `total_steps`. On a machine without a GPU, nothing is offloaded.
+
+    Args:
+        chunks: This rank's model chunks.
+        weights: The chunks' weights, or the adapters if only these are trained.
+        settings: Configuration section of the optimizer.
+        total_steps: Number of optimizer steps of the schedule.
+        head_learning_rate: Peak learning rate of the scalar head; its ratio to the other learning
+            rate is the same at every step. None means the same learning rate.
     """
-    options = _options(settings, chunks[0].config.params_dtype)
-    # What the optimizer cuts out of the parameters must not record it: the graph would keep the
-    # model alive for good.
+    options = _optimizer_config(settings, chunks[0].config.params_dtype)
+    # The optimizer slices the parameters. If autograd recorded this, its graph would keep the model
+    # alive forever.
     with torch.no_grad():
-        overrides = _overrides(options, head_learning_rate)
+        overrides = _group_overrides(options, head_learning_rate)
         if settings.kind == "muon":
-            optimizer = _muon_beside_adam(options, chunks, weights, settings, overrides)
+            optimizer = _build_muon_and_adam(options, chunks, weights, settings, overrides)
         else:
             optimizer = get_megatron_optimizer(options, chunks, overrides)
     _use_fused_kernels(optimizer)
@@ -131,7 +152,8 @@ def build_optimizer(
         init_lr=0.0,
         max_lr=settings.learning_rate,
         min_lr=options.min_lr,
-        # a run that learns nothing reads no warm-up
+        # megatron-core requires fewer warm-up steps than steps. Only a run that learns nothing,
+        # which does not read `warmup_steps`, could violate this.
         lr_warmup_steps=min(settings.warmup_steps, total_steps - 1),
         lr_decay_steps=total_steps,
         lr_decay_style=settings.schedule,
@@ -143,7 +165,8 @@ def build_optimizer(
     return optimizer, scheduler
 
 
-def _options(settings: schema.OptimizerConfig, dtype: torch.dtype) -> OptimizerConfig:
+def _optimizer_config(settings: schema.OptimizerConfig, dtype: torch.dtype) -> OptimizerConfig:
+    """Return megatron-core's optimizer configuration for parameters of `dtype`."""
     offload = settings.offload_fraction > 0 and torch.cuda.is_available()
     options = OptimizerConfig(
         optimizer="adam",
@@ -163,23 +186,25 @@ def _options(settings: schema.OptimizerConfig, dtype: torch.dtype) -> OptimizerC
         overlap_cpu_optimizer_d2h_h2d=offload,
     )
     if offload and dtype != torch.float32:
-        # Main weights are then the offloading optimizer's alone. Given to the configuration itself,
-        # it would compare transformer-engine's version, which fails where that is not installed.
+        # The offloading optimizer then holds the only main weights. These fields are set after the
+        # construction, because OptimizerConfig would otherwise compare transformer-engine's
+        # version, which fails if transformer-engine is not installed.
         options.use_precision_aware_optimizer = (
             options.use_precision_aware_optimizer_no_fp8_or_ds_fp8
         ) = True
     return options
 
 
-def _muon_beside_adam(
+def _build_muon_and_adam(
     options: OptimizerConfig,
     chunks: list[DistributedDataParallel],
     weights: NamedWeights,
     settings: schema.OptimizerConfig,
     overrides: dict[ParamKey, ParamGroupOverride],
 ) -> MegatronOptimizer:
+    """Return Muon for the matrices of the layers, chained with AdamW for all other parameters."""
     matrices = layer_matrices(weights)
-    # megatron-core takes for Adam's what asks for gradients.
+    # get_megatron_optimizer takes every parameter that requires gradients.
     for parameter in matrices:
         parameter.requires_grad_(False)
     adam = get_megatron_optimizer(options, chunks, overrides)
@@ -190,66 +215,75 @@ def _muon_beside_adam(
     )
 
 
-def _overrides(
+def _group_overrides(
     options: OptimizerConfig, head_learning_rate: float | None
 ) -> dict[ParamKey, ParamGroupOverride]:
-    """What is otherwise for some parameters: no weight decay, as megatron-core has it, and the
-    head's learning rates."""
+    """Return the settings of parameters that differ from the others.
+
+    These are megatron-core's standard overrides (no weight decay of biases and norms), and the
+    learning rates of the scalar head.
+    """
     overrides: dict[ParamKey, ParamGroupOverride] = get_standard_config_overrides(options)
     if head_learning_rate is not None:
-        # The lowest is at most the peak; where that is 0 both are.
-        least = head_learning_rate * options.min_lr / options.lr if options.lr else 0.0
+        # Both learning rates keep their ratio. If the peak is 0, the minimum is 0 too.
+        min_rate = head_learning_rate * options.min_lr / options.lr if options.lr else 0.0
         head = ParamKey(name=f"*.{SCALAR_HEAD.parameter}")
-        overrides[head] = ParamGroupOverride(max_lr=head_learning_rate, min_lr=least)
+        overrides[head] = ParamGroupOverride(max_lr=head_learning_rate, min_lr=min_rate)
     return overrides
 
 
 def _learning_rates(optimizer: MegatronOptimizer) -> dict[str, float]:
-    """`lr` of the next step, and `head_lr` where the scalar head has one of its own."""
-    own = [group for group in optimizer.param_groups if not group["default_config"]]
-    others = [group for group in optimizer.param_groups if group["default_config"]] or own
-    return {"lr": float(others[0]["lr"])} | ({"head_lr": float(own[0]["lr"])} if own else {})
+    """Return `lr` of the next step, and `head_lr` if the scalar head has its own learning rate."""
+    head_groups = [group for group in optimizer.param_groups if not group["default_config"]]
+    other_groups = [
+        group for group in optimizer.param_groups if group["default_config"]
+    ] or head_groups
+    return {"lr": float(other_groups[0]["lr"])} | (
+        {"head_lr": float(head_groups[0]["lr"])} if head_groups else {}
+    )
 
 
 def _use_fused_kernels(optimizer: MegatronOptimizer) -> None:
-    """Let torch's AdamW on a CPU go over each parameter once instead of a dozen times; it differs
-    in the last digit."""
+    """Make torch's AdamW use its fused kernel on a CPU.
+
+    It reads each parameter once instead of about twelve times. Results differ in the last digit.
+    """
     if torch.cuda.is_available():
-        # transformer-engine's or apex's are fused, and torch's default there goes over all
-        # parameters at once
+        # transformer-engine's and apex's Adam are fused, and torch's default on GPUs processes all
+        # parameters at once.
         return
     for part in optimizer_parts(optimizer):
         if isinstance(part.optimizer, torch.optim.AdamW):
             for group in part.optimizer.param_groups:
-                group["fused"], group["foreach"] = True, False
+                group.update(fused=True, foreach=False)
 
 
 def _is_fused(part: MegatronOptimizer) -> bool:
-    """Whether torch's kernel for a CPU updates its parameters."""
+    """Return whether torch's fused CPU kernel updates the parameters of this optimizer."""
     return isinstance(part.optimizer, torch.optim.AdamW) and any(
         group["fused"] for group in part.param_groups
     )
 
 
-def _place_epsilon_as_tensorflow(
+def _apply_tensorflow_epsilon(
     optimizer: MegatronOptimizer, settings: schema.OptimizerConfig
 ) -> None:
-    """Make the next step t that of TensorFlow's Adam, which adds epsilon before the second moment's
-    bias is corrected.
+    """Make the next step, number t, that of TensorFlow's Adam.
 
-    With torch's formula that is an epsilon of epsilon / sqrt(1 - beta2^t) (Huang et al. 2023,
-    detail 14).
+    TensorFlow adds epsilon before the bias correction of the second moment. In torch's formula,
+    this corresponds to an epsilon of epsilon / sqrt(1 - beta2^t) (Huang et al. 2023, detail 14).
     """
     for part in optimizer_parts(optimizer):
         if isinstance(part.optimizer, Muon):
             continue
         for group in part.param_groups:
-            step = 1 + _steps_taken(part.optimizer, group)
+            step = 1 + _completed_steps(part.optimizer, group)
             group["eps"] = settings.epsilon / math.sqrt(1 - settings.beta2**step)
 
 
-def _steps_taken(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> int:
-    # transformer-engine's and apex's Adam count a group's steps, torch's each parameter's
+def _completed_steps(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> int:
+    """Return the number of steps that the optimizer has taken on a parameter group."""
+    # transformer-engine's and apex's Adam count the steps of a group, torch's those of a parameter.
     if "step" in group:
         return int(group["step"])
     states = (optimizer.state.get(parameter) for parameter in group["params"])
@@ -258,75 +292,92 @@ def _steps_taken(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> int
 
 @dataclass
 class GuardedStep:
-    """Takes optimizer steps, and leaves out, on every rank, those whose gradients are not finite:
-    all stays as it is then."""
+    """Optimizer steps that are skipped, on every rank, if the gradients are not finite.
+
+    A skipped step changes neither weights nor optimizer state nor learning-rate schedule.
+    """
 
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
     settings: schema.OptimizerConfig
     weights: NamedWeights
-    """What is trained, to name what has gone wrong."""
+    """The trained weights, which an error message names."""
     world: World
     skipped_in_a_row: int = 0
+    """Number of consecutive skipped steps."""
 
     def __call__(self) -> dict[str, float]:
-        """One step from the gradients in the buffers; returns `lr`, `head_lr` where the scalar head
-        has one of its own, `skipped` (1 or 0) and, if it is finite, `grad_norm`.
+        """Take one step with the gradients in DDP's buffers. Collective.
 
-        The norm is that before clipping; the gradients are gone over once for it, whatever comes
-        out. Collective. Raises AlignerError on every rank at the `max_skipped_steps`-th step in a
-        row that is left out.
+        The gradient norm costs one pass over the gradients and is computed in any case.
+
+        Returns:
+            `lr`; `head_lr`, if the scalar head has its own learning rate; `skipped`, 1 or 0; and
+            `grad_norm`, the norm before clipping, if it is finite.
+
+        Raises:
+            AlignerError: On every rank, at the `max_skipped_steps`-th consecutive skipped step.
         """
         rates = _learning_rates(self.optimizer)
         self.optimizer.prepare_grads()
         norm = float(self.optimizer.get_grad_norm())
-        # Every rank has the same norm of the whole model's gradients, so every rank decides alike.
+        # The norm is that of the whole model's gradients, so every rank makes the same decision.
         if not math.isfinite(norm):
             self.skipped_in_a_row += 1
             if self.skipped_in_a_row >= self.settings.max_skipped_steps:
                 raise AlignerError(self._describe_failure(norm))
             return rates | {"skipped": 1.0}
         self.skipped_in_a_row = 0
-        self._clip(norm)
+        self._clip_gradients(norm)
         if self.settings.epsilon_placement == "tensorflow":
-            _place_epsilon_as_tensorflow(self.optimizer, self.settings)
+            _apply_tensorflow_epsilon(self.optimizer, self.settings)
         self.optimizer.step_with_ready_grads()
         self.scheduler.step(increment=1)
         return rates | {"skipped": 0.0, "grad_norm": norm}
 
-    def _clip(self, norm: float) -> None:
-        most = self.settings.clip_grad_norm
-        if not most:
+    def _clip_gradients(self, norm: float) -> None:
+        """Scale the gradients so that their norm is at most `clip_grad_norm`."""
+        max_norm = self.settings.clip_grad_norm
+        if not max_norm:
             return
         for part in optimizer_parts(self.optimizer):
-            if _is_fused(part):  # it goes over the gradients anyway
-                divisor = (norm + _CLIP_EPSILON) / most
+            if _is_fused(part):
+                # The fused kernel divides the gradients while it reads them, which saves a pass.
+                divisor = (norm + _CLIP_EPSILON) / max_norm
                 part.optimizer.grad_scale = torch.tensor(divisor) if divisor > 1 else None
             elif parameters := part.get_parameters():
                 decoupled = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
-                clip_grad_by_total_norm_fp32(parameters, most, norm, decoupled)
+                clip_grad_by_total_norm_fp32(parameters, max_norm, norm, decoupled)
 
     def _describe_failure(self, norm: float) -> str:
-        found = list(itertools.chain.from_iterable(gather_json(self._not_finite())))
-        named = ", ".join(found[:_NAMED_AT_MOST]) or "none, but the sum of their squares overflows"
-        more = f" and {len(found) - _NAMED_AT_MOST} more" if len(found) > _NAMED_AT_MOST else ""
+        """Return the message of an error after too many skipped steps. Collective."""
+        descriptions = list(itertools.chain.from_iterable(gather_json(self._nonfinite_gradients())))
+        names = (
+            ", ".join(descriptions[:_MAX_NAMED_WEIGHTS])
+            or "none, but the sum of their squares overflows"
+        )
+        more = (
+            f" and {len(descriptions) - _MAX_NAMED_WEIGHTS} more"
+            if len(descriptions) > _MAX_NAMED_WEIGHTS
+            else ""
+        )
         return (
             f"the gradient norm was {norm} in {self.skipped_in_a_row} consecutive updates, which"
             f" were skipped (optimizer.max_skipped_steps={self.settings.max_skipped_steps})."
-            f" Non-finite gradients: {named}{more}. Check the last samples and rewards, lower"
+            f" Non-finite gradients: {names}{more}. Check the last samples and rewards, lower"
             " optimizer.learning_rate, or resume from an earlier checkpoint."
         )
 
-    def _not_finite(self) -> list[str]:
-        """What of this rank's gradients is not finite, a line for each weight."""
-        found = []
+    def _nonfinite_gradients(self) -> list[str]:
+        """Return a description of each weight on this rank whose gradient is not finite."""
+        descriptions = []
         for name in self.weights:
             gradient = getattr(self.weights.parameter(name), "main_grad", None)
             if gradient is None:
                 continue
             piece = self.weights.gather(name, gradient)
             if count := piece.numel() - int(piece.isfinite().sum()):
-                found.append(
+                descriptions.append(
                     f"{name} ({count} of {piece.numel()} values on rank {self.world.rank})"
                 )
-        return found
+        return descriptions

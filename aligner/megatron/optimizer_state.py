@@ -1,5 +1,8 @@
-"""What an optimizer keeps of each parameter, wherever megatron-core keeps it: for checkpoints, at
-any layout."""
+"""`OptimizerState`: the state of each parameter in megatron-core's optimizers, for checkpoints.
+
+The optimizers store the state in different places. This module reads and writes it in the
+parameters' shapes, at any layout.
+"""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -17,53 +20,66 @@ from aligner.megatron.muon import Muon
 
 
 def optimizer_parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """The optimizers that are chained: one for dense parameters, and one for experts where there
-    are any; of each kind."""
+    """Return the optimizers that a chained optimizer consists of, or the optimizer itself.
+
+    AdamW and Muon each have one part for dense parameters and, if there are experts, another part
+    for these.
+    """
     return getattr(optimizer, "chained_optimizers", [optimizer])
 
 
 @dataclass(frozen=True)
-class _Share:
-    """What this rank holds of one parameter's state: the elements `[start, stop)` of the flattened
-    parameter."""
+class _StateShard:
+    """This rank's part of a parameter's optimizer state.
+
+    It covers the elements `start` to `stop` - 1 of the flattened parameter.
+    """
 
     optimizer: Any
-    """The torch optimizer that updates it; None where there is nothing."""
+    """The torch optimizer that updates the shard; None if the shard is empty."""
     main: Tensor | None
-    """What it updates, fp32, `stop - start` elements."""
+    """The tensor that it updates, fp32 with `stop - start` elements; None if the shard is empty."""
     start: int
     stop: int
     group: dist.ProcessGroup | None
-    """The ranks over which the parameter is cut; None: this rank holds all of it."""
+    """The ranks over which the parameter is sharded; None if this rank holds all of it."""
 
 
-def _kinds(optimizer: Any) -> tuple[str, ...]:
-    """What it keeps of a parameter beside the main weight; Adam's where a rank keeps nothing, which
-    only ever cuts Adam's."""
+def _optimizer_state_kinds(optimizer: Any) -> tuple[str, ...]:
+    """Return the kinds of state that the optimizer stores of a parameter, besides the main weight.
+
+    An empty shard has no optimizer; its kinds are Adam's, since only Adam's state is sharded.
+    """
     return MOMENTUM if isinstance(optimizer, Muon) else MOMENTS
 
 
 class OptimizerState:
-    """Main weights, and Adam's moments or Muon's momentum, of what is trained, wherever
-    megatron-core keeps them.
+    """Main weights and optimizer state (Adam's moments or Muon's momentum) of trained parameters.
 
-    The plain optimizers hold a parameter's state, and the fp32 main weight of a bf16 parameter, on
-    every replica; the distributed one cuts them, flattened, over the data and context ranks.
+    megatron-core's plain optimizers hold a parameter's state, and the fp32 main weight of a bf16
+    parameter, on every replica. Its distributed optimizer (ZeRO-1) shards both, flattened, over the
+    data and context ranks.
     """
 
     def __init__(self, optimizer: MegatronOptimizer, parameters: Iterator[nn.Parameter]) -> None:
-        # A rank that trains nothing has an optimizer without any parameter.
+        """Find the shards of all trained parameters.
+
+        Args:
+            optimizer: megatron-core's optimizer.
+            parameters: The model's parameters on this rank, trained and frozen.
+        """
+        # A rank that trains nothing has a stub optimizer without parameters.
         parts = [
             part
             for part in optimizer_parts(optimizer)
             if not getattr(part, "is_stub_optimizer", False)
         ]
         self._optimizers = [inner for part in parts for inner in _torch_optimizers(part.optimizer)]
-        self._shares: dict[nn.Parameter, _Share] = {}
+        self._shards: dict[nn.Parameter, _StateShard] = {}
         plain: dict[Tensor, torch.optim.Optimizer] = {}
         for part in parts:
             if isinstance(part, DistributedOptimizer):
-                self._shares |= _distributed_shares(part)
+                self._shards |= _distributed_shards(part)
             else:
                 plain |= {
                     main: part.optimizer
@@ -72,108 +88,130 @@ class OptimizerState:
                 }
         for parameter in parameters:
             main = getattr(parameter, "main_param", parameter)
-            if parameter not in self._shares and main in plain:
-                self._shares[parameter] = _Share(plain[main], main, 0, parameter.numel(), None)
+            if parameter not in self._shards and main in plain:
+                self._shards[parameter] = _StateShard(plain[main], main, 0, parameter.numel(), None)
 
     def __contains__(self, parameter: nn.Parameter) -> bool:
-        """Whether the parameter is trained."""
-        return parameter in self._shares
+        """Return whether the parameter is trained."""
+        return parameter in self._shards
 
     @property
     def steps(self) -> int:
-        """Steps that were made here; 0 where this rank trains nothing."""
-        found = [0]
+        """Number of steps that the optimizers of this rank have taken; 0 if it trains nothing."""
+        counts = [0]
         for optimizer in self._optimizers:
-            # Muon, transformer-engine's and apex's Adam count in the group, torch's at each
-            # parameter.
-            found += [int(group.get("step", 0)) for group in optimizer.param_groups]
-            found += [int(state["step"]) for state in optimizer.state.values() if "step" in state]
-        return max(found)
+            # Muon, transformer-engine's and apex's Adam count the steps of a group, torch's Adam
+            # those of a parameter.
+            counts += [int(group.get("step", 0)) for group in optimizer.param_groups]
+            counts += [int(state["step"]) for state in optimizer.state.values() if "step" in state]
+        return max(counts)
 
     @property
-    def missing_bytes(self) -> int:
-        """Bytes of this rank's state that is still to be made, by the first step, where the weights
-        are."""
+    def unallocated_bytes(self) -> int:
+        """Size in bytes of the state that the first step will allocate on the weights' device."""
         total = 0
-        for parameter, share in self._shares.items():
+        for parameter, shard in self._shards.items():
             if (
-                share.main is not None
-                and share.main.device == parameter.device
-                and self._held(share).keys() == {WEIGHT}
+                shard.main is not None
+                and shard.main.device == parameter.device
+                and self._local_tensors(shard).keys() == {WEIGHT}
             ):
-                total += len(_kinds(share.optimizer)) * share.main.numel() * torch.float32.itemsize
+                kinds = _optimizer_state_kinds(shard.optimizer)
+                total += len(kinds) * shard.main.numel() * torch.float32.itemsize
         return total
 
     def kinds(self, parameter: nn.Parameter) -> tuple[str, ...]:
-        """What is kept of a parameter that is trained, from the first step on: MOMENTS or
-        MOMENTUM."""
-        return _kinds(self._shares[parameter].optimizer)
+        """Return the kinds of state of a trained parameter from the first step on.
+
+        They are MOMENTS or MOMENTUM.
+        """
+        return _optimizer_state_kinds(self._shards[parameter].optimizer)
 
     def gather(self, parameter: nn.Parameter, writer: int) -> dict[str, Tensor] | None:
-        """A parameter's main weight and state, shaped as it is, on rank `writer`; None on the
-        others.
+        """Return a parameter's main weight and state on rank `writer`, and None on other ranks.
 
-        State is left out before the first step. Collective over the ranks over which the state is
-        cut, the writer's only; whoever holds all of it takes no part in anything.
+        Collective over the ranks over which the writer's state is sharded. A rank that holds the
+        whole state communicates with no other rank.
+
+        Args:
+            parameter: A trained parameter.
+            writer: Global rank that receives the tensors.
+
+        Returns:
+            float32 tensors in the parameter's shape, by kind. Before the first step, there is only
+            the main weight.
         """
         rank = dist.get_rank() if dist.is_initialized() else 0
-        share = self._shares[parameter]
-        if share.group is None:
-            return self._held(share) if rank == writer else None
-        if writer not in dist.get_process_group_ranks(share.group):
+        shard = self._shards[parameter]
+        if shard.group is None:
+            return self._local_tensors(shard) if rank == writer else None
+        if writer not in dist.get_process_group_ranks(shard.group):
             return None
         whole = {}
-        for kind in (WEIGHT, *_kinds(share.optimizer)):
+        for kind in (WEIGHT, *_optimizer_state_kinds(shard.optimizer)):
             buffer = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
-            held = self._held(share)
-            if kind in held:
-                buffer[share.start : share.stop] = held[kind].to(buffer.device).view(-1)
-            # As integers: adding zeros to the bits keeps every one of them, a negative zero's sign
-            # too.
-            dist.reduce(buffer.view(torch.int32), writer, group=share.group)
+            tensors = self._local_tensors(shard)
+            if kind in tensors:
+                buffer[shard.start : shard.stop] = tensors[kind].to(buffer.device).view(-1)
+            # Reduce the bits as integers: adding zeros then preserves each bit, including the sign
+            # of a negative zero.
+            dist.reduce(buffer.view(torch.int32), writer, group=shard.group)
             whole[kind] = buffer.view(parameter.shape)
         return whole if rank == writer else None
 
     def load(self, parameter: nn.Parameter, tensors: Mapping[str, Tensor], steps: int) -> None:
-        """Take this rank's share of a main weight and, where `tensors` has it, of the state after
-        `steps` steps."""
-        share = self._shares[parameter]
-        if share.main is None:
+        """Set this rank's shard of a parameter's main weight and state.
+
+        Args:
+            parameter: A trained parameter.
+            tensors: The whole main weight and, after the first step, the whole state by kind, in
+                the parameter's shape.
+            steps: Number of steps after which the state was saved.
+        """
+        shard = self._shards[parameter]
+        if shard.main is None:
             return
         parts = {
-            kind: tensor.view(-1)[share.start : share.stop].view(share.main.shape)
+            kind: tensor.view(-1)[shard.start : shard.stop].view(shard.main.shape)
             for kind, tensor in tensors.items()
         }
-        share.main.data.copy_(parts[WEIGHT])
+        shard.main.data.copy_(parts[WEIGHT])
         state: dict[str, Any] = {}
         for kind in parts.keys() - {WEIGHT}:
-            state[kind] = parts[kind].to(share.main.device, copy=True)
-        if state and isinstance(share.optimizer, torch.optim.Adam):
-            # Where its fused kernels and its others look for it.
-            device = share.main.device if share.optimizer.param_groups[0].get("fused") else None
+            state[kind] = parts[kind].to(shard.main.device, copy=True)
+        if state and isinstance(shard.optimizer, torch.optim.Adam):
+            # torch's fused kernels read the step count on the device, the others on the host.
+            device = shard.main.device if shard.optimizer.param_groups[0].get("fused") else None
             state["step"] = torch.tensor(float(steps), device=device)
-        share.optimizer.state[share.main] = state
+        shard.optimizer.state[shard.main] = state
 
     def set_steps(self, steps: int) -> None:
-        """Tell the optimizers that count in their groups how many steps were made."""
+        """Set the step count of the optimizers that count the steps of a parameter group."""
         for optimizer in self._optimizers:
             if not isinstance(optimizer, torch.optim.Adam):
                 for group in optimizer.param_groups:
                     group["step"] = steps
 
-    def _held(self, share: _Share) -> dict[str, Tensor]:
-        if share.main is None:
+    def _local_tensors(self, shard: _StateShard) -> dict[str, Tensor]:
+        """Return this rank's main weight and existing state of a shard, by kind."""
+        if shard.main is None:
             return {}
-        state = share.optimizer.state.get(share.main, {})
+        state = shard.optimizer.state.get(shard.main, {})
         return {
-            WEIGHT: share.main.detach(),
-            **{kind: state[kind] for kind in _kinds(share.optimizer) if kind in state},
+            WEIGHT: shard.main.detach(),
+            **{
+                kind: state[kind]
+                for kind in _optimizer_state_kinds(shard.optimizer)
+                if kind in state
+            },
         }
 
 
 def _torch_optimizers(optimizer: Any) -> list[Any]:
-    """The optimizers that hold state: megatron-core's offloading one spreads parameters over
-    several."""
+    """Return the torch optimizers that hold state.
+
+    megatron-core's offloading optimizer distributes the parameters over several of them.
+    """
     return (
         list(optimizer.sub_optimizers)
         if isinstance(optimizer, HybridDeviceOptimizer)
@@ -181,25 +219,30 @@ def _torch_optimizers(optimizer: Any) -> list[Any]:
     )
 
 
-def _distributed_shares(part: DistributedOptimizer) -> dict[nn.Parameter, _Share]:
-    holders = {
+def _distributed_shards(part: DistributedOptimizer) -> dict[nn.Parameter, _StateShard]:
+    """Return this rank's shard of each parameter in the DDP buffers of a distributed optimizer."""
+    optimizers = {
         main: inner
         for inner in _torch_optimizers(part.optimizer)
         for group in inner.param_groups
         for main in group["params"]
     }
-    shares = {}
+    shards = {}
     for buffer in part.buffers:
         for parameter in buffer.params:
-            main, start, stop = None, 0, 0
+            # A parameter that lies outside this rank's range of the buffer has an empty shard.
+            main = None
+            start = 0
+            stop = 0
             if parameter in part.model_param_group_index_map:
                 group, position = part.model_param_group_index_map[parameter]
                 main = part.optimizer.param_groups[group]["params"][position]
                 if isinstance(part.optimizer, HybridDeviceOptimizer):
                     main = part.optimizer.param_to_inner_param[main]
-                flat = part._get_model_param_range_map(parameter)["param"]
-                start, stop = flat.start, flat.end
-            shares[parameter] = _Share(
-                holders.get(main), main, start, stop, part.data_parallel_group
+                flat_range = part._get_model_param_range_map(parameter)["param"]
+                start = flat_range.start
+                stop = flat_range.end
+            shards[parameter] = _StateShard(
+                optimizers.get(main), main, start, stop, part.data_parallel_group
             )
-    return shares
+    return shards

@@ -1,13 +1,22 @@
-"""Right-padded rows to packed micro-batches and back. No other room sees the packing.
+"""Packing of right-padded rows into micro-batches, and unpacking of results.
 
-Sequences are laid end to end. Rows that begin alike share that beginning where attention runs over
-a tree: it is a sequence of its own, and so is what is left of each of them; its tokens stand in all
-of these rows, and what these hand back for it is added up. Where a layout cuts the tokens of a
-micro-batch, every sequence is padded until the cut is even: context rank r of C holds the chunks r
-and 2C-1-r of each sequence's 2C (which balances causal attention; it is what transformer-engine's
-attention and megatron-core's rotary embedding expect), and sequence parallelism then cuts these
-tokens evenly over the tensor ranks. Without either nothing is padded. Padding follows the tokens
-that it pads, so causal attention never reads it, and it belongs to no data row.
+No other package knows how rows are packed. The sequences of a micro-batch are concatenated along
+one dimension (megatron-core's "thd" format). Three mechanisms change this layout:
+
+- Shared prefixes. If attention runs over a prefix tree, a common prefix of several rows is one
+  segment, and the rest of each of these rows is another segment. The prefix's tokens belong to all
+  of these rows: unpacking copies their values into each row, and the backward pass adds up their
+  gradients.
+- Context parallelism. Each sequence is padded until it divides into 2C chunks, where C is the
+  context-parallel size. Context rank r holds the chunks r and 2C-1-r. This balances the work of
+  causal attention, and transformer-engine's attention and megatron-core's rotary embedding expect
+  it.
+- Sequence parallelism. The tokens of a context rank are divided evenly among the tensor ranks.
+
+Without context and sequence parallelism, nothing is padded. Padding follows the tokens of its
+sequence, so causal attention never reads it, and it belongs to no row.
+
+The last part of the module balances the rows over data ranks and micro-batches.
 """
 
 import heapq
@@ -21,187 +30,246 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 from torch import Tensor
 
-from aligner.megatron.shared_prefixes import AttentionTree, Bundle, alone, bundles
+from aligner.megatron.shared_prefixes import (
+    AttentionTree,
+    Bundle,
+    bundle_rows,
+    bundle_without_sharing,
+)
 
 
 @dataclass(frozen=True)
-class Cut:
-    """How a layout cuts the tokens of a packed micro-batch, and which part is this rank's."""
+class PackingLayout:
+    """How the ranks of a model divide the tokens of a packed micro-batch, and this rank's part."""
 
-    sequence: int = 1
-    """tensor ranks that hold a part each between attention and MLP (sequence parallelism)"""
-    context: int = 1
+    sequence_size: int = 1
+    """Number of tensor ranks that divide the tokens between attention and MLP (sequence
+    parallelism); 1 without sequence parallelism."""
+    context_size: int = 1
+    """Context-parallel size."""
     sequence_rank: int = 0
     context_rank: int = 0
     context_group: dist.ProcessGroup | None = None
-    rows: int = 1
-    """a rank's tokens are a multiple of so many"""
-    tree: bool = False
-    """attention runs over a tree: rows may share what they begin with"""
+    token_multiple: int = 1
+    """Number of which the token count of each rank is a multiple."""
+    should_share_prefixes: bool = False
+    """Whether rows may share a prefix, because attention runs over a prefix tree."""
 
     @property
-    def sequence_unit(self) -> int:
-        """A padded sequence's length is a multiple of it."""
-        return 2 * self.context if self.context > 1 else 1
+    def sequence_multiple(self) -> int:
+        """Number of which the padded length of each sequence is a multiple."""
+        return 2 * self.context_size if self.context_size > 1 else 1
 
     @property
-    def total_unit(self) -> int:
-        """A micro-batch's padded length is a multiple of it."""
-        return math.lcm(self.sequence_unit, self.context * self.sequence * self.rows)
+    def total_multiple(self) -> int:
+        """Number of which the padded length of a micro-batch is a multiple."""
+        return math.lcm(
+            self.sequence_multiple, self.context_size * self.sequence_size * self.token_multiple
+        )
 
 
 @dataclass(frozen=True)
-class Routes:
-    """The experts that this rank's tokens of a micro-batch take: those with a successor; the others
-    choose for themselves."""
+class RoutingReplay:
+    """Recorded expert routing of this rank's tokens in a micro-batch.
 
-    places: Tensor
-    """int64 [M]: their places among the tokens between attention and MLP"""
+    Only tokens that have a successor have a recorded routing. The layer's router chooses the
+    experts of the other tokens.
+    """
+
+    token_index: Tensor
+    """Indices of these tokens among this rank's tokens between attention and MLP, int64 [M]."""
     experts: Tensor
-    """uint8 or int16 [M, L, K], in host memory: a pipeline stage needs its own layers' alone"""
-    differing: list[Tensor] = field(default_factory=list)
-    """For each pass of a layer, how many of the M the layer's router would have sent elsewhere:
-    int64 []"""
+    """Recorded expert ids, uint8 or int16 [M, L, K], in host memory; each pipeline stage copies
+    only those of its own layers to the device."""
+    mismatch_counts: list[Tensor] = field(default_factory=list)
+    """For each forward pass of a layer, the number of the M tokens for which the layer's router
+    would have chosen other experts, int64 []."""
 
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """megatron-core's description of a packed micro-batch, and the rows of our attention: N padded
-    sequences of L tokens."""
+    """megatron-core's description of a packed micro-batch, and the rows of `PackedAttention`.
+
+    The row layout has N padded sequences of L tokens. T is the number of tokens of all context
+    ranks, and C is the context-parallel size.
+    """
 
     key_index: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
-    """int64 [T]: each key's place in the flattened rows [N·L]; keys in the order of the context
-    ranks"""
-    key_rows: tuple[int, int] = (0, 0)
-    """(N, L)"""
+    """Index of each key in the flattened rows [N·L], int64 [T]; keys are in the order of the
+    context ranks."""
+    key_shape: tuple[int, int] = (0, 0)
+    """Shape (N, L) of the rows of keys."""
     query_index: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
-    """int64 [T/C]: each of this rank's tokens' place in the flattened rows [N·L/C]"""
-    query_rows: tuple[int, int] = (0, 0)
-    """(N, L/C)"""
+    """Index of each of this rank's tokens in the flattened rows [N·L/C], int64 [T/C]."""
+    query_shape: tuple[int, int] = (0, 0)
+    """Shape (N, L/C) of the rows of queries."""
     query_positions: Tensor | None = None
-    """int64 [N, L/C]: position of each query in its sequence; None where row and position are the
-    same (C = 1)"""
+    """Position of each query in its sequence, int64 [N, L/C]; None without context parallelism,
+    where it equals the column in the row."""
     context_group: dist.ProcessGroup | None = None
-    routes: Routes | None = None
-    tree: AttentionTree | None = None
-    """what attention runs over, in the place of the rows"""
+    """The context ranks; None without context parallelism."""
+    routes: RoutingReplay | None = None
+    attention_tree: AttentionTree | None = None
+    """Attention pattern that replaces the rows if rows share prefixes; otherwise None."""
     positions: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
-    """int64 [T/C]: position of each of this rank's tokens in its row"""
+    """Position of each of this rank's tokens in its row, int64 [T/C]."""
     rotation: tuple[Tensor, Tensor] | None = None
-    """cosine and sine of the positions' angles, once a layer has asked for them"""
+    """Cosines and sines of the rotary embedding, which the first layer caches for the others."""
 
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """A micro-batch: N sequences, cut and padded to T tokens on this rank; N is 0 where it only
-    fills the schedule."""
+    """A micro-batch of N sequences whose part on this rank has T tokens, including padding.
+
+    N is 0 for a filler, which exists only so that all data ranks run the same number of
+    micro-batches.
+    """
 
     tokens: Tensor
-    """int64 [1, T]"""
+    """Token ids, int64 [1, T]."""
     positions: Tensor
-    """int64 [1, T]: restarts at every sequence; 0 at padding"""
+    """Position of each token in its sequence, int64 [1, T]; 0 at padding."""
     sequences: PackedSequences
     token_index: Tensor
-    """int64 [K]: packed places of this rank's tokens that are not padding"""
+    """Packed indices of this rank's tokens that are not padding, int64 [K]."""
     token_rows: Tensor
-    """int64 [K]: their places in a flattened [N, L]"""
+    """Indices of these tokens in the flattened rows [N, L], int64 [K]."""
     target_index: Tensor
-    """int64 [M]: packed places of this rank's tokens that have a successor"""
+    """Packed indices of this rank's tokens that have a successor, int64 [M]."""
     targets: Tensor
-    """int64 [M]: those successors"""
+    """Ids of these successors, int64 [M]."""
     target_rows: Tensor
-    """int64 [M]: their places in a flattened [N, L-1]"""
+    """Indices of these targets in the flattened rows [N, L-1], int64 [M]."""
     batch_rows: Tensor
-    """int64 [N]: which rows of the whole batch these sequences are"""
+    """Row of the whole batch that each sequence is, int64 [N]."""
     width: int
-    """Length L of the longest sequence"""
+    """Length L of the longest sequence."""
 
     @property
     def is_filler(self) -> bool:
-        """Whether it holds no sequence."""
+        """Whether the micro-batch contains no sequence."""
         return len(self.batch_rows) == 0
 
     def unpack_targets(self, values: Tensor) -> Tensor:
-        """[M, …] values about next tokens to [N, L-1, …], zeros elsewhere; differentiable, whole on
-        every context rank."""
+        """Return values of the targets as rows; differentiable, and equal on every context rank.
+
+        Args:
+            values: [M, …].
+
+        Returns:
+            [N, L-1, …], zero where there is no target.
+        """
         return self._unpack(values, self.target_rows, self.width - 1)
 
     def unpack_tokens(self, values: Tensor) -> Tensor:
-        """[T, …] values about tokens to [N, L, …], zeros elsewhere; differentiable, whole on every
-        context rank."""
+        """Return values of the tokens as rows; differentiable, and equal on every context rank.
+
+        Args:
+            values: [T, …].
+
+        Returns:
+            [N, L, …], zero where there is no token.
+        """
         return self._unpack(values.index_select(0, self.token_index), self.token_rows, self.width)
 
-    def _unpack(self, values: Tensor, places: Tensor, width: int) -> Tensor:
+    def _unpack(self, values: Tensor, index: Tensor, width: int) -> Tensor:
         rows = len(self.batch_rows)
-        mine = (
+        local = (
             values.new_zeros(rows * width, *values.shape[1:])
-            .index_copy(0, places, values)
+            .index_copy(0, index, values)
             .unflatten(0, (rows, width))
         )
         if self.sequences.context_group is None:
-            return mine
-        # Every context rank computes the same loss of the sum; the backward pass hands each its own
-        # tokens' gradients.
-        return reduce_from_tensor_model_parallel_region(mine, self.sequences.context_group)
+            return local
+        # Every context rank computes the same loss from the sum. In the backward pass, each context
+        # rank receives the gradients of its own tokens.
+        return reduce_from_tensor_model_parallel_region(local, self.sequences.context_group)
 
 
 def pack(
     tokens: Tensor,
     lengths: Tensor,
-    bundled: Sequence[Bundle],
+    bundles: Sequence[Bundle],
     device: torch.device,
-    cut: Cut | None = None,
+    layout: PackingLayout | None = None,
     routes: Tensor | None = None,
 ) -> PackedBatch:
-    """Pack the bundled rows (none give a filler) of right-padded tokens [B, S] with lengths [B].
+    """Return this rank's part of the micro-batch that contains the rows of some bundles.
 
-    Only where the cut has a tree do bundles share anything. `routes` [B, S-1, L, K] are the experts
-    that the tokens are to take.
+    Without any bundle, the result is a filler.
+
+    Args:
+        tokens: Right-padded rows of the whole batch, int64 [B, S].
+        lengths: Lengths of the rows in tokens, int64 [B].
+        bundles: Bundles of the micro-batch. Bundles with shared tokens require
+            `layout.should_share_prefixes`.
+        device: Device of the result.
+        layout: Division of the tokens; None means that this rank holds all of them.
+        routes: Recorded expert routing of the whole batch, uint8 or int16 [B, S-1, L, K].
     """
-    cut = cut or Cut()
-    rows = torch.tensor([row for bundle in bundled for row in bundle.rows], dtype=torch.int64)
+    layout = layout or PackingLayout()
+    rows = torch.tensor([row for bundle in bundles for row in bundle.rows], dtype=torch.int64)
     counts = lengths[rows]
     width = int(counts.max()) if len(rows) else 1
-    segments = _segments(bundled, rows, counts)
-    padded = _padded_lengths(segments.lengths, cut)
-    longest = int(padded.max())
-    inside = torch.arange(longest) < padded[:, None]
-    # For each packed token: its segment, its place there, and whether a data row has it.
-    segment, place = inside.nonzero(as_tuple=True)
-    missing = len(padded) - len(segments.lengths)
-    real = place < torch.cat([segments.lengths, segments.lengths.new_zeros(missing)])[segment]
-    first = torch.cat([segments.first, segments.first.new_zeros(missing)])
-    chosen, position = torch.zeros_like(place), torch.zeros_like(place)
-    position[real] = first[segment[real]] + place[real]
-    chosen[real] = tokens[rows[segments.owners[segment[real]]], position[real]]
-    places = [_context_places(padded, cut.context, rank) for rank in range(cut.context)]
-    mine = places[cut.context_rank]
-    sequences = _describe(padded, inside, places, cut, device)
-    sequences.positions = position[mine].to(device)
+    segments = _build_segments(bundles, rows, counts)
+    padded = _padded_lengths(segments.lengths, layout)
+    max_length = int(padded.max())
+    inside = torch.arange(max_length) < padded[:, None]
+
+    # For each packed token: its segment, its offset in the segment, and whether it is a token of a
+    # row. A last segment may consist of padding only.
+    segment, offset = inside.nonzero(as_tuple=True)
+    padding_segments = len(padded) - len(segments.lengths)
+    is_token = (
+        offset
+        < torch.cat([segments.lengths, segments.lengths.new_zeros(padding_segments)])[segment]
+    )
+    first = torch.cat(
+        [segments.first_positions, segments.first_positions.new_zeros(padding_segments)]
+    )
+    packed_tokens = torch.zeros_like(offset)
+    positions = torch.zeros_like(offset)
+    positions[is_token] = first[segment[is_token]] + offset[is_token]
+    packed_tokens[is_token] = tokens[rows[segments.rows[segment[is_token]]], positions[is_token]]
+
+    # Select the tokens of this context rank.
+    indices = [
+        _context_rank_indices(padded, layout.context_size, rank)
+        for rank in range(layout.context_size)
+    ]
+    local = indices[layout.context_rank]
+    sequences = _build_sequences(padded, inside, indices, layout, device)
+    sequences.positions = positions[local].to(device)
     starts = padded.cumsum(0) - padded
-    if cut.tree:
-        sequences.tree = AttentionTree.build(
-            starts, padded, segments.lengths, segments.stems, device
+    if layout.should_share_prefixes:
+        sequences.attention_tree = AttentionTree.build(
+            starts, padded, segments.lengths, segments.prefixes, device
         )
-    # For each token of each row: where it lies among this rank's.
-    here = torch.full((len(segment),), -1)
-    here[mine] = torch.arange(len(mine))
+
+    # For each token of each row: its index among this rank's tokens, or -1 on another rank.
+    local_index = torch.full((len(segment),), -1)
+    local_index[local] = torch.arange(len(local))
     row, step = (torch.arange(width) < counts[:, None]).nonzero(as_tuple=True)
-    its = here[segments.packed_places(starts, row, step)]
-    held, asked = its >= 0, (its >= 0) & (step + 1 < counts[row])
+    token_index = local_index[segments.packed_indices(starts, row, step)]
+    is_local = token_index >= 0
+    has_target = (token_index >= 0) & (step + 1 < counts[row])
     if routes is not None:
-        sequences.routes = _routes(
-            its[asked], len(mine), routes[rows[row[asked]], step[asked]], cut, device
+        sequences.routes = _build_routing_replay(
+            token_index[has_target],
+            len(local),
+            routes[rows[row[has_target]], step[has_target]],
+            layout,
+            device,
         )
     return PackedBatch(
-        tokens=chosen[mine][None].to(device),
-        positions=position[mine][None].to(device),
+        tokens=packed_tokens[local][None].to(device),
+        positions=positions[local][None].to(device),
         sequences=sequences,
-        token_index=its[held].to(device),
-        token_rows=(row[held] * width + step[held]).to(device),
-        target_index=its[asked].to(device),
-        targets=tokens[rows[row[asked]], step[asked] + 1].to(device),
-        target_rows=(row[asked] * (width - 1) + step[asked]).to(device),
+        token_index=token_index[is_local].to(device),
+        token_rows=(row[is_local] * width + step[is_local]).to(device),
+        target_index=token_index[has_target].to(device),
+        targets=tokens[rows[row[has_target]], step[has_target] + 1].to(device),
+        target_rows=(row[has_target] * (width - 1) + step[has_target]).to(device),
         batch_rows=rows,
         width=width,
     )
@@ -209,114 +277,155 @@ def pack(
 
 @dataclass(frozen=True)
 class _Segments:
-    """What is laid end to end, M segments: the shared beginnings of some of N rows, and then what
-    is left of each row."""
+    """The M concatenated segments: shared prefixes, then the rest of each of N rows."""
 
-    owners: Tensor
-    """int64 [M]: a row that has the segment"""
-    first: Tensor
-    """int64 [M]: the position in that row at which it begins"""
+    rows: Tensor
+    """Index of a row that contains the segment, int64 [M]."""
+    first_positions: Tensor
+    """Position of the segment's first token in that row, int64 [M]."""
     lengths: Tensor
-    """int64 [M]"""
-    stems: Tensor
-    """int64 [N]: the segment with which each row begins; -1 where it shares nothing"""
+    """Number of tokens of the segment, int64 [M]."""
+    prefixes: Tensor
+    """Index of the segment that is the prefix of each row, int64 [N]; -1 for no prefix."""
 
-    def packed_places(self, starts: Tensor, row: Tensor, step: Tensor) -> Tensor:
-        """Where the tokens at positions `step` [K] of rows `row` [K] lie, int64 [K]; `starts`:
-        where segments begin."""
-        own = row + len(self.owners) - len(self.stems)
-        in_stem = step < self.first[own]
-        return starts[torch.where(in_stem, self.stems[row], own)] + torch.where(
-            in_stem, step, step - self.first[own]
+    def packed_indices(self, starts: Tensor, row: Tensor, step: Tensor) -> Tensor:
+        """Return the packed indices of K tokens, int64 [K].
+
+        Args:
+            starts: Packed index of the first token of each segment, int64 [M or more].
+            row: Row of each token, int64 [K].
+            step: Position of each token in its row, int64 [K].
+        """
+        own_segment = row + len(self.rows) - len(self.prefixes)
+        in_prefix = step < self.first_positions[own_segment]
+        return starts[torch.where(in_prefix, self.prefixes[row], own_segment)] + torch.where(
+            in_prefix, step, step - self.first_positions[own_segment]
         )
 
 
-def _segments(bundled: Sequence[Bundle], rows: Tensor, counts: Tensor) -> _Segments:
-    sizes = torch.tensor([len(bundle.rows) for bundle in bundled], dtype=torch.int64)
-    shared = torch.tensor([bundle.shared for bundle in bundled], dtype=torch.int64)
-    begin = shared > 0
-    number = torch.where(begin, begin.cumsum(0) - 1, -1)
-    left = shared.repeat_interleave(sizes)
+def _build_segments(bundles: Sequence[Bundle], rows: Tensor, counts: Tensor) -> _Segments:
+    """Return the segments of the bundles' rows, whose lengths are `counts`, int64 [N]."""
+    sizes = torch.tensor([len(bundle.rows) for bundle in bundles], dtype=torch.int64)
+    shared = torch.tensor([bundle.shared_tokens for bundle in bundles], dtype=torch.int64)
+    has_prefix = shared > 0
+    prefix_number = torch.where(has_prefix, has_prefix.cumsum(0) - 1, -1)
+    row_shared = shared.repeat_interleave(sizes)
     return _Segments(
-        owners=torch.cat([(sizes.cumsum(0) - sizes)[begin], torch.arange(len(rows))]),
-        first=torch.cat([torch.zeros_like(shared[begin]), left]),
-        lengths=torch.cat([shared[begin], counts - left]),
-        stems=number.repeat_interleave(sizes),
+        rows=torch.cat([(sizes.cumsum(0) - sizes)[has_prefix], torch.arange(len(rows))]),
+        first_positions=torch.cat([torch.zeros_like(shared[has_prefix]), row_shared]),
+        lengths=torch.cat([shared[has_prefix], counts - row_shared]),
+        prefixes=prefix_number.repeat_interleave(sizes),
     )
 
 
-def _padded_lengths(counts: Tensor, cut: Cut) -> Tensor:
-    """Lengths [N or more] that the cut divides, at least `counts` [N]; what the total lacks goes to
-    the shorter sequences.
+def _padded_lengths(counts: Tensor, layout: PackingLayout) -> Tensor:
+    """Return the padded lengths of sequences, so that the layout divides them evenly.
 
-    That costs attention nothing, whose rows are as wide as the longest; what does not fit becomes a
-    last one of padding alone.
+    Padding that only the total needs is added to the shorter sequences. It costs attention nothing,
+    since its rows are as wide as the longest sequence. The rest of this padding becomes an
+    additional last sequence.
+
+    Args:
+        counts: Lengths of the sequences in tokens, int64 [N].
+        layout: Division of the tokens.
+
+    Returns:
+        int64 [N], or [N+1] with the additional sequence.
     """
-    unit = cut.sequence_unit
+    unit = layout.sequence_multiple
     padded = -(-counts // unit) * unit
-    total = max(-(-int(padded.sum()) // cut.total_unit), 1) * cut.total_unit
+    total = max(-(-int(padded.sum()) // layout.total_multiple), 1) * layout.total_multiple
     spare = total - int(padded.sum())
     if len(padded):
-        taken = (padded.max() - padded).cumsum(0).clamp(max=spare)
-        padded = padded + taken.diff(prepend=taken.new_zeros(1))
+        filled = (padded.max() - padded).cumsum(0).clamp(max=spare)
+        padded = padded + filled.diff(prepend=filled.new_zeros(1))
         spare = total - int(padded.sum())
     return torch.cat([padded, padded.new_tensor([spare])]) if spare else padded
 
 
-def _context_places(padded: Tensor, context: int, rank: int) -> Tensor:
-    """Packed places [T/C] of the tokens that a context rank holds: chunks `rank` and 2C-1-rank of
-    each sequence."""
-    if context == 1:
+def _context_rank_indices(padded: Tensor, context_size: int, rank: int) -> Tensor:
+    """Return the packed indices of the tokens of a context rank, int64 [T/C].
+
+    The rank holds the chunks `rank` and 2C-1-`rank` of each sequence's 2C chunks.
+    """
+    if context_size == 1:
         return torch.arange(int(padded.sum()))
     chunk = torch.cat(
         [
-            torch.arange(2 * context).repeat_interleave(int(length) // (2 * context))
+            torch.arange(2 * context_size).repeat_interleave(int(length) // (2 * context_size))
             for length in padded
         ]
     )
-    return ((chunk == rank) | (chunk == 2 * context - 1 - rank)).nonzero()[:, 0]
+    return ((chunk == rank) | (chunk == 2 * context_size - 1 - rank)).nonzero()[:, 0]
 
 
-def _describe(
-    padded: Tensor, inside: Tensor, places: list[Tensor], cut: Cut, device: torch.device
+def _build_sequences(
+    padded: Tensor,
+    inside: Tensor,
+    indices: list[Tensor],
+    layout: PackingLayout,
+    device: torch.device,
 ) -> PackedSequences:
+    """Return megatron-core's description of the sequences, and their row layout for attention.
+
+    Args:
+        padded: Padded lengths of the sequences, int64 [N].
+        inside: Mask of the row positions that have a token or padding of the sequence, bool [N, L].
+        indices: Packed indices of each context rank's tokens, int64 [T/C] each.
+        layout: Division of the tokens.
+        device: Device of the result.
+    """
     cumulative = torch.cat([padded.new_zeros(1), padded.cumsum(0)]).to(torch.int32).to(device)
-    (rows, longest), query_width = inside.shape, inside.shape[1] // cut.context
-    in_rows = inside.flatten().nonzero()[:, 0]
-    key_index = in_rows[torch.cat(places)].to(device)
-    query_index, positions = key_index, None
-    if cut.context > 1:
-        in_query_rows = (
-            (torch.arange(query_width) < padded[:, None] // cut.context).flatten().nonzero()[:, 0]
+    rows, max_length = inside.shape
+    query_width = inside.shape[1] // layout.context_size
+    row_index = inside.flatten().nonzero()[:, 0]
+    key_index = row_index[torch.cat(indices)].to(device)
+    query_index = key_index
+    positions = None
+    if layout.context_size > 1:
+        query_row_index = (
+            (torch.arange(query_width) < padded[:, None] // layout.context_size)
+            .flatten()
+            .nonzero()[:, 0]
         )
-        filled = torch.zeros(rows * query_width, dtype=torch.int64)
-        filled[in_query_rows] = in_rows[places[cut.context_rank]] % longest
-        query_index, positions = in_query_rows.to(device), filled.view(rows, query_width).to(device)
+        query_positions = torch.zeros(rows * query_width, dtype=torch.int64)
+        query_positions[query_row_index] = row_index[indices[layout.context_rank]] % max_length
+        query_index = query_row_index.to(device)
+        positions = query_positions.view(rows, query_width).to(device)
     return PackedSequences(
         qkv_format="thd",
         cu_seqlens_q=cumulative,
         cu_seqlens_kv=cumulative,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
+        max_seqlen_q=max_length,
+        max_seqlen_kv=max_length,
         key_index=key_index,
-        key_rows=(rows, longest),
+        key_shape=(rows, max_length),
         query_index=query_index,
-        query_rows=(rows, query_width),
+        query_shape=(rows, query_width),
         query_positions=positions,
-        context_group=cut.context_group if cut.context > 1 else None,
+        context_group=layout.context_group if layout.context_size > 1 else None,
     )
 
 
-def _routes(places: Tensor, count: int, experts: Tensor, cut: Cut, device: torch.device) -> Routes:
-    """Of the experts [A, L, K] of tokens at `places` [A] among the context rank's `count`, those of
-    this tensor rank's."""
-    each = count // cut.sequence
-    places = places - cut.sequence_rank * each
-    mine = (places >= 0) & (places < each)
-    return Routes(places[mine].to(device), experts[mine])
+def _build_routing_replay(
+    token_index: Tensor, count: int, experts: Tensor, layout: PackingLayout, device: torch.device
+) -> RoutingReplay:
+    """Return the recorded routing of this tensor rank's tokens.
+
+    Args:
+        token_index: Indices of A tokens among the context rank's tokens, int64 [A].
+        count: Number of tokens of the context rank.
+        experts: Recorded expert ids of the A tokens, [A, L, K].
+        layout: Division of the tokens.
+        device: Device of the indices.
+    """
+    tokens_per_rank = count // layout.sequence_size
+    token_index = token_index - layout.sequence_rank * tokens_per_rank
+    is_local = (token_index >= 0) & (token_index < tokens_per_rank)
+    return RoutingReplay(token_index[is_local].to(device), experts[is_local])
 
 
-def pack_share(
+def pack_micro_batches(
     tokens: Tensor,
     lengths: Tensor,
     *,
@@ -324,69 +433,98 @@ def pack_share(
     data_size: int,
     budget: int,
     device: torch.device,
-    cut: Cut | None = None,
+    layout: PackingLayout | None = None,
     multiple: int = 1,
-    group: int = 1,
+    group_size: int = 1,
     routes: Tensor | None = None,
 ) -> list[PackedBatch]:
-    """The micro-batches of one data rank: its share of the rows, packed within a token budget
-    (padding aside).
+    """Return the micro-batches of one data rank, which contain its part of the rows.
 
-    Of every `group` rows in a row all are in one micro-batch, in their order. Every data rank gets
-    as many micro-batches, a multiple of `multiple`, since schedules and gradient reductions go in
-    step; fillers make up the number.
+    Each `group_size` consecutive rows are in one micro-batch, in their order. Every data rank gets
+    the same number of micro-batches, because the ranks run megatron-core's schedules and reduce the
+    gradients in lockstep; fillers make up the number.
+
+    Args:
+        tokens: Right-padded rows of the whole batch, int64 [B, S].
+        lengths: Lengths of the rows in tokens, int64 [B].
+        data_rank: Data-parallel rank.
+        data_size: Data-parallel size.
+        budget: Maximum number of tokens of a micro-batch, not counting padding.
+        device: Device of the micro-batches.
+        layout: Division of the tokens; None means that this rank holds all tokens of a micro-batch.
+        multiple: Number of which the number of micro-batches is a multiple.
+        group_size: Number of consecutive rows that must be in one micro-batch.
+        routes: Recorded expert routing of the whole batch, uint8 or int16 [B, S-1, L, K].
     """
-    cut = cut or Cut()
-    ways = [alone(lengths, group)]
-    if cut.tree:
-        whole = bundles(tokens, lengths, budget, group)
-        # Bundles that are large beside a rank's share may be dealt so unevenly that cutting them
-        # costs less.
-        share, stem = (
-            sum(unit.tokens for unit in whole) // data_size,
-            max((unit.shared for unit in whole), default=0),
-        )
+    layout = layout or PackingLayout()
+    bundlings = [bundle_without_sharing(lengths, group_size)]
+    if layout.should_share_prefixes:
+        largest = bundle_rows(tokens, lengths, budget, group_size)
+        # Bundles that are large compared with a rank's share may balance so badly over the data
+        # ranks that splitting them, and computing their prefixes again, costs less.
+        share = sum(bundle.computed_tokens for bundle in largest) // data_size
+        prefix = max((bundle.shared_tokens for bundle in largest), default=0)
         smaller = (
-            [min(budget, part + stem) for part in (share, share // 2)] if data_size > 1 else []
+            [min(budget, part + prefix) for part in (share, share // 2)] if data_size > 1 else []
         )
-        ways = [whole, *(bundles(tokens, lengths, most, group) for most in smaller)]
-    dealt = [
-        (units, data_parallel_share([unit.tokens for unit in units], data_size)) for units in ways
+        bundlings = [
+            largest,
+            *(bundle_rows(tokens, lengths, max_tokens, group_size) for max_tokens in smaller),
+        ]
+
+    # Choose the bundling whose busiest data rank computes the fewest tokens.
+    assignments = [
+        (bundles, split_over_data_ranks([bundle.computed_tokens for bundle in bundles], data_size))
+        for bundles in bundlings
     ]
-    units, shares = min(
-        dealt, key=lambda way: max(sum(way[0][unit].tokens for unit in share) for share in way[1])
+    bundles, shares = min(
+        assignments,
+        key=lambda assignment: max(
+            sum(assignment[0][index].computed_tokens for index in share) for share in assignment[1]
+        ),
     )
-    sizes = [unit.tokens for unit in units]
-    fewest = max(
-        len(token_budget_batches([sizes[unit] for unit in share], budget)) for share in shares
+
+    # Every data rank uses the largest number of micro-batches that any of them needs.
+    sizes = [bundle.computed_tokens for bundle in bundles]
+    needed = max(
+        len(split_into_micro_batches([sizes[index] for index in share], budget)) for share in shares
     )
-    count = -(-fewest // multiple) * multiple
-    mine = [units[unit] for unit in shares[data_rank]]
-    batches = token_budget_batches(
-        [unit.tokens for unit in mine], budget, count=min(count, len(mine))
+    count = -(-needed // multiple) * multiple
+    local_bundles = [bundles[index] for index in shares[data_rank]]
+    batches = split_into_micro_batches(
+        [bundle.computed_tokens for bundle in local_bundles],
+        budget,
+        count=min(count, len(local_bundles)),
     )
     batches += [[] for _ in range(count - len(batches))]
     return [
-        pack(tokens, lengths, [mine[unit] for unit in batch], device, cut, routes)
+        pack(tokens, lengths, [local_bundles[index] for index in batch], device, layout, routes)
         for batch in batches
     ]
 
 
-# Sequences are dealt longest first, each to whoever has the fewest tokens (longest-processing-time
-# greedy, Graham 1969). Ties go to the lower index, so equal lengths give equal answers on every
-# rank.
+# Both functions below assign sequences in order of decreasing length, each to the rank or
+# micro-batch with the fewest tokens so far (longest-processing-time greedy, Graham 1969). Ties go
+# to the lower index, so every rank computes the same result from equal lengths.
 
 
-def token_budget_batches(
+def split_into_micro_batches(
     lengths: Sequence[int], budget: int, count: int | None = None
 ) -> list[list[int]]:
-    """Indices of the sequences of each micro-batch: balanced, none empty, none above `budget`
-    tokens.
+    """Return the indices of the sequences of each micro-batch, with balanced token totals.
 
-    As few batches as the greedy fits, or exactly `count` of them; a `count` at or above the fewest
-    always fits, so ranks agree by taking the largest of their fewest. Raises ValueError for a
-    length outside [1, budget], and for a count that the sequences cannot fill or the budget does
-    not allow.
+    No micro-batch is empty, and none has more than `budget` tokens.
+
+    Args:
+        lengths: Lengths of the sequences in tokens.
+        budget: Maximum number of tokens of a micro-batch.
+        count: Number of micro-batches; None means the smallest number that the greedy algorithm
+            fits. Any larger number fits too, so ranks can agree on the largest of their smallest
+            numbers.
+
+    Raises:
+        ValueError: If a length is not between 1 and `budget`, or if the sequences cannot fill
+            exactly `count` micro-batches, or do not fit into them.
     """
     for index, length in enumerate(lengths):
         if not 1 <= length <= budget:
@@ -396,29 +534,29 @@ def token_budget_batches(
     if count is not None:
         if not min(1, len(lengths)) <= count <= len(lengths):
             raise ValueError(f"{len(lengths)} sequences cannot fill exactly {count} micro-batches")
-        batches = _least_loaded(lengths, count)
+        batches = _assign_to_least_loaded(lengths, count)
         if not _fits(batches, lengths, budget):
             raise ValueError(
                 f"micro_batch_tokens={budget}: {len(lengths)} sequences with {sum(lengths)} tokens"
                 f" do not fit into {count} micro-batches"
             )
         return batches
-    fewest = -(-sum(lengths) // budget)
-    # With as many batches as sequences each is alone, which fits.
+    lower_bound = -(-sum(lengths) // budget)
+    # The search ends at the latest with one sequence in each micro-batch, which always fits.
     return next(
         batches
-        for candidate in range(fewest, len(lengths) + 1)
-        if _fits(batches := _least_loaded(lengths, candidate), lengths, budget)
+        for candidate in range(lower_bound, len(lengths) + 1)
+        if _fits(batches := _assign_to_least_loaded(lengths, candidate), lengths, budget)
     )
 
 
-def data_parallel_share(lengths: Sequence[int], ranks: int) -> list[list[int]]:
-    """Indices of each rank's sequences: equally many a rank, or one less, in ascending order, with
-    balanced token totals.
+def split_over_data_ranks(lengths: Sequence[int], ranks: int) -> list[list[int]]:
+    """Return the indices of each data rank's sequences, ascending, with balanced token totals.
 
-    Of every `ranks` sequences in order of length, the rank with the fewest tokens takes the
-    longest: where the count divides, totals differ by at most the longest minus the shortest
-    length. Rank 0 has a sequence if there is one.
+    The numbers of sequences of two ranks differ by at most one, and rank 0 has a sequence if there
+    is any. Of each `ranks` consecutive sequences in order of length, the rank with the fewest
+    tokens gets the longest. If the number of sequences is a multiple of `ranks`, token totals
+    therefore differ by at most the longest minus the shortest length.
     """
     order = _longest_first(lengths)
     shares: list[list[int]] = [[] for _ in range(ranks)]
@@ -435,7 +573,7 @@ def _longest_first(lengths: Sequence[int]) -> list[int]:
     return sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
 
 
-def _least_loaded(lengths: Sequence[int], count: int) -> list[list[int]]:
+def _assign_to_least_loaded(lengths: Sequence[int], count: int) -> list[list[int]]:
     batches: list[list[int]] = [[] for _ in range(count)]
     loads = [(0, batch) for batch in range(count)]
     for index in _longest_first(lengths):

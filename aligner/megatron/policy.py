@@ -1,5 +1,9 @@
-"""The policy being trained, the frozen reference beside it, and log-probs under a model that is
-stored."""
+"""Language models that compute log-probs: the trained policy and its reference, and frozen models.
+
+- `Policy`: the actor that a run trains, with the reference model of its initial weights.
+- `FrozenPolicy`: a model that is not trained, such as a teacher.
+- `stored_logprobs`: log-probs under a stored model, computed in a single process.
+"""
 
 import dataclasses
 from pathlib import Path
@@ -9,7 +13,7 @@ import torch
 from torch import Tensor
 
 from aligner.data.export import Source
-from aligner.data.types import KeptTokens, PolicyLoss, Rows, Stats, TaughtTokens
+from aligner.data.types import KeptTokens, PolicyLoss, Rows, Stats, TeacherTopK
 from aligner.megatron import world as worlds
 from aligner.megatron.layers import VocabularyHead
 from aligner.megatron.lora import LoraWeights
@@ -21,15 +25,16 @@ from aligner.models.hugging_face import read_config
 from aligner.models.shape import ModelShape
 from aligner.schema import ActorConfig, MegatronModelConfig
 
+# Number of tokens whose logits exist at the same time in `stored_logprobs`.
 _CHUNK_TOKENS = 1024
-"""Logits of a stored model exist for so many tokens at a time."""
 
 
 class Policy(CheckpointedModel):
-    """The actor: log-probs at the sampling temperature and updates, SPMD over the trainer's ranks.
+    """The actor: its log-probs at the sampling temperature, its updates, and the reference model.
 
-    Tensors are those of the whole step, equal on every rank; each data rank computes its share of
-    the rows, and results are again the whole step's on every rank.
+    Methods are SPMD over the trainer's ranks. Their tensors contain the whole step's rows and are
+    equal on every rank. Each data rank computes its part of the rows; results are again the whole
+    step's, on every rank, in host memory.
     """
 
     def __init__(
@@ -44,19 +49,32 @@ class Policy(CheckpointedModel):
         with_reference: bool = True,
         exact: bool = False,
     ) -> None:
-        """Without a reference no copy of the initial weights is kept, and `reference_logprobs` is
-        not there.
+        """Load the model from a directory and create its optimizer.
 
-        `exact` is `engine.exact`. Raises ConfigError where that cannot be had on this machine.
+        Args:
+            shape: Dimensions of the model.
+            world: This rank's view of the trainer's ranks.
+            settings: Configuration section `actor`.
+            directory: Hugging Face directory of the initial weights.
+            temperature: Sampling temperature of the run.
+            total_updates: Number of optimizer steps of the learning-rate schedule.
+            with_reference: Whether to keep a copy of the initial weights, which
+                `reference_logprobs` requires.
+            exact: `engine.exact`: use batch-invariant kernels.
+
+        Raises:
+            ConfigError: If this machine has no batch-invariant kernels for the model.
         """
-        self.temperature, self._chunk_tokens = temperature, settings.logprob_chunk_tokens
+        self.temperature = temperature
+        self._chunk_tokens = settings.logprob_chunk_tokens
         runner = ModelRunner(shape, world, "vocabulary", settings, total_updates, exact=exact)
         super().__init__(runner, directory)
         runner.weights.load_directory(directory)
-        # With adapters the initial weights are the model without them.
-        keeps_copy = with_reference and not isinstance(runner.weights, LoraWeights)
+
+        # With LoRA, the frozen model without its adapters is the reference.
+        needs_copy = with_reference and not isinstance(runner.weights, LoraWeights)
         self._reference = (
-            runner.copy_of_weights(on_device=settings.reference_on_device) if keeps_copy else {}
+            runner.copy_weights(on_device=settings.reference_on_device) if needs_copy else {}
         )
         runner.start_training()
 
@@ -67,58 +85,92 @@ class Policy(CheckpointedModel):
         *,
         mask: Tensor | None = None,
         temperature: float | None = None,
-        kept: KeptTokens | None = None,
+        kept_tokens: KeptTokens | None = None,
         routes: Tensor | None = None,
     ) -> Tensor:
-        """Log-probability of each next token under the policy; int64 [B, S] and [B] to float32 [B,
-        S-1].
+        """Return the log-prob of each next token under the policy. Collective.
 
-        Only those in `mask` bool [B, S-1] are computed, where given; the others are zero.
+        Args:
+            tokens: Right-padded rows, int64 [B, S].
+            lengths: Lengths of the rows in tokens, int64 [B].
+            mask: Targets to compute, bool [B, S-1]; None means all.
+            temperature: Temperature of the distribution; None means the sampling temperature.
+            kept_tokens: Sampling support of the targets, [B, S-1]. The probabilities are normalized
+                over it.
+            routes: Recorded expert routing, uint8 or int16 [B, S-1, L, K], which replaces the
+                router's choices. Afterwards, `runner.routing_mismatch` is the fraction of choices
+                that the router would have made differently.
 
-        `temperature` is the sampling temperature where None; `kept` [B, S-1] has what tokens were
-        drawn among, which is then what their probabilities sum to 1 over. Tokens go through the
-        experts of `routes` [B, S-1, L, K] where given; `runner.routes_differing` then says how many
-        would have gone elsewhere.
+        Returns:
+            float32 [B, S-1]; 0 outside the mask and after the end of a row.
         """
-        chosen = self.temperature if temperature is None else temperature
-        settings: dict[str, Any] = {"temperature": chosen, "chunk_tokens": self._chunk_tokens}
-        return _logprobs(self.runner, tokens, lengths, mask, kept, routes, **settings)
+        effective_temperature = self.temperature if temperature is None else temperature
+        options: dict[str, Any] = {
+            "temperature": effective_temperature,
+            "chunk_tokens": self._chunk_tokens,
+        }
+        return _logprobs(self.runner, tokens, lengths, mask, kept_tokens, routes, **options)
 
-    def with_candidates(self, rows: Rows) -> tuple[Tensor, Rows]:
-        """Log-probs float32 [B, S-1] of the mask's tokens, zero elsewhere, and the rows with those
-        of their candidates."""
+    def score_candidates(self, rows: Rows) -> tuple[Tensor, Rows]:
+        """Return the log-probs of the rows, and the rows with the log-probs of their candidates.
+
+        Collective.
+
+        Args:
+            rows: Rows with candidates, int [B, S-1, k].
+
+        Returns:
+            The log-prob of each target in the mask, float32 [B, S-1], 0 elsewhere; and the rows
+            with `candidate_logprobs`, float32 [B, S-1, k+1], whose last entry is the log-prob of
+            all other tokens together.
+        """
         assert rows.candidates is not None
-        ids, columns, places = rows.candidates, 2 + rows.candidates.shape[-1], rows.mask.shape[1]
+        ids = rows.candidates
+        # Log-probs of the target, of its k candidates, and of all other tokens together.
+        columns = 2 + rows.candidates.shape[-1]
+        targets = rows.mask.shape[1]
 
-        def read(output: Tensor, batch: PackedBatch) -> Tensor:
-            asked = _within(batch, rows.mask, output.device)
-            its = (
+        def read_output(output: Tensor, batch: PackedBatch) -> Tensor:
+            masked = _mask_batch(batch, rows.mask, output.device)
+            # The candidates of the micro-batch's targets, int64 [M, k].
+            candidates = (
                 ids[batch.batch_rows, : batch.width - 1]
                 .flatten(0, 1)
-                .to(output.device)[asked.target_rows]
+                .to(output.device)[masked.target_rows]
                 .long()
             )
-            found, _ = _score(
-                self.runner, output, asked, self.temperature, self._chunk_tokens, None, its
+            logprobs, _ = _score(
+                self.runner, output, masked, self.temperature, self._chunk_tokens, None, candidates
             )
-            return asked.unpack_targets(found).flatten(1)
+            return masked.unpack_targets(logprobs).flatten(1)
 
-        packed = self.runner.rows(rows.tokens, rows.lengths, places * columns, read).view(
-            *rows.mask.shape, columns
-        )
+        packed = self.runner.compute_rows(
+            rows.tokens, rows.lengths, targets * columns, read_output
+        ).view(*rows.mask.shape, columns)
         return packed[..., 0], dataclasses.replace(rows, candidate_logprobs=packed[..., 1:])
 
-    def reference_logprobs(self, tokens: Tensor, lengths: Tensor, **given: Any) -> Tensor:
-        """`logprobs`, and what it is given by name, under the initial weights: swapped in, or with
-        the adapters off."""
+    def reference_logprobs(self, tokens: Tensor, lengths: Tensor, **options: Any) -> Tensor:
+        """Return the log-prob of each next token under the initial weights. Collective.
+
+        The reference's weights are swapped in for the computation; with LoRA, the adapters are
+        disabled instead.
+
+        Args:
+            tokens: Right-padded rows, int64 [B, S].
+            lengths: Lengths of the rows in tokens, int64 [B].
+            **options: Keyword arguments of `logprobs`.
+
+        Returns:
+            float32 [B, S-1]; see `logprobs`.
+        """
         weights = self.runner.weights
         initial = (
-            weights.adapters_off()
+            weights.disable_adapters()
             if isinstance(weights, LoraWeights)
-            else self.runner.swapped(self._reference)
+            else self.runner.swap_weights(self._reference)
         )
         with initial:
-            return self.logprobs(tokens, lengths, **given)
+            return self.logprobs(tokens, lengths, **options)
 
     def train(
         self,
@@ -126,47 +178,58 @@ class Policy(CheckpointedModel):
         loss: PolicyLoss[Any],
         *,
         denominator: float | None = None,
-        group: int = 1,
-        before: Tensor | None = None,
-        entropies: Tensor | None = None,
+        group_size: int = 1,
+        logprobs_out: Tensor | None = None,
+        entropies_out: Tensor | None = None,
     ) -> dict[str, float]:
-        """One optimizer step on a minibatch; returns the loss's statistics, `entropy`, `grad_norm`
-        and `lr`.
+        """Take one optimizer step on a minibatch. Collective.
 
-        Log-probs and entropy are among what tokens were drawn among and through their experts,
-        where the minibatch has these. Of its candidates the loss is given the log-probs with the
-        rows. `denominator` is the loss's; the number of tokens in the mask where None. The loss
-        sees every `group` rows in a row together, in their order. The mask's log-probs as they are
-        before the step are written to `before`, and its entropies to `entropies`, both float32 [B,
-        S-1], on every rank; zero outside the mask.
+        Log-probs and entropies are normalized over the sampling support and computed with the
+        recorded routing, if the minibatch has them. If it has candidates, the loss receives their
+        log-probs with the rows.
+
+        Args:
+            minibatch: Rows to train on, [B, S].
+            loss: Policy loss; receives the rows of one micro-batch, with their log-probs and
+                entropies [N, L-1].
+            denominator: Denominator of the loss; None means the number of tokens in the mask.
+            group_size: Number of consecutive rows that the loss must receive together, in their
+                order.
+            logprobs_out: Destination of the log-probs before the step, float32 [B, S-1]; 0 outside
+                the mask, equal on every rank.
+            entropies_out: Destination of the entropies before the step, float32 [B, S-1]; 0 outside
+                the mask, equal on every rank.
+
+        Returns:
+            The statistics of the loss, `entropy`, and the results of `ModelRunner.update`, such as
+            `grad_norm` and `lr`.
         """
-        seen = {name: torch.zeros(minibatch.mask.shape) for name in ("logprobs", "entropies")}
-        wanted = {
+        collected = {name: torch.zeros(minibatch.mask.shape) for name in ("logprobs", "entropies")}
+        outputs = {
             name: table
-            for name, table in zip(seen, (before, entropies), strict=True)
+            for name, table in zip(collected, (logprobs_out, entropies_out), strict=True)
             if table is not None
         }
+        # An empty mask must not cause a division by zero.
         tokens = max(float(minibatch.mask.sum()), 1.0)
-        shared = tokens if denominator is None else denominator
+        global_denominator = tokens if denominator is None else denominator
 
         def packed_loss(output: Tensor, batch: PackedBatch) -> tuple[Tensor, Stats]:
             rows = minibatch.select(batch.batch_rows, batch.width).to(output.device)
-            batch = _only_targets(batch, rows.mask)
+            batch = _select_targets(batch, rows.mask)
             candidates = (
                 None
                 if rows.candidates is None
                 else rows.candidates.flatten(0, 1)[batch.target_rows].long()
             )
             logprobs, entropy = _score(
-                *(
-                    self.runner,
-                    output,
-                    batch,
-                    self.temperature,
-                    self._chunk_tokens,
-                    rows.kept,
-                    candidates,
-                ),
+                self.runner,
+                output,
+                batch,
+                self.temperature,
+                self._chunk_tokens,
+                rows.kept,
+                candidates,
                 with_entropy=True,
             )
             assert entropy is not None
@@ -175,28 +238,34 @@ class Policy(CheckpointedModel):
                 "entropies": batch.unpack_targets(entropy),
             }
             if candidates is not None:
+                # Column 0 is the target; the others are the candidates and all other tokens.
                 rows = dataclasses.replace(rows, candidate_logprobs=unpacked["logprobs"][..., 1:])
                 unpacked["logprobs"] = unpacked["logprobs"][..., 0]
-            if self.runner.world.speaks_for_outputs:
-                for name in wanted:
-                    seen[name][batch.batch_rows, : rows.mask.shape[1]] = (
+            if self.runner.world.is_output_rank:
+                for name in outputs:
+                    collected[name][batch.batch_rows, : rows.mask.shape[1]] = (
                         unpacked[name].detach().cpu()
                     )
-            value, stats = loss(unpacked["logprobs"], unpacked["entropies"], rows, shared)
+            value, stats = loss(
+                unpacked["logprobs"], unpacked["entropies"], rows, global_denominator
+            )
             return value, stats | {"entropy": unpacked["entropies"].detach().sum() / tokens}
 
         stats = self.runner.update(
-            self.runner.share(minibatch.tokens, minibatch.lengths, group, minibatch.routes),
+            self.runner.pack(minibatch.tokens, minibatch.lengths, group_size, minibatch.routes),
             packed_loss,
         )
-        for name, table in wanted.items():
-            table.copy_(self.runner.world.sum_(seen[name]))
+        # Each row is nonzero on one rank only, so the all-reduce assembles the whole minibatch.
+        for name, table in outputs.items():
+            table.copy_(self.runner.world.all_reduce_sum(collected[name]))
         return stats
 
 
 class FrozenPolicy:
-    """A language model that is not trained: log-probs of given tokens, SPMD over its ranks, as
-    `Policy` has them."""
+    """A language model that is not trained: log-probs and most probable tokens.
+
+    The teacher server uses it. Methods are SPMD over the role's ranks, like those of `Policy`.
+    """
 
     def __init__(
         self,
@@ -206,11 +275,17 @@ class FrozenPolicy:
         directory: Path,
         chunk_tokens: int,
     ) -> None:
-        """Logits exist for `chunk_tokens` tokens at a time."""
-        self._runner, self._chunk_tokens = (
-            ModelRunner(shape, world, "vocabulary", settings),
-            chunk_tokens,
-        )
+        """Load the model from a Hugging Face directory.
+
+        Args:
+            shape: Dimensions of the model.
+            world: This rank's view of the role's ranks.
+            settings: Configuration section of the model.
+            directory: Hugging Face directory of the weights.
+            chunk_tokens: Number of tokens whose logits exist at the same time.
+        """
+        self._runner = ModelRunner(shape, world, "vocabulary", settings)
+        self._chunk_tokens = chunk_tokens
         self._runner.weights.load_directory(directory)
 
     def logprobs(
@@ -221,53 +296,88 @@ class FrozenPolicy:
         mask: Tensor | None = None,
         temperature: float = 1.0,
     ) -> Tensor:
-        """Log-probability of each next token; int64 [B, S] and [B] to float32 [B, S-1], zeros past
-        a sequence's end.
+        """Return the log-prob of each next token. Collective.
 
-        Only those in `mask` bool [B, S-1] are computed, where given; the others are zero.
+        Args:
+            tokens: Right-padded rows, int64 [B, S].
+            lengths: Lengths of the rows in tokens, int64 [B].
+            mask: Targets to compute, bool [B, S-1]; None means all.
+            temperature: Temperature of the distribution.
+
+        Returns:
+            float32 [B, S-1]; 0 outside the mask and after the end of a row.
         """
-        settings: dict[str, Any] = {"temperature": temperature, "chunk_tokens": self._chunk_tokens}
-        return _logprobs(self._runner, tokens, lengths, mask, None, None, **settings)
+        options: dict[str, Any] = {"temperature": temperature, "chunk_tokens": self._chunk_tokens}
+        return _logprobs(self._runner, tokens, lengths, mask, None, None, **options)
 
-    def taught(
+    def top_k_logprobs(
         self,
         tokens: Tensor,
         lengths: Tensor,
-        top: int,
-        below: int,
+        k: int,
+        id_limit: int,
         *,
         mask: Tensor | None = None,
         temperature: float = 1.0,
-    ) -> TaughtTokens:
-        """Also the `top` most probable tokens of the ids below `below`, at most all of these."""
-        count = min(top, below)
+    ) -> TeacherTopK:
+        """Return the log-prob of each next token, and the k most probable tokens. Collective.
 
-        def read(output: Tensor, batch: PackedBatch) -> Tensor:
-            batch, head = _within(batch, mask, output.device), self._runner.chunks[-1].output_layer
-            ids = head.top(
-                output[0], batch.target_index, count, below=below, chunk_tokens=self._chunk_tokens
+        Args:
+            tokens: Right-padded rows, int64 [B, S].
+            lengths: Lengths of the rows in tokens, int64 [B].
+            k: Number of most probable tokens; at most `id_limit` are returned.
+            id_limit: Only token ids below it are returned.
+            mask: Targets to compute, bool [B, S-1]; None means all.
+            temperature: Temperature of the distribution.
+        """
+        count = min(k, id_limit)
+
+        def read_output(output: Tensor, batch: PackedBatch) -> Tensor:
+            batch = _mask_batch(batch, mask, output.device)
+            head = self._runner.chunks[-1].output_layer
+            ids = head.top_ids(
+                output[0],
+                batch.target_index,
+                count,
+                id_limit=id_limit,
+                chunk_tokens=self._chunk_tokens,
             )
-            found, _ = _score(
+            logprobs, _ = _score(
                 self._runner, output, batch, temperature, self._chunk_tokens, None, ids
             )
-            return batch.unpack_targets(torch.cat([found, ids.float()], 1)).flatten(1)
+            # float32 represents ids up to 2^24 exactly.
+            return batch.unpack_targets(torch.cat([logprobs, ids.float()], 1)).flatten(1)
 
-        columns, places = 2 + 2 * count, tokens.shape[1] - 1
-        packed = self._runner.rows(tokens, lengths, places * columns, read)
-        return TaughtTokens.unpacked(packed.view(len(tokens), places, columns))
+        # The layout of TeacherTopK.pack: log-probs of the target, of the k tokens and of all other
+        # tokens, then the k ids.
+        columns = 2 + 2 * count
+        targets = tokens.shape[1] - 1
+        packed = self._runner.compute_rows(tokens, lengths, targets * columns, read_output)
+        return TeacherTopK.unpack(packed.view(len(tokens), targets, columns))
 
 
 def stored_logprobs(
     source: Source, settings: MegatronModelConfig, tokens: Tensor, lengths: Tensor, mask: Tensor
 ) -> Tensor:
-    """Log-probability of each next token at temperature 1 under a stored language model, in this
-    process alone.
+    """Return the log-prob of each next token under a stored language model, at temperature 1.
 
-    int64 [B, S] and [B] to float32 [B, S-1], zero outside the mask, bool [B, S-1]. No world may be
-    there: one is made, and left at the end. Raises AlignerError for a sequence that is longer than
-    the model's positions.
+    The function runs in this process only. It creates a world of one rank and destroys it at the
+    end, so no world may exist.
+
+    Args:
+        source: Stored model.
+        settings: Configuration section of the model.
+        tokens: Right-padded rows, int64 [B, S].
+        lengths: Lengths of the rows in tokens, int64 [B].
+        mask: Targets to compute, bool [B, S-1].
+
+    Returns:
+        float32 [B, S-1]; 0 outside the mask.
+
+    Raises:
+        AlignerError: If a sequence is longer than the model's positions.
     """
-    world = worlds.initialize_alone(seed=1)
+    world = worlds.initialize_single_process(seed=1)
     try:
         runner = ModelRunner(
             read_config(source.config, "the model's config.json"), world, source.head, settings
@@ -287,24 +397,26 @@ def _logprobs(
     tokens: Tensor,
     lengths: Tensor,
     mask: Tensor | None,
-    kept: KeptTokens | None,
+    kept_tokens: KeptTokens | None,
     routes: Tensor | None,
     *,
     temperature: float,
     chunk_tokens: int,
 ) -> Tensor:
-    def read(output: Tensor, batch: PackedBatch) -> Tensor:
-        batch = _within(batch, mask, output.device)
-        its = (
+    """Return the log-prob of each next token, float32 [B, S-1]; see `Policy.logprobs`."""
+
+    def read_output(output: Tensor, batch: PackedBatch) -> Tensor:
+        batch = _mask_batch(batch, mask, output.device)
+        batch_kept_tokens = (
             None
-            if kept is None
-            else kept.at((batch.batch_rows, slice(batch.width - 1))).to(output.device)
+            if kept_tokens is None
+            else kept_tokens.select((batch.batch_rows, slice(batch.width - 1))).to(output.device)
         )
         return batch.unpack_targets(
-            _score(runner, output, batch, temperature, chunk_tokens, its)[0]
+            _score(runner, output, batch, temperature, chunk_tokens, batch_kept_tokens)[0]
         )
 
-    return runner.rows(tokens, lengths, tokens.shape[1] - 1, read, routes)
+    return runner.compute_rows(tokens, lengths, tokens.shape[1] - 1, read_output, routes)
 
 
 def _score(
@@ -313,13 +425,26 @@ def _score(
     batch: PackedBatch,
     temperature: float,
     chunk_tokens: int,
-    kept: KeptTokens | None,
+    kept_tokens: KeptTokens | None,
     candidates: Tensor | None = None,
     *,
     with_entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probs and entropies of the micro-batch's M targets; `kept` is [N, L-1], `candidates` [M,
-    k]."""
+    """Return the log-probs and entropies of a micro-batch's targets.
+
+    Args:
+        runner: Model that computed the output.
+        output: Final hidden states, [1, T, H], or [1, T/TP, H] with sequence parallelism.
+        batch: Micro-batch with M targets.
+        temperature: Temperature of the distribution.
+        chunk_tokens: Number of tokens whose logits exist at the same time.
+        kept_tokens: Sampling support, [N, L-1].
+        candidates: Candidate token ids of each target, int64 [M, k].
+        with_entropy: Whether to compute entropies.
+
+    Returns:
+        See `vocab_parallel_logprobs`.
+    """
     head: VocabularyHead = runner.chunks[-1].output_layer
     return head.logprobs(
         output[0],
@@ -328,27 +453,31 @@ def _score(
         temperature=temperature,
         chunk_tokens=chunk_tokens,
         with_entropy=with_entropy,
-        kept=(
+        kept_tokens=(
             None
-            if kept is None
-            else kept.at(torch.unravel_index(batch.target_rows, kept.counts.shape))
+            if kept_tokens is None
+            else kept_tokens.select(
+                torch.unravel_index(batch.target_rows, kept_tokens.counts.shape)
+            )
         ),
         candidates=candidates,
     )
 
 
-def _within(batch: PackedBatch, mask: Tensor | None, device: torch.device) -> PackedBatch:
-    """The batch without the targets outside the mask, bool [B, S-1] of all rows."""
+def _mask_batch(batch: PackedBatch, mask: Tensor | None, device: torch.device) -> PackedBatch:
+    """Return the micro-batch without the targets outside the mask, bool [B, S-1] of all rows."""
     return (
         batch
         if mask is None
-        else _only_targets(batch, mask[batch.batch_rows, : batch.width - 1].to(device))
+        else _select_targets(batch, mask[batch.batch_rows, : batch.width - 1].to(device))
     )
 
 
-def _only_targets(batch: PackedBatch, mask: Tensor) -> PackedBatch:
-    """The batch without the targets outside `mask` bool [N, L-1]: nothing is projected for
-    prompts."""
-    chosen = mask.flatten()[batch.target_rows]
+def _select_targets(batch: PackedBatch, mask: Tensor) -> PackedBatch:
+    """Return the micro-batch without the targets outside `mask`, bool [N, L-1].
+
+    This saves the vocabulary projection of prompt tokens.
+    """
+    is_selected = mask.flatten()[batch.target_rows]
     names = ("target_index", "targets", "target_rows")
-    return dataclasses.replace(batch, **{name: getattr(batch, name)[chosen] for name in names})
+    return dataclasses.replace(batch, **{name: getattr(batch, name)[is_selected] for name in names})

@@ -1,8 +1,8 @@
-"""What log-probs and their gradients need of a chunk's scores, in one pass over them each way.
+"""Fused passes over a chunk's scores for log-probs and their gradients on a GPU.
 
-As single operations these would read and write the scores, [m, V] of float32, a dozen times;
-torch.compile makes one kernel of each function on a GPU, where that is the most of what a
-vocabulary's log-probs cost beside their products.
+Executed as single operations, these computations would read and write the scores, float32 [m, V],
+about twelve times. torch.compile makes one kernel of each function. Apart from the GEMMs, these
+passes are the largest cost of log-probs over a vocabulary.
 """
 
 import functools
@@ -13,9 +13,16 @@ import torch
 from torch import Tensor
 
 
-def sums(scores: Tensor, local: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of each row of scores float32 [m, V], float32 [m] each: the largest, and relative to it the
-    sum of exponentials, that sum weighted with the scores, and the score at `local` int64 [m].
+def reduce_scores(scores: Tensor, local: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the statistics of each row of scores that its log-prob and entropy need.
+
+    Args:
+        scores: Scores of m tokens on this rank, float32 [m, V].
+        local: Column of each token's target, int64 [m].
+
+    Returns:
+        Four tensors, float32 [m]. With r = score - maximum: the maximum; the sum of exp(r); the sum
+        of exp(r) r; and r of the target.
     """
     peak = scores.amax(-1)
     relative = scores - peak[:, None]
@@ -28,7 +35,7 @@ def sums(scores: Tensor, local: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]
     )
 
 
-def gradient(
+def compute_score_gradient(
     scores: Tensor,
     peak: Tensor,
     factor: Tensor,
@@ -37,20 +44,38 @@ def gradient(
     local: Tensor,
     dtype: torch.dtype,
 ) -> Tensor:
-    """factor e + entropy_factor e log(e) with e = exp(scores - peak), and `upstream` more at
-    `local`: [m, V] of `dtype`."""
+    """Return the gradient of the scores.
+
+    It is `factor` e + `entropy_factor` e log(e) with e = exp(scores - peak), plus `upstream` at the
+    target.
+
+    Args:
+        scores: Scores of m tokens on this rank, float32 [m, V].
+        peak: Maximum of each row, float32 [m].
+        factor: Factor of e, float32 [m].
+        entropy_factor: Factor of e log(e), float32 [m].
+        upstream: Gradient of the target's score, float32 [m].
+        local: Column of each token's target, int64 [m].
+        dtype: Dtype of the result.
+
+    Returns:
+        [m, V] of `dtype`.
+    """
     relative = scores - peak[:, None]
-    found = relative.exp() * (factor[:, None] + entropy_factor[:, None] * relative)
+    result = relative.exp() * (factor[:, None] + entropy_factor[:, None] * relative)
     is_target = torch.arange(scores.shape[1], device=scores.device) == local[:, None]
-    return torch.where(is_target, found + upstream[:, None], found).to(dtype)
+    return torch.where(is_target, result + upstream[:, None], result).to(dtype)
 
 
 @functools.cache
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """One of these functions as a kernel."""
+def compile_pass(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return one of these functions, compiled to a kernel."""
     return torch.compile(function)
 
 
-def are_fused(scores: Tensor) -> bool:
-    """Whether these passes are for such scores; on a CPU blocks that stay in its caches are."""
+def should_fuse(scores: Tensor) -> bool:
+    """Return whether to use the fused passes for such scores.
+
+    On a CPU, blocks of rows that stay in its caches serve the same purpose.
+    """
     return scores.is_cuda

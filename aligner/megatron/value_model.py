@@ -1,4 +1,8 @@
-"""Models with one number a token: the critic, and a reward model."""
+"""Models with a scalar head: the critic, and reward models.
+
+`ValueModel` computes and trains them. The functions at the end build the critic, the initial model
+of reward-model training, and a frozen reward model.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,28 +30,33 @@ from aligner.schema import Config, MegatronModelConfig, TrainedModelConfig
 from aligner.schema.derived import critic_updates
 
 RowsLoss: TypeAlias = Callable[[Tensor, RowsT, float], tuple[Tensor, Stats]]
-"""`loss(values, rows, denominator)` and statistics of some rows, as sums over what speaks of the
-whole minibatch.
+"""Function `loss(values, rows, denominator)` of N rows.
 
-`values` [N, L] are the head's numbers at the rows' tokens, zeros past a sequence's end;
-differentiable.
+`values` are the head's numbers at the rows' tokens, float32 [N, L], 0 after the end of a row, and
+differentiable. It returns the rows' part of the loss and of the statistics; the sums over all rows
+are those of the whole minibatch.
 """
 ValueLoss: TypeAlias = Callable[..., tuple[Tensor, Stats]]
-"""`loss(values, old_values, returns, mask, denominator=…)` and statistics of some rows [N, L-1], as
-`RowsLoss`."""
+"""Function `loss(values, old_values, returns, mask, denominator=…)` of N rows, [N, L-1] each, with
+the results of `RowsLoss`."""
 
 
 @dataclass(frozen=True)
 class _CriticRows(Rows):
-    """What a critic learns from, [B, S-1]."""
+    """Training rows of a critic."""
 
     old_values: Tensor
+    """Values before the step's updates, float32 [B, S-1]."""
     returns: Tensor
+    """Regression targets, float32 [B, S-1]."""
 
 
 class ValueModel(CheckpointedModel):
-    """A transformer with a scalar head. Every rank calls every method with the same whole batch,
-    and gets the whole result."""
+    """A transformer with a scalar head, either trained or frozen.
+
+    Methods are SPMD: every rank must call them with the same whole batch, and gets the whole
+    result.
+    """
 
     def __init__(
         self,
@@ -61,18 +70,28 @@ class ValueModel(CheckpointedModel):
         head: Tensor | None = None,
         head_scale: float = 1.0,
     ) -> None:
-        """`head` [1, H] is what a trained model's head is where the directory has none; zeros where
-        None.
+        """Load the model from a directory and, if it is trained, create its optimizer.
 
-        `head_scale` is what the directory's head, or that one, is multiplied by.
+        Args:
+            shape: Dimensions of the model.
+            world: This rank's view of the role's ranks.
+            directory: Hugging Face directory of the weights.
+            settings: Configuration section of the model; a TrainedModelConfig means that the model
+                is trained.
+            total_updates: Number of optimizer steps of the learning-rate schedule.
+            loss: Loss of `train`.
+            head: Initial head [1, H] of a trained model whose directory has none; None means zeros.
+            head_scale: Factor of the initial head.
         """
         super().__init__(ModelRunner(shape, world, "scalar", settings, total_updates), directory)
         self._loss = loss
-        weights, is_trained = self.runner.weights, isinstance(settings, TrainedModelConfig)
+        weights = self.runner.weights
+        is_trained = isinstance(settings, TrainedModelConfig)
         if head is not None and SCALAR_HEAD.name in weights:
             weights.write(SCALAR_HEAD.name, head)
-        # What is trained may start from a language model's first layers, a critic then with a head
-        # of zeros (Huang et al. 2023, detail 5); a frozen reward model needs a trained head.
+        # A trained model may start from the first layers of a language model; a critic then starts
+        # with a head of zeros (Huang et al. 2023, detail 5). A frozen reward model needs a trained
+        # head.
         weights.load_directory(
             directory, optional=(SCALAR_HEAD.name,) if is_trained else (), partial=is_trained
         )
@@ -83,33 +102,54 @@ class ValueModel(CheckpointedModel):
 
     @property
     def vocab_size(self) -> int:
-        """Token ids are below it."""
+        """Number of token ids."""
         return self.runner.shape.vocab_size
 
     @property
     def version(self) -> int:
-        """Optimizer steps taken."""
+        """Number of optimizer steps, including skipped ones."""
         return self.runner.updates
 
     def values(self, tokens: Tensor, lengths: Tensor) -> Tensor:
-        """The head's number at each token; int64 [B, S] and [B] to float32 [B, S], zeros past a
-        sequence's end."""
-        return self.runner.rows(tokens, lengths, tokens.shape[1], _values)
+        """Return the head's number at each token. Collective.
+
+        Args:
+            tokens: Right-padded rows, int64 [B, S].
+            lengths: Lengths of the rows in tokens, int64 [B].
+
+        Returns:
+            float32 [B, S], 0 after the end of a row.
+        """
+        return self.runner.compute_rows(tokens, lengths, tokens.shape[1], _read_values)
 
     def train(
         self, tokens: Tensor, returns: Tensor, old_values: Tensor, mask: Tensor
     ) -> dict[str, float]:
-        """One optimizer step; tokens int64 [B, S], the others float32 [B, S-1] where entry t speaks
-        of token t+1.
+        """Take one optimizer step of a critic. Collective.
 
-        Returns the loss's statistics, `grad_norm` and `lr`.
+        Entry t of the tensors [B, S-1] belongs to token t+1.
+
+        Args:
+            tokens: Right-padded rows, int64 [B, S].
+            returns: Regression targets, float32 [B, S-1].
+            old_values: Values before the step's updates, float32 [B, S-1].
+            mask: Tokens to train on, float32 [B, S-1].
+
+        Returns:
+            The statistics of the loss, and the results of `ModelRunner.update`, such as `grad_norm`
+            and `lr`.
+
+        Raises:
+            ValueError: If the model was built without a loss.
         """
         if self._loss is None:
             raise ValueError("this model was built without a loss")
-        loss, chosen = self._loss, mask > 0
-        # What comes after the last token that is learned from cannot matter to a causal model.
+        loss = self._loss
+        is_trained_token = mask > 0
+        # A causal model does not need the tokens after the last one in the mask, so shorten the
+        # rows.
         steps = torch.arange(1, mask.shape[1] + 1)
-        lengths = torch.where(chosen, steps, 0).amax(1).clamp(min=1) + 1
+        lengths = torch.where(is_trained_token, steps, 0).amax(1).clamp(min=1) + 1
 
         def rows_loss(
             values: Tensor, rows: _CriticRows, denominator: float
@@ -118,7 +158,9 @@ class ValueModel(CheckpointedModel):
                 values[:, :-1], rows.old_values, rows.returns, rows.mask, denominator=denominator
             )
 
-        return self.train_rows(_CriticRows(tokens, lengths, chosen, old_values, returns), rows_loss)
+        return self.train_rows(
+            _CriticRows(tokens, lengths, is_trained_token, old_values, returns), rows_loss
+        )
 
     def train_rows(
         self,
@@ -126,47 +168,63 @@ class ValueModel(CheckpointedModel):
         loss: RowsLoss[Any],
         *,
         denominator: float | None = None,
-        group: int = 1,
+        group_size: int = 1,
     ) -> dict[str, float]:
-        """One optimizer step on a minibatch; returns the loss's statistics, `grad_norm` and `lr`.
+        """Take one optimizer step on a minibatch. Collective.
 
-        `denominator` is the loss's; the number of tokens in the mask where None. The loss sees
-        every `group` rows in a row together, in their order.
+        Args:
+            minibatch: Rows to train on, [B, S].
+            loss: Loss of the rows of one micro-batch.
+            denominator: Denominator of the loss; None means the number of tokens in the mask.
+            group_size: Number of consecutive rows that the loss must receive together, in their
+                order.
+
+        Returns:
+            The statistics of the loss, and the results of `ModelRunner.update`, such as `grad_norm`
+            and `lr`.
         """
-        shared = max(float(minibatch.mask.sum()), 1.0) if denominator is None else denominator
+        global_denominator = (
+            max(float(minibatch.mask.sum()), 1.0) if denominator is None else denominator
+        )
 
         def packed_loss(output: Tensor, batch: PackedBatch) -> tuple[Tensor, Stats]:
             rows = minibatch.select(batch.batch_rows, batch.width).to(output.device)
-            return loss(_values(output, batch), rows, shared)
+            return loss(_read_values(output, batch), rows, global_denominator)
 
         return self.runner.update(
-            self.runner.share(minibatch.tokens, minibatch.lengths, group), packed_loss
+            self.runner.pack(minibatch.tokens, minibatch.lengths, group_size), packed_loss
         )
 
     def sleep(self) -> None:
-        """Keep the weights in host memory and free the device's, until `wake`; only `finish_save`
-        may be called."""
+        """Move the weights to host memory and free their device memory until `wake`.
+
+        In the meantime, only `finish_save` may be called.
+        """
         self.runner.sleep()
 
     def wake(self) -> None:
-        """Bring the weights back to the device, as they were."""
+        """Restore the weights on the device after `sleep`."""
         self.runner.wake()
 
 
-def _values(output: Tensor, batch: PackedBatch) -> Tensor:
+def _read_values(output: Tensor, batch: PackedBatch) -> Tensor:
+    """Return the head's numbers float32 [N, L] from a micro-batch's output [1, T, 1]."""
     return batch.unpack_tokens(output[0, :, 0].float())
 
 
 def build_critic(config: Config, world: World, loss: ValueLoss) -> ValueModel:
-    """The critic of a run, trained with `loss`.
+    """Return the critic of a run, which trains with `loss`.
 
-    A head that its directory has is scaled by the gain of a reward normalization there, so that
-    values begin in the units of the rewards; the bias, which no head has, is left to be learned. A
-    model that is cut begins with a head of zeros: the directory's reads another layer's output.
+    If the critic's directory contains a head and a reward normalization, the head is scaled by the
+    gain of the normalization, so that values start in the units of the rewards. The bias of the
+    normalization is not applied, since the head has none; the critic learns it. If the critic uses
+    only the first layers of the model, it starts with a head of zeros, because the directory's head
+    reads the output of another layer.
     """
     directory = critic_directory(config)
     whole = read_shape(directory)
-    shape, (gain, _) = first_layers(config, whole), read_normalization(directory)
+    shape = first_layers(config, whole)
+    gain, _ = read_normalization(directory)
     scale = gain if shape == whole else 0.0
     return ValueModel(
         shape,
@@ -180,11 +238,11 @@ def build_critic(config: Config, world: World, loss: ValueLoss) -> ValueModel:
 
 
 def build_initial_reward_model(config: Config, world: World) -> ValueModel:
-    """The reward model that a run trains, before its first step: the model's trunk, cut to
-    `critic.num_layers` if set.
+    """Return the reward model that a run trains, before its first step.
 
-    Its head has no bias and is drawn from the seed, N(0, 1/sqrt(hidden size + 1)) (Huang et al.
-    2023, detail 5).
+    Its trunk is that of the model, reduced to the first `critic.num_layers` layers if this key is
+    set. Its head has no bias and is sampled from N(0, 1/sqrt(hidden size + 1)) with the seed of the
+    run (Huang et al. 2023, detail 5).
     """
     directory = model_directory(config)
     shape = first_layers(config, read_shape(directory))
@@ -196,5 +254,5 @@ def build_initial_reward_model(config: Config, world: World) -> ValueModel:
 
 
 def build_reward_model(config: Config, directory: Path, world: World) -> ValueModel:
-    """The frozen reward model in a directory."""
+    """Return the frozen reward model that is stored in a directory."""
     return ValueModel(read_shape(directory), world, directory, config.reward)

@@ -1,5 +1,4 @@
-"""A role's ranks: where this one stands in the layout, and the few collectives that the role
-needs."""
+"""The ranks of a role: process groups, coordinates in the parallel layout, and collectives."""
 
 import os
 from dataclasses import dataclass
@@ -10,84 +9,100 @@ import torch.distributed as dist
 from torch import Tensor
 
 from aligner.errors import AlignerError
-from aligner.models.weight_slices import Coordinates, coordinates
+from aligner.models.weight_slices import Coordinates, compute_coordinates
 from aligner.resharding.verify import world_store
 from aligner.schema import ParallelConfig
 
 
 @dataclass(frozen=True)
 class World:
-    """One rank's view of its role's process world."""
+    """One rank's view of its role's world, with the collectives over all ranks of the role."""
 
     rank: int
+    """Global rank within the role."""
     size: int
+    """Number of ranks of the role."""
     layout: ParallelConfig
-    place: Coordinates
+    coordinates: Coordinates
+    """Ranks of this process in the tensor, context, data, pipeline and expert dimensions."""
     device: torch.device
     seed: int
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether this rank holds the head."""
-        return self.place.pipeline == self.layout.pipeline - 1
+        """Whether this rank belongs to the last pipeline stage, which holds the head."""
+        return self.coordinates.pipeline == self.layout.pipeline - 1
 
     @property
-    def speaks_for_outputs(self) -> bool:
-        """Whether it contributes its data rank's model outputs: the first of the last stage's
-        ranks, which hold the same."""
-        return self.is_last_stage and self.place.tensor == 0 and self.place.context == 0
+    def is_output_rank(self) -> bool:
+        """Whether this rank contributes the model outputs of its data rank.
+
+        All tensor and context ranks of the last stage have the same outputs; the first contributes.
+        """
+        return self.is_last_stage and self.coordinates.tensor == 0 and self.coordinates.context == 0
 
     @property
-    def output_rank(self) -> int:
-        """The lowest global rank that speaks for outputs."""
+    def first_output_rank(self) -> int:
+        """The lowest global rank that contributes model outputs."""
         return self.layout.ranks // self.layout.pipeline * (self.layout.pipeline - 1)
 
-    def sum_(self, tensor: Tensor) -> Tensor:
-        """Add a tensor up over all ranks, in place; adding zeros is exact, so this also assembles
-        disjoint parts."""
+    def all_reduce_sum(self, tensor: Tensor) -> Tensor:
+        """Sum a tensor of any shape over all ranks, in place, and return it.
+
+        Adding zeros is exact, so the sum also assembles disjoint parts of a tensor.
+        """
         if self.size > 1:
             dist.all_reduce(tensor)
         return tensor
 
-    def max_(self, tensor: Tensor) -> Tensor:
-        """Element-wise maximum over all ranks, in place."""
+    def all_reduce_max(self, tensor: Tensor) -> Tensor:
+        """Take the element-wise maximum of a tensor over all ranks, in place, and return it."""
         if self.size > 1:
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
         return tensor
 
 
-def initialize_alone(seed: int) -> World:
-    """The world of this one process, which no launcher has started."""
+def initialize_single_process(seed: int) -> World:
+    """Return a world that consists of this process only, without environment variables."""
     if not dist.is_initialized():
-        _meet(0, 1, timedelta(minutes=1))
+        _init_process_group(0, 1, timedelta(minutes=1))
     return initialize(ParallelConfig(), seed, timeout_s=60)
 
 
-def _meet(rank: int, size: int, timeout: timedelta) -> None:
+def _init_process_group(rank: int, size: int, timeout: timedelta) -> None:
+    # torch's own store would listen on every interface.
     store = world_store(rank, size, timeout)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
 
 
-def compute_deterministically() -> None:
-    """Have torch, cuBLAS, transformer-engine and NCCL take what sums in one order, for good; to be
-    called before their first.
+def enable_deterministic_kernels() -> None:
+    """Make torch, cuBLAS, transformer-engine and NCCL use deterministic reductions from now on.
 
-    On a CPU all do so anyway. An algorithm of NCCL that the environment names stays. An operation
-    without such a kernel then raises RuntimeError.
+    Call this before the first use of any of them. On a CPU all reductions are deterministic anyway.
+    An NCCL algorithm that the environment sets is kept. Afterwards, an operation without a
+    deterministic kernel raises RuntimeError.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     os.environ.setdefault("NCCL_ALGO", "Ring")
     os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
     torch.use_deterministic_algorithms(True)
-    # Nothing here reads what it has not written.
+    # Filling uninitialized memory costs time, and no code here reads memory that it has not
+    # written.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def join(ranks: int, timeout_s: float) -> torch.device:
-    """Join the role's world from RANK, WORLD_SIZE and MASTER_*; returns this rank's device.
+    """Join the role's world and return this rank's device.
 
-    Raises AlignerError when the environment's world size is not `ranks`.
+    RANK, WORLD_SIZE, LOCAL_RANK and MASTER_* in the environment describe the world. Collective.
+
+    Args:
+        ranks: Number of ranks of the role's layout.
+        timeout_s: Timeout of collectives, in seconds.
+
+    Raises:
+        AlignerError: If WORLD_SIZE is not `ranks`.
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size != ranks:
@@ -99,15 +114,22 @@ def join(ranks: int, timeout_s: float) -> torch.device:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
     if not dist.is_initialized():
-        _meet(int(os.environ.get("RANK", "0")), size, timedelta(seconds=timeout_s))
+        _init_process_group(int(os.environ.get("RANK", "0")), size, timedelta(seconds=timeout_s))
     return device
 
 
 def initialize(layout: ParallelConfig, seed: int, timeout_s: float) -> World:
-    """Join the role's world from RANK, WORLD_SIZE and MASTER_* and set up megatron-core's groups
-    for the layout.
+    """Join the role's world and create megatron-core's model-parallel groups for the layout.
 
-    Raises AlignerError when the environment's world size is not the layout's.
+    RANK, WORLD_SIZE, LOCAL_RANK and MASTER_* in the environment describe the world. Collective.
+
+    Args:
+        layout: Parallel sizes of the role.
+        seed: Seed of the run.
+        timeout_s: Timeout of collectives, in seconds.
+
+    Raises:
+        AlignerError: If WORLD_SIZE is not the number of ranks of the layout.
     """
     from megatron.core import parallel_state, tensor_parallel
 
@@ -127,22 +149,25 @@ def initialize(layout: ParallelConfig, seed: int, timeout_s: float) -> World:
         context_parallel_size=layout.context,
         expert_model_parallel_size=layout.expert,
         expert_tensor_parallel_size=layout.expert_tensor_size,
-        distributed_timeout_minutes=timeout_s / 60,  # a timedelta takes fractions
+        # megatron-core passes this to timedelta, which accepts fractions.
+        distributed_timeout_minutes=timeout_s / 60,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
-    return World(rank, layout.ranks, layout, coordinates(rank, layout), device, seed)
+    return World(rank, layout.ranks, layout, compute_coordinates(rank, layout), device, seed)
 
 
 def shutdown() -> None:
-    """Leave the world, and the threads of its process groups with it once no model is left that
-    refers to them."""
+    """Destroy the role's process groups.
+
+    Their threads end once no model that refers to the groups exists any more.
+    """
     if dist.is_initialized():
         from megatron.core import parallel_state
         from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
         parallel_state.destroy_model_parallel()
-        # megatron-core forgets these two, and its cache of rotary embeddings remembers the models'
-        # groups.
+        # megatron-core does not reset these two groups, and its cache of rotary embeddings keeps
+        # references to the models' groups.
         parallel_state._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP = None
         parallel_state._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO = None
         RotaryEmbedding.forward.cache_clear()

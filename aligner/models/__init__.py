@@ -1,2 +1,1 @@
-"""Models as numbers: families, shapes, which slice of a weight lies where, adapters, Hugging Face
-and GGUF headers."""
+"""Descriptions of models: families, shapes, weight slices, LoRA adapters, and file headers."""

@@ -1,12 +1,13 @@
-"""Arithmetic whose bits do not hang on what else is in a batch, for `engine.exact`.
+"""Batch-invariant kernels for CPUs, which `engine.exact` uses.
 
-He et al. 2025, "Defeating Nondeterminism in LLM Inference", has such kernels for GPUs.
+A kernel is batch-invariant if the bits of a row's result do not depend on the other rows of the
+batch. He et al. 2025, "Defeating Nondeterminism in LLM Inference", describe such kernels for GPUs.
 
-On a CPU a matrix product of few rows sums in another order than one of many. From `ROWS` rows on
-every row gets the same bits, however many there are and wherever it stands, in one thread; norms,
-softmax rows of whole units of columns and element-wise functions do at any rate. So rows and
-columns are padded to whole units here, and attention is spelled out: a fused kernel sums in blocks
-that hang on the lengths of the whole batch.
+On a CPU a matmul with few rows sums in another order than a matmul with many rows. In one thread,
+every row of a matmul with at least `ROWS` rows gets the same bits, whatever the number of rows and
+its position. This is also true of norms, of element-wise functions, and of softmax over a multiple
+of `ROWS` columns. Therefore this module pads rows and columns. Attention consists of separate
+operations, because a fused kernel sums in blocks that depend on the lengths of the whole batch.
 """
 
 import torch
@@ -17,37 +18,43 @@ from aligner.errors import ConfigError
 from aligner.models.shape import ModelShape
 
 ROWS = 16
-"""Rows of a product, and columns of attention's scores, come in whole units of so many."""
+"""Minimum number of rows of a matmul; the columns of attention scores are padded to a multiple."""
+# Number of columns of attention weights in one matmul. From 129 columns on (257 with AVX-512), the
+# order of the sum depends on the number of columns.
 _COLUMNS = 128
-"""So many of attention's columns are summed by one product: of more (129 without AVX-512, 257 with
-it), what it sums first hangs on how many there are."""
-_PROBED = 512
-"""Rows and outputs of the products that are tried."""
+# Number of rows and outputs of the matmuls that `require_batch_invariance` compares.
+_TEST_SIZE = 512
 
 
-def rounded(count: int) -> int:
-    """The next whole number of units."""
+def round_up_to_rows(count: int) -> int:
+    """Round a number up to a multiple of `ROWS`."""
     return -(-count // ROWS) * ROWS
 
 
-def enough_rows(x: Tensor) -> Tensor:
-    """x [N, inputs] with rows of zeros behind, where it has too few for a product."""
+def pad_rows(x: Tensor) -> Tensor:
+    """Append rows of zeros to x [N, inputs] if it has fewer than `ROWS` rows."""
     return x if len(x) >= ROWS else F.pad(x, (0, 0, 0, ROWS - len(x)))
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear` of x [N, inputs], where no row's bits hang on the others; the bias is added
-    behind, as Megatron does."""
-    product = F.linear(enough_rows(x), weight)[: len(x)]
+    """Compute `F.linear` of x [N, inputs] with batch-invariant results.
+
+    The bias is added after the matmul, as in Megatron.
+    """
+    product = F.linear(pad_rows(x), weight)[: len(x)]
     return product if bias is None else product + bias
 
 
 def logprobs(scores: Tensor, tokens: Tensor) -> Tensor:
-    """Log-probability, float32 [N], of a token int64 [N] of each row of scores, float32 [N, V],
-    which are overwritten.
+    """Return the log-prob of one token of each row, float32 [N].
 
-    The sums are those of `aligner.megatron.logprobs`.
+    The sums have the same order as those of `aligner.megatron.logprobs`.
+
+    Args:
+        scores: Logits, float32 [N, V]; the function overwrites them.
+        tokens: Token ids, int64 [N].
     """
+    # Subtracting the maximum prevents an overflow of exp.
     scores.sub_(scores.amax(-1, keepdim=True))
     chosen = scores.gather(-1, tokens[:, None])[:, 0]
     return chosen - scores.exp_().sum(-1).log()
@@ -56,61 +63,83 @@ def logprobs(scores: Tensor, tokens: Tensor) -> Tensor:
 def attend(
     query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scale: float | None = None
 ) -> Tensor:
-    """Attention of query [N, heads, L, dim] over key and value [N, key/value heads, W, dim], to [N,
-    heads, L, dim].
+    """Compute attention with batch-invariant results.
 
-    seen: bool, to be broadcast to [N, L, W]: which keys a query sees, at least one each. `scale` is
-    1/√dim where None.
+    Args:
+        query: [N, heads, L, dim].
+        key: [N, KV heads, W, dim].
+        value: [N, KV heads, W, dim].
+        seen: Attention mask, bool, broadcastable to [N, L, W]: the keys to which a query attends,
+            at least one for each query.
+        scale: Factor of the scores; None means 1/√dim.
+
+    Returns:
+        The attention output [N, heads, L, dim].
     """
-    (rows, heads, length, size), (groups, width) = query.shape, key.shape[1:3]
-    missing = rounded(width) - width
+    rows, heads, length, size = query.shape
+    groups, width = key.shape[1:3]
+    missing = round_up_to_rows(width) - width
     key, value = F.pad(key, (0, 0, 0, missing)), F.pad(value, (0, 0, 0, missing))
     unseen = F.pad(~seen, (0, missing), value=True).expand(rows, length, width + missing)
-    # The queries that share a key/value head are the rows of one product.
-    lines = heads // groups * length
-    query = (query * (size**-0.5 if scale is None else scale)).reshape(rows, groups, lines, size)
-    more = max(0, ROWS - lines)
-    scores = F.pad(query, (0, 0, 0, more)) @ key.mT
+
+    # The queries that share a KV head are the rows of one matmul.
+    query_rows = heads // groups * length
+    query = (query * (size**-0.5 if scale is None else scale)).reshape(
+        rows, groups, query_rows, size
+    )
+    padding = max(0, ROWS - query_rows)
+    scores = F.pad(query, (0, 0, 0, padding)) @ key.mT
     scores = (
-        scores[:, :, :lines]
+        scores[:, :, :query_rows]
         .unflatten(2, (-1, length))
         .masked_fill(unseen[:, None, None], float("-inf"))
     )
-    weights = F.pad(scores.softmax(-1).flatten(2, 3), (0, 0, 0, more))
+    weights = F.pad(scores.softmax(-1).flatten(2, 3), (0, 0, 0, padding))
+
+    # Sum over blocks of columns in a fixed order.
     parts = zip(weights.split(_COLUMNS, -1), value.split(_COLUMNS, -2), strict=True)
-    attended = sum((some @ its for some, its in parts), weights.new_zeros(()))
-    return attended[:, :, :lines].reshape(rows, heads, length, size)
+    attended = sum(
+        (block_weights @ block_values for block_weights, block_values in parts),
+        weights.new_zeros(()),
+    )
+    return attended[:, :, :query_rows].reshape(rows, heads, length, size)
 
 
-def require(shape: ModelShape) -> None:
-    """Raise ConfigError where this model's products are not batch-invariant on this machine, which
-    is found by trying."""
+def require_batch_invariance(shape: ModelShape) -> None:
+    """Raise ConfigError unless this module's kernels are batch-invariant on this machine.
+
+    The function compares results for batches and sequences of several sizes, with the dimensions of
+    the model's matmuls.
+    """
     if torch.get_num_threads() > 1:
         raise ConfigError(
             "engine.exact=true: requires one thread per rank, but torch uses"
             f" {torch.get_num_threads()}; set the environment variable OMP_NUM_THREADS=1"
         )
-    draw = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     for inputs in {shape.hidden_size, shape.num_heads * shape.head_dim, shape.ffn_hidden_size}:
-        weight, x = torch.randn(2, _PROBED, inputs, generator=draw)
-        whole = F.linear(x, weight)
-        for rows in (1, ROWS - 1, ROWS, ROWS + 1, 3 * ROWS + 5, _PROBED // 2):
-            if not torch.equal(linear(x[-rows:], weight), whole[-rows:]):
+        weight, x = torch.randn(2, _TEST_SIZE, inputs, generator=generator)
+        expected = F.linear(x, weight)
+        for rows in (1, ROWS - 1, ROWS, ROWS + 1, 3 * ROWS + 5, _TEST_SIZE // 2):
+            if not torch.equal(linear(x[-rows:], weight), expected[-rows:]):
                 raise ConfigError(
                     f"engine.exact=true: on this machine a matmul of {rows} rows and {inputs}"
                     " inputs is not batch-invariant: the result differs from the same rows of a"
-                    f" matmul of {_PROBED} rows; set engine.exact=false"
+                    f" matmul of {_TEST_SIZE} rows; set engine.exact=false"
                 )
-    query, key, value = torch.randn(3, 1, 1, _PROBED, shape.head_dim, generator=draw)
-    whole = attend(query, key, value, torch.ones(_PROBED, _PROBED, dtype=torch.bool).tril())
+
+    query, key, value = torch.randn(3, 1, 1, _TEST_SIZE, shape.head_dim, generator=generator)
+    causal = torch.ones(_TEST_SIZE, _TEST_SIZE, dtype=torch.bool).tril()
+    expected = attend(query, key, value, causal)
     for length in (ROWS, _COLUMNS - 1, _COLUMNS + ROWS, 2 * _COLUMNS - 1, 3 * _COLUMNS + 1):
-        last, seen = slice(length - 1, length), torch.ones(1, length, dtype=torch.bool)
+        last = slice(length - 1, length)
+        seen = torch.ones(1, length, dtype=torch.bool)
         if not torch.equal(
             attend(query[:, :, last], key[:, :, :length], value[:, :, :length], seen),
-            whole[:, :, last],
+            expected[:, :, last],
         ):
             raise ConfigError(
                 f"engine.exact=true: on this machine attention over {length} tokens is not"
                 " batch-invariant: the result differs from the result of the same tokens in a"
-                f" sequence of {_PROBED} tokens; set engine.exact=false"
+                f" sequence of {_TEST_SIZE} tokens; set engine.exact=false"
             )

@@ -1,8 +1,7 @@
-"""The weights of the model families: what each calls them, how they lie in megatron-core's, and how
-they are cut.
+"""Weights of the model families: Hugging Face names, megatron-core parameters, and sharding.
 
-One table a family drives import, export, checkpoints and resharding; `hugging_face.py` reads its
-config.json.
+Each family has one table, which import, export, checkpoints and resharding use. `hugging_face.py`
+reads the config.json of the families.
 """
 
 from collections.abc import Mapping
@@ -10,50 +9,62 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 Part = Literal["whole", "query", "key", "value", "gate", "up"]
+"""Part of a fused parameter of megatron-core."""
 
 
 @dataclass(frozen=True)
 class Weight:
-    """One kind of weight: a Hugging Face tensor, or a part of one, and its place in megatron-core's
-    parameter.
+    """A kind of weight: a Hugging Face tensor, or a part of one, and megatron-core's parameter.
 
-    `{layer}` and `{expert}` in the names count up. `sizes` name the dimensions, in megatron-core's
-    order, outputs first.
+    The names contain the placeholders `{layer}` and `{expert}` for the indices of the decoder layer
+    and the expert.
     """
 
     name: str
+    """Hugging Face name."""
     parameter: str
+    """Name of megatron-core's parameter, which may contain further weights."""
     sizes: tuple[str, ...]
-    cut: int | None = None
-    """The dimension of `sizes` that tensor parallelism cuts; None: every tensor-parallel rank holds
-    all of it."""
+    """Names of the dimensions in megatron-core's order, outputs first; `weight_table` defines the
+    names."""
+    split_axis: int | None = None
+    """Index in `sizes` of the dimension that tensor parallelism splits; None if every
+    tensor-parallel rank holds the whole weight."""
     part: Part = "whole"
-    """Which part of the fused parameter it is: query, key, value interleave by key/value group;
-    gate lies above up."""
+    """Part of the fused parameter. Query, key and value are interleaved by KV group; the rows of
+    gate precede those of up."""
     transposed: bool = False
-    """Whether the file holds it inputs first."""
+    """Whether the file stores the matrix with the inputs first."""
     fused_in: str | None = None
-    """The file's tensor that holds query, key and value one after another, where it does."""
-    when: str | None = None
-    """The attribute of the shape without which it does not exist."""
+    """Name of the file's tensor that contains query, key and value one after another; None if the
+    weight is a tensor of its own."""
+    requires: str | None = None
+    """Attribute of `ModelShape` that must be true for the weight to exist; None for a weight that
+    always exists."""
 
 
-def _linear(name: str, parameter: str, outputs: str, inputs: str, cut: int, **more: Any) -> Weight:
-    return Weight(f"{name}.weight", f"{parameter}.weight", (outputs, inputs), cut, **more)
+def _linear(
+    name: str, parameter: str, outputs: str, inputs: str, split_axis: int, **options: Any
+) -> Weight:
+    return Weight(f"{name}.weight", f"{parameter}.weight", (outputs, inputs), split_axis, **options)
 
 
-def _bias(name: str, parameter: str, outputs: str, cut: int | None, **more: Any) -> Weight:
-    return Weight(f"{name}.bias", f"{parameter}.bias", (outputs,), cut, **more)
+def _bias(
+    name: str, parameter: str, outputs: str, split_axis: int | None, **options: Any
+) -> Weight:
+    return Weight(f"{name}.bias", f"{parameter}.bias", (outputs,), split_axis, **options)
 
 
-def _layer_norm(name: str, parameter: str, *, biased: bool = False) -> tuple[Weight, ...]:
+def _norm(name: str, parameter: str, *, has_bias: bool = False) -> tuple[Weight, ...]:
     weight = Weight(f"{name}.weight", f"{parameter}.weight", ("hidden",))
-    return (weight, _bias(name, parameter, "hidden", None)) if biased else (weight,)
+    return (weight, _bias(name, parameter, "hidden", None)) if has_bias else (weight,)
 
 
-_LAYER, _CORE = "model.layers.{layer}.", "decoder.layers.{layer}."
+_LAYER = "model.layers.{layer}."
+_CORE = "decoder.layers.{layer}."
 _ATTENTION = _CORE + "self_attention."
 _QKV = _ATTENTION + "linear_qkv"
+# Hugging Face's prefix, the name of the output dimension, and the part of the fused parameter.
 _PROJECTIONS: tuple[tuple[str, str, Part], ...] = (
     ("q", "query", "query"),
     ("k", "key", "key"),
@@ -61,26 +72,26 @@ _PROJECTIONS: tuple[tuple[str, str, Part], ...] = (
 )
 
 _LLAMA_ATTENTION = (
-    *_layer_norm(_LAYER + "input_layernorm", _CORE + "input_layernorm"),
+    *_norm(_LAYER + "input_layernorm", _CORE + "input_layernorm"),
     *(
-        _linear(f"{_LAYER}self_attn.{at}_proj", _QKV, size, "hidden", 0, part=part)
-        for at, size, part in _PROJECTIONS
+        _linear(f"{_LAYER}self_attn.{prefix}_proj", _QKV, size, "hidden", 0, part=part)
+        for prefix, size, part in _PROJECTIONS
     ),
     *(
-        _bias(f"{_LAYER}self_attn.{at}_proj", _QKV, size, 0, part=part, when="qkv_bias")
-        for at, size, part in _PROJECTIONS
+        _bias(f"{_LAYER}self_attn.{prefix}_proj", _QKV, size, 0, part=part, requires="qkv_bias")
+        for prefix, size, part in _PROJECTIONS
     ),
     *(
         Weight(
-            f"{_LAYER}self_attn.{at}_norm.weight",
-            f"{_CORE}self_attention.{at}_layernorm.weight",
+            f"{_LAYER}self_attn.{prefix}_norm.weight",
+            f"{_CORE}self_attention.{prefix}_layernorm.weight",
             ("head",),
-            when="qk_norm",
+            requires="qk_norm",
         )
-        for at in ("q", "k")
+        for prefix in ("q", "k")
     ),
     _linear(_LAYER + "self_attn.o_proj", _ATTENTION + "linear_proj", "hidden", "query", 1),
-    *_layer_norm(_LAYER + "post_attention_layernorm", _CORE + "pre_mlp_layernorm"),
+    *_norm(_LAYER + "post_attention_layernorm", _CORE + "pre_mlp_layernorm"),
 )
 
 
@@ -103,7 +114,8 @@ def _experts(block: str, gate: str, up: str, down: str) -> tuple[Weight, ...]:
     return (router, *_gated(_LAYER + block + ".experts.{expert}.", _EXPERT, gate, up, down))
 
 
-_EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
+_EMBEDDING = "embedding.word_embeddings.weight"
+_HEAD = "output_layer.weight"
 
 
 def _llama_like(*mlp: Weight) -> tuple[Weight, ...]:
@@ -111,7 +123,7 @@ def _llama_like(*mlp: Weight) -> tuple[Weight, ...]:
         Weight("model.embed_tokens.weight", _EMBEDDING, ("vocabulary", "hidden"), 0),
         *_LLAMA_ATTENTION,
         *mlp,
-        *_layer_norm("model.norm", "decoder.final_layernorm"),
+        *_norm("model.norm", "decoder.final_layernorm"),
         Weight("lm_head.weight", _HEAD, ("vocabulary", "hidden"), 0),
     )
 
@@ -124,14 +136,14 @@ _GPT2 = (
     Weight(
         "transformer.wpe.weight", "embedding.position_embeddings.weight", ("positions", "hidden")
     ),
-    *_layer_norm(_GPT2_LAYER + "ln_1", _CORE + "input_layernorm", biased=True),
+    *_norm(_GPT2_LAYER + "ln_1", _CORE + "input_layernorm", has_bias=True),
     *(
         replace(
-            make(f"{_GPT2_LAYER}attn.{part}"),
+            build_weight(f"{_GPT2_LAYER}attn.{part}"),
             part=part,
             fused_in=f"{_GPT2_LAYER}attn.c_attn.{kind}",
         )
-        for kind, make in (
+        for kind, build_weight in (
             ("weight", lambda name: _linear(name, _QKV, "query", "hidden", 0, transposed=True)),
             ("bias", lambda name: _bias(name, _QKV, "query", 0)),
         )
@@ -146,7 +158,7 @@ _GPT2 = (
         transposed=True,
     ),
     _bias(_GPT2_LAYER + "attn.c_proj", _ATTENTION + "linear_proj", "hidden", None),
-    *_layer_norm(_GPT2_LAYER + "ln_2", _CORE + "pre_mlp_layernorm", biased=True),
+    *_norm(_GPT2_LAYER + "ln_2", _CORE + "pre_mlp_layernorm", has_bias=True),
     _linear(
         _GPT2_LAYER + "mlp.c_fc", _CORE + "mlp.linear_fc1", "ffn", "hidden", 0, transposed=True
     ),
@@ -155,7 +167,7 @@ _GPT2 = (
         _GPT2_LAYER + "mlp.c_proj", _CORE + "mlp.linear_fc2", "hidden", "ffn", 1, transposed=True
     ),
     _bias(_GPT2_LAYER + "mlp.c_proj", _CORE + "mlp.linear_fc2", "hidden", None),
-    *_layer_norm("transformer.ln_f", "decoder.final_layernorm", biased=True),
+    *_norm("transformer.ln_f", "decoder.final_layernorm", has_bias=True),
     Weight("lm_head.weight", _HEAD, ("vocabulary", "hidden"), 0),
 )
 
@@ -163,25 +175,23 @@ _NEOX_LAYER = "gpt_neox.layers.{layer}."
 
 _NEOX = (
     Weight("gpt_neox.embed_in.weight", _EMBEDDING, ("vocabulary", "hidden"), 0),
-    *_layer_norm(_NEOX_LAYER + "input_layernorm", _CORE + "input_layernorm", biased=True),
-    # Query, key and value of a head lie together, as megatron-core has them.
+    *_norm(_NEOX_LAYER + "input_layernorm", _CORE + "input_layernorm", has_bias=True),
+    # The tensor interleaves query, key and value by head, as megatron-core's parameter does.
     _linear(_NEOX_LAYER + "attention.query_key_value", _QKV, "qkv", "hidden", 0),
     _bias(_NEOX_LAYER + "attention.query_key_value", _QKV, "qkv", 0),
     _linear(_NEOX_LAYER + "attention.dense", _ATTENTION + "linear_proj", "hidden", "query", 1),
     _bias(_NEOX_LAYER + "attention.dense", _ATTENTION + "linear_proj", "hidden", None),
-    *_layer_norm(
-        _NEOX_LAYER + "post_attention_layernorm", _CORE + "pre_mlp_layernorm", biased=True
-    ),
+    *_norm(_NEOX_LAYER + "post_attention_layernorm", _CORE + "pre_mlp_layernorm", has_bias=True),
     _linear(_NEOX_LAYER + "mlp.dense_h_to_4h", _CORE + "mlp.linear_fc1", "ffn", "hidden", 0),
     _bias(_NEOX_LAYER + "mlp.dense_h_to_4h", _CORE + "mlp.linear_fc1", "ffn", 0),
     _linear(_NEOX_LAYER + "mlp.dense_4h_to_h", _CORE + "mlp.linear_fc2", "hidden", "ffn", 1),
     _bias(_NEOX_LAYER + "mlp.dense_4h_to_h", _CORE + "mlp.linear_fc2", "hidden", None),
-    *_layer_norm("gpt_neox.final_layer_norm", "decoder.final_layernorm", biased=True),
+    *_norm("gpt_neox.final_layer_norm", "decoder.final_layernorm", has_bias=True),
     Weight("embed_out.weight", _HEAD, ("vocabulary", "hidden"), 0),
 )
 
 SCALAR_HEAD = Weight("score.weight", _HEAD, ("one", "hidden"))
-"""What a reward model or critic has instead of a language-model head, in every family."""
+"""Head of a reward model or critic, in every family."""
 
 WEIGHTS: Mapping[str, tuple[Weight, ...]] = {
     "llama": _llama_like(*_LLAMA_MLP),
@@ -191,8 +201,8 @@ WEIGHTS: Mapping[str, tuple[Weight, ...]] = {
     "gpt_neox": _NEOX,
 }
 
-# What a file may hold besides the table: buffers of older releases, which are computed and not
-# learned.
+# Buffers that older releases of transformers saved. They are computed, not learned, so a file may
+# contain them in addition to the weights of the table.
 COMPUTED_BUFFERS = (
     "rotary_emb.inv_freq",
     "attn.bias",

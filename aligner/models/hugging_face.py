@@ -1,4 +1,4 @@
-"""Hugging Face's config.json: reads a `ModelShape` from it as transformers does, and writes one.
+"""Conversion between Hugging Face's config.json and a `ModelShape`, as transformers reads it.
 
 Each supported architecture has a table of the entries that its transformers 5 configuration class
 knows, with the class's defaults. `tests/models/test_config_defaults.py` compares the tables with
@@ -40,8 +40,11 @@ class Architecture:
     """The entries of an architecture's config.json, as its transformers class reads them."""
 
     name: str
+    """Prefix of the names of the transformers classes."""
     model_type: str
+    """Value of the entry `model_type`."""
     family: str
+    """Model family, a key of `families.WEIGHTS`."""
     entries: Mapping[str, Entry]
     """Entries of the shape, by the shape's attribute."""
     implied: Mapping[str, Any] = field(default_factory=dict)
@@ -53,22 +56,23 @@ class Architecture:
     dropouts: tuple[str, ...] = ("attention_dropout",)
     """Dropout probabilities, which are not applied."""
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Other names of entries, to the entries' names."""
+    """Names of entries in the table, by their other names in config.json."""
     eos_token_id: int | None = 2
-    """Default of the class."""
+    """Default EOS id of the transformers class; None if it has none."""
     window: Literal["none", "always", "switched", "layered"] = "none"
     """Which layers have a sliding window: none; all, if the window is not null; all, if
     `use_sliding_window` is true; or then the layers from `max_window_layers` on."""
     rope_theta: float = 10000.0
-    """Default of the class."""
+    """Default rotary base of the transformers class."""
     theta_key: str = "rope_theta"
     """Entry of the rotary base outside `rope_parameters`."""
     fraction_key: str = "partial_rotary_factor"
-    """Entry of the rotated share outside `rope_parameters`."""
+    """Entry of the rotated fraction outside `rope_parameters`."""
     rotary_fraction: float | None = None
-    """Default share of a head's dimensions that is rotated; None: the architecture rotates all
-    dimensions, and has no such entry."""
+    """Default fraction of a head's dimensions that is rotated; None if the architecture rotates all
+    dimensions and has no such entry."""
     causal_suffix: str = "ForCausalLM"
+    """Suffix of the name of the class with a language model's head."""
 
     @property
     def causal_name(self) -> str:
@@ -109,15 +113,16 @@ class Architecture:
         )
 
 
+# Entries that transformers reads for every architecture, and of which only the default is
+# implemented.
 _COMMON_SUPPORTED: Mapping[str, Any] = {
     "is_causal": True,
     "is_encoder_decoder": False,
     "per_layer_config": None,
     "transformers_weights": None,
 }
-"""Entries that transformers reads for every architecture, of which only the default is
-implemented."""
 
+# Generation options, which transformers drops from config.json.
 _GENERATION_ENTRIES = (
     "assistant_confidence_threshold",
     "assistant_lookbehind",
@@ -154,8 +159,8 @@ _GENERATION_ENTRIES = (
     "typical_p",
     "use_cache",
 )
-"""Options of generation, which transformers drops from config.json."""
 
+# Entries that transformers reads for every architecture, and that do not change log-probs.
 _COMMON_WITHOUT_EFFECT = (
     *_GENERATION_ENTRIES,
     "architectures",
@@ -183,9 +188,10 @@ _COMMON_WITHOUT_EFFECT = (
     "bos_token_id",
     "sep_token_id",
 )
-"""Entries that transformers reads for every architecture, and that do not change log-probs."""
 
+# Entries of every architecture with rotary embeddings.
 _ROPE_ENTRIES = ("rope_parameters", "rope_scaling", "original_max_position_embeddings")
+# Entries of the sliding window, by `Architecture.window`.
 _WINDOW_ENTRIES: Mapping[str, tuple[str, ...]] = {
     "none": (),
     "always": (),  # an entry of the shape
@@ -193,10 +199,11 @@ _WINDOW_ENTRIES: Mapping[str, tuple[str, ...]] = {
     "layered": ("use_sliding_window", "sliding_window", "max_window_layers"),
 }
 
+# Attributes of models with layer norms, and biases in all linear layers.
 _BIASED = {"normalization": "layer", "gated": False, "linear_bias": True, "qkv_bias": True}
 _SILU = {"hidden_act": "silu"}
-_MIXTURE_LOSS = ("output_router_logits", "router_aux_loss_coef")
-"""Entries of a load-balancing loss, which the trainer does not have."""
+# Entries of the load-balancing loss, which the trainer does not use.
+_LOAD_BALANCING_LOSS = ("output_router_logits", "router_aux_loss_coef")
 
 
 def _decoder(
@@ -245,7 +252,7 @@ _ARCHITECTURES = (
             positions=2048,
         ),
         supported={"attention_bias": False, "mlp_bias": False, **_SILU},
-        # It only splits matmuls, and transformers 5 does not read it any more.
+        # The entry only splits matmuls, and transformers 5 no longer reads it.
         without_effect=("pretraining_tp",),
     ),
     Architecture(
@@ -315,7 +322,7 @@ _ARCHITECTURES = (
             "experts_per_token": Entry("num_experts_per_tok", 2),
         },
         supported={"router_jitter_noise": 0.0, **_SILU},
-        without_effect=_MIXTURE_LOSS,
+        without_effect=_LOAD_BALANCING_LOSS,
         aliases={"num_experts": "num_local_experts"},
         window="always",
         rope_theta=1000000.0,
@@ -340,8 +347,8 @@ _ARCHITECTURES = (
         },
         {"qk_norm": True},
         {"attention_bias": False, "decoder_sparse_step": 1, "mlp_only_layers": [], **_SILU},
-        # The size of dense layers, of which there are none.
-        without_effect=("intermediate_size", *_MIXTURE_LOSS),
+        # intermediate_size is the size of dense layers, which the supported models do not have.
+        without_effect=("intermediate_size", *_LOAD_BALANCING_LOSS),
         aliases={"num_local_experts": "num_experts"},
         eos_token_id=None,
         window="switched",
@@ -364,7 +371,7 @@ _ARCHITECTURES = (
         },
         _BIASED,
         {"attention_bias": True},
-        # The classifier is another one than that of sequence classification.
+        # classifier_dropout belongs to token classification, not to sequence classification.
         without_effect=("classifier_dropout", "is_decoder"),
         dropouts=("attention_dropout", "hidden_dropout"),
         theta_key="rotary_emb_base",
@@ -392,7 +399,7 @@ _ARCHITECTURES = (
             "scale_attn_by_inverse_layer_idx": False,
             "add_cross_attention": False,
         },
-        # The summary is a head that neither of our two heads has.
+        # The summary is part of a head that aligner does not support.
         without_effect=(
             "reorder_and_upcast_attn",
             "summary_type",
@@ -417,8 +424,9 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     **{architecture.causal_name: architecture for architecture in _ARCHITECTURES},
     **{architecture.scalar_name: architecture for architecture in _ARCHITECTURES},
 }
-"""By the name in config.json, with a language model's head or a scalar one."""
+"""Architectures by the class name in config.json, with a language model's head or a scalar head."""
 
+# Activation of a `ModelShape`, by its name in config.json.
 _ACTIVATIONS: Mapping[str, Literal["silu", "gelu", "gelu_tanh"]] = {
     "silu": "silu",
     "gelu": "gelu",
@@ -426,21 +434,22 @@ _ACTIVATIONS: Mapping[str, Literal["silu", "gelu", "gelu_tanh"]] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_fast": "gelu_tanh",
 }
+# Entries of the RoPE scaling llama3, by the attribute of `RopeScaling`.
 _SCALING = {
     "factor": "factor",
     "low_frequency_factor": "low_freq_factor",
     "high_frequency_factor": "high_freq_factor",
     "original_positions": "original_max_position_embeddings",
 }
-"""Entries of RoPE scaling llama3, by the attribute of `RopeScaling`."""
 
+# Entries of each supported kind of RoPE scaling.
 _ROPE_KINDS: Mapping[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
     "llama3": tuple(_SCALING.values()),
 }
-"""Entries of each supported kind of RoPE scaling."""
 
+# Attributes of a shape that `read_described_config` requires.
 _SIZES = (
     "num_layers",
     "hidden_size",
@@ -465,7 +474,7 @@ def read_config(config: Any, origin: str) -> ModelShape:
         ConfigError: The content is not a configuration, its architecture or an entry is not
             supported, or a value has the wrong type.
     """
-    architecture, entries = _checked_entries(with_architecture(config), origin)
+    architecture, entries = _check_entries(with_architecture(config), origin)
     try:
         shape = _read_shape(architecture, entries, origin)
     except (TypeError, ValueError, AttributeError) as error:
@@ -491,9 +500,10 @@ def read_config(config: Any, origin: str) -> ModelShape:
 
 
 def with_architecture(config: Any) -> Any:
-    """Return the content of config.json with `architectures`.
+    """Return the content of config.json with the entry `architectures`.
 
-    Without this entry, `AutoModelForCausalLM` takes the language model of `model_type`.
+    If config.json lacks the entry, it is the language model of `model_type`, which
+    `AutoModelForCausalLM` would load.
     """
     if not isinstance(config, Mapping) or config.get("architectures"):
         return config
@@ -508,13 +518,17 @@ def with_architecture(config: Any) -> Any:
 def read_described_config(config: Any, origin: str) -> ModelShape:
     """Return the shape of a model that a configuration key describes and no file contains.
 
-    Its sizes must be given: the defaults of a transformers class are the sizes of one particular
-    model.
+    The configuration must contain the sizes, because the defaults of a transformers class are the
+    sizes of one particular model.
+
+    Args:
+        config: Entries of a config.json.
+        origin: Configuration key, which errors begin with.
 
     Raises:
         ConfigError: A size is missing, or `read_config` raises the error.
     """
-    architecture, entries = _checked_entries(with_architecture(config), origin)
+    architecture, entries = _check_entries(with_architecture(config), origin)
     sizes = [entry for name, entry in architecture.entries.items() if name in _SIZES]
     missing = [
         entry.key for entry in sizes if not entry.nullable and entries.get(entry.key) is None
@@ -527,14 +541,16 @@ def read_described_config(config: Any, origin: str) -> ModelShape:
 
 
 def config_notes(config: Mapping[str, Any]) -> list[str]:
-    """Return one line about the entries that transformers does not know, and one about dropout,
-    for a configuration that `read_config` accepts."""
+    """Return notes about a configuration that `read_config` accepts, one line each.
+
+    There is at most one note about entries that transformers does not know, and one about dropout.
+    """
     architecture = ARCHITECTURES[with_architecture(config)["architectures"][0]]
     unknown = [key for key in config if key not in architecture.known_entries]
     if architecture.is_rotary:
         key, rope = _rope_entry(config)
-        wanted = _ROPE_KINDS[_rope_kind(rope)]
-        known = ("rope_theta", "rope_type", "type", "partial_rotary_factor", *wanted)
+        scaling_entries = _ROPE_KINDS[_rope_kind(rope)]
+        known = ("rope_theta", "rope_type", "type", "partial_rotary_factor", *scaling_entries)
         unknown += [f"{key}.{name}" for name in rope if name not in known]
     notes = []
     if unknown:
@@ -548,26 +564,30 @@ def config_notes(config: Mapping[str, Any]) -> list[str]:
     return notes
 
 
-def _checked_entries(config: Any, origin: str) -> tuple[Architecture, dict[str, Any]]:
-    """Return the architecture, and the entries by the names that its table has."""
+def _check_entries(config: Any, origin: str) -> tuple[Architecture, dict[str, Any]]:
+    """Return the architecture, and the entries without aliases.
+
+    Raises:
+        ConfigError: The content is not an object, or its architecture is not supported.
+    """
     if not isinstance(config, Mapping):
         raise ConfigError(
             f"{origin}: config.json must be a JSON object, got {type(config).__name__}"
         )
-    named = config.get("architectures") or ["<none>"]
-    if not isinstance(named, list) or not isinstance(named[0], str):
-        raise ConfigError(f"{origin}: architectures={named!r}: must be a list of names")
-    architecture = ARCHITECTURES.get(named[0])
+    names = config.get("architectures") or ["<none>"]
+    if not isinstance(names, list) or not isinstance(names[0], str):
+        raise ConfigError(f"{origin}: architectures={names!r}: must be a list of names")
+    architecture = ARCHITECTURES.get(names[0])
     if architecture is None:
         raise ConfigError(
-            f"{origin}: architecture {named[0]} is not supported; supported:"
+            f"{origin}: architecture {names[0]} is not supported; supported:"
             f" {', '.join(ARCHITECTURES)}"
         )
     # transformers chooses the class by this entry, not by `architectures`.
     model_type = config.get("model_type", architecture.model_type)
     if model_type != architecture.model_type:
         raise ConfigError(
-            f"{origin}: model_type={model_type!r} contradicts architectures={named!r}; set"
+            f"{origin}: model_type={model_type!r} contradicts architectures={names!r}; set"
             f" model_type={architecture.model_type!r} or the architecture of that type"
         )
     return architecture, _without_aliases(architecture, config, origin)
@@ -576,6 +596,7 @@ def _checked_entries(config: Any, origin: str) -> tuple[Architecture, dict[str, 
 def _without_aliases(
     architecture: Architecture, config: Mapping[str, Any], origin: str
 ) -> dict[str, Any]:
+    """Return the entries under the names of the architecture's table."""
     entries = dict(config)
     for alias, key in architecture.aliases.items():
         if alias not in entries:
@@ -601,7 +622,9 @@ def _read_shape(architecture: Architecture, config: Mapping[str, Any], origin: s
         values["activation"] = _activation(
             values["activation"], f"{origin}: {table['activation'].key}"
         )
-    hidden, heads = values["hidden_size"], values["num_heads"]
+    hidden = values["hidden_size"]
+    heads = values["num_heads"]
+    # Null or missing entries have these defaults in the transformers classes.
     values["num_kv_heads"] = values.get("num_kv_heads") or heads
     values["ffn_hidden_size"] = values["ffn_hidden_size"] or 4 * hidden
     if not values.get("head_dim"):
@@ -611,8 +634,9 @@ def _read_shape(architecture: Architecture, config: Mapping[str, Any], origin: s
                 f" attention heads, {heads}"
             )
         values["head_dim"] = hidden // heads
+    # Architectures without this entry ignore it in transformers; another value is an error here.
     head_dim = config.get("head_dim")
-    if head_dim not in (None, values["head_dim"]):  # of an architecture that does not read it
+    if head_dim not in (None, values["head_dim"]):
         raise ConfigError(
             f"{origin}: head_dim={head_dim!r} is not supported; supported: the hidden size divided"
             f" by the number of attention heads, {values['head_dim']}"
@@ -697,7 +721,8 @@ def _check_layer_types(
     architecture: Architecture, config: Mapping[str, Any], values: Mapping[str, Any], origin: str
 ) -> None:
     """Refuse windows of single layers: every layer of a `ModelShape` has the same attention."""
-    layers, window = values["num_layers"], values.get("sliding_window")
+    layers = values["num_layers"]
+    window = values.get("sliding_window")
     types = config.get("layer_types")
     if types is not None:
         kind = "full_attention" if window is None else "sliding_attention"
@@ -709,7 +734,7 @@ def _check_layer_types(
     is_switched = architecture.window in ("switched", "layered")
     if not is_switched or config.get("use_sliding_window", False) is False:
         return
-    # Layers from max_window_layers on have the window, unless layer_types names them.
+    # In transformers, layers from max_window_layers on have the window, unless layer_types is set.
     first = config.get("max_window_layers", 28) if architecture.window == "layered" else 0
     if config.get("sliding_window", 4096) is None or types is not None or first >= layers:
         return
@@ -724,7 +749,8 @@ def _eos_token_ids(
     architecture: Architecture, config: Mapping[str, Any], vocabulary: int, origin: str
 ) -> tuple[int, ...]:
     default = architecture.eos_token_id
-    if default is not None and default >= vocabulary:  # the default of a larger vocabulary
+    # The default of the class belongs to a larger vocabulary.
+    if default is not None and default >= vocabulary:
         default = None
     value = config.get("eos_token_id", default)
     if value is None:
@@ -736,9 +762,9 @@ def _eos_token_ids(
 
 
 def _pad_token_id(config: Mapping[str, Any], vocabulary: int, origin: str) -> int:
-    """Return the token of padding, which no computation reads; 0 if the model has none.
+    """Return the padding token, which no computation reads; 0 if the model has none.
 
-    Conversions of the first Llama models have -1, which also means none.
+    Conversions of the first Llama models have -1, which also means that there is none.
     """
     value = config.get("pad_token_id")
     if value is None or (value == -1 and isinstance(value, int)):
@@ -756,8 +782,10 @@ def _check_token(token: Any, key: str, value: Any, vocabulary: int, origin: str)
 
 
 def _rope_entry(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-    """Return the name and content of the entry that transformers reads; without either entry, the
-    newer name and nothing."""
+    """Return the name and content of the rotary entry that transformers reads.
+
+    If config.json has neither entry, return the newer name and an empty object.
+    """
     if config.get("rope_scaling"):
         return "rope_scaling", config["rope_scaling"]
     return "rope_parameters", config.get("rope_parameters") or {}
@@ -770,13 +798,14 @@ def _rope_kind(rope: Mapping[str, Any]) -> Any:
 def _read_rope(
     architecture: Architecture, config: Mapping[str, Any], values: Mapping[str, Any], origin: str
 ) -> dict[str, Any]:
-    """Return the rotary attributes of a shape: theta, rotated share and scaling.
+    """Return the rotary attributes of a shape: theta, rotated fraction and scaling.
 
     transformers 5 moved these entries into `rope_parameters`; both forms are read. transformers
     lets `rope_scaling` replace all of `rope_parameters`, which other programs do not do. If the
     two differ, they are refused.
     """
-    newer, older = config.get("rope_parameters"), config.get("rope_scaling")
+    newer = config.get("rope_parameters")
+    older = config.get("rope_scaling")
     for key, value in (("rope_parameters", newer), ("rope_scaling", older)):
         if value is not None and not isinstance(value, Mapping):
             raise ConfigError(f"{origin}: {key}={value!r}: must be an object or null")
@@ -800,35 +829,40 @@ def _rope_attributes(
     values: Mapping[str, Any],
     origin: str,
 ) -> dict[str, Any]:
+    """Return the rotary attributes that an entry describes; `key` is the entry's name."""
     kind = _rope_kind(rope)
     nested = [name for name, value in rope.items() if isinstance(value, Mapping)]
     if nested:
         raise ConfigError(
             f"{origin}: {key} of single kinds of layers is not supported: {', '.join(nested)}"
         )
-    wanted = _ROPE_KINDS.get(kind) if isinstance(kind, str) else None
-    if wanted is None:
+    required = _ROPE_KINDS.get(kind) if isinstance(kind, str) else None
+    if required is None:
         raise ConfigError(
             f"{origin}: rope scaling {kind!r} is not supported; supported: {', '.join(_ROPE_KINDS)}"
         )
-    # An entry outside of rope_parameters comes first; without either, the model was not stretched.
+
+    # original_max_position_embeddings: an entry outside of rope_parameters takes precedence. If
+    # there is neither, the model's context was not extended.
     positions_key = _SCALING["original_positions"]
-    given = {positions_key: values["max_positions"], **rope}
+    scaling_values = {positions_key: values["max_positions"], **rope}
     if positions_key in config:
-        given[positions_key] = config[positions_key]
-    if missing := [name for name in wanted if name not in given]:
+        scaling_values[positions_key] = config[positions_key]
+    if missing := [name for name in required if name not in scaling_values]:
         raise ConfigError(
             f"{origin}: rope scaling {kind}: required entries are missing: {', '.join(missing)}"
         )
-    for name in wanted:
-        if not _is_number(given[name]) or given[name] <= 0:
-            raise ConfigError(f"{origin}: {key}: {name}={given[name]!r}: must be a number > 0")
+    for name in required:
+        if not _is_number(scaling_values[name]) or scaling_values[name] <= 0:
+            raise ConfigError(
+                f"{origin}: {key}: {name}={scaling_values[name]!r}: must be a number > 0"
+            )
 
     scaling = None
     if kind == "linear":
-        scaling = RopeScaling("linear", float(given["factor"]))
+        scaling = RopeScaling("linear", float(scaling_values["factor"]))
     elif kind == "llama3":
-        factor, low, high, positions = (given[name] for name in _SCALING.values())
+        factor, low, high, positions = (scaling_values[name] for name in _SCALING.values())
         if high <= low:
             raise ConfigError(
                 f"{origin}: {key}: high_freq_factor={high!r}: must be above low_freq_factor={low!r}"
@@ -851,8 +885,16 @@ def _rope_number(
     default: float,
     origin: str,
 ) -> float:
-    """Return a number above 0 of the rotary entries, where those outside of rope_parameters, if
-    any, must agree."""
+    """Return a number above 0 of the rotary entries.
+
+    Args:
+        rope: Content of `rope_parameters` or `rope_scaling`.
+        name: Name of the number in `rope`.
+        config: Content of config.json. If it contains the number too, both must be equal.
+        key: Other name of the number in `config`.
+        default: Value if neither contains the number.
+        origin: Path or key, which errors begin with.
+    """
     value = rope.get(name, config.get(key, default))
     if not _is_number(value) or value <= 0:
         raise ConfigError(f"{origin}: {name}={value!r}: must be a number > 0")
@@ -872,11 +914,13 @@ def _rotary_fraction(
     values: Mapping[str, Any],
     origin: str,
 ) -> float:
-    name, key = "partial_rotary_factor", architecture.fraction_key
+    """Return the fraction of a head's dimensions that is rotated."""
+    name = "partial_rotary_factor"
+    key = architecture.fraction_key
     if architecture.rotary_fraction is None:
-        for given in (rope.get(name), config.get(key)):
-            if given not in (None, 1.0):
-                raise ConfigError(f"{origin}: {name}={given!r} is not supported; supported: 1.0")
+        for value in (rope.get(name), config.get(key)):
+            if value not in (None, 1.0):
+                raise ConfigError(f"{origin}: {name}={value!r} is not supported; supported: 1.0")
         fraction = 1.0
     else:
         fraction = _rope_number(rope, name, config, key, architecture.rotary_fraction, origin)
@@ -885,7 +929,7 @@ def _rotary_fraction(
             f"{origin}: {name}={fraction:g} with head_dim={values['head_dim']}: must rotate at"
             f" least 1 and at most {values['head_dim']} dimensions"
         )
-    # Pairs of dimensions are rotated: an odd number is rounded up.
+    # Dimensions are rotated in pairs, so an odd number is rounded up, beyond an odd head.
     if values["head_dim"] % 2 and int(values["head_dim"] * fraction) == values["head_dim"]:
         raise ConfigError(
             f"{origin}: head_dim={values['head_dim']}: must be even, because all dimensions are"
@@ -895,17 +939,25 @@ def _rotary_fraction(
 
 
 def hugging_face_config(shape: ModelShape, head: Head = "vocabulary") -> dict[str, Any]:
-    """The configuration that `read_config` reads this shape from, with a language model's or a
-    scalar head."""
+    """Return the content of a config.json from which `read_config` reads the given shape.
+
+    Args:
+        shape: The model's shape.
+        head: Head of the model.
+    """
     for architecture in _ARCHITECTURES:
         if architecture.family == shape.family:
-            config = _written(architecture, shape, head)
+            config = _to_config(architecture, shape, head)
             if read_config(config, "shape") == shape:
                 return config
     raise AssertionError(f"no architecture of the {shape.family} family has this shape: {shape}")
 
 
-def _written(architecture: Architecture, shape: ModelShape, head: Head) -> dict[str, Any]:
+def _to_config(architecture: Architecture, shape: ModelShape, head: Head) -> dict[str, Any]:
+    """Return the config.json of an architecture with a shape's values.
+
+    The shape may have attributes that the architecture cannot represent.
+    """
     config = {
         entry.key: getattr(shape, attribute) for attribute, entry in architecture.entries.items()
     }

@@ -1,30 +1,44 @@
-"""Whether a model can be cut as a layout says, before any process starts."""
+"""Checks that a model can run with a parallel layout, made before any process starts."""
 
 from collections.abc import Iterator
 
 from aligner.models.shape import ModelShape
-from aligner.models.weight_slices import vocabulary_rows
+from aligner.models.weight_slices import count_vocabulary_rows
 from aligner.schema import EngineParallelConfig, ParallelConfig
 
 
 def cache_bytes_per_token(shape: ModelShape, tensor: int, itemsize: int) -> int:
-    """Memory of one token's keys and values on one of `tensor` tensor-parallel ranks, at so many
-    bytes a number."""
+    """Return the size in bytes of one token's KV cache on a tensor-parallel rank.
+
+    Args:
+        shape: The model's shape.
+        tensor: Tensor-parallel size.
+        itemsize: Bytes per element of the cache.
+    """
+    # The factor 2 counts keys and values.
     return 2 * shape.num_layers * (shape.num_kv_heads // tensor) * shape.head_dim * itemsize
 
 
 def layout_problems(key: str, layout: ParallelConfig, shape: ModelShape) -> Iterator[str]:
-    """One line for each thing that keeps a model from running at a layout; `key` is the layout's
-    key."""
+    """Yield a message for each reason why a model cannot run with a layout.
+
+    Args:
+        key: Configuration key of the layout.
+        layout: The layout of the trainer or a server.
+        shape: The model's shape.
+    """
     yield from tensor_problems(key, layout.tensor, shape)
     if layout.sequence and layout.tensor == 1:
         yield f"{key}.sequence=true: requires {key}.tensor above 1"
-    yield from _stages(key, layout, shape)
-    yield from _experts(key, layout, shape)
+    yield from _pipeline_problems(key, layout, shape)
+    yield from _expert_problems(key, layout, shape)
 
 
 def engine_problems(layout: EngineParallelConfig, shape: ModelShape) -> Iterator[str]:
-    """The same for an engine, whose tensor-parallel ranks cut experts like everything else."""
+    """Yield a message for each reason why an engine cannot run a model with a layout.
+
+    Unlike in the trainer, tensor parallelism also splits experts.
+    """
     yield from tensor_problems("engine.parallel", layout.tensor, shape)
     if shape.num_experts and shape.ffn_hidden_size % layout.tensor:
         yield (
@@ -34,22 +48,25 @@ def engine_problems(layout: EngineParallelConfig, shape: ModelShape) -> Iterator
 
 
 def tensor_sizes(shape: ModelShape, limit: int) -> list[int]:
-    """Tensor-parallel sizes up to `limit` that cut the model: every weight evenly, but for the
-    vocabulary, which is padded."""
-    sizes = _cut_dimensions(shape).values()
+    """Return the tensor-parallel sizes up to `limit` with which the model can run.
+
+    They split every weight evenly, except the vocabulary, which is padded.
+    """
+    totals = _split_dimensions(shape).values()
     return [
         size
         for size in range(1, limit + 1)
-        if all(total % size == 0 for total in sizes) and not _leaves_rank_empty(shape, size)
+        if all(total % size == 0 for total in totals) and not _leaves_rank_empty(shape, size)
     ]
 
 
 def _leaves_rank_empty(shape: ModelShape, size: int) -> bool:
-    """Return whether a rank would hold padding of the vocabulary only."""
-    return (size - 1) * vocabulary_rows(shape.vocab_size, size) >= shape.vocab_size
+    """Return whether a rank would hold only padding of the vocabulary."""
+    return (size - 1) * count_vocabulary_rows(shape.vocab_size, size) >= shape.vocab_size
 
 
-def _cut_dimensions(shape: ModelShape) -> dict[str, int]:
+def _split_dimensions(shape: ModelShape) -> dict[str, int]:
+    """Return the dimensions that a tensor-parallel size must divide, by their names in messages."""
     dimensions = {
         "attention heads": shape.num_heads,
         "key-value heads": shape.num_kv_heads,
@@ -63,8 +80,14 @@ def _cut_dimensions(shape: ModelShape) -> dict[str, int]:
 
 
 def tensor_problems(key: str, size: int, shape: ModelShape) -> Iterator[str]:
-    """What does not divide by a tensor-parallel size."""
-    uneven = [f"{total} {what}" for what, total in _cut_dimensions(shape).items() if total % size]
+    """Yield a message for each reason why a model cannot run with a tensor-parallel size.
+
+    Args:
+        key: Configuration key of the layout.
+        size: The tensor-parallel size.
+        shape: The model's shape.
+    """
+    uneven = [f"{total} {name}" for name, total in _split_dimensions(shape).items() if total % size]
     fitting = ", ".join(map(str, tensor_sizes(shape, shape.num_heads)))
     if _leaves_rank_empty(shape, size):
         yield (
@@ -78,8 +101,10 @@ def tensor_problems(key: str, size: int, shape: ModelShape) -> Iterator[str]:
         )
 
 
-def _stages(key: str, layout: ParallelConfig, shape: ModelShape) -> Iterator[str]:
-    layers, stages, chunks = shape.num_layers, layout.pipeline, layout.virtual_pipeline
+def _pipeline_problems(key: str, layout: ParallelConfig, shape: ModelShape) -> Iterator[str]:
+    layers = shape.num_layers
+    stages = layout.pipeline
+    chunks = layout.virtual_pipeline
     if chunks > 1:
         if stages == 1:
             yield f"{key}.virtual_pipeline={chunks}: requires {key}.pipeline above 1"
@@ -94,7 +119,8 @@ def _stages(key: str, layout: ParallelConfig, shape: ModelShape) -> Iterator[str
                 f" {key}.virtual_pipeline={chunks}, which requires chunks of equal size"
             )
     elif layout.last_stage_layers is not None and stages > 1:
-        before, earlier = layers - layout.last_stage_layers, stages - 1
+        before = layers - layout.last_stage_layers
+        earlier = stages - 1
         if before < earlier or before % earlier:
             yield (
                 f"{key}.last_stage_layers={layout.last_stage_layers}: leaves {before} of the"
@@ -109,7 +135,7 @@ def _stages(key: str, layout: ParallelConfig, shape: ModelShape) -> Iterator[str
         )
 
 
-def _experts(key: str, layout: ParallelConfig, shape: ModelShape) -> Iterator[str]:
+def _expert_problems(key: str, layout: ParallelConfig, shape: ModelShape) -> Iterator[str]:
     if not shape.num_experts:
         for name in ("expert", "expert_tensor"):
             if (size := getattr(layout, name) or 1) > 1:
@@ -118,18 +144,19 @@ def _experts(key: str, layout: ParallelConfig, shape: ModelShape) -> Iterator[st
                     " no experts"
                 )
         return
-    size, inside = layout.expert, layout.expert_tensor_size
+    size = layout.expert
+    tensor_size = layout.expert_tensor_size
     if shape.num_experts % size:
         yield f"{key}.expert={size}: must divide the model's {shape.num_experts} experts"
-    if shape.ffn_hidden_size % inside:
+    if shape.ffn_hidden_size % tensor_size:
         yield (
-            f"{key}.expert_tensor={inside}: must divide the {shape.ffn_hidden_size} feed-forward"
-            " rows of each expert"
+            f"{key}.expert_tensor={tensor_size}: must divide the {shape.ffn_hidden_size}"
+            " feed-forward rows of each expert"
         )
     ranks = layout.tensor * layout.context * layout.data
-    if ranks % (size * inside):
+    if ranks % (size * tensor_size):
         yield (
-            f"{key}.expert={size} x expert_tensor={inside}: must divide the {ranks} ranks of a"
+            f"{key}.expert={size} x expert_tensor={tensor_size}: must divide the {ranks} ranks of a"
             f" pipeline stage (tensor {layout.tensor} x context {layout.context} x data"
             f" {layout.data})"
         )

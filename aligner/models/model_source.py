@@ -1,5 +1,9 @@
-"""Where the models of a run come from, their shapes and a reward model's normalization, known
-before any weight is read."""
+"""The models that a run reads: their directories, shapes and settings, before weights are read.
+
+The module contains four parts: the shapes and directories of the policy, critic, reward models and
+teachers; models of the Hugging Face Hub, which are resolved to directories of its cache; Python
+packages that contain a model file; and checks of the weight files of all model directories.
+"""
 
 import dataclasses
 import importlib.util
@@ -44,16 +48,15 @@ from aligner.schema.reward_sources import ModelSource, model_sources, reward_sou
 from aligner.schema.teacher_sources import TeacherSource, teacher_sources
 
 ExpectedInputs = Mapping[str, ModelShape | None]
-"""Directories that other experiments will have made when the run starts, with the shapes of those
-that are models."""
+"""Paths that will exist when the run starts, for example results of other experiments. The values
+are the shapes of models, and None for other paths."""
 
 NOTHING_EXPECTED: ExpectedInputs = MappingProxyType({})
 NORMALIZATION = "normalization.json"
 
 
 def is_expected(path: Path | str, expected: ExpectedInputs) -> bool:
-    """Whether a path will be there when the run starts, so that nothing can be said about it
-    yet."""
+    """Return whether a path will exist only when the run starts and cannot be checked yet."""
     return any(str(directory) in expected for directory in (Path(path), *Path(path).parents))
 
 
@@ -62,7 +65,13 @@ def directory_shape(
 ) -> ModelShape:
     """Return the shape of a Hugging Face model directory, with the EOS ids of all its files.
 
-    `key` is the configuration key that names the directory.
+    Args:
+        directory: The model directory.
+        key: Configuration key that names the directory, for errors.
+        expected: Directories that need not exist yet.
+
+    Raises:
+        ConfigError: The directory does not exist, or its configuration is not supported.
     """
     if (shape := expected.get(str(directory))) is not None:
         return shape
@@ -88,7 +97,7 @@ def directory_config(directory: Path, key: str) -> dict[str, Any]:
 
 
 def random_reward_models(config: Config) -> ExpectedInputs:
-    """The reward models that a dry run makes before its roles start."""
+    """Return the shapes of the reward models that a dry run creates before its roles start."""
     models = config.dry_run.models
     return {
         str(run_paths(config).random_model(name)): read_described_config(
@@ -99,8 +108,11 @@ def random_reward_models(config: Config) -> ExpectedInputs:
 
 
 def read_shape(config: Config, expected: ExpectedInputs = NOTHING_EXPECTED) -> ModelShape:
-    """The policy's shape, from wherever `model.source` says; raises ConfigError when it is not to
-    be had."""
+    """Return the policy's shape from the source that `model.source` names.
+
+    Raises:
+        ConfigError: The source is missing or not supported.
+    """
     model = config.model
     if model.source == "random":
         if not model.config:
@@ -111,18 +123,20 @@ def read_shape(config: Config, expected: ExpectedInputs = NOTHING_EXPECTED) -> M
         return read_described_config(model.config, "model.config")
     if model.source == "gguf":
         return gguf_shape(gguf_file(model))
-    return directory_shape(_given_directory(model), "model.path", expected)
+    return directory_shape(_configured_directory(model), "model.path", expected)
 
 
 def read_architecture(
     config: Config, shape: ModelShape, expected: ExpectedInputs = NOTHING_EXPECTED
 ) -> str:
-    """The name that the policy's config.json gives its architecture; where it is still to be
-    written, one of the shape's."""
+    """Return the name of the architecture in the policy's config.json.
+
+    If that file does not exist yet, the name is an architecture that has the policy's shape.
+    """
     model = config.model
     if model.source == "random":
         entries: Mapping[str, Any] = with_architecture(model.config)
-    elif model.source == "gguf" or is_expected(directory := _given_directory(model), expected):
+    elif model.source == "gguf" or is_expected(directory := _configured_directory(model), expected):
         entries = hugging_face_config(shape)
     else:
         entries = directory_config(directory, "model.path")
@@ -132,10 +146,13 @@ def read_architecture(
 def critic_shape(
     config: Config, policy: ModelShape, expected: ExpectedInputs = NOTHING_EXPECTED
 ) -> ModelShape:
-    """The shape of a run's critic: that of `critic.path`'s model, the policy's where null, cut to
-    `critic.num_layers` if set.
+    """Return the shape of the critic.
 
-    Raises ConfigError where there is no such model.
+    The critic has the shape of the model in `critic.path`, or of the policy if the key is null,
+    with `critic.num_layers` layers if that key is set.
+
+    Raises:
+        ConfigError: There is no supported model in `critic.path`.
     """
     path = config.critic.path
     return first_layers(
@@ -144,19 +161,25 @@ def critic_shape(
 
 
 def first_layers(config: Config, model: ModelShape) -> ModelShape:
-    """The shape of a critic, or of a reward model that is trained, that begins from a model of this
-    shape: cut to `critic.num_layers` if set.
+    """Return the shape of a value or reward model that is trained from a model.
+
+    It has the first `critic.num_layers` layers of the model, or all layers if the key is not set.
     """
     return dataclasses.replace(model, num_layers=config.critic.num_layers or model.num_layers)
 
 
 def critic_directory(config: Config) -> Path:
-    """The Hugging Face directory that the critic reads its initial weights from."""
+    """Return the Hugging Face directory of the critic's initial weights."""
     return model_directory(config) if config.critic.path is None else Path(config.critic.path)
 
 
 def gguf_file(model: ModelConfig) -> Path:
-    """The one GGUF file that a package ships, which is installed or was fetched."""
+    """Return the GGUF file in the package `model.package`, which is installed or fetched.
+
+    Raises:
+        ConfigError: The key is not set, the package does not exist, or it does not contain exactly
+            one GGUF file.
+    """
     package = model.package
     if package is None:
         raise ConfigError(
@@ -178,21 +201,25 @@ def gguf_file(model: ModelConfig) -> Path:
 
 
 def model_directory(config: Config) -> Path:
-    """The Hugging Face directory that every role reads its initial weights and tokenizer from.
+    """Return the Hugging Face directory from which roles read initial weights and the tokenizer.
 
-    For source=directory it is the user's; for the other sources `aligner prepare` makes it before
-    the roles start.
+    With `model.source=directory` it is the user's directory. For the other sources
+    `aligner prepare` creates the directory before the roles start.
+
+    Raises:
+        ConfigError: The keys of the source are not set, or there is no GGUF file.
     """
     model = config.model
     if model.source == "random":
         return run_paths(config).initial_model
     if model.source == "gguf":
-        file, package = gguf_file(model), str(model.package)
+        file = gguf_file(model)
+        package = str(model.package)
         return cache_directory() / "models" / f"{package}-{package_version(package)}-{file.stem}"
-    return _given_directory(model)
+    return _configured_directory(model)
 
 
-def _given_directory(model: ModelConfig) -> Path:
+def _configured_directory(model: ModelConfig) -> Path:
     if model.path is None:
         raise ConfigError(
             "model.path=null: model.source=directory requires a Hugging Face model directory"
@@ -203,7 +230,7 @@ def _given_directory(model: ModelConfig) -> Path:
 def reward_shapes(
     config: Config, expected: ExpectedInputs = NOTHING_EXPECTED
 ) -> dict[ModelSource, ModelShape]:
-    """The models that score, with their shapes. Raises ConfigError for one that is not there."""
+    """Return the shapes of the reward models. Raises ConfigError if one does not exist."""
     sources = model_sources(reward_sources(config.reward)) if config.algorithm.generates else ()
     return {
         source: directory_shape(Path(source.path), f"{source.key}.path", expected)
@@ -214,7 +241,7 @@ def reward_shapes(
 def teacher_shapes(
     config: Config, policy: ModelShape, expected: ExpectedInputs = NOTHING_EXPECTED
 ) -> dict[TeacherSource, ModelShape]:
-    """The models that teach, with their shapes. Raises ConfigError for one that is not there."""
+    """Return the shapes of the teachers. Raises ConfigError if one does not exist."""
     sources = teacher_sources(config.teacher) if config.has_teacher else ()
     return {source: teacher_shape(config, source, policy, expected) for source in sources}
 
@@ -222,10 +249,12 @@ def teacher_shapes(
 def teacher_shape(
     config: Config, source: TeacherSource, policy: ModelShape, expected: ExpectedInputs
 ) -> ModelShape:
-    """A teacher's shape: the policy's own initial model may be one, also while its directory is
-    still to be made.
+    """Return the shape of a teacher.
 
-    Raises ConfigError where there is no such model.
+    The policy's initial model can be a teacher even if its directory does not exist yet.
+
+    Raises:
+        ConfigError: The model does not exist.
     """
     path = Path(source.path)
     return (
@@ -236,10 +265,12 @@ def teacher_shape(
 
 
 def read_normalization(directory: Path) -> tuple[float, float]:
-    """What a reward model's rewards are multiplied by, and what is added then: its gain and bias; 1
-    and 0 without a file.
+    """Return the gain and bias that normalize a reward model's output as gain × output + bias.
 
-    Raises ConfigError, which names the file and what it must hold, for anything else in it.
+    Without the file `normalization.json` they are 1 and 0.
+
+    Raises:
+        ConfigError: The file does not contain a gain above 0 and a finite bias.
     """
     file = directory / NORMALIZATION
     if not file.exists():
@@ -253,11 +284,11 @@ def read_normalization(directory: Path) -> tuple[float, float]:
         or content.keys() != {"gain", "bias"}
         or not all(map(is_finite_number, content.values()))
     ):
-        shown = json.dumps(content)
-        shown = shown if len(shown) <= 80 else shown[:77] + "..."
+        text = json.dumps(content)
+        text = text if len(text) <= 80 else text[:77] + "..."
         raise ConfigError(
             f'{file}: must contain {{"gain": NUMBER, "bias": NUMBER}} with finite numbers,'
-            f" got {shown}"
+            f" got {text}"
         )
     if content["gain"] <= 0:
         raise ConfigError(f"{file}: gain={content['gain']}: must be above 0")
@@ -265,26 +296,31 @@ def read_normalization(directory: Path) -> tuple[float, float]:
 
 
 def absent_inputs(config: Config) -> ExpectedInputs:
-    """The paths that are named and not there: models with the shapes that `model.config` and
-    `reward.config` describe, the critic's with the policy's, and the data of a run whose policy is
-    one of them.
+    """Return the paths of the configuration that do not exist, with the shapes of models.
 
-    They are enough to check a run and its layout; to start it all of them must be there.
+    `model.config` describes an absent policy and an absent critic, `reward.config` describes an
+    absent reward model. If the policy is absent, data may be absent too. With these descriptions a
+    run and its layout can be checked; to start the run, all paths must exist.
     """
-    likewise = config.model.config if config.model.source == "directory" else {}
-    policy = _absent_model("model", config.model.path, likewise)
+    entries = config.model.config if config.model.source == "directory" else {}
+    policy = _absent_model("model", config.model.path, entries)
     critic = (
-        _absent_model("model", config.critic.path, likewise) if config.algorithm.has_critic else {}
+        _absent_model("model", config.critic.path, entries) if config.algorithm.has_critic else {}
     )
-    return {**policy, **critic, **_reward_model(config), **(_absent_data(config) if policy else {})}
+    return {
+        **policy,
+        **critic,
+        **_absent_reward_model(config),
+        **(_absent_data(config) if policy else {}),
+    }
 
 
-def _reward_model(config: Config) -> dict[str, ModelShape]:
-    """What `reward.config` does not say is as `model.config` describes the policy."""
+def _absent_reward_model(config: Config) -> dict[str, ModelShape]:
+    """Return the absent reward model; the policy has the entries that `reward.config` lacks."""
     if config.reward.kind != "model":
         return {}
-    likewise = config.model.config if config.model.source == "directory" else {}
-    return _absent_model("reward", config.reward.path, {**likewise, **config.reward.config})
+    policy_entries = config.model.config if config.model.source == "directory" else {}
+    return _absent_model("reward", config.reward.path, {**policy_entries, **config.reward.config})
 
 
 def _absent_model(key: str, path: str | None, entries: Mapping[str, Any]) -> dict[str, ModelShape]:
@@ -304,78 +340,91 @@ def _absent_data(config: Config) -> dict[str, None]:
     }
 
 
-_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-_SMALL = ["*.json", "*.jinja", "merges.txt"]
-_WEIGHTS = "*.safetensors"
-_WAIT_S = 10.0
+# Name of a model on the Hub: OWNER/NAME.
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+# Files of a snapshot: configuration and tokenizer, and weights.
+_SMALL_FILES = ["*.json", "*.jinja", "merges.txt"]
+_WEIGHT_FILES = "*.safetensors"
+# Timeout of the requests to the Hub for the metadata of a file.
+_HUB_TIMEOUT_S = 10.0
 
 
-def with_found_models(config: Config, *, weights: bool) -> Config:
-    """The configuration with directories of the cache instead of names such as `Qwen/Qwen3-0.6B`.
+def resolve_hub_models(config: Config, *, weights: bool) -> Config:
+    """Replace names of Hub models such as `Qwen/Qwen3-0.6B` by directories of the Hub's cache.
 
-    Without `weights` a model whose weights are not there is found too: enough to check a run. A
-    directory of that name, or a described model (`model.config`) that is still to come, stays as it
-    is. Raises ConfigError as `find_model` does.
+    A name that is also a directory, and the name of an absent model that `model.config` or
+    `reward.config` describes, remain unchanged.
+
+    Args:
+        config: The configuration.
+        weights: Whether the weights are required. A run can be checked without them.
+
+    Raises:
+        ConfigError: `find_model` does not find a model.
     """
 
-    def found(key: str, path: str) -> str:
+    def resolve(key: str, path: str) -> str:
         section = key.partition(".")[0]
         is_model = key.endswith(".path") and section in ("model", "critic", "reward", "teacher")
-        if not is_model or Path(path).exists() or not _NAME.fullmatch(path):
+        if not is_model or Path(path).exists() or not _HUB_NAME.fullmatch(path):
             return path
         is_reward = section == "reward" or (
             config.reward.kind == "model" and path == config.reward.path
         )
-        described = (
+        description = (
             {}
             if section == "teacher"
             else config.model.config or (config.reward.config if is_reward else {})
         )
-        return path if described else str(find_model(path, key, weights=weights))
+        return path if description else str(find_model(path, key, weights=weights))
 
-    return map_paths(config, found)
+    return map_paths(config, resolve)
 
 
 def find_model(name: str, key: str, *, weights: bool = True) -> Path:
-    """The directory in the Hugging Face cache of the model `name`; what is missing there is
-    downloaded.
+    """Return the directory of a Hub model in the Hugging Face cache; download missing files.
 
-    `key` is the configuration key that names it. Raises ConfigError where there is no such model,
-    or no way to it.
+    Args:
+        name: Name of the model on the Hub.
+        key: Configuration key that names the model, for errors.
+        weights: Whether the weights are required.
+
+    Raises:
+        ConfigError: The model does not exist, or it cannot be downloaded.
     """
-    # A fifth of a second, for those who name a model.
+    # The import takes 0.2 s, so only commands with the name of a model pay for it.
     from huggingface_hub import constants, snapshot_download
 
-    patterns = [*_SMALL, _WEIGHTS] if weights else _SMALL
-    why = "the cached files lack config.json, tokenizer.json" + (
+    patterns = [*_SMALL_FILES, _WEIGHT_FILES] if weights else _SMALL_FILES
+    reason = "the cached files lack config.json, tokenizer.json" + (
         " or .safetensors files" if weights else ""
     )
     for settings in (
         {"local_files_only": True},
-        {"allow_patterns": patterns, "etag_timeout": _WAIT_S},
+        {"allow_patterns": patterns, "etag_timeout": _HUB_TIMEOUT_S},
     ):
         try:
-            # Without a network the second gives what the cache has of it.
+            # Without a network, the second attempt returns the files that the cache has.
             directory = Path(snapshot_download(name, **settings))
-            if _is_whole(directory, weights):
+            if _is_complete(directory, weights):
                 return directory
-        # Whatever its HTTP client raises: no network, no such model, no right to it, a full disk.
+        # The Hub's client raises many types of errors: no network, an unknown model, no permission,
+        # a full disk.
         except Exception as error:
-            why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
     raise ConfigError(
         f"{key}={name}: is not a directory, is not complete in the Hugging Face cache"
-        f" ({constants.HF_HUB_CACHE}), and could not be downloaded: {why}; run `hf download"
+        f" ({constants.HF_HUB_CACHE}), and could not be downloaded: {reason}; run `hf download"
         f" {name}` on a machine with network access. Then copy the printed directory to this"
         f" machine and set {key}=DIRECTORY, or copy the full cache and set HF_HUB_CACHE to the"
         " copy"
     )
 
 
-def _is_whole(directory: Path, weights: bool) -> bool:
-    """Whether a snapshot has a configuration and a tokenizer and, if they are wanted, all files of
-    weights."""
+def _is_complete(directory: Path, weights: bool) -> bool:
+    """Return whether a snapshot has a configuration, a tokenizer and, if required, all weights."""
     tokenizers = ({"tokenizer.json"}, {"vocab.json", "merges.txt"})
-    has_tokenizer = any(all((directory / name).is_file() for name in set_) for set_ in tokenizers)
+    has_tokenizer = any(all((directory / name).is_file() for name in names) for names in tokenizers)
     if not (directory / "config.json").is_file() or not has_tokenizer:
         return False
     index = directory / "model.safetensors.index.json"
@@ -388,42 +437,53 @@ def _is_whole(directory: Path, weights: bool) -> bool:
     return all((directory / str(file)).is_file() for file in files)
 
 
+# Requirement of `aligner fetch`: NAME or NAME==VERSION.
 _REQUIREMENT = re.compile(r"([A-Za-z0-9][\w.-]*)(==[\w.+!-]+)?")
 
 
 def package_directory(package: str) -> Path | None:
-    """Where the files of an importable package are, installed or fetched; None where it is
-    neither."""
+    """Return the directory of a package's files; None if it is neither installed nor fetched.
+
+    `fetch_package` unpacks packages into aligner's cache, which is not on Python's module path,
+    because only their files are needed and their imports might take minutes to compile.
+    """
     spec = importlib.util.find_spec(package)
     if spec is not None and spec.submodule_search_locations:
         return Path(spec.submodule_search_locations[0])
-    found = (
+    # A directory that is still being fetched has a dot in its name.
+    directories = (
         directory
-        for directory in _fetched().glob(f"*/{package}")
+        for directory in _package_cache().glob(f"*/{package}")
         if "." not in directory.parent.name
     )
-    return next(found, None)  # the names of what is still being fetched have dots
+    return next(directories, None)
 
 
 def package_version(package: str) -> str:
-    """The version of a package that `package_directory` finds."""
+    """Return the version of a package that `package_directory` finds."""
     directory = package_directory(package)
-    if directory is not None and _fetched() in directory.parents:
+    if directory is not None and _package_cache() in directory.parents:
         return next(iter(metadata.distributions(path=[str(directory.parent)]))).version
     return metadata.version(metadata.packages_distributions()[package][0])
 
 
 def fetch_package(requirement: str) -> Path:
-    """Fetch a package, `NAME` or `NAME==VERSION`, without what it depends on; returns where it is
-    unpacked.
+    """Download a package without its dependencies, and return the directory of its files.
 
-    None of its code is run, and it replaces one that was fetched before. Raises ConfigError for
-    another requirement, and AlignerError with what pip, or uv where there is no pip, says.
+    No code of the package is run. The package replaces an earlier download of the same package.
+
+    Args:
+        requirement: `NAME` or `NAME==VERSION`.
+
+    Raises:
+        ConfigError: The requirement has another form, or there is neither pip nor uv.
+        AlignerError: pip or uv failed; the error contains its output.
     """
-    named = _REQUIREMENT.fullmatch(requirement)
-    if named is None:
+    match = _REQUIREMENT.fullmatch(requirement)
+    if match is None:
         raise ConfigError(f"{requirement}: must be a package NAME or NAME==VERSION")
-    target = _fetched() / re.sub(r"[-_.]+", "_", named[1].lower())
+    # The name of the directory is the package's normalized name.
+    target = _package_cache() / re.sub(r"[-_.]+", "_", match[1].lower())
     started = start_directory(target)
     command = [
         *_installer(),
@@ -447,8 +507,11 @@ def fetch_package(requirement: str) -> Path:
 
 
 def _installer() -> list[str]:
-    """The environments that uv makes have no pip, and uv names itself to what it runs."""
-    # Not find_spec, of which setuptools' own finder concludes that this process is pip.
+    """Return the command that installs packages: pip, or uv in an environment without pip.
+
+    uv sets the environment variable UV in the processes that it starts.
+    """
+    # Not find_spec("pip"): setuptools' finder would conclude that this process is pip.
     if next(iter(metadata.distributions(name="pip")), None) is not None:
         return [sys.executable, "-m", "pip", "install", "--disable-pip-version-check"]
     uv = os.environ.get("UV") or shutil.which("uv")
@@ -457,7 +520,7 @@ def _installer() -> list[str]:
     return [uv, "pip", "install", "--python", sys.executable]
 
 
-def _fetched() -> Path:
+def _package_cache() -> Path:
     return cache_directory().absolute() / "packages"
 
 
@@ -469,6 +532,7 @@ class _StoredModel:
     """Configuration key that names the directory."""
     directory: Path
     use: Literal["language", "reward", "critic"]
+    """Use of the model, which determines its head."""
 
 
 def weight_file_problems(config: Config, expected: ExpectedInputs) -> Iterator[str]:
@@ -505,7 +569,7 @@ def _file_problems(model: _StoredModel) -> list[str]:
     if model.use == "reward":
         return weight_problems(model.directory, weight_table(shape, "scalar"))
     if model.use == "critic":
-        # It is trained: its head may be new, and another head may be left in the files.
+        # The critic is trained: its head may be new, and the files may contain another head.
         table = weight_table(shape, "scalar")
         return weight_problems(model.directory, table, optional=(SCALAR_HEAD.name,), partial=True)
     problems = weight_problems(model.directory, weight_table(shape))
@@ -528,6 +592,7 @@ def _stored_models(config: Config, expected: ExpectedInputs) -> Iterator[_Stored
 
 
 def _named_models(config: Config) -> Iterator[_StoredModel]:
+    """Yield the models whose directories the configuration names, existing or not."""
     if config.model.source == "directory" and config.model.path is not None:
         yield _StoredModel("model.path", Path(config.model.path), "language")
     if config.algorithm.has_critic and config.critic.path is not None:

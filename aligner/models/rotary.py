@@ -1,20 +1,29 @@
-"""Rotary positions (Su et al. 2021, "RoFormer")."""
+"""Rotary position embeddings (Su et al. 2021, "RoFormer")."""
 
 import torch
 from torch import Tensor
 
 
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Turn the first dimensions of each head, pair i being dimensions i and i + rotated / 2, as
-    Llama has them.
+    """Rotate the first `rotated` dimensions of each head by the angles of the token's position.
 
-    x [N, heads, head dim] of any layout, cosine and sine of the angles [N, 1, rotated / 2], to the
-    same shape.
+    Pair i consists of the dimensions i and i + rotated / 2, as in Llama. The other dimensions are
+    copied.
+
+    Args:
+        x: Queries or keys [N, heads, head dim] with any memory layout.
+        cosine: Cosines of the angles [N, 1, rotated / 2].
+        sine: Sines of the angles [N, 1, rotated / 2].
+
+    Returns:
+        A new tensor with the shape of `x`.
     """
     half = cosine.shape[-1]
-    turned = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    turned[..., 2 * half :] = x[..., 2 * half :]
-    first, second = x[..., :half], x[..., half : 2 * half]
-    torch.mul(first, cosine, out=turned[..., :half]).sub_(second * sine)
-    torch.mul(second, cosine, out=turned[..., half : 2 * half]).add_(first * sine)
-    return turned
+    rotated = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    rotated[..., 2 * half :] = x[..., 2 * half :]
+    first = x[..., :half]
+    second = x[..., half : 2 * half]
+    # (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin)
+    torch.mul(first, cosine, out=rotated[..., :half]).sub_(second * sine)
+    torch.mul(second, cosine, out=rotated[..., half : 2 * half]).add_(first * sine)
+    return rotated

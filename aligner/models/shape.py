@@ -1,4 +1,4 @@
-"""A transformer's dimensions and architecture, and the frequencies of its rotary positions."""
+"""Dimensions and architecture of a transformer, and the frequencies of its rotary embeddings."""
 
 import math
 from dataclasses import dataclass
@@ -7,18 +7,22 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How rotary frequencies are stretched for contexts longer than the ones first trained on."""
+    """Scaling of the rotary frequencies for contexts longer than those of pretraining."""
 
     kind: Literal["linear", "llama3"]
     factor: float
+    """Number by which scaled frequencies are divided."""
     low_frequency_factor: float = 1.0
+    """llama3: frequencies with fewer turns within the original context are scaled fully."""
     high_frequency_factor: float = 4.0
+    """llama3: frequencies with more turns within the original context are not scaled."""
     original_positions: int = 8192
+    """llama3: context length of pretraining, in tokens."""
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What a decoder-only transformer looks like, independent of any framework."""
+    """Dimensions and architecture of a decoder-only transformer, independent of any framework."""
 
     num_layers: int
     hidden_size: int
@@ -26,7 +30,7 @@ class ModelShape:
     num_kv_heads: int
     head_dim: int
     ffn_hidden_size: int
-    """Of each expert, in a mixture of experts."""
+    """Hidden size of the feed-forward network; in a mixture of experts, of each expert."""
     vocab_size: int
     max_positions: int
     norm_epsilon: float
@@ -35,7 +39,7 @@ class ModelShape:
     eos_token_ids: tuple[int, ...]
     pad_token_id: int
     family: str = "llama"
-    """Key into `families.FAMILIES`, which names the weights."""
+    """Key of `families.WEIGHTS`, which contains the names of the weights."""
     normalization: Literal["rms", "layer"] = "rms"
     activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
     gated: bool = True
@@ -43,44 +47,48 @@ class ModelShape:
     linear_bias: bool = False
     """Whether every linear layer of a decoder layer has a bias."""
     qkv_bias: bool = False
-    """Whether the query, key and value projections have one."""
+    """Whether the query, key and value projections have a bias."""
     qk_norm: bool = False
-    """Whether queries and keys are normalized, head by head."""
+    """Whether the queries and keys of each head are normalized."""
     parallel_residual: bool = False
-    """Whether attention and feed-forward network both start from the layer's input."""
+    """Whether the feed-forward network reads the layer's input instead of attention's output."""
     position: Literal["rotary", "learned"] = "rotary"
     rotary_fraction: float = 1.0
-    """Share of a head's dimensions that is rotated."""
+    """Fraction of a head's dimensions that is rotated."""
     rope_scaling: RopeScaling | None = None
     sliding_window: int | None = None
-    """Tokens that a token sees, itself included; all before it when None."""
+    """Number of tokens to which a token attends, including itself; None for all tokens before it.
+    """
     num_experts: int = 0
-    """0: a dense model."""
+    """Number of experts per layer; 0 for a dense model."""
     experts_per_token: int = 0
     normalize_expert_weights: bool = True
     """Whether the weights of a token's experts are scaled to sum to one."""
 
 
-def inverse_frequencies(shape: ModelShape) -> list[float]:
-    """Radians a position, one for each rotated pair of a head's dimensions (Su et al. 2021,
-    "RoFormer", section 3.2.2)."""
-    rotated = int(shape.head_dim * shape.rotary_fraction)
-    plain = [shape.rope_theta ** (-pair / rotated) for pair in range(0, rotated, 2)]
-    scaling = shape.rope_scaling
-    return plain if scaling is None else [_scaled(frequency, scaling) for frequency in plain]
+def compute_inverse_frequencies(shape: ModelShape) -> list[float]:
+    """Return the frequency of each rotated pair of a head's dimensions, in radians per position.
 
-
-def _scaled(frequency: float, scaling: RopeScaling) -> float:
-    """A frequency stretched by `factor`; llama3 leaves short wavelengths alone and blends in
-    between.
-
-    The blend is that of Llama 3.1's model code (Grattafiori et al. 2024, "The Llama 3 Herd of
-    Models", section 3.4.2).
+    See Su et al. 2021, "RoFormer", section 3.2.2.
     """
-    stretched = frequency / scaling.factor
+    rotated = int(shape.head_dim * shape.rotary_fraction)
+    # theta_i = base^(-2i / d)
+    frequencies = [shape.rope_theta ** (-pair / rotated) for pair in range(0, rotated, 2)]
+    scaling = shape.rope_scaling
+    return frequencies if scaling is None else [_scale(item, scaling) for item in frequencies]
+
+
+def _scale(frequency: float, scaling: RopeScaling) -> float:
+    """Return a frequency divided by `factor`; llama3 does not scale high frequencies.
+
+    llama3 interpolates between scaled low frequencies and unscaled high frequencies as in the model
+    code of Llama 3.1 (Grattafiori et al. 2024, "The Llama 3 Herd of Models", section 3.4.2).
+    """
+    scaled = frequency / scaling.factor
     if scaling.kind == "linear":
-        return stretched
+        return scaled
     turns = scaling.original_positions * frequency / (2 * math.pi)
-    low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
-    share = min(1.0, max(0.0, (turns - low) / (high - low)))
-    return share * frequency + (1 - share) * stretched
+    low = scaling.low_frequency_factor
+    high = scaling.high_frequency_factor
+    unscaled_weight = min(1.0, max(0.0, (turns - low) / (high - low)))
+    return unscaled_weight * frequency + (1 - unscaled_weight) * scaled

@@ -1,4 +1,7 @@
-"""Which token is which: the vocabulary of a model directory, and where two models' differ."""
+"""Vocabulary and EOS ids of a model directory, and comparison of two models' vocabularies.
+
+The EOS ids are those of config.json and generation_config.json.
+"""
 
 import dataclasses
 import json
@@ -9,14 +12,14 @@ from typing import Any
 from aligner.errors import ConfigError
 from aligner.models.shape import ModelShape
 
-_SHOWN = 3
+# Number of differing tokens that a message lists.
+_LISTED_TOKENS = 3
 
 
 def read_vocabulary(directory: Path) -> Mapping[int, str] | None:
-    """Return the tokens by id, special tokens included; None for a directory without a tokenizer
-    that can be read.
+    """Return the tokens by id, including special tokens; None without a readable tokenizer.
 
-    The error of a damaged tokenizer is raised when the tokenizer is loaded.
+    A damaged tokenizer raises its error when a role loads it.
     """
     try:
         file = directory / "tokenizer.json"
@@ -25,19 +28,21 @@ def read_vocabulary(directory: Path) -> Mapping[int, str] | None:
             return {id: word for word, id in words.items()} | _added_tokens(directory)
 
         tokenizer = json.loads(file.read_bytes())
-        words, added = tokenizer["model"]["vocab"], tokenizer["added_tokens"]
+        words = tokenizer["model"]["vocab"]
+        added = tokenizer["added_tokens"]
         by_id = {id: word for word, id in words.items()} if isinstance(words, dict) else {}
         # A unigram model has a list of pieces and scores.
         by_id = by_id or {id: str(word[0]) for id, word in enumerate(words)}
-        own = {token["id"]: token["content"] for token in added}
-        return by_id | _added_tokens(directory) | own
+        tokenizer_added = {token["id"]: token["content"] for token in added}
+        return by_id | _added_tokens(directory) | tokenizer_added
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None
 
 
 def _added_tokens(directory: Path) -> dict[int, str]:
-    """Return the tokens by id that the settings or added_tokens.json add to a vocabulary."""
-    settings, older = directory / "tokenizer_config.json", directory / "added_tokens.json"
+    """Return the tokens by id that tokenizer_config.json or added_tokens.json adds."""
+    settings = directory / "tokenizer_config.json"
+    older = directory / "added_tokens.json"
     entries = json.loads(settings.read_bytes()) if settings.is_file() else {}
     if "added_tokens_decoder" in entries:
         added = entries["added_tokens_decoder"].items()
@@ -48,38 +53,48 @@ def _added_tokens(directory: Path) -> dict[int, str]:
 
 
 def vocabulary_difference(
-    written: Mapping[int, str] | None, known: Mapping[int, str] | None
+    policy: Mapping[int, str] | None, model: Mapping[int, str] | None
 ) -> str | None:
-    """How the tokens that another model knows differ from those that the policy writes, in words.
+    """Describe the differences between the policy's vocabulary and that of another model.
 
-    None where each of the policy's ids is the same token to both, and where one of them has no
-    tokenizer to compare.
+    Args:
+        policy: The policy's tokens by id; None if it has no readable tokenizer.
+        model: The other model's tokens by id; None if it has no readable tokenizer.
+
+    Returns:
+        A message; None if each of the policy's ids is the same token in both vocabularies, or if
+        one of the vocabularies is None.
     """
-    if written is None or known is None:
+    if policy is None or model is None:
         return None
-    others = [id for id, token in written.items() if known.get(id) != token]
-    if not others:
+    differing = [id for id, token in policy.items() if model.get(id) != token]
+    if not differing:
         return None
-    shown = ", ".join(
-        f"{id} (policy {written[id]!r}, this model {_token_text(known, id)})"
-        for id in sorted(others)[:_SHOWN]
+    examples = ", ".join(
+        f"{id} (policy {policy[id]!r}, this model {_token_text(model, id)})"
+        for id in sorted(differing)[:_LISTED_TOKENS]
     )
     return (
-        f"{len(others)} of the policy's {len(written)} token ids are different tokens in this"
-        f" model's tokenizer, for example {shown}"
+        f"{len(differing)} of the policy's {len(policy)} token ids are different tokens in this"
+        f" model's tokenizer, for example {examples}"
     )
 
 
 def _token_text(vocabulary: Mapping[int, str], id: int) -> str:
-    """The token of an id in quotes; `no token` for an id that the vocabulary lacks."""
+    """Return the token of an id in quotes, or `no token` if the vocabulary lacks the id."""
     return repr(vocabulary[id]) if id in vocabulary else "no token"
 
 
-def require_policys_tokens(key: str, directory: Path, policy: Path) -> None:
-    """Raise ConfigError, naming the key and the first differing tokens, unless a model reads the
-    policy's tokens as its own.
+def require_same_vocabulary(key: str, directory: Path, policy: Path) -> None:
+    """Raise ConfigError unless the policy's token ids are the same tokens in another model.
 
-    For a role that starts: before the launch the policy's directory may not be there.
+    A role calls this function when it starts, because the policy's directory may not exist before
+    the launch.
+
+    Args:
+        key: Configuration key that names the other model, for the error.
+        directory: Directory of the other model.
+        policy: Directory of the policy.
     """
     if (
         difference := vocabulary_difference(read_vocabulary(policy), read_vocabulary(directory))
@@ -90,6 +105,7 @@ def require_policys_tokens(key: str, directory: Path, policy: Path) -> None:
 
 
 GENERATION_CONFIG = "generation_config.json"
+"""Name of the file with the generation settings of a model directory."""
 
 
 def with_all_end_tokens(shape: ModelShape, directory: Path) -> ModelShape:
@@ -105,19 +121,22 @@ def with_all_end_tokens(shape: ModelShape, directory: Path) -> ModelShape:
     Raises:
         ConfigError: generation_config.json is damaged, or an EOS id is not in the vocabulary.
     """
-    _check(shape.eos_token_ids, shape.vocab_size, directory / "config.json")
+    _check_ids(shape.eos_token_ids, shape.vocab_size, directory / "config.json")
     file = directory / GENERATION_CONFIG
-    generated = _read_end_tokens(file) if file.is_file() else ()
-    _check(generated, shape.vocab_size, file)
-    if generated and not _has_end_tokens(directory / "config.json"):
-        return dataclasses.replace(shape, eos_token_ids=generated)
+    generation_ids = _read_end_tokens(file) if file.is_file() else ()
+    _check_ids(generation_ids, shape.vocab_size, file)
+    if generation_ids and not _has_end_tokens(directory / "config.json"):
+        return dataclasses.replace(shape, eos_token_ids=generation_ids)
     return dataclasses.replace(
-        shape, eos_token_ids=tuple(dict.fromkeys((*shape.eos_token_ids, *generated)))
+        shape, eos_token_ids=tuple(dict.fromkeys((*shape.eos_token_ids, *generation_ids)))
     )
 
 
 def _has_end_tokens(file: Path) -> bool:
-    """Return whether a config.json has the entry; True without a file, which has other readers."""
+    """Return whether a config.json has the entry `eos_token_id`; True if the file is missing.
+
+    Other functions report a missing config.json.
+    """
     if not file.is_file():
         return True
     entries: Any = json.loads(file.read_bytes())
@@ -141,7 +160,8 @@ def _read_end_tokens(file: Path) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _check(ids: tuple[int, ...], size: int, file: Path) -> None:
+def _check_ids(ids: tuple[int, ...], size: int, file: Path) -> None:
+    """Raise ConfigError if an EOS id is outside of a vocabulary of `size` tokens."""
     for id in ids:
         if not 0 <= id < size:
             raise ConfigError(

@@ -1,8 +1,12 @@
-"""The headers of a model directory's safetensors files, read without torch.
+"""Headers of safetensors and GGUF files, read without torch and without reading weights.
 
-A file begins with eight bytes of header length and a JSON header, which has the type, shape and
-position of each tensor. The tensors' bytes follow. `aligner validate` reads the headers to find
-damaged files before a process starts.
+A safetensors file begins with the length of its header in eight bytes, and a JSON header, which
+contains the dtype, shape and position of each tensor. The tensors' bytes follow. `aligner validate`
+reads the headers to find damaged files before a process starts.
+
+The header of a GGUF file contains the model's shape. The module reads only the required fields. The
+reader of the package gguf would wrap each of the tokenizer's 150,000 strings in arrays, which takes
+seconds: too long for a check of the configuration.
 """
 
 import functools
@@ -19,11 +23,17 @@ from aligner.models.hugging_face import read_described_config
 from aligner.models.shape import ModelShape
 from aligner.models.weight_slices import TensorSpec
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+"""Name of the weight file of a model with a single file."""
+INDEX = "model.safetensors.index.json"
+"""Name of the index of a model with several weight files."""
 
-# What files may hold and a model not use: another head, and buffers that are computed.
+# Names of tensors that a file may contain although the model does not use them: another head, and
+# buffers that are computed.
 _UNUSED = ("lm_head.weight", "embed_out.weight", "score.weight", *COMPUTED_BUFFERS)
+# Supported dtypes of weights.
 _FLOATS = ("F64", "F32", "F16", "BF16")
+# Number of bytes of one read when two tensors are compared.
 _COMPARED_BYTES = 1 << 26
 
 
@@ -53,7 +63,8 @@ def tensor_files(directory: Path) -> dict[str, Path]:
     Raises:
         ConfigError: There is neither file, or one is damaged.
     """
-    single, index = directory / SINGLE, directory / INDEX
+    single = directory / SINGLE
+    index = directory / INDEX
     if single.is_file():
         return dict.fromkeys(read_header(single), single)
     if index.is_file():
@@ -65,6 +76,7 @@ def tensor_files(directory: Path) -> dict[str, Path]:
 
 
 def _indexed_files(index: Path) -> dict[str, Path]:
+    """Return the file of each tensor that an index names. Raises ConfigError if it is damaged."""
     try:
         content: Any = json.loads(index.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
@@ -136,9 +148,12 @@ def _stored_tensors(files: Mapping[str, Path]) -> dict[str, StoredTensor]:
     return {name: headers[file][name] for name, file in files.items() if name in headers[file]}
 
 
-def file_name(name: str, files: Container[str]) -> str:
-    """A tensor's name in the files: checkpoints of a bare trunk lack the trunk's own name in
-    front."""
+def name_in_files(name: str, files: Container[str]) -> str:
+    """Return the name of a tensor in the files of a directory.
+
+    Checkpoints of the base model without a head lack the first component of the name, such as
+    `transformer.`.
+    """
     bare = name.partition(".")[2]
     return bare if name not in files and bare in files else name
 
@@ -150,21 +165,30 @@ def weight_problems(
     optional: Collection[str] = (),
     partial: bool = False,
 ) -> list[str]:
-    """What keeps a directory's files from being the table's weights: missing, misshapen and unknown
-    tensors, by name.
+    """Return the differences between a directory's files and a weight table, one line each.
 
-    Only headers are read. `optional` tensors may be absent; `partial` lets the files hold more than
-    the table. A head that the model does not use, and the buffers that older releases saved, may
-    always be there.
+    Reported are missing and unknown tensors, tensors that are not in the file that the index names,
+    and tensors of another shape or an unsupported dtype. A head that the model does not use, and
+    the buffers that older releases saved, are always allowed. Only headers are read.
+
+    Args:
+        directory: A Hugging Face directory.
+        table: The model's weight table.
+        optional: Names of tensors that may be missing.
+        partial: Whether the files may contain more tensors than the table.
+
+    Raises:
+        ConfigError: A file is missing or damaged.
     """
     files = tensor_files(directory)
     stored = _stored_tensors(files)
-    wanted = {spec.stored.name: spec.stored.shape for spec in table}
-    named = {file_name(name, files): shape for name, shape in wanted.items()}
+    expected = {spec.stored.name: spec.stored.shape for spec in table}
+    expected_in_files = {name_in_files(name, files): shape for name, shape in expected.items()}
+
     missing = [
-        f"tensor {name} {wanted[name]} is missing"
-        for name in wanted
-        if file_name(name, files) not in files and name not in optional
+        f"tensor {name} {expected[name]} is missing"
+        for name in expected
+        if name_in_files(name, files) not in files and name not in optional
     ]
     misplaced = [
         f"tensor {name} is not in {file.name}, which {INDEX} names"
@@ -173,28 +197,28 @@ def weight_problems(
     ]
     misshapen = [
         f"tensor {name} has shape {stored[name].shape}, expected {shape}"
-        for name, shape in named.items()
+        for name, shape in expected_in_files.items()
         if name in stored and stored[name].shape != shape
     ]
     quantized = [
         f"tensor {name} has type {stored[name].dtype}; supported: {', '.join(_FLOATS)}"
-        for name in named
+        for name in expected_in_files
         if name in stored and stored[name].dtype not in _FLOATS
     ]
     unknown = [
         f"tensor {name} {tensor.shape} is not part of the model"
         for name, tensor in stored.items()
-        if name not in named and not name.endswith(_UNUSED)
+        if name not in expected_in_files and not name.endswith(_UNUSED)
     ]
     return missing + misplaced + misshapen + quantized + ([] if partial else unknown)
 
 
 def tied_head_problems(directory: Path, shape: ModelShape) -> list[str]:
-    """Return why the files of a model with tied embeddings are not such a model's, if they are not.
+    """Return a problem if a model with tied embeddings has a head that differs from its embedding.
 
-    transformers does not tie weights if the files have both with different values. A model here
-    has one weight for both, so that it would compute other log-probs. Both tensors are read only
-    if the files have a head.
+    transformers does not tie the weights if the files contain both with different values. A model
+    of aligner has one weight for both, so it would compute other log-probs than transformers. The
+    tensors are read only if the files contain a head.
     """
     if not shape.tied_embeddings:
         return []
@@ -204,7 +228,7 @@ def tied_head_problems(directory: Path, shape: ModelShape) -> list[str]:
         next(weight.name for weight in WEIGHTS[shape.family] if weight.parameter == parameter)
         for parameter in ("embedding.word_embeddings.weight", "output_layer.weight")
     )
-    embedding = file_name(embedding, files)
+    embedding = name_in_files(embedding, files)
     if head not in stored or embedding not in stored:
         return []
     if _are_equal(files[embedding], stored[embedding], files[head], stored[head]):
@@ -216,22 +240,26 @@ def tied_head_problems(directory: Path, shape: ModelShape) -> list[str]:
 
 
 def _are_equal(file: Path, tensor: StoredTensor, other_file: Path, other: StoredTensor) -> bool:
+    """Return whether two tensors have the same dtype, shape and bytes."""
     if (tensor.dtype, tensor.shape) != (other.dtype, other.shape):
         return False
     with file.open("rb") as first, other_file.open("rb") as second:
         first.seek(tensor.start)
         second.seek(other.start)
-        left = tensor.stop - tensor.start
-        while left > 0:
-            count = min(left, _COMPARED_BYTES)
+        remaining = tensor.stop - tensor.start
+        while remaining > 0:
+            count = min(remaining, _COMPARED_BYTES)
             if first.read(count) != second.read(count):
                 return False
-            left -= count
+            remaining -= count
     return True
 
 
+# The GGUF format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 _MAGIC = b"GGUF"
-_STRING, _ARRAY = 8, 9
+# Numbers of the value types; the values of _SCALARS are the format characters of `struct`.
+_STRING = 8
+_ARRAY = 9
 _SCALARS = {
     0: "B",
     1: "b",
@@ -245,9 +273,11 @@ _SCALARS = {
     11: "q",
     12: "d",
 }
+# Hugging Face architecture by the value of GGUF's `general.architecture`.
 _ARCHITECTURES = {"llama": "LlamaForCausalLM"}
 
-_HF_NAMES = {
+# GGUF key, without the architecture's prefix, by the entry of config.json.
+_GGUF_KEYS = {
     "num_hidden_layers": "block_count",
     "hidden_size": "embedding_length",
     "num_attention_heads": "attention.head_count",
@@ -261,40 +291,49 @@ _HF_NAMES = {
 }
 
 
-def _scalar(file: BinaryIO, code: str) -> Any:
+def _read_scalar(file: BinaryIO, code: str) -> Any:
+    """Read a number; `code` is its format character of `struct`."""
     layout = struct.Struct("<" + code)
     return layout.unpack(file.read(layout.size))[0]
 
 
-def _string(file: BinaryIO) -> str:
-    return file.read(_scalar(file, "Q")).decode()
+def _read_string(file: BinaryIO) -> str:
+    return file.read(_read_scalar(file, "Q")).decode()
 
 
-def _value(file: BinaryIO, kind: int) -> Any:
+def _read_value(file: BinaryIO, kind: int) -> Any:
+    """Read a value of the type with the number `kind`."""
     if kind == _STRING:
-        return _string(file)
+        return _read_string(file)
     if kind != _ARRAY:
-        return _scalar(file, _SCALARS[kind])
-    element, count = _scalar(file, "I"), _scalar(file, "Q")
+        return _read_scalar(file, _SCALARS[kind])
+    element = _read_scalar(file, "I")
+    count = _read_scalar(file, "Q")
     if element in (_STRING, _ARRAY):
-        return [_value(file, element) for _ in range(count)]
+        return [_read_value(file, element) for _ in range(count)]
+    # One call reads all numbers of an array.
     layout = struct.Struct(f"<{count}{_SCALARS[element]}")
     return list(layout.unpack(file.read(layout.size)))
 
 
-def _read(path: Path) -> tuple[Mapping[str, Any], set[str]]:
+def _read_gguf_header(path: Path) -> tuple[Mapping[str, Any], set[str]]:
+    """Return the metadata of a GGUF file by key, and the names of its tensors."""
     with path.open("rb") as file:
         if file.read(4) != _MAGIC:
             raise ConfigError(f"{path}: not a GGUF file")
-        version = _scalar(file, "I")
+        version = _read_scalar(file, "I")
         if version not in (2, 3):
             raise ConfigError(f"{path}: GGUF version {version} is not supported; supported: 2, 3")
-        tensors, entries = _scalar(file, "Q"), _scalar(file, "Q")
-        fields = {_string(file): _value(file, _scalar(file, "I")) for _ in range(entries)}
+        tensor_count = _read_scalar(file, "Q")
+        field_count = _read_scalar(file, "Q")
+        fields = {
+            _read_string(file): _read_value(file, _read_scalar(file, "I"))
+            for _ in range(field_count)
+        }
         names = set()
-        for _ in range(tensors):
-            names.add(_string(file))
-            dimensions = _scalar(file, "I")
+        for _ in range(tensor_count):
+            names.add(_read_string(file))
+            dimensions = _read_scalar(file, "I")
             file.seek(8 * dimensions + 4 + 8, 1)  # sizes, type, offset
     return fields, names
 
@@ -306,23 +345,23 @@ def gguf_shape(path: Path) -> ModelShape:
         ConfigError: The file is damaged, or its architecture is not supported.
     """
     status = path.stat()
-    return _shape_of_version(path, status.st_ino, status.st_size, status.st_mtime_ns)
+    return _read_gguf_shape(path, status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 @functools.lru_cache(32)
-def _shape_of_version(path: Path, inode: int, size: int, modified_ns: int) -> ModelShape:
-    """Return the shape in one version of a file, which `inode`, `size` and `modified_ns`
-    identify.
+def _read_gguf_shape(path: Path, inode: int, size: int, modified_ns: int) -> ModelShape:
+    """Return the shape in a GGUF file; `inode`, `size` and `modified_ns` identify its version.
 
-    Several checks of one command need the shape, and the header contains the whole vocabulary.
+    The result is cached because several checks of one command need the shape, and the header
+    contains the whole vocabulary.
     """
     try:
-        fields, tensors = _read(path)
+        fields, tensors = _read_gguf_header(path)
     except (struct.error, KeyError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: damaged GGUF header ({error})") from error
     family = fields.get("general.architecture", "<none>")
-    found = {name: fields.get(f"{family}.{key}") for name, key in _HF_NAMES.items()}
-    config = {name: value for name, value in found.items() if value is not None}
+    entries = {name: fields.get(f"{family}.{key}") for name, key in _GGUF_KEYS.items()}
+    config = {name: value for name, value in entries.items() if value is not None}
     config["architectures"] = [_ARCHITECTURES.get(family, family)]
     config["tie_word_embeddings"] = "output.weight" not in tensors
     config["eos_token_id"] = fields.get("tokenizer.ggml.eos_token_id")

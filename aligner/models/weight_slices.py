@@ -1,8 +1,12 @@
-"""Which slice of which weight lives where: pure functions of a model's shape and a parallel layout.
+"""Weight tables and weight slices: the weights of a model, and the slice that each rank holds.
 
-Tensors go by their Hugging Face names and in their orientation everywhere. The Megatron room, the
-resharding plan and the engines all read their slices from here, so there is one definition of how a
-model is cut.
+All functions are pure functions of a model's shape and a parallel layout. Tensors have their
+Hugging Face names and orientation everywhere. The package `megatron`, the transfer plan and the
+engines get their slices from this module, so that there is a single definition of how a model is
+sharded.
+
+The module also defines the LoRA adapters of a model (Hu et al. 2021), the weights that patterns
+freeze, and the weights that Muon updates.
 """
 
 import math
@@ -17,75 +21,87 @@ from aligner.models.shape import ModelShape
 from aligner.schema import EngineParallelConfig, LoraConfig, ParallelConfig
 
 Head = Literal["vocabulary", "scalar"]
+"""Head of a model: a language model's head, or one number per token."""
 
 
 @dataclass(frozen=True)
-class Stored:
-    """Where a tensor lies in the tensor of a file: a range of one dimension, or all of it."""
+class StoredRange:
+    """Position of a weight in a tensor of a file: a range of one dimension, or the whole tensor."""
 
     name: str
+    """Name of the file's tensor."""
     shape: tuple[int, ...]
+    """Shape of the file's tensor."""
     axis: int | None = None
+    """Dimension of the range; None if the weight is the whole tensor."""
     start: int = 0
+    """First index of the range."""
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A weight of the whole model: its name, its full shape, and how layouts cut it."""
+    """A weight of the whole model: its name, its full shape, and how layouts shard it."""
 
     name: str
     shape: tuple[int, ...]
     axis: int | None
-    """Dimension that tensor parallelism cuts evenly; None: every tensor-parallel rank holds all of
-    it."""
+    """Dimension that tensor parallelism splits evenly; None if every tensor-parallel rank holds the
+    whole weight."""
     unit: int = 1
-    """How much of that dimension belongs together, so that no cut goes through it: an attention
-    head."""
+    """Number of consecutive indices of that dimension that a split must not separate, such as the
+    rows of an attention head."""
     layer: int | None = None
-    """Decoder layer that it belongs to; None: an embedding, final norm or head."""
+    """Index of the decoder layer; None for an embedding, final norm or head."""
     stages: tuple[str, ...] = ()
-    """For a tensor outside the layers: the pipeline stages, first and/or last, that hold a copy."""
+    """For a weight outside the layers, the pipeline stages that hold a copy: first, last or both.
+    """
     expert: int | None = None
-    """Expert that it belongs to, in a mixture of experts."""
+    """Index of the expert in a mixture of experts; None for other weights."""
     parameter: str = ""
-    """megatron-core's parameter, with layers and experts counted over the whole model."""
+    """Name of megatron-core's parameter, with layers and experts numbered over the whole model."""
     part: Part = "whole"
-    """Which part of that parameter."""
+    """Part of that parameter which is this weight."""
     transposed: bool = False
-    """Whether megatron-core's orientation is the other one."""
-    fused: Stored | None = None
-    """Where it lies in the file's tensor, when it is only a part of one."""
+    """Whether megatron-core stores the transposed matrix."""
+    fused: StoredRange | None = None
+    """Position in the file's tensor, if that tensor contains more weights; otherwise None."""
 
     @property
     def numel(self) -> int:
-        """Number of elements of the whole tensor."""
+        """Number of elements of the whole weight."""
         return math.prod(self.shape)
 
     @property
-    def stored(self) -> Stored:
-        """Where it lies in a file."""
-        return self.fused or Stored(self.name, self.shape)
+    def stored(self) -> StoredRange:
+        """Position of the weight in the tensors of a file."""
+        return self.fused or StoredRange(self.name, self.shape)
 
 
 @dataclass(frozen=True)
 class Slice:
-    """The part `[start, stop)` along `axis` of a named tensor; `axis` None is the whole tensor."""
+    """The range `[start, stop)` of the dimension `axis` of a named tensor."""
 
     name: str
     axis: int | None
+    """None if the slice is the whole tensor; then `start` and `stop` have no meaning."""
     start: int
     stop: int
 
 
 def cut_shape(shape: tuple[int, ...], axis: int | None, start: int, stop: int) -> tuple[int, ...]:
-    """Shape of the part `[start, stop)` along `axis` of a tensor; `axis` None is the whole
-    tensor."""
-    return tuple(stop - start if at == axis else size for at, size in enumerate(shape))
+    """Return the shape of the range `[start, stop)` of `axis`; None selects the whole tensor."""
+    return tuple(
+        stop - start if dimension == axis else size for dimension, size in enumerate(shape)
+    )
 
 
-def stored_tensors(table: Iterable[TensorSpec]) -> dict[str, list[TensorSpec]]:
-    """The tensors of a file by name, each with those of the table that lie in it, in their order
-    there."""
+def group_by_stored_tensor(table: Iterable[TensorSpec]) -> dict[str, list[TensorSpec]]:
+    """Group weights by the tensor of a file that contains them.
+
+    Returns:
+        The weights of each tensor by the tensor's name, in the order in which the tensor contains
+        them.
+    """
     tensors: dict[str, list[TensorSpec]] = {}
     for spec in table:
         tensors.setdefault(spec.stored.name, []).append(spec)
@@ -93,10 +109,12 @@ def stored_tensors(table: Iterable[TensorSpec]) -> dict[str, list[TensorSpec]]:
 
 
 def weight_table(shape: ModelShape, head: Head = "vocabulary") -> tuple[TensorSpec, ...]:
-    """Every weight of a model, in checkpoint order.
+    """Return every weight of a model, in checkpoint order.
 
-    The head is the language model's (none of its own when it is tied to the embedding), or one
-    number a token.
+    Args:
+        shape: The model's shape.
+        head: Head of the model. The head of a language model whose embeddings are tied is not a
+            weight of its own.
     """
     sizes = {
         "one": 1,
@@ -111,21 +129,27 @@ def weight_table(shape: ModelShape, head: Head = "vocabulary") -> tuple[TensorSp
         "experts": shape.num_experts,
     }
     weights = [
-        weight for weight in WEIGHTS[shape.family] if not weight.when or getattr(shape, weight.when)
+        weight
+        for weight in WEIGHTS[shape.family]
+        if not weight.requires or getattr(shape, weight.requires)
     ]
     in_layer = [weight for weight in weights if "{layer}" in weight.name]
     outside = [weight for weight in weights if "{layer}" not in weight.name]
-    tied = shape.tied_embeddings and head == "vocabulary"
-    if tied or head == "scalar":
+
+    is_tied = shape.tied_embeddings and head == "vocabulary"
+    if is_tied or head == "scalar":
         outside = [weight for weight in outside if not weight.parameter.startswith("output_layer.")]
     if head == "scalar":
         outside.append(SCALAR_HEAD)
     before = [weight for weight in outside if weight.parameter.startswith("embedding.")]
     after = [weight for weight in outside if not weight.parameter.startswith("embedding.")]
-    embedding_stages = ("first", "last") if tied else ("first",)
+
+    # With tied embeddings the last stage needs a copy of the word embedding for its head. Position
+    # embeddings, which tensor parallelism does not split, are only in the first stage.
+    embedding_stages = ("first", "last") if is_tied else ("first",)
     return (
         *(
-            _spec(weight, sizes, stages=embedding_stages if weight.cut == 0 else ("first",))
+            _spec(weight, sizes, stages=embedding_stages if weight.split_axis == 0 else ("first",))
             for weight in before
         ),
         *(
@@ -140,10 +164,11 @@ def weight_table(shape: ModelShape, head: Head = "vocabulary") -> tuple[TensorSp
 def _layer_specs(
     weights: Iterable[Weight], sizes: dict[str, int], layer: int, experts: int
 ) -> Iterator[TensorSpec]:
-    of_experts = [weight for weight in weights if "{expert}" in weight.name]
-    yield from (_spec(weight, sizes, layer) for weight in weights if weight not in of_experts)
+    """Yield the weights of a layer: first those outside the experts, then each expert's."""
+    expert_weights = [weight for weight in weights if "{expert}" in weight.name]
+    yield from (_spec(weight, sizes, layer) for weight in weights if weight not in expert_weights)
     for expert in range(experts):
-        yield from (_spec(weight, sizes, layer, expert) for weight in of_experts)
+        yield from (_spec(weight, sizes, layer, expert) for weight in expert_weights)
 
 
 def _spec(
@@ -153,8 +178,10 @@ def _spec(
     expert: int | None = None,
     stages: tuple[str, ...] = (),
 ) -> TensorSpec:
+    """Return a kind of weight with the sizes, the layer and the expert of one weight of a model."""
     shape = tuple(sizes[size] for size in weight.sizes)
-    axis = weight.cut
+    axis = weight.split_axis
+    # Attention heads are not split. A unit of fused QKV contains all heads of a KV group.
     units = {
         "query": sizes["head"],
         "key": sizes["head"],
@@ -164,13 +191,19 @@ def _spec(
     if weight.transposed:
         shape = shape[::-1]
         axis = None if axis is None else 1 - axis
+
     fused = None
     if weight.fused_in is not None:
         assert axis is not None
         parts = ("query", "key", "value")
-        whole = tuple(size * len(parts) if at == axis else size for at, size in enumerate(shape))
-        fused = Stored(
-            weight.fused_in.format(layer=layer), whole, axis, parts.index(weight.part) * shape[axis]
+        fused_shape = tuple(
+            size * len(parts) if dimension == axis else size for dimension, size in enumerate(shape)
+        )
+        fused = StoredRange(
+            weight.fused_in.format(layer=layer),
+            fused_shape,
+            axis,
+            parts.index(weight.part) * shape[axis],
         )
     return TensorSpec(
         name=weight.name.format(layer=layer, expert=expert),
@@ -189,8 +222,11 @@ def _spec(
 
 @dataclass(frozen=True)
 class Coordinates:
-    """A rank's place in a layout. The expert dimensions cut the same ranks of a pipeline stage in
-    their own way."""
+    """Coordinates of a rank in a layout.
+
+    The ranks of a pipeline stage have two decompositions: tensor, context and data parallelism for
+    dense weights; expert-tensor and expert parallelism for experts.
+    """
 
     tensor: int
     context: int
@@ -200,13 +236,15 @@ class Coordinates:
     expert: int
 
 
-def coordinates(rank: int, layout: ParallelConfig) -> Coordinates:
-    """Place of a rank in Megatron's default order: tensor fastest, then context, data, and pipeline
-    slowest.
+def compute_coordinates(rank: int, layout: ParallelConfig) -> Coordinates:
+    """Return the coordinates of a rank in Megatron's default order.
 
-    For experts: the expert's tensor ranks fastest, then experts, then their data-parallel replicas.
+    Tensor parallelism varies fastest, then context and data parallelism; pipeline parallelism
+    varies slowest. For experts, expert-tensor parallelism varies fastest, then expert parallelism,
+    then data parallelism of the experts.
     """
-    tensor, rest = rank % layout.tensor, rank // layout.tensor
+    tensor = rank % layout.tensor
+    rest = rank // layout.tensor
     context, rest = rest % layout.context, rest // layout.context
     return Coordinates(
         tensor=tensor,
@@ -218,38 +256,46 @@ def coordinates(rank: int, layout: ParallelConfig) -> Coordinates:
     )
 
 
-def vocabulary_rows(vocab_size: int, size: int, multiple: int = 1) -> int:
+def count_vocabulary_rows(vocab_size: int, size: int, multiple: int = 1) -> int:
     """Return the rows of an embedding or head on each of `size` tensor-parallel ranks.
 
-    All ranks have equally many: the vocabulary is padded to a multiple of `multiple`, and then of
-    `size`. The last ranks hold the padding, which is not a token.
+    All ranks have the same number of rows: the vocabulary is padded to a multiple of `multiple`,
+    and then of `size`. The last ranks hold the padding, which is not a token.
     """
     padded = -(-vocab_size // multiple) * multiple
     return -(-padded // size)
 
 
-def tensor_slice(spec: TensorSpec, rank: int, size: int, multiple: int = 1) -> Slice:
-    """What a tensor-parallel rank, of so many, holds of a tensor that is cut as if it had the next
-    `multiple` of entries, and of `size`."""
+def compute_tensor_slice(spec: TensorSpec, rank: int, size: int, multiple: int = 1) -> Slice:
+    """Return the slice of a weight that a tensor-parallel rank holds.
+
+    Args:
+        spec: The weight.
+        rank: Tensor-parallel rank.
+        size: Number of tensor-parallel ranks.
+        multiple: The split dimension is padded to a multiple of this number, and then of `size`.
+            Padding is not part of a slice.
+    """
     if spec.axis is None or size == 1:
         return Slice(spec.name, None, 0, 0)
     entries = spec.shape[spec.axis]
-    step = vocabulary_rows(entries, size, multiple)
-    start, stop = (min(at * step, entries) for at in (rank, rank + 1))
-    # Padding alone has no slice.
+    step = count_vocabulary_rows(entries, size, multiple)
+    start, stop = (min(index * step, entries) for index in (rank, rank + 1))
+    # A rank that holds only padding gets axis None instead of an empty range.
     return (
         Slice(spec.name, None, 0, 0) if start == stop else Slice(spec.name, spec.axis, start, stop)
     )
 
 
 def stage_layers(num_layers: int, layout: ParallelConfig, stage: int) -> list[range]:
-    """The decoder layers of a pipeline stage, one range for each of its model chunks.
+    """Return the decoder layers of a pipeline stage, one range for each of its model chunks.
 
-    Plain pipelines have one chunk a stage, and the last stage may have fewer layers. With
-    `virtual_pipeline` chunks, chunk c of stage s is the (c x stages + s)-th of equal parts
-    (Narayanan et al. 2021, section 2.2).
+    A plain pipeline has one chunk per stage, and its last stage may have fewer layers. With
+    `virtual_pipeline` chunks per stage, the layers are divided into equal parts, and chunk c of
+    stage s is part c × stages + s (Narayanan et al. 2021, section 2.2).
     """
-    stages, chunks = layout.pipeline, layout.virtual_pipeline
+    stages = layout.pipeline
+    chunks = layout.virtual_pipeline
     if chunks > 1:
         size = num_layers // (stages * chunks)
         return [
@@ -263,48 +309,61 @@ def stage_layers(num_layers: int, layout: ParallelConfig, stage: int) -> list[ra
     return [range(stage * size, num_layers if stage == stages - 1 else (stage + 1) * size)]
 
 
-def trainer_slices(
+def compute_trainer_slices(
     table: tuple[TensorSpec, ...], num_layers: int, layout: ParallelConfig, rank: int
 ) -> dict[str, Slice]:
-    """The slices that a Megatron rank holds, by tensor name."""
-    place = coordinates(rank, layout)
+    """Return the slices that a rank of the trainer holds, by the name of the weight."""
+    rank_coordinates = compute_coordinates(rank, layout)
     layers = {
-        layer for chunk in stage_layers(num_layers, layout, place.pipeline) for layer in chunk
+        layer
+        for chunk in stage_layers(num_layers, layout, rank_coordinates.pipeline)
+        for layer in chunk
     }
-    here = {
-        stage for stage, at in (("first", 0), ("last", layout.pipeline - 1)) if at == place.pipeline
+    # A pipeline with one stage is both first and last.
+    stage_names = {
+        name
+        for name, stage in (("first", 0), ("last", layout.pipeline - 1))
+        if stage == rank_coordinates.pipeline
     }
     experts = 1 + max((spec.expert for spec in table if spec.expert is not None), default=-1)
 
     def holds(spec: TensorSpec) -> bool:
         if spec.layer is None:
-            return bool(here.intersection(spec.stages))
+            return bool(stage_names.intersection(spec.stages))
+        # Each expert-parallel rank holds consecutive experts.
         return spec.layer in layers and (
-            spec.expert is None or spec.expert * layout.expert // experts == place.expert
+            spec.expert is None or spec.expert * layout.expert // experts == rank_coordinates.expert
         )
 
-    def piece(spec: TensorSpec) -> Slice:
+    def rank_slice(spec: TensorSpec) -> Slice:
         if spec.expert is not None:
-            return tensor_slice(spec, place.expert_tensor, layout.expert_tensor_size)
-        return tensor_slice(spec, place.tensor, layout.tensor)
+            return compute_tensor_slice(
+                spec, rank_coordinates.expert_tensor, layout.expert_tensor_size
+            )
+        return compute_tensor_slice(spec, rank_coordinates.tensor, layout.tensor)
 
-    return {spec.name: piece(spec) for spec in table if holds(spec)}
+    return {spec.name: rank_slice(spec) for spec in table if holds(spec)}
 
 
-def engine_slices(
+def compute_engine_slices(
     table: tuple[TensorSpec, ...],
     layout: EngineParallelConfig,
     rank: int,
     vocabulary_multiple: int = 1,
 ) -> dict[str, Slice]:
-    """The slices that an engine rank holds, by tensor name: tensor-parallel fastest, replicas
-    slowest.
+    """Return the slices that a rank of the engine holds, by the name of the weight.
 
-    An engine that pads the vocabulary cuts it as if it had the next multiple of
-    `vocabulary_multiple` entries.
+    Tensor parallelism varies fastest, replicas vary slowest.
+
+    Args:
+        table: The model's weight table.
+        layout: Layout of the engine.
+        rank: Rank of the engine.
+        vocabulary_multiple: The engine pads the vocabulary to a multiple of this number before
+            splitting it.
     """
     return {
-        spec.name: tensor_slice(
+        spec.name: compute_tensor_slice(
             spec,
             rank % layout.tensor,
             layout.tensor,
@@ -315,26 +374,30 @@ def engine_slices(
 
 
 TARGETS = {"attention": "self_attention", "mlp": "mlp"}
-"""A target of the configuration to the part of megatron-core's layer that holds its linear layers.
+"""Module of megatron-core's layer that contains the linear layers, by the target of `lora.targets`.
 """
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """The factors of what is added to a weight W [out, in]: (alpha / rank) x up [out, rank] x down
-    [rank, in]."""
+    """A LoRA adapter: the low-rank factors of the update of a weight W [out, in].
+
+    The update is (alpha / rank) × up [out, rank] × down [rank, in] (Hu et al. 2021).
+    """
 
     weight: TensorSpec
     down: TensorSpec
-    """PEFT's lora_A. Weights that lie in one tensor of the file (GPT-2's query, key, value) share
-    it, as they do in PEFT."""
+    """PEFT's lora_A. Weights that are stored in one tensor of the file (GPT-2's query, key and
+    value) share this factor, as they do in PEFT."""
     up: TensorSpec
     """PEFT's lora_B."""
 
 
-def adapter_map(table: Iterable[TensorSpec], lora: LoraConfig) -> dict[str, Adapter]:
-    """The adapters of a model by the name of their weight, in the table's order; none when the rank
-    is 0."""
+def build_adapter_map(table: Iterable[TensorSpec], lora: LoraConfig) -> dict[str, Adapter]:
+    """Return the adapters of a model by the name of their weight, in the order of the table.
+
+    There are no adapters if the rank is 0.
+    """
     if not lora.rank:
         return {}
     modules = tuple(f".{TARGETS[target]}.linear_" for target in lora.targets)
@@ -346,8 +409,8 @@ def adapter_map(table: Iterable[TensorSpec], lora: LoraConfig) -> dict[str, Adap
     }
 
 
-def adapter_table(adapters: Mapping[str, Adapter]) -> tuple[TensorSpec, ...]:
-    """Every tensor of the adapters once."""
+def build_adapter_table(adapters: Mapping[str, Adapter]) -> tuple[TensorSpec, ...]:
+    """Return every tensor of the adapters once; adapters can share a factor."""
     return tuple(
         dict.fromkeys(spec for adapter in adapters.values() for spec in (adapter.down, adapter.up))
     )
@@ -355,24 +418,27 @@ def adapter_table(adapters: Mapping[str, Adapter]) -> tuple[TensorSpec, ...]:
 
 def _adapter(weight: TensorSpec, rank: int) -> Adapter:
     outputs, inputs = weight.shape[::-1] if weight.transposed else weight.shape
-    cuts_outputs = weight.axis == (1 if weight.transposed else 0)
+    # A column-parallel layer splits its outputs, a row-parallel layer its inputs. The adapter
+    # splits the factor that has the same dimension.
+    splits_outputs = weight.axis == (1 if weight.transposed else 0)
     linear = weight.parameter.removesuffix(".weight")
-    name, stored = weight.name.removesuffix(".weight"), weight.stored.name.removesuffix(".weight")
+    name = weight.name.removesuffix(".weight")
+    stored = weight.stored.name.removesuffix(".weight")
     fused = None
     if weight.fused is not None and weight.fused.axis is not None:
-        whole = weight.fused.shape[weight.fused.axis]
-        fused = Stored(f"{stored}.lora_B.weight", (whole, rank), 0, weight.fused.start)
+        fused_size = weight.fused.shape[weight.fused.axis]
+        fused = StoredRange(f"{stored}.lora_B.weight", (fused_size, rank), 0, weight.fused.start)
     down = TensorSpec(
         name=f"{stored}.lora_A.weight",
         shape=(rank, inputs),
-        axis=None if cuts_outputs else 1,
+        axis=None if splits_outputs else 1,
         layer=weight.layer,
         parameter=f"{linear}.adapter.down.{stored.rsplit('.', 1)[-1]}",
     )
     up = TensorSpec(
         name=f"{name}.lora_B.weight",
         shape=(outputs, rank),
-        axis=0 if cuts_outputs else None,
+        axis=0 if splits_outputs else None,
         layer=weight.layer,
         parameter=f"{linear}.adapter.up.{name.rsplit('.', 1)[-1]}",
         fused=fused,
@@ -381,35 +447,42 @@ def _adapter(weight: TensorSpec, rank: int) -> Adapter:
 
 
 def is_layer_matrix(spec: TensorSpec) -> bool:
-    """Whether Muon updates a weight: a matrix of a decoder layer. Embeddings, heads, norms and
-    biases are Adam's."""
+    """Return whether Muon updates a weight: whether it is a matrix of a decoder layer.
+
+    Adam updates embeddings, heads, norms and biases.
+    """
     return spec.layer is not None and len(spec.shape) == 2
 
 
 def frozen_names(
     table: Iterable[TensorSpec], patterns: Sequence[str], key: str = "frozen"
 ) -> frozenset[str]:
-    """The names of the weights that the patterns freeze; `key` names the setting in errors.
+    """Return the names of the weights that patterns freeze.
 
-    A pattern is a shell's (`*`, `?`, `[0-7]`, as in fnmatch) over Hugging Face names, and matches a
-    weight by its own name or by that of the file's tensor that it is a part of. Raises ConfigError
-    for a pattern that matches nothing, for a parameter of which only a part would be frozen, and
-    when nothing is left to train.
+    Args:
+        table: The model's weight table.
+        patterns: Shell patterns (`*`, `?`, `[0-7]`, see fnmatch) of Hugging Face names. A pattern
+            matches a weight by its own name or by the name of the file's tensor that contains it.
+        key: Configuration key of the patterns, for errors.
+
+    Raises:
+        ConfigError: A pattern matches no weight, only a part of a parameter would be frozen, or no
+            weight would be trained.
     """
     specs = tuple(table)
     frozen: set[str] = set()
     for pattern in patterns:
-        matched = {
+        matches = {
             spec.name
             for spec in specs
             if fnmatchcase(spec.name, pattern) or fnmatchcase(spec.stored.name, pattern)
         }
-        if not matched:
+        if not matches:
             raise ConfigError(
                 f"{key}: the pattern {pattern!r} matches no weight; examples of weight names:"
                 f" {_examples(specs)}"
             )
-        frozen |= matched
+        frozen |= matches
     if frozen and len(frozen) == len(specs):
         raise ConfigError(
             f"{key}: {', '.join(patterns)} freeze all {len(specs)} weights of the model; at least"
@@ -424,27 +497,28 @@ def _examples(specs: Sequence[TensorSpec]) -> str:
 
 
 def _check_whole_parameters(specs: Sequence[TensorSpec], frozen: Collection[str], key: str) -> None:
-    fused: dict[str, list[TensorSpec]] = {}
+    """Raise ConfigError if a parameter is partly frozen, or a QKV weight without its bias."""
+    parameters: dict[str, list[TensorSpec]] = {}
     for spec in specs:
-        fused.setdefault(spec.parameter, []).append(spec)
-    for parameter, parts in fused.items():
-        chosen = [spec.name for spec in parts if spec.name in frozen]
-        left = [spec.name for spec in parts if spec.name not in frozen]
-        if chosen and left:
+        parameters.setdefault(spec.parameter, []).append(spec)
+    for parameter, parts in parameters.items():
+        frozen_parts = [spec.name for spec in parts if spec.name in frozen]
+        trained_parts = [spec.name for spec in parts if spec.name not in frozen]
+        if frozen_parts and trained_parts:
             raise ConfigError(
-                f"{key}: {', '.join(chosen)} would be frozen, but {', '.join(left)} would be"
-                " trained. All of these weights are parts of one parameter; freeze all of them or"
-                " none of them"
+                f"{key}: {', '.join(frozen_parts)} would be frozen, but"
+                f" {', '.join(trained_parts)} would be trained. All of these weights are parts of"
+                " one parameter; freeze all of them or none of them"
             )
-        # megatron-core's product with a frozen weight gives the bias that it adds no gradient.
-        bias = fused.get(parameter.removesuffix("weight") + "bias", [])
+        # megatron-core's matmul with a frozen weight computes no gradient of the bias that it adds.
+        bias = parameters.get(parameter.removesuffix("weight") + "bias", [])
         if (
-            chosen
+            frozen_parts
             and parameter.endswith("linear_qkv.weight")
             and any(spec.name not in frozen for spec in bias)
         ):
             raise ConfigError(
-                f"{key}: {', '.join(chosen)} would be frozen, but"
+                f"{key}: {', '.join(frozen_parts)} would be frozen, but"
                 f" {', '.join(spec.name for spec in bias)} would be trained; freeze the biases of"
                 " query, key and value together with the weights"
             )

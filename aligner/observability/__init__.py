@@ -1,1 +1,1 @@
-"""Metrics, progress and the run's summary."""
+"""Metrics and trackers, sample files, logs, the timeline, and the console output of a run."""

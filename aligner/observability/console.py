@@ -1,5 +1,5 @@
-"""What a run shows on a console: its steps as they come, samples, and a summary of its first steps
-and its last."""
+"""Output of a run on a console: its steps while it runs, samples, and a summary that compares the
+first steps with the last steps."""
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,10 +13,12 @@ from rich.text import Text
 
 from aligner.paths import RunPaths
 
-WINDOW = 5
-"""Steps that are averaged: for the seconds a step and the time left, and at either end of a run."""
+WINDOW_STEPS = 5
+"""Number of steps over which the pace is averaged, and over which the summary averages metrics at
+the beginning and at the end of a run."""
 
-_SHOWN = {
+# Metrics in the line of a step, with their text.
+_STEP_LINE_FORMATS = {
     "reward/mean": "reward {:.3f}",
     "kl/reference": "KL {:.4f}",
     "distill/reverse_kl": "KL to teacher {:.4f} per token",
@@ -28,7 +30,8 @@ _SHOWN = {
     "eval/win_rate": "win rate {:.3f}",
     "eval/judge_win_rate": "judged win rate {:.3f}",
 }
-_COMPARED = {
+# Metrics in the summary, with their labels.
+_SUMMARY_LABELS = {
     "reward/mean": "reward",
     "kl/reference": "KL to reference",
     "distill/reverse_kl": "KL to teacher (per token)",
@@ -39,51 +42,57 @@ _COMPARED = {
     "eval/accuracy": "held-out accuracy",
     "time/step": "step time (s)",
 }
+# Names of the trainer's phases in the summary, where they differ from the metric's name.
 _PHASE_LABELS = {
     "logprobs": "log-probs",
     "reshard": "weight sync",
     "server_wait": "wait for servers",
 }
-"""Names of the trainer's phases in the summary, where they differ from the metric's name."""
 
-GROUPED = ("score", "pass@1")
-"""What is measured of groups, too, as `eval/METRIC/GROUP`."""
-_BOUNDS = ("_low", "_high")  # what the names of an interval's ends end in
+GROUPED_METRICS = ("score", "pass@1")
+"""Evaluation metrics that are also measured for groups of prompts, as `eval/METRIC/GROUP`."""
+# Suffixes of the metrics that are the bounds of a confidence interval.
+_BOUND_SUFFIXES = ("_low", "_high")
 
 
 def print_line(console: Console, text: str) -> None:
-    """Print a text as it is, without markup, colours or line breaks."""
+    """Print a text unchanged, without markup, colors or line breaks."""
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 class Pace:
-    """How fast a run of so many steps goes: the mean of its newest ones."""
+    """Speed of a run: the mean duration of its newest steps, and the remaining time."""
 
     def __init__(self, steps: int) -> None:
-        self.steps, self.done = steps, 0
-        """Of the run, and of those the ones that it has done."""
-        self._recent: deque[float] = deque(maxlen=WINDOW)
+        self.steps = steps
+        """Number of steps of the run."""
+        self.done = 0
+        """Number of completed steps."""
+        self._recent: deque[float] = deque(maxlen=WINDOW_STEPS)
 
     def add(self, metrics: Mapping[str, float]) -> None:
-        """Take another step's metrics."""
+        """Add the metrics of the next step."""
         self.done = int(metrics["step"])
         if "time/step" in metrics:
             self._recent.append(metrics["time/step"])
 
     @property
     def seconds_per_step(self) -> float | None:
-        """None before a step was timed."""
+        """Mean duration of the newest steps in seconds; None before the first timed step."""
         return sum(self._recent) / len(self._recent) if self._recent else None
 
     @property
     def seconds_left(self) -> float | None:
-        """To the run's last step."""
+        """Estimated seconds until the end of the run's last step; None before the first timed
+        step."""
         pace = self.seconds_per_step
         return None if pace is None else pace * (self.steps - self.done)
 
     def describe(self, metrics: Mapping[str, float]) -> str:
-        """What the step has learned, and pace and time left; what it did not measure is left
-        out."""
+        """Return a line about a step: its main metrics, the pace and the remaining time.
+
+        Metrics that the step did not measure are omitted.
+        """
         pace = (
             (self.seconds_per_step, self.seconds_left) if "time/step" in metrics else (None, None)
         )
@@ -93,13 +102,17 @@ class Pace:
 def describe_step(
     metrics: Mapping[str, float], seconds_per_step: float | None, seconds_left: float | None
 ) -> list[str]:
-    """A step's reward, KL, loss and evaluation, the pace and the time left, as far as they are
-    known."""
-    parts = [text.format(metrics[key]) for key, text in _SHOWN.items() if key in metrics]
+    """Return texts about a step: its reward, KL, loss and evaluation, the pace and the remaining
+    time, as far as they are known."""
+    parts = [
+        template.format(metrics[key])
+        for key, template in _STEP_LINE_FORMATS.items()
+        if key in metrics
+    ]
     parts += [
-        f"{name} {_SHOWN[key].format(value)}"
-        for name, key, value in suite_metrics(metrics)
-        if key in _SHOWN
+        f"{name} {_STEP_LINE_FORMATS[key].format(value)}"
+        for name, key, value in iterate_suite_metrics(metrics)
+        if key in _STEP_LINE_FORMATS
     ]
     if seconds_per_step is not None:
         parts.append(f"{seconds_per_step:.2f} s/step")
@@ -108,36 +121,39 @@ def describe_step(
     return parts
 
 
-def suite_metrics(metrics: Mapping[str, float]) -> Iterator[tuple[str, str, float]]:
-    """(NAME, `eval/METRIC`, value) of a step's `eval/NAME/METRIC`."""
+def iterate_suite_metrics(metrics: Mapping[str, float]) -> Iterator[tuple[str, str, float]]:
+    """Yield (NAME, `eval/METRIC`, value) for each metric `eval/NAME/METRIC` of an evaluation
+    suite."""
     for key, value in metrics.items():
         kind, _, rest = key.partition("/")
         name, _, metric = rest.rpartition("/")
-        if kind == "eval" and name and name not in GROUPED:
+        if kind == "eval" and name and name not in GROUPED_METRICS:
             yield name, f"eval/{metric}", value
 
 
 class PlainProgress:
-    """Shows how a run goes in one line a step, for logs."""
+    """Progress of a run as one line per step, for logs."""
 
     def __init__(self, steps: int, console: Console) -> None:
-        self._steps, self._console, self._pace = steps, console, Pace(steps)
+        self._steps = steps
+        self._console = console
+        self._pace = Pace(steps)
 
-    def status(self, text: str) -> None:
-        """Tell what is being waited for, before the first step."""
-        self.note(text)
+    def show_status(self, text: str) -> None:
+        """Show what the run waits for before its first step."""
+        self.show_note(text)
 
-    def note(self, text: str) -> None:
-        """Tell that something out of the ordinary has happened."""
+    def show_note(self, text: str) -> None:
+        """Show a message about an unusual event."""
         print_line(self._console, text)
 
-    def step(self, metrics: Mapping[str, float]) -> None:
-        """Tell of a step that has been recorded."""
+    def show_step(self, metrics: Mapping[str, float]) -> None:
+        """Show a recorded step."""
         self._pace.add(metrics)
-        self.note(f"step {int(metrics['step'])}/{self._steps}  {self._pace.describe(metrics)}")
+        self.show_note(f"step {int(metrics['step'])}/{self._steps}  {self._pace.describe(metrics)}")
 
-    def samples(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Show samples of one step that have been recorded; control characters are escaped."""
+    def show_samples(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Show recorded samples of one step, with escaped control characters."""
         table = Table(
             "prompt",
             "response",
@@ -147,18 +163,18 @@ class PlainProgress:
         table.add_column("reward", justify="right")
         for record in records:
             table.add_row(
-                _printable(record["prompt"]),
-                _printable(record["response"]),
+                _escape_control_characters(record["prompt"]),
+                _escape_control_characters(record["response"]),
                 f"{record['reward']:.3f}",
             )
         self._console.print(table)
 
     def close(self) -> None:
-        """Leave the terminal as it was."""
+        """Restore the state of the terminal."""
 
 
 class LiveProgress(PlainProgress):
-    """The same with a bar at the bottom of a terminal; notes and samples scroll above it."""
+    """Progress of a run as a bar at the bottom of a terminal; notes and samples scroll above it."""
 
     def __init__(self, steps: int, console: Console) -> None:
         super().__init__(steps, console)
@@ -168,50 +184,50 @@ class LiveProgress(PlainProgress):
             BarColumn(),
             TextColumn("{task.description}", markup=False),
         )
-        # No redirection: the launcher's own prints go through the console or come after close().
+        # No redirection: the launcher prints through the console, or after close().
         self._bar = Progress(
             *columns, console=console, redirect_stdout=False, redirect_stderr=False
         )
         self._task = self._bar.add_task("", total=steps)
         self._bar.start()
 
-    def status(self, text: str) -> None:
-        """Show it beside the bar."""
+    def show_status(self, text: str) -> None:
+        """Show what the run waits for next to the bar."""
         self._bar.update(self._task, description=text)
 
-    def step(self, metrics: Mapping[str, float]) -> None:
-        """Advance the bar."""
+    def show_step(self, metrics: Mapping[str, float]) -> None:
+        """Advance the bar to a recorded step."""
         self._pace.add(metrics)
         self._bar.update(
             self._task, completed=int(metrics["step"]), description=self._pace.describe(metrics)
         )
 
     def close(self) -> None:
-        """Stop drawing."""
+        """Stop drawing the bar."""
         self._bar.stop()
 
 
 def make_progress(steps: int, console: Console) -> PlainProgress:
-    """What fits the console."""
+    """Return a bar if the console is a terminal, else plain lines."""
     return LiveProgress(steps, console) if console.is_terminal else PlainProgress(steps, console)
 
 
-def _table(title: str, label: str, *columns: str) -> Table:
-    """A table of labels, to the left, and values."""
+def _create_table(title: str, label: str, *columns: str) -> Table:
+    """Return an empty table with a left-aligned label column and right-aligned value columns."""
     table = Table(label, title=title, title_justify="left")
     for column in columns:
         table.add_column(column, justify="right")
     return table
 
 
-def _printable(text: str) -> Text:
+def _escape_control_characters(text: str) -> Text:
     return Text(
         "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
     )
 
 
 def window_mean(metrics: Sequence[Mapping[str, float]], key: str) -> float | None:
-    """Mean of a metric over the steps that measured it; None when none did."""
+    """Return the mean of a metric over the steps that measured it; None if no step did."""
     values = [record[key] for record in metrics if key in record]
     return sum(values) / len(values) if values else None
 
@@ -222,13 +238,15 @@ def _phase_label(metric: str) -> str:
     return _PHASE_LABELS.get(phase, phase.replace("_", " "))
 
 
-def summary_table(metrics: Sequence[Mapping[str, float]]) -> Table:
-    """Means over the first and the last five steps (fewer when the run is shorter)."""
-    first, last = metrics[:WINDOW], metrics[-WINDOW:]
+def build_summary_table(metrics: Sequence[Mapping[str, float]]) -> Table:
+    """Return a table of means over the first and the last five steps (fewer if the run is
+    shorter)."""
+    first = metrics[:WINDOW_STEPS]
+    last = metrics[-WINDOW_STEPS:]
     phases = sorted(
         {key for record in metrics for key in record if key.startswith("time/")} - {"time/step"}
     )
-    table = _table(
+    table = _create_table(
         f"Summary of {len(metrics)} steps",
         "mean",
         f"first {len(first)} steps",
@@ -236,24 +254,29 @@ def summary_table(metrics: Sequence[Mapping[str, float]]) -> Table:
         "change",
     )
     for key, name in {
-        **_COMPARED,
+        **_SUMMARY_LABELS,
         **{phase: f"  {_phase_label(phase)} (s)" for phase in phases},
     }.items():
-        before, after = window_mean(first, key), window_mean(last, key)
-        if before is not None and after is not None:
-            table.add_row(name, f"{before:.4f}", f"{after:.4f}", f"{after - before:+.4f}")
+        first_mean = window_mean(first, key)
+        last_mean = window_mean(last, key)
+        if first_mean is not None and last_mean is not None:
+            table.add_row(
+                name, f"{first_mean:.4f}", f"{last_mean:.4f}", f"{last_mean - first_mean:+.4f}"
+            )
     return table
 
 
-def evaluation_table(metrics: Sequence[Mapping[str, float]]) -> Table | None:
-    """The first evaluation of responses against the last, with 95 % intervals; None without one."""
+def build_evaluation_table(metrics: Sequence[Mapping[str, float]]) -> Table | None:
+    """Return a table that compares the first with the last evaluation of responses, with 95%
+    intervals; None if there is no evaluation."""
     evaluated = [
-        record for record in metrics if "eval/score" in record or any(suite_metrics(record))
+        record for record in metrics if "eval/score" in record or any(iterate_suite_metrics(record))
     ]
     if not evaluated:
         return None
-    first, last = evaluated[0], evaluated[-1]
-    table = _table(
+    first = evaluated[0]
+    last = evaluated[-1]
+    table = _create_table(
         "Evaluation",
         "metric [95% interval]",
         f"step {int(first['step'])}",
@@ -261,41 +284,50 @@ def evaluation_table(metrics: Sequence[Mapping[str, float]]) -> Table | None:
         "change",
     )
     for key in last:
-        if key.startswith("eval/") and not key.endswith(_BOUNDS):
+        if key.startswith("eval/") and not key.endswith(_BOUND_SUFFIXES):
             change = f"{last[key] - first[key]:+.3f}" if key in first else ""
-            table.add_row(key.removeprefix("eval/"), _shown(first, key), _shown(last, key), change)
+            table.add_row(
+                key.removeprefix("eval/"),
+                _format_with_interval(first, key),
+                _format_with_interval(last, key),
+                change,
+            )
     return table
 
 
-def metrics_table(metrics: Mapping[str, float], title: str) -> Table:
-    """One evaluation, with 95 % intervals."""
-    table = _table(title, "metric [95% interval]", "value")
+def build_metrics_table(metrics: Mapping[str, float], title: str) -> Table:
+    """Return a table of one evaluation, with 95% intervals."""
+    table = _create_table(title, "metric [95% interval]", "value")
     for key in metrics:
-        if not key.endswith(_BOUNDS):
-            table.add_row(key.removeprefix("eval/"), _shown(metrics, key))
+        if not key.endswith(_BOUND_SUFFIXES):
+            table.add_row(key.removeprefix("eval/"), _format_with_interval(metrics, key))
     return table
 
 
-def _shown(record: Mapping[str, float], key: str) -> str:
-    """A metric with its interval, where it has one; nothing where it was not measured."""
+def _format_with_interval(record: Mapping[str, float], key: str) -> str:
+    """Return a metric with its interval if it has one; an empty string if it was not measured."""
     if key not in record:
         return ""
-    low, high = record.get(f"{key}_low"), record.get(f"{key}_high")
+    low = record.get(f"{key}_low")
+    high = record.get(f"{key}_high")
     return f"{record[key]:.3f}" + (
         "" if low is None or high is None else f" [{low:.3f}, {high:.3f}]"
     )
 
 
-def totals(metrics: Sequence[Mapping[str, float]]) -> str:
-    """The worst mismatch and the run's totals, a line each."""
-    lines, worst = [], "mismatch/logprob_abs"
+def format_totals(metrics: Sequence[Mapping[str, float]]) -> str:
+    """Return the largest log-prob mismatch and the totals of a run, one line each."""
+    lines = []
+    mismatch_key = "mismatch/logprob_abs"
     if mismatches := [
-        (record[worst], int(record["step"])) for record in metrics if worst in record
+        (record[mismatch_key], int(record["step"])) for record in metrics if mismatch_key in record
     ]:
         difference, step = max(mismatches)
         lines.append(
-            f"largest engine-trainer log-prob difference ({worst}): {difference:.2e} at step {step}"
+            f"largest engine-trainer log-prob difference ({mismatch_key}): {difference:.2e} at"
+            f" step {step}"
         )
+
     seconds = sum(record.get("time/step", 0.0) for record in metrics)
     line = f"total: {len(metrics)} steps, {seconds:.1f} s"
     for unit in ("samples", "tokens"):
@@ -309,15 +341,15 @@ def totals(metrics: Sequence[Mapping[str, float]]) -> str:
 def print_summary(
     metrics: Sequence[Mapping[str, float]], paths: RunPaths, console: Console
 ) -> None:
-    """Print the table, the totals and where the run's files are."""
-    # an evaluation of the initial policy is no step
+    """Print the summary tables, the totals and the locations of the run's files."""
+    # The evaluation of the initial policy has a record, but is not a step.
     steps = [record for record in metrics if record["step"] > 0]
     if steps:
-        console.print(summary_table(steps))
-    if (evaluations := evaluation_table(metrics)) is not None:
+        console.print(build_summary_table(steps))
+    if (evaluations := build_evaluation_table(metrics)) is not None:
         console.print(evaluations)
     if steps:
-        print_line(console, totals(steps))
+        print_line(console, format_totals(steps))
     for name in ("metrics", "samples", "tensorboard", "logs", "trace", "checkpoints"):
         if (path := getattr(paths, name)).exists():
             print_line(console, f"{name}: {path}")

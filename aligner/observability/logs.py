@@ -1,5 +1,4 @@
-"""What a rank writes to its log: lines of text or, with `logging.format=json`, a JSON object a
-line."""
+"""Log output of a rank: lines of text or, with `logging.format=json`, one JSON object per line."""
 
 import json
 import logging
@@ -10,57 +9,71 @@ from collections.abc import Iterable
 from datetime import datetime, timezone
 from typing import Any, TextIO, cast
 
-REPORTED = "aligner: error:"
-"""What the line begins with by which a rank tells why it ends."""
+ERROR_PREFIX = "aligner: error:"
+"""Beginning of the line in which a rank reports why it exits."""
 
 _log = logging.getLogger("aligner")
 _TEXT_FORMATTER = logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S")
 
 
 def configure_logs(format: str, role: str, rank: int | None = None) -> None:
-    """Set up Python's logging in a rank's process; `rank` is the environment's RANK if not given.
+    """Configure Python's logging in the process of a rank.
 
-    As text, records of aligner's loggers are lines of standard output with time and level, and all
-    other output is unchanged; as JSON all records, warnings and printed lines are objects, except
-    output that other processes or libraries write to the file directly.
+    With `text`, records of aligner's loggers become lines of standard output with time and level,
+    and all other output is unchanged. With `json`, all records, warnings and printed lines become
+    JSON objects, except output that other processes or libraries write directly to the file.
+
+    Args:
+        format: `text` or `json`.
+        role: The role of the process.
+        rank: The rank in the role; default is the environment variable RANK.
     """
     handler = _Handler(sys.stdout)
     _log.setLevel(logging.INFO)
     if format == "text":
         handler.setFormatter(_TEXT_FORMATTER)
-        _log.handlers, _log.propagate = [handler], False
+        _log.handlers = [handler]
+        _log.propagate = False
         return
-    # some libraries tell everything, and leave it to others to listen
-    handler.addFilter(_is_ours_or_a_warning)
+    # Some libraries log many records below WARNING, and expect the application to filter them.
+    handler.addFilter(_is_own_or_warning)
     handler.setFormatter(
         _JsonFormatter(role, int(os.environ.get("RANK", "0")) if rank is None else rank)
     )
     logging.getLogger().handlers = [handler]
     logging.captureWarnings(True)
-    sys.stdout = cast(TextIO, _Lines(sys.stdout, "stdout", logging.INFO))
-    sys.stderr = cast(TextIO, _Lines(sys.stderr, "stderr", logging.WARNING))
+    sys.stdout = cast(TextIO, _LoggedStream(sys.stdout, "stdout", logging.INFO))
+    sys.stderr = cast(TextIO, _LoggedStream(sys.stderr, "stderr", logging.WARNING))
 
 
-def at_step(step: int) -> None:
-    """What this process logs from now on belongs to a training step."""
+def set_log_step(step: int) -> None:
+    """Set the training step of all following JSON log records of this process."""
     for formatter in _json_formatters():
         formatter.step = step
 
 
 def log_failure(error: BaseException, message: str | None) -> bool:
-    """Log why this process ends, as a message or with its traceback; False, and nothing is logged,
-    where logs are text."""
+    """Log why this process exits, if its logs are JSON.
+
+    Args:
+        error: The error that ends the process.
+        message: The message to log; None logs the error with its traceback.
+
+    Returns:
+        Whether the failure was logged; False if the logs are text.
+    """
     if not _json_formatters():
         return False
     if message is None:
         _log.critical("%s: %s", type(error).__name__, error, exc_info=error)
     else:
-        _log.error("%s %s", REPORTED, message)
+        _log.error("%s %s", ERROR_PREFIX, message)
     return True
 
 
-def launcher_line(format: str, role: str, rank: int, message: str) -> str:
-    """What the launcher adds to a rank's log, as the rank would have written it."""
+def format_launcher_line(format: str, role: str, rank: int, message: str) -> str:
+    """Return a line that the launcher appends to a rank's log, in the format of the rank's
+    lines."""
     is_text = format == "text"
     text = f"--- {message} ---" if is_text else message
     record = logging.LogRecord("aligner.launcher", logging.INFO, "", 0, text, None, None)
@@ -68,10 +81,12 @@ def launcher_line(format: str, role: str, rank: int, message: str) -> str:
     return formatter.format(record) + "\n"
 
 
-def text_lines(lines: list[str]) -> list[str]:
-    """A log's lines as text, whatever its format: of a JSON object the message, with a traceback's
-    lines where it has one."""
-    found = []
+def extract_text_lines(lines: list[str]) -> list[str]:
+    """Return the lines of a log as text.
+
+    A JSON object becomes its message, preceded by the lines of its traceback if it has one.
+    """
+    text_lines = []
     for line in lines:
         try:
             record = json.loads(line) if line.startswith("{") else None
@@ -79,15 +94,18 @@ def text_lines(lines: list[str]) -> list[str]:
             record = None
         if isinstance(record, dict) and isinstance(record.get("message"), str):
             line = f"{record.get('traceback', '')}\n{record['message']}".strip("\n")
-        found += line.splitlines() or [""]
-    return found
+        text_lines += line.splitlines() or [""]
+    return text_lines
 
 
 class _JsonFormatter(logging.Formatter):
+    """Formatter that writes a record as one JSON object with the role, the rank and the step."""
+
     def __init__(self, role: str, rank: int) -> None:
         super().__init__()
         self.step: int | None = None
-        self._role, self._rank = role, rank
+        self._role = role
+        self._rank = rank
 
     def format(self, record: logging.LogRecord) -> str:
         time = datetime.fromtimestamp(record.created, timezone.utc).isoformat(
@@ -107,7 +125,7 @@ class _JsonFormatter(logging.Formatter):
         return json.dumps(entry, ensure_ascii=False)
 
 
-def _is_ours_or_a_warning(record: logging.LogRecord) -> bool:
+def _is_own_or_warning(record: logging.LogRecord) -> bool:
     return record.levelno >= logging.WARNING or record.name.partition(".")[0] in (
         "aligner",
         "stdout",
@@ -116,22 +134,24 @@ def _is_ours_or_a_warning(record: logging.LogRecord) -> bool:
 
 class _Handler(logging.StreamHandler):  # of TextIO; not subscriptable before Python 3.11
     def handleError(self, record: logging.LogRecord) -> None:
-        """Nothing: what is told on standard error comes back here."""
+        """Do nothing: a report on standard error would become a record of this handler again."""
 
 
-class _Lines:
-    """A standard stream whose lines become records; all else is the stream's own."""
+class _LoggedStream:
+    """A standard stream whose lines become log records; other attributes are those of the original
+    stream."""
 
     def __init__(self, stream: TextIO, name: str, level: int) -> None:
-        self._stream, self._level = stream, level
+        self._stream = stream
+        self._level = level
         self._logger = logging.getLogger(name)
         self._logger.setLevel(level)
-        self._begun = threading.local()  # a thread's unfinished line
+        self._unfinished = threading.local()  # each thread's unfinished line
 
     def write(self, text: str) -> int:
-        *whole, rest = (getattr(self._begun, "line", "") + text).split("\n")
-        self._begun.line = rest
-        for line in whole:
+        *lines, rest = (getattr(self._unfinished, "line", "") + text).split("\n")
+        self._unfinished.line = rest
+        for line in lines:
             if line.strip():
                 self._logger.log(self._level, "%s", line)
         return len(text)

@@ -1,5 +1,8 @@
-"""A run's `metrics.jsonl` and `samples.jsonl`: writing, cutting back on resume, reading,
-following."""
+"""Writers and readers of a run's `metrics.jsonl` and `samples.jsonl`.
+
+A resumed run truncates both files to its checkpoint. `FileFollower` reads a file while another
+process appends to it.
+"""
 
 import json
 import math
@@ -14,46 +17,53 @@ from typing import Any, Protocol
 
 import xxhash
 
-from aligner.data.claim import writing
+from aligner.data.fencing import fenced_write
 from aligner.errors import AlignerError
-from aligner.files import append, write_file
+from aligner.files import append_to_file, write_file
 from aligner.paths import RunPaths
 from aligner.schema import LoggingConfig
 
 Record = Mapping[str, float]
-"""A step's metrics by name; where it stands for itself, with its `step`."""
+"""A step's metrics by name; a record that is not passed together with its step contains it as
+`step`."""
 
+# Size of the end of a file that `read_newest_metrics` reads, in bytes.
 _NEWEST_BYTES = 1 << 17
+# Block size for reading a file, in bytes.
 _CHUNK = 1 << 20
-_END_TIMEOUT_S = 8.0  # below cluster.stop_timeout_s by default: after that the launcher kills
+# Less than the default of cluster.stop_timeout_s, after which the launcher kills the process.
+_END_TIMEOUT_S = 8.0
 
 
 class MetricsSink(Protocol):
-    """Takes the metrics that `metrics.jsonl` has got."""
+    """A tracker that receives the metrics written to `metrics.jsonl`."""
 
     def write(self, step: int, record: Record) -> None:
-        """Take the metrics of a step; one that it has is not taken again."""
+        """Record the metrics of a step. A step that is already recorded stays unchanged."""
 
-    def resume(self, kept: Sequence[Record]) -> None:
-        """The run goes on after these records, each with its `step`: hold those, and nothing of
-        later steps."""
+    def resume(self, records: Sequence[Record]) -> None:
+        """Restore the state of a resumed run: exactly these records, and none of later steps.
+
+        Each record contains its `step`.
+        """
 
     def close(self, failed: bool) -> None:
-        """The run has ended; write out what is held back."""
+        """Write out buffered metrics at the end of the run."""
 
 
 class RunningChecksum:
-    """The checksum of a file that grows, in a second file: `<size> <checksum>`, of the file's first
+    """Checksum of a growing file, stored in a second file as `<size> <checksum>` of the first
     `size` bytes.
 
-    The second file never covers more than the first file contains, in whatever moment the process
-    is killed or the machine loses power: bytes are on disk before they are covered, and no longer
-    covered before they are cut off.
+    The checksum never covers bytes that the file lacks, even if the process is killed or the
+    machine loses power: bytes are on disk before the checksum covers them, and the checksum
+    excludes them before they are truncated.
     """
 
     def __init__(self, path: Path, file: Path) -> None:
-        """The checksum of `path`, stored in `file`."""
-        self._path, self._file = path, file
+        """Create the checksum of the file `path`, which is stored in `file`."""
+        self._path = path
+        self._file = file
         self._digest = xxhash.xxh3_64()
         self._size = 0
 
@@ -61,7 +71,7 @@ class RunningChecksum:
         """Read the file, and compare it with its checksum, if there is one.
 
         Raises:
-            AlignerError: The file, or its checksum, is damaged.
+            AlignerError: If the file or its checksum is damaged.
         """
         if not self._file.exists():
             return
@@ -69,21 +79,23 @@ class RunningChecksum:
         if len(stored) != 2 or not stored[0].isdecimal():
             raise AlignerError(f"{self._file}: not a checksum; {self._remedy}")
 
-        size, checksum = int(stored[0]), stored[1]
+        size = int(stored[0])
+        checksum = stored[1]
         if self._size_on_disk() < size:
-            found = f"it has {self._size_on_disk()} bytes"
+            difference = f"it has {self._size_on_disk()} bytes"
         else:
             self.restart(size)
-            found = f"they have {self._digest.hexdigest()}"
+            difference = f"they have {self._digest.hexdigest()}"
         if self._size != size or self._digest.hexdigest() != checksum:
             raise AlignerError(
                 f"{self._path}: damaged: its first {size} bytes must have the checksum {checksum},"
-                f" but {found}; restore the file from a backup, or {self._remedy}"
+                f" but {difference}; restore the file from a backup, or {self._remedy}"
             )
 
     def restart(self, size: int) -> None:
-        """Cover the first `size` bytes of the file as they are now."""
-        self._digest, self._size = xxhash.xxh3_64(), 0
+        """Compute the checksum of the first `size` bytes of the file anew, and store it."""
+        self._digest = xxhash.xxh3_64()
+        self._size = 0
         if size:
             with self._path.open("rb") as stream:
                 while self._size < size and (chunk := stream.read(min(_CHUNK, size - self._size))):
@@ -91,7 +103,7 @@ class RunningChecksum:
         self._store()
 
     def append(self, content: bytes) -> None:
-        """Cover bytes that were just appended to the file, and are on disk."""
+        """Add bytes to the checksum that were just appended to the file, and are on disk."""
         if self._size + len(content) != self._size_on_disk():
             # Another process appended to the file, or an unfinished line preceded these bytes.
             self.restart(self._size_on_disk())
@@ -115,54 +127,78 @@ class RunningChecksum:
 
 
 class RecordWriter:
-    """Appends the records of each step to a JSON-lines file; each gets its `step`."""
+    """Writer that appends the records of each step, with their `step`, to a JSON-lines file."""
 
     def __init__(self, path: Path, checksum: Path | None = None) -> None:
-        """`checksum` is the file of the records' `RunningChecksum`; None writes none."""
+        """Create the writer, and the file's directory.
+
+        Args:
+            path: The JSON-lines file.
+            checksum: File of the `RunningChecksum` of `path`; None writes no checksum.
+        """
         self._path = path
         self._checksum = None if checksum is None else RunningChecksum(path, checksum)
         path.parent.mkdir(parents=True, exist_ok=True)
 
-    @writing()
+    @fenced_write()
     def write(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
-        """Record a step's, JSON values all, at once; the file is there from then on, also where a
-        step has none."""
+        """Append the records of a step in one write. The file exists afterwards, even if there are
+        no records.
+
+        Args:
+            step: The training step.
+            records: Records with JSON values.
+        """
         lines = [
             json.dumps({"step": step, **record}, ensure_ascii=False, allow_nan=False) + "\n"
             for record in records
         ]
         content = "".join(lines).encode()
-        append(self._path, content, to_disk=self._checksum is not None)
+        append_to_file(self._path, content, to_disk=self._checksum is not None)
         if self._checksum is not None:
             self._checksum.append(content)
 
-    @writing()
+    @fenced_write()
     def truncate_after(self, step: int) -> None:
-        """Drop the records of steps after `step`, and what a killed writer left unfinished: one
-        truncation, to a prefix.
+        """Delete the records of steps after `step`, and the unfinished line of a killed writer, in
+        one truncation.
 
-        Raises AlignerError if the file does not match its checksum."""
+        Raises:
+            AlignerError: If the file does not match its checksum, or a line is not a record.
+        """
         if self._checksum is not None:
             self._checksum.verify()
         if not self._path.exists():
             return
-        kept = 0
+        new_size = 0
         with self._path.open("rb") as file:
             for line in file:
-                if not line.endswith(b"\n") or _record(line, self._path, kept)["step"] > step:
+                if (
+                    not line.endswith(b"\n")
+                    or _parse_record(line, self._path, new_size)["step"] > step
+                ):
                     break
-                kept += len(line)
+                new_size += len(line)
+        # The checksum must exclude the bytes before they are truncated; see `RunningChecksum`.
         if self._checksum is not None:
-            self._checksum.restart(kept)
-        os.truncate(self._path, kept)
+            self._checksum.restart(new_size)
+        os.truncate(self._path, new_size)
 
 
-def _record(line: bytes, path: Path, start: int) -> dict[str, Any]:
-    """What a line says that begins at this byte of the file. Raises AlignerError, naming it, for
-    what no writer wrote."""
+def _parse_record(line: bytes, path: Path, start: int) -> dict[str, Any]:
+    """Return the record of a line of a file.
+
+    Args:
+        line: The line.
+        path: The file.
+        start: Position of the line in the file, in bytes.
+
+    Raises:
+        AlignerError: If the line is not a record; the error contains the line number.
+    """
     try:
         record = json.loads(line)
-    except ValueError:  # a machine that went down may leave zeros for what it had not yet written
+    except ValueError:  # after a power failure, a file may contain zeros instead of its last bytes
         record = None
     if not isinstance(record, dict) or not isinstance(record.get("step"), (int, float)):
         number = path.read_bytes()[:start].count(b"\n") + 1
@@ -173,25 +209,31 @@ def _record(line: bytes, path: Path, start: int) -> dict[str, Any]:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """Every whole record of a JSON-lines file; none when there is no file."""
-    return FileFollower(path).new_records()
+    """Return all complete records of a JSON-lines file; an empty list if the file is missing."""
+    return FileFollower(path).read_new_records()
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """Every step's metrics, in order, with what was added to it (`MetricsWriter.amend`)."""
-    return with_records([], read_records(path))
+    """Return each step's metrics in order, including amendments (`MetricsWriter.amend`)."""
+    return merge_records([], read_records(path))
 
 
 def read_newest_metrics(path: Path) -> list[dict[str, float]]:
-    """Those of the last steps, as many as the file's end has; for who reads many runs at a time."""
-    return with_records([], FileFollower(path, newest_bytes=_NEWEST_BYTES).new_records())
+    """Return the metrics of the last steps, in the last 128 KiB of the file.
+
+    The function is for readers of many runs.
+    """
+    return merge_records([], FileFollower(path, newest_bytes=_NEWEST_BYTES).read_new_records())
 
 
-def with_records(
+def merge_records(
     steps: list[dict[str, float]], records: Sequence[dict[str, float]]
 ) -> list[dict[str, float]]:
-    """Metrics by step, and what was read behind them: more of the last step, further steps, or
-    steps that were done again."""
+    """Append records to the metrics of steps, and return `steps`, which is changed in place.
+
+    A record of the last step is merged into it. A record of an earlier step, which a resumed run
+    has trained again, replaces this step and all later steps.
+    """
     for record in records:
         while steps and steps[-1]["step"] > record["step"]:
             steps.pop()
@@ -203,12 +245,18 @@ def with_records(
 
 
 class FileFollower:
-    """Reads the records that another process appends to a JSON-lines file."""
+    """Reader of the records that another process appends to a JSON-lines file."""
 
     def __init__(self, path: Path, *, newest_bytes: int | None = None) -> None:
-        """Begins with the first line that begins among the last so many bytes; with the file's
-        first if not given."""
-        self._path, self._offset = path, 0
+        """Open a file, which need not exist yet.
+
+        Args:
+            path: The file.
+            newest_bytes: Number of bytes at the end of the existing file in which the first line to
+                read begins; None reads from the beginning of the file.
+        """
+        self._path = path
+        self._offset = 0
         if newest_bytes is not None and path.exists():
             with path.open("rb") as file:
                 if start := max(0, file.seek(0, os.SEEK_END) - newest_bytes):
@@ -216,24 +264,28 @@ class FileFollower:
                     file.readline()
                     self._offset = file.tell()
 
-    def new_records(self) -> list[dict[str, Any]]:
-        """The lines completed since the last call. Raises AlignerError for one that is no
-        record."""
+    def read_new_records(self) -> list[dict[str, Any]]:
+        """Return the records of the lines that were completed since the last call.
+
+        Raises:
+            AlignerError: If a line is not a record.
+        """
         if not self._path.exists():
             return []
         with self._path.open("rb") as file:
-            # A resumed trainer cuts the file back to its checkpoint: follow it there.
+            # A resumed trainer truncates the file to its checkpoint: continue at the new end.
             self._offset = min(self._offset, file.seek(0, os.SEEK_END))
             file.seek(self._offset)
             block = file.read()
         records = []
         for line in block[: block.rfind(b"\n") + 1].splitlines(keepends=True):
-            records.append(_record(line, self._path, self._offset))
+            records.append(_parse_record(line, self._path, self._offset))
             self._offset += len(line)
         return records
 
 
-def _finite(step: int, stats: Mapping[str, float]) -> dict[str, float]:
+def _to_finite_record(step: int, stats: Mapping[str, float]) -> dict[str, float]:
+    """Return metrics as floats. Raise AlignerError if a value is not finite."""
     record = {key: float(value) for key, value in stats.items()}
     for key, value in record.items():
         if not math.isfinite(value):
@@ -244,11 +296,14 @@ def _finite(step: int, stats: Mapping[str, float]) -> dict[str, float]:
 
 
 class MetricsWriter:
-    """Appends each step's metrics to `metrics.jsonl`, and hands them to sinks; the end of a `with`
-    block closes those."""
+    """Writer that appends each step's metrics to `metrics.jsonl`, and passes them to sinks.
+
+    The end of a `with` block closes the sinks.
+    """
 
     def __init__(self, paths: RunPaths, sinks: Sequence[MetricsSink] = ()) -> None:
-        self._path, self._sinks = paths.metrics, sinks
+        self._path = paths.metrics
+        self._sinks = sinks
         self._file = RecordWriter(paths.metrics, paths.metrics_checksum)
 
     def __enter__(self) -> "MetricsWriter":
@@ -262,52 +317,68 @@ class MetricsWriter:
     ) -> None:
         self.close(failed=kind is not None)
 
-    @writing()
+    @fenced_write()
     def write(self, step: int, stats: Mapping[str, float]) -> None:
-        """Record one step. Raises AlignerError, before anything is written, for a value that is not
-        finite."""
-        record = _finite(step, stats)
+        """Record one step.
+
+        Raises:
+            AlignerError: If a value is not finite; nothing is written then.
+        """
+        record = _to_finite_record(step, stats)
         self._file.write(step, [record])
         for sink in self._sinks:
             sink.write(step, record)
 
-    @writing()
+    @fenced_write()
     def amend(self, step: int, stats: Mapping[str, float]) -> None:
-        """Add to the last step, on a line of its own for who follows the file. Raises as `write`
-        does."""
-        self._file.write(step, [_finite(step, stats)])
-        whole = {key: value for key, value in read_metrics(self._path)[-1].items() if key != "step"}
-        for sink in self._sinks:
-            sink.write(step, whole)
+        """Add metrics to the last step, on a separate line for readers that follow the file.
 
-    @writing()
+        Raises:
+            AlignerError: If a value is not finite; nothing is written then.
+        """
+        self._file.write(step, [_to_finite_record(step, stats)])
+        full_record = {
+            key: value for key, value in read_metrics(self._path)[-1].items() if key != "step"
+        }
+        for sink in self._sinks:
+            sink.write(step, full_record)
+
+    @fenced_write()
     def truncate_after(self, step: int, *, amends: bool = False) -> None:
-        """Drop what was recorded after `step`, in the sinks too; one to be amended they get then,
-        as a whole."""
+        """Delete the metrics of steps after `step`, also in the sinks.
+
+        Args:
+            step: The last step to keep.
+            amends: Whether `step` will be amended. The sinks then receive this step with its
+                amendment, because they do not change a recorded step.
+        """
         self._file.truncate_after(step)
-        kept = [
+        records = [
             record for record in read_metrics(self._path) if not amends or record["step"] < step
         ]
         for sink in self._sinks:
-            sink.resume(kept)
+            sink.resume(records)
 
-    @writing()
+    @fenced_write()
     def close(self, *, failed: bool = False) -> None:
-        """Have the sinks write out what they still hold."""
+        """Close the sinks, which write out their buffered metrics."""
         for sink in self._sinks:
             sink.close(failed)
 
 
 @contextmanager
 def recording(writer: MetricsWriter | None, settings: LoggingConfig) -> Iterator[None]:
-    """Close the writer at the end of a run, however it ends; for what a tracker holds back, also at
-    SIGTERM."""
+    """Close the writer when the block exits or raises.
+
+    With a tracker that buffers metrics, the writer is also closed at SIGTERM.
+    """
     if writer is None:
         yield
         return
 
-    def end(number: int, frame: FrameType | None) -> None:
-        # In a thread: this one may have been interrupted in the middle of a write.
+    def close_and_terminate(number: int, frame: FrameType | None) -> None:
+        # Close in another thread: the signal may have interrupted a write of this thread, which
+        # then cannot continue before the handler returns.
         closing = threading.Thread(target=writer.close, kwargs={"failed": True}, daemon=True)
         closing.start()
         closing.join(_END_TIMEOUT_S)
@@ -315,6 +386,6 @@ def recording(writer: MetricsWriter | None, settings: LoggingConfig) -> Iterator
         os.kill(os.getpid(), number)
 
     if settings.wandb.enabled or settings.mlflow.enabled:
-        signal.signal(signal.SIGTERM, end)
+        signal.signal(signal.SIGTERM, close_and_terminate)
     with writer:
         yield

@@ -1,10 +1,11 @@
-"""What a run sampled, all of it: two columnar files a step in its directory `samples/`, written,
-bounded, and read.
+"""Writer and readers of all samples of a run: two Parquet files per step in the directory
+`samples/`, of limited total size.
 
-`step_000012.parquet` has a row a sample, and one a branch of it; `tokens_000012.parquet` the same
-rows in the same order, with a list over the response's tokens for each quantity of a token.
-docs/observing.md has the columns. A file gets its name when it is whole: whoever reads while the
-run goes on sees all of a step or nothing. pyarrow is imported where a file is made or read.
+`step_000012.parquet` has one row per sample, or per branch of a sample. `tokens_000012.parquet` has
+the same rows in the same order, with a list over the response's tokens for each quantity of a
+token. docs/observing.md describes the columns. A file gets its name only when it is complete, so a
+reader of a running run sees either all samples of a step or none. pyarrow is imported only in the
+functions that write or read a file.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from aligner.data.claim import writing
+from aligner.data.fencing import fenced_write
 from aligner.files import write_file
 from aligner.paths import RunPaths
 
@@ -28,13 +29,14 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _MIB = 2**20
+# Prefixes of the file names, in the order in which files are deleted at the size limit.
 _KINDS = ("tokens", "step")
-"""What files are called, in the order in which the budget drops them."""
 Column = NDArray | Sequence[Any]
+"""Values of a column or of a quantity of tokens."""
 
 
 def sample_schema() -> pa.Schema:
-    """The columns of `step_…` files."""
+    """Return the columns of `step_…` files."""
     import pyarrow as pa
 
     fields = {
@@ -62,10 +64,10 @@ def sample_schema() -> pa.Schema:
 
 
 def token_schema() -> pa.Schema:
-    """The columns of `tokens_…` files."""
+    """Return the columns of `tokens_…` files."""
     import pyarrow as pa
 
-    numbers = (
+    float_quantities = (
         "engine_logprob",
         "trainer_logprob",
         "reference_logprob",
@@ -80,7 +82,7 @@ def token_schema() -> pa.Schema:
         "drawn": pa.bool_(),
         "version": pa.int32(),
     }
-    quantities |= dict.fromkeys(numbers, pa.float32())
+    quantities |= dict.fromkeys(float_quantities, pa.float32())
     rows = dict.fromkeys(("step", "group", "sample", "branch"), pa.int32())
     return pa.schema(
         [*rows.items(), *((name, pa.list_(kind)) for name, kind in quantities.items())]
@@ -88,25 +90,35 @@ def token_schema() -> pa.Schema:
 
 
 class SampleFiles:
-    """A run's sample files, as the one process that writes them has them."""
+    """Writer of a run's sample files; only one process writes them."""
 
     def __init__(self, directory: Path, limit_mib: int) -> None:
-        """The files together have `limit_mib` MiB at most."""
-        self._directory, self._limit = directory, limit_mib * _MIB
-        self._is_over = False
+        """Create the writer.
+
+        Args:
+            directory: Directory of the files.
+            limit_mib: Maximum total size of the files in MiB.
+        """
+        self._directory = directory
+        self._limit = limit_mib * _MIB
+        self._is_limit_reported = False
+        # Bytes of each file by the index of its kind and its step; sorted keys are the order of
+        # deletion. None until the directory is scanned. The sizes are cached, because a scan at
+        # every step would take longer the longer the run is.
         self._sizes: dict[tuple[int, int], int] | None = None
-        """Bytes of each file by its place among the kinds and its step, which order them as the
-        budget drops them; None: not looked yet. To look at each step costs more the longer the run
-        is."""
 
-    @writing()
+    @fenced_write()
     def write(self, step: int, samples: Mapping[str, Column], tokens: Mapping[str, Column]) -> None:
-        """Write a step's, in the place of what there is of it, and drop the oldest files where the
-        budget asks for it.
+        """Write the files of a step, replacing existing ones, and delete the oldest files above the
+        size limit.
 
-        `samples` are columns of `sample_schema` [N], and `tokens` the quantities of `token_schema`
-        [sum of `response_tokens`], a row's behind those of the row before it; what is missing, not
-        a number, or masked is null.
+        Values that are missing, NaN or masked become null.
+
+        Args:
+            step: The training step.
+            samples: Columns of `sample_schema`, [N].
+            tokens: Quantities of `token_schema`, [sum of `response_tokens`], concatenated over the
+                rows.
         """
         import pyarrow as pa
 
@@ -114,7 +126,7 @@ class SampleFiles:
         offsets = pa.array(np.append(0, np.cumsum(lengths)), pa.int32())
         samples = {**samples, "step": np.full(len(lengths), step)}
         columns = {
-            field.name: _array(samples.get(field.name), field.type, len(lengths))
+            field.name: _to_array(samples.get(field.name), field.type, len(lengths))
             for field in sample_schema()
         }
         lists = {}
@@ -122,59 +134,59 @@ class SampleFiles:
             if not pa.types.is_list(field.type):
                 lists[field.name] = columns[field.name]
             elif field.name in tokens:
-                values = _array(tokens[field.name], field.type.value_type)
+                values = _to_array(tokens[field.name], field.type.value_type)
                 lists[field.name] = pa.ListArray.from_arrays(offsets, values)
             else:
                 lists[field.name] = pa.nulls(len(lengths), field.type)
         self._directory.mkdir(exist_ok=True)
         self._write_table("tokens", step, pa.table(lists, token_schema()))
-        # last: who sees it finds the tokens
+        # Written last: a reader that sees this file also finds the step's tokens.
         self._write_table("step", step, pa.table(columns, sample_schema()))
-        self._keep_to_budget()
+        self._delete_above_limit()
 
-    @writing()
+    @fenced_write()
     def truncate_after(self, step: int) -> None:
-        """Drop the files of steps after `step`, and what a killed writer left unfinished."""
+        """Delete the files of steps after `step`, and unfinished files of a killed writer."""
         self._sizes = None
         for kind in _KINDS:
-            for later in [each for each in _steps(self._directory, kind) if each > step]:
-                _file(self._directory, kind, later).unlink()
+            for later in [number for number in _find_steps(self._directory, kind) if number > step]:
+                _file_path(self._directory, kind, later).unlink()
         for unfinished in self._directory.glob("*.tmp"):
             unfinished.unlink()
 
     def _write_table(self, kind: str, step: int, table: pa.Table) -> None:
-        content = _parquet(table)
-        write_file(_file(self._directory, kind, step), content)
+        content = _encode_parquet(table)
+        write_file(_file_path(self._directory, kind, step), content)
         if self._sizes is not None:
             self._sizes[_KINDS.index(kind), step] = len(content)
 
-    def _keep_to_budget(self) -> None:
+    def _delete_above_limit(self) -> None:
         if self._sizes is None:
             self._sizes = {
-                (place, step): _file(self._directory, kind, step).stat().st_size
-                for place, kind in enumerate(_KINDS)
-                for step in _steps(self._directory, kind)
+                (kind_index, step): _file_path(self._directory, kind, step).stat().st_size
+                for kind_index, kind in enumerate(_KINDS)
+                for step in _find_steps(self._directory, kind)
             }
         excess = sum(self._sizes.values()) - self._limit
         if excess <= 0:
             return
-        if not self._is_over:
-            self._is_over = True
+        if not self._is_limit_reported:
+            self._is_limit_reported = True
             _log.info(
                 "%s: reached logging.samples_mib=%d; deleting the oldest samples",
                 self._directory,
                 self._limit // _MIB,
             )
-        for place, step in sorted(self._sizes):
+        for kind_index, step in sorted(self._sizes):
             if excess <= 0:
                 return
-            _file(self._directory, _KINDS[place], step).unlink()
-            excess -= self._sizes.pop((place, step))
+            _file_path(self._directory, _KINDS[kind_index], step).unlink()
+            excess -= self._sizes.pop((kind_index, step))
 
 
 def sample_steps(run_dir: str | Path) -> list[int]:
-    """Steps of a run whose samples are there, in order."""
-    return _steps(RunPaths(Path(run_dir)).sample_files, "step")
+    """Return the steps of a run whose samples are stored, in ascending order."""
+    return _find_steps(RunPaths(Path(run_dir)).sample_files, "step")
 
 
 def read_samples(
@@ -184,12 +196,19 @@ def read_samples(
     steps: Collection[int] | None = None,
     columns: Sequence[str] | None = None,
 ) -> pa.Table:
-    """The samples of a run, also of one that goes on: a row each, in the order of steps, groups,
-    samples and branches.
+    """Return the samples of a finished or running run, one row per sample or branch.
 
-    With `tokens` the lists over response tokens, of the steps whose token files the budget has
-    left. `steps` and `columns` are those that are wanted, all where None; a step that is not there
-    has no rows. Raises KeyError for an unknown column.
+    The rows are in the order of steps, groups, samples and branches.
+
+    Args:
+        run_dir: The run directory.
+        tokens: Whether to read the lists over response tokens instead of the samples' columns.
+            Steps whose token files were deleted at the size limit have no rows.
+        steps: Steps to read; None reads all. A step without files has no rows.
+        columns: Columns to read; None reads all.
+
+    Raises:
+        KeyError: If a column is unknown.
     """
     import pyarrow as pa
 
@@ -197,61 +216,70 @@ def read_samples(
     if columns is not None:
         schema = pa.schema([schema.field(name) for name in columns])
     return pa.concat_tables(
-        [schema.empty_table(), *_tables(Path(run_dir), _KINDS[not tokens], steps, schema.names)]
+        [
+            schema.empty_table(),
+            *_read_tables(Path(run_dir), _KINDS[not tokens], steps, schema.names),
+        ]
     )
 
 
-def _tables(
+def _read_tables(
     run_dir: Path, kind: str, steps: Collection[int] | None, columns: Sequence[str]
 ) -> Iterator[pa.Table]:
+    """Yield the table of each stored step."""
     import pyarrow.parquet as pq
 
     directory = RunPaths(run_dir).sample_files
-    for step in _steps(directory, kind):
+    for step in _find_steps(directory, kind):
         if steps is None or step in steps:
             try:
-                content = _file(directory, kind, step).read_bytes()
-            except FileNotFoundError:  # the run that goes on has dropped it
+                content = _file_path(directory, kind, step).read_bytes()
+            except FileNotFoundError:  # deleted by the running run at its size limit
                 continue
             yield pq.read_table(io.BytesIO(content), columns=list(columns))
 
 
-def _file(directory: Path, kind: str, step: int) -> Path:
+def _file_path(directory: Path, kind: str, step: int) -> Path:
     return directory / f"{kind}_{step:06d}.parquet"
 
 
-def _array(values: Column | None, kind: pa.DataType, count: int = 0) -> pa.Array:
-    """Values of this kind, or so many nulls."""
+def _to_array(values: Column | None, dtype: pa.DataType, count: int = 0) -> pa.Array:
+    """Return values as an array of this data type; `count` nulls if there are no values."""
     import pyarrow as pa
 
-    return pa.nulls(count, kind) if values is None else pa.array(values, kind, from_pandas=True)
+    return pa.nulls(count, dtype) if values is None else pa.array(values, dtype, from_pandas=True)
 
 
-def _steps(directory: Path, kind: str) -> list[int]:
-    names = (
+def _find_steps(directory: Path, kind: str) -> list[int]:
+    """Return the steps that have a file of this kind, in ascending order."""
+    matches = (
         re.fullmatch(rf"{kind}_([0-9]+)\.parquet", file.name)
         for file in directory.glob(f"{kind}_*")
     )
-    return sorted(int(name[1]) for name in names if name is not None)
+    return sorted(int(match[1]) for match in matches if match is not None)
 
 
-def _parquet(table: pa.Table) -> bytes:
+def _encode_parquet(table: pa.Table) -> bytes:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    # Lists of numbers hardly repeat: their bytes compress better by place than through a
-    # dictionary.
-    numbers = [
+    # The values of float lists hardly repeat: byte-stream-split encoding, which groups bytes by
+    # their position in the value, compresses them better than a dictionary.
+    float_columns = [
         f"{field.name}.list.element"
         for field in table.schema
         if field.type == pa.list_(pa.float32())
     ]
-    others = [
+    list_columns = [
         f"{field.name}.list.element" for field in table.schema if pa.types.is_list(field.type)
     ]
-    chosen: Any = [name for name in others if name not in numbers] or True
+    dictionary_columns: Any = [name for name in list_columns if name not in float_columns] or True
     content = io.BytesIO()
     pq.write_table(
-        table, content, compression="zstd", use_dictionary=chosen, use_byte_stream_split=numbers
+        table,
+        content,
+        compression="zstd",
+        use_dictionary=dictionary_columns,
+        use_byte_stream_split=float_columns,
     )
     return content.getvalue()

@@ -1,9 +1,13 @@
-"""What each process of a run does when: a step's phases, and spans of time appended to
-`timeline/<role>-<rank>.jsonl`.
+"""Timing of a run: the spans of each process, the phases of a step, and the stages of the start.
 
-The clock is the machine's wall clock (CLOCK_REALTIME), read once when a process opens its file;
-from there its monotonic clock counts. `clock_offset_us`, what would make it the clock of the
-trainer's rank 0, is not measured, and 0.
+- `Timeline` appends the spans of a process to `timeline/<role>-<rank>.jsonl`.
+- `PhaseTimer` sums the seconds of each phase of a step.
+- `report_stage` writes what a role does while it starts to a file, and `StageWatch` reports the
+  stages that take long.
+
+The timeline reads the machine's wall clock (CLOCK_REALTIME) once, when a process opens its file;
+afterwards it counts with the process's monotonic clock. `clock_offset_us`, the offset to the clock
+of the trainer's rank 0, is not measured: it is always 0.
 """
 
 import contextlib
@@ -19,14 +23,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from aligner.files import append, newer_half, write_file
-from aligner.observability.logs import at_step
+from aligner.files import append_to_file, read_newer_half, write_file
+from aligner.observability.logs import set_log_step
 from aligner.paths import RunPaths, run_paths
 from aligner.schema import Config
 
-_LONG_S = 2.0
-"""What takes less is not told: nobody has begun to wonder."""
-_FIRST_STEP = {
+PHASE_SPAN_NAMES = {"reshard": "publish", "server_wait": "wait"}
+"""Span names of the trainer's phases, where they differ from the names in the metrics."""
+
+TRUNCATION_MARK = b'{"cut": true}'
+"""First line of a file whose older half was deleted."""
+
+# Duration in seconds from which on a stage is reported.
+_LONG_STAGE_S = 2.0
+# Stages of the phases of the first step.
+_FIRST_STEP_STAGES = {
     "generate": "generating the first samples",
     "server_wait": "waiting for the first results from the servers",
     "logprobs": "computing the first log-probs",
@@ -34,196 +45,156 @@ _FIRST_STEP = {
     "reshard": "syncing the new weights to the engine",
     "evaluate": "evaluating the initial model",
 }
-"""What phases of a step are called before one has ended."""
 
-
-def tell_stage(config: Config, role: str, stage: str | None) -> None:
-    """The first rank of a role, or server group, is at this now; None: it has started. Other ranks
-    say nothing."""
-    if int(os.environ.get("RANK", "0")):
-        return
-    file = run_paths(config).stages / role
-    with contextlib.suppress(OSError):  # of a full disk others tell
-        if stage is None:
-            file.unlink(missing_ok=True)
-        else:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(stage, encoding="utf-8")
-
-
-def tell_phase(config: Config, phase: str) -> None:
-    """The trainer begins a phase of its first step."""
-    if stage := _FIRST_STEP.get(phase):
-        tell_stage(config, "trainer", stage)
-
-
-def forget_stages(paths: RunPaths) -> None:
-    """Drop what an earlier start has left."""
-    for file in paths.stages.glob("*"):
-        file.unlink(missing_ok=True)
-
-
-@dataclass
-class _Stage:
-    text: str
-    since: float
-    is_told: bool = False
-
-
-class StageWatch:
-    """Tells what each role is at, once that has taken a while, and how long it took."""
-
-    def __init__(
-        self,
-        paths: RunPaths,
-        tell: Callable[[str], None],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._directory, self._tell, self._clock = paths.stages, tell, clock
-        self._now: dict[str, _Stage] = {}
-
-    def poll(self) -> None:
-        """Look, and tell what is to be told."""
-        now, found = self._clock(), self._read()
-        for role in [role for role, stage in self._now.items() if found.get(role) != stage.text]:
-            stage = self._now.pop(role)
-            if stage.is_told:
-                self._tell(f"{role}: {stage.text} took {now - stage.since:.0f} s")
-        for role, text in found.items():
-            stage = self._now.setdefault(role, _Stage(text, now))
-            if not stage.is_told and now - stage.since >= _LONG_S:
-                stage.is_told = True
-                self._tell(f"{role}: {text} …")
-
-    def _read(self) -> Mapping[str, str]:
-        found = {}
-        for file in sorted(self._directory.glob("*")):
-            with contextlib.suppress(OSError):
-                found[file.name] = file.read_text(encoding="utf-8")
-        return {role: text for role, text in found.items() if text}
-
-
-PHASES = {"reshard": "publish", "server_wait": "wait"}
-"""What the trainer's phases are called in the timeline, where they are not called as in the
-metrics."""
-
-CUT = b'{"cut": true}'
-"""The first line of a file whose older half was dropped."""
-
+# Size of the end of a file in which an unfinished line is searched, in bytes.
 _TAIL_BYTES = 1 << 20
 
 
 class Timeline:
-    """One process's spans, kept until `flush`: what a killed process had not flushed is lost. Those
-    of one thread nest."""
+    """Spans of one process. The spans of one thread nest.
+
+    Spans are buffered until `flush`; a killed process loses its buffered spans.
+    """
 
     def __init__(
         self,
         path: Path | None,
-        names: Mapping[str, str] | None = None,
+        span_names: Mapping[str, str] | None = None,
         clock: Callable[[], float] = time.perf_counter,
         wall_clock: Callable[[], float] = time.time,
         limit: int = sys.maxsize,
     ) -> None:
-        """Goes on in an existing file; writes nothing where `path` is None. `names`: what the file
-        calls some spans.
+        """Open the timeline; an existing file is continued.
 
-        The older half of a file of more than `limit` bytes is dropped.
+        Args:
+            path: File of the spans; None writes nothing.
+            span_names: Names of spans in the file, by the names given to `add` and `span`; missing
+                names stay unchanged.
+            clock: Monotonic clock that returns seconds.
+            wall_clock: Clock that returns seconds since the epoch.
+            limit: Size in bytes above which the older half of the file is deleted.
         """
-        self._path, self._names, self._clock, self._limit = path, dict(names or {}), clock, limit
+        self._path = path
+        self._span_names = dict(span_names or {})
+        self._clock = clock
+        self._limit = limit
         self._step: int | None = None
         self._pending: deque[dict[str, Any]] = deque()
-        self._origin, self._origin_us = clock(), round(wall_clock() * 1e6)
+        self._origin = clock()
+        self._origin_us = round(wall_clock() * 1e6)
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            _cut_unfinished_line(path)
+            _truncate_unfinished_line(path)
             self._pending.append({"opened": self._origin_us, "clock_offset_us": 0})
             self.flush()
 
-    def add(self, name: str, start: float, end: float, **about: Any) -> None:
-        """A span from `start` to `end`, in seconds of the clock; `about` must be JSON values. From
-        any thread."""
+    def add(self, name: str, start: float, end: float, **attributes: Any) -> None:
+        """Add a span. May be called from any thread.
+
+        Args:
+            name: Name of the span.
+            start: Start of the span in seconds of the clock.
+            end: End of the span in seconds of the clock.
+            attributes: Further properties of the span, as JSON values.
+        """
         if self._path is None:
             return
-        began, ended = self._microseconds(start), self._microseconds(end)
+        start_us = self._microseconds(start)
+        end_us = self._microseconds(end)
         span: dict[str, Any] = {
-            "name": self._names.get(name, name),
-            "start": began,
-            "us": ended - began,
+            "name": self._span_names.get(name, name),
+            "start": start_us,
+            "us": end_us - start_us,
         }
         if self._step is not None:
             span["step"] = self._step
         if threading.current_thread() is not threading.main_thread():
             span["thread"] = threading.current_thread().name
-        self._pending.append(span | about)
+        self._pending.append(span | attributes)
 
     @contextmanager
-    def span(self, name: str, **about: Any) -> Iterator[None]:
-        """The time inside the block, also when it raises."""
+    def span(self, name: str, **attributes: Any) -> Iterator[None]:
+        """Add a span of the time inside the block, even if the block raises."""
         start = self._clock()
         try:
             yield
         finally:
-            self.add(name, start, self._clock(), **about)
+            self.add(name, start, self._clock(), **attributes)
 
     def begin_run(self, steps_done: int) -> None:
-        """A trainer is about to do what comes after so many steps: what was done after them before
-        does not count."""
+        """Record that a trainer continues after `steps_done` steps.
+
+        Spans of later steps from before a resume do not count any more.
+        """
         if self._path is not None:
             self._pending.append({"steps_done": steps_done})
             self.flush()
 
     def begin_step(self, step: int) -> None:
-        """What is added, and logged, from now on belongs to `step`; what was added before is
-        written."""
+        """Write the buffered spans, and set the step of all following spans and log records."""
         self.flush()
         self._step = step
-        at_step(step)
+        set_log_step(step)
 
     def flush(self) -> None:
-        """Write what was added."""
+        """Write the buffered spans."""
         lines = ""
-        while self._pending:  # one by one: other threads may add meanwhile
+        # Pop the spans one by one, because other threads may add spans at the same time.
+        while self._pending:
             lines += json.dumps(self._pending.popleft()) + "\n"
         if lines and self._path is not None:
-            append(self._path, lines)
+            append_to_file(self._path, lines)
             with self._path.open("rb") as file:
-                kept = newer_half(file, self._limit)
-            if kept is not None:
-                write_file(self._path, CUT + b"\n" + kept)
+                remaining = read_newer_half(file, self._limit)
+            if remaining is not None:
+                write_file(self._path, TRUNCATION_MARK + b"\n" + remaining)
 
     def _microseconds(self, seconds: float) -> int:
-        """Since the epoch. Monotone, so that spans which nest still do so when they are rounded."""
+        """Convert seconds of the clock to microseconds since the epoch.
+
+        The conversion is monotonic, so that nested spans still nest after rounding.
+        """
         return self._origin_us + round((seconds - self._origin) * 1e6)
 
 
 class PhaseTimer:
-    """Adds up seconds by phase over a step; different phases may overlap. `listener` gets each
-    block's name and times."""
+    """Timer that sums the seconds of each phase over a step; different phases may overlap."""
 
     def __init__(
         self,
         clock: Callable[[], float] = time.perf_counter,
         listener: Callable[[str, float, float], None] | None = None,
-        begins: Callable[[str], None] | None = None,
+        on_begin: Callable[[str], None] | None = None,
     ) -> None:
-        self.begins = begins
-        """Is told the name of each block at its start."""
-        self._clock, self._listener = clock, listener
+        """Create the timer.
+
+        Args:
+            clock: Monotonic clock that returns seconds.
+            listener: Function that is called at the end of each block with the phase's name, and
+                the block's start and end in seconds of the clock.
+            on_begin: Function that is called at the start of each block with the phase's name.
+        """
+        self.on_begin = on_begin
+        self._clock = clock
+        self._listener = listener
         self._open: set[str] = set()
         self._seconds: dict[str, float] = {}
         self._since = clock()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count the time inside the block as phase `name`; several blocks of a step add up."""
+        """Add the time inside the block to the phase `name`.
+
+        Raises:
+            ValueError: If the name is "step", or the phase is already being timed.
+        """
         if name == "step":
             raise ValueError("the phase name 'step' is reserved for the time of the whole step")
         if name in self._open:
             raise ValueError(f"phase {name!r} is already being timed")
         self._open.add(name)
-        if self.begins is not None:
-            self.begins(name)
+        if self.on_begin is not None:
+            self.on_begin(name)
         start = self._clock()
         try:
             yield
@@ -235,40 +206,130 @@ class PhaseTimer:
                 self._listener(name, start, end)
 
     def take(self) -> dict[str, float]:
-        """Seconds by metric name, `time/<phase>` and `time/step` since the last take; counting
-        starts anew."""
+        """Return the seconds since the last call by metric name, `time/<phase>` and `time/step`,
+        and reset the timer.
+
+        Raises:
+            ValueError: If a phase is still being timed.
+        """
         if self._open:
             raise ValueError(f"phases still being timed: {', '.join(sorted(self._open))}")
         now = self._clock()
-        taken = {
+        seconds = {
             "time/step": now - self._since,
-            **{f"time/{name}": spent for name, spent in self._seconds.items()},
+            **{f"time/{name}": duration for name, duration in self._seconds.items()},
         }
-        self._seconds, self._since = {}, now
-        return taken
+        self._seconds = {}
+        self._since = now
+        return seconds
 
 
 def open_timeline(
-    config: Config, role: str, rank: int, names: Mapping[str, str] = PHASES
+    config: Config, role: str, rank: int, span_names: Mapping[str, str] = PHASE_SPAN_NAMES
 ) -> Timeline:
-    """The timeline of a rank of a role or server group; nothing is written with
-    `logging.timeline=false`."""
+    """Return the timeline of a rank of a role or server group; with `logging.timeline=false`, it
+    writes nothing."""
     path = run_paths(config).timeline / f"{role}-{rank}.jsonl"
     if role == "trainer" and config.engine.placement == "server":
-        names = {**names, "generate": "wait"}
+        # With a generator role, the trainer waits while samples are generated.
+        span_names = {**span_names, "generate": "wait"}
     return Timeline(
-        path if config.logging.timeline else None, names, limit=config.logging.file_mib << 20
+        path if config.logging.timeline else None, span_names, limit=config.logging.file_mib << 20
     )
 
 
-def _cut_unfinished_line(path: Path) -> None:
-    """Drop what a killed writer may have left after the last whole line."""
+def _truncate_unfinished_line(path: Path) -> None:
+    """Delete the unfinished last line that a killed writer may have written."""
     if not path.exists():
         return
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         start = max(0, size - _TAIL_BYTES)
         file.seek(start)
-        whole = start + file.read().rfind(b"\n") + 1
-    if whole < size:
-        os.truncate(path, whole)
+        complete_size = start + file.read().rfind(b"\n") + 1
+    if complete_size < size:
+        os.truncate(path, complete_size)
+
+
+def report_stage(config: Config, role: str, stage: str | None) -> None:
+    """Write the stage of a role to its file. Only rank 0 writes.
+
+    Args:
+        config: The run's configuration.
+        role: Role or server group.
+        stage: What the role does now, for example "loading the weights"; None after its start.
+    """
+    if int(os.environ.get("RANK", "0")):
+        return
+    file = run_paths(config).stages / role
+    with contextlib.suppress(OSError):  # other writers report a full disk
+        if stage is None:
+            file.unlink(missing_ok=True)
+        else:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(stage, encoding="utf-8")
+
+
+def report_phase(config: Config, phase: str) -> None:
+    """Write a phase of the trainer's first step as its stage."""
+    if stage := _FIRST_STEP_STAGES.get(phase):
+        report_stage(config, "trainer", stage)
+
+
+def delete_stages(paths: RunPaths) -> None:
+    """Delete the stage files of an earlier start."""
+    for file in paths.stages.glob("*"):
+        file.unlink(missing_ok=True)
+
+
+@dataclass
+class _Stage:
+    """A role's stage, when it was first seen, and whether it has been reported."""
+
+    text: str
+    since: float
+    is_reported: bool = False
+
+
+class StageWatch:
+    """Reporter of the stages of roles that take long, and of their durations."""
+
+    def __init__(
+        self,
+        paths: RunPaths,
+        report: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Create the watch.
+
+        Args:
+            paths: The run's paths.
+            report: Function that receives each report.
+            clock: Clock that returns seconds.
+        """
+        self._directory = paths.stages
+        self._report = report
+        self._clock = clock
+        self._stages: dict[str, _Stage] = {}
+
+    def poll(self) -> None:
+        """Read the stage files, and report ended and long stages."""
+        now = self._clock()
+        texts = self._read_texts()
+        for role in [role for role, stage in self._stages.items() if texts.get(role) != stage.text]:
+            stage = self._stages.pop(role)
+            if stage.is_reported:
+                self._report(f"{role}: {stage.text} took {now - stage.since:.0f} s")
+        for role, text in texts.items():
+            stage = self._stages.setdefault(role, _Stage(text, now))
+            if not stage.is_reported and now - stage.since >= _LONG_STAGE_S:
+                stage.is_reported = True
+                self._report(f"{role}: {text} …")
+
+    def _read_texts(self) -> Mapping[str, str]:
+        texts = {}
+        for file in sorted(self._directory.glob("*")):
+            # OSError: the role has just deleted its file.
+            with contextlib.suppress(OSError):
+                texts[file.name] = file.read_text(encoding="utf-8")
+        return {role: text for role, text in texts.items() if text}

@@ -1,5 +1,5 @@
-"""A run's timeline as a whole: read from its processes' files, written as `trace.json`, and summed
-up."""
+"""Timeline of a whole run: reading the files of its processes, writing `trace.json`, and summing up
+the time of each role."""
 
 import bisect
 import itertools
@@ -14,94 +14,129 @@ from typing import Any
 
 from aligner.errors import AlignerError
 from aligner.files import write_file
-from aligner.observability.timeline import CUT
+from aligner.observability.timeline import TRUNCATION_MARK
 from aligner.paths import RunPaths
 
 WAIT = "wait"
-"""The name of spans in which a rank waits for others; of all others it is busy."""
+"""Name of the spans in which a rank waits for others; in all other spans, it is busy."""
 
 NEWEST_BYTES = 16 << 20
-"""How much of a run's timeline is read, at most: a trace of more is more than a browser takes."""
-_OWN = ("name", "start", "us", "step", "thread")
+"""Maximum size of the part of a run's timeline that is read, in bytes: a browser cannot display a
+larger trace."""
+# Keys of a record that are fields of `Span`; all other keys are its attributes.
+_SPAN_KEYS = ("name", "start", "us", "step", "thread")
 _ROLES = ("trainer", "generator", "critic", "reward", "teacher")
 
 
 @dataclass(frozen=True)
 class Span:
-    """What a thread of a rank did for a while. Times are microseconds since the epoch."""
+    """An activity of a thread of a rank."""
 
     role: str
-    """Or server group, such as reward.1"""
+    """Role or server group, such as reward.1."""
     rank: int
     name: str
     start: int
+    """Start in microseconds since the epoch."""
     end: int
+    """End in microseconds since the epoch."""
     step: int | None = None
-    """The training step that it belongs to; of a server's, the one that the trainer was at when it
-    began"""
+    """Training step of the span; for a server's span, the step of the trainer when the span
+    began."""
     thread: str = ""
-    """Empty for the main thread"""
-    about: Mapping[str, Any] | None = None
+    """Name of the thread; empty for the main thread."""
+    attributes: Mapping[str, Any] | None = None
+    """Further properties of the span."""
 
 
 def read_spans(paths: RunPaths, newest_bytes: int = NEWEST_BYTES) -> list[Span]:
-    """The spans of a run by their start, those left out that a resumed run has done again; none
-    without a timeline.
+    """Return the spans of a run in the order of their start; an empty list without a timeline.
 
-    Of a timeline of more than `newest_bytes` the newest part. Raises AlignerError for a file that
-    is none of ours.
+    Spans of steps that a resumed run has trained again are omitted.
+
+    Args:
+        paths: The run's paths.
+        newest_bytes: Maximum size of the read part of the timeline in bytes; of a larger timeline,
+            the newest part is read.
+
+    Raises:
+        AlignerError: If a file is not a timeline.
     """
     files = sorted(paths.timeline.glob("*-*.jsonl"))
-    read = {file: _records(file, newest_bytes // len(files)) for file in files}
-    undone = _undone(read.get(paths.timeline / "trainer-0.jsonl", ([], False))[0])
-    spans = [span for file, (records, _) in read.items() for span in _spans(file, records)]
-    # Where a part was left out, all processes begin where the one does whose part begins last.
-    begins = max(
-        (records[0]["start"] for records, cut in read.values() if cut and records), default=0
+    records_by_file = {file: _read_records(file, newest_bytes // len(files)) for file in files}
+    discarded = _find_discarded_times(
+        records_by_file.get(paths.timeline / "trainer-0.jsonl", ([], False))[0]
     )
-    kept = [
+    spans = [
+        span for file, (records, _) in records_by_file.items() for span in _to_spans(file, records)
+    ]
+    # If files are truncated, all processes begin at the latest beginning of a truncated file, so
+    # that no process seems to be idle before it.
+    first_start = max(
+        (
+            records[0]["start"]
+            for records, is_truncated in records_by_file.values()
+            if is_truncated and records
+        ),
+        default=0,
+    )
+    valid_spans = [
         span
         for span in spans
-        if span.start >= begins and not any(a <= span.start < b for a, b in undone)
+        if span.start >= first_start
+        and not any(begin <= span.start < end for begin, end in discarded)
     ]
-    return sorted(_with_steps(kept), key=lambda span: (span.start, -span.end))
+    return sorted(_add_steps(valid_spans), key=lambda span: (span.start, -span.end))
 
 
 def write_trace(paths: RunPaths) -> list[Span]:
-    """Write `trace.json` anew, in Chrome's trace event format; returns its spans, none and no file
-    without a timeline.
+    """Write `trace.json` in Chrome's trace event format, replacing an existing file.
 
-    Roles are its processes, ranks their threads, and times count from the first span. Raises
-    AlignerError and OSError.
+    Roles are the processes of the trace, and ranks their threads. Times count from the first span.
+
+    Returns:
+        The spans of the trace. Without a timeline, the list is empty, and no file is written.
+
+    Raises:
+        AlignerError: If a file of the timeline is invalid.
+        OSError: If the trace cannot be written.
     """
     spans = read_spans(paths)
     if not spans:
         return spans
     began = datetime.fromtimestamp(spans[0].start / 1e6, timezone.utc).isoformat()
-    about = {"run": paths.root.name, "began": began, "clock": "CLOCK_REALTIME"}
-    content = {"traceEvents": trace_events(spans), "displayTimeUnit": "ms", "otherData": about}
+    metadata = {"run": paths.root.name, "began": began, "clock": "CLOCK_REALTIME"}
+    content = {
+        "traceEvents": build_trace_events(spans),
+        "displayTimeUnit": "ms",
+        "otherData": metadata,
+    }
     write_file(paths.trace, json.dumps(content, separators=(",", ":")) + "\n")
     return spans
 
 
-def trace_events(spans: Sequence[Span]) -> list[dict[str, Any]]:
-    """Complete events (`ph` X) of spans in order of their start, and metadata events that name
-    roles and ranks."""
+def build_trace_events(spans: Sequence[Span]) -> list[dict[str, Any]]:
+    """Return the events of a Chrome trace: metadata events with the names of roles and ranks, and a
+    complete event (`ph` X) for each span.
+
+    Args:
+        spans: The spans in the order of their start.
+    """
     events: list[dict[str, Any]] = []
     tracks: dict[tuple[str, int, str], tuple[int, int]] = {}
-    for pid, role in enumerate(roles_of(spans), 1):
-        events += _metadata("process", pid, None, role, pid)
+    for pid, role in enumerate(list_roles(spans), 1):
+        events += _metadata_events("process", pid, None, role, pid)
         lanes = sorted({(span.rank, span.thread) for span in spans if span.role == role})
         ranks = max(rank for rank, _ in lanes) + 1
-        for place, (rank, thread) in enumerate(lanes):
-            # A rank's number is its main thread's; other threads come after all ranks, but are
-            # shown below theirs.
-            tid = ranks + place if thread else rank
+        for index, (rank, thread) in enumerate(lanes):
+            # The id of a main thread is its rank. Ids of other threads follow those of all ranks;
+            # the sort index displays these threads below their rank.
+            tid = ranks + index if thread else rank
             tracks[role, rank, thread] = pid, tid
-            events += _metadata("thread", pid, tid, f"rank {rank} {thread}".rstrip(), place)
+            events += _metadata_events("thread", pid, tid, f"rank {rank} {thread}".rstrip(), index)
     for span in spans:
         pid, tid = tracks[span.role, span.rank, span.thread]
-        arguments = dict(span.about or {}) | ({} if span.step is None else {"step": span.step})
+        arguments = dict(span.attributes or {}) | ({} if span.step is None else {"step": span.step})
         times = {"ts": span.start - spans[0].start, "dur": span.end - span.start}
         events.append(
             {"name": span.name, "ph": "X", **times, "pid": pid, "tid": tid, "args": arguments}
@@ -109,47 +144,49 @@ def trace_events(spans: Sequence[Span]) -> list[dict[str, Any]]:
     return events
 
 
-def roles_of(spans: Iterable[Span]) -> list[str]:
-    """The roles that have spans, the trainer first."""
+def list_roles(spans: Iterable[Span]) -> list[str]:
+    """Return the roles that have spans, the trainer first."""
 
-    def place(role: str) -> tuple[int, str]:
+    def sort_key(role: str) -> tuple[int, str]:
         kind = role.partition(".")[0]
         return _ROLES.index(kind) if kind in _ROLES else len(_ROLES), role
 
-    return sorted({span.role for span in spans}, key=place)
+    return sorted({span.role for span in spans}, key=sort_key)
 
 
-def innermost(spans: Iterable[Span]) -> list[Span]:
-    """The spans of a thread cut so that none covers another: each moment belongs to the one that
-    began last."""
+def flatten_spans(spans: Iterable[Span]) -> list[Span]:
+    """Split the nested spans of a thread so that none overlaps another: each moment belongs to the
+    span that began last."""
     ordered = sorted(spans, key=lambda span: (span.start, -span.end))
-    cut: list[Span] = []
-    under_way: list[Span] = []
-    at, last = 0, max((span.end for span in ordered), default=0)
-    for until, following in [*((span.start, span) for span in ordered), (last, None)]:
-        while under_way and under_way[-1].end <= until:
-            ended = under_way.pop()
-            if ended.end > at:
-                cut.append(replace(ended, start=at))
-                at = ended.end
-        if under_way and until > at:
-            cut.append(replace(under_way[-1], start=at, end=until))
-        at = max(at, until)
-        if following is not None:
-            under_way.append(following)
-    return cut
+    flat: list[Span] = []
+    # Stack of the spans that are open at `time`; the innermost span is the last.
+    open_spans: list[Span] = []
+    time = 0
+    last_end = max((span.end for span in ordered), default=0)
+    for next_start, next_span in [*((span.start, span) for span in ordered), (last_end, None)]:
+        while open_spans and open_spans[-1].end <= next_start:
+            ended = open_spans.pop()
+            if ended.end > time:
+                flat.append(replace(ended, start=time))
+                time = ended.end
+        if open_spans and next_start > time:
+            flat.append(replace(open_spans[-1], start=time, end=next_start))
+        time = max(time, next_start)
+        if next_span is not None:
+            open_spans.append(next_span)
+    return flat
 
 
 def steps_window(spans: Iterable[Span], steps: int) -> tuple[int, int]:
-    """From the start of the trainer's last `steps` whole steps to the end of the last; (0, 0)
-    without a training step."""
+    """Return the start of the first and the end of the last of the trainer's last `steps` steps;
+    (0, 0) without a training step."""
     bounds = step_bounds(spans)
-    last = sorted(step for step in bounds if step > 0)[-steps:]
-    return (bounds[last[0]][0], bounds[last[-1]][1]) if last else (0, 0)
+    last_steps = sorted(step for step in bounds if step > 0)[-steps:]
+    return (bounds[last_steps[0]][0], bounds[last_steps[-1]][1]) if last_steps else (0, 0)
 
 
 def step_bounds(spans: Iterable[Span]) -> dict[int, tuple[int, int]]:
-    """When the trainer's rank 0 began each step, and when it ended it."""
+    """Return the start and the end of each step on the trainer's rank 0."""
     bounds: dict[int, tuple[int, int]] = {}
     for span in spans:
         if span.role == "trainer" and span.rank == 0 and span.step is not None:
@@ -158,97 +195,130 @@ def step_bounds(spans: Iterable[Span]) -> dict[int, tuple[int, int]]:
     return bounds
 
 
-def busy_shares(spans: Iterable[Span], window: tuple[int, int]) -> dict[str, dict[str, float]]:
-    """By role, the trainer first, which share of the window its ranks spent on what, waiting left
-    out; a mean over ranks."""
+def compute_busy_shares(
+    spans: Iterable[Span], window: tuple[int, int]
+) -> dict[str, dict[str, float]]:
+    """Return the share of the window that each role spends in each kind of span, without waiting.
+
+    Args:
+        spans: The spans of a run.
+        window: Start and end in microseconds since the epoch.
+
+    Returns:
+        Role to span name to share, as means over the role's ranks; the trainer is first.
+    """
     begin, end = window
-    during = [span for span in spans if span.end > begin and span.start < end]
-    threads: dict[tuple[str, int, str], list[Span]] = {}
-    for span in during:
-        threads.setdefault((span.role, span.rank, span.thread), []).append(span)
-    ranks: dict[tuple[str, int], list[Span]] = {}
-    for (role, rank, _), own in threads.items():
-        ranks.setdefault((role, rank), []).extend(
-            span for span in innermost(own) if span.name != WAIT
+    in_window = [span for span in spans if span.end > begin and span.start < end]
+    spans_by_thread: dict[tuple[str, int, str], list[Span]] = {}
+    for span in in_window:
+        spans_by_thread.setdefault((span.role, span.rank, span.thread), []).append(span)
+
+    # Flatten twice: within each thread, so that a wait inside a span does not count as busy, and
+    # then over the threads of a rank, so that parallel threads do not count the same time twice.
+    busy_by_rank: dict[tuple[str, int], list[Span]] = {}
+    for (role, rank, _), thread_spans in spans_by_thread.items():
+        busy_by_rank.setdefault((role, rank), []).extend(
+            span for span in flatten_spans(thread_spans) if span.name != WAIT
         )
-    counts = {role: sum(1 for known, _ in ranks if known == role) for role in roles_of(during)}
-    shares: dict[str, dict[str, float]] = {role: {} for role in counts}
-    for (role, _), own in ranks.items():
-        for span in innermost(own):
-            inside = max(0, min(span.end, end) - max(span.start, begin))
+    rank_counts = {
+        role: sum(1 for rank_role, _ in busy_by_rank if rank_role == role)
+        for role in list_roles(in_window)
+    }
+    shares: dict[str, dict[str, float]] = {role: {} for role in rank_counts}
+    for (role, _), busy_spans in busy_by_rank.items():
+        for span in flatten_spans(busy_spans):
+            duration = max(0, min(span.end, end) - max(span.start, begin))
             shares[role][span.name] = (
-                shares[role].get(span.name, 0.0) + inside / (end - begin) / counts[role]
+                shares[role].get(span.name, 0.0) + duration / (end - begin) / rank_counts[role]
             )
     return shares
 
 
-def _records(file: Path, limit: int) -> tuple[list[dict[str, Any]], bool]:
-    """The whole lines among a file's last `limit` bytes, and whether there were others before
-    them."""
+def _read_records(file: Path, limit: int) -> tuple[list[dict[str, Any]], bool]:
+    """Return the records of the complete lines in a file's last `limit` bytes, and whether earlier
+    records are missing."""
     with file.open("rb") as content:
         size = content.seek(0, os.SEEK_END)
         content.seek(max(0, size - limit))
         block = content.read(limit)
-    whole = block[: block.rfind(b"\n") + 1].splitlines()
-    cut = size > limit or whole[:1] == [CUT]
+    lines = block[: block.rfind(b"\n") + 1].splitlines()
+    is_truncated = size > limit or lines[:1] == [TRUNCATION_MARK]
     try:
-        records = [json.loads(line) for line in (whole[1:] if cut else whole)]
+        # The first line of a truncated file is the mark, or is incomplete.
+        records = [json.loads(line) for line in (lines[1:] if is_truncated else lines)]
     except ValueError as error:
         raise AlignerError(
             f"{file}: not a valid timeline, because a line is not JSON ({error}); remove the file"
         ) from error
-    if cut:
+    if is_truncated:
         records = list(itertools.dropwhile(lambda record: "start" not in record, records))
-    return records, cut
+    return records, is_truncated
 
 
-def _undone(records: Sequence[Mapping[str, Any]]) -> list[tuple[int, int]]:
-    """From when to when what was done was lost: it came after the checkpoint from which the trainer
-    was resumed."""
-    lost: list[tuple[int, int]] = []
-    counting: list[Mapping[str, Any]] = []
+def _find_discarded_times(records: Sequence[Mapping[str, Any]]) -> list[tuple[int, int]]:
+    """Return the time intervals whose steps were lost, because they followed the checkpoint from
+    which the trainer was resumed.
+
+    Args:
+        records: The records of the trainer's rank 0.
+    """
+    discarded: list[tuple[int, int]] = []
+    valid: list[Mapping[str, Any]] = []
     opened = 0
     for record in records:
         if "opened" in record:
             opened = record["opened"]
         elif "steps_done" not in record:
-            counting.append(record)
-        elif counting:
+            valid.append(record)
+        elif valid:
             done = record["steps_done"]
-            counting = [span for span in counting if done > 0 and span["step"] <= done]
-            lost.append((max((span["start"] + span["us"] for span in counting), default=0), opened))
-    return lost
+            valid = [span for span in valid if done > 0 and span["step"] <= done]
+            last_valid_end = max((span["start"] + span["us"] for span in valid), default=0)
+            discarded.append((last_valid_end, opened))
+    return discarded
 
 
-def _spans(file: Path, records: Iterable[Mapping[str, Any]]) -> list[Span]:
+def _to_spans(file: Path, records: Iterable[Mapping[str, Any]]) -> list[Span]:
+    """Return the spans of a file's records. The file's name contains the role and the rank."""
     role, _, rank = file.stem.rpartition("-")
-    offset, spans = 0, []
+    offset = 0
+    spans = []
     for record in records:
         if "opened" in record:
             offset = record["clock_offset_us"]
         elif "start" in record:
             start = record["start"] + offset
-            about = {key: value for key, value in record.items() if key not in _OWN}
-            end, step, thread = start + record["us"], record.get("step"), record.get("thread", "")
-            spans.append(Span(role, int(rank), record["name"], start, end, step, thread, about))
+            attributes = {key: value for key, value in record.items() if key not in _SPAN_KEYS}
+            end = start + record["us"]
+            step = record.get("step")
+            thread = record.get("thread", "")
+            spans.append(
+                Span(role, int(rank), record["name"], start, end, step, thread, attributes)
+            )
     return spans
 
 
-def _with_steps(spans: Sequence[Span]) -> list[Span]:
-    """The servers' spans get the step that the trainer was at when they began."""
-    begins = sorted((start, step) for step, (start, _) in step_bounds(spans).items())
-    found = []
+def _add_steps(spans: Sequence[Span]) -> list[Span]:
+    """Return the spans; those without a step, which are the servers', get the step of the trainer
+    when they began."""
+    step_starts = sorted((start, step) for step, (start, _) in step_bounds(spans).items())
+    result = []
     for span in spans:
-        place = bisect.bisect_right(begins, span.start, key=itemgetter(0)) - 1
-        found.append(
-            span if span.step is not None or place < 0 else replace(span, step=begins[place][1])
+        index = bisect.bisect_right(step_starts, span.start, key=itemgetter(0)) - 1
+        result.append(
+            span
+            if span.step is not None or index < 0
+            else replace(span, step=step_starts[index][1])
         )
-    return found
+    return result
 
 
-def _metadata(kind: str, pid: int, tid: int | None, name: str, place: int) -> list[dict[str, Any]]:
-    where = {"ph": "M", "pid": pid, **({} if tid is None else {"tid": tid})}
+def _metadata_events(
+    kind: str, pid: int, tid: int | None, name: str, sort_index: int
+) -> list[dict[str, Any]]:
+    """Return the metadata events that name a process or thread and set its position."""
+    common = {"ph": "M", "pid": pid, **({} if tid is None else {"tid": tid})}
     return [
-        {"name": f"{kind}_name", **where, "args": {"name": name}},
-        {"name": f"{kind}_sort_index", **where, "args": {"sort_index": place}},
+        {"name": f"{kind}_name", **common, "args": {"name": name}},
+        {"name": f"{kind}_sort_index", **common, "args": {"sort_index": sort_index}},
     ]

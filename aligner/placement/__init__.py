@@ -1,1 +1,1 @@
-"""Which role runs where: ranks, devices, ports, Slurm nodes, memory of a device."""
+"""Placement of roles: ranks, devices, ports, Slurm nodes and device memory."""

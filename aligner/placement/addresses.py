@@ -1,5 +1,8 @@
-"""Addresses of a run's servers: ports and interfaces that are asked for, where they listen, and the
-key and TLS they want."""
+"""Addresses of a run's servers: configured ports and interfaces, endpoints, and access.
+
+The endpoints of a run are stored in a file. `Access` contains the key and the TLS files with which
+clients reach the servers.
+"""
 
 import ipaddress
 import json
@@ -18,48 +21,59 @@ from aligner.placement.roles import server_ranks
 from aligner.placement.tls import tls_files
 from aligner.schema import Config, PortsConfig
 
+# Number of ports of a server: HTTP, gRPC and metrics.
 PORTS_PER_SERVER = 3
 LOOPBACK = "127.0.0.1"
-_ANY = "0.0.0.0"
+_ALL_INTERFACES = "0.0.0.0"
 
 
 def interface_address(interface: str) -> str:
-    """The IPv4 address of this machine's network interface, such as eth0; an address is itself.
+    """Return the IPv4 address of a network interface of this machine.
 
-    Raises ConfigError, naming the interfaces that there are, for a name that is none of them.
+    Args:
+        interface: Name of an interface, such as `eth0`, or an IPv4 address, which is returned
+            unchanged.
+
+    Raises:
+        ConfigError: There is no such interface; the error lists the interfaces.
     """
     try:
         return str(ipaddress.IPv4Address(interface))
     except ValueError:
         pass
-    known = {
+    addresses_by_name = {
         name: address.address
         for name, addresses in psutil.net_if_addrs().items()
         for address in addresses
         if address.family == socket.AF_INET
     }
-    if interface not in known:
-        raise ConfigError(
-            f"server.interface={interface}: must be an IPv4 address or a network interface of"
-            " this machine:"
-            f" {', '.join(f'{name} ({address})' for name, address in sorted(known.items()))}"
+    if interface not in addresses_by_name:
+        choices = ", ".join(
+            f"{name} ({address})" for name, address in sorted(addresses_by_name.items())
         )
-    return known[interface]
+        raise ConfigError(
+            f"server.interface={interface}: must be an IPv4 address or a network interface of this"
+            f" machine: {choices}"
+        )
+    return addresses_by_name[interface]
 
 
 def client_address(config: Config) -> str:
-    """Where this machine's clients reach the servers: over loopback when they listen everywhere."""
+    """Return the address at which clients on this machine reach the servers.
+
+    This is the loopback address if the servers listen on all interfaces.
+    """
     address = interface_address(config.server.interface)
-    return LOOPBACK if address == _ANY else address
+    return LOOPBACK if address == _ALL_INTERFACES else address
 
 
 def group_ports(config: Config) -> dict[str, PortsConfig]:
-    """The ports that each server group is configured with; 0 for those that are picked at launch.
+    """Return the configured ports of each server group; 0 means that the launch chooses the port.
 
-    A replica's are `PORTS_PER_SERVER` above those of the one before it.
+    The ports of a replica are `PORTS_PER_SERVER` above those of the previous replica.
     """
 
-    def above(ports: PortsConfig, offset: int) -> PortsConfig:
+    def add_offset(ports: PortsConfig, offset: int) -> PortsConfig:
         return PortsConfig(**{name: port and port + offset for name, port in asdict(ports).items()})
 
     roles = {
@@ -68,33 +82,36 @@ def group_ports(config: Config) -> dict[str, PortsConfig]:
         "reward": config.reward.ports,
         "teacher": config.teacher.ports,
     }
-    found = {}
+    ports_by_group = {}
     for group in server_ranks(config):
         role, _, replica = group.partition(".")
-        found[group] = above(roles[role], int(replica or 0) * PORTS_PER_SERVER)
-    return found
+        ports_by_group[group] = add_offset(roles[role], int(replica or 0) * PORTS_PER_SERVER)
+    return ports_by_group
 
 
 def explicit_ports(config: Config) -> dict[str, int]:
-    """The ports that the configuration fixes, by key; those left at 0 are picked at launch."""
-    found = {}
+    """Return the configured ports by key, without the ports that the launch chooses."""
+    ports_by_key = {}
     for group, ports in group_ports(config).items():
         role, _, replica = group.partition(".")
         offset = f" + {int(replica) * PORTS_PER_SERVER} ({group})" if replica else ""
         section = "engine" if role == "generator" else role
-        found.update(
+        ports_by_key.update(
             {
                 f"{section}.ports.{name}{offset}": port
                 for name, port in asdict(ports).items()
                 if port
             }
         )
-    return found
+    return ports_by_key
 
 
 def port_is_free(interface: str, port: int) -> bool:
-    """Whether a server could listen there now; raises OSError for an interface that this machine
-    does not have."""
+    """Return whether a server could listen on the port now.
+
+    Raises:
+        OSError: This machine does not have the interface.
+    """
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -102,6 +119,7 @@ def port_is_free(interface: str, port: int) -> bool:
         except PermissionError:
             return False
         except OSError:
+            # Distinguish a used port from a missing interface, for which this raises OSError.
             with socket.socket() as any_port:
                 any_port.bind((interface, 0))
             return False
@@ -109,48 +127,54 @@ def port_is_free(interface: str, port: int) -> bool:
 
 
 WORLD_SECRET = "ALIGNER_WORLD_SECRET"
-"""Environment variable of the ranks that are started together, and find each other by it."""
+"""Environment variable with a secret that only ranks of the same start share."""
+# Names of the access key in the clients of PyTriton: HTTP header and gRPC metadata.
 KEY_HEADER = "triton-access-token"
 GRPC_KEY_HEADER = f"triton-grpc-protocol-{KEY_HEADER}"
-"""The key's HTTP header and gRPC metadata, those of PyTriton's clients."""
 
 
 @dataclass(frozen=True)
 class Access:
-    """How a server is reached beside its address."""
+    """Key and TLS files with which a client reaches a server."""
 
     key: str | None = field(default=None, repr=False)
-    """The shared key; None where `server.guard=none`."""
+    """The shared access key; None with `server.guard=none`."""
     authorities: Path | None = None
-    """PEM file that the server's certificate is checked against; None: no TLS."""
+    """PEM file of the authorities that verify the server's certificate; None without TLS."""
     certificate: Path | None = None
-    """PEM file with the client's own certificate (mutual TLS)."""
+    """PEM file with the client's own certificate, for mutual TLS."""
     certificate_key: Path | None = None
+    """PEM file with the key of the client's certificate."""
 
 
 def create_access_key(config: Config) -> None:
-    """Make the run's key, unless it has one or needs none: a file that only its owner may read.
+    """Create the access key of a run, in a file that only its owner may read.
 
-    Raises ConfigError where the run has a file that is no key.
+    Nothing happens if the run has a key, or requires none.
+
+    Raises:
+        ConfigError: The existing file is not a valid key.
     """
     path = run_paths(config).access_key
     if config.server.guard == "none":
         return
     if not path.exists():
         path.parent.mkdir(PRIVATE, parents=True, exist_ok=True)
-        # servers started together agree on the first one's
+        # Servers that start at the same time all use the first key that one of them creates.
         create_private_file(path, secrets.token_urlsafe(32) + "\n")
     _read_key(path)
 
 
 def _read_key(path: Path) -> str:
+    """Return the key in a file, or raise ConfigError if it is not valid."""
     try:
         key = path.read_text(encoding="ascii", errors="replace").strip()
     except OSError as error:
         raise ConfigError(
             f"server.guard=key: cannot read the access key of the run, {path}: {error.strerror}"
         ) from error
-    if not re.fullmatch(r"[!-~]+", key):  # a header's value
+    # The key is the value of an HTTP header.
+    if not re.fullmatch(r"[!-~]+", key):
         raise ConfigError(
             f"server.guard=key: the access key of the run, {path}, is"
             f" {'not valid' if key else 'empty'}; expected one line of printable ASCII characters"
@@ -160,8 +184,11 @@ def _read_key(path: Path) -> str:
 
 
 def run_access(config: Config) -> Access:
-    """How the run's own processes reach its servers. Raises ConfigError where the run has no key,
-    or a file that is none."""
+    """Return the access of the run's own processes to its servers.
+
+    Raises:
+        ConfigError: The run has no valid key.
+    """
     key = _read_key(run_paths(config).access_key) if config.server.guard == "key" else None
     tls = tls_files(config)
     if tls is None:
@@ -173,7 +200,7 @@ def run_access(config: Config) -> Access:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where one server listens."""
+    """Host and ports of one server."""
 
     host: str
     http: int
@@ -182,7 +209,7 @@ class Endpoint:
 
 
 def save_endpoints(endpoints: dict[str, Endpoint], path: Path) -> None:
-    """Write the addresses by server group, atomically."""
+    """Write the endpoint of each server group to a file, atomically."""
     write_file(
         path,
         json.dumps({group: asdict(endpoint) for group, endpoint in endpoints.items()}, indent=1)
@@ -191,10 +218,13 @@ def save_endpoints(endpoints: dict[str, Endpoint], path: Path) -> None:
 
 
 def load_endpoints(path: Path) -> dict[str, Endpoint]:
-    """Read the addresses by server group (`aligner.placement.roles.server_ranks`)."""
+    """Read the endpoint of each server group from a file.
+
+    See `aligner.placement.roles.server_ranks` for the names of the groups.
+    """
     return {group: Endpoint(**fields) for group, fields in json.loads(path.read_text()).items()}
 
 
-def replicas(endpoints: dict[str, Endpoint], role: str) -> list[Endpoint]:
-    """A role's servers, the first replica first: the groups `reward`, `reward.1`, and so on."""
+def role_endpoints(endpoints: dict[str, Endpoint], role: str) -> list[Endpoint]:
+    """Return the endpoints of all replicas of a role, in order: `reward`, `reward.1`, …"""
     return [endpoint for group, endpoint in endpoints.items() if group.partition(".")[0] == role]

@@ -1,41 +1,57 @@
-"""Which GPUs of this machine the ranks of each role have."""
+"""Assignment of this machine's GPUs to the ranks of each role, and lists of devices as text."""
 
 import re
 from collections.abc import Iterator
 
 from aligner.errors import ConfigError
-from aligner.placement.roles import computes_on_devices, gpu_count, role_of, role_ranks
+from aligner.placement.roles import computes_on_devices, count_gpus, role_of, role_ranks
 from aligner.schema import Config
 
 
-def numbers(text: str) -> Iterator[int]:
-    """Those of a list such as 0-2,5."""
+def parse_numbers(text: str) -> Iterator[int]:
+    """Yield the numbers of a list such as `0-2,5`, the form that keys and Slurm use.
+
+    Example:
+        >>> list(parse_numbers("0-2,5"))
+        [0, 1, 2, 5]
+    """
     for part in text.split(","):
         first, _, last = part.partition("-")
         yield from range(int(first), int(last or first) + 1)
 
 
-def device_list(key: str, text: str, count: int, limit: str) -> tuple[int, ...]:
-    """The devices that a key's value names, of `count` ones; `limit` is what an error says that the
-    count comes from.
+def parse_devices(key: str, text: str, count: int, limit: str) -> tuple[int, ...]:
+    """Return the devices in the value of a key.
 
-    Raises ConfigError, with the key, for what is no list, for devices that are not there and for
-    one that is named twice.
+    Args:
+        key: Name of the key, for errors.
+        text: Value of the key, such as `0-3,6`.
+        count: Number of existing devices.
+        limit: Source of `count`, for errors.
+
+    Raises:
+        ConfigError: The value is not a list, contains a device twice, or contains a device that
+            does not exist.
     """
     if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", text):
         raise ConfigError(f"{key}={text}: must be a list of numbers and ranges, such as 0-3 or 6,7")
-    # first of all: a range may be too long to write out
-    is_known = all(int(end) < count for end in re.findall(r"\d+", text))
-    found = list(numbers(text)) if is_known else []
-    if not found or len(set(found)) < len(found):
+    # Check the bounds before the expansion, because a range may be too long to expand.
+    has_valid_bounds = all(int(end) < count for end in re.findall(r"\d+", text))
+    devices = list(parse_numbers(text)) if has_valid_bounds else []
+    if not devices or len(set(devices)) < len(devices):
         raise ConfigError(
             f"{key}={text}: must list different devices from 0 to {count - 1} ({limit})"
         )
-    return tuple(found)
+    return tuple(devices)
 
 
 def describe_devices(devices: tuple[int, ...]) -> str:
-    """Ascending devices as a list that `numbers` reads: 0-3,6."""
+    """Return ascending devices as a list that `parse_numbers` reads.
+
+    Example:
+        >>> describe_devices((0, 1, 2, 3, 6))
+        '0-3,6'
+    """
     runs: list[list[int]] = []
     for device in devices:
         if runs and device == runs[-1][-1] + 1:
@@ -46,13 +62,15 @@ def describe_devices(devices: tuple[int, ...]) -> str:
 
 
 def local_devices(config: Config) -> dict[str, tuple[int, ...]]:
-    """The GPUs of a role or server group, one a rank, by their places among those that may be used.
+    """Return the GPUs of each role or server group, one per rank, as indices of the usable GPUs.
 
-    Of `cluster.devices` where that names them; the others get the next ones that nobody has, the
-    trainer first. Empty where the run's roles are not on GPUs of this machine. Raises ConfigError
-    where there are too few.
+    Groups without devices in `cluster.devices` get the next free GPUs, the trainer first. The
+    result is empty if the run does not use GPUs of this machine.
+
+    Raises:
+        ConfigError: The machine has too few GPUs, or `cluster.devices` is invalid.
     """
-    count = gpu_count()
+    count = count_gpus()
     if config.cluster.kind != "local" or not count:
         return {}
     ranks = {
@@ -60,32 +78,38 @@ def local_devices(config: Config) -> dict[str, tuple[int, ...]]:
         for group, size in role_ranks(config).items()
         if computes_on_devices(config, group)
     }
-    in_order = {"trainer": ranks["trainer"], **ranks}
-    found = {
+    ordered_ranks = {"trainer": ranks["trainer"], **ranks}
+    assigned = {
         group: devices
-        for group in in_order
-        if (devices := _named(config, group, in_order, count)) is not None
+        for group in ordered_ranks
+        if (devices := _configured_devices(config, group, ordered_ranks, count)) is not None
     }
-    _check_generator(config, found)
-    taken = {device for devices in found.values() for device in devices}
-    free = [device for device in range(count) if device not in taken]
-    wanting = {group: size for group, size in in_order.items() if group not in found}
-    if sum(wanting.values()) > len(free):
-        raise ConfigError(_too_few(wanting, len(free), count))
-    for group, size in wanting.items():
-        found[group], free = tuple(free[:size]), free[size:]
-    return {group: found[group] for group in in_order}
+    _check_generator(config, assigned)
+    used = {device for devices in assigned.values() for device in devices}
+    free = [device for device in range(count) if device not in used]
+    unassigned = {group: size for group, size in ordered_ranks.items() if group not in assigned}
+    if sum(unassigned.values()) > len(free):
+        raise ConfigError(_describe_shortage(unassigned, len(free), count))
+    for group, size in unassigned.items():
+        assigned[group] = tuple(free[:size])
+        free = free[size:]
+    return {group: assigned[group] for group in ordered_ranks}
 
 
-def _named(config: Config, group: str, ranks: dict[str, int], count: int) -> tuple[int, ...] | None:
-    """What `cluster.devices` says of a group; replicas have their parts of it in turn, or share
-    what is one's alone."""
-    role, size = role_of(group), ranks[group]
+def _configured_devices(
+    config: Config, group: str, ranks: dict[str, int], count: int
+) -> tuple[int, ...] | None:
+    """Return the devices of a group in `cluster.devices`; None if the key is not set.
+
+    Replicas use consecutive parts of the list. They share the devices if the list is shorter.
+    """
+    role = role_of(group)
+    size = ranks[group]
     text: str | None = getattr(config.cluster.devices, role)
     if text is None:
         return None
     key = f"cluster.devices.{role}"
-    devices = device_list(key, text, count, f"GPUs of this machine: {count}")
+    devices = parse_devices(key, text, count, f"GPUs of this machine: {count}")
     if len(devices) % size:
         raise ConfigError(
             f"{key}={text}: must list {size} devices (one per rank), or a multiple of {size}"
@@ -95,8 +119,9 @@ def _named(config: Config, group: str, ranks: dict[str, int], count: int) -> tup
     return devices[first : first + size]
 
 
-def _check_generator(config: Config, named: dict[str, tuple[int, ...]]) -> None:
-    shared = {*named.get("trainer", ())} & {*named.get("generator", ())}
+def _check_generator(config: Config, configured: dict[str, tuple[int, ...]]) -> None:
+    """Raise ConfigError if trainer and generator share a device, which NCCL does not support."""
+    shared = {*configured.get("trainer", ())} & {*configured.get("generator", ())}
     if shared:
         raise ConfigError(
             f"cluster.devices.generator={config.cluster.devices.generator}: device {min(shared)}"
@@ -105,10 +130,11 @@ def _check_generator(config: Config, named: dict[str, tuple[int, ...]]) -> None:
         )
 
 
-def _too_few(wanting: dict[str, int], free: int, count: int) -> str:
-    asked = ", ".join(f"{group} {size}" for group, size in wanting.items())
+def _describe_shortage(unassigned: dict[str, int], free: int, count: int) -> str:
+    """Return the error for a machine with too few free GPUs."""
+    requested = ", ".join(f"{group} {size}" for group, size in unassigned.items())
     return (
-        f"cluster.devices: each rank requires its own GPU (ranks: {asked}), but only {free} of"
+        f"cluster.devices: each rank requires its own GPU (ranks: {requested}), but only {free} of"
         f" the {count} GPUs of this machine are free; set smaller layouts, or let roles share"
         " devices, for example with cluster.devices.trainer=0 cluster.devices.critic=0"
     )

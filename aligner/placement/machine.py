@@ -1,4 +1,4 @@
-"""What a run has to compute on: cores, memory and GPUs."""
+"""The hardware of a run: cores, memory and GPUs of this machine, or of the nodes of a cluster."""
 
 import os
 import subprocess
@@ -8,54 +8,70 @@ from pathlib import Path
 import psutil
 
 from aligner.errors import ConfigError
-from aligner.placement.roles import gpu_count, uses_gpus
+from aligner.placement.roles import count_gpus, uses_gpus
 from aligner.schema import Config
 
-_CONTEXT_GIB = 4.0
-"""Of a GPU's memory that its context and communication buffers take."""
+# Memory of a GPU that the CUDA context and the communication buffers use.
+_CUDA_CONTEXT_GIB = 4.0
+# Remaining memory of a GPU with 80 GB, the default for the nodes of a cluster.
 _NODE_GPU_GIB = 76.0
-"""What that leaves of the GPUs that most clusters have, of 80 GB."""
-_LIMIT = Path("/sys/fs/cgroup/memory.max")
+_MEMORY_LIMIT_FILE = Path("/sys/fs/cgroup/memory.max")
 
 
 @dataclass(frozen=True)
 class Machine:
-    """This machine, or a node of a cluster of equal ones."""
+    """This machine, or one of the identical nodes of a cluster."""
 
     cores: int
     memory_gib: float
-    """Of the host."""
+    """Host memory in GiB."""
     gpus: int = 0
-    """That the run's roles use; 0: they compute on the cores."""
+    """Number of GPUs that the roles of the run use; 0 if they compute on CPUs."""
     gpu_memory_gib: float = 0.0
-    """Of each, for models and what they compute."""
+    """Memory of each GPU in GiB that models and their computation may use."""
     most_nodes: int = 1
+    """Maximum number of nodes."""
 
 
-def machine_of(config: Config) -> Machine:
-    """Where a run's roles are to be placed. Raises ConfigError where it cannot be told what memory
-    the GPUs have."""
-    cores, memory = len(os.sched_getaffinity(0)), psutil.virtual_memory().total / 2**30
-    if _LIMIT.is_file() and (limit := _LIMIT.read_text().strip()).isdecimal():
+def measure_machine(config: Config) -> Machine:
+    """Return the machine or cluster on which the roles of a run will be placed.
+
+    Raises:
+        ConfigError: The memory of the GPUs cannot be determined.
+    """
+    cores = len(os.sched_getaffinity(0))
+    memory = psutil.virtual_memory().total / 2**30
+    if (
+        _MEMORY_LIMIT_FILE.is_file()
+        and (limit := _MEMORY_LIMIT_FILE.read_text().strip()).isdecimal()
+    ):
         memory = min(memory, int(limit) / 2**30)
     if config.cluster.kind == "slurm":
-        of_gpu = (config.cluster.device_memory_gib or _NODE_GPU_GIB) if uses_gpus(config) else 0.0
-        return Machine(
-            cores, memory, config.cluster.devices_per_node if of_gpu else 0, of_gpu, most_nodes=64
+        gpu_memory_gib = (
+            (config.cluster.device_memory_gib or _NODE_GPU_GIB) if uses_gpus(config) else 0.0
         )
-    if not (gpus := gpu_count()):
+        return Machine(
+            cores,
+            memory,
+            config.cluster.devices_per_node if gpu_memory_gib else 0,
+            gpu_memory_gib,
+            most_nodes=64,
+        )
+    if not (gpus := count_gpus()):
         return Machine(cores, memory)
-    return Machine(cores, memory, gpus, config.cluster.device_memory_gib or min(_gpu_memory()))
+    return Machine(
+        cores, memory, gpus, config.cluster.device_memory_gib or min(_read_gpu_memory_gib())
+    )
 
 
-def _gpu_memory() -> list[float]:
-    """GiB of each GPU."""
+def _read_gpu_memory_gib() -> list[float]:
+    """Return the usable memory of each GPU in GiB."""
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
-        told = subprocess.run(
+        output = subprocess.run(
             command, capture_output=True, text=True, timeout=60, check=True
         ).stdout
-        return [float(line) / 2**10 - _CONTEXT_GIB for line in told.split()]
+        return [float(line) / 2**10 - _CUDA_CONTEXT_GIB for line in output.split()]
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         raise ConfigError(
             f"nvidia-smi did not report the memory of the GPUs ({error}); set"

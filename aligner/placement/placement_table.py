@@ -1,4 +1,4 @@
-"""The table of a run's roles: who runs what, where."""
+"""The table of a run's roles: their ranks, layouts, components and devices."""
 
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass
@@ -22,18 +22,28 @@ from aligner.schema.teacher_sources import teacher_sources
 
 @dataclass(frozen=True)
 class Placement:
-    """One role's processes."""
+    """The ranks of one role or server group. The viewer shows these fields, too."""
 
     role: str
     ranks: int
     layout: str
+    """Parallel layout, such as `TP2 PP1 DP4`; `-` without a model."""
     runs: str
+    """Components that the ranks run, such as models and engines."""
     device: str
     threads: int | None
+    """OpenMP threads per rank; None if this is not known yet."""
 
 
 def describe_layout(parallel: ParallelConfig) -> str:
-    """A layout in the field's abbreviations; what is not cut is left out, but for TP, PP and DP."""
+    """Return a layout in the usual abbreviations.
+
+    Sizes of 1 are omitted, except for tensor, pipeline and data parallelism.
+
+    Example:
+        >>> describe_layout(ParallelConfig(tensor=2, data=4))
+        'TP2 PP1 DP4'
+    """
     parts = [
         f"TP{parallel.tensor}" + ("+SP" if parallel.sequence else ""),
         f"PP{parallel.pipeline}",
@@ -51,13 +61,11 @@ def describe_layout(parallel: ParallelConfig) -> str:
 
 
 def placements(config: Config) -> tuple[Placement, ...]:
-    """Every role of the run."""
+    """Return the placement of each role and server group of a run."""
     engine = config.engine
-    engine_layout, generates = (
-        f"TP{engine.parallel.tensor} DP{engine.parallel.data}",
-        has_generator(config),
-    )
-    colocated = config.algorithm.generates and not generates
+    engine_layout = f"TP{engine.parallel.tensor} DP{engine.parallel.data}"
+    is_separate = has_generator(config)
+    colocated = config.algorithm.generates and not is_separate
     with_engine = f", {engine.kind} engine" if colocated else ""
     runs = {
         "online": f"policy, reference{with_engine}",
@@ -69,24 +77,25 @@ def placements(config: Config) -> tuple[Placement, ...]:
     }
     sources = describe_sources(config.reward)
     devices = {
-        group: f"cuda {describe_devices(taken)}" for group, taken in local_devices(config).items()
+        group: f"cuda {describe_devices(indices)}"
+        for group, indices in local_devices(config).items()
     }
-    everywhere = "cuda" if uses_gpus(config) else "cpu"
-    # A job's nodes are not known yet: their cores over the ranks there.
+    default_device = "cuda" if uses_gpus(config) else "cpu"
+    # The cores of a job's nodes are not known before the job starts.
     is_known = config.cluster.kind == "local" or config.cluster.threads_per_rank is not None
     threads = threads_per_rank(config) if is_known else None
     ranks = role_ranks(config)
 
-    def place(role: str, layout: str, runs: str) -> Placement:
-        device = devices.get(role, everywhere) if computes_on_devices(config, role) else "cpu"
+    def build_placement(role: str, layout: str, runs: str) -> Placement:
+        device = devices.get(role, default_device) if computes_on_devices(config, role) else "cpu"
         return Placement(role, ranks[role], layout, runs, device, threads)
 
     layout = describe_layout(config.actor.parallel) + (
         f", engine {engine_layout}" if colocated else ""
     )
-    found = [place("trainer", layout, runs[config.algorithm.trainer])]
-    if generates:
-        found.append(place("generator", engine_layout, f"{engine.kind} engine"))
+    roles = [build_placement("trainer", layout, runs[config.algorithm.trainer])]
+    if is_separate:
+        roles.append(build_placement("generator", engine_layout, f"{engine.kind} engine"))
     if "critic" in ranks:
         values = (
             "value model"
@@ -94,35 +103,44 @@ def placements(config: Config) -> tuple[Placement, ...]:
             else f"value model, from {config.critic.path}"
         )
         values = f"{values}, {sources}" if config.critic_scores else values
-        found.append(place("critic", describe_layout(config.critic.parallel), values))
-    scorer = (
+        roles.append(build_placement("critic", describe_layout(config.critic.parallel), values))
+    reward_layout = (
         describe_layout(config.reward.parallel) if computes_on_devices(config, "reward") else "-"
     )
-    found += [place(group, scorer, sources) for group in ranks if role_of(group) == "reward"]
-    teacher = describe_layout(config.teacher.parallel)
-    taught = "teacher " + ", ".join(source.path for source in teacher_sources(config.teacher))
+    roles += [
+        build_placement(group, reward_layout, sources)
+        for group in ranks
+        if role_of(group) == "reward"
+    ]
+    teacher_layout = describe_layout(config.teacher.parallel)
+    teacher_names = "teacher " + ", ".join(
+        source.path for source in teacher_sources(config.teacher)
+    )
     return (
-        *found,
-        *(place(group, teacher, taught) for group in ranks if role_of(group) == "teacher"),
+        *roles,
+        *(
+            build_placement(group, teacher_layout, teacher_names)
+            for group in ranks
+            if role_of(group) == "teacher"
+        ),
     )
 
 
 def placement_table(config: Config) -> Table:
-    """The roles as a table."""
+    """Return the roles of a run as a table."""
     table = Table(
         title=f"{config.run.experiment}: {sum(role_ranks(config).values())} processes",
         title_justify="left",
     )
     for column in ("role", "ranks", "layout", "components", "device", "threads"):
         table.add_column(column, justify="right" if column in ("ranks", "threads") else "left")
-    for place in placements(config):
-        table.add_row(*("-" if value is None else str(value) for value in astuple(place)))
+    for placement in placements(config):
+        table.add_row(*("-" if value is None else str(value) for value in astuple(placement)))
     return table
 
 
 def layer_notes(config: Config) -> Iterator[str]:
-    """Which roles' layers on GPUs are megatron-core's own around torch's attention, also where
-    transformer-engine is."""
+    """Yield a note for each role whose GPU layers do not use those of transformer-engine."""
     models = {
         "trainer": config.actor,
         "critic": config.critic,
@@ -133,11 +151,11 @@ def layer_notes(config: Config) -> Iterator[str]:
         role_of(group): None for group in role_ranks(config) if computes_on_devices(config, group)
     }:
         if role in models and uses_gpus(config):
-            why = "in float32" if models[role].precision == "fp32" else ""
+            reason = "in float32" if models[role].precision == "fp32" else ""
             if role == "trainer" and config.actor.lora.rank:
-                why = "with LoRA"
-            if why:
+                reason = "with LoRA"
+            if reason:
                 yield (
-                    f"note: {role}: {why}, the model does not use the faster layers of"
+                    f"note: {role}: {reason}, the model does not use the faster layers of"
                     " transformer-engine"
                 )

@@ -1,4 +1,4 @@
-"""The roles of a run: ranks, devices, threads, sizes of models."""
+"""The roles of a run: their ranks, devices and threads, and descriptions of their models."""
 
 import os
 from dataclasses import dataclass
@@ -11,41 +11,48 @@ from aligner.models.weight_slices import Head, weight_table
 from aligner.schema import Config
 from aligner.schema.reward_sources import has_reward_model
 
+# Environment variable with a number of GPUs, to validate configurations on a machine that has other
+# GPUs or none.
 PRETENDED_GPUS = "ALIGNER_GPUS"
 
 
-def gpu_count() -> int:
-    """GPUs of this machine that may be used: asking the driver's files costs nothing, asking torch
-    costs its import.
+def count_gpus() -> int:
+    """Return the number of GPUs of this machine that this process may use.
 
-    ALIGNER_GPUS says of how many configurations are checked on a machine that has others, or none.
+    The function reads files of the driver, because an import of torch would take seconds.
+    ALIGNER_GPUS replaces the result.
+
+    Raises:
+        ConfigError: ALIGNER_GPUS is not a number.
     """
     if gpus := os.environ.get(PRETENDED_GPUS):
         if not gpus.isdecimal():
             raise ConfigError(f"{PRETENDED_GPUS}={gpus}: must be a number of GPUs")
         return int(gpus)
-    # Some sandboxes have no files of the driver's, but all have the devices.
-    driver, devices = Path("/proc/driver/nvidia/gpus").glob("*"), Path("/dev").glob("nvidia[0-9]*")
-    found, visible = len([*driver]) or len([*devices]), visible_gpus()
-    return found if visible is None else min(found, len(visible))
+    # Some sandboxes hide the driver's files, but all show the devices.
+    driver_files = Path("/proc/driver/nvidia/gpus").glob("*")
+    device_files = Path("/dev").glob("nvidia[0-9]*")
+    count = len([*driver_files]) or len([*device_files])
+    visible = visible_gpus()
+    return count if visible is None else min(count, len(visible))
 
 
 def visible_gpus() -> list[str] | None:
-    """What CUDA_VISIBLE_DEVICES names; None where it is not set, which leaves all visible."""
+    """Return the names in CUDA_VISIBLE_DEVICES; None if the variable is not set."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return None if visible is None else [name for name in visible.split(",") if name]
 
 
 def has_gpu() -> bool:
-    """Whether this machine has a GPU to use."""
-    return gpu_count() > 0
+    """Return whether this machine has a GPU that this process may use."""
+    return count_gpus() > 0
 
 
 def uses_gpus(config: Config) -> bool:
-    """Whether the roles' devices are GPUs: of this machine where the run stays here.
+    """Return whether the roles of a run compute on GPUs.
 
-    A Slurm job's are, whatever the machine that submits it has, unless none are asked for and
-    nothing needs one.
+    For a Slurm job, this does not depend on the machine that submits it: the job uses GPUs unless
+    it requests none and its engine does not require them.
     """
     if config.cluster.kind == "local":
         return has_gpu()
@@ -54,77 +61,85 @@ def uses_gpus(config: Config) -> bool:
 
 @dataclass(frozen=True)
 class Device:
-    """What a model computes on, and how many bytes a number of its layers takes there."""
+    """Kind of device that a model computes on, and the size of a number of its layers."""
 
     gpus: bool
+    """Whether the device is a GPU."""
     itemsize: int
+    """Bytes of a number: 2 for bf16, also with fp8 matmuls, and 4 for fp32."""
 
 
 def device_of(config: Config, precision: str) -> Device:
-    """Of a role, or engine, at a precision: auto is bf16 on GPUs and fp32 on CPUs."""
+    """Return the device of a role or engine; precision `auto` is bf16 on GPUs and fp32 on CPUs."""
     gpus = uses_gpus(config)
     return Device(gpus, 2 if precision in ("bf16", "fp8") or (precision == "auto" and gpus) else 4)
 
 
 def has_generator(config: Config) -> bool:
-    """Whether the engine is a role of its own."""
+    """Return whether the engine is a separate role, on its own devices."""
     return config.algorithm.generates and config.engine.placement == "server"
 
 
 def server_ranks(config: Config) -> dict[str, int]:
-    """Number of processes of each server group: `generator`, `critic`, `reward`, `teacher`, further
-    replicas `reward.1`, …."""
+    """Return the number of ranks of each server group.
+
+    The groups are `generator`, `critic`, `reward` and `teacher`. Further replicas are `reward.1`, …
+    """
     if not config.algorithm.generates:
         return {}
-    rewards, teachers = (
-        (0 if config.critic_scores else config.reward.replicas),
-        config.teacher.replicas * config.has_teacher,
-    )
+    rewards = 0 if config.critic_scores else config.reward.replicas
+    teachers = config.teacher.replicas * config.has_teacher
     generator = {"generator": config.engine.parallel.ranks} if has_generator(config) else {}
     critic = {"critic": config.critic.parallel.ranks} if config.algorithm.has_critic else {}
     return {
         **generator,
         **critic,
-        **dict.fromkeys(_replicas("reward", rewards), config.reward.parallel.ranks),
-        **dict.fromkeys(_replicas("teacher", teachers), config.teacher.parallel.ranks),
+        **dict.fromkeys(_replica_groups("reward", rewards), config.reward.parallel.ranks),
+        **dict.fromkeys(_replica_groups("teacher", teachers), config.teacher.parallel.ranks),
     }
 
 
-def _replicas(role: str, count: int) -> list[str]:
-    """The server groups of a role: its own name is that of the first."""
+def _replica_groups(role: str, count: int) -> list[str]:
+    """Return the server groups of a role; the first one has the name of the role."""
     return [f"{role}.{replica}" if replica else role for replica in range(count)]
 
 
 def role_ranks(config: Config) -> dict[str, int]:
-    """Number of processes of each role, in the order in which they are started."""
+    """Return the number of ranks of each role or server group, in the order in which they start."""
     return {**server_ranks(config), "trainer": config.actor.parallel.ranks}
 
 
 def role_of(group: str) -> str:
-    """The role of a server group: `reward` for the replica `reward.1`. What prepares a run does so
-    in the trainer's place."""
+    """Return the role of a server group, for example `reward` for the replica `reward.1`.
+
+    The role of `prepare` is `trainer`, because it runs on the trainer's devices.
+    """
     return "trainer" if group == "prepare" else group.partition(".")[0]
 
 
 def computes_on_devices(config: Config, group: str) -> bool:
-    """Whether the ranks of a role, or a server group, have models; a scoring function needs no
-    device."""
+    """Return whether the ranks of a role or server group have models.
+
+    Only a reward function has none, and needs no device.
+    """
     return role_of(group) != "reward" or has_reward_model(config.reward)
 
 
 def threads_per_rank(config: Config) -> int:
-    """OpenMP threads of each process of a run on this machine: as decided, else this process's
-    cores over all ranks."""
+    """Return the number of OpenMP threads of each rank of a run on this machine.
+
+    Unless the configuration sets a number, the ranks share the cores of this process.
+    """
     ranks = sum(role_ranks(config).values())
     return configured_threads(config) or max(1, len(os.sched_getaffinity(0)) // ranks)
 
 
 def configured_threads(config: Config) -> int | None:
-    """OpenMP threads of a rank where the configuration decides them.
+    """Return the configured number of OpenMP threads per rank, or None.
 
-    One on GPUs, as torchrun has it, unless the processor is to take part in the optimizer's steps:
-    what else it computes there is small, and dealt out over a pool of threads took longer than what
-    the GPU did meanwhile.
+    On GPUs the default is 1, as with torchrun: the remaining CPU work is so small that a thread
+    pool takes longer than it saves. An offloaded optimizer step is the exception. `engine.exact`
+    requires 1.
     """
     if config.engine.exact:
         return 1
@@ -133,12 +148,17 @@ def configured_threads(config: Config) -> int | None:
 
 
 def parameter_count(shape: ModelShape, head: Head = "vocabulary") -> int:
-    """Number of weights of a model of this shape."""
+    """Return the number of weights of a model."""
     return sum(spec.numel for spec in weight_table(shape, head))
 
 
 def parameters_text(count: int) -> str:
-    """A number of parameters as text: `70.6 B parameters`, `134.5 M parameters`."""
+    """Return a number of parameters as text.
+
+    Example:
+        >>> parameters_text(70_600_000_000)
+        '70.6 B parameters'
+    """
     if count >= 1e9:
         return f"{count / 1e9:.1f} B parameters"
     if count >= 1e5:
@@ -149,21 +169,29 @@ def parameters_text(count: int) -> str:
 def describe_model(
     config: Config, shape: ModelShape, expected: ExpectedInputs = NOTHING_EXPECTED
 ) -> str:
-    """A line each: the shape and size of the policy, or the reward model that is trained, and, if
-    there is one, the critic."""
-    trained, model = "policy", shape
+    """Return one line with the shape and size of the trained model, and one for the critic, if any.
+
+    Args:
+        config: The run's configuration.
+        shape: Dimensions of the policy.
+        expected: Dimensions of models that do not exist yet.
+    """
+    kind = "policy"
+    model = shape
     head: Head = "vocabulary"
     if config.algorithm.trainer == "reward_model":
-        trained, model, head = "reward model", first_layers(config, shape), "scalar"
-    described = (
-        f"{trained}: {model.num_layers} layers, hidden size {model.hidden_size},"
-        f" {model.num_heads} heads, {model.num_kv_heads} key-value heads, vocabulary size"
-        f" {model.vocab_size}, {parameters_text(parameter_count(model, head))}"
+        kind = "reward model"
+        model = first_layers(config, shape)
+        head = "scalar"
+    text = (
+        f"{kind}: {model.num_layers} layers, hidden size {model.hidden_size}, {model.num_heads}"
+        f" heads, {model.num_kv_heads} key-value heads, vocabulary size {model.vocab_size},"
+        f" {parameters_text(parameter_count(model, head))}"
     )
     if not config.algorithm.has_critic:
-        return described
+        return text
     critic = critic_shape(config, shape, expected)
     return (
-        f"{described}\ncritic: {critic.num_layers} layers,"
+        f"{text}\ncritic: {critic.num_layers} layers,"
         f" {parameters_text(parameter_count(critic, 'scalar'))}"
     )

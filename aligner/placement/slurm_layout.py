@@ -1,41 +1,51 @@
-"""Which nodes and devices of a Slurm job each role has: arithmetic on the configuration alone."""
+"""The nodes and devices of each role in a Slurm job.
+
+The layout follows from the configuration alone. `aligner.launcher.slurm` renders it as options of
+`sbatch` and `srun`.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from aligner.errors import ConfigError
 from aligner.paths import cache_directory, run_paths
-from aligner.placement.local_devices import device_list
+from aligner.placement.local_devices import parse_devices
 from aligner.placement.roles import computes_on_devices, role_of, role_ranks
 from aligner.schema import Config, SlurmRoleConfig
 
 
 def container_mounts(config: Config) -> list[str]:
-    """What a container sees: the run directory and the cache, at their own places, and what is
-    configured."""
-    always = [str(path) for path in (run_paths(config).root, cache_directory())]
-    return [*(f"{path}:{path}" for path in always), *config.cluster.slurm.mounts]
+    """Return the mounts of a role's container.
+
+    These are the run directory and the cache, at the same paths as outside, and the configured
+    mounts.
+    """
+    required_paths = [str(path) for path in (run_paths(config).root, cache_directory())]
+    return [*(f"{path}:{path}" for path in required_paths), *config.cluster.slurm.mounts]
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where the ranks of a role or server group run: so many on each of some nodes of a
-    component."""
+class RolePlacement:
+    """Nodes and devices of one role or server group, within one component of the job."""
 
     component: int
+    """Index of the component."""
     first_node: int
+    """Index of the first node within the component."""
     nodes: int
+    """Number of nodes."""
     ranks_per_node: int
+    """Number of the group's ranks on each node."""
     devices: tuple[int, ...] | None
-    """Which of a node's devices they see; None: all that the job has there."""
+    """Indices of the group's devices on each node; None for all devices of the job on the node."""
 
     @property
     def node_range(self) -> range:
-        """Its nodes' places in the component."""
+        """Indices of the nodes within the component."""
         return range(self.first_node, self.first_node + self.nodes)
 
-    def meets(self, other: "Place") -> bool:
-        """Whether both are on some node."""
+    def shares_node(self, other: "RolePlacement") -> bool:
+        """Return whether both groups have ranks on the same node."""
         return self.component == other.component and not {*self.node_range}.isdisjoint(
             other.node_range
         )
@@ -43,64 +53,78 @@ class Place:
 
 @dataclass(frozen=True)
 class Component:
-    """Nodes that are asked for together, with the same flags."""
+    """A component of a heterogeneous job: nodes that are requested with the same options."""
 
     role: str
-    """Whose flags they are; the trainer's where all roles are one component."""
+    """Role whose options the component has; the trainer, if all roles share one component."""
     nodes: int
+    """Number of nodes."""
     ranks_per_node: int
-    """Of all roles there, on the node that has most."""
+    """Number of ranks of all roles on the node with the most ranks."""
     devices_per_node: int
-    """As many as are asked for: 0 where no role needs one."""
+    """Number of requested devices; 0 if no role needs one."""
 
 
 @dataclass(frozen=True)
-class Layout:
-    """A job's components, the trainer's first, and where in them each role or server group is."""
+class JobLayout:
+    """The components of a job, and the placement of each role or server group.
+
+    The trainer's component is the first one.
+    """
 
     components: tuple[Component, ...]
-    places: dict[str, Place]
+    placements: dict[str, RolePlacement]
 
-    def is_shared(self, place: Place) -> bool:
-        """Whether more than one role or server group has ranks on the nodes of a place."""
-        return sum(place.meets(other) for other in self.places.values()) > 1
+    def is_shared(self, placement: RolePlacement) -> bool:
+        """Return whether another role or server group has ranks on the nodes of a placement."""
+        return sum(placement.shares_node(other) for other in self.placements.values()) > 1
 
 
 def slurm_role(config: Config, group: str) -> SlurmRoleConfig:
-    """The settings of a group's role."""
+    """Return the Slurm settings of the role of a server group."""
     settings: SlurmRoleConfig = getattr(config.cluster.slurm.roles, role_of(group))
     return settings
 
 
 def container_image(config: Config, group: str) -> str | None:
-    """What a group's ranks run in; None: nothing but their node."""
+    """Return the container image of a role or server group; None without a container."""
     return slurm_role(config, group).image or config.cluster.slurm.image
 
 
-def slurm_layout(config: Config) -> Layout:
-    """Where every role runs. Raises ConfigError for what does not go on nodes so, naming its
-    key."""
+def slurm_layout(config: Config) -> JobLayout:
+    """Return the placement of all roles.
+
+    Raises:
+        ConfigError: The roles cannot be placed as configured; the error names the keys.
+    """
     groups = role_ranks(config)
     roles = list(dict.fromkeys(role_of(group) for group in ("trainer", *groups)))
     if problems := [*_role_problems(config, roles)]:
         raise ConfigError("\n".join(problems))
     hosts = [role for role in roles if slurm_role(config, role).beside is None]
-    places: dict[str, Place] = {}
+    placements: dict[str, RolePlacement] = {}
     for role in roles:
-        places |= _role_places(config, role, hosts.index(slurm_role(config, role).beside or role))
+        placements |= _place_role(
+            config, role, hosts.index(slurm_role(config, role).beside or role)
+        )
     components = []
     for index, host in enumerate(hosts):
-        here = {group: place for group, place in places.items() if place.component == index}
-        _check_shared(config, host, here)
-        components.append(_component(config, host, here))
-    layout = Layout(tuple(components), {group: places[group] for group in groups})
-    return layout if config.cluster.slurm.heterogeneous else _as_one(layout)
+        component_placements = {
+            group: placement
+            for group, placement in placements.items()
+            if placement.component == index
+        }
+        _check_shared_nodes(config, host, component_placements)
+        components.append(_component(config, host, component_placements))
+    layout = JobLayout(tuple(components), {group: placements[group] for group in groups})
+    return layout if config.cluster.slurm.heterogeneous else _merge_components(layout)
 
 
 def _role_problems(config: Config, roles: list[str]) -> Iterator[str]:
-    """What is wrong with single roles' settings."""
+    """Yield an error for each invalid setting of a single role."""
     for role in roles:
-        settings, key = slurm_role(config, role), f"cluster.slurm.roles.{role}"
+        settings = slurm_role(config, role)
+        key = f"cluster.slurm.roles.{role}"
         if settings.beside is not None:
             if settings.beside not in roles:
                 yield (
@@ -119,141 +143,197 @@ def _role_problems(config: Config, roles: list[str]) -> Iterator[str]:
                     f" {settings.beside}; remove one of the two settings"
                 )
         try:
-            _chosen_devices(config, role)
+            _configured_devices(config, role)
         except ConfigError as error:
             yield str(error)
 
 
-def _chosen_devices(config: Config, role: str) -> tuple[int, ...] | None:
-    """The devices that a role names. Raises ConfigError for what is no list, and for those a node
-    lacks."""
-    text, most = slurm_role(config, role).devices, config.cluster.devices_per_node
+def _configured_devices(config: Config, role: str) -> tuple[int, ...] | None:
+    """Return the configured device indices of a role; None if the key is null.
+
+    Raises:
+        ConfigError: The value is not a list of devices, or a node lacks one of them.
+    """
+    text = slurm_role(config, role).devices
+    devices_per_node = config.cluster.devices_per_node
     if text is None:
         return None
-    return device_list(
-        f"cluster.slurm.roles.{role}.devices", text, most, f"cluster.devices_per_node={most}"
+    return parse_devices(
+        f"cluster.slurm.roles.{role}.devices",
+        text,
+        devices_per_node,
+        f"cluster.devices_per_node={devices_per_node}",
     )
 
 
-def _role_places(config: Config, role: str, component: int) -> dict[str, Place]:
-    """Where the groups of a role are: one, or the replicas of the reward."""
+def _place_role(config: Config, role: str, component: int) -> dict[str, RolePlacement]:
+    """Return the placement of each group of a role.
+
+    A role has one group, or one group per replica. All replicas have the same number of ranks.
+
+    Args:
+        config: The run's configuration.
+        role: The role.
+        component: Index of its component.
+
+    Raises:
+        ConfigError: The ranks cannot be distributed evenly over the nodes.
+    """
     replicas = {
         group: ranks for group, ranks in role_ranks(config).items() if role_of(group) == role
     }
-    ranks, nodes = next(iter(replicas.values())), slurm_role(config, role).nodes
-    chosen = _chosen_devices(config, role)
-    slots = tuple(range(config.cluster.devices_per_node)) if chosen is None else chosen
-    packing = _packing(ranks, len(replicas), len(slots), nodes)
+    ranks = next(iter(replicas.values()))
+    nodes = slurm_role(config, role).nodes
+    chosen_devices = _configured_devices(config, role)
+    slots = (
+        tuple(range(config.cluster.devices_per_node)) if chosen_devices is None else chosen_devices
+    )
+    packing = _pack_replicas(ranks, len(replicas), len(slots), nodes)
     if packing is None:
-        what = (
+        ranks_text = (
             f"{len(replicas)} replicas of {ranks} ranks" if len(replicas) > 1 else f"{ranks} ranks"
         )
-        limit = (
-            "cluster.devices_per_node" if chosen is None else f"cluster.slurm.roles.{role}.devices"
+        limit_key = (
+            "cluster.devices_per_node"
+            if chosen_devices is None
+            else f"cluster.slurm.roles.{role}.devices"
         )
         raise ConfigError(
-            f"cluster.slurm.roles.{role}.nodes={'null' if nodes is None else nodes}: {what}"
-            f" cannot be distributed evenly over nodes with {len(slots)} devices ({limit}); change"
-            " one of the two keys, or the layout"
+            f"cluster.slurm.roles.{role}.nodes={'null' if nodes is None else nodes}: {ranks_text}"
+            f" cannot be distributed evenly over nodes with {len(slots)} devices ({limit_key});"
+            " change one of the two keys, or the layout"
         )
-    nodes_each, together = packing
-    per_node = ranks // nodes_each
-    is_part = chosen is not None or together > 1
-    places = {}
+    nodes_per_replica, replicas_per_node = packing
+    ranks_per_node = ranks // nodes_per_replica
+    uses_some_devices = chosen_devices is not None or replicas_per_node > 1
+    placements = {}
     for index, group in enumerate(replicas):
-        first = index % together * per_node
-        devices = slots[first : first + per_node] if is_part else None
-        places[group] = Place(
-            component, index // together * nodes_each, nodes_each, per_node, devices
+        first_slot = index % replicas_per_node * ranks_per_node
+        devices = slots[first_slot : first_slot + ranks_per_node] if uses_some_devices else None
+        placements[group] = RolePlacement(
+            component,
+            index // replicas_per_node * nodes_per_replica,
+            nodes_per_replica,
+            ranks_per_node,
+            devices,
         )
-    return places
+    return placements
 
 
-def _packing(ranks: int, replicas: int, slots: int, nodes: int | None) -> tuple[int, int] | None:
-    """Nodes of each replica, and replicas that share a node; None where they do not go evenly on
-    nodes with so many slots."""
+def _pack_replicas(
+    ranks: int, replicas: int, slots: int, nodes: int | None
+) -> tuple[int, int] | None:
+    """Distribute the replicas of a role evenly over nodes.
+
+    Args:
+        ranks: Number of ranks of each replica.
+        replicas: Number of replicas.
+        slots: Number of ranks that fit on a node.
+        nodes: Number of nodes; None to use as few as possible.
+
+    Returns:
+        The number of nodes of each replica, and the number of replicas on each node; None if an
+        even distribution does not exist.
+    """
     if nodes is None:
-        each = -(-ranks // slots)
-        together = 1 if each > 1 else min(replicas, slots // ranks)
+        nodes_per_replica = -(-ranks // slots)
+        replicas_per_node = 1 if nodes_per_replica > 1 else min(replicas, slots // ranks)
     else:
-        each = max(1, nodes // replicas)
-        together = 1 if nodes >= replicas else -(-replicas // nodes)
+        nodes_per_replica = max(1, nodes // replicas)
+        replicas_per_node = 1 if nodes >= replicas else -(-replicas // nodes)
     fits = (
-        ranks % each == 0
-        and ranks // each * together <= slots
+        ranks % nodes_per_replica == 0
+        and ranks // nodes_per_replica * replicas_per_node <= slots
         and (nodes is None or nodes < replicas or nodes % replicas == 0)
     )
-    return (each, together) if fits else None
+    return (nodes_per_replica, replicas_per_node) if fits else None
 
 
-def _check_shared(config: Config, host: str, places: Mapping[str, Place]) -> None:
-    """Raise ConfigError where roles on the same nodes have not said which devices are whose, or
-    where one has no room."""
-    if all(role_of(group) == host for group in places):
+def _check_shared_nodes(config: Config, host: str, placements: Mapping[str, RolePlacement]) -> None:
+    """Raise ConfigError if roles on the same nodes lack devices of their own or enough nodes.
+
+    Args:
+        config: The run's configuration.
+        host: Role that determines the number of nodes.
+        placements: Placements of all groups of the component.
+    """
+    if all(role_of(group) == host for group in placements):
         return
     nodes = 1 + max(
-        place.node_range[-1] for group, place in places.items() if role_of(group) == host
+        placement.node_range[-1]
+        for group, placement in placements.items()
+        if role_of(group) == host
     )
-    is_divided = len({role_of(group) for group in places if _needs_device(config, group)}) > 1
+    is_divided = len({role_of(group) for group in placements if _needs_device(config, group)}) > 1
     owners: dict[int, str] = {}
-    for group, place in places.items():
-        role, key = role_of(group), f"cluster.slurm.roles.{role_of(group)}"
-        if place.node_range[-1] >= nodes:
+    for group, placement in placements.items():
+        role = role_of(group)
+        key = f"cluster.slurm.roles.{role}"
+        if placement.node_range[-1] >= nodes:
             raise ConfigError(
-                f"{key}.beside={host}: requires {place.node_range[-1] + 1} nodes, but {host} has"
-                f" {nodes}"
+                f"{key}.beside={host}: requires {placement.node_range[-1] + 1} nodes, but {host}"
+                f" has {nodes}"
             )
         if not _needs_device(config, group) or not is_divided:
             continue
-        if place.devices is None:
+        if placement.devices is None:
             raise ConfigError(
                 f"{key}.devices=null: must list devices, such as 0-3, because several roles share"
                 f" the nodes of {host}"
             )
-        for device in place.devices:
+        for device in placement.devices:
             if owners.setdefault(device, role) != role:
-                given = slurm_role(config, role).devices
+                configured = slurm_role(config, role).devices
                 raise ConfigError(
-                    f"{key}.devices={given}: device {device} already belongs to {owners[device]}"
+                    f"{key}.devices={configured}: device {device} already belongs to"
+                    f" {owners[device]}"
                 )
 
 
 def _needs_device(config: Config, group: str) -> bool:
+    """Return whether the ranks of a group need a GPU that Slurm assigns."""
     return config.cluster.slurm.gpus != "none" and computes_on_devices(config, group)
 
 
-def _component(config: Config, host: str, places: Mapping[str, Place]) -> Component:
-    """What the places of a component's groups need together."""
-    nodes = range(1 + max(place.node_range[-1] for place in places.values()))
+def _component(config: Config, host: str, placements: Mapping[str, RolePlacement]) -> Component:
+    """Return a component with the ranks and devices that its groups need in total."""
+    nodes = range(1 + max(placement.node_range[-1] for placement in placements.values()))
 
     def busiest(groups: Iterable[str]) -> int:
-        here = [places[group] for group in groups]
+        """Return the number of the groups' ranks on the node that has the most of them."""
+        group_placements = [placements[group] for group in groups]
         return max(
-            sum(place.ranks_per_node for place in here if node in place.node_range)
+            sum(
+                placement.ranks_per_node
+                for placement in group_placements
+                if node in placement.node_range
+            )
             for node in nodes
         )
 
-    on_devices = [group for group in places if _needs_device(config, group)]
-    # Devices are numbered over the whole node.
-    is_numbered = any(slurm_role(config, group).devices is not None for group in on_devices)
-    devices = config.cluster.devices_per_node if is_numbered else busiest(on_devices)
-    return Component(host, len(nodes), busiest(places), devices)
+    on_devices = [group for group in placements if _needs_device(config, group)]
+    # Device lists refer to all devices of a node, so all of them are requested.
+    has_device_lists = any(slurm_role(config, group).devices is not None for group in on_devices)
+    devices = config.cluster.devices_per_node if has_device_lists else busiest(on_devices)
+    return Component(host, len(nodes), busiest(placements), devices)
 
 
-def _as_one(layout: Layout) -> Layout:
-    """The components' nodes one after another in a single one."""
+def _merge_components(layout: JobLayout) -> JobLayout:
+    """Return a layout with a single component that has the nodes of all components in order."""
     offsets = [
-        sum(part.nodes for part in layout.components[:index])
+        sum(component.nodes for component in layout.components[:index])
         for index in range(len(layout.components))
     ]
-    whole = Component(
+    merged = Component(
         layout.components[0].role,
-        sum(part.nodes for part in layout.components),
-        max(part.ranks_per_node for part in layout.components),
-        max(part.devices_per_node for part in layout.components),
+        sum(component.nodes for component in layout.components),
+        max(component.ranks_per_node for component in layout.components),
+        max(component.devices_per_node for component in layout.components),
     )
-    places = {
-        group: replace(place, component=0, first_node=place.first_node + offsets[place.component])
-        for group, place in layout.places.items()
+    placements = {
+        group: replace(
+            placement, component=0, first_node=placement.first_node + offsets[placement.component]
+        )
+        for group, placement in layout.placements.items()
     }
-    return Layout((whole,), places)
+    return JobLayout((merged,), placements)

@@ -1,5 +1,4 @@
-"""TLS of a run's servers: the files that they take, and the certificate that a run makes for
-itself."""
+"""TLS of a run's servers: the files that servers and clients use, and the run's own certificate."""
 
 import contextlib
 import ipaddress
@@ -13,29 +12,35 @@ from pathlib import Path
 
 import psutil
 
-from aligner.files import create_private_file, new_directory
+from aligner.files import create_directory, create_private_file
 from aligner.paths import PRIVATE, run_paths
 from aligner.schema import Config
 
+# Value of `server.tls.certificate` with which a run creates its own certificate.
 AUTO = "auto"
-"""server.tls.certificate of a run that makes its own."""
 _LIFETIME = timedelta(days=3650)
-_CLOCKS_DIFFER = timedelta(days=1)
+_CLOCK_TOLERANCE = timedelta(days=1)
 
 
 @dataclass(frozen=True)
 class TLSFiles:
-    """PEM files of servers behind TLS."""
+    """PEM files of servers that use TLS, and of their clients."""
 
     certificate: Path
+    """Certificate of the servers, and of the clients of the run itself."""
     key: Path
+    """Key of the certificate."""
     authorities: Path
-    """What the certificates that are shown are checked against."""
+    """Authorities that verify the certificates of the other side."""
     mutual: bool
-    """Whether clients must show a certificate; the run's own show the servers'."""
+    """Whether clients must present a certificate, too (mutual TLS)."""
 
     def server_context(self) -> ssl.SSLContext:
-        """A server's end. Raises OSError for files that are none."""
+        """Return the TLS context of a server.
+
+        Raises:
+            OSError: A file is missing or invalid.
+        """
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(self.certificate, self.key)
         if self.mutual:
@@ -44,7 +49,11 @@ class TLSFiles:
         return context
 
     def client_context(self) -> ssl.SSLContext:
-        """A client's end. Raises OSError for files that are none."""
+        """Return the TLS context of a client.
+
+        Raises:
+            OSError: A file is missing or invalid.
+        """
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.load_verify_locations(self.authorities)
         if self.mutual:
@@ -53,14 +62,17 @@ class TLSFiles:
 
 
 def tls_files(config: Config) -> TLSFiles | None:
-    """What the run's servers and clients use; None without TLS."""
+    """Return the TLS files of a run's servers and clients; None without TLS."""
     tls = config.server.tls
     if tls.certificate is None:
         return None
     if tls.certificate == AUTO:
-        own = run_paths(config).tls
+        directory = run_paths(config).tls
         return TLSFiles(
-            own / "certificate.pem", own / "key.pem", own / "certificate.pem", tls.mutual
+            directory / "certificate.pem",
+            directory / "key.pem",
+            directory / "certificate.pem",
+            tls.mutual,
         )
     return TLSFiles(
         Path(tls.certificate), Path(tls.key or ""), Path(tls.authorities or ""), tls.mutual
@@ -68,38 +80,45 @@ def tls_files(config: Config) -> TLSFiles | None:
 
 
 def create_certificate(config: Config, hosts: Collection[str] = ()) -> None:
-    """Make the certificate of a run with server.tls.certificate=auto, for these hosts and this
-    machine, unless it has one.
+    """Create the certificate of a run with `server.tls.certificate=auto`, unless it exists.
 
-    It signs itself, so that it is its own authority: whoever has it trusts this run's servers and
-    no others. Its key is readable by the owner alone.
+    The certificate is self-signed, so it is its own authority: a client that has it trusts only the
+    servers of this run. Only the owner may read the key.
+
+    Args:
+        config: The run's configuration.
+        hosts: Names and addresses of the servers' hosts, in addition to those of this machine.
     """
     directory = run_paths(config).tls
     if config.server.tls.certificate != AUTO or directory.exists():
         return
     directory.parent.mkdir(PRIVATE, parents=True, exist_ok=True)
-    certificate, key = _signed_by_itself({*hosts, *_names_of_this_machine()})
-    # Servers that are started together agree on the first one's.
-    with contextlib.suppress(FileExistsError), new_directory(directory) as started:
+    certificate, key = _create_self_signed({*hosts, *_local_names()})
+    # Servers that start at the same time all use the first certificate that one of them creates.
+    with contextlib.suppress(FileExistsError), create_directory(directory) as started:
         create_private_file(started / "key.pem", key)
         (started / "certificate.pem").write_bytes(certificate)
 
 
 def renew_certificate(config: Config, hosts: Collection[str]) -> None:
-    """`create_certificate`, in the place of that of an earlier launch, whose hosts were others."""
+    """Replace the certificate of an earlier launch, whose servers ran on other hosts.
+
+    See `create_certificate` for the arguments.
+    """
     shutil.rmtree(run_paths(config).tls, ignore_errors=True)
     create_certificate(config, hosts)
 
 
-def _names_of_this_machine() -> set[str]:
+def _local_names() -> set[str]:
+    """Return the host names and IPv4 addresses of this machine."""
     addresses = [address for interface in psutil.net_if_addrs().values() for address in interface]
     return {"localhost", socket.gethostname()} | {
-        each.address for each in addresses if each.family == socket.AF_INET
+        address.address for address in addresses if address.family == socket.AF_INET
     }
 
 
-def _signed_by_itself(hosts: Collection[str]) -> tuple[bytes, bytes]:
-    """A certificate for names and IP addresses, and its key, in PEM."""
+def _create_self_signed(hosts: Collection[str]) -> tuple[bytes, bytes]:
+    """Return a self-signed certificate for names and IP addresses, and its key, both in PEM."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -112,7 +131,8 @@ def _signed_by_itself(hosts: Collection[str]) -> tuple[bytes, bytes]:
 
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "aligner run")])
-    now, public = datetime.now(timezone.utc), key.public_key()
+    now = datetime.now(timezone.utc)
+    public = key.public_key()
     usage = dict.fromkeys(
         ("content_commitment", "key_encipherment", "data_encipherment", "key_agreement"), False
     )
@@ -120,7 +140,7 @@ def _signed_by_itself(hosts: Collection[str]) -> tuple[bytes, bytes]:
     certificate = (
         x509.CertificateBuilder(issuer_name=name, subject_name=name, public_key=public)
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - _CLOCKS_DIFFER)
+        .not_valid_before(now - _CLOCK_TOLERANCE)
         .not_valid_after(now + _LIFETIME)
         .add_extension(
             x509.SubjectAlternativeName([general_name(host) for host in sorted(hosts)]),
@@ -133,6 +153,7 @@ def _signed_by_itself(hosts: Collection[str]) -> tuple[bytes, bytes]:
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
         .sign(key, hashes.SHA256())
     )
-    encoding, unencrypted = serialization.Encoding.PEM, serialization.NoEncryption()
+    encoding = serialization.Encoding.PEM
+    unencrypted = serialization.NoEncryption()
     private = key.private_bytes(encoding, serialization.PrivateFormat.PKCS8, unencrypted)
     return certificate.public_bytes(encoding), private

@@ -1,2 +1,4 @@
-"""`aligner plan`: measures which role limits a run's step, and predicts the step time of other
-device splits."""
+"""`aligner plan`: measure which role limits a run, and predict other device splits.
+
+The predictions are step times of the same run on other numbers of devices.
+"""

@@ -1,4 +1,4 @@
-"""A measured run: how long each phase took, and how long each role worked and waited."""
+"""Measurement of a run: the seconds of each phase, and how long each role worked and waited."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from aligner.config.compose import load_config
 from aligner.errors import ConfigError
 from aligner.observability.metrics import read_metrics
-from aligner.observability.trace import WAIT, Span, innermost, read_spans
+from aligner.observability.trace import WAIT, Span, flatten_spans, read_spans
 from aligner.paths import RunPaths
 from aligner.placement.roles import role_of
 from aligner.planner.pipeline_model import DEVICE_ROLES, HOST, Phase, PipelineModel
@@ -22,18 +22,19 @@ from aligner.schema import Config
 from aligner.schema.reward_sources import has_reward_model
 
 _SERVER_PHASES = ("score", "values", "teacher_logprobs", "critic_train")
+# Maximum number of steps that are measured.
 _NEWEST_STEPS = 48
-"""Largest number of steps that are measured."""
 
+# Spans that are not part of every step.
 _EXCLUDED = ("evaluate", "checkpoint")
-"""Spans that are not part of every step."""
 
+# A wait shorter than this number of microseconds means that the response had already arrived.
 _ANSWERED_US = 1000
-"""A shorter wait means that the answer had already arrived."""
 
 REQUESTS = "trainer requests"
-"""What an idle server waits for."""
+"""Name of the event that an idle server waits for."""
 
+# Name of the role in a wait during which no role worked.
 _UNKNOWN = "unknown"
 
 Interval = tuple[int, int]
@@ -42,14 +43,15 @@ Interval = tuple[int, int]
 
 @dataclass(frozen=True)
 class RoleUsage:
-    """Shares of a step that a role was busy and waited; a mean over its ranks."""
+    """Mean shares of a step that a role's ranks worked and waited."""
 
     role: str
     devices: int
-    """0 for a reward function, which runs on the CPU"""
+    """Number of devices; 0 for a reward function, which runs on the CPU."""
     busy: float
+    """Share of a step that the role worked."""
     waited_for: Mapping[str, float]
-    """Share of a step by the role or event waited for; with `busy` they add up to 1"""
+    """Share of a step by the role or event waited for. With `busy`, the shares add up to 1."""
 
     @property
     def waited(self) -> float:
@@ -59,17 +61,18 @@ class RoleUsage:
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """What the planner reads from a run directory."""
+    """Results that the planner reads from a run directory."""
 
     pipeline: PipelineModel
     placement: dict[str, int]
-    """Devices of each role that has some"""
+    """Number of devices of each role that uses devices."""
     units: dict[str, int]
-    """Devices of one model replica of each role: the smallest change of its placement"""
+    """Devices of one model replica of each role, the smallest change of its placement."""
     usage: tuple[RoleUsage, ...]
     step_s: float
-    """Mean seconds of a measured step without evaluations and checkpoints"""
+    """Mean seconds of a measured step, without evaluations and checkpoints."""
     measured_steps: int
+    """Number of measured steps."""
 
     @property
     def phase_shares(self) -> dict[str, float]:
@@ -167,6 +170,14 @@ class _Recording:
         spans: Sequence[Span],
         starts: Mapping[int, int],
     ) -> None:
+        """Select the spans that the measurement needs.
+
+        Args:
+            config: The run's configuration.
+            steps: Metrics of the measured steps.
+            spans: All spans of the timeline.
+            starts: Start of each step, in microseconds since the epoch.
+        """
         self.config = config
         self.spans = spans
         self.step_numbers = [int(record["step"]) for record in steps]
@@ -174,17 +185,19 @@ class _Recording:
         self._steps = steps
         self._starts = starts
 
-        # Of each server group rank 0 stands for all ranks, which work in lockstep.
+        # Rank 0 represents its server group, because all ranks of a group work in lockstep.
         server_spans = [span for span in spans if span.name in _SERVER_PHASES and span.rank == 0]
         # Weights that arrive during generation interrupt it: count that time as `receive` alone.
-        server_spans += innermost(
+        server_spans += flatten_spans(
             span for span in spans if span.role == "generator" and span.rank == 0
         )
         evaluations = [span for span in self.trainer if span.name == "evaluate"]
         self._server_spans = [
             span
             for span in server_spans
-            if not any(each.start <= span.start < each.end for each in evaluations)
+            if not any(
+                evaluation.start <= span.start < evaluation.end for evaluation in evaluations
+            )
         ]
 
     def trainer_seconds(self, phase: str) -> list[float]:
@@ -221,6 +234,7 @@ class _Recording:
 
 
 def _measure(run: _Recording) -> MeasuredRun:
+    """Measure all phases of the run, and the usage of its roles."""
     config = run.config
     is_colocated = config.engine.placement == "colocated"
     engine_role = "trainer" if is_colocated else "generator"
@@ -243,8 +257,14 @@ def _measure(run: _Recording) -> MeasuredRun:
     trainer_seconds["other"] = _without(step_seconds, [*trainer_seconds.values(), *waited])
 
     phases = [
-        *(_phase(name, engine_role, each, engine_ranks) for name, each in engine.phases.items()),
-        *(_phase(name, "trainer", each, trainer_ranks) for name, each in trainer_seconds.items()),
+        *(
+            _phase(name, engine_role, seconds, engine_ranks)
+            for name, seconds in engine.phases.items()
+        ),
+        *(
+            _phase(name, "trainer", seconds, trainer_ranks)
+            for name, seconds in trainer_seconds.items()
+        ),
         *servers,
     ]
     devices = {phase.role: phase.devices for phase in phases if phase.role != HOST}
@@ -287,11 +307,11 @@ class _EngineTimes:
     """Seconds of the engine's phases, and of the trainer's phases that concern the engine."""
 
     phases: Mapping[str, Sequence[float]]
-    """The engine's `generate` and `load` for each batch, the requests' transport included"""
+    """The engine's `generate` and `load` for each batch, including the transport of requests."""
     publish: Sequence[float]
-    """The trainer's time in each step, without the engine's `load`"""
+    """The trainer's time for the weight sync in each step, without the engine's `load`."""
     trainer_waits: Sequence[Sequence[float]]
-    """Parts of the trainer's steps in which the engine works, not the trainer"""
+    """Parts of the trainer's steps in which the engine works and the trainer waits."""
 
 
 def _synchronous_engine(run: _Recording) -> _EngineTimes:
@@ -316,11 +336,11 @@ def _asynchronous_engine(run: _Recording) -> _EngineTimes:
             generate = [generate_s for _, generate_s in cycles]
 
     # A batch is generated max_staleness steps before it is trained on: rotate the durations so that
-    # each stands with the step that trains on its batch.
-    first = len(load) - run.config.rollout.max_staleness % len(load)
+    # each one is at the step that trains on its batch.
+    offset = len(load) - run.config.rollout.max_staleness % len(load)
     phases = {
-        "load": [*load[first:], *load[:first]],
-        "generate": [*generate[first:], *generate[:first]],
+        "load": [*load[offset:], *load[:offset]],
+        "generate": [*generate[offset:], *generate[:offset]],
     }
     return _EngineTimes(
         phases,
@@ -358,7 +378,7 @@ def _generator_cycles(run: _Recording) -> list[tuple[float, float]]:
 
 
 def _is_used(run: _Recording, name: str) -> bool:
-    """Whether a server ran this phase in a measured step."""
+    """Return whether a server ran this phase in a measured step."""
     return any(span.step in run.step_numbers for span in run.server_spans(name))
 
 
@@ -373,18 +393,18 @@ def _server_phase(run: _Recording, name: str) -> Phase:
         role = HOST
         devices = 1
 
-    seconds = [each / len(groups) for each in run.server_seconds(name)]
+    seconds = [duration / len(groups) for duration in run.server_seconds(name)]
     if name == "critic_train":
         # The trainer also waits for the transport of the request and of the answer.
-        answered = _critic_answer_seconds(run)
+        response_seconds = _critic_response_seconds(run)
         seconds = [
-            max(each, answered.get(number, 0.0))
-            for each, number in zip(seconds, run.step_numbers, strict=True)
+            max(duration, response_seconds.get(number, 0.0))
+            for duration, number in zip(seconds, run.step_numbers, strict=True)
         ]
     return _phase(name, role, seconds, devices)
 
 
-def _critic_answer_seconds(run: _Recording) -> dict[int, float]:
+def _critic_response_seconds(run: _Recording) -> dict[int, float]:
     """Return, for each step that waited for the critic's update, the seconds from its request."""
     train_spans = {span.step: span for span in run.trainer if span.name == "train"}
     seconds = {}
@@ -399,12 +419,15 @@ def _critic_answer_seconds(run: _Recording) -> dict[int, float]:
 
 
 def _phase(name: str, role: str, seconds: Iterable[float], devices: int) -> Phase:
+    """Return a phase with the given durations."""
     return Phase(name, role, tuple(seconds), devices)
 
 
 def _without(totals: Sequence[float], parts: Sequence[Sequence[float]]) -> list[float]:
     """Subtract parts from each total; clock differences never make a result negative."""
-    return [max(0.0, total - sum(each)) for total, *each in zip(totals, *parts, strict=True)]
+    return [
+        max(0.0, total - sum(step_parts)) for total, *step_parts in zip(totals, *parts, strict=True)
+    ]
 
 
 def _measure_usage(run: _Recording, placement: Mapping[str, int]) -> tuple[RoleUsage, ...]:
@@ -420,7 +443,7 @@ def _measure_usage(run: _Recording, placement: Mapping[str, int]) -> tuple[RoleU
         for role, ranks in by_role.items()
         if role != "trainer"
     }
-    # Environments are asked from threads of the trainer's processes.
+    # Threads of the trainer's processes send the requests to environments.
     work["environments"] = _merge(
         (span.start, span.end) for span in run.trainer if span.name == "environments"
     )
@@ -469,14 +492,19 @@ def _trainer_waits(
         if overlaps[role] == 0:
             role = _UNKNOWN
         microseconds[role] += _overlap(wait, windows)
-    return {role: each / _length(windows) for role, each in microseconds.items() if each}
+    return {
+        role: duration / _length(windows) for role, duration in microseconds.items() if duration
+    }
 
 
 def _mean_shares(shares: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Return the mean over ranks of shares by name, the largest first."""
-    names = {name for each in shares for name in each}
-    means = {name: sum(each.get(name, 0.0) for each in shares) / len(shares) for name in names}
-    return dict(sorted(means.items(), key=lambda item: (-item[1], item[0])))
+    names = {name for rank_shares in shares for name in rank_shares}
+    mean_shares = {
+        name: sum(rank_shares.get(name, 0.0) for rank_shares in shares) / len(shares)
+        for name in names
+    }
+    return dict(sorted(mean_shares.items(), key=lambda item: (-item[1], item[0])))
 
 
 def _merge(intervals: Iterable[Interval]) -> list[Interval]:
@@ -505,13 +533,16 @@ def _subtract(interval: Interval, excluded: Sequence[Interval]) -> list[Interval
     return parts
 
 
-def _overlap(first: Iterable[Interval], second: Sequence[Interval]) -> int:
-    """Return the microseconds that two lists of disjoint intervals share; `second` is in order."""
+def _overlap(intervals: Iterable[Interval], other_intervals: Sequence[Interval]) -> int:
+    """Return the microseconds that two lists of disjoint intervals share.
+
+    The second list must be in order.
+    """
     microseconds = 0
-    for start, end in first:
+    for start, end in intervals:
         # Skip the intervals that end before this one starts: a timeline has thousands.
-        place = bisect.bisect_right(second, start, key=itemgetter(1))
-        for other_start, other_end in itertools.islice(second, place, None):
+        index = bisect.bisect_right(other_intervals, start, key=itemgetter(1))
+        for other_start, other_end in itertools.islice(other_intervals, index, None):
             if other_start >= end:
                 break
             microseconds += min(end, other_end) - max(start, other_start)

@@ -1,4 +1,7 @@
-"""Model of the training pipeline: measured phases, and the step time they give on other devices."""
+"""Simulation of the training pipeline.
+
+It predicts step times of measured phases on other numbers of devices.
+"""
 
 from __future__ import annotations
 
@@ -7,29 +10,31 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 HOST = "host"
-"""The role of a phase that uses no device, such as a reward function on the CPU."""
+"""Role of a phase that uses no device, such as a reward function on the CPU."""
 
 DEVICE_ROLES = ("trainer", "generator", "critic", "reward", "teacher")
-"""The roles that devices are split between, in the order in which they are shown."""
+"""Roles that share the devices, in the order of their display."""
 
 Placement = Mapping[str, int]
 """Number of devices of each role."""
 
+# Simulated batches before the measurement, and minimum number of averaged batches.
 _MIN_WARMUP_BATCHES = 8
 _MIN_AVERAGED_BATCHES = 16
+# Maximum number of units that a split moves between two roles.
 _LARGEST_MOVE_UNITS = 2
 
 
 @dataclass(frozen=True)
 class Phase:
-    """One phase of a step, such as `generate` or `train`, as it was measured."""
+    """One measured phase of a step, such as `generate` or `train`."""
 
     name: str
     role: str
     seconds: tuple[float, ...]
-    """Duration in each measured step, in seconds"""
+    """Duration in each measured step, in seconds."""
     devices: int
-    """Devices of the role during the measurement"""
+    """Number of devices of the role during the measurement."""
 
     @property
     def mean_seconds(self) -> float:
@@ -37,10 +42,13 @@ class Phase:
         return sum(self.seconds) / len(self.seconds)
 
     def seconds_on(self, devices: int) -> tuple[float, ...]:
-        """Predict the durations on another number of devices: inversely proportional to it."""
+        """Return the predicted durations on another number of devices.
+
+        They are inversely proportional to the number of devices, except for phases without devices.
+        """
         if self.role == HOST:
             return self.seconds
-        return tuple(each * self.devices / devices for each in self.seconds)
+        return tuple(duration * self.devices / devices for duration in self.seconds)
 
 
 @dataclass(frozen=True)
@@ -48,11 +56,11 @@ class PipelineModel:
     """The phases of a step, and how far generation may run ahead of training."""
 
     phases: tuple[Phase, ...]
-    """At most one phase of each name, all measured over the same steps"""
+    """Phases with distinct names, all measured over the same steps."""
     micro_batches: int
-    """Parts of a batch; a part is scored as soon as it is generated"""
+    """Number of parts of a batch; a part is scored as soon as it is generated."""
     max_staleness: int
-    """Maximum staleness of a batch in weight versions; 0 means synchronous"""
+    """Maximum staleness of a batch in weight versions; 0 means synchronous."""
 
     @property
     def is_colocated(self) -> bool:
@@ -61,7 +69,7 @@ class PipelineModel:
 
 
 class _Simulation:
-    """Follows batch after batch through the pipeline.
+    """Simulation of the pipeline, batch by batch.
 
     A role runs one phase at a time, and a phase starts as soon as its role is free and its inputs
     exist. All times are seconds since the start of the run.
@@ -147,16 +155,16 @@ def predict_step_seconds(pipeline: PipelineModel, placement: Placement) -> float
     period = pipeline.max_staleness + 1
     for _ in range(_MIN_WARMUP_BATCHES + 2 * period):
         simulation.run_batch()
-    warm = simulation.published_at[-1]
+    warmup_end = simulation.published_at[-1]
 
     # Average over whole rounds of the measured steps, because their durations differ.
     measured_steps = max(len(phase.seconds) for phase in pipeline.phases)
-    wanted_batches = max(_MIN_AVERAGED_BATCHES, 8 * period)
-    rounds = -(-wanted_batches // measured_steps)
+    required_batches = max(_MIN_AVERAGED_BATCHES, 8 * period)
+    rounds = -(-required_batches // measured_steps)
     batches = rounds * measured_steps
     for _ in range(batches):
         simulation.run_batch()
-    return (simulation.published_at[-1] - warm) / batches
+    return (simulation.published_at[-1] - warmup_end) / batches
 
 
 def candidate_splits(
@@ -202,13 +210,13 @@ class Prediction:
 
     placement: Placement
     step_s: float
-    """Seconds of a step"""
+    """Predicted seconds of a step."""
     change: float
-    """Relative change of the step time; -0.2 is 20% less than measured"""
+    """Relative change of the step time; -0.2 is 20% less than measured."""
 
 
 class StepPredictor:
-    """Predicts step times relative to a measured step.
+    """Predict step times relative to a measured step.
 
     The model's own error for the measured run cancels: the measured step time is scaled by the
     ratio of two simulated step times.
@@ -217,6 +225,13 @@ class StepPredictor:
     def __init__(
         self, pipeline: PipelineModel, placement: Placement, measured_step_s: float
     ) -> None:
+        """Simulate the measured run.
+
+        Args:
+            pipeline: Measured phases.
+            placement: Devices of each role in the measured run.
+            measured_step_s: Mean seconds of a measured step.
+        """
         self._pipeline = pipeline
         self._placement = placement
         self._measured_step_s = measured_step_s

@@ -1,4 +1,4 @@
-"""`aligner plan`: prints which role limits a measured run, and what another split would give."""
+"""`aligner plan`: print the limiting role of a measured run, and predictions for other splits."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from aligner.planner.pipeline_model import (
     candidate_splits,
 )
 
-_MOST_SPLITS = 5
-_SMALLEST_GAIN = 0.0005
-"""A smaller relative gain is not shown as a faster split."""
+# Maximum number of predicted splits that are printed.
+_MAX_SPLITS = 5
+# Minimum relative gain of a split that counts as faster.
+_MIN_GAIN = 0.0005
 
 _ASYNCHRONOUS_ERROR = (
     "for rollout.max_staleness=1, at most 10% if every role has its own core, and up to 19% too"
@@ -32,54 +33,58 @@ _ASYNCHRONOUS_ERROR = (
 
 
 def print_plan(parsed: argparse.Namespace) -> None:
-    """Read a run, predict what changes of it would give, and print both.
+    """Read a run, predict the step times of other splits, and print both.
 
     Raises:
         ConfigError: The run cannot be measured.
     """
     directory = parsed.run_directory
-    plan = _make_plan(directory, read_measured_run(directory))
+    plan = _build_plan(directory, read_measured_run(directory))
     if parsed.json:
-        print(json.dumps(_as_json(plan)))
+        print(json.dumps(_to_json(plan)))
     else:
         _print_tables(plan)
 
 
 @dataclass(frozen=True)
 class _Plan:
+    """Everything that the command prints."""
+
     directory: Path
     run: MeasuredRun
     splits: tuple[Prediction, ...]
-    """The splits with the shortest steps, only those that are faster than the measured one"""
+    """Splits that are faster than the measured one, the fastest first."""
     asynchronous: Prediction | None
-    """With `rollout.max_staleness=1`; None if the run is not synchronous or is colocated"""
+    """Prediction for `rollout.max_staleness=1`; None if the run is asynchronous or colocated."""
     model_error: float
-    """Relative error of the model's step time for the measured run"""
+    """Relative error of the simulated step time of the measured run."""
 
 
-def _make_plan(directory: Path, run: MeasuredRun) -> _Plan:
+def _build_plan(directory: Path, run: MeasuredRun) -> _Plan:
     predictor = StepPredictor(run.pipeline, run.placement, run.step_s)
     candidates = candidate_splits(run.placement, run.units, run.limiting_role)
     predictions = [predictor.predict_split(candidate) for candidate in candidates]
-    faster = [prediction for prediction in predictions if prediction.change < -_SMALLEST_GAIN]
+    faster = [prediction for prediction in predictions if prediction.change < -_MIN_GAIN]
 
-    # Of two splits that are equally fast the one with fewer devices comes first.
-    faster.sort(key=lambda each: (round(each.change, 4), sum(each.placement.values())))
+    # Of two equally fast splits, the one with fewer devices comes first.
+    faster.sort(
+        key=lambda prediction: (round(prediction.change, 4), sum(prediction.placement.values()))
+    )
 
     is_predictable = run.pipeline.max_staleness == 0 and not run.pipeline.is_colocated
     return _Plan(
         directory=directory,
         run=run,
-        splits=tuple(faster[:_MOST_SPLITS]),
+        splits=tuple(faster[:_MAX_SPLITS]),
         asynchronous=predictor.predict_asynchronous() if is_predictable else None,
         model_error=predictor.model_error,
     )
 
 
-def _as_json(plan: _Plan) -> dict[str, Any]:
-    """Return everything that is printed; times are in seconds, shares are parts of 1."""
+def _to_json(plan: _Plan) -> dict[str, Any]:
+    """Return the printed values by name; times are in seconds, and shares are fractions of 1."""
     run = plan.run
-    shown: dict[str, Any] = {
+    entries: dict[str, Any] = {
         "measured_steps": run.measured_steps,
         "step_s": run.step_s,
         "max_staleness": run.pipeline.max_staleness,
@@ -106,11 +111,11 @@ def _as_json(plan: _Plan) -> dict[str, Any]:
         "model_error": plan.model_error,
     }
     if plan.asynchronous is not None:
-        shown["max_staleness_1"] = {
+        entries["max_staleness_1"] = {
             "predicted_step_s": plan.asynchronous.step_s,
             "change": plan.asynchronous.change,
         }
-    return shown
+    return entries
 
 
 def _print_tables(plan: _Plan) -> None:
@@ -119,7 +124,8 @@ def _print_tables(plan: _Plan) -> None:
     print_line(
         console,
         f"measured over {run.measured_steps} steps of {plan.directory}"
-        f" (rollout.max_staleness={run.pipeline.max_staleness}): {_seconds(run.step_s)} per step",
+        f" (rollout.max_staleness={run.pipeline.max_staleness}): {_format_seconds(run.step_s)} per"
+        " step",
     )
     console.print(_usage_table(run))
     share = run.phase_shares[run.limiting_role]
@@ -150,12 +156,12 @@ def _usage_table(run: MeasuredRun) -> Table:
             str(usage.devices) if usage.devices else "CPU only",
             f"{usage.busy:.0%}",
             f"{usage.waited:.0%}",
-            _waited_for(usage),
+            _format_waits(usage),
         )
     return table
 
 
-def _waited_for(usage: RoleUsage) -> str:
+def _format_waits(usage: RoleUsage) -> str:
     shares = {name: share for name, share in usage.waited_for.items() if share >= 0.005}
     if len(shares) == 1:
         return next(iter(shares))
@@ -169,24 +175,24 @@ def _splits_table(splits: tuple[Prediction, ...]) -> Table:
         table.add_column(heading, justify="right")
     for split in splits:
         table.add_row(
-            _split_text(split.placement),
+            _format_split(split.placement),
             str(sum(split.placement.values())),
-            _seconds(split.step_s),
+            _format_seconds(split.step_s),
             f"{split.change:+.0%}",
         )
     return table
 
 
-def _split_text(placement: Placement) -> str:
+def _format_split(placement: Placement) -> str:
     return ", ".join(f"{role} {devices}" for role, devices in placement.items())
 
 
 def _notes(plan: _Plan) -> Iterator[str]:
-    """Yield what else is predicted, and what the predictions assume."""
+    """Yield the other predictions and the assumptions of all predictions."""
     if plan.asynchronous is not None:
         yield (
             "predicted step time for rollout.max_staleness=1 with the same devices:"
-            f" {_seconds(plan.asynchronous.step_s)} ({plan.asynchronous.change:+.0%})"
+            f" {_format_seconds(plan.asynchronous.step_s)} ({plan.asynchronous.change:+.0%})"
         )
     if plan.run.pipeline.is_colocated:
         yield (
@@ -207,6 +213,6 @@ def _notes(plan: _Plan) -> Iterator[str]:
     )
 
 
-def _seconds(value: float) -> str:
+def _format_seconds(value: float) -> str:
     """Format seconds with three significant digits."""
     return f"{value:#.3g} s" if value < 99.95 else f"{value:.0f} s"

@@ -1,1 +1,1 @@
-"""Weights from the trainer's layout into the engine's, by a computed plan."""
+"""Weight transfer from the trainer's layout to the engine's layout, by a computed plan."""

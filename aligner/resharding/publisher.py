@@ -1,4 +1,10 @@
-"""The policy's weights into the engine after every update."""
+"""Publishers, which send the policy's weights to the engine after every update.
+
+- `Publisher` sends weights over a link, and switches the engine's version on all ranks or on none.
+- `RemotePublisher` is the trainer's end of the weight sync to the generator role, which has its own
+  ranks. It sends snapshots, so that training continues in the meantime.
+- `WeightReceiver` is the generator's end.
+"""
 
 import atexit
 import contextlib
@@ -23,28 +29,40 @@ from aligner.errors import AlignerError, UnansweredError
 from aligner.models.shape import ModelShape
 from aligner.resharding.transfer_plan import TransferPlan, plan_to_engine
 from aligner.resharding.transport import (
-    Changes,
+    CachedReader,
+    DeltaEncoding,
     Encoding,
     Exchange,
+    ExchangeStep,
     Link,
-    Read,
-    ReadOnce,
-    Step,
+    TensorReader,
     copy_local,
-    rows_of,
+    plan_steps,
     slice_shape,
-    steps,
+    source_rows,
 )
 from aligner.resharding.verify import open_store, verify
 from aligner.resharding.weight_update import PublishStats, WeightFormat, WeightUpdate
 from aligner.schema import EngineConfig, ParallelConfig
 
+_log = logging.getLogger(__name__)
+
+# Ranks that follow rank 0 wait until the run ends: the end of rank 0 or of their own process ends
+# the wait.
+_FOREVER = timedelta(days=1000)
+# Seconds that the end of a rank waits for its thread, which may be in a transfer that has already
+# failed on another rank.
+_END_S = 2.0
+# Number of lost answers of one generator instance after which a weight sync fails.
+_MAX_UNANSWERED = 3
+
 
 class Publisher:
-    """Takes the trainer's weights into the engine, on all ranks or on none.
+    """Sender of the trainer's weights to the engine, which switches on all ranks or on none.
 
-    Every rank of the link calls `publish`. Pieces are written beside or over the engine's weights,
-    as its update has it; only when all ranks have theirs does the engine's version change.
+    Every rank of the link calls `publish`. The engine's update determines whether the new weights
+    are written next to the old weights or over them. The engine's version changes only after all
+    ranks have received their weights.
     """
 
     def __init__(
@@ -52,30 +70,42 @@ class Publisher:
         plan: TransferPlan,
         link: Link,
         *,
-        read: Read | None,
+        read: TensorReader | None,
         begin_update: Callable[[int], WeightUpdate] | None,
         dtype: torch.dtype = torch.float32,
         bucket_bytes: int,
         verify_every: int,
         group_bytes: int | None = None,
-        copied: Container[str] = (),
-        travels: str = "whole",
-        before: Read | None = None,
+        copied_names: Container[str] = (),
+        publish_mode: str = "whole",
+        read_previous: TensorReader | None = None,
     ) -> None:
-        """`read` gives this rank's source slices and is None on a rank that has none;
-        `begin_update(version)` opens the update of this rank's engine and is None on a rank without
-        one.
+        """Create the publisher of one rank.
 
-        Pieces travel as `dtype`, which the engine's views have too. `group_bytes`, the same on
-        every rank: most bytes of tensors that the engine takes at a time; None where all its views
-        exist at once. `copied` names the tensors of which `read` gives a copy, not the trainer's
-        own memory: they are staged, and one such copy lives at a time.
+        Args:
+            plan: The transfer plan.
+            link: The connection of the plan's ranks.
+            read: Reader of this rank's source slices; None on a rank without source slices.
+            begin_update: Function that opens the update of this rank's engine to a version; None on
+                a rank without an engine.
+            dtype: Data type of the elements during the transfer, and of the engine's views.
+            bucket_bytes: Maximum staging memory in bytes.
+            verify_every: Number of publishes between two verifications by checksums; 0 verifies
+                only the first.
+            group_bytes: Maximum bytes of the tensors that the engine receives at a time, equal on
+                all ranks; None if all views of the engine exist at the same time.
+            copied_names: Names of the tensors of which `read` returns a copy instead of the
+                trainer's own memory. Parts of them are staged, and only one such copy exists at a
+                time.
+            publish_mode: Value of `engine.publish`, "whole" or "changes".
+            read_previous: Reader of this rank's source slices at the previous publish, in `dtype`.
+                "changes" needs it, and needs views that hold the weights of the previous publish.
 
-        `travels` is `engine.publish`. With "changes" `before` gives what `read` gave at the publish
-        before, in the travelling dtype, and the engine's views hold what that wrote. Raises
-        AlignerError when these do not fit the plan or the link.
+        Raises:
+            AlignerError: If the arguments do not match the plan or the link.
         """
-        rank, problems = link.rank, []
+        rank = link.rank
+        problems = []
         if plan.source.get(rank) and read is None:
             problems.append(
                 "the transfer plan requires this rank to send weights, but it has no weights"
@@ -96,155 +126,182 @@ class Publisher:
             )
         if problems:
             raise AlignerError(f"{link.labels[rank]}: " + "; ".join(problems))
-        self._travels, self._before = travels, before or _no_source
+
+        self._publish_mode = publish_mode
+        self._read_previous = read_previous or _raise_no_weights
         self.stats: PublishStats | None = None
-        """Of the last publish."""
-        self._plan, self._link, self._dtype = plan, link, dtype
-        self._read = read or _no_source
-        self._copied, self._begin_update = copied, begin_update
-        self._group_bytes, self._verify_every = group_bytes, verify_every
+        """Statistics of the last publish."""
+        self._plan = plan
+        self._link = link
+        self._dtype = dtype
+        self._read = read or _raise_no_weights
+        self._copied_names = copied_names
+        self._begin_update = begin_update
+        self._group_bytes = group_bytes
+        self._verify_every = verify_every
         self._groups = [
-            (group, steps(group, rank, bucket_bytes)) for group in plan.groups(group_bytes)
+            (group, plan_steps(group, rank, bucket_bytes))
+            for group in plan.split_into_groups(group_bytes)
         ]
-        self._count = 0
+        self._publish_count = 0
 
     @classmethod
-    def to_engine(
+    def for_engine(
         cls,
         plan: TransferPlan,
         link: Link,
         settings: EngineConfig,
-        to: WeightFormat,
+        weight_format: WeightFormat,
         *,
-        read: Read | None = None,
+        read: TensorReader | None = None,
         begin_update: Callable[[int], WeightUpdate] | None = None,
-        copied: Container[str] = (),
-        before: Read | None = None,
+        copied_names: Container[str] = (),
+        read_previous: TensorReader | None = None,
     ) -> "Publisher":
-        """To an engine of these settings, in the format that it takes."""
+        """Return a publisher to an engine with these settings and this weight format."""
         return cls(
             plan,
             link,
             read=read,
             begin_update=begin_update,
-            dtype=to.dtype,
+            dtype=weight_format.dtype,
             bucket_bytes=settings.bucket_mib << 20,
             verify_every=settings.verify_every,
-            group_bytes=to.group_bytes,
-            copied=copied,
-            travels=settings.publish,
-            before=before,
+            group_bytes=weight_format.group_bytes,
+            copied_names=copied_names,
+            publish_mode=settings.publish,
+            read_previous=read_previous,
         )
 
     @torch.no_grad()
     def publish(self, version: int) -> PublishStats:
-        """Publish the weights as `version`; verified at the first call and at every
-        `verify_every`-th after it.
+        """Publish the weights as `version`. Collective.
 
-        Raises AlignerError on every rank, naming the ranks where something failed and what it was,
-        and those that did not answer; the link is broken then. Unless the failure was in the last
-        step, an engine's taking what it had received, every engine has aborted its update; in that
-        step only those have that failed in it.
+        The first publish and every `verify_every`-th publish after it are verified by checksums.
+
+        Raises:
+            AlignerError: On every rank, if a rank failed or did not answer. The error names these
+                ranks and the causes. The link is closed, and every engine has aborted its update.
+                Exception: if the failure was in the last step, in which the engines switch to the
+                new weights, only the engines that failed have aborted their update.
         """
         begin = time.perf_counter()
-        verifies = self._count == 0 or (
-            self._verify_every > 0 and self._count % self._verify_every == 0
+        should_verify = self._publish_count == 0 or (
+            self._verify_every > 0 and self._publish_count % self._verify_every == 0
         )
-        self._count += 1
+        self._publish_count += 1
         failure = (
             f"weight version {version} was not synced to the engine; the engine aborts its update"
         )
         update: WeightUpdate | None = None
-        staging, verify_seconds, read = 0, 0.0, ReadOnce(self._read)
-        compares = self._travels == "changes" and self.stats is not None
-        moved = changed = 0
+        staging_bytes = 0
+        verify_seconds = 0.0
+        read = CachedReader(self._read)
+        sends_delta = self._publish_mode == "changes" and self.stats is not None
+        moved_bytes = changed_elements = 0
+
         with ExitStack() as undo:
-            for group, order in self._groups:
+            for group, steps in self._groups:
                 names = list(group.target.get(self._link.rank, ()))
                 with self._link.agreement(failure):
                     if update is None and self._begin_update is not None:
                         update = self._begin_update(version)
                         undo.callback(update.abort)
                     views = {} if update is None else update.views(names)
-                    self._check(group, views)
+                    self._check_views(group, views)
                 with self._link.agreement(failure):
-                    encoding = self._encoding(group, order, read, compares=compares)
+                    encoding = self._build_encoding(group, steps, read, sends_delta=sends_delta)
                     copy_local(group, self._link.rank, read, views)
                     exchange = Exchange(
-                        group, self._link, self._dtype, read, views, self._copied, encoding
+                        group, self._link, self._dtype, read, views, self._copied_names, encoding
                     )
-                    staging = max(staging, exchange.run(order))
-                    moved, changed = moved + exchange.sent_bytes, changed + (encoding.changed or 0)
-                    if verifies:
+                    staging_bytes = max(staging_bytes, exchange.run(steps))
+                    moved_bytes = moved_bytes + exchange.sent_bytes
+                    changed_elements = changed_elements + (encoding.changed_elements or 0)
+                    if should_verify:
                         start = time.perf_counter()
                         verify(group, self._link, self._dtype, read, views)
                         verify_seconds += time.perf_counter() - start
                     if self._group_bytes is None and update is not None:
                         update.load(names)
                 if self._group_bytes is not None:
-                    # ranks of an engine may load together: all of them have to come
+                    # `load` may be collective over the engine's ranks: begin it only after all of
+                    # them have received their tensors.
                     with self._link.agreement(failure):
                         if update is not None:
                             update.load(names)
             with self._link.agreement(
                 f"weight version {version} may be loaded on only some of the engine ranks"
             ):
-                of_all = torch.tensor([moved, changed], device=self._link.device)
-                self._link.all_reduce(of_all)
+                totals = torch.tensor([moved_bytes, changed_elements], device=self._link.device)
+                self._link.all_reduce(totals)
                 if update is not None:
                     update.commit()
+                # The update is committed: it must not be aborted any more.
                 undo.pop_all()
-        whole = sum(
+
+        remote_elements = sum(
             transfer.numel
             for transfer in self._plan.transfers
             if transfer.source != transfer.target
         )
-        moved, changed = of_all.tolist()
+        moved_bytes, changed_elements = totals.tolist()
         self.stats = PublishStats(
-            staging_bytes=staging,
+            staging_bytes=staging_bytes,
             seconds=time.perf_counter() - begin,
-            verify_seconds=verify_seconds if verifies else None,
-            moved_bytes=moved,
-            whole_bytes=whole * self._dtype.itemsize,
-            changed=changed / whole if compares and whole else None,
+            verify_seconds=verify_seconds if should_verify else None,
+            moved_bytes=moved_bytes,
+            full_bytes=remote_elements * self._dtype.itemsize,
+            changed_share=(
+                changed_elements / remote_elements if sends_delta and remote_elements else None
+            ),
         )
         return self.stats
 
-    def give_up(self, store: Store) -> None:
-        """Have the publish under way fail on every rank, as `Link.give_up` has it."""
-        self._link.give_up(store)
+    def abort(self, store: Store) -> None:
+        """Let the current publish fail on every rank. See `Link.abort`."""
+        self._link.abort(store)
 
-    def _encoding(
-        self, plan: TransferPlan, order: Sequence[Step], read: Read, *, compares: bool
+    def _build_encoding(
+        self,
+        plan: TransferPlan,
+        steps: Sequence[ExchangeStep],
+        read: TensorReader,
+        *,
+        sends_delta: bool,
     ) -> Encoding:
         """Return the encoding of this publish's pieces. Collective.
 
         Args:
-            compares: Whether the engines still hold the weights that `before` gives.
+            plan: The plan of the current group of tensors.
+            steps: This rank's steps of the plan.
+            read: Reader of this rank's source slices.
+            sends_delta: Whether the engines still hold the weights that `read_previous` returns, so
+                that only changed elements are sent.
         """
-        if compares:
-            before = ReadOnce(self._before)
-            return Changes.agreed(
-                order,
+        if sends_delta:
+            read_previous = CachedReader(self._read_previous)
+            return DeltaEncoding.from_comparison(
+                steps,
                 self._link,
                 self._dtype,
-                lambda piece: rows_of(plan, piece, read),
-                lambda piece: rows_of(plan, piece, before),
+                lambda piece: source_rows(plan, piece, read),
+                lambda piece: source_rows(plan, piece, read_previous),
             )
         return Encoding(self._dtype)
 
-    def _check(self, plan: TransferPlan, views: Mapping[str, Tensor]) -> None:
-        """Raise an error that names every tensor whose view is missing or is not as the plan
-        says."""
+    def _check_views(self, plan: TransferPlan, views: Mapping[str, Tensor]) -> None:
+        """Raise AlignerError naming every tensor whose view is missing or does not match the
+        plan."""
         problems = []
-        for name, wanted in plan.target.get(self._link.rank, {}).items():
-            shape = slice_shape(plan.specs[name], wanted)
+        for name, target_slice in plan.target.get(self._link.rank, {}).items():
+            shape = slice_shape(plan.specs[name], target_slice)
             if name not in views:
                 problems.append(f"{name}: the engine has no such tensor")
             elif tuple(views[name].shape) != shape or views[name].dtype != self._dtype:
-                has = f"{tuple(views[name].shape)} of {views[name].dtype}"
+                actual = f"{tuple(views[name].shape)} of {views[name].dtype}"
                 problems.append(
-                    f"{name}: the engine's tensor is {has}, the transfer plan writes {shape} of"
+                    f"{name}: the engine's tensor is {actual}, the transfer plan writes {shape} of"
                     f" {self._dtype}"
                 )
         if problems:
@@ -253,110 +310,121 @@ class Publisher:
             )
 
 
-def _no_source(name: str) -> Tensor:
+def _raise_no_weights(name: str) -> Tensor:
     raise AlignerError(f"{name}: this rank has no weights to read")
 
 
-_log = logging.getLogger(__name__)
-
-_FOREVER = timedelta(days=1000)
-"""Who follows waits for as long as the run goes: rank 0's end, or its own, ends it."""
-_END_S = 2.0
-"""How long the end of a rank waits for its thread, which may be in the middle of a move that has
-failed elsewhere."""
-_UNANSWERED = 3
-"""Answers of one start of the generator that may be lost before a weight sync fails."""
-
-
 def plan_between_worlds(
-    shape: ModelShape, trainer: ParallelConfig, to: WeightFormat
+    shape: ModelShape, trainer: ParallelConfig, weight_format: WeightFormat
 ) -> TransferPlan:
-    """The plan from the trainer's ranks to the generator's, which are counted behind them."""
-    return plan_to_engine(shape, trainer, to, first_engine_rank=trainer.ranks)
+    """Return the plan from the trainer's ranks to the generator's ranks, which are numbered after
+    the trainer's."""
+    return plan_to_engine(shape, trainer, weight_format, first_engine_rank=trainer.ranks)
 
 
 @dataclass(frozen=True)
 class GeneratorCalls:
-    """What the trainer's rank 0 asks of the generator's server; each raises AlignerError where it
-    does not answer."""
+    """Requests of the trainer's rank 0 to the generator's server.
 
-    instance: Callable[[], str]
-    """The name of its start that answers."""
-    is_another: Callable[[str], bool]
-    """Whether it has been started again since that start; waits where it is gone."""
+    Each raises AlignerError if the server does not answer.
+    """
+
+    get_instance: Callable[[], str]
+    """Function that returns the name of the generator instance that answers; each start of the
+    generator is a new instance."""
+    has_restarted: Callable[[str], bool]
+    """Function that returns whether the generator has been restarted since this instance. It waits
+    while the generator is lost."""
     connect: Callable[[str, int, int], Future[Any]]
-    """Have its ranks join a link over the store at a host and port, by the link's generation."""
+    """Function that lets the generator's ranks connect to a link. Its arguments are the host and
+    port of the store, and the link's generation."""
     receive: Callable[[int], Future[Any]]
-    """Have its ranks take the weights that are published meanwhile as a version."""
+    """Function that lets the generator's ranks receive the weights of a version, which the trainer
+    publishes at the same time."""
 
 
 class Snapshots:
-    """Copies of source slices in host memory, by version; one thread takes them, another reads
-    them.
+    """Copies of source slices in host memory, by version.
 
-    The memory of what is forgotten is used again, so that there are never more copies than versions
-    that are wanted at once.
+    One thread takes snapshots, and another thread reads them. The memory of released snapshots is
+    reused, so that there are never more copies than versions that are needed at the same time.
     """
 
     def __init__(
-        self, source: Read, names: Iterable[str], dtype: torch.dtype, device: torch.device
+        self, source: TensorReader, names: Iterable[str], dtype: torch.dtype, device: torch.device
     ) -> None:
-        """`source` gives this rank's slices of `names` as they are now; copies are kept as `dtype`
-        and read on `device`."""
-        self._source, self._names, self._dtype, self._device = source, tuple(names), dtype, device
+        """Create an empty store of snapshots.
+
+        Args:
+            source: Reader of this rank's current slices.
+            names: Names of the slices.
+            dtype: Data type of the copies.
+            device: Device on which the slices are read back.
+        """
+        self._source = source
+        self._names = tuple(names)
+        self._dtype = dtype
+        self._device = device
         self._on_gpu = device.type == "cuda"
         self._selected: dict[str, Tensor] = {}
         self._served: dict[str, Tensor] = {}
-        self._kept: dict[int, dict[str, Tensor]] = {}
+        self._by_version: dict[int, dict[str, Tensor]] = {}
         self._free: list[dict[str, Tensor]] = []
         self._changed = threading.Condition()
 
     @torch.no_grad()
     def take(self, version: int) -> None:
-        """Copy the weights; they may change once this returns."""
+        """Copy the weights. They may change once this method returns."""
         with self._changed:
             copies = self._free.pop() if self._free else {}
         for name in self._names:
             tensor = self._source(name)
             if name not in copies:
+                # Pinned memory allows asynchronous copies between host and device.
                 copies[name] = torch.empty(tensor.shape, dtype=self._dtype, pin_memory=self._on_gpu)
             copies[name].copy_(tensor, non_blocking=self._on_gpu)
         if self._on_gpu:
             torch.cuda.current_stream(self._device).synchronize()
         with self._changed:
-            self._kept[version] = copies
+            self._by_version[version] = copies
             self._changed.notify_all()
 
     def select(self, version: int, timeout_s: float) -> None:
-        """Have `read` give a version, once it is taken. Raises AlignerError when it is not in
-        time."""
+        """Let `read` return the slices of a version, once its snapshot is taken.
+
+        Raises:
+            AlignerError: If the snapshot is not taken within `timeout_s` seconds.
+        """
         with self._changed:
-            if not self._changed.wait_for(lambda: version in self._kept, timeout_s):
+            if not self._changed.wait_for(lambda: version in self._by_version, timeout_s):
                 raise AlignerError(
                     f"no snapshot of weight version {version} was taken within {timeout_s:g} s"
                 )
-            self._selected = self._kept[version]
+            self._selected = self._by_version[version]
 
     def read(self, name: str) -> Tensor:
-        """The slice of the version that was selected."""
+        """Return a slice of the selected version."""
         return self._selected[name].to(self._device, non_blocking=True)
 
     def read_served(self, name: str) -> Tensor:
-        """The slice of the version that was the last to serve."""
+        """Return a slice of the version that the engine serves."""
         return self._served[name].to(self._device, non_blocking=True)
 
-    def forget_below(self, version: int) -> None:
-        """This version, which is selected, serves; older ones are not read any more."""
+    def release_below(self, version: int) -> None:
+        """Record that the engine serves `version`, which is selected, and release older
+        snapshots."""
         with self._changed:
             self._served = self._selected
-            for old in [kept for kept in self._kept if kept < version]:
-                self._free.append(self._kept.pop(old))
+            for old_version in [key for key in self._by_version if key < version]:
+                self._free.append(self._by_version.pop(old_version))
 
 
 @contextlib.contextmanager
 def on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """Have this thread's work on a GPU done in a stream, all of it at the end; None: where it is
-    done anyway."""
+    """Run this thread's GPU work of the block on a stream, and synchronize at the end.
+
+    If `stream` is None, the work runs on the current stream.
+    """
     if stream is None:
         yield
         return
@@ -366,13 +434,13 @@ def on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
 
 
 class RemotePublisher:
-    """To the generator role, shard to shard, from copies that each rank of the trainer keeps:
-    training goes on meanwhile.
+    """Publisher to the generator role, from snapshots, so that training continues in the meantime.
 
-    Rank 0 decides what moves when, from whichever thread wants a version to serve, and announces it
-    in a store that it hosts; a thread of each other rank follows. A copy is kept until a newer
-    version serves, so that a generator that was lost and started again gets the version that it
-    should have.
+    Each rank of the trainer sends its own shards. Rank 0 decides what is transferred and when, in
+    any thread that needs a version to be served, and announces each transfer in a store that it
+    hosts. On each other rank, a thread follows these announcements. A snapshot is kept until the
+    engine serves a newer version, so that a restarted generator receives the version that it should
+    serve.
     """
 
     def __init__(
@@ -384,182 +452,219 @@ class RemotePublisher:
         settings: EngineConfig,
         *,
         host: str,
-        read: Read,
-        together: Callable[[Callable[[], Any]], Any],
+        read: TensorReader,
+        run_on_rank0_and_share: Callable[[Callable[[], Any]], Any],
         calls: GeneratorCalls | None,
         listener: Callable[[str, float, float], None] | None = None,
     ) -> None:
-        """Collective. `rank` is the trainer's, on `device`; `read` gives its source slices. `calls`
-        are rank 0's alone.
+        """Create the publisher of one trainer rank. Collective over the trainer's ranks.
 
-        `host` is where rank 0 hosts the store. `together` runs a function on every rank and gives
-        each rank 0's JSON result, or its error. `listener` is told of every move, from when to when
-        in seconds of `time.perf_counter`.
+        Args:
+            plan: The plan from the trainer's to the generator's ranks.
+            rank: This process's rank in the trainer.
+            device: This rank's device.
+            weight_format: The engine's weight format.
+            settings: The configuration section `engine`.
+            host: Address at which rank 0 hosts the store.
+            read: Reader of this rank's source slices.
+            run_on_rank0_and_share: Function that runs a function on rank 0, and returns its JSON
+                result, or raises its error, on every rank.
+            calls: Requests to the generator, on rank 0 only.
+            listener: Function that is called after every transfer with the span's name, and its
+                start and end in seconds of `time.perf_counter`.
         """
-        self._plan, self._rank, self._device, self._format = plan, rank, device, weight_format
-        self._settings, self._calls, self._together, self._listener = (
-            settings,
-            calls,
-            together,
-            listener,
-        )
+        self._plan = plan
+        self._rank = rank
+        self._device = device
+        self._format = weight_format
+        self._settings = settings
+        self._calls = calls
+        self._run_on_rank0_and_share = run_on_rank0_and_share
+        self._listener = listener
         self._timeout = timedelta(seconds=settings.update_timeout_s)
         self._snapshots = Snapshots(read, plan.source.get(rank, {}), weight_format.dtype, device)
+
         store = None if calls is None else open_store(host, self._timeout)
         self._address: tuple[str, int] = (
             host,
-            together(lambda: None if store is None else store.port),
+            run_on_rank0_and_share(lambda: None if store is None else store.port),
         )
         self._store = store or TCPStore(*self._address, is_master=False, timeout=self._timeout)
+        # Publisher over the link to the generator's ranks; None without a usable link.
         self._publisher: Publisher | None = None
-        """Of the link to the generator's ranks; None where it is not there, or broken."""
         self.stats: PublishStats | None = None
-        """Of the newest publish."""
+        """Statistics of the newest publish."""
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._moves = self._links = 0
-        self._serving, self._wanted, self._instance = -1, -1, ""
+        self._move_count = self._link_generation = 0
+        self._served_version = -1
+        self._target_version = -1
+        self._instance = ""
         self._lock = threading.RLock()
+
         self._follower: threading.Thread | None = None
         if calls is None:
-            self._follower = threading.Thread(target=self._follow, name="weights", daemon=True)
+            self._follower = threading.Thread(
+                target=self._follow_rank0, name="weights", daemon=True
+            )
             self._follower.start()
-            # also where the run has failed: no thread may wait when the interpreter ends
+            # Close also after a failed run: no thread may wait on the store when the interpreter
+            # exits.
             atexit.register(self.close)
 
     @property
     def served(self) -> int:
-        """The version that serves, as far as rank 0 knows; -1 before the first. Waits while a
+        """Version that the engine serves, according to rank 0; -1 before the first. Waits while a
         generator is restored."""
         with self._lock:
-            return self._serving
+            return self._served_version
 
-    def offer(self, version: int) -> None:
-        """Keep a copy of the weights as they are now, as `version`. Every rank of the trainer calls
-        it."""
+    def take_snapshot(self, version: int) -> None:
+        """Copy the current weights as `version`. Every rank of the trainer calls it."""
         self._snapshots.take(version)
 
     def publish(self, version: int) -> None:
-        """As `WeightPublisher`."""
-        self.offer(version)
-        self._together(lambda: None if self._calls is None else self.serve(version))
+        """Return once the engine serves the current weights as `version`.
+
+        See `WeightPublisher.publish`.
+        """
+        self.take_snapshot(version)
+        self._run_on_rank0_and_share(lambda: None if self._calls is None else self.serve(version))
 
     def serve(self, version: int) -> None:
-        """Return once the engine serves `version` or newer weights. Rank 0's, from any thread.
+        """Return once the engine serves `version` or newer weights. For rank 0, from any thread.
 
-        An engine that was lost is awaited and gets its weights again. Raises AlignerError where
-        that fails.
+        If the generator is lost, the method waits for it, and sends it the weights again.
+
+        Raises:
+            AlignerError: If the weight sync fails.
         """
         with self._lock:
-            self._wanted = max(self._wanted, version)
-            self._bring_up_to_date()
+            self._target_version = max(self._target_version, version)
+            self._sync_to_target()
 
     def restore(self) -> int:
-        """As `serve` for the version that serves, of an engine that has said that it does not;
-        returns the version."""
+        """Send the served version again to an engine that has reported that it lacks it.
+
+        Returns:
+            The version that the engine serves now.
+        """
         with self._lock:
-            self._serving = -1
-            self._bring_up_to_date()
-            return self._serving
+            self._served_version = -1
+            self._sync_to_target()
+            return self._served_version
 
     def close(self) -> None:
-        """Hang up."""
+        """Stop the thread that follows rank 0; wait at most 2 s for it."""
         deadline = time.monotonic() + _END_S
         while (
             self._follower is not None and self._follower.is_alive() and time.monotonic() < deadline
         ):
-            with contextlib.suppress(dist.DistError):  # rank 0 has ended, and with it the thread
-                self._another_client().set(self._key(self._rank), json.dumps({}))
+            # DistError: rank 0 has exited, which also ends the thread.
+            with contextlib.suppress(dist.DistError):
+                self._connect_store_client().set(self._move_key(self._rank), json.dumps({}))
             self._follower.join(0.2)
 
-    def _bring_up_to_date(self) -> None:
+    def _sync_to_target(self) -> None:
+        """Send the target version until the engine serves it. Rank 0 only."""
         calls = self._calls
         assert calls is not None, "rank 0 decides what moves"
-        unanswered = 0
-        while self._serving < self._wanted:
-            known = self._instance
+        unanswered_count = 0
+        while self._served_version < self._target_version:
+            known_instance = self._instance
             try:
-                self._move_to(calls, self._wanted)
+                self._send_version(calls, self._target_version)
             except AlignerError as error:
                 self._publisher = None
-                unanswered += _was_unanswered(error)
-                is_another = calls.is_another(known or self._instance)
-                # Not another start of it: its Triton may have been restarted, and the answer lost.
-                is_worth_repeating = _was_unanswered(error) and unanswered <= _UNANSWERED
-                if not (is_another or is_worth_repeating):
+                unanswered_count += _is_unanswered(error)
+                has_restarted = calls.has_restarted(known_instance or self._instance)
+                # The same instance may be alive: a restart of its Triton server loses answers.
+                is_worth_repeating = _is_unanswered(error) and unanswered_count <= _MAX_UNANSWERED
+                if not (has_restarted or is_worth_repeating):
                     raise
                 _log.warning(
                     "the generator was lost during a weight sync; syncing again: %s", error
                 )
 
-    def _move_to(self, calls: GeneratorCalls, version: int) -> None:
-        """Have the generator take a version, over a new link where the one there was is of another
-        start of it."""
-        instance = calls.instance()
+    def _send_version(self, calls: GeneratorCalls, version: int) -> None:
+        """Send a version to the generator, over a new link if the generator has been restarted."""
+        instance = calls.get_instance()
         if self._publisher is None or instance != self._instance:
-            self._publisher, self._instance = None, instance
-            self._links += 1
-            self._announce(link=self._links)
-            joined = calls.connect(*self._address, self._links)
-            _both(joined, lambda: self._act(link=self._links))
+            self._publisher = None
+            self._instance = instance
+            self._link_generation += 1
+            self._announce(link=self._link_generation)
+            connect_future = calls.connect(*self._address, self._link_generation)
+            _run_both(connect_future, lambda: self._execute_move(link=self._link_generation))
+
         start = time.perf_counter()
         self._announce(version=version)
-        received = calls.receive(version)
-        received.add_done_callback(self._give_up)
-        _both(received, lambda: self._act(version=version))
-        self._serving = version
+        receive_future = calls.receive(version)
+        receive_future.add_done_callback(self._abort_if_failed)
+        _run_both(receive_future, lambda: self._execute_move(version=version))
+        self._served_version = version
         if self._listener is not None:
             self._listener("publish", start, time.perf_counter())
 
-    def _give_up(self, received: Future[Any]) -> None:
-        """No rank of the trainer waits for a generator that has refused, or is gone."""
+    def _abort_if_failed(self, receive_future: Future[Any]) -> None:
+        """Abort the publish on the trainer's ranks if the generator has refused it or is lost, so
+        that they do not wait for the timeout."""
         publisher = self._publisher
-        if received.exception() is not None and publisher is not None:
+        if receive_future.exception() is not None and publisher is not None:
             with contextlib.suppress(dist.DistError):
-                publisher.give_up(self._another_client())
+                publisher.abort(self._connect_store_client())
 
-    def _another_client(self) -> TCPStore:
-        """Of the store: one that waits for a key does nothing else."""
+    def _connect_store_client(self) -> TCPStore:
+        """Return a new client of the store: a client that waits for a key cannot be used by another
+        thread."""
         return TCPStore(*self._address, is_master=False, timeout=self._timeout)
 
-    def _key(self, rank: int) -> str:
-        """Of the next move, for a rank that follows."""
-        return f"move/{rank}/{self._moves}"
+    def _move_key(self, rank: int) -> str:
+        """Return the store key under which a rank reads the next move."""
+        return f"move/{rank}/{self._move_count}"
 
     def _announce(self, **move: int) -> None:
+        """Announce a move, the arguments of `_execute_move`, to the other ranks of the trainer."""
         for rank in range(1, len(self._plan.source)):
-            self._store.set(self._key(rank), json.dumps(move))
-        self._moves += 1
+            self._store.set(self._move_key(rank), json.dumps(move))
+        self._move_count += 1
 
-    def _follow(self) -> None:
+    def _follow_rank0(self) -> None:
+        """Execute the moves that rank 0 announces, until rank 0 or this rank exits."""
         while True:
-            key = self._key(self._rank)
+            key = self._move_key(self._rank)
             try:
                 self._store.wait([key], _FOREVER)
                 move = json.loads(self._store.get(key))
-            except dist.DistError:  # rank 0 has ended, and with it the run
+            except dist.DistError:  # rank 0 has exited, which ends the run
                 return
-            if not move:
+            if not move:  # written by `close`
                 return
-            self._moves += 1
+            self._move_count += 1
             try:
-                self._act(**move)
-            except AlignerError as error:  # rank 0 knows: the link has told it
+                self._execute_move(**move)
+            except AlignerError as error:  # rank 0 has the same error from the link, and handles it
                 self._publisher = None
                 _log.warning("weight sync failed on trainer rank %d: %s", self._rank, error)
 
-    def _act(self, link: int | None = None, version: int | None = None) -> None:
-        """This rank's part of what was announced. Collective, with the generator's ranks."""
+    def _execute_move(self, link: int | None = None, version: int | None = None) -> None:
+        """Execute this rank's part of a move. Collective, with the generator's ranks.
+
+        Args:
+            link: Generation of a new link to connect.
+            version: Weight version to publish.
+        """
         if link is not None:
-            self._publisher = self._join(link)
+            self._publisher = self._connect_publisher(link)
         elif version is not None:
             if self._publisher is None:
                 raise AlignerError("the trainer is not connected to the generator")
             self._snapshots.select(version, self._timeout.total_seconds())
             with on_stream(self._stream):
                 self.stats = self._publisher.publish(version)
-            self._snapshots.forget_below(version)
+            self._snapshots.release_below(version)
 
-    def _join(self, generation: int) -> Publisher:
+    def _connect_publisher(self, generation: int) -> Publisher:
+        """Return a publisher over a new link. Collective, with the generator's ranks."""
         link = Link(
             self._store,
             self._rank,
@@ -569,39 +674,45 @@ class RemotePublisher:
             generation=generation,
             store_host=self._plan.labels[0],
         )
-        copied = () if self._device.type == "cpu" else self._plan.specs
-        copies = self._snapshots
-        return Publisher.to_engine(
+        # On a GPU, each read copies the tensor from host memory.
+        copied_names = () if self._device.type == "cpu" else self._plan.specs
+        snapshots = self._snapshots
+        return Publisher.for_engine(
             self._plan,
             link,
             self._settings,
             self._format,
-            read=copies.read,
-            before=copies.read_served,
-            copied=copied,
+            read=snapshots.read,
+            read_previous=snapshots.read_served,
+            copied_names=copied_names,
         )
 
 
-def _both(asked: Future[Any], act: Callable[[], None]) -> None:
-    """Act while a server does what it was asked; raises what went wrong at either end."""
+def _run_both(request: Future[Any], run_own_part: Callable[[], None]) -> None:
+    """Run this rank's part while a server executes its request, and wait for both.
+
+    Raises:
+        UnansweredError: If one of the two failed because a request got no answer.
+        AlignerError: If one of the two failed otherwise. The error contains the messages of both.
+    """
     errors: list[AlignerError] = []
-    for part in (act, asked.result):
+    for part in (run_own_part, request.result):
         try:
             part()
         except AlignerError as error:
             errors.insert(0, error)
     if errors:
-        kind = UnansweredError if any(map(_was_unanswered, errors)) else AlignerError
+        kind = UnansweredError if any(map(_is_unanswered, errors)) else AlignerError
         raise kind("\n".join(map(str, errors))) from errors[0]
 
 
-def _was_unanswered(error: AlignerError) -> bool:
-    """Whether a request to the generator got no answer, rather than a refusal."""
+def _is_unanswered(error: AlignerError) -> bool:
+    """Return whether a request to the generator got no answer, as opposed to a refusal."""
     return isinstance(error, UnansweredError)
 
 
 class WeightReceiver:
-    """One rank of the generator: its end of the way."""
+    """The generator's end of the weight sync, on one rank of the generator."""
 
     def __init__(
         self,
@@ -612,17 +723,31 @@ class WeightReceiver:
         settings: EngineConfig,
         begin_update: Callable[[int], WeightUpdate],
     ) -> None:
-        """`rank` is the plan's, behind those of the trainer; `begin_update(version)` opens an
-        update of its engine."""
-        self._plan, self._rank, self._device, self._format = plan, rank, device, weight_format
-        self._settings, self._begin_update = settings, begin_update
+        """Create the receiver of one generator rank.
+
+        Args:
+            plan: The plan from the trainer's to the generator's ranks.
+            rank: This process's rank in the plan, in which the generator's ranks follow the
+                trainer's ranks.
+            device: This rank's device.
+            weight_format: The engine's weight format.
+            settings: The configuration section `engine`.
+            begin_update: Function that opens an update of the engine to a version.
+        """
+        self._plan = plan
+        self._rank = rank
+        self._device = device
+        self._format = weight_format
+        self._settings = settings
+        self._begin_update = begin_update
         self._publisher: Publisher | None = None
 
     def connect(self, host: str, port: int, generation: int) -> None:
-        """Join the trainer's ranks in a link, over the store that they host. Collective.
+        """Connect to the trainer's ranks in a link, over the store that the trainer hosts.
+        Collective.
 
-        Raises AlignerError where the store or a rank does not answer within
-        `engine.update_timeout_s`.
+        Raises:
+            AlignerError: If the store or a rank does not answer within `engine.update_timeout_s`.
         """
         timeout = timedelta(seconds=self._settings.update_timeout_s)
         try:
@@ -641,13 +766,13 @@ class WeightReceiver:
             device=self._device,
             generation=generation,
         )
-        self._publisher = Publisher.to_engine(
+        self._publisher = Publisher.for_engine(
             self._plan, link, self._settings, self._format, begin_update=self._begin_update
         )
 
     def receive(self, version: int) -> None:
-        """Take the weights that the trainer publishes as `version`. Collective, with the trainer's
-        ranks."""
+        """Receive the weights that the trainer publishes as `version`. Collective, with the
+        trainer's ranks."""
         if self._publisher is None:
             raise AlignerError("the generator is not connected to the trainer; call connect first")
         self._publisher.publish(version)

@@ -1,4 +1,7 @@
-"""Which piece of which weight goes from which rank to which: a pure function of two layouts."""
+"""Transfer plan: which rank sends which part of which weight to which rank.
+
+The plan is a pure function of the trainer's and the engine's layout.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,21 +14,21 @@ from aligner.models.shape import ModelShape
 from aligner.models.weight_slices import (
     Slice,
     TensorSpec,
-    engine_slices,
-    trainer_slices,
+    compute_engine_slices,
+    compute_trainer_slices,
     weight_table,
 )
 from aligner.resharding.weight_update import WeightFormat
 from aligner.schema import EngineParallelConfig, ParallelConfig
 
 Slices = Mapping[int, Mapping[str, Slice]]
-"""What every rank holds: rank, tensor name, slice."""
+"""The slices that each rank holds: rank to tensor name to slice."""
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """The part `[start, stop)` along `axis` of a tensor, from one rank to another; `axis` None is
-    the whole tensor."""
+    """The range `[start, stop)` along `axis` of a tensor, sent from the rank `source` to the rank
+    `target`; `axis` None means the whole tensor."""
 
     name: str
     source: int
@@ -48,60 +51,69 @@ class TransferPlan:
 
     @cached_property
     def labels(self) -> tuple[str, ...]:
-        """What each rank is called: "trainer rank 1" when it is a source, and "engine rank 0" when
-        it is only a target."""
+        """Name of each rank: "trainer rank 1" if it is a source, "engine rank 0" if it is only a
+        target."""
         ranks = range(1 + max([*self.source, *self.target], default=-1))
-        first = min(set(self.target) - set(self.source), default=0)
+        first_engine_rank = min(set(self.target) - set(self.source), default=0)
         return tuple(
-            f"trainer rank {at}" if at in self.source else f"engine rank {at - first}"
-            for at in ranks
+            f"trainer rank {rank}"
+            if rank in self.source
+            else f"engine rank {rank - first_engine_rank}"
+            for rank in ranks
         )
 
-    def groups(self, limit_bytes: int | None) -> "tuple[TransferPlan, ...]":
-        """The plan cut into plans of consecutive tensors, of at most so many bytes each (at least
-        one tensor)."""
+    def split_into_groups(self, limit_bytes: int | None) -> "tuple[TransferPlan, ...]":
+        """Split the plan into plans of consecutive tensors.
+
+        Args:
+            limit_bytes: Maximum size of a group's whole tensors in bytes; a group has at least one
+                tensor. None means one group.
+        """
         if limit_bytes is None:
             return (self,)
-        numbers: dict[str, int] = {}
-        number, filled = 0, 0
+        group_by_name: dict[str, int] = {}
+        group = 0
+        group_size = 0
         for spec in self.table:
-            filled += spec.numel * self.itemsize
-            if filled > limit_bytes and numbers:
-                number, filled = number + 1, spec.numel * self.itemsize
-            numbers[spec.name] = number
+            group_size += spec.numel * self.itemsize
+            if group_size > limit_bytes and group_by_name:
+                group += 1
+                group_size = spec.numel * self.itemsize
+            group_by_name[spec.name] = group
         return tuple(
-            self._part([name for name, at in numbers.items() if at == group])
-            for group in range(number + 1)
+            self._restrict_to([name for name, number in group_by_name.items() if number == index])
+            for index in range(group + 1)
         )
 
-    def _part(self, names: Sequence[str]) -> "TransferPlan":
-        part = set(names)
+    def _restrict_to(self, names: Sequence[str]) -> "TransferPlan":
+        """Return the plan of these tensors only."""
+        name_set = set(names)
 
-        def chosen(side: Slices) -> Slices:
+        def select(slices: Slices) -> Slices:
             return {
-                rank: {name: slices[name] for name in names if name in slices}
-                for rank, slices in side.items()
+                rank: {name: rank_slices[name] for name in names if name in rank_slices}
+                for rank, rank_slices in slices.items()
             }
 
         return TransferPlan(
-            tuple(spec for spec in self.table if spec.name in part),
-            chosen(self.source),
-            chosen(self.target),
-            tuple(transfer for transfer in self.transfers if transfer.name in part),
+            tuple(spec for spec in self.table if spec.name in name_set),
+            select(self.source),
+            select(self.target),
+            tuple(transfer for transfer in self.transfers if transfer.name in name_set),
             self.itemsize,
         )
 
     @cached_property
     def specs(self) -> Mapping[str, TensorSpec]:
-        """The table by tensor name."""
+        """The tensors of the table by name."""
         return {spec.name: spec for spec in self.table}
 
-    def between(self, source: int, target: int) -> tuple[Transfer, ...]:
-        """What one rank gives to another."""
-        return self._by_pair.get((source, target), ())
+    def transfers_between(self, source: int, target: int) -> tuple[Transfer, ...]:
+        """Return the transfers from the rank `source` to the rank `target`."""
+        return self._transfers_by_pair.get((source, target), ())
 
     @cached_property
-    def _by_pair(self) -> Mapping[tuple[int, int], tuple[Transfer, ...]]:
+    def _transfers_by_pair(self) -> Mapping[tuple[int, int], tuple[Transfer, ...]]:
         pairs: dict[tuple[int, int], list[Transfer]] = {}
         for transfer in self.transfers:
             pairs.setdefault((transfer.source, transfer.target), []).append(transfer)
@@ -109,22 +121,26 @@ class TransferPlan:
 
 
 def extent(spec: TensorSpec, piece: Slice, axis: int | None) -> tuple[int, int]:
-    """The range of `axis` that a slice covers; (0, 1) where `axis` is None: the whole tensor is one
-    unit."""
+    """Return the range of `axis` that a slice covers, as (start, stop).
+
+    If `axis` is None, the whole tensor counts as one unit: the range is (0, 1).
+    """
     if axis is None:
         return 0, 1
     return (0, spec.shape[axis]) if piece.axis is None else (piece.start, piece.stop)
 
 
-def numel_of(spec: TensorSpec, axis: int | None, start: int, stop: int) -> int:
-    """Number of elements in the part `[start, stop)` along `axis`."""
+def range_numel(spec: TensorSpec, axis: int | None, start: int, stop: int) -> int:
+    """Return the number of elements in the range `[start, stop)` along `axis`."""
     return spec.numel if axis is None else spec.numel // spec.shape[axis] * (stop - start)
 
 
-def cut_axis(spec: TensorSpec, pieces: Iterable[Slice]) -> int | None:
-    """The one axis along which these slices of a tensor are cut; None when each is the whole.
+def find_sharded_axis(spec: TensorSpec, pieces: Iterable[Slice]) -> int | None:
+    """Return the axis along which these slices shard a tensor; None if each slice is the whole
+    tensor.
 
-    Raises AlignerError when there is more than one, or a slice lies outside the tensor.
+    Raises:
+        AlignerError: If the slices have different axes, or a slice is outside the tensor.
     """
     axes = set()
     for piece in pieces:
@@ -145,8 +161,8 @@ def cut_axis(spec: TensorSpec, pieces: Iterable[Slice]) -> int | None:
     return axes.pop() if axes else None
 
 
-def atoms(boundaries: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """The ranges between neighboring boundaries, in order."""
+def split_at_boundaries(boundaries: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """Return the ranges (start, stop) between neighboring boundaries, in ascending order."""
     return pairwise(sorted(set(boundaries)))
 
 
@@ -159,12 +175,20 @@ def plan_resharding(
     itemsize: int = 4,
     vocabulary_multiple: int = 1,
 ) -> TransferPlan:
-    """The plan from a trainer's layout to an engine's; elements travel as `itemsize` bytes.
+    """Return the plan from a trainer's layout to an engine's layout.
 
-    Trainer ranks are counted from 0 and engine ranks from `first_engine_rank`: 0 where both share
-    their processes, `trainer.ranks` where they are worlds of their own; `vocabulary_multiple` as in
-    `engine_slices`. Raises AlignerError naming everything of the model that does not divide as a
-    layout says.
+    Args:
+        shape: The model.
+        trainer: The trainer's layout; its ranks are counted from 0.
+        engine: The engine's layout.
+        first_engine_rank: Rank of the first engine rank in the plan: 0 if trainer and engine share
+            their processes, `trainer.ranks` if they are separate worlds.
+        itemsize: Bytes per element during the transfer.
+        vocabulary_multiple: Multiple to which the engine pads the vocabulary; see
+            `compute_engine_slices`.
+
+    Raises:
+        AlignerError: If a layout does not divide the model; the error names all such dimensions.
     """
     if problems := [
         *layout_problems("actor.parallel", trainer, shape),
@@ -177,11 +201,13 @@ def plan_resharding(
     return plan_transfers(
         table,
         {
-            rank: trainer_slices(table, shape.num_layers, trainer, rank)
+            rank: compute_trainer_slices(table, shape.num_layers, trainer, rank)
             for rank in range(trainer.ranks)
         },
         {
-            first_engine_rank + rank: engine_slices(table, engine, rank, vocabulary_multiple)
+            first_engine_rank + rank: compute_engine_slices(
+                table, engine, rank, vocabulary_multiple
+            )
             for rank in range(engine.ranks)
         },
         itemsize,
@@ -189,45 +215,55 @@ def plan_resharding(
 
 
 def plan_to_engine(
-    shape: ModelShape, trainer: ParallelConfig, to: WeightFormat, first_engine_rank: int = 0
+    shape: ModelShape,
+    trainer: ParallelConfig,
+    weight_format: WeightFormat,
+    first_engine_rank: int = 0,
 ) -> TransferPlan:
-    """`plan_resharding` to an engine that takes its weights so."""
+    """Return the plan from a trainer's layout to an engine with this weight format.
+
+    See `plan_resharding`.
+    """
     return plan_resharding(
         shape,
         trainer,
-        to.layout,
+        weight_format.layout,
         first_engine_rank=first_engine_rank,
-        itemsize=to.dtype.itemsize,
-        vocabulary_multiple=to.vocabulary_multiple,
+        itemsize=weight_format.dtype.itemsize,
+        vocabulary_multiple=weight_format.vocabulary_multiple,
     )
 
 
 def plan_transfers(
     table: Sequence[TensorSpec], source: Slices, target: Slices, itemsize: int = 4
 ) -> TransferPlan:
-    """Cover every target slice with pieces of the source slices.
+    """Return transfers that write every target slice from parts of the source slices.
 
-    A rank that holds a piece itself copies it; otherwise the holder with the fewest bytes to send
-    so far sends it, so that replicas share the work. The plan depends on the arguments alone: every
-    rank computes the same one.
+    A rank that holds a part itself copies it. Otherwise, the holder that has the fewest elements to
+    send so far sends the part, so that replicas share the work. The plan depends only on the
+    arguments, so every rank computes the same plan.
 
-    Raises AlignerError naming every tensor that a target needs and no source holds in full, that is
-    cut along different dimensions, or that the table does not list.
+    Raises:
+        AlignerError: If a target needs elements that no source holds, if the slices of a tensor
+            have different axes, or if the table lacks a tensor. The error names all such tensors.
     """
-    known = {spec.name for spec in table}
-    unknown = {
+    known_names = {spec.name for spec in table}
+    unknown_names = {
         name for side in (source, target) for slices in side.values() for name in slices
-    } - known
-    if unknown:
+    } - known_names
+    if unknown_names:
         raise AlignerError(
-            f"these tensors are not in the weight table: {', '.join(sorted(unknown))}"
+            f"these tensors are not in the weight table: {', '.join(sorted(unknown_names))}"
         )
+
     transfers: list[Transfer] = []
     sent = dict.fromkeys(source, 0)
     problems: list[str] = []
     for spec in table:
         try:
-            transfers += _plan_tensor(spec, slices_of(source, spec), slices_of(target, spec), sent)
+            transfers += _plan_tensor(
+                spec, select_slices(source, spec), select_slices(target, spec), sent
+            )
         except AlignerError as error:
             problems.append(str(error))
     if problems:
@@ -235,57 +271,68 @@ def plan_transfers(
     return TransferPlan(tuple(table), source, target, tuple(transfers), itemsize)
 
 
-def slices_of(slices: Slices, spec: TensorSpec) -> dict[int, Slice]:
-    """What each rank holds of a tensor, of those that hold any."""
+def select_slices(slices: Slices, spec: TensorSpec) -> dict[int, Slice]:
+    """Return the slice of a tensor by rank, for the ranks that hold one."""
     return {rank: slices[rank][spec.name] for rank in sorted(slices) if spec.name in slices[rank]}
 
 
 def _plan_tensor(
     spec: TensorSpec, source: Mapping[int, Slice], target: Mapping[int, Slice], sent: dict[int, int]
 ) -> list[Transfer]:
-    """One tensor's transfers, adjacent pieces of one sender merged; adds to `sent`, the elements
-    each rank sends."""
-    axis = cut_axis(spec, [*source.values(), *target.values()])
-    held = {rank: extent(spec, piece, axis) for rank, piece in source.items()}
-    holders_of: dict[tuple[int, int], dict[tuple[int, int], list[int]]] = {}
+    """Return the transfers of one tensor, with adjacent parts from one sender merged.
+
+    Args:
+        spec: The tensor.
+        source: The source slices by rank.
+        target: The target slices by rank.
+        sent: Number of elements that each source rank sends so far; the function adds this
+            tensor's elements.
+    """
+    axis = find_sharded_axis(spec, [*source.values(), *target.values()])
+    held_ranges = {rank: extent(spec, piece, axis) for rank, piece in source.items()}
+    holders_by_range: dict[tuple[int, int], dict[tuple[int, int], list[int]]] = {}
     transfers: list[Transfer] = []
     for rank, piece in target.items():
-        wanted = extent(spec, piece, axis)
-        if wanted not in holders_of:  # replicas want the same
-            holders_of[wanted] = _holders_of_atoms(wanted, held)
-        mine: list[Transfer] = []
-        for (start, stop), holders in holders_of[wanted].items():
+        target_range = extent(spec, piece, axis)
+        if target_range not in holders_by_range:  # replicas have equal target ranges
+            holders_by_range[target_range] = _find_holders(target_range, held_ranges)
+
+        rank_transfers: list[Transfer] = []
+        for (start, stop), holders in holders_by_range[target_range].items():
             if not holders:
                 part = "" if axis is None else f" [{start}, {stop}) along dimension {axis}"
                 raise AlignerError(
                     f"{spec.name}{part}: required by rank {rank}, but missing on all source ranks"
                 )
+            # The rank breaks ties, so that every rank computes the same plan.
             sender = (
                 rank if rank in holders else min(holders, key=lambda holder: (sent[holder], holder))
             )
             if sender != rank:
-                sent[sender] += numel_of(spec, axis, start, stop)
-            if mine and mine[-1].source == sender:
-                start = mine.pop().start
-            mine.append(
+                sent[sender] += range_numel(spec, axis, start, stop)
+            if rank_transfers and rank_transfers[-1].source == sender:
+                start = rank_transfers.pop().start
+            rank_transfers.append(
                 Transfer(
-                    spec.name, sender, rank, axis, start, stop, numel_of(spec, axis, start, stop)
+                    spec.name, sender, rank, axis, start, stop, range_numel(spec, axis, start, stop)
                 )
             )
-        transfers += mine
+        transfers += rank_transfers
     return transfers
 
 
-def _holders_of_atoms(
-    wanted: tuple[int, int], held: Mapping[int, tuple[int, int]]
+def _find_holders(
+    target_range: tuple[int, int], held_ranges: Mapping[int, tuple[int, int]]
 ) -> dict[tuple[int, int], list[int]]:
-    """The parts of a range that the held ranges cut it into, in order, each with the ranks that
-    hold it."""
-    low, high = wanted
-    inside = {edge for extents in held.values() for edge in extents if low < edge < high}
+    """Split a target range at the boundaries of the held ranges, and return the ranks that hold
+    each part, in ascending order of the parts."""
+    low, high = target_range
+    inner_boundaries = {
+        edge for extents in held_ranges.values() for edge in extents if low < edge < high
+    }
     return {
         (start, stop): [
-            rank for rank, (first, last) in held.items() if first <= start and stop <= last
+            rank for rank, (first, last) in held_ranges.items() if first <= start and stop <= last
         ]
-        for start, stop in atoms({low, high} | inside)
+        for start, stop in split_at_boundaries({low, high} | inner_boundaries)
     }

@@ -1,4 +1,12 @@
-"""Moving a plan's pieces: within a rank by copying, between ranks in messages over a link."""
+"""Weight transfer between ranks: the link that connects them, messages, and their encodings.
+
+- `Link` connects the ranks of a transfer plan: point-to-point transfers, all-reduce, and decisions
+  that succeed or fail on all ranks.
+- `plan_steps` cuts a plan's transfers into messages, batches and steps. `copy_local` executes the
+  transfers within a rank, and `Exchange` those between ranks.
+- `Encoding` sends all elements; `DeltaEncoding` sends only changed elements
+  (`engine.publish=changes`).
+"""
 
 import json
 import math
@@ -20,13 +28,13 @@ from aligner.errors import AlignerError, EngineGone
 from aligner.models.weight_slices import Slice, TensorSpec, cut_shape
 from aligner.resharding.transfer_plan import Transfer, TransferPlan, extent
 
+# Seconds to wait for the ballots of the other ranks after an agreement has failed. The ballots
+# contain the reasons of the failure.
 _GRACE_S = 2.0
-"""How long ranks that have said nothing are waited for, once an agreement has failed, to learn what
-befell them."""
 
 
 class _Group(Protocol):
-    """What torch's process groups for gloo and NCCL have in common, and is used here."""
+    """The methods of torch's gloo and NCCL process groups that `Link` uses."""
 
     def send(self, tensors: list[Tensor], to: int, tag: int) -> dist.Work: ...
     def recv(self, tensors: list[Tensor], from_: int, tag: int) -> dist.Work: ...
@@ -36,12 +44,12 @@ class _Group(Protocol):
     def _end_coalescing(self) -> dist.Work: ...
 
 
+# An asynchronous operation, and the peer ranks that take part in it.
 _Operation = tuple[dist.Work, tuple[int, ...]]
-"""Work under way, and the ranks that it takes."""
 
 
 class LostPeer(AlignerError):
-    """A transfer with these ranks did not complete."""
+    """A transfer with the ranks `peers` did not complete."""
 
     def __init__(self, message: str, peers: Sequence[int]) -> None:
         super().__init__(message)
@@ -49,19 +57,20 @@ class LostPeer(AlignerError):
 
 
 class _Ballot(NamedTuple):
-    """What a rank says of an agreement that failed: its own error, if it had one, and the peers
-    that it blames for it."""
+    """A rank's report on a failed agreement: its own error, if it has one, and the peers that
+    caused this error."""
 
     error: str | None = None
     blamed: Sequence[int] | None = None
 
 
 class Link:
-    """One process's end of a process group of its own, over gloo on CPUs and NCCL on GPUs.
+    """One process's end of a separate process group: gloo on CPUs, NCCL on GPUs.
 
-    The ranks may belong to one world or to several: all they share is a store. Ranks act in step;
-    what fails on one fails on all, and breaks the link for good: its peers' transfers end at once.
-    To go on, every rank makes a new one with the next `generation`.
+    The ranks may belong to one world or to several worlds; they share only a store. All ranks
+    perform the same operations in the same order. A failure on one rank is a failure on all ranks,
+    and breaks the link permanently: the transfers of its peers fail immediately. To continue, every
+    rank creates a new link with the next `generation`.
     """
 
     def __init__(
@@ -76,38 +85,53 @@ class Link:
         generation: int = 0,
         store_host: str = "the process that hosts the store",
     ) -> None:
-        """Collective. `labels` names every rank, in order, in errors, and `store_host` the process
-        whose end ends the store.
+        """Connect to the other ranks. Collective.
 
-        `timeout` bounds each wait for another rank. An agreement that fails can take several: that
-        for a transfer, that for the decision, and a few seconds for the others' reasons.
+        Args:
+            store: The key-value store that all ranks share.
+            rank: This process's rank in the link.
+            labels: The name of each rank in error messages, in the order of the ranks.
+            timeout: Bound of each wait for another rank. A failing agreement can take several
+                waits: one for a transfer, one for the decision, and a few seconds for the reasons
+                of the other ranks.
+            device: Device of the transferred tensors; default CPU.
+            name: Name of the link; prefix of its keys in the store.
+            generation: Number of the attempt to connect. After a failure, the next attempt needs
+                the next generation.
+            store_host: Label of the process that hosts the store. The store ends with this process.
 
-        Raises AlignerError naming the ranks that did not come; a further try needs the next
-        generation too.
+        Raises:
+            AlignerError: If ranks did not connect in time; the error names them.
         """
-        self.rank, self.labels, self.timeout = rank, tuple(labels), timeout
+        self.rank = rank
+        self.labels = tuple(labels)
+        self.timeout = timeout
         self.device = device or torch.device("cpu")
         self._store_host = store_host
         self._title = f"link {name!r} (generation {generation})"
         self._prefix = f"{name}/{generation}"
         self._store = PrefixStore(self._prefix, store)
-        self._broken: str | None = None
-        self._agreements = 0
-        self._given_up = False
-        # gloo ends a group's connections when nothing refers to the group or to an operation of it
-        # any more. The traceback of an error refers to every local variable, so none may hold them.
+        self._close_reason: str | None = None
+        self._agreement_count = 0
+        self._is_aborted = False
+        # gloo closes a group's connections as soon as nothing references the group or one of its
+        # operations. The traceback of an error references every local variable, so no local
+        # variable may hold an operation.
         self._pending: deque[list[_Operation]] = deque()
-        self._await_all("arrived")
+
+        self._wait_for_all_ranks("arrived")
         self._group: _Group | None = self._connect()
-        # A rank whose first transfer fails closes its connections. gloo would fail with that on a
-        # rank that still connects, instead of with the cause.
-        self._await_all("connected")
-        if self._nccl:
-            # all join the communicator, also who sends nothing at first
+        # A rank whose first transfer fails closes its connections. Without this wait, a rank that
+        # is still connecting would report gloo's connection error instead of the cause.
+        self._wait_for_all_ranks("connected")
+
+        if self._uses_nccl:
+            # NCCL creates the communicator at the first collective, which needs every rank, also
+            # the ranks that have nothing to send at first.
             self.all_reduce(torch.zeros(1, device=self.device))
 
     @classmethod
-    def of_world(
+    def from_default_group(
         cls,
         labels: Sequence[str],
         *,
@@ -115,7 +139,8 @@ class Link:
         device: torch.device | None = None,
         generation: int = 0,
     ) -> "Link":
-        """The link of the ranks of torch.distributed's default group, whose store rank 0 hosts."""
+        """Return a link of the ranks of torch.distributed's default group, whose rank 0 hosts the
+        store. Collective."""
         return cls(
             dist.distributed_c10d._get_default_store(),
             dist.get_rank(),
@@ -136,70 +161,91 @@ class Link:
     ) -> None:
         """Start sending contiguous tensors to ranks and receiving tensors from ranks, all at once.
 
-        The tensors must stay alive, and what is sent unchanged, until the `complete` that answers
-        this `post`. Two ranks have to post what goes from one to the other in the same order.
+        The tensors must stay alive, and sent tensors must stay unchanged, until the `complete` call
+        for this `post`. For each pair of ranks, sender and receiver must post the transfers in the
+        same order.
+
+        Args:
+            sends: Tensors and their destination ranks.
+            receives: Tensors to receive into, and their source ranks.
+
+        Raises:
+            LostPeer: If a peer closed the connection.
         """
         peers = tuple(dict.fromkeys(peer for _, peer in (*sends, *receives)))
         begin = time.monotonic()
         self._pending.append([])
         try:
-            # in one group call, or two ranks that send to each other would wait for each other
-            if self._nccl and peers:
-                self._open_group()._start_coalescing()
+            # NCCL needs one group call for all transfers: otherwise two ranks that send to each
+            # other would wait for each other.
+            if self._uses_nccl and peers:
+                self._require_group()._start_coalescing()
             for tensor, to in sends:
-                self._pending[-1].append((self._open_group().send([tensor], to, 0), (to,)))
+                self._pending[-1].append((self._require_group().send([tensor], to, 0), (to,)))
             for tensor, from_ in receives:
-                self._pending[-1].append((self._open_group().recv([tensor], from_, 0), (from_,)))
-            if self._nccl and peers:
-                self._pending[-1][:] = [(self._open_group()._end_coalescing(), peers)]
+                self._pending[-1].append((self._require_group().recv([tensor], from_, 0), (from_,)))
+            if self._uses_nccl and peers:
+                self._pending[-1][:] = [(self._require_group()._end_coalescing(), peers)]
         except RuntimeError as error:
-            raise self._lost(peers, begin) from error
+            raise self._lost_peer_error(peers, begin) from error
 
     def complete(self) -> None:
-        """Wait for the oldest `post`. Raises AlignerError naming the peer that is gone or did not
-        answer in time."""
-        # the last first: when that is there the others are too, and nobody has to be woken for them
+        """Wait for the transfers of the oldest `post`.
+
+        Raises:
+            LostPeer: If a peer exited or did not answer in time; the error names it.
+        """
+        # The last operation first: when it is done, the others usually are too, which saves a
+        # wake-up of this thread for each of them.
         while self._pending[0]:
-            self._wait(self._pending[0][-1][1])
+            self._wait_for_last_operation(self._pending[0][-1][1])
             del self._pending[0][-1]
         self._pending.popleft()
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """Sum a tensor over all ranks, in place."""
-        self._pending.appendleft([(self._open_group().allreduce([tensor]), ())])
+        """Sum a tensor over all ranks, in place. Collective."""
+        self._pending.appendleft([(self._require_group().allreduce([tensor]), ())])
         self.complete()
 
     @contextmanager
     def agreement(self, failure: str) -> Iterator[None]:
-        """Do something on every rank: the block ends well on all of them, or raises on all.
+        """Run the block on every rank: it succeeds on all ranks, or raises on all ranks.
 
-        Collective. A single entry of the store decides, so that no rank can think otherwise than
-        another; the store's host must live until all of them have returned, which its own return
-        does not say. `failure` heads the error, which tells what went wrong on which ranks, and
-        which ones did not answer within the timeout. A rank whose engine is gone raises that, by
-        which it ends.
+        Collective. A single entry of the store holds the decision, so that all ranks see the same
+        one. The store's host must live until all ranks have returned; its own return does not imply
+        that they have.
+
+        Args:
+            failure: First line of the error. The following lines report what went wrong on which
+                ranks, and which ranks did not answer within the timeout.
+
+        Raises:
+            AlignerError: If the block failed on any rank. The link is closed then.
+            EngineGone: On a rank whose block raised this error, which ends its process.
         """
-        self._open_group()
-        self._agreements += 1
+        self._require_group()
+        self._agreement_count += 1
         cause: Exception | None = None
         try:
-            if self._given_up:
+            if self._is_aborted:
                 raise AlignerError(f"{self._title} was aborted")
             yield
         except Exception as error:
             cause = error
-        # the process is being ended: the others need not wait for it
+        # The process is being terminated: the other ranks need not wait for it.
         except BaseException as error:
-            self._refuse(_Ballot(repr(error)))
+            self._vote_against(_Ballot(repr(error)))
             raise
+
         try:
-            agreed = self._decide(cause)
-            problem = None if agreed else "\n".join(self._reasons())
+            is_agreed = self._decide(cause)
+            problem = None if is_agreed else "\n".join(self._collect_reasons())
         except dist.DistError as error:
             cause = cause or error
             problem = f"{self._store_host} does not answer: {error}"
             if isinstance(cause, AlignerError):
                 problem += f"\n{self.labels[self.rank]}: {cause}"
+
         if problem is not None:
             self.close(problem)
             if isinstance(cause, EngineGone):
@@ -207,41 +253,50 @@ class Link:
             raise AlignerError(f"{failure}:\n{problem}") from cause
 
     def close(self, reason: str = "it was closed") -> None:
-        """End the connections; the peers' transfers fail at once. `reason` is told to who uses the
-        link after that."""
-        self._broken = reason
+        """Close the connections; the transfers of the peers fail immediately.
+
+        Args:
+            reason: Cause that later uses of the link report in their errors.
+        """
+        self._close_reason = reason
         for operations in self._pending:
             operations.clear()
         self._pending.clear()
-        if self._group is not None and self._nccl:
+        if self._group is not None and self._uses_nccl:
             self._group.abort()
         self._group = None
 
-    def give_up(self, store: Store) -> None:
-        """Have the agreement under way, and every later one, fail on every rank, since one will not
-        come. From any thread.
+    def abort(self, store: Store) -> None:
+        """Let the current agreement and all later agreements fail on every rank, because a rank is
+        lost.
 
-        `store` is a client of the link's store that no other thread uses.
+        May be called from any thread.
+
+        Args:
+            store: A client of the link's store that no other thread uses.
         """
-        # before the key is made: an agreement that begins meanwhile sees this, or is that of the
-        # key
-        self._given_up = True
-        PrefixStore(self._prefix, store).compare_set(self._key("decision"), "", "failed")
+        # Set the flag before the key is computed: an agreement that begins in between then either
+        # sees the flag, or is the agreement of the key.
+        self._is_aborted = True
+        PrefixStore(self._prefix, store).compare_set(self._agreement_key("decision"), "", "failed")
 
     @property
-    def _nccl(self) -> bool:
+    def _uses_nccl(self) -> bool:
         return self.device.type == "cuda"
 
-    def _await_all(self, stage: str) -> None:
-        """Wait until every rank has reached a stage of connecting."""
-        reached = [f"{stage}/{rank}" for rank in range(self.size)]
-        self._store.set(reached[self.rank], "")
+    def _wait_for_all_ranks(self, stage: str) -> None:
+        """Wait until every rank has reached a stage of connecting.
+
+        Raises AlignerError naming the missing ranks after the timeout.
+        """
+        stage_keys = [f"{stage}/{rank}" for rank in range(self.size)]
+        self._store.set(stage_keys[self.rank], "")
         try:
-            self._store.wait(reached, self.timeout)
+            self._store.wait(stage_keys, self.timeout)
         except dist.DistStoreError as error:
             missing = [
                 label
-                for label, key in zip(self.labels, reached, strict=True)
+                for label, key in zip(self.labels, stage_keys, strict=True)
                 if not self._store.check([key])
             ]
             raise AlignerError(
@@ -251,12 +306,13 @@ class Link:
 
     def _connect(self) -> _Group:
         try:
-            if not self._nccl:
+            if not self._uses_nccl:
                 return cast(
                     _Group, dist.ProcessGroupGloo(self._store, self.rank, self.size, self.timeout)
                 )
             options = dist.ProcessGroupNCCL.Options()
-            # its watchdog ends the process: our own waits have to end first
+            # NCCL's watchdog kills the process after this timeout: the waits of this class must end
+            # earlier.
             options._timeout = 2 * self.timeout
             return cast(_Group, dist.ProcessGroupNCCL(self._store, self.rank, self.size, options))
         except RuntimeError as error:
@@ -264,97 +320,114 @@ class Link:
                 f"{self._title}: {self.labels[self.rank]} could not connect: {error}"
             ) from error
 
-    def _open_group(self) -> _Group:
+    def _require_group(self) -> _Group:
+        """Return the process group. Raise AlignerError if the link is closed."""
         if self._group is None:
             raise AlignerError(
-                f"{self._title} is closed and must be reconnected; cause: {self._broken}"
+                f"{self._title} is closed and must be reconnected; cause: {self._close_reason}"
             )
         return self._group
 
-    def _wait(self, peers: tuple[int, ...]) -> None:
-        """Wait for the last operation of the oldest post, which is with these peers."""
+    def _wait_for_last_operation(self, peers: tuple[int, ...]) -> None:
+        """Wait for the last operation of the oldest post; `peers` are its peers."""
         begin = time.monotonic()
         try:
-            # NCCL itself does not notice a dead peer
-            while self._nccl and not self._pending[0][-1][0].is_completed():
+            # NCCL does not notice a dead peer: poll, and enforce the timeout here.
+            while self._uses_nccl and not self._pending[0][-1][0].is_completed():
                 waited = time.monotonic() - begin
                 if waited > self.timeout.total_seconds():
                     raise RuntimeError("timed out")
-                if waited > 1 and self._store.check([self._key("decision")]):
+                if waited > 1 and self._store.check([self._agreement_key("decision")]):
                     raise LostPeer("aborted because another rank failed", ())
                 time.sleep(1e-4 if waited < 1 else 0.05)
             self._pending[0][-1][0].wait(self.timeout)
         except RuntimeError as error:
-            raise self._lost(peers, begin) from error
+            raise self._lost_peer_error(peers, begin) from error
 
-    def _lost(self, peers: tuple[int, ...], begin: float) -> LostPeer:
+    def _lost_peer_error(self, peers: tuple[int, ...], begin: float) -> LostPeer:
         who = " or ".join(self.labels[peer] for peer in peers) or "a rank"
         if time.monotonic() - begin < self.timeout.total_seconds():
             return LostPeer(f"{who} closed the connection", peers)
         return LostPeer(f"{who} did not answer within {self.timeout.total_seconds():g} s", peers)
 
-    def _key(self, what: str) -> str:
-        return f"agreement/{self._agreements}/{what}"
+    def _agreement_key(self, entry: str) -> str:
+        """Return the store key of an entry of the current agreement."""
+        return f"agreement/{self._agreement_count}/{entry}"
 
     def _decide(self, cause: Exception | None) -> bool:
-        """Say whether this rank's part went well, and learn whether all ranks' did."""
-        decision = self._key("decision")
-        late = self._store.check([decision])
+        """Report this rank's outcome, and return whether all ranks succeeded.
+
+        Args:
+            cause: This rank's error; None if its block succeeded.
+        """
+        decision = self._agreement_key("decision")
+        is_late = self._store.check([decision])
+
         if cause is not None:
-            self._refuse(
+            self._vote_against(
                 _Ballot(
                     str(cause) or repr(cause), cause.peers if isinstance(cause, LostPeer) else None
                 )
             )
-        elif self._store.add(self._key("good"), 1) == self.size:
+        elif self._store.add(self._agreement_key("good"), 1) == self.size:
             self._store.compare_set(decision, "", "good")
-            if self._agreements > 1:  # no rank needs the one before any more
-                for what in ("good", "decision"):
-                    self._store.delete_key(f"agreement/{self._agreements - 1}/{what}")
+            if self._agreement_count > 1:  # no rank reads the previous agreement any more
+                for entry in ("good", "decision"):
+                    self._store.delete_key(f"agreement/{self._agreement_count - 1}/{entry}")
+
         try:
             self._store.wait([decision], self.timeout)
         except dist.DistStoreError:
+            # compare_set succeeds for one writer only, so that a late "good" cannot overwrite it.
             self._store.compare_set(decision, "", "failed")
         if self._store.get(decision) == b"good":
             return True
+
         if cause is None:
-            self._refuse(
+            self._vote_against(
                 _Ballot(f"not ready within {self.timeout.total_seconds():g} s", (self.rank,))
-                if late
+                if is_late
                 else _Ballot()
             )
         return False
 
-    def _refuse(self, ballot: _Ballot) -> None:
-        """Say what happened first, so that who sees the connection break can read it; then break
-        it."""
+    def _vote_against(self, ballot: _Ballot) -> None:
+        """Let the agreement fail: store the ballot, then close the link.
+
+        The ballot comes first, so that a peer whose connection breaks can read the reason.
+        """
         try:
-            self._store.set(self._key(f"ballot/{self.rank}"), json.dumps(ballot._asdict()))
-            self._store.compare_set(self._key("decision"), "", "failed")
+            self._store.set(
+                self._agreement_key(f"ballot/{self.rank}"), json.dumps(ballot._asdict())
+            )
+            self._store.compare_set(self._agreement_key("decision"), "", "failed")
         finally:
             self.close(ballot.error or "another rank failed")
 
-    def _reasons(self) -> list[str]:
-        """One line for each thing that made an agreement fail, and for each rank that did not
+    def _collect_reasons(self) -> list[str]:
+        """Return one line for each cause of a failed agreement, and for each rank that did not
         answer."""
         ballots: dict[int, _Ballot] = {}
         end = time.monotonic() + min(_GRACE_S, self.timeout.total_seconds())
         try:
-            while not self._read(ballots) and time.monotonic() < end:
+            while not self._read_ballots(ballots) and time.monotonic() < end:
                 time.sleep(0.01)
             silent = [rank for rank in range(self.size) if rank not in ballots]
-        except dist.DistError:  # the store's host has heard enough, and left
+        except dist.DistError:  # the store's host had all ballots that it needs, and exited
             if not any(ballot.error for ballot in ballots.values()):
                 raise
             silent = []
+
+        # Report causes, not consequences: the ranks' own errors, lost peers only if the peer itself
+        # did not answer, and silent ranks that no other rank blames.
         blamed = {peer for ballot in ballots.values() for peer in ballot.blamed or ()}
-        own: dict[str, list[int]] = {}
+        ranks_by_error: dict[str, list[int]] = {}
         for rank, ballot in ballots.items():
             if ballot.error is not None and ballot.blamed is None:
-                own.setdefault(ballot.error, []).append(rank)
+                ranks_by_error.setdefault(ballot.error, []).append(rank)
         lines = [
             f"{', '.join(self.labels[rank] for rank in ranks)}: {error}"
-            for error, ranks in own.items()
+            for error, ranks in ranks_by_error.items()
         ]
         lines += [
             f"{self.labels[rank]}: {ballot.error}"
@@ -368,28 +441,32 @@ class Link:
             if ballot.error
         ]
 
-    def _read(self, ballots: dict[int, _Ballot]) -> bool:
-        """Add the ballots that have come; whether all have, but for the ranks that others blame."""
+    def _read_ballots(self, ballots: dict[int, _Ballot]) -> bool:
+        """Add new ballots to `ballots`. Return whether all ranks have voted, except the ranks that
+        others blame."""
         for rank in range(self.size):
-            if rank not in ballots and self._store.check([key := self._key(f"ballot/{rank}")]):
+            if rank not in ballots and self._store.check(
+                [key := self._agreement_key(f"ballot/{rank}")]
+            ):
                 ballots[rank] = _Ballot(**json.loads(self._store.get(key)))
         blamed = {peer for ballot in ballots.values() for peer in ballot.blamed or ()}
         return blamed.issuperset(rank for rank in range(self.size) if rank not in ballots)
 
 
-Read = Callable[[str], Tensor]
-"""This rank's source slice of a tensor by its Hugging Face name and in its orientation."""
+TensorReader = Callable[[str], Tensor]
+"""Function that returns this rank's source slice of a tensor, by its Hugging Face name and in its
+Hugging Face orientation."""
 
+# Batches in flight in each direction: one is transferred while another is packed or unpacked.
 _IN_FLIGHT = 2
-"""Batches under way each way: one moves while another is packed or unpacked."""
 _BATCHES_PER_BUCKET = 2 * _IN_FLIGHT
+# Pieces of at most this size (bytes) share a message: packing them costs less than a message each.
 _SMALL_BYTES = 1 << 18
-"""Pieces below this share a message: packing them costs less than a message for each."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows `[start, stop)`, along dimension 0, of what a transfer carries."""
+    """Rows `[start, stop)`, along dimension 0, of the tensor of a transfer."""
 
     transfer: Transfer
     start: int
@@ -398,30 +475,30 @@ class Piece:
 
 
 Message = tuple[Piece, ...]
-"""What travels in one operation, in this order."""
+"""The pieces of one send operation, in this order."""
 
 Batch = tuple[Message, ...]
-"""What travels at once."""
+"""The messages that are posted at the same time."""
 
 
 @dataclass(frozen=True)
-class Step:
-    """One batch out and one in, either of which may be empty."""
+class ExchangeStep:
+    """One outgoing batch and one incoming batch of a rank; either may be empty."""
 
-    to: int
-    sending: Batch
-    from_: int
-    receiving: Batch
+    to_rank: int
+    outgoing: Batch
+    from_rank: int
+    incoming: Batch
 
 
 class Encoding:
-    """How pieces are represented in messages: all elements, in the transfer's dtype.
+    """Representation of pieces in messages: all elements, in the transfer's dtype.
 
-    `aligner.resharding.transport.Changes` sends only changed elements. Both ends of a message know
-    its size in bytes before it is sent.
+    `DeltaEncoding` sends only changed elements. Both ends of a message know its size in bytes
+    before it is sent.
     """
 
-    changed: int | None = None
+    changed_elements: int | None = None
     """Number of elements that this rank sends and that differ from the previous publish; None if
     they were not compared."""
 
@@ -440,67 +517,83 @@ class Encoding:
         """Encode the source's `rows` of a piece into `packed`, uint8 [nbytes]."""
         packed.view(self._dtype).view(rows.shape).copy_(rows)
 
-    def unpack(self, piece: Piece, packed: Tensor, place: Tensor) -> None:
-        """Decode `packed`, uint8 [nbytes], into `place`, the rows of the engine's tensor."""
-        place.copy_(packed.view(self._dtype).view(place.shape))
+    def unpack(self, piece: Piece, packed: Tensor, target: Tensor) -> None:
+        """Decode `packed`, uint8 [nbytes], into `target`, the rows of the engine's tensor."""
+        target.copy_(packed.view(self._dtype).view(target.shape))
 
 
 def slice_shape(spec: TensorSpec, piece: Slice) -> tuple[int, ...]:
-    """Shape of a slice."""
+    """Return the shape of a slice of a tensor."""
     return cut_shape(spec.shape, piece.axis, piece.start, piece.stop)
 
 
-def part(
-    tensor: Tensor, spec: TensorSpec, held: Slice, axis: int | None, start: int, stop: int
+def narrow_slice(
+    tensor: Tensor, spec: TensorSpec, held_slice: Slice, axis: int | None, start: int, stop: int
 ) -> Tensor:
-    """The view of `tensor`, the slice `held`, that covers `[start, stop)` of the whole tensor along
-    `axis`.
+    """Return a view of the range `[start, stop)` along `axis` of a whole tensor, within a slice.
 
-    Raises AlignerError when `tensor` is not of the slice's shape.
+    Args:
+        tensor: The part `held_slice` of the whole tensor.
+        spec: The whole tensor.
+        held_slice: The position of `tensor` in the whole tensor.
+        axis: Dimension of the range; None means the whole tensor.
+        start: First index of the range, counted in the whole tensor.
+        stop: End of the range, counted in the whole tensor.
+
+    Raises:
+        AlignerError: If `tensor` does not have the shape of `held_slice`.
     """
-    if tuple(tensor.shape) != slice_shape(spec, held):
+    if tuple(tensor.shape) != slice_shape(spec, held_slice):
         raise AlignerError(
-            f"{spec.name}: got shape {tuple(tensor.shape)}, expected {slice_shape(spec, held)}"
+            f"{spec.name}: got shape {tuple(tensor.shape)}, expected"
+            f" {slice_shape(spec, held_slice)}"
         )
     return (
         tensor
         if axis is None
-        else tensor.narrow(axis, start - extent(spec, held, axis)[0], stop - start)
+        else tensor.narrow(axis, start - extent(spec, held_slice, axis)[0], stop - start)
     )
 
 
-def given(plan: TransferPlan, transfer: Transfer, read: Read) -> Tensor:
-    """What the sender of a transfer gives."""
-    return _part_of(
+def source_view(plan: TransferPlan, transfer: Transfer, read: TensorReader) -> Tensor:
+    """Return the part of the sender's tensor that a transfer sends."""
+    return _narrow_to_transfer(
         plan, transfer, plan.source[transfer.source][transfer.name], read(transfer.name)
     )
 
 
-def wanted(plan: TransferPlan, transfer: Transfer, views: Mapping[str, Tensor]) -> Tensor:
-    """Where the receiver of a transfer writes it."""
-    return _part_of(
+def target_view(plan: TransferPlan, transfer: Transfer, views: Mapping[str, Tensor]) -> Tensor:
+    """Return the part of the receiver's tensor that a transfer writes."""
+    return _narrow_to_transfer(
         plan, transfer, plan.target[transfer.target][transfer.name], views[transfer.name]
     )
 
 
-def rows_of(plan: TransferPlan, piece: Piece, read: Read) -> Tensor:
-    """What the sender of a piece gives."""
-    return given(plan, piece.transfer, read)[piece.start : piece.stop]
+def source_rows(plan: TransferPlan, piece: Piece, read: TensorReader) -> Tensor:
+    """Return the rows of the sender's tensor that a piece sends."""
+    return source_view(plan, piece.transfer, read)[piece.start : piece.stop]
 
 
-def _part_of(plan: TransferPlan, transfer: Transfer, held: Slice, tensor: Tensor) -> Tensor:
-    return part(
-        tensor, plan.specs[transfer.name], held, transfer.axis, transfer.start, transfer.stop
+def _narrow_to_transfer(
+    plan: TransferPlan, transfer: Transfer, held_slice: Slice, tensor: Tensor
+) -> Tensor:
+    return narrow_slice(
+        tensor, plan.specs[transfer.name], held_slice, transfer.axis, transfer.start, transfer.stop
     )
 
 
-def messages(
+def split_into_messages(
     transfers: Sequence[Transfer], specs: Mapping[str, TensorSpec], limit: int, small: int
 ) -> list[Message]:
-    """Cut transfers into row ranges of at most `limit` elements (at least one row), a message each.
+    """Cut transfers into row ranges, and return one message for each row range.
 
-    What is left over of at most `small` elements is put together, in messages of at most `limit`,
-    at the end.
+    Small row ranges share messages, which are at the end of the list.
+
+    Args:
+        transfers: The transfers between two ranks.
+        specs: The tensors by name.
+        limit: Maximum number of elements of a message. A message has at least one row.
+        small: Row ranges of at most this number of elements share messages.
     """
     large: list[Message] = []
     packed: list[list[Piece]] = []
@@ -525,31 +618,39 @@ def messages(
     return [*large, *map(tuple, packed)]
 
 
-def batches(order: Sequence[Message], limit: int) -> list[Batch]:
-    """Consecutive messages together, as long as they are no more than `limit` elements."""
-    filled: list[list[Message]] = []
+def group_into_batches(messages: Sequence[Message], limit: int) -> list[Batch]:
+    """Group consecutive messages into batches of at most `limit` elements."""
+    batches: list[list[Message]] = []
     free = 0
-    for message in order:
-        if (numel := numel_of_message(message)) > free:
-            filled.append([])
+    for message in messages:
+        if (numel := message_numel(message)) > free:
+            batches.append([])
             free = limit
-        filled[-1].append(message)
+        batches[-1].append(message)
         free -= numel
-    return [tuple(batch) for batch in filled]
+    return [tuple(batch) for batch in batches]
 
 
-def numel_of_message(message: Message) -> int:
-    """Number of elements."""
+def message_numel(message: Message) -> int:
+    """Return the number of elements of a message."""
     return sum(piece.numel for piece in message)
 
 
-def steps(plan: TransferPlan, rank: int, bucket_bytes: int) -> list[Step]:
-    """A rank's batches of at most a quarter of a bucket, in an order that can not deadlock.
+def plan_steps(plan: TransferPlan, rank: int, bucket_bytes: int) -> list[ExchangeStep]:
+    """Return a rank's steps, with batches of at most a quarter of a bucket, in an order that cannot
+    deadlock.
 
-    In round r a rank sends to the rank r places after it and receives from the one r places before
-    it. The i-th batch of a round is in the i-th step of the round on both sides, so the earliest
-    step that is not complete anywhere can always go on. Raises AlignerError when a batch would not
-    hold one row of every tensor.
+    In round r, a rank sends to rank + r and receives from rank - r (modulo the number of ranks).
+    The i-th batch of a round is in the i-th step of this round on both sides, so that the earliest
+    incomplete step of all ranks can always proceed.
+
+    Args:
+        plan: The transfer plan.
+        rank: The rank whose steps are planned.
+        bucket_bytes: Maximum size of the staging memory in bytes.
+
+    Raises:
+        AlignerError: If a batch is too small for one row of each tensor.
     """
     limit = bucket_bytes // _BATCHES_PER_BUCKET // plan.itemsize
     widest, name = max((spec.numel // spec.shape[0], spec.name) for spec in plan.table)
@@ -561,57 +662,71 @@ def steps(plan: TransferPlan, rank: int, bucket_bytes: int) -> list[Step]:
         )
     small = min(limit, _SMALL_BYTES // plan.itemsize)
 
-    def between(source: int, target: int) -> list[Batch]:
-        return batches(messages(plan.between(source, target), plan.specs, limit, small), limit)
+    def batches_between(source: int, target: int) -> list[Batch]:
+        return group_into_batches(
+            split_into_messages(plan.transfers_between(source, target), plan.specs, limit, small),
+            limit,
+        )
 
     world = len(plan.labels)
-    found: list[Step] = []
+    steps: list[ExchangeStep] = []
     for distance in range(1, world):
-        to, from_ = (rank + distance) % world, (rank - distance) % world
-        both = zip_longest(between(rank, to), between(from_, rank), fillvalue=())
-        found += [Step(to, sending, from_, receiving) for sending, receiving in both]
-    return found
+        to_rank = (rank + distance) % world
+        from_rank = (rank - distance) % world
+        batch_pairs = zip_longest(
+            batches_between(rank, to_rank), batches_between(from_rank, rank), fillvalue=()
+        )
+        steps += [
+            ExchangeStep(to_rank, outgoing, from_rank, incoming)
+            for outgoing, incoming in batch_pairs
+        ]
+    return steps
 
 
-def copy_local(plan: TransferPlan, rank: int, read: Read, views: Mapping[str, Tensor]) -> None:
-    """Copy the slices that this rank already holds into its views, except shared tensors."""
-    for transfer in plan.between(rank, rank):
-        source = given(plan, transfer, read)
-        view = wanted(plan, transfer, views)
-        places = {
+def copy_local(
+    plan: TransferPlan, rank: int, read: TensorReader, views: Mapping[str, Tensor]
+) -> None:
+    """Copy the slices that this rank already holds into its views, except tensors that the source
+    and the view share."""
+    for transfer in plan.transfers_between(rank, rank):
+        source = source_view(plan, transfer, read)
+        view = target_view(plan, transfer, views)
+        memory_locations = {
             (tensor.data_ptr(), tensor.stride(), tensor.dtype, tensor.device)
             for tensor in (source, view)
         }
-        if len(places) > 1:
+        if len(memory_locations) > 1:
             view.copy_(source)
-        del source, view  # before another is read: it may be a copy
+        # `source` may be a copy: free it before the next tensor is read.
+        del source, view
 
 
-class ReadOnce:
-    """A source whose last tensor is kept: a large one is read once, not once a message."""
+class CachedReader:
+    """Reader that keeps its last tensor, so that a tensor is read once, not once per message."""
 
-    def __init__(self, read: Read) -> None:
+    def __init__(self, read: TensorReader) -> None:
         self._read = read
         self._last: tuple[str, Tensor] | None = None
 
     def __call__(self, name: str) -> Tensor:
-        """The tensor of this name."""
+        """Return the tensor of this name."""
         if self._last is None or self._last[0] != name:
-            self._last = None  # before another is made
+            self._last = None  # free the old tensor before the new one is created
             self._last = name, self._read(name)
         return self._last[1]
 
 
 @dataclass(frozen=True)
-class _Carried:
-    """A message and the tensor that it travels in: its own place, or staging memory."""
+class _MessageBuffer:
+    """A message and the memory that it is sent from or received into."""
 
     message: Message
     tensor: Tensor
-    staged: bool
+    is_staged: bool
+    """Whether `tensor` is staging memory, uint8, instead of the rows of the piece itself."""
 
-    def parts(self, encoding: Encoding) -> Iterator[tuple[Piece, Tensor]]:
-        """Where each piece lies in a staged message."""
+    def split(self, encoding: Encoding) -> Iterator[tuple[Piece, Tensor]]:
+        """Yield each piece of a staged message and its encoded bytes."""
         offset = 0
         for piece in self.message:
             size = encoding.nbytes(piece)
@@ -620,12 +735,15 @@ class _Carried:
 
 
 class Exchange:
-    """Sends and receives one rank's remote pieces.
+    """Sender and receiver of one rank's transfers with other ranks.
 
-    Two batches are under way each way. A message that is one contiguous piece, of the travelling
-    dtype and not encoded, is sent from, or received into, its own place; only the others take
-    staging memory. Of the tensors in `copied`, of which `read` makes copies, a message that is the
-    whole copy is sent from there; a part would keep all of the copy alive, and is staged.
+    Two batches are in flight in each direction. A message that consists of one contiguous piece in
+    the transfer's dtype, without encoding, is sent directly from the source tensor, or received
+    directly into the engine's tensor. All other messages need staging memory.
+
+    For the tensors in `copied_names`, `read` returns copies. A message that is the whole copy is
+    sent directly from the copy. A part of a copy is staged instead, because it would keep the whole
+    copy alive.
     """
 
     def __init__(
@@ -633,94 +751,113 @@ class Exchange:
         plan: TransferPlan,
         link: Link,
         dtype: torch.dtype,
-        read: Read,
+        read: TensorReader,
         views: Mapping[str, Tensor],
-        copied: Container[str] = (),
+        copied_names: Container[str] = (),
         encoding: Encoding | None = None,
     ) -> None:
-        """`encoding` None: numbers travel as they are."""
-        self._plan, self._link, self._dtype, self._read, self._views = (
-            plan,
-            link,
-            dtype,
-            read,
-            views,
-        )
-        self._copied, self._encoding = copied, encoding or Encoding(dtype)
-        self.sent_bytes = 0
-        self._staging: dict[tuple[str, int], Tensor] = {}
-        self._posted: deque[tuple[list[_Carried], list[_Carried]]] = deque()
-        self._most_copies = 0
+        """Create the exchange.
 
-    def run(self, order: Sequence[Step]) -> int:
-        """Take these steps; returns the bytes of staging memory that it took, at most a bucket."""
-        for number, step in enumerate(order):
+        Args:
+            plan: The transfer plan.
+            link: The connection of the plan's ranks.
+            dtype: Data type of the elements during the transfer.
+            read: Reader of this rank's source slices.
+            views: The engine's tensors on this rank by name.
+            copied_names: Names of the tensors of which `read` returns a copy.
+            encoding: Encoding of the pieces; None sends all elements.
+        """
+        self._plan = plan
+        self._link = link
+        self._dtype = dtype
+        self._read = read
+        self._views = views
+        self._copied_names = copied_names
+        self._encoding = encoding or Encoding(dtype)
+        self.sent_bytes = 0
+        """Bytes that this rank has sent to other ranks."""
+        self._staging: dict[tuple[str, int], Tensor] = {}
+        self._posted: deque[tuple[list[_MessageBuffer], list[_MessageBuffer]]] = deque()
+        self._peak_copy_bytes = 0
+
+    def run(self, steps: Sequence[ExchangeStep]) -> int:
+        """Execute the steps. Return the used staging memory in bytes, which is at most a bucket."""
+        for number, step in enumerate(steps):
             self._post(step, number % _IN_FLIGHT)
             if len(self._posted) == _IN_FLIGHT:
                 self._complete()
         while self._posted:
             self._complete()
-        return self._most_copies + sum(buffer.nbytes for buffer in self._staging.values())
+        return self._peak_copy_bytes + sum(buffer.nbytes for buffer in self._staging.values())
 
-    def _post(self, step: Step, slot: int) -> None:
-        sent = self._carry(step.sending, self._own_rows, ("out", slot))
-        received = self._carry(step.receiving, self._place, ("in", slot))
-        for carried in sent:
-            if carried.staged:
-                for piece, packed in carried.parts(self._encoding):
-                    self._encoding.pack(piece, self._rows(piece), packed)
-        self.sent_bytes += sum(each.tensor.nbytes for each in sent)
+    def _post(self, step: ExchangeStep, slot: int) -> None:
+        """Pack the outgoing batch of a step, and start its transfers."""
+        outgoing = self._allocate_buffers(step.outgoing, self._direct_source_rows, ("out", slot))
+        incoming = self._allocate_buffers(step.incoming, self._target_rows, ("in", slot))
+        for buffer in outgoing:
+            if buffer.is_staged:
+                for piece, packed in buffer.split(self._encoding):
+                    self._encoding.pack(piece, self._source_rows(piece), packed)
+        self.sent_bytes += sum(buffer.tensor.nbytes for buffer in outgoing)
+
+        # A delta without changed elements has no bytes; both ends know that, and skip the message.
         self._link.post(
-            [(each.tensor, step.to) for each in sent if each.tensor.numel()],
-            [(each.tensor, step.from_) for each in received if each.tensor.numel()],
+            [(buffer.tensor, step.to_rank) for buffer in outgoing if buffer.tensor.numel()],
+            [(buffer.tensor, step.from_rank) for buffer in incoming if buffer.tensor.numel()],
         )
-        self._posted.append((sent, received))  # what is sent has to live until it has left
-        self._most_copies = max(
-            self._most_copies, sum(self._bytes_of_copies(sent) for sent, _ in self._posted)
+        self._posted.append((outgoing, incoming))  # keeps the tensors alive during the transfer
+        self._peak_copy_bytes = max(
+            self._peak_copy_bytes, sum(self._copy_bytes(outgoing) for outgoing, _ in self._posted)
         )
 
     def _complete(self) -> None:
-        """Wait for the oldest step, and put what it brought into its place."""
+        """Wait for the oldest step, and unpack its staged messages into the engine's tensors."""
         self._link.complete()
-        _, received = self._posted.popleft()
-        for carried in received:
-            if carried.staged:
-                for piece, packed in carried.parts(self._encoding):
-                    self._encoding.unpack(piece, packed, self._place(piece))
+        _, incoming = self._posted.popleft()
+        for buffer in incoming:
+            if buffer.is_staged:
+                for piece, packed in buffer.split(self._encoding):
+                    self._encoding.unpack(piece, packed, self._target_rows(piece))
 
-    def _own_rows(self, piece: Piece) -> Tensor | None:
+    def _direct_source_rows(self, piece: Piece) -> Tensor | None:
+        """Return the source rows of a piece; None if they are a part of a copy."""
         transfer = piece.transfer
-        held = slice_shape(
+        held_shape = slice_shape(
             self._plan.specs[transfer.name], self._plan.source[transfer.source][transfer.name]
         )
-        is_part = piece.numel < math.prod(held)
-        return None if is_part and transfer.name in self._copied else self._rows(piece)
+        is_part = piece.numel < math.prod(held_shape)
+        return None if is_part and transfer.name in self._copied_names else self._source_rows(piece)
 
-    def _bytes_of_copies(self, sent: list[_Carried]) -> int:
-        own = (carried for carried in sent if not carried.staged)
+    def _copy_bytes(self, outgoing: list[_MessageBuffer]) -> int:
+        """Return the bytes of the copies that messages are sent from directly."""
+        direct = (buffer for buffer in outgoing if not buffer.is_staged)
         return sum(
-            carried.tensor.nbytes
-            for carried in own
-            if carried.message[0].transfer.name in self._copied
+            buffer.tensor.nbytes
+            for buffer in direct
+            if buffer.message[0].transfer.name in self._copied_names
         )
 
-    def _rows(self, piece: Piece) -> Tensor:
-        return rows_of(self._plan, piece, self._read)
+    def _source_rows(self, piece: Piece) -> Tensor:
+        return source_rows(self._plan, piece, self._read)
 
-    def _place(self, piece: Piece) -> Tensor:
-        return wanted(self._plan, piece.transfer, self._views)[piece.start : piece.stop]
+    def _target_rows(self, piece: Piece) -> Tensor:
+        return target_view(self._plan, piece.transfer, self._views)[piece.start : piece.stop]
 
-    def _carry(
+    def _allocate_buffers(
         self, batch: Batch, locate: Callable[[Piece], Tensor | None], slot: tuple[str, int]
-    ) -> list[_Carried]:
-        """What each message travels in: what `locate` finds, or staging memory.
+    ) -> list[_MessageBuffer]:
+        """Return the memory of each message: the rows that `locate` returns, or staging memory.
 
-        `slot` names the staging memory, which the step before the last has left.
+        Args:
+            batch: The messages of one batch.
+            locate: Function that returns the rows of a piece; None if the piece must be staged.
+            slot: Direction and number of the staging memory. The batch that used this slot before
+                is complete, because only `_IN_FLIGHT` batches are in flight.
         """
         encoding = self._encoding
-        own = [
+        direct_tensors = [
             (
-                self._travelling(locate(message[0]))
+                self._usable_directly(locate(message[0]))
                 if len(message) == 1 and encoding.is_plain(message[0])
                 else None
             )
@@ -728,132 +865,162 @@ class Exchange:
         ]
         sizes = [
             0 if tensor is not None else sum(map(encoding.nbytes, message))
-            for message, tensor in zip(batch, own, strict=True)
+            for message, tensor in zip(batch, direct_tensors, strict=True)
         ]
-        staging = self._buffer(slot, sum(sizes)).split(sizes)
+        staging = self._staging_buffer(slot, sum(sizes)).split(sizes)
         return [
-            _Carried(message, part if tensor is None else tensor, tensor is None)
-            for message, tensor, part in zip(batch, own, staging, strict=True)
+            _MessageBuffer(message, staged if tensor is None else tensor, tensor is None)
+            for message, tensor, staged in zip(batch, direct_tensors, staging, strict=True)
         ]
 
-    def _travelling(self, tensor: Tensor | None) -> Tensor | None:
-        """The tensor, when it can be sent or received as it is."""
+    def _usable_directly(self, tensor: Tensor | None) -> Tensor | None:
+        """Return the tensor if it can be sent or received without staging, else None."""
         if tensor is None:
             return None
-        fits = (
+        is_usable = (
             tensor.is_contiguous()
             and tensor.dtype == self._dtype
             and tensor.device == self._link.device
         )
-        return tensor if fits else None
+        return tensor if is_usable else None
 
-    def _buffer(self, slot: tuple[str, int], size: int) -> Tensor:
-        """uint8 [`size`]."""
+    def _staging_buffer(self, slot: tuple[str, int], size: int) -> Tensor:
+        """Return the staging memory of a slot, uint8 [size]; it grows if it is too small."""
         if slot not in self._staging or self._staging[slot].numel() < size:
-            self._staging.pop(slot, None)  # before another is made
+            self._staging.pop(slot, None)  # free the old buffer before the new one is allocated
             self._staging[slot] = torch.empty(size, dtype=torch.uint8, device=self._link.device)
         return self._staging[slot][:size]
 
 
-_INDEX = torch.int32
-_BITS = {2: torch.int16, 4: torch.int32}
+_INDEX_DTYPE = torch.int32
+# Integer dtype by element size in bytes, for bitwise comparisons.
+_BITS_DTYPES = {2: torch.int16, 4: torch.int32}
 
 
-class Changes(Encoding):
-    """Send the index and value of each element that differs from the previous publish, or the whole
-    piece if that takes fewer bytes.
+class DeltaEncoding(Encoding):
+    """Encoding that sends the index and value of each element that differs from the previous
+    publish, or the whole piece if that takes fewer bytes.
 
     Elements are compared bit by bit, so the engine gets exactly the source's bits, including the
     sign of a zero. The engine's tensors must still hold the elements of the previous publish.
     """
 
     def __init__(
-        self, dtype: torch.dtype, counts: Mapping[Piece, int], before: Callable[[Piece], Tensor]
+        self,
+        dtype: torch.dtype,
+        counts: Mapping[Piece, int],
+        read_previous_rows: Callable[[Piece], Tensor],
     ) -> None:
-        """`counts` is how many numbers of each piece have changed; `before` gives its rows at the
-        publish before."""
+        """Create the encoding.
+
+        Args:
+            dtype: Data type of the elements.
+            counts: Number of changed elements of each piece that this rank sends or receives.
+            read_previous_rows: Function that returns the rows of a piece at the previous publish.
+        """
         super().__init__(dtype)
-        self._counts, self._before = counts, before
+        self._counts = counts
+        self._read_previous_rows = read_previous_rows
 
     @classmethod
-    def agreed(
+    def from_comparison(
         cls,
-        order: Sequence[Step],
+        steps: Sequence[ExchangeStep],
         link: Link,
         dtype: torch.dtype,
-        rows: Callable[[Piece], Tensor],
-        before: Callable[[Piece], Tensor],
-    ) -> "Changes":
-        """Count what has changed of the pieces that this rank sends, and hear it of those that it
-        receives. Collective."""
+        read_rows: Callable[[Piece], Tensor],
+        read_previous_rows: Callable[[Piece], Tensor],
+    ) -> "DeltaEncoding":
+        """Count the changed elements of the pieces that this rank sends, and exchange the counts
+        with the other ranks. Collective.
+
+        Args:
+            steps: The steps of this rank.
+            link: The connection of the ranks.
+            dtype: Data type of the elements.
+            read_rows: Function that returns the rows of a piece.
+            read_previous_rows: Function that returns the rows of a piece at the previous publish.
+        """
         counts: dict[Piece, int] = {}
-        sending: dict[int, list[Piece]] = {}
-        receiving: dict[int, list[Piece]] = {}
-        for step in order:
-            sending.setdefault(step.to, []).extend(
-                piece for message in step.sending for piece in message
+        outgoing: dict[int, list[Piece]] = {}
+        incoming: dict[int, list[Piece]] = {}
+        for step in steps:
+            outgoing.setdefault(step.to_rank, []).extend(
+                piece for message in step.outgoing for piece in message
             )
-            receiving.setdefault(step.from_, []).extend(
-                piece for message in step.receiving for piece in message
+            incoming.setdefault(step.from_rank, []).extend(
+                piece for message in step.incoming for piece in message
             )
-        sent, received = [], []
-        for to, pieces in sending.items():
+
+        sends, receives = [], []
+        for to_rank, pieces in outgoing.items():
             counts |= {
-                piece: int(_changed(rows(piece).to(dtype), before(piece)).sum()) for piece in pieces
+                piece: int(
+                    _differs_bitwise(read_rows(piece).to(dtype), read_previous_rows(piece)).sum()
+                )
+                for piece in pieces
             }
             if pieces:
-                sent.append(
-                    (torch.tensor([counts[piece] for piece in pieces], device=link.device), to)
+                sends.append(
+                    (torch.tensor([counts[piece] for piece in pieces], device=link.device), to_rank)
                 )
-        for from_, pieces in receiving.items():
+        for from_rank, pieces in incoming.items():
             if pieces:
-                received.append(
-                    (torch.empty(len(pieces), dtype=torch.int64, device=link.device), from_)
+                receives.append(
+                    (torch.empty(len(pieces), dtype=torch.int64, device=link.device), from_rank)
                 )
-        link.post(sent, received)
+        link.post(sends, receives)
         link.complete()
-        changed = sum(counts.values())
-        for heard, from_ in received:
-            counts |= dict(zip(receiving[from_], heard.tolist(), strict=True))
-        agreed = cls(dtype, counts, before)
-        agreed.changed = changed
-        return agreed
+
+        # Before the received counts are added: each rank reports only the elements that it sends.
+        changed_elements = sum(counts.values())
+        for received_counts, from_rank in receives:
+            counts |= dict(zip(incoming[from_rank], received_counts.tolist(), strict=True))
+        encoding = cls(dtype, counts, read_previous_rows)
+        encoding.changed_elements = changed_elements
+        return encoding
 
     def nbytes(self, piece: Piece) -> int:
-        """Of what has changed, or of all."""
+        """Return the size of an encoded piece in bytes: of its changed elements, or of all elements
+        if that is smaller."""
         return min(
-            super().nbytes(piece), self._counts[piece] * (_INDEX.itemsize + self._dtype.itemsize)
+            super().nbytes(piece),
+            self._counts[piece] * (_INDEX_DTYPE.itemsize + self._dtype.itemsize),
         )
 
     def is_plain(self, piece: Piece) -> bool:
-        """Whether so much has changed that all of it is less."""
+        """Return whether all elements are sent, because that takes no more bytes than the
+        changes."""
         return self.nbytes(piece) == super().nbytes(piece)
 
     def pack(self, piece: Piece, rows: Tensor, packed: Tensor) -> None:
-        """Write indices, then numbers."""
+        """Write the indices of the changed elements, then their values, into `packed`."""
         if self.is_plain(piece):
             super().pack(piece, rows, packed)
             return
         rows = rows.to(self._dtype)
-        index = _changed(rows, self._before(piece)).flatten().nonzero().flatten()
-        # By bytes: numbers of two bytes may leave the next piece's indices at an address that is no
-        # multiple of four.
-        split = len(index) * _INDEX.itemsize
-        packed[:split].copy_(index.to(_INDEX).view(torch.uint8))
+        index = (
+            _differs_bitwise(rows, self._read_previous_rows(piece)).flatten().nonzero().flatten()
+        )
+        # Copy bytes: after 2-byte values, the next piece's indices may start at an address that is
+        # not a multiple of 4, which int32 views do not allow.
+        split = len(index) * _INDEX_DTYPE.itemsize
+        packed[:split].copy_(index.to(_INDEX_DTYPE).view(torch.uint8))
         packed[split:].copy_(rows.flatten()[index].view(torch.uint8))
 
-    def unpack(self, piece: Piece, packed: Tensor, place: Tensor) -> None:
-        """Write the numbers over those that they replace."""
+    def unpack(self, piece: Piece, packed: Tensor, target: Tensor) -> None:
+        """Write the changed elements of `packed` into `target`."""
         if self.is_plain(piece):
-            super().unpack(piece, packed, place)
+            super().unpack(piece, packed, target)
             return
-        split = self._counts[piece] * _INDEX.itemsize
-        index = packed[:split].clone().view(_INDEX).long().to(place.device)
-        numbers = packed[split:].clone().view(self._dtype).to(place.device)
-        place[torch.unravel_index(index, place.shape)] = numbers
+        split = self._counts[piece] * _INDEX_DTYPE.itemsize
+        # The clones are aligned; see `pack`.
+        index = packed[:split].clone().view(_INDEX_DTYPE).long().to(target.device)
+        values = packed[split:].clone().view(self._dtype).to(target.device)
+        target[torch.unravel_index(index, target.shape)] = values
 
 
-def _changed(rows: Tensor, before: Tensor) -> Tensor:
-    """bool, of the rows' shape: which bits differ."""
-    bits = _BITS[rows.dtype.itemsize]
-    return rows.view(bits) != before.view(bits)
+def _differs_bitwise(rows: Tensor, previous_rows: Tensor) -> Tensor:
+    """Return which elements differ in their bits: bool, in the shape of `rows`."""
+    bits_dtype = _BITS_DTYPES[rows.dtype.itemsize]
+    return rows.view(bits_dtype) != previous_rows.view(bits_dtype)

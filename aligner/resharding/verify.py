@@ -1,5 +1,10 @@
-"""Checking by checksum that every engine rank holds the trainer's weights, without gathering a
-tensor."""
+"""Verification of a weight sync by checksums, and the key-value store through which ranks connect.
+
+- `verify` checks that every engine rank holds the trainer's weights, without gathering a tensor.
+- `world_store` and `open_store` return torch's key-value store on the one address at which the
+  ranks reach it. torch's stores do not authenticate clients, let every client list their keys, and
+  listen on every interface by default. docs/running.md describes the remaining risk.
+"""
 
 import ctypes
 import ipaddress
@@ -21,91 +26,119 @@ from aligner.models.weight_slices import TensorSpec
 from aligner.placement.addresses import LOOPBACK, WORLD_SECRET
 from aligner.resharding.transfer_plan import (
     TransferPlan,
-    atoms,
-    cut_axis,
     extent,
-    numel_of,
-    slices_of,
+    find_sharded_axis,
+    range_numel,
+    select_slices,
+    split_at_boundaries,
 )
-from aligner.resharding.transport import Link, Read, part
+from aligner.resharding.transport import Link, TensorReader, narrow_slice
 
+# setsockopt(2): attach a classic BPF program that filters the packets of a socket.
 _SO_ATTACH_FILTER = 26
 _DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)  # BPF: return 0
 
 
+# Integer dtype by element size in bytes.
+_BITS_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# Number of elements that are converted to int64 at a time; the block fits in the CPU's cache.
+_BLOCK = 1 << 17
+
+
 def world_store(rank: int, size: int, timeout: timedelta) -> Store:
-    """The store of the world that MASTER_ADDR and MASTER_PORT tell of, where nobody else comes in
-    once all ranks are there.
+    """Return the store of the world at MASTER_ADDR and MASTER_PORT, closed to other processes once
+    all ranks are connected.
 
-    Collective. Until then others may come, and leave what they like under names that nobody looks
-    for: all wait for rank 0 to say, under the world's own, that it has shut the door, with the
-    ranks alone inside. A rank that is alone needs no door.
+    Collective. Until all ranks are connected, other processes can connect too, and write keys. The
+    ranks ignore such keys: they use only keys with the prefix of the world's secret, and wait until
+    rank 0 reports under this prefix that the store accepts no further connections and that only
+    ranks are connected. A world of one rank uses a store in memory.
 
-    Raises AlignerError where rank 0 cannot listen there, and where someone else is inside.
+    Raises:
+        AlignerError: If rank 0 cannot listen at the address, or if a process that is not a rank is
+            connected.
     """
     host = os.environ.get("MASTER_ADDR", LOOPBACK)
-    if ipaddress.ip_address(_resolved(host, 0)[1][0]).is_loopback:
-        # By default gloo listens on the address that the machine's name stands for.
+    if ipaddress.ip_address(_resolve(host, 0)[1][0]).is_loopback:
+        # By default, gloo listens on the address that the machine's host name resolves to.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if size == 1:
         return HashStore()
-    port, secret = int(os.environ["MASTER_PORT"]), os.environ.get(WORLD_SECRET, "world")
+
+    port = int(os.environ["MASTER_PORT"])
+    secret = os.environ.get(WORLD_SECRET, "world")
     if rank:
-        own = PrefixStore(secret, TCPStore(host, port, size, is_master=False, timeout=timeout))
-        own.wait(["shut"])
-        return own
-    with _listener(host, port) as listener:
-        own = PrefixStore(secret, _hosted(host, listener, timeout, size))
-        _shut(listener, size)
-    own.set("shut", "")
-    return own
+        store = PrefixStore(secret, TCPStore(host, port, size, is_master=False, timeout=timeout))
+        store.wait(["shut"])
+        return store
+    with _listen(host, port) as listener:
+        store = PrefixStore(secret, _host_store(host, listener, timeout, size))
+        _refuse_connections(listener, size)
+    store.set("shut", "")
+    return store
 
 
 def open_store(host: str, timeout: timedelta) -> TCPStore:
-    """A store that this process hosts on `host` alone, at a free port, for others to come when they
-    like.
+    """Return a store that this process hosts at a free port, and only on the address `host`.
+    Clients may connect at any time.
 
-    Raises AlignerError where it cannot listen there.
+    Raises:
+        AlignerError: If this process cannot listen on `host`.
     """
-    with _listener(host, 0) as listener:
-        return _hosted(host, listener, timeout)
+    with _listen(host, 0) as listener:
+        return _host_store(host, listener, timeout)
 
 
-def _hosted(
+def _host_store(
     host: str, listener: socket.socket, timeout: timedelta, size: int | None = None
 ) -> TCPStore:
-    port, its_own = listener.getsockname()[1], os.dup(listener.fileno())
+    """Return a store that serves a listening socket. With `size`, wait for that many ranks."""
+    port = listener.getsockname()[1]
+    # The store closes its file descriptor itself: give it a duplicate.
+    store_fd = os.dup(listener.fileno())
     return TCPStore(
-        host, port, size, True, timeout, wait_for_workers=size is not None, master_listen_fd=its_own
+        host,
+        port,
+        size,
+        True,
+        timeout,
+        wait_for_workers=size is not None,
+        master_listen_fd=store_fd,
     )
 
 
-def _shut(listener: socket.socket, size: int) -> None:
-    """Let nobody else connect; raises AlignerError where there are more connections than ranks.
+def _refuse_connections(listener: socket.socket, size: int) -> None:
+    """Let a store's listening socket ignore all further connections.
 
-    A store's socket cannot be closed: it is one of a loop that ends with the store. But it can be
-    made deaf.
+    A store's socket cannot be closed, because the store's event loop owns it. A packet filter that
+    drops all packets has the same effect.
+
+    Raises:
+        AlignerError: If there are more connections than ranks.
     """
     program = ctypes.create_string_buffer(_DROP_ALL)
     listener.setsockopt(
         socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HL", 1, ctypes.addressof(program))
     )
-    here = listener.getsockname()[:2]
-    inside = [
-        each
-        for each in psutil.net_connections("tcp")
-        if each.laddr == here and each.status == psutil.CONN_ESTABLISHED
+    # Count only after the filter is attached: no connection can be added after the count.
+    address = listener.getsockname()[:2]
+    connections = [
+        connection
+        for connection in psutil.net_connections("tcp")
+        if connection.laddr == address and connection.status == psutil.CONN_ESTABLISHED
     ]
-    if len(inside) > size:
+    if len(connections) > size:
+        client_addresses = {connection.raddr.ip for connection in connections if connection.raddr}
         raise AlignerError(
-            f"the rank store at {here[0]}:{here[1]} has {len(inside)} connections for {size} ranks:"
-            " another client has connected; connections come from"
-            f" {', '.join(sorted({each.raddr.ip for each in inside if each.raddr}))}"
+            f"the rank store at {address[0]}:{address[1]} has {len(connections)} connections for"
+            f" {size} ranks: another client has connected; connections come from"
+            f" {', '.join(sorted(client_addresses))}"
         )
 
 
-def _listener(host: str, port: int) -> socket.socket:
-    family, address = _resolved(host, port)
+def _listen(host: str, port: int) -> socket.socket:
+    """Return a listening socket. Raise AlignerError if the address cannot be used."""
+    family, address = _resolve(host, port)
     listener = socket.socket(family)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -121,7 +154,9 @@ def _listener(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _resolved(host: str, port: int) -> tuple[socket.AddressFamily, Any]:
+def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, Any]:
+    """Return the address family and socket address of a host. Raise AlignerError if it cannot be
+    resolved."""
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
@@ -129,27 +164,30 @@ def _resolved(host: str, port: int) -> tuple[socket.AddressFamily, Any]:
     return family, address
 
 
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_BLOCK = 1 << 17
-"""Elements that are widened to int64 at a time: small enough to stay in the cache."""
-
-
 def checksum(tensor: Tensor, shape: tuple[int, ...], axis: int | None, start: int) -> Tensor:
-    """Position-weighted checksum of a slice's raw bits: int64 scalar, modulo 2**64.
+    """Return the position-weighted checksum of a slice's raw bits: an int64 scalar, modulo 2**64.
 
-    `tensor` is the part of a whole tensor of `shape` (one or two dimensions) that begins at `start`
-    along `axis`. Each element's bits are weighted with 2 * i + 1, i being its linear index in the
-    whole tensor, so that the checksums of disjoint slices add up to their union's, and any change
-    of one element, or exchange of two different ones, changes it (for elements of up to 32 bits and
-    fewer than 2**31 of them).
+    The bits of each element have the weight 2 * i + 1, where i is the element's linear index in the
+    whole tensor. The checksums of disjoint slices therefore add up to the checksum of their union.
+    Every change of one element, and every exchange of two different elements, changes the checksum
+    (for elements of up to 32 bits and fewer than 2**31 elements).
+
+    Args:
+        tensor: The slice, which begins at `start` along `axis` of the whole tensor.
+        shape: Shape of the whole tensor, of one or two dimensions.
+        axis: Dimension along which the slice is cut; None means the whole tensor.
+        start: First index of the slice along `axis`.
     """
-    bits = (tensor if tensor.dim() == 2 else tensor[None]).view(_BITS[tensor.element_size()])
+    bits = (tensor if tensor.dim() == 2 else tensor[None]).view(_BITS_DTYPES[tensor.element_size()])
     columns = shape[-1]
     first_row, first_column = (
         (start, 0) if axis == 0 and len(shape) == 2 else (0, 0 if axis is None else start)
     )
     rows, width = bits.shape
     step = max(1, _BLOCK // width)
+
+    # 2 * i + 1 with i = row * columns + column is the sum of a row weight and a column weight, so
+    # that two sums per block replace a weight tensor of the size of the block.
     row_weights = 2 * columns * torch.arange(first_row, first_row + rows, device=bits.device) + 1
     column_weights = 2 * torch.arange(first_column, first_column + width, device=bits.device)
     column_sums = torch.zeros(width, dtype=torch.int64, device=bits.device)
@@ -162,8 +200,9 @@ def checksum(tensor: Tensor, shape: tuple[int, ...], axis: int | None, start: in
 
 
 @dataclass(frozen=True)
-class _Atom:
-    """A part of a tensor that no slice cuts further, and the rank that answers for its source."""
+class _CheckedRange:
+    """A range of a tensor that no slice divides further, and the source rank that computes its
+    checksum."""
 
     spec: TensorSpec
     axis: int | None
@@ -172,41 +211,58 @@ class _Atom:
     holder: int
 
 
-def _plan_atoms(plan: TransferPlan) -> list[_Atom]:
-    """Atoms of every tensor that has a target, in table order; holders share the work evenly."""
+def _plan_ranges(plan: TransferPlan) -> list[_CheckedRange]:
+    """Return the ranges of every tensor that has a target, in table order.
+
+    The source ranks share the work evenly.
+    """
     load = dict.fromkeys(plan.source, 0)
-    found: list[_Atom] = []
+    ranges: list[_CheckedRange] = []
     for spec in plan.table:
-        source, target = slices_of(plan.source, spec), list(slices_of(plan.target, spec).values())
+        source = select_slices(plan.source, spec)
+        target = list(select_slices(plan.target, spec).values())
         if not target:
             continue
-        axis = cut_axis(spec, [*source.values(), *target])
-        held = {rank: extent(spec, piece, axis) for rank, piece in source.items()}
-        wanted = [extent(spec, piece, axis) for piece in target]
-        for start, stop in atoms(edge for ends in (*held.values(), *wanted) for edge in ends):
-            if not any(low <= start and stop <= high for low, high in wanted):
+        axis = find_sharded_axis(spec, [*source.values(), *target])
+        held_ranges = {rank: extent(spec, piece, axis) for rank, piece in source.items()}
+        target_ranges = [extent(spec, piece, axis) for piece in target]
+        boundaries = (
+            edge for extents in (*held_ranges.values(), *target_ranges) for edge in extents
+        )
+        for start, stop in split_at_boundaries(boundaries):
+            if not any(low <= start and stop <= high for low, high in target_ranges):
                 continue
-            complete = [rank for rank, (low, high) in held.items() if low <= start and stop <= high]
-            holder = min(complete, key=lambda rank: (load[rank], rank))
-            load[holder] += numel_of(spec, axis, start, stop)
-            found.append(_Atom(spec, axis, start, stop, holder))
-    return found
+            holders = [
+                rank for rank, (low, high) in held_ranges.items() if low <= start and stop <= high
+            ]
+            holder = min(holders, key=lambda rank: (load[rank], rank))
+            load[holder] += range_numel(spec, axis, start, stop)
+            ranges.append(_CheckedRange(spec, axis, start, stop, holder))
+    return ranges
 
 
 def _source_sums(
-    plan: TransferPlan, plan_atoms: list[_Atom], link: Link, dtype: torch.dtype, read: Read
+    plan: TransferPlan,
+    ranges: list[_CheckedRange],
+    link: Link,
+    dtype: torch.dtype,
+    read: TensorReader,
 ) -> Tensor:
-    """int64 [atoms]: checksums of those that this rank answers for, zero elsewhere."""
-    sums = torch.zeros(len(plan_atoms), dtype=torch.int64, device=link.device)
-    for index, atom in enumerate(plan_atoms):
-        if atom.holder == link.rank:
-            held = plan.source[link.rank][atom.spec.name]
-            whole = read(atom.spec.name)
-            given = part(whole, atom.spec, held, atom.axis, atom.start, atom.stop)
-            sums[index] = checksum(
-                given.to(link.device, dtype), atom.spec.shape, atom.axis, atom.start
+    """Return the checksums of the source, int64 [ranges]: those that this rank computes, and zero
+    for the others."""
+    sums = torch.zeros(len(ranges), dtype=torch.int64, device=link.device)
+    for index, checked in enumerate(ranges):
+        if checked.holder == link.rank:
+            held_slice = plan.source[link.rank][checked.spec.name]
+            tensor = read(checked.spec.name)
+            part = narrow_slice(
+                tensor, checked.spec, held_slice, checked.axis, checked.start, checked.stop
             )
-            del whole, given  # before another is read: it may be a copy
+            sums[index] = checksum(
+                part.to(link.device, dtype), checked.spec.shape, checked.axis, checked.start
+            )
+            # `tensor` may be a copy: free it before the next tensor is read.
+            del tensor, part
     return sums
 
 
@@ -215,38 +271,54 @@ def verify(
     plan: TransferPlan,
     link: Link,
     dtype: torch.dtype,
-    read: Read,
+    read: TensorReader,
     views: Mapping[str, Tensor],
 ) -> None:
-    """Compare every rank's views with the source slices as `dtype`, bit by bit by checksums;
-    collective.
+    """Compare the engine's tensors with the source slices, bit by bit, by checksums. Collective.
 
-    Only checksums travel. Raises AlignerError on every rank, naming each tensor that differs and
-    the ranks where it does.
+    Only checksums are transferred between ranks.
+
+    Args:
+        plan: The transfer plan.
+        link: The connection of the plan's ranks.
+        dtype: Data type of the engine's tensors; source slices are converted to it.
+        read: Reader of this rank's source slices.
+        views: The engine's tensors on this rank by name.
+
+    Raises:
+        AlignerError: On every rank, if tensors differ; the error names each tensor and the ranks on
+            which it differs.
     """
-    plan_atoms = _plan_atoms(plan)
-    sums = _source_sums(plan, plan_atoms, link, dtype, read)
+    ranges = _plan_ranges(plan)
+    sums = _source_sums(plan, ranges, link, dtype, read)
     link.all_reduce(sums)
+
+    # The expected checksum of a target slice is the sum over the ranges that the slice covers.
     expected: dict[str, Tensor] = {}
-    mine = plan.target.get(link.rank, {})
-    for index, atom in enumerate(plan_atoms):
-        if atom.spec.name in mine:
-            low, high = extent(atom.spec, mine[atom.spec.name], atom.axis)
-            if low <= atom.start and atom.stop <= high:
-                expected[atom.spec.name] = (
-                    expected.get(atom.spec.name, torch.zeros_like(sums[0])) + sums[index]
+    own_slices = plan.target.get(link.rank, {})
+    for index, checked in enumerate(ranges):
+        if checked.spec.name in own_slices:
+            low, high = extent(checked.spec, own_slices[checked.spec.name], checked.axis)
+            if low <= checked.start and checked.stop <= high:
+                expected[checked.spec.name] = (
+                    expected.get(checked.spec.name, torch.zeros_like(sums[0])) + sums[index]
                 )
+
     differs = torch.zeros(len(plan.table), link.size, dtype=torch.int32, device=link.device)
     for index, spec in enumerate(plan.table):
-        if spec.name in mine:
-            wanted = mine[spec.name]
-            found = checksum(views[spec.name], spec.shape, wanted.axis, wanted.start)
-            differs[index, link.rank] = (found != expected[spec.name]).int()
+        if spec.name in own_slices:
+            own_slice = own_slices[spec.name]
+            actual = checksum(views[spec.name], spec.shape, own_slice.axis, own_slice.start)
+            differs[index, link.rank] = (actual != expected[spec.name]).int()
     link.all_reduce(differs)
-    wrong = [
-        f"{spec.name} on {', '.join(link.labels[at] for at in row.nonzero().flatten().tolist())}"
+
+    problems = [
+        f"{spec.name} on"
+        f" {', '.join(link.labels[rank] for rank in row.nonzero().flatten().tolist())}"
         for spec, row in zip(plan.table, differs.cpu(), strict=True)
         if row.any()
     ]
-    if wrong:
-        raise AlignerError("the engine's weights differ from the trainer's:\n" + "\n".join(wrong))
+    if problems:
+        raise AlignerError(
+            "the engine's weights differ from the trainer's:\n" + "\n".join(problems)
+        )

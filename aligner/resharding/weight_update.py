@@ -1,5 +1,5 @@
-"""What both ends of a publish offer: an engine that takes new weights, and what takes the trainer's
-to it."""
+"""Interfaces of a weight sync: the engine's weight format and update, the publisher, and its
+statistics."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,66 +13,76 @@ from aligner.schema import EngineParallelConfig
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """How an engine takes its weights."""
+    """The form in which an engine receives weights."""
 
     layout: EngineParallelConfig
-    """To publish to, over the engine's ranks."""
+    """Layout of the weights over the engine's ranks."""
     dtype: torch.dtype
     group_bytes: int | None
-    """Most bytes of tensors that an update takes at a time; None: all its views exist at once."""
+    """Maximum bytes of the tensors that an update receives at a time; None: all views of an update
+    exist at the same time."""
     vocabulary_multiple: int = 1
-    """To which the engine pads the vocabulary before it is cut."""
+    """Multiple to which the engine pads the vocabulary before it shards the vocabulary."""
 
 
 class WeightUpdate(Protocol):
     """An engine rank's open update. It ends with one `commit` or one `abort`.
 
-    Tensors go by Hugging Face name and are this rank's slices, as the plan's target says.
+    Tensors have Hugging Face names, and are this rank's slices according to the plan's target.
     """
 
     def views(self, names: Sequence[str]) -> Mapping[str, Tensor]:
-        """Where to write these tensors; those that the engine does not have are left out."""
+        """Return the tensors to write, by name, without those that the engine does not have."""
 
     def load(self, names: Sequence[str]) -> None:
-        """These tensors have been written; their views are not used again, unless the format's
-        `group_bytes` is None."""
+        """Load these tensors, which have been written.
+
+        Their views are not used again, unless the format's `group_bytes` is None.
+        """
 
     def commit(self) -> None:
-        """All tensors have been loaded on every rank: they are the engine's now."""
+        """Switch the engine to the new weights. All tensors have been loaded on every rank."""
 
     def abort(self) -> None:
-        """The update failed somewhere: the engine stays at the version it had, or has none if that
-        was overwritten."""
+        """Discard the update, which failed on some rank.
+
+        The engine keeps its version, or has no version if the update has overwritten the old
+        weights.
+        """
 
 
 @dataclass(frozen=True)
 class PublishStats:
-    """What a publish took on one rank."""
+    """Statistics of a publish on one rank."""
 
     staging_bytes: int
-    """The most memory that messages took which could not travel from or into their own places."""
+    """Peak memory, in bytes, of messages that could not be sent from or received into their own
+    tensors."""
     seconds: float
-    """Of the whole publish, verification included."""
+    """Duration of the publish in seconds, including the verification."""
     verify_seconds: float | None
-    """None when the publish was not verified."""
+    """Duration of the verification in seconds; None if the publish was not verified."""
     moved_bytes: int
-    """That crossed from rank to rank, of all ranks."""
-    whole_bytes: int
-    """That would have crossed with all numbers as they are."""
-    changed: float | None
-    """Share of the numbers that would have crossed which are others than at the publish before;
-    None: not compared."""
+    """Bytes transferred between ranks, summed over all ranks."""
+    full_bytes: int
+    """Bytes that a transfer of all elements would have taken, summed over all ranks."""
+    changed_share: float | None
+    """Share of the transferred tensors' elements that differ from the previous publish; None if
+    they were not compared."""
 
 
 class WeightPublisher(Protocol):
-    """What takes the policy's weights into the engine."""
+    """Sender of the policy's weights to the engine."""
 
     @property
     def stats(self) -> PublishStats | None:
-        """Of the newest publish that this rank has seen the end of; None before the first."""
+        """Statistics of the newest publish that is complete on this rank; None before the first."""
 
     def publish(self, version: int) -> object:
-        """The engine serves the weights, as `version`, when this returns.
+        """Return once the engine serves the current weights as `version`.
 
-        Every rank of the trainer calls it. Raises AlignerError on every rank.
+        Every rank of the trainer calls it.
+
+        Raises:
+            AlignerError: On every rank, if the weight sync failed on any rank.
         """

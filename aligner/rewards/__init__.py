@@ -1,2 +1,1 @@
-"""Scoring functions, verifiers, remote scorers and reward models as sources of one weighted
-reward."""
+"""Sources of the reward: scoring functions, verifiers, judges, remote scorers, reward models."""

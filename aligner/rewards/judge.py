@@ -1,5 +1,10 @@
-"""A language model as a judge, behind any OpenAI-compatible endpoint: what it answers about samples
-are scores, or wins."""
+"""A language model as a judge, behind any OpenAI-compatible endpoint.
+
+A judge scores samples, or compares them. The module contains the parsers of the judge's answers
+(scores, probabilities of yes, verdicts and rankings), the ledger that stores answers on disk so
+that no question is sent twice, the meter that reads the ledger for the metrics of a run, and the
+scorer `Judge`. Parsers return None for an answer that cannot be parsed.
+"""
 
 import contextlib
 import hashlib
@@ -19,7 +24,7 @@ from typing import Any
 from aligner.checks.reward import judge_key_problem
 from aligner.errors import ConfigError
 from aligner.paths import PRIVATE, RunPaths
-from aligner.rewards.remote import HttpEndpoint, Pace
+from aligner.rewards.remote import HttpEndpoint, RateLimiter
 from aligner.rewards.scorers import ScorerUnavailable, ScoringError, ScoringRequest
 from aligner.schema.options import is_finite_number
 from aligner.schema.reward_sources import JudgeSource
@@ -35,173 +40,223 @@ _WINS = {"A": 1.0, "B": 0.0, "TIE": 0.5}
 
 @dataclass(frozen=True)
 class JudgeAnswer:
-    """What the judge said once."""
+    """One answer of the judge. The ledger stores its fields as JSON."""
 
     content: str | None
-    """None: it was not an answer of the protocol's."""
+    """Text of the answer; None if the response does not follow the protocol."""
     first_token: tuple[tuple[str, float], ...] = ()
-    """The most probable first tokens, with their log-probs, where they were asked for."""
+    """Most probable first tokens with their log-probs; empty if they were not requested."""
     tokens_in: int = 0
+    """Number of prompt tokens."""
     tokens_out: int = 0
+    """Number of generated tokens."""
 
 
-def parsed_answer(body: Any) -> JudgeAnswer:
-    """That of a decoded `/v1/chat/completions` answer, whatever it is."""
+def parse_completion(body: Any) -> JudgeAnswer:
+    """Return the answer in a decoded `/v1/chat/completions` response.
+
+    Any JSON value is accepted; the content is None if the value does not follow the protocol.
+    """
     try:
         choice = body["choices"][0]
         content = choice["message"]["content"]
     except (KeyError, IndexError, TypeError):
         return JudgeAnswer(None)
     tokens_in, tokens_out = (
-        _counted(body.get("usage"), name) for name in ("prompt_tokens", "completion_tokens")
+        _parse_token_count(body.get("usage"), name)
+        for name in ("prompt_tokens", "completion_tokens")
     )
     return JudgeAnswer(
-        content if isinstance(content, str) else None, _first_token(choice), tokens_in, tokens_out
+        content if isinstance(content, str) else None,
+        _parse_first_token(choice),
+        tokens_in,
+        tokens_out,
     )
 
 
-def _counted(usage: Any, name: str) -> int:
+def _parse_token_count(usage: Any, name: str) -> int:
     count = usage.get(name) if isinstance(usage, Mapping) else None
     return count if type(count) is int and count > 0 else 0
 
 
-def _first_token(choice: Mapping[str, Any]) -> tuple[tuple[str, float], ...]:
+def _parse_first_token(choice: Mapping[str, Any]) -> tuple[tuple[str, float], ...]:
     try:
         return tuple(
-            (str(each["token"]), float(each["logprob"]))
-            for each in choice["logprobs"]["content"][0]["top_logprobs"]
+            (str(candidate["token"]), float(candidate["logprob"]))
+            for candidate in choice["logprobs"]["content"][0]["top_logprobs"]
         )
     except (KeyError, IndexError, TypeError, ValueError, OverflowError):
         return ()
 
 
-def read_score(text: str, pattern: str, lowest: float, highest: float) -> float | None:
-    """The number in the first group of the pattern's last match, where it is one within the
-    bounds."""
-    found = None
+def parse_score(text: str, pattern: str, lowest: float, highest: float) -> float | None:
+    """Return the score in the first group of the pattern's last match.
+
+    Returns:
+        The score; None without a match, or if the group is no number in [lowest, highest].
+    """
+    last_match = None
     for match in re.finditer(pattern, text):
-        found = match
+        last_match = match
     try:
-        score = math.nan if found is None else float(found[1])
+        score = math.nan if last_match is None else float(last_match[1])
     except (TypeError, ValueError):
         return None
     return score if lowest <= score <= highest else None
 
 
-def read_yes(first_token: Sequence[tuple[str, float]]) -> float | None:
-    """The probability of yes among yes and no, in any spelling of theirs; None where neither is
-    among the tokens."""
-    sums = {"yes": 0.0, "no": 0.0}
+def parse_yes_probability(first_token: Sequence[tuple[str, float]]) -> float | None:
+    """Return P(yes) / (P(yes) + P(no)) of the first token.
+
+    Upper and lower case and surrounding whitespace of the tokens do not matter.
+
+    Args:
+        first_token: Most probable first tokens with their log-probs.
+
+    Returns:
+        The probability; None if neither yes nor no is among the tokens.
+    """
+    probabilities = {"yes": 0.0, "no": 0.0}
     for token, logprob in first_token:
+        # Tokens differ in case and in a leading space: "Yes", " yes".
         word = token.strip().lower()
-        if word in sums and is_finite_number(logprob):
-            sums[word] += math.exp(min(logprob, 0.0))
-    both = sum(sums.values())
-    return sums["yes"] / both if both > 0 else None
+        if word in probabilities and is_finite_number(logprob):
+            probabilities[word] += math.exp(min(logprob, 0.0))
+    total = sum(probabilities.values())
+    return probabilities["yes"] / total if total > 0 else None
 
 
-def read_verdict(text: str) -> float | None:
-    """What A has won: 1, 0, or 0.5 for a tie. Of several verdicts the last counts; or the text is
-    one, and nothing else."""
+def parse_verdict(text: str) -> float | None:
+    """Return the result of response A in a comparison: 1 for a win, 0 for a loss, 0.5 for a tie.
+
+    The last `VERDICT: …` of the text counts. Without one, the whole text must be a verdict;
+    otherwise the function returns None.
+    """
     if verdicts := _VERDICT.findall(text):
         return _WINS[verdicts[-1].upper()]
-    only = _ONLY_VERDICT.fullmatch(text)
-    return None if only is None else _WINS[only[1].upper()]
+    bare_verdict = _ONLY_VERDICT.fullmatch(text)
+    return None if bare_verdict is None else _WINS[bare_verdict[1].upper()]
 
 
-def read_ranking(text: str, count: int) -> list[float] | None:
-    """What each of `count` responses is worth, in their order: 1 for the best to 0 for the worst,
-    evenly apart.
+def parse_ranking(text: str, count: int) -> list[float] | None:
+    """Return the scores of `count` ranked responses, in the order of their numbers.
 
-    Of several rankings the last counts; or the text is one, and nothing else. All numbers 1 to
-    `count` must be in it once.
+    The best response scores 1 and the worst 0; the others are evenly spaced. The last `RANKING: …`
+    of the text counts. Without one, the whole text must be a ranking. The function returns None
+    unless the ranking contains each of the numbers 1 to `count` once.
     """
     rankings = _RANKING.findall(text)
-    only = _ONLY_RANKING.fullmatch(text)
-    if not rankings and only is None:
+    # Some judges answer with nothing but the ranking.
+    bare_ranking = _ONLY_RANKING.fullmatch(text)
+    if not rankings and bare_ranking is None:
         return None
     numbers = [
         int(number)
-        for number in re.findall(r"\d+", rankings[-1] if rankings else only[1] if only else "")
+        for number in re.findall(
+            r"\d+", rankings[-1] if rankings else bare_ranking[1] if bare_ranking else ""
+        )
     ]
     if sorted(numbers) != list(range(1, count + 1)):
         return None
-    worth = {
-        number: (count - 1 - place) / (count - 1) if count > 1 else 0.5
-        for place, number in enumerate(numbers)
+    scores = {
+        number: (count - 1 - rank) / (count - 1) if count > 1 else 0.5
+        for rank, number in enumerate(numbers)
     }
-    return [worth[number] for number in range(1, count + 1)]
+    return [scores[number] for number in range(1, count + 1)]
 
 
-def question(template: str, request: ScoringRequest, **ours: object) -> str:
-    """The template with the record's fields, and ours, which come first. What is no text is JSON.
+def build_question(template: str, request: ScoringRequest, **variables: object) -> str:
+    """Return the judge template with its placeholders filled.
 
-    Raises ScoringError, which names the field, for one that the record does not have.
+    Args:
+        template: Template with placeholders `{name}`.
+        request: Request whose prompt and metadata fill placeholders. Values that are no text are
+            written as JSON.
+        variables: Values of further placeholders; they override fields of the metadata.
+
+    Raises:
+        ScoringError: The template uses a field that the record lacks.
     """
     values = {
-        name: _text(value)
-        for name, value in {**request.metadata, "prompt": request.prompt, **ours}.items()
+        name: _to_text(value)
+        for name, value in {**request.metadata, "prompt": request.prompt, **variables}.items()
     }
     try:
         return filled(template, values)
     except KeyError as missing:
-        has = ", ".join(sorted(request.metadata)) or "none"
+        fields = ", ".join(sorted(request.metadata)) or "none"
         raise ScoringError(
             f"the judge template uses {{{missing.args[0]}}}, but the record of prompt"
-            f" {request.prompt!r} lacks this field; fields of the record: {has}"
+            f" {request.prompt!r} lacks this field; fields of the record: {fields}"
         ) from None
 
 
-def _text(value: object) -> str:
+def _to_text(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def by_prompt(requests: Sequence[ScoringRequest]) -> list[list[int]]:
-    """The places of each prompt's samples: those of the same prompt and the same record."""
+def group_by_prompt(requests: Sequence[ScoringRequest]) -> list[list[int]]:
+    """Return the indices of the requests, grouped by prompt.
+
+    Requests belong to the same group if their prompts and their records are equal.
+    """
     groups: dict[str, list[int]] = {}
-    for place, request in enumerate(requests):
-        groups.setdefault(_text([request.prompt, dict(request.metadata)]), []).append(place)
+    for index, request in enumerate(requests):
+        groups.setdefault(_to_text([request.prompt, dict(request.metadata)]), []).append(index)
     return list(groups.values())
 
 
-def different_texts(requests: Sequence[ScoringRequest], places: Sequence[int]) -> list[str]:
-    """The responses at these places, which are those of one prompt, each once.
+def distinct_responses(requests: Sequence[ScoringRequest], indices: Sequence[int]) -> list[str]:
+    """Return the different responses to one prompt, each once.
 
-    Raises ScoringError where there is one place, and nothing to compare it with, and where the
-    prompt is not known: texts that came without theirs may be of any.
+    Args:
+        requests: All requests.
+        indices: Indices of the requests of the prompt.
+
+    Raises:
+        ScoringError: The prompt has only one response, so there is nothing to compare; or the
+            prompt is empty, because texts without their prompts may belong to different prompts.
     """
-    first = requests[places[0]]
-    if len(places) < 2 or not first.prompt:
+    first = requests[indices[0]]
+    if len(indices) < 2 or not first.prompt:
         raise ScoringError(
             "a judge that compares samples requires the prompt and at least two samples of the"
-            f" prompt, got {len(places)} for prompt {first.prompt!r} and response"
+            f" prompt, got {len(indices)} for prompt {first.prompt!r} and response"
             f" {first.response!r}. Send all samples of a prompt in one request, with prompt_lengths"
         )
-    return list(dict.fromkeys(requests[place].response for place in places))
+    return list(dict.fromkeys(requests[index].response for index in indices))
 
 
 def mean_wins(texts: Sequence[str], wins: Mapping[tuple[str, str], float]) -> list[float]:
-    """Of each of a prompt's samples the mean of what it has won against the others; those of one
-    text tie.
+    """Return for each sample of a prompt its mean result against the other samples.
 
-    `wins` is what the first of two different texts has won against the second, 0 to 1, by either
-    order in which they were asked about.
+    Samples with equal texts tie. The result of a pair is the mean of both orders of the pair.
+
+    Args:
+        texts: Texts of the samples.
+        wins: Result of the first text against the second text, in [0, 1], for each ordered pair of
+            different texts.
     """
     sums = [0.0] * len(texts)
-    for one, other in combinations(range(len(texts)), 2):
-        pair = texts[one], texts[other]
-        won = 0.5 if pair[0] == pair[1] else (wins[pair] + 1 - wins[pair[::-1]]) / 2
-        sums[one] += won
-        sums[other] += 1 - won
+    for first, second in combinations(range(len(texts)), 2):
+        pair = texts[first], texts[second]
+        result = 0.5 if pair[0] == pair[1] else (wins[pair] + 1 - wins[pair[::-1]]) / 2
+        sums[first] += result
+        sums[second] += 1 - result
     return [total / (len(texts) - 1) for total in sums]
 
 
 COUNTS = ("questions", "from_cache", "asked_again", "unreadable", "tokens_in", "tokens_out", "cost")
-"""Questions that were asked; those of a scoring request whose answers were known; how often one was
-asked again, for its answer could not be read; questions that were given up for that; tokens, and
-what they cost at the configuration's prices."""
+"""Names of a judge's counts, which become the metrics `judge/NAME`.
+
+`questions` counts the questions that were sent; `from_cache` the questions whose answers the ledger
+contained; `asked_again` the repeated attempts for unreadable answers; `unreadable` the questions
+without a readable answer after all attempts; `tokens_in` and `tokens_out` the tokens; `cost` is
+their cost at the configured prices.
+"""
 _FILE = "answers.sqlite"
-_WAIT_S = 60.0  # for another process that writes: it takes milliseconds
+# Timeout for the lock of another process that writes, which takes milliseconds.
+_LOCK_TIMEOUT_S = 60.0
 _TABLES = (
     (
         "CREATE TABLE IF NOT EXISTS answers (question TEXT PRIMARY KEY, tries INTEGER NOT NULL,"
@@ -215,67 +270,94 @@ _TABLES = (
 
 
 def judge_directory(source: JudgeSource, paths: RunPaths) -> Path:
-    """Where a judge's answers are kept."""
+    """Return the directory of a judge's ledger: `judge_cache`, or a directory of the run."""
     return paths.judge if source.judge_cache is None else Path(source.judge_cache)
 
 
-def judge_run(paths: RunPaths) -> str:
-    """What a run is called in ledgers."""
+def judge_run_name(paths: RunPaths) -> str:
+    """Return the name of a run in ledgers, the absolute path of its directory."""
     return str(paths.root.absolute())
 
 
 class JudgeLedger:
-    """The newest answer to each question, with how often it was asked, and the counts of each run
-    that asks.
+    """SQLite database of the judge's answers, and of the counts of each run.
 
-    Threads, replicas and runs may share one. An answer and what it counts are there together or not
-    at all, also where the process is killed.
+    It stores the newest answer to each question and the number of attempts. Threads, replicas and
+    runs may share a ledger. An answer and its counts are written in one transaction, also if the
+    process is killed.
     """
 
     def __init__(self, directory: Path, run: str) -> None:
-        """Of a directory, which is made; `run` is who asks. Raises ScoringError where it cannot be
-        used."""
-        self._path, self._run = directory / _FILE, run
+        """Open or create the ledger.
+
+        Args:
+            directory: Directory of the database; it is created if it does not exist.
+            run: Name of the run whose counts this ledger updates. See `judge_run_name`.
+
+        Raises:
+            ScoringError: The directory or the database cannot be used.
+        """
+        self._path = directory / _FILE
+        self._run = run
         self._lock = threading.Lock()
-        with self._telling():
+        with self._translate_errors():
             directory.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
-            self._database = sqlite3.connect(self._path, timeout=_WAIT_S, check_same_thread=False)
+            self._database = sqlite3.connect(
+                self._path, timeout=_LOCK_TIMEOUT_S, check_same_thread=False
+            )
             for table in _TABLES:
                 self._database.execute(table)
 
-    def answer(self, question: str) -> tuple[int, JudgeAnswer] | None:
-        """How often a question was asked, and the last answer; None for one that never was. Raises
-        ScoringError."""
-        with self._telling(), self._lock:
+    def find_answer(self, question: str) -> tuple[int, JudgeAnswer] | None:
+        """Return the number of attempts for a question and its last answer; None if unknown.
+
+        Raises:
+            ScoringError: The database cannot be read.
+        """
+        with self._translate_errors(), self._lock:
             row = self._database.execute(
                 "SELECT tries, answer FROM answers WHERE question = ?", (question,)
             ).fetchone()
         if row is None:
             return None
         fields = json.loads(row[1])
+        # JSON has no tuples.
         fields["first_token"] = tuple((token, logprob) for token, logprob in fields["first_token"])
         return row[0], JudgeAnswer(**fields)
 
-    def keep(
+    def store_answer(
         self, question: str, tries: int, answer: JudgeAnswer, counts: Mapping[str, float]
     ) -> None:
-        """Note the answer to a question that was asked so often, and what to count of it. Raises
-        ScoringError."""
-        with self._telling(), self._lock, self._database:
+        """Store an answer, and add to the counts of the run, in one transaction.
+
+        Args:
+            question: Key of the question.
+            tries: Number of attempts for the question so far.
+            answer: Last answer.
+            counts: Amounts to add, by their names in COUNTS.
+
+        Raises:
+            ScoringError: The database cannot be written.
+        """
+        with self._translate_errors(), self._lock, self._database:
             values = question, tries, json.dumps(asdict(answer))
             self._database.execute("INSERT OR REPLACE INTO answers VALUES (?, ?, ?)", values)
-            self._count(counts)
+            self._add_counts(counts)
 
-    def count(self, counts: Mapping[str, float]) -> None:
-        """Count some more. Raises ScoringError."""
-        with self._telling(), self._lock, self._database:
-            self._count(counts)
+    def add_counts(self, counts: Mapping[str, float]) -> None:
+        """Add to the counts of the run.
+
+        Raises:
+            ScoringError: The database cannot be written.
+        """
+        with self._translate_errors(), self._lock, self._database:
+            self._add_counts(counts)
 
     def close(self) -> None:
-        """Nothing more is asked of it."""
+        """Close the database; the ledger cannot be used afterwards."""
         self._database.close()
 
-    def _count(self, counts: Mapping[str, float]) -> None:
+    def _add_counts(self, counts: Mapping[str, float]) -> None:
         self._database.executemany(
             "INSERT INTO counts VALUES (?, ?, ?) ON CONFLICT (run, name) DO UPDATE SET amount ="
             " amount + excluded.amount",
@@ -283,7 +365,8 @@ class JudgeLedger:
         )
 
     @contextlib.contextmanager
-    def _telling(self) -> Iterator[None]:
+    def _translate_errors(self) -> Iterator[None]:
+        """Raise ScoringError for an error of the file system or of SQLite within the block."""
         try:
             yield
         except (OSError, sqlite3.Error) as error:
@@ -294,76 +377,93 @@ class JudgeLedger:
 
 
 class JudgeMeter:
-    """What a run's judges have counted, step by step, as another process than theirs reads it."""
+    """Reads the counts of a run's judges from their ledgers, step by step.
+
+    It runs in another process than the judges.
+    """
 
     def __init__(self, directories: Sequence[Path], run: str) -> None:
-        """Of the ledgers in these directories, each named once; what they have counted by now is
-        left out of the steps."""
-        self._directories, self._run = directories, run
-        self._before = self._totals()
+        """Start with the current counts, which belong to no step.
+
+        Args:
+            directories: Directories of the ledgers, each once.
+            run: Name of the run. See `judge_run_name`.
+        """
+        self._directories = directories
+        self._run = run
+        self._last_totals = self._read_totals()
 
     def metrics(self) -> dict[str, float]:
-        """`judge/…` for each of COUNTS, since the call before, and `judge/cost_total`, of all of
-        the run.
+        """Return the metrics of the step since the previous call.
 
-        Raises ScoringError where a ledger cannot be read.
+        These are `judge/NAME` for each name in COUNTS, and `judge/cost_total`, the cost of the
+        whole run.
+
+        Raises:
+            ScoringError: A ledger cannot be read.
         """
-        totals = self._totals()
-        counted = {f"judge/{name}": totals[name] - self._before[name] for name in COUNTS}
-        self._before = totals
-        return counted | {"judge/cost_total": totals["cost"]}
+        totals = self._read_totals()
+        new_counts = {f"judge/{name}": totals[name] - self._last_totals[name] for name in COUNTS}
+        self._last_totals = totals
+        return new_counts | {"judge/cost_total": totals["cost"]}
 
-    def _totals(self) -> dict[str, float]:
+    def _read_totals(self) -> dict[str, float]:
         totals = dict.fromkeys(COUNTS, 0.0)
         for directory in self._directories:
-            for name, amount in self._counts(directory / _FILE):
+            for name, amount in self._read_counts(directory / _FILE):
                 totals[name] += amount
         return totals
 
-    def _counts(self, path: Path) -> list[tuple[str, float]]:
+    def _read_counts(self, path: Path) -> list[tuple[str, float]]:
         if not path.exists():
             return []
         try:
-            with contextlib.closing(sqlite3.connect(path, timeout=_WAIT_S)) as database:
+            with contextlib.closing(sqlite3.connect(path, timeout=_LOCK_TIMEOUT_S)) as database:
                 return database.execute(
                     "SELECT name, amount FROM counts WHERE run = ?", (self._run,)
                 ).fetchall()
         except sqlite3.OperationalError as error:
-            if "no such table" in str(error):  # it is being made
+            if "no such table" in str(error):  # a judge is just creating the ledger
                 return []
             raise ScoringError(f"{path}: cannot read the judge's metrics: {error}") from error
 
 
-_CHAT = "/chat/completions"
-_LIKELY_TOKENS = 20
-"""Of the first token so many are told, the most that endpoints allow."""
+_CHAT_PATH = "/chat/completions"
+# Number of top log-probs of the first token; endpoints allow at most this many.
+_TOP_LOGPROBS = 20
 _MILLION = 1_000_000
-_SHOWN = 200  # characters of an answer
+# Characters at the end of an answer that an error message contains.
+_SHOWN_CHARACTERS = 200
 
 
-class _Unreadable(ScoringError):
-    """What the judge said cannot be read."""
+class _UnreadableAnswer(ScoringError):
+    """The judge gave no answer that can be parsed."""
 
 
 @dataclass(frozen=True)
 class _Question:
     text: str
-    read: Callable[[JudgeAnswer], Any]
-    """What an answer says; None where it cannot be read."""
-    about: str
-    """What it is about, for an error."""
+    """Message to the judge."""
+    parse: Callable[[JudgeAnswer], Any]
+    """Function that returns the result in an answer; None if the answer cannot be parsed."""
+    description: str
+    """Prompt and response of the question, for error messages."""
 
 
 class Judge:
-    """A scorer; what it asks, and how often, its source says.
+    """A scorer that asks a language model, as its source configures.
 
-    A question is asked up to `judge_tries` times, until its answer can be read. An answer is kept
-    in the ledger, with what it cost, before it is used: neither a resumed run nor another replica
-    asks again, also what could not be read.
+    A question is sent up to `judge_tries` times, until its answer can be parsed. Each answer is
+    stored in the ledger, with its cost, before it is used. Therefore neither a resumed run nor
+    another replica sends the question again, even if its answers could not be parsed.
     """
 
     def __init__(self, source: JudgeSource, ledger: JudgeLedger) -> None:
-        """Raises ConfigError where the endpoint's key is not in the environment."""
+        """Create a judge; no request is sent yet.
+
+        Raises:
+            ConfigError: The environment lacks the variable with the endpoint's API key.
+        """
         if problem := judge_key_problem(source):
             raise ConfigError(problem)
         key = (
@@ -371,245 +471,319 @@ class Judge:
             if source.judge_key_variable is None
             else os.environ[source.judge_key_variable].strip()
         )
-        pace = (
+        rate_limiter = (
             None
             if source.judge_requests_per_minute is None
-            else Pace(source.judge_requests_per_minute)
+            else RateLimiter(source.judge_requests_per_minute)
         )
         url = source.judge_url.rstrip("/")
         self._endpoint = HttpEndpoint(
-            url if url.endswith(_CHAT) else url + _CHAT, source.judge_timeout_s, key, pace
+            url if url.endswith(_CHAT_PATH) else url + _CHAT_PATH,
+            source.judge_timeout_s,
+            key,
+            rate_limiter,
         )
-        self._source, self._ledger = source, ledger
-        self._ways = {
-            "score": self._scores,
-            "yes_no": self._probabilities,
-            "pairwise": self._wins,
-            "ranking": self._ranks,
+        self._source = source
+        self._ledger = ledger
+        self._score_functions = {
+            "score": self._score_by_number,
+            "yes_no": self._score_by_yes_probability,
+            "pairwise": self._score_by_comparisons,
+            "ranking": self._score_by_ranking,
         }
+        """Scoring methods by `judge_asks`."""
 
     def __call__(self, requests: Sequence[ScoringRequest]) -> list[float]:
-        """One score a request. All that is asked about others is asked, and kept, before an error
-        is raised.
+        """Return one score for each request.
 
-        Raises ScoringError for a question whose answers could not be read and for one that the
-        endpoint refuses, and ScorerUnavailable, which ends the asking, where it does not answer.
+        If a question fails, all other questions are still sent, and their answers stored, before
+        the error is raised.
+
+        Raises:
+            ScoringError: The answers to a question cannot be parsed, or the endpoint refuses it.
+            ScorerUnavailable: The endpoint does not answer. No further questions are sent.
         """
-        return self._ways[self._source.judge_asks](requests)
+        return self._score_functions[self._source.judge_asks](requests)
 
     def compare(
         self, requests: Sequence[ScoringRequest], others: Sequence[str]
     ) -> list[tuple[float, float] | None]:
-        """What each response has won, 0 to 1, against the other to its prompt: where it was shown
-        first, and where second.
+        """Return the result of each response against another response to the same prompt.
 
-        None where either answer could not be read. Equal texts tie, and nothing is asked about
-        them. The source asks for comparisons (`pairwise`). Raises as a call does, but for answers
-        that could not be read.
+        The source must be configured for comparisons (`pairwise`). Equal texts tie, without a
+        question to the judge. The exceptions are those of a call, except that answers that cannot
+        be parsed are no error.
+
+        Args:
+            requests: Prompts with their first responses.
+            others: Second response of each request.
+
+        Returns:
+            For each request the results of its response, in [0, 1]: with the response in the first
+            position, and in the second position. None if one of the two answers cannot be parsed.
         """
         questions = []
         for request, other in zip(requests, others, strict=True):
             if request.response != other:
                 questions += [
-                    self._pair(request, *order) for order in permutations((request.response, other))
+                    self._build_pair_question(request, *order)
+                    for order in permutations((request.response, other))
                 ]
-        answers = iter(self._answers(questions, leaves_out=True))
-        found: list[tuple[float, float] | None] = []
+        answers = iter(self._answer_questions(questions, skip_unreadable=True))
+
+        results: list[tuple[float, float] | None] = []
         for request, other in zip(requests, others, strict=True):
             first, second = (
                 (0.5, 0.5) if request.response == other else (next(answers), next(answers))
             )
-            found.append(None if first is None or second is None else (first, 1 - second))
-        return found
+            # In the second order the response is B, whose result is 1 - A's result.
+            results.append(None if first is None or second is None else (first, 1 - second))
+        return results
 
-    def _scores(self, requests: Sequence[ScoringRequest]) -> list[float]:
+    def _score_by_number(self, requests: Sequence[ScoringRequest]) -> list[float]:
         source = self._source
-        lowest, highest = source.judge_lowest, source.judge_highest
+        lowest = source.judge_lowest
+        highest = source.judge_highest
 
-        def read(answer: JudgeAnswer) -> float | None:
-            return read_score(answer.content or "", source.judge_pattern, lowest, highest)
+        def parse(answer: JudgeAnswer) -> float | None:
+            return parse_score(answer.content or "", source.judge_pattern, lowest, highest)
 
         bounds = {"lowest": f"{lowest:g}", "highest": f"{highest:g}"}
-        return self._answers(
+        return self._answer_questions(
             [
-                self._question(request, read, response=request.response, **bounds)
+                self._build_question(request, parse, response=request.response, **bounds)
                 for request in requests
             ]
         )
 
-    def _probabilities(self, requests: Sequence[ScoringRequest]) -> list[float]:
-        def read(answer: JudgeAnswer) -> float | None:
-            return read_yes(answer.first_token)
+    def _score_by_yes_probability(self, requests: Sequence[ScoringRequest]) -> list[float]:
+        def parse(answer: JudgeAnswer) -> float | None:
+            return parse_yes_probability(answer.first_token)
 
-        return self._answers(
-            [self._question(request, read, response=request.response) for request in requests]
+        return self._answer_questions(
+            [
+                self._build_question(request, parse, response=request.response)
+                for request in requests
+            ]
         )
 
-    def _wins(self, requests: Sequence[ScoringRequest]) -> list[float]:
-        groups = by_prompt(requests)
-        pairs = [list(permutations(different_texts(requests, places), 2)) for places in groups]
+    def _score_by_comparisons(self, requests: Sequence[ScoringRequest]) -> list[float]:
+        """Compare all pairs of a prompt's different responses, each pair in both orders."""
+        groups = group_by_prompt(requests)
+        pairs = [list(permutations(distinct_responses(requests, indices), 2)) for indices in groups]
         questions = [
-            self._pair(requests[places[0]], first, second)
-            for places, of_prompt in zip(groups, pairs, strict=True)
-            for first, second in of_prompt
+            self._build_pair_question(requests[indices[0]], first, second)
+            for indices, prompt_pairs in zip(groups, pairs, strict=True)
+            for first, second in prompt_pairs
         ]
-        answers = iter(self._answers(questions))
+        answers = iter(self._answer_questions(questions))
+
         scores = [0.0] * len(requests)
-        for places, of_prompt in zip(groups, pairs, strict=True):
-            wins = {pair: next(answers) for pair in of_prompt}
-            texts = [requests[place].response for place in places]
-            for place, score in zip(places, mean_wins(texts, wins), strict=True):
-                scores[place] = score
+        for indices, prompt_pairs in zip(groups, pairs, strict=True):
+            wins = {pair: next(answers) for pair in prompt_pairs}
+            texts = [requests[index].response for index in indices]
+            for index, score in zip(indices, mean_wins(texts, wins), strict=True):
+                scores[index] = score
         return scores
 
-    def _ranks(self, requests: Sequence[ScoringRequest]) -> list[float]:
-        def reader(count: int) -> Callable[[JudgeAnswer], list[float] | None]:
-            return lambda answer: read_ranking(answer.content or "", count)
+    def _score_by_ranking(self, requests: Sequence[ScoringRequest]) -> list[float]:
+        """Rank the different responses to each prompt with one question."""
 
-        groups = by_prompt(requests)
-        different = [different_texts(requests, places) for places in groups]
-        asked = [number for number, texts in enumerate(different) if len(texts) > 1]
+        def build_parser(count: int) -> Callable[[JudgeAnswer], list[float] | None]:
+            return lambda answer: parse_ranking(answer.content or "", count)
+
+        groups = group_by_prompt(requests)
+        distinct_texts = [distinct_responses(requests, indices) for indices in groups]
+        ranked_groups = [number for number, texts in enumerate(distinct_texts) if len(texts) > 1]
         questions = []
-        for number in asked:
-            texts = different[number]
-            shown = "\n\n".join(
-                f"<response_{place}>\n{text}\n</response_{place}>"
-                for place, text in enumerate(texts, start=1)
+        for number in ranked_groups:
+            texts = distinct_texts[number]
+            responses = "\n\n".join(
+                f"<response_{position}>\n{text}\n</response_{position}>"
+                for position, text in enumerate(texts, start=1)
             )
             request = requests[groups[number][0]]
             questions.append(
-                self._question(request, reader(len(texts)), responses=shown, count=str(len(texts)))
+                self._build_question(
+                    request, build_parser(len(texts)), responses=responses, count=str(len(texts))
+                )
             )
-        found = dict(zip(asked, self._answers(questions), strict=True))
-        scores = [0.5] * len(requests)  # of samples that all say the same
-        for number, worths in found.items():
-            worth = dict(zip(different[number], worths, strict=True))
-            for place in groups[number]:
-                scores[place] = worth[requests[place].response]
+        rankings = dict(zip(ranked_groups, self._answer_questions(questions), strict=True))
+
+        # 0.5 is the score of samples that all have the same text.
+        scores = [0.5] * len(requests)
+        for number, ranked_scores in rankings.items():
+            score_by_text = dict(zip(distinct_texts[number], ranked_scores, strict=True))
+            for index in groups[number]:
+                scores[index] = score_by_text[requests[index].response]
         return scores
 
-    def _pair(self, request: ScoringRequest, first: str, second: str) -> _Question:
-        def read(answer: JudgeAnswer) -> float | None:
-            return read_verdict(answer.content or "")
+    def _build_pair_question(self, request: ScoringRequest, first: str, second: str) -> _Question:
+        def parse(answer: JudgeAnswer) -> float | None:
+            return parse_verdict(answer.content or "")
 
-        return self._question(request, read, response_a=first, response_b=second)
+        return self._build_question(request, parse, response_a=first, response_b=second)
 
-    def _question(
-        self, request: ScoringRequest, read: Callable[[JudgeAnswer], Any], **ours: str
+    def _build_question(
+        self, request: ScoringRequest, parse: Callable[[JudgeAnswer], Any], **variables: str
     ) -> _Question:
-        text = question(self._source.template, request, **ours)
-        return _Question(text, read, f"prompt {request.prompt!r} and response {request.response!r}")
+        text = build_question(self._source.template, request, **variables)
+        return _Question(
+            text, parse, f"prompt {request.prompt!r} and response {request.response!r}"
+        )
 
-    def _answers(self, questions: Sequence[_Question], *, leaves_out: bool = False) -> list[Any]:
-        """What the judge says to each, from the ledger where it is known; equal ones are asked
-        once.
+    def _answer_questions(
+        self, questions: Sequence[_Question], *, skip_unreadable: bool = False
+    ) -> list[Any]:
+        """Return the judge's results for the questions, in order.
 
-        An answer that cannot be read is an error, or None where it `leaves_out` such ones.
+        Known answers come from the ledger. Equal questions are sent once.
+
+        Args:
+            questions: Questions to answer.
+            skip_unreadable: Whether the result of a question without a readable answer is None
+                instead of an error.
+
+        Raises:
+            ScorerUnavailable: The endpoint does not answer.
+            ScoringError: A question failed.
         """
-        bodies = [self._body(each.text) for each in questions]
-        names = [hashlib.sha256(body).hexdigest() for body in bodies]
-        different = {
-            name: (body, each) for name, body, each in zip(names, bodies, questions, strict=True)
+        # The hash of the request body is the key of a question.
+        bodies = [self._build_body(question.text) for question in questions]
+        keys = [hashlib.sha256(body).hexdigest() for body in bodies]
+        distinct = {
+            key: (body, question)
+            for key, body, question in zip(keys, bodies, questions, strict=True)
         }
         known = {
-            name: kept for name in different if (kept := self._ledger.answer(name)) is not None
+            key: stored for key in distinct if (stored := self._ledger.find_answer(key)) is not None
         }
-        found: dict[str, Any] = {}
-        errors: dict[str, ScoringError] = {}
-        for name, (tried, answer) in known.items():
-            if (reading := different[name][1].read(answer)) is not None:
-                found[name] = reading
-            elif tried >= self._source.judge_tries:
-                errors[name] = self._unreadable(tried, answer, different[name][1])
-        if found or errors:
-            self._ledger.count({"from_cache": len(found) + len(errors)})
-        gone = threading.Event()
 
-        def ask(name: str) -> None:
-            tried = known[name][0] if name in known else 0
+        results: dict[str, Any] = {}
+        errors: dict[str, ScoringError] = {}
+        for key, (tries, answer) in known.items():
+            if (result := distinct[key][1].parse(answer)) is not None:
+                results[key] = result
+            elif tries >= self._source.judge_tries:
+                errors[key] = self._unreadable_error(tries, answer, distinct[key][1])
+        if results or errors:
+            self._ledger.add_counts({"from_cache": len(results) + len(errors)})
+
+        # Set when the endpoint does not answer: the remaining questions would only time out too.
+        is_unavailable = threading.Event()
+
+        def ask(key: str) -> None:
+            tries = known[key][0] if key in known else 0
             try:
-                if not gone.is_set():
-                    found[name] = self._asked(name, *different[name], tried)
+                if not is_unavailable.is_set():
+                    results[key] = self._ask_until_readable(key, *distinct[key], tries)
             except ScorerUnavailable as error:
-                gone.set()
-                errors[name] = error
+                is_unavailable.set()
+                errors[key] = error
             except ScoringError as error:
-                errors[name] = error
+                errors[key] = error
 
         with ThreadPoolExecutor(
             self._source.judge_concurrency, thread_name_prefix="judge"
         ) as threads:
-            left = [name for name in different if name not in found and name not in errors]
-            list(threads.map(ask, left))  # what is not foreseen is raised here
+            remaining = [key for key in distinct if key not in results and key not in errors]
+            list(threads.map(ask, remaining))  # list() raises the unexpected errors of the threads
+
+        # ScorerUnavailable first: it explains the missing results of other questions.
         for kind in (ScorerUnavailable, ScoringError):
             for error in errors.values():
-                if isinstance(error, kind) and not (leaves_out and isinstance(error, _Unreadable)):
+                if isinstance(error, kind) and not (
+                    skip_unreadable and isinstance(error, _UnreadableAnswer)
+                ):
                     raise error
-        return [found.get(name) for name in names]
+        return [results.get(key) for key in keys]
 
-    def _asked(self, name: str, body: bytes, each: _Question, tried: int) -> Any:
-        """What the judge says, asked for as often as it takes and may, `tried` times before. Raises
-        ScoringError."""
-        tries = self._source.judge_tries
+    def _ask_until_readable(self, key: str, body: bytes, question: _Question, tries: int) -> Any:
+        """Send a question until its answer can be parsed; return the parsed result.
+
+        Args:
+            key: Key of the question in the ledger.
+            body: Request body.
+            question: The question.
+            tries: Number of earlier attempts, which count towards `judge_tries`.
+
+        Raises:
+            ScoringError: The attempts are used up, or a request failed.
+        """
+        max_tries = self._source.judge_tries
         while True:
-            answer = _told(self._endpoint.post(body))
-            tried += 1
-            reading = each.read(answer)
-            counts: dict[str, float] = {"questions" if tried == 1 else "asked_again": 1}
-            if reading is None and tried >= tries:
+            answer = _decode_answer(self._endpoint.post(body))
+            tries += 1
+            result = question.parse(answer)
+            counts: dict[str, float] = {"questions" if tries == 1 else "asked_again": 1}
+            if result is None and tries >= max_tries:
                 counts["unreadable"] = 1
-            self._ledger.keep(name, tried, answer, counts | self._cost(answer))
-            if reading is not None:
-                return reading
-            if tried >= tries:
-                raise self._unreadable(tried, answer, each)
+            # The answer is stored before it is used, so that a later crash does not lose it.
+            self._ledger.store_answer(key, tries, answer, counts | self._compute_cost(answer))
+            if result is not None:
+                return result
+            if tries >= max_tries:
+                raise self._unreadable_error(tries, answer, question)
 
-    def _unreadable(self, tried: int, answer: JudgeAnswer, each: _Question) -> _Unreadable:
+    def _unreadable_error(
+        self, tries: int, answer: JudgeAnswer, question: _Question
+    ) -> _UnreadableAnswer:
         source = self._source
         shown = (
             "not a chat completion response"
             if answer.content is None
-            else repr(answer.content[-_SHOWN:])
+            else repr(answer.content[-_SHOWN_CHARACTERS:])
         )
-        return _Unreadable(
+        return _UnreadableAnswer(
             f"judge {source.judge_model} at {self._endpoint.url}: no answer could be parsed in"
-            f" {tried} attempts (judge_tries) for {each.about}; last answer: {shown}"
+            f" {tries} attempts (judge_tries) for {question.description}; last answer: {shown}"
         )
 
-    def _body(self, text: str) -> bytes:
-        """The request, which is also what tells a question from others: model, message and how to
-        draw the answer."""
+    def _build_body(self, text: str) -> bytes:
+        """Return the request body, which also identifies the question in the ledger.
+
+        It contains the model, the message and the sampling parameters.
+        """
         source = self._source
-        asked: dict[str, Any] = {
+        body: dict[str, Any] = {
             "model": source.judge_model,
             "messages": [{"role": "user", "content": text}],
         }
-        asked |= {"temperature": source.judge_temperature, "max_tokens": source.judge_max_tokens}
+        body |= {"temperature": source.judge_temperature, "max_tokens": source.judge_max_tokens}
         if source.judge_asks == "yes_no":
-            asked |= {"max_tokens": 1, "logprobs": True, "top_logprobs": _LIKELY_TOKENS}
-        return json.dumps(asked).encode()
+            body |= {"max_tokens": 1, "logprobs": True, "top_logprobs": _TOP_LOGPROBS}
+        return json.dumps(body).encode()
 
-    def _cost(self, answer: JudgeAnswer) -> dict[str, float]:
+    def _compute_cost(self, answer: JudgeAnswer) -> dict[str, float]:
+        """Return the counts `tokens_in`, `tokens_out` and `cost` of an answer."""
         prices = self._source.judge_input_price, self._source.judge_output_price
+        # Prices are per million tokens.
         cost = (answer.tokens_in * prices[0] + answer.tokens_out * prices[1]) / _MILLION
         return {"tokens_in": answer.tokens_in, "tokens_out": answer.tokens_out, "cost": cost}
 
 
-def _told(answer: bytes) -> JudgeAnswer:
+def _decode_answer(response_body: bytes) -> JudgeAnswer:
     try:
-        return parsed_answer(json.loads(answer))
+        return parse_completion(json.loads(response_body))
     except (ValueError, RecursionError):
         return JudgeAnswer(None)
 
 
 def build_judge(source: JudgeSource, paths: RunPaths) -> Judge:
-    """The judge of a run. Raises ConfigError for what its environment or its directory lacks."""
-    return opened_judge(source, judge_directory(source, paths), judge_run(paths))
+    """Return the judge of a run.
+
+    Raises:
+        ConfigError: The environment lacks the API key, or the ledger cannot be opened.
+    """
+    return open_judge(source, judge_directory(source, paths), judge_run_name(paths))
 
 
-def opened_judge(source: JudgeSource, directory: Path, run: str) -> Judge:
-    """One whose answers are kept in a directory, and counted as those of `run`. Raises as
-    `build_judge`."""
+def open_judge(source: JudgeSource, directory: Path, run: str) -> Judge:
+    """Return a judge whose ledger is in a directory, and whose counts belong to `run`.
+
+    Raises:
+        ConfigError: The environment lacks the API key, or the ledger cannot be opened.
+    """
     try:
         return Judge(source, JudgeLedger(directory, run))
     except ScoringError as error:

@@ -1,4 +1,8 @@
-"""Scores over HTTP, in the shape that OpenRLHF's `remote_rm_url` has."""
+"""Remote scorers over HTTP, in the format of OpenRLHF's `remote_rm_url`.
+
+`HttpEndpoint` sends JSON by POST with retries until a deadline; judges use it too. `RateLimiter`
+limits the requests per minute.
+"""
 
 import contextlib
 import http.client
@@ -14,124 +18,155 @@ from urllib.parse import urlsplit
 from aligner.rewards.scorers import ScorerUnavailable, ScoringError, ScoringRequest
 from aligner.schema.options import is_finite_number
 
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
+# Pause before the first retry, and upper bound of the pauses, in seconds. Each pause is twice the
+# previous one.
+_FIRST_PAUSE_S = 0.1
+_MAX_PAUSE_S = 5.0
+# Bytes of a response in an error message.
 _SHOWN_BYTES = 200
-_LARGEST_ANSWER = 16 * 2**20  # bytes
-_LATER = (
+_MAX_RESPONSE_BYTES = 16 * 2**20
+# Statuses below 500 that are retried.
+_RETRIED_STATUSES = (
     http.HTTPStatus.REQUEST_TIMEOUT,
     http.HTTPStatus.TOO_EARLY,
     http.HTTPStatus.TOO_MANY_REQUESTS,
 )
-"""Statuses below 500 that ask for another attempt."""
 
 
-class Pace:
-    """So many requests a minute at most, from any thread: the time between two is never shorter
-    than it must be."""
+class RateLimiter:
+    """Limits the requests of all threads to a number per minute.
+
+    Consecutive requests are at least 60 s / (requests per minute) apart.
+    """
 
     def __init__(self, per_minute: float) -> None:
-        self._apart_s, self._next, self._lock = 60 / per_minute, 0.0, threading.Lock()
+        self._interval_s = 60 / per_minute
+        self._next_start = 0.0
+        """Earliest time of the next request, as `time.monotonic`."""
+        self._lock = threading.Lock()
 
     def wait(self) -> float:
-        """Wait for the next turn, and take it; how many seconds that was."""
+        """Wait until the caller may send a request; return the seconds of waiting."""
+        # The lock is held only while the start is reserved, so that threads sleep in parallel.
         with self._lock:
             now = time.monotonic()
-            turn = max(now, self._next)
-            self._next = turn + self._apart_s
-        time.sleep(turn - now)
-        return turn - now
+            start = max(now, self._next_start)
+            self._next_start = start + self._interval_s
+        time.sleep(start - now)
+        return start - now
 
 
 @dataclass(frozen=True)
 class HttpEndpoint:
-    """An address that takes JSON."""
+    """An HTTP server that accepts JSON."""
 
     url: str
+    """Address of the requests."""
     timeout_s: float
-    """Until the answer is there, retries included."""
+    """Timeout of a request including its retries, in seconds."""
     key: str | None = field(default=None, repr=False)
-    """Sent as a bearer token; no error tells it."""
-    pace: Pace | None = None
+    """API key, sent as a bearer token; error messages never contain it."""
+    rate_limiter: RateLimiter | None = None
+    """Limit of the requests per minute; None means no limit."""
 
     def post(self, body: bytes) -> bytes:
-        """The answer to some JSON.
+        """Send JSON and return the body of the response with status 200.
 
-        No connection, a lost one and the statuses 408, 425, 429 and 5xx are tried again until the
-        deadline, after a pause that is no shorter than what the answer asks for (Retry-After, in
-        seconds), and then raise ScorerUnavailable. Waiting for a turn does not count. Any other
-        status and an answer beyond 16 MiB raise ScoringError at once. Both tell the address.
+        Failed and lost connections and the statuses 408, 425, 429 and 5xx are retried until the
+        timeout. The pause before a retry is at least the response's `Retry-After`, in seconds.
+        Waiting for the rate limiter does not count towards the timeout.
+
+        Raises:
+            ScorerUnavailable: No attempt succeeded before the timeout.
+            ScoringError: The response has another status, which is not retried, or exceeds 16 MiB.
         """
         deadline = time.monotonic() + self.timeout_s
         pause_s = _FIRST_PAUSE_S
         while True:
-            if self.pace is not None:
-                deadline += self.pace.wait()
+            if self.rate_limiter is not None:
+                deadline += self.rate_limiter.wait()
             try:
-                status, answer, asked_s = self._post(body, deadline)
+                status, response_body, retry_after_s = self._post(body, deadline)
             except (OSError, http.client.HTTPException) as error:
-                problem, asked_s = f"{type(error).__name__}: {error}", 0.0
+                problem = f"{type(error).__name__}: {error}"
+                retry_after_s = 0.0
             else:
                 if status == http.HTTPStatus.OK:
-                    return answer
-                problem = f"status {status}, {self.shown(answer)}"
-                if status < http.HTTPStatus.INTERNAL_SERVER_ERROR and status not in _LATER:
+                    return response_body
+                problem = f"status {status}, {self.describe_body(response_body)}"
+                if (
+                    status < http.HTTPStatus.INTERNAL_SERVER_ERROR
+                    and status not in _RETRIED_STATUSES
+                ):
                     raise ScoringError(f"{self.url}: got {problem}; expected status 200")
-            wait_s = max(pause_s, asked_s)
+
+            wait_s = max(pause_s, retry_after_s)
             if time.monotonic() + wait_s >= deadline:
                 raise ScorerUnavailable(
                     f"{self.url}: no successful response within {self.timeout_s:g} s, including"
                     f" retries; last attempt: {problem}"
                 )
             time.sleep(wait_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            pause_s = min(2 * pause_s, _MAX_PAUSE_S)
 
-    def shown(self, answer: bytes) -> str:
-        """The beginning of an answer, for a message."""
-        told = answer if self.key is None else answer.replace(self.key.encode(), b"***")
-        more = f" and {len(told) - _SHOWN_BYTES} more bytes" if len(told) > _SHOWN_BYTES else ""
-        return f"{told[:_SHOWN_BYTES].decode(errors='replace')!r}{more}"
+    def describe_body(self, body: bytes) -> str:
+        """Return the beginning of a response body for a message, without the API key."""
+        shown = body if self.key is None else body.replace(self.key.encode(), b"***")
+        more = f" and {len(shown) - _SHOWN_BYTES} more bytes" if len(shown) > _SHOWN_BYTES else ""
+        return f"{shown[:_SHOWN_BYTES].decode(errors='replace')!r}{more}"
 
     def _post(self, body: bytes, deadline: float) -> tuple[int, bytes, float]:
-        """Status, answer, and for how many seconds it asks to be left alone."""
+        """Send one request; return its status, response body and `Retry-After` in seconds."""
         address = urlsplit(self.url)
-        kind = (
+        connection_type = (
             http.client.HTTPSConnection if address.scheme == "https" else http.client.HTTPConnection
         )
-        connection = kind(
+        connection = connection_type(
             address.hostname or "", address.port, timeout=max(deadline - time.monotonic(), 0.01)
         )
         path = (address.path or "/") + (f"?{address.query}" if address.query else "")
         headers = {"Content-Type": "application/json"} | (
             {} if self.key is None else {"Authorization": f"Bearer {self.key}"}
         )
+
         with contextlib.closing(connection):
             connection.connect()
-            with _cut_off(connection.sock, deadline):
+            with _shut_down_at(connection.sock, deadline):
                 connection.request("POST", path, body, headers)
                 response = connection.getresponse()
-                answer = response.read(_LARGEST_ANSWER + 1)
-        if len(answer) > _LARGEST_ANSWER:
+                # One byte more than allowed shows that the body is too long.
+                response_body = response.read(_MAX_RESPONSE_BYTES + 1)
+
+        if len(response_body) > _MAX_RESPONSE_BYTES:
             raise ScoringError(
-                f"{self.url}: the response exceeds the limit of {_LARGEST_ANSWER} bytes"
+                f"{self.url}: the response exceeds the limit of {_MAX_RESPONSE_BYTES} bytes"
             )
         if time.monotonic() >= deadline:
             raise TimeoutError("timed out before the response was complete")
+        # `length` is the number of bytes that the server announced but did not send.
         if response.length:
-            raise http.client.IncompleteRead(answer, response.length)
-        asked = response.getheader("Retry-After", "")
-        return response.status, answer, float(asked) if asked.isdecimal() else 0.0
+            raise http.client.IncompleteRead(response_body, response.length)
+        retry_after = response.getheader("Retry-After", "")
+        return (
+            response.status,
+            response_body,
+            float(retry_after) if retry_after.isdecimal() else 0.0,
+        )
 
 
 @contextlib.contextmanager
-def _cut_off(connected: socket.socket, deadline: float) -> Iterator[None]:
-    """End what waits for the socket at the deadline: its own timeout begins anew with every byte
-    that trickles in."""
+def _shut_down_at(connection: socket.socket, deadline: float) -> Iterator[None]:
+    """Shut down the socket at the deadline, if the block has not ended by then.
 
-    def end() -> None:
-        with contextlib.suppress(OSError):  # it has ended by itself
-            connected.shutdown(socket.SHUT_RDWR)
+    The socket's own timeout restarts with every byte, so a server that sends one byte after the
+    other would never reach it.
+    """
 
-    timer = threading.Timer(max(deadline - time.monotonic(), 0), end)
+    def shut_down() -> None:
+        with contextlib.suppress(OSError):  # the connection has already ended
+            connection.shutdown(socket.SHUT_RDWR)
+
+    timer = threading.Timer(max(deadline - time.monotonic(), 0), shut_down)
     timer.daemon = True
     timer.start()
     try:
@@ -142,20 +177,26 @@ def _cut_off(connected: socket.socket, deadline: float) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class RemoteScorer:
-    """A scorer that asks an HTTP server.
+    """A scorer that sends batches to an HTTP server.
 
-    A batch is one POST of JSON with `query` (prompt and response together), `prompts` and `labels`,
-    lists with an entry a request; the answer's `rewards` has a number for each. A label is what the
-    request's metadata has as `label` or `answer`, and empty text where it has neither.
+    A batch is one POST request of a JSON object with the lists `query` (prompt and response
+    concatenated), `prompts` and `labels`. A label is the field `label` or `answer` of the request's
+    metadata, or empty text if neither exists. The response is a JSON object whose `rewards` is a
+    list with one number for each query.
     """
 
     url: str
+    """Address of the server."""
     timeout_s: float
-    """Until the answer is there, retries included."""
+    """Timeout of a batch including its retries, in seconds."""
 
     def __call__(self, requests: Sequence[ScoringRequest]) -> list[float]:
-        """One score a request. Raises as `HttpEndpoint.post`, and ScoringError for an answer of
-        another shape."""
+        """Return one score for each request.
+
+        Raises:
+            ScorerUnavailable: The server cannot be reached. See `HttpEndpoint.post`.
+            ScoringError: The server refuses the request, or `rewards` is invalid.
+        """
         body = {
             "query": [request.prompt + request.response for request in requests],
             "prompts": [request.prompt for request in requests],
@@ -165,12 +206,14 @@ class RemoteScorer:
             ],
         }
         endpoint = HttpEndpoint(self.url, self.timeout_s)
-        answer, count = endpoint.post(json.dumps(body).encode()), len(requests)
+        response_body = endpoint.post(json.dumps(body).encode())
+        count = len(requests)
         try:
-            rewards: Any = json.loads(answer)["rewards"]
+            rewards: Any = json.loads(response_body)["rewards"]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ScoringError(
-                f"{self.url}: got {endpoint.shown(answer)}; expected a JSON object with `rewards`"
+                f"{self.url}: got {endpoint.describe_body(response_body)}; expected a JSON object"
+                " with `rewards`"
             ) from error
         if (
             not isinstance(rewards, list)
@@ -178,7 +221,7 @@ class RemoteScorer:
             or not all(map(is_finite_number, rewards))
         ):
             raise ScoringError(
-                f"{self.url}: got {endpoint.shown(answer)}; `rewards` must be a list of"
-                f" {count} finite numbers, one for each query"
+                f"{self.url}: got {endpoint.describe_body(response_body)}; `rewards` must be a list"
+                f" of {count} finite numbers, one for each query"
             )
         return [float(reward) for reward in rewards]

@@ -1,4 +1,8 @@
-"""Scoring functions: text in, one number a response out."""
+"""Scoring functions, which map texts to one number for each response.
+
+The module contains the built-in scorers, the lookup of a scorer by its name, custom scoring
+functions in child processes (`UserFunction`), and the calls that check a scorer's results.
+"""
 
 import inspect
 import itertools
@@ -18,59 +22,67 @@ from aligner.rewards.math_comparison import require_math_verify
 from aligner.rewards.verifiers import Rule, Unverifiable
 from aligner.schema.options import callable_place
 from aligner.schema.scoring_functions import FUNCTIONS, RULES, function_place, function_problem
-from aligner.user_code import imported
+from aligner.user_code import import_object
 
 
 @dataclass(frozen=True)
 class ScoringRequest:
-    """One response to score."""
+    """One response to score, with its prompt."""
 
     prompt: str
+    """Text of the prompt; for an episode, the conversation before the model's last turn. Empty for
+    a text that arrived without its prompt."""
     response: str
+    """Text of the response; for an episode, the model's last turn."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the prompt's record."""
 
 
 Scorer = Callable[[Sequence[ScoringRequest]], Sequence[float | None]]
-"""One finite score per request, in order; None where the scorer abstains."""
+"""Function that returns one finite score for each request, in order; None if it abstains."""
 Steps = list[tuple[int, float]]
-"""The steps of a response: the number of characters after which each step ends, and its reward."""
+"""Steps of a response: for each step the number of characters after which it ends, and its
+reward."""
 StepScorer = Callable[[Sequence[ScoringRequest]], Sequence[Steps | None]]
-"""The steps of each request, in order; None where the scorer abstains."""
-Answer = TypeVar("Answer")
+"""Function that returns the steps of each request, in order; None if it abstains."""
+ResultT = TypeVar("ResultT")
 
 _log = logging.getLogger(__name__)
 
-_SHOWN_CHARACTERS = 150
-"""Of a prompt and of a response in the error of a timeout, which also contains a stack."""
-_SHOWN_STACK = 600
-"""Characters of a stack in an error, which gRPC limits to 1500 bytes."""
-_CONSECUTIVE_TIMEOUTS = 5
-"""Consecutive timeouts after which a function counts as deadlocked, even if one prompt explains
-them all."""
-_RECENT_TIMEOUTS, _RECENT_CALLS = 4, 16
-"""Timeouts of different prompts among so many calls, after which a function counts as deadlocked:
-one that deadlocks after every few calls of a new process has no consecutive timeouts."""
+# Characters of a prompt and of a response in the error of a timeout, which also contains a stack.
+_TIMEOUT_TEXT_CHARACTERS = 150
+# Characters of a stack in an error. gRPC limits an error to 1500 bytes.
+_STACK_CHARACTERS = 600
+# Consecutive timeouts after which a function counts as deadlocked, even if all of them contain the
+# same prompt.
+_MAX_CONSECUTIVE_TIMEOUTS = 5
+# Timeouts of different prompts among recent calls after which a function counts as deadlocked. A
+# function that deadlocks after every few calls of a new process has no consecutive timeouts.
+_MAX_RECENT_TIMEOUTS = 4
+_RECENT_CALLS = 16
 
 
 class ScoringError(AlignerError):
-    """A scorer raised, or returned something that is not one finite number a request."""
+    """A scorer raised an exception, or did not return one finite number for each request."""
 
 
 class ScorerUnavailable(ScoringError, UnavailableError):
-    """A scorer does not answer, whatever it is asked."""
+    """A scorer cannot be reached, regardless of the request."""
 
 
 class WrongScores(ScoringError):
-    """A function returned something that is not a list of scores. The message is the end of a
-    sentence that begins with the function's name."""
+    """A function returned something that is not a list of scores.
+
+    The message is the end of a sentence that begins with the function's name.
+    """
 
 
 class ScorerTimeout(ScoringError):
-    """A call of the user's function timed out. The same call would probably time out again."""
+    """A call of a custom function timed out. The same call would probably time out again."""
 
 
 class ScorerDeadlocked(ScoringError):
-    """Consecutive calls of the user's function timed out, so all further calls are refused."""
+    """Several calls of a custom function timed out, so all further calls are refused."""
 
 
 @lru_cache(maxsize=1)
@@ -83,7 +95,7 @@ def _sentiment_analyzer() -> Any:
 
 
 def sentiment(requests: Sequence[ScoringRequest]) -> list[float]:
-    """VADER's compound sentiment of prompt and response together, in [-1, 1]."""
+    """Return VADER's compound sentiment of each prompt with its response, in [-1, 1]."""
     analyzer = _sentiment_analyzer()
     return [
         analyzer.polarity_scores(request.prompt + request.response)["compound"]
@@ -92,86 +104,103 @@ def sentiment(requests: Sequence[ScoringRequest]) -> list[float]:
 
 
 def digit_fraction(requests: Sequence[ScoringRequest]) -> list[float]:
-    """The share of the response's characters that are the digits 0-9, in [0, 1]; 0 for an empty
-    response."""
+    """Return the share of each response's characters that are digits 0-9, in [0, 1].
+
+    The share of an empty response is 0.
+    """
     return [
-        sum(character in "0123456789" for character in r.response) / max(len(r.response), 1)
-        for r in requests
+        sum(character in "0123456789" for character in request.response)
+        / max(len(request.response), 1)
+        for request in requests
     ]
 
 
 def left_to_environment(requests: Sequence[ScoringRequest]) -> list[float]:
-    """Nothing for any: what an environment gave for an episode is added to each score."""
+    """Return a score of 0 for each response.
+
+    The rewards of the environment are added to each score elsewhere, so they become the score.
+    """
     return [0.0] * len(requests)
 
 
-def _verifier(rule: Rule) -> Scorer:
-    """A scorer that gives 1 for a response that a rule finds right, else 0."""
+def _build_rule_scorer(rule: Rule) -> Scorer:
+    """Return a scorer that gives 1 to a response that satisfies the rule, and 0 otherwise."""
 
     def score(request: ScoringRequest) -> float:
         try:
             return float(rule(request.response, request.metadata))
         except Unverifiable as error:
-            raise ScoringError(f"{error}; {_shown([request])}") from error
+            raise ScoringError(f"{error}; {_describe_first([request])}") from error
 
     return lambda requests: [score(request) for request in requests]
 
 
-def scored(function: Callable[..., Any], requests: Sequence[Sequence[Any]]) -> dict[str, Any]:
-    """Call a scoring function in its child process, for requests given by their fields.
+def call_scoring_function(
+    function: Callable[..., Any], requests: Sequence[Sequence[Any]]
+) -> dict[str, Any]:
+    """Call a custom scoring function in its child process.
 
-    Returns `scores`, or `problem` with the message of WrongScores.
+    Args:
+        function: The custom function.
+        requests: Fields of each `ScoringRequest`, because requests arrive as JSON.
+
+    Returns:
+        `{"scores": …}`, or `{"problem": …}` with the message of WrongScores.
     """
-    return _called(function, requests, read_score)
+    return _call_and_convert(function, requests, score_to_float)
 
 
-def stepped(function: Callable[..., Any], requests: Sequence[Sequence[Any]]) -> dict[str, Any]:
-    """Call a function that rewards steps; otherwise like `scored`."""
-    return _called(function, requests, _read_steps)
+def call_step_function(
+    function: Callable[..., Any], requests: Sequence[Sequence[Any]]
+) -> dict[str, Any]:
+    """Call a custom function that rewards steps. See `call_scoring_function`."""
+    return _call_and_convert(function, requests, _convert_steps)
 
 
-def _called(
+def _call_and_convert(
     function: Callable[..., Any],
     requests: Sequence[Sequence[Any]],
-    read: Callable[[Any], Any],
+    convert: Callable[[Any], Any],
 ) -> dict[str, Any]:
     batch = [ScoringRequest(*request) for request in requests]
-    # Values are read here because most types of scores, such as tensors, are not JSON.
+    # The child converts the values, because most types of scores, such as tensors, are not JSON.
     try:
-        return {"scores": _read_all(awaited(function(batch)), batch, read)}
+        return {"scores": _convert_results(resolve_awaitables(function(batch)), batch, convert)}
     except WrongScores as error:
         return {"problem": str(error)}
 
 
-def awaited(result: Any) -> Any:
-    """Return what an `async` function returns or yields, and await the scores in a list.
+def resolve_awaitables(result: Any) -> Any:
+    """Return the result of a function, awaited if the function is `async`.
 
-    All calls share one event loop, because connections that a function keeps belong to a loop.
+    The values of an async generator become a list, and awaitables within a list or tuple are
+    awaited concurrently. All calls share one event loop, because connections that a function keeps
+    between calls belong to a loop.
     """
     if inspect.isasyncgen(result):
-        result = _collected(result)
+        result = _collect_values(result)
     if inspect.isawaitable(result):
-        result = _event_loop().run_until_complete(_outcome(result))
+        result = _event_loop().run_until_complete(_await_value(result))
     if isinstance(result, list | tuple) and any(map(inspect.isawaitable, result)):
-        result = _event_loop().run_until_complete(_outcomes(result))
+        result = _event_loop().run_until_complete(_await_values(result))
     return result
 
 
-async def _collected(generator: AsyncIterator[Any]) -> list[Any]:
+async def _collect_values(generator: AsyncIterator[Any]) -> list[Any]:
     return [value async for value in generator]
 
 
-async def _outcome(awaitable: Any) -> Any:
+async def _await_value(awaitable: Any) -> Any:
     return await awaitable
 
 
-async def _outcomes(values: Sequence[Any]) -> list[Any]:
+async def _await_values(values: Sequence[Any]) -> list[Any]:
     import asyncio
 
-    async def value(each: Any) -> Any:
-        return await each if inspect.isawaitable(each) else each
+    async def resolve(value: Any) -> Any:
+        return await value if inspect.isawaitable(value) else value
 
-    return list(await asyncio.gather(*map(value, values)))
+    return list(await asyncio.gather(*map(resolve, values)))
 
 
 @lru_cache(maxsize=1)
@@ -182,88 +211,122 @@ def _event_loop() -> Any:
 
 
 class UserFunction:
-    """A scoring function of the user, called in a child process.
+    """A custom scoring function, called in a child process.
 
-    A call that times out raises ScorerTimeout. If the next call times out too, and no single
-    prompt explains both timeouts, the function counts as deadlocked: this call and all later calls
-    raise ScorerDeadlocked at once, so that a run does not wait for one timeout after the other.
+    A call that times out raises ScorerTimeout. If the next call times out too, and the two calls
+    have no prompt in common, the function counts as deadlocked: this call and all later calls raise
+    ScorerDeadlocked at once, so that a run does not wait for one timeout after the other.
     """
 
-    def __init__(self, place: str, child: ChildFunction) -> None:
-        """`place` is the function with its configuration key, `reward.function=module:callable`,
-        for error messages."""
-        self.place = place
+    def __init__(self, location: str, child: ChildFunction) -> None:
+        """Wrap a started child process.
+
+        Args:
+            location: The function with its configuration key, for error messages, for example
+                `reward.function=module:callable`.
+            child: The child process of the function.
+        """
+        self.location = location
         self._child = child
-        self._recent: deque[frozenset[str] | None] = deque(maxlen=_RECENT_CALLS)
-        """The prompts of each recent call that timed out, None for a call that returned."""
+        self._recent_timeouts: deque[frozenset[str] | None] = deque(maxlen=_RECENT_CALLS)
+        """Prompts of each recent call that timed out; None for a call that returned."""
         self._deadlock: str | None = None
+        """Message of ScorerDeadlocked; None if the function is not deadlocked."""
 
     def __call__(self, requests: Sequence[ScoringRequest]) -> list[Any]:
-        """Return the function's scores, or steps, for the requests; None where it abstains."""
+        """Return the function's scores, or steps, for the requests; None where it abstains.
+
+        Raises:
+            ScorerTimeout: The call timed out.
+            ScorerDeadlocked: This call or an earlier one established a deadlock.
+            WrongScores: The function returned something that is not a list of scores.
+            ChildLost: The child process exited.
+            ChildRaised: The function raised an exception.
+        """
         if self._deadlock is not None:
             raise ScorerDeadlocked(self._deadlock)
-        fields = [[each.prompt, each.response, dict(each.metadata)] for each in requests]
+        fields = [
+            [request.prompt, request.response, dict(request.metadata)] for request in requests
+        ]
         try:
             answer = self._child(fields)
         except ChildTooSlow as error:
-            raise self._timed_out(requests, error) from error
+            raise self._record_timeout(requests, error) from error
         except ChildRaised:
-            self._recent.append(None)
+            self._recent_timeouts.append(None)
             raise
-        self._recent.append(None)
+        self._recent_timeouts.append(None)
         if "problem" in answer:
             raise WrongScores(answer["problem"])
         return answer["scores"]
 
     def _is_deadlocked(self) -> bool:
         """Return whether the recent timeouts, of which the last call is one, are a deadlock."""
-        backwards = list(reversed(self._recent))
-        consecutive = list(itertools.takewhile(lambda prompts: prompts is not None, backwards))
-        timeouts = [prompts for prompts in backwards if prompts is not None]
-        if len(consecutive) >= _CONSECUTIVE_TIMEOUTS:
+        newest_first = list(reversed(self._recent_timeouts))
+        consecutive = list(itertools.takewhile(lambda prompts: prompts is not None, newest_first))
+        timeouts = [prompts for prompts in newest_first if prompts is not None]
+        if len(consecutive) >= _MAX_CONSECUTIVE_TIMEOUTS:
             return True
-        if len(timeouts) >= _RECENT_TIMEOUTS and not frozenset.intersection(*timeouts):
+        # A prompt that all timeouts contain may be the cause instead of a deadlock.
+        if len(timeouts) >= _MAX_RECENT_TIMEOUTS and not frozenset.intersection(*timeouts):
             return True
         return not frozenset.intersection(*timeouts[: len(consecutive)])
 
-    def _timed_out(self, requests: Sequence[ScoringRequest], error: ChildTooSlow) -> ScoringError:
-        self._recent.append(frozenset(each.prompt for each in requests))
-        _log.warning("%s %s; its Python stack:\n%s", self.place, error, error.stack or "(none)")
-        told = (
-            f"{error} while scoring {len(requests)} requests ({self.place}); the first was"
-            f" {_shown(requests, _SHOWN_CHARACTERS)}"
+    def _record_timeout(
+        self, requests: Sequence[ScoringRequest], error: ChildTooSlow
+    ) -> ScoringError:
+        """Record the timeout of a call, and return the error to raise."""
+        self._recent_timeouts.append(frozenset(request.prompt for request in requests))
+        _log.warning("%s %s; its Python stack:\n%s", self.location, error, error.stack or "(none)")
+        problem = (
+            f"{error} while scoring {len(requests)} requests ({self.location}); the first was"
+            f" {_describe_first(requests, _TIMEOUT_TEXT_CHARACTERS)}"
         )
         stack = (
-            f"Python stack of the function:\n{_beginning(error.stack)}"
+            f"Python stack of the function:\n{_truncate_stack(error.stack)}"
             if error.stack
             else "the process did not write its Python stack"
         )
         if not self._is_deadlocked():
-            return ScorerTimeout(f"{told}; {stack}")
+            return ScorerTimeout(f"{problem}; {stack}")
         self._deadlock = (
-            f"{told}. Several calls for different prompts timed out, so the function is probably"
+            f"{problem}. Several calls for different prompts timed out, so the function is probably"
             f" deadlocked. Fix the function, or raise the timeout if it is only slow; {stack}"
         )
         return ScorerDeadlocked(self._deadlock)
 
 
-def _beginning(stack: str) -> str:
+def _truncate_stack(stack: str) -> str:
     """Return the first lines of a stack, which are the innermost calls."""
     lines: list[str] = []
     for line in stack.splitlines():
-        if sum(map(len, lines)) + len(line) > _SHOWN_STACK:
+        if sum(map(len, lines)) + len(line) > _STACK_CHARACTERS:
             return "\n".join([*lines, "  ... (all of it is in the log)"])
         lines.append(line)
     return "\n".join(lines)
 
 
-def _elsewhere(
-    module: str, name: str, key: str, timeout_s: float | None, through: str = "scored"
+def _start_user_function(
+    module: str,
+    name: str,
+    key: str,
+    timeout_s: float | None,
+    wrapper: str = "call_scoring_function",
 ) -> UserFunction:
-    """Start a function of the user in a child process. Raises ConfigError with the reason
-    alone."""
+    """Return a custom function whose child process has started.
+
+    Args:
+        module: Module of the function.
+        name: Name of the function in the module.
+        key: Configuration key that names the function.
+        timeout_s: Timeout of a call, in seconds; None means no timeout.
+        wrapper: Function of this module that calls the custom function in the child.
+
+    Raises:
+        ConfigError: The function cannot be imported or called. The message is only the reason.
+    """
     child = ChildFunction(
-        module, name, through=f"{__name__}:{through}", takes=1, deadline_s=timeout_s
+        module, name, wrapper=f"{__name__}:{wrapper}", argument_count=1, deadline_s=timeout_s
     )
     child.start()
     return UserFunction(f"{key}={module}:{name}", child)
@@ -272,41 +335,46 @@ def _elsewhere(
 def resolve_scorer(
     name: str, key: str = "reward.function", timeout_s: float | None = None
 ) -> Scorer:
-    """A built-in scorer by its name, or any other by `module:callable`, which has `timeout_s` for a
-    call.
+    """Return the built-in scorer `name`, or the custom scorer `module:callable`.
 
-    Raises ConfigError naming `key`, its place in the configuration, when there is no such scorer or
-    what it needs is not installed.
+    Args:
+        name: Name of the scorer.
+        key: Configuration key that names the scorer, for error messages.
+        timeout_s: Timeout of one call of a custom function, in seconds; None means no timeout.
+
+    Raises:
+        ConfigError: The scorer does not exist, or a package that it requires is not installed.
     """
-    place = function_place(name)
-    if place is None:
+    location = function_place(name)
+    if location is None:
         raise ConfigError(f"{key}={name}: {function_problem(name)}")
+    # Missing packages are reported now instead of at the first score.
     if name == "sentiment":
         _sentiment_analyzer()
     if name == "math":
         require_math_verify(key)
-    module, attribute = place
+
+    module, attribute = location
     try:
         if name not in FUNCTIONS and name not in RULES:
-            return _elsewhere(module, attribute, key, timeout_s)
-        scorer = imported(module, attribute)
+            return _start_user_function(module, attribute, key, timeout_s)
+        scorer = import_object(module, attribute)
     except AlignerError as error:
         raise ConfigError(
             f"{key}={name}: {error}; the module must be importable from the working directory or"
             f" PYTHONPATH, and must define a function {attribute!r}. The function takes a list of"
             " requests, each with prompt, response and metadata (docs/rewards.md)"
         ) from error
-    return _verifier(scorer) if name in RULES else scorer
+    return _build_rule_scorer(scorer) if name in RULES else scorer
 
 
 def resolve_step_scorer(name: str, key: str, timeout_s: float | None = None) -> StepScorer:
-    """A function of the user's own, `module:callable`, that rewards steps; otherwise as
-    `resolve_scorer`."""
-    place = callable_place(name)
-    if place is None:
+    """Return the custom function `module:callable`, which rewards steps. See `resolve_scorer`."""
+    location = callable_place(name)
+    if location is None:
         raise ConfigError(f"{key}={name}: step rewards require a function given as module:callable")
     try:
-        return _elsewhere(*place, key, timeout_s, through="stepped")
+        return _start_user_function(*location, key, timeout_s, wrapper="call_step_function")
     except AlignerError as error:
         raise ConfigError(
             f"{key}={name}: {error}; the module must be importable from the working directory or"
@@ -314,153 +382,187 @@ def resolve_step_scorer(name: str, key: str, timeout_s: float | None = None) -> 
         ) from error
 
 
-def checked_scores(
+def call_scorer(
     name: str, scorer: Scorer, requests: Sequence[ScoringRequest]
 ) -> list[float | None]:
-    """Return one finite score per request, None where the scorer abstains.
+    """Return the checked scores of a scorer: one finite score for each request.
 
-    `name` is the scorer's name in the configuration. Raises as `_answers`.
+    Args:
+        name: Name of the scorer in the configuration, for error messages.
+        scorer: Scorer to call.
+        requests: Responses to score.
+
+    Returns:
+        The scores, in the order of the requests; None where the scorer abstains.
+
+    Raises:
+        ScoringError: The scorer failed or returned wrong scores. See `_call_and_check`.
     """
-    scores = _answers(name, scorer, requests, read_score)
-    require_finite(name, scores, requests, _place(scorer))
+    scores = _call_and_check(name, scorer, requests, score_to_float)
+    require_finite(name, scores, requests, _location_note(scorer))
     return scores
 
 
-def checked_steps(
+def call_step_scorer(
     name: str, scorer: StepScorer, requests: Sequence[ScoringRequest]
 ) -> list[Steps | None]:
-    """Return each request's steps, with finite rewards and ends within the response; None where
-    the scorer abstains. Raises as `_answers`."""
-    answers = _answers(name, scorer, requests, _read_steps)
+    """Return the checked steps of a step scorer.
+
+    The rewards are finite, and each step ends within its response. The arguments and exceptions are
+    those of `call_scorer`.
+
+    Returns:
+        The steps of each request, in order; None where the scorer abstains.
+    """
+    answers = _call_and_check(name, scorer, requests, _convert_steps)
     for request, steps in zip(requests, answers, strict=True):
         steps = steps or []
         require_finite(
-            name, [reward for _, reward in steps], [request] * len(steps), _place(scorer)
+            name, [reward for _, reward in steps], [request] * len(steps), _location_note(scorer)
         )
         for end, _ in steps:
             if not 1 <= end <= len(request.response):
                 raise ScoringError(
                     f"the scorer {name} returned a step that ends at character {end}"
-                    f" {_shown([request])}; must end at 1 to {len(request.response)}, the length of"
-                    f" the response{_place(scorer)}"
+                    f" {_describe_first([request])}; must end at 1 to {len(request.response)}, the"
+                    f" length of the response{_location_note(scorer)}"
                 )
     return answers
 
 
-def read_score(value: Any) -> float:
-    """Return a number of any type as a float, also of NumPy or a tensor with one element.
+def score_to_float(value: Any) -> float:
+    """Return a number of any numeric type as a float.
 
-    Raises TypeError or ValueError for anything else, texts that contain numbers included.
+    NumPy scalars and tensors with one element are numbers.
+
+    Raises:
+        TypeError: The value is no number; a text that contains a number is none either.
+        ValueError: The value cannot be converted.
     """
     if isinstance(value, str | bytes):
         raise TypeError(f"must be a number, got {type(value).__name__}")
     return float(value)
 
 
-def _read_steps(steps: Iterable[Sequence[Any]]) -> Steps:
-    return [(operator.index(end), read_score(reward)) for end, reward in steps]
+def _convert_steps(steps: Iterable[Sequence[Any]]) -> Steps:
+    return [(operator.index(end), score_to_float(reward)) for end, reward in steps]
 
 
-def _read_all(
-    answers: Any, requests: Sequence[ScoringRequest], read: Callable[[Any], Answer]
-) -> list[Answer | None]:
-    """Read what a scorer returned, one value per request. Raises WrongScores."""
-    is_list = isinstance(answers, Iterable) and not isinstance(answers, str | bytes | Mapping | set)
-    if not is_list or getattr(answers, "ndim", 1) == 0:
+def _convert_results(
+    results: Any, requests: Sequence[ScoringRequest], convert: Callable[[Any], ResultT]
+) -> list[ResultT | None]:
+    """Return the converted results of a scorer, one for each request.
+
+    Raises:
+        WrongScores: The results are no list, have a wrong number, or cannot be converted.
+    """
+    is_list = isinstance(results, Iterable) and not isinstance(results, str | bytes | Mapping | set)
+    # A tensor or array without dimensions is Iterable, but cannot be iterated.
+    if not is_list or getattr(results, "ndim", 1) == 0:
         raise WrongScores(
-            f"returned {type(answers).__name__} for {len(requests)} responses; must return a list"
+            f"returned {type(results).__name__} for {len(requests)} responses; must return a list"
             " with one score for each response"
         )
-    values = list(answers)
+    values = list(results)
     if len(values) != len(requests):
         raise WrongScores(
             f"returned {len(values)} scores for {len(requests)} responses; the first was"
-            f" {_shown(requests)}"
+            f" {_describe_first(requests)}"
         )
-    found: list[Answer | None] = []
+    converted: list[ResultT | None] = []
     for value, request in zip(values, requests, strict=True):
         try:
-            found.append(None if value is None else read(value))
+            converted.append(None if value is None else convert(value))
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise WrongScores(
-                f"returned {value!r:.80} {_shown([request])}; must be a number, or with"
+                f"returned {value!r:.80} {_describe_first([request])}; must be a number, or with"
                 f" step_rewards a list of (end, reward), or None to abstain: {error}"
             ) from error
-    return found
+    return converted
 
 
-def _answers(
+def _call_and_check(
     name: str,
     scorer: Callable[..., Any],
     requests: Sequence[ScoringRequest],
-    read: Callable[[Any], Answer],
-) -> list[Answer | None]:
-    """Return what a scorer says of each request, as `read` takes it.
+    convert: Callable[[Any], ResultT],
+) -> list[ResultT | None]:
+    """Return the converted results of a scorer.
 
-    Raises ScoringError with the scorer, and the prompt and response at fault. If the scorer raises
-    an exception for several requests, each is scored alone to find the one at fault; a
-    ScoringError of the scorer already names it.
+    Raises:
+        ScoringError: The scorer failed. The message contains the scorer, and the prompt and
+            response that caused the failure. If the scorer raises an exception for several
+            requests, this function scores each request separately to find the cause; a ScoringError
+            of the scorer already names it.
     """
-    place = _place(scorer)
+    location = _location_note(scorer)
     try:
-        return _read_all(scorer(requests), requests, read)
+        return _convert_results(scorer(requests), requests, convert)
     except WrongScores as error:
-        raise ScoringError(f"the scorer {name} {error}{place}") from error
+        raise ScoringError(f"the scorer {name} {error}{location}") from error
     except (ScorerTimeout, ScorerDeadlocked) as error:
         raise type(error)(f"the scorer {name} {error}") from error
     except ScoringError as error:
         raise type(error)(f"the scorer {name}: {error}") from error
-    except ChildLost as error:  # to find which of them it was would take as long for each
+    except ChildLost as error:
+        # The requests are not tried separately: each of them could take as long again.
         raise ScoringError(
             f"the scorer {name} {error} while scoring {len(requests)} requests; the first was"
-            f" {_shown(requests)}{place}"
+            f" {_describe_first(requests)}{location}"
         ) from error
     except Exception as error:
-        what = str(error) if isinstance(error, ChildRaised) else f"{type(error).__name__}: {error}"
-        raised = f"the scorer {name} raised {what}"
+        reason = (
+            str(error) if isinstance(error, ChildRaised) else f"{type(error).__name__}: {error}"
+        )
+        problem = f"the scorer {name} raised {reason}"
         if len(requests) > 1:
             for request in requests:
-                _answers(name, scorer, [request], read)
+                _call_and_check(name, scorer, [request], convert)
             raise ScoringError(
-                f"{raised} on a batch of {len(requests)} requests, but not when each request was"
-                f" scored separately{place}"
+                f"{problem} on a batch of {len(requests)} requests, but not when each request was"
+                f" scored separately{location}"
             ) from error
-        raise ScoringError(f"{raised} {_shown(requests)}{place}") from error
+        raise ScoringError(f"{problem} {_describe_first(requests)}{location}") from error
 
 
-def _place(scorer: Callable[..., Any]) -> str:
-    """Return where the configuration names the user's function, in brackets; empty for others."""
-    return f" ({scorer.place})" if isinstance(scorer, UserFunction) else ""
+def _location_note(scorer: Callable[..., Any]) -> str:
+    """Return the configuration key of a custom function in parentheses; empty for other scorers."""
+    return f" ({scorer.location})" if isinstance(scorer, UserFunction) else ""
 
 
 def require_finite(
     name: str,
     scores: Sequence[float | None],
     requests: Sequence[ScoringRequest],
-    place: str = "",
+    location: str = "",
 ) -> None:
-    """Raise ScoringError with the scorer, prompt and response of the first score that is not
-    finite."""
+    """Raise ScoringError if a score is not finite; a score of None is allowed.
+
+    The message contains the scorer, and the prompt and response of the first such score.
+    """
     for request, score in zip(requests, scores, strict=True):
         if score is not None and not math.isfinite(score):
             raise ScoringError(
-                f"the scorer {name} returned {score} {_shown([request])}; must be finite{place}"
+                f"the scorer {name} returned {score} {_describe_first([request])}; must be"
+                f" finite{location}"
             )
 
 
-def _shown(requests: Sequence[ScoringRequest], longest: int | None = None) -> str:
-    """Return the first prompt and response, each cut to `longest` characters, for a message."""
+def _describe_first(requests: Sequence[ScoringRequest], max_characters: int | None = None) -> str:
+    """Return the first prompt and response for a message, each truncated to `max_characters`."""
     if not requests:
         return "for no request"
     prompt, response = (
-        f"{text[:longest]!r}{'' if longest is None or len(text) <= longest else '…'}"
+        f"{text[:max_characters]!r}"
+        f"{'' if max_characters is None or len(text) <= max_characters else '…'}"
         for text in (requests[0].prompt, requests[0].response)
     )
     return f"for prompt {prompt} and response {response}"
 
 
+# Processor time of one call: recreating a question, which takes up to a second, and scoring the
+# answer.
 _REASONING_PROCESSOR_S = 20.0
-"""For making a question again, which takes up to a second, and reading the answer."""
 _REASONING_MEMORY_BYTES = 4 << 30
 
 
@@ -469,22 +571,24 @@ def _reasoning_verifier() -> ChildFunction:
     return ChildFunction(
         "aligner.data.reasoning_questions",
         "score",
-        processor_s=_REASONING_PROCESSOR_S,
+        cpu_limit_s=_REASONING_PROCESSOR_S,
         memory_bytes=_REASONING_MEMORY_BYTES,
     )
 
 
 def reasoning_scores(requests: Sequence[ScoringRequest]) -> list[float]:
-    """What each task's `score_answer` says of the answer; 0, with a warning, for one that takes too
-    long to read.
+    """Return the scores of reasoning_gym's verifiers, which run in a child process.
 
-    Raises AlignerError for a prompt that is none of `data.tasks`, and as the task does for any
-    answer.
+    The score is the result of `score_answer` of the question's task. An answer that takes too long
+    to verify scores 0, with a warning in the log.
+
+    Raises:
+        AlignerError: A prompt is not a question of `data.tasks`, or a task raised an exception.
     """
-    return [_reasoning_score(request) for request in requests]
+    return [_score_reasoning(request) for request in requests]
 
 
-def _reasoning_score(request: ScoringRequest) -> float:
+def _score_reasoning(request: ScoringRequest) -> float:
     question = request.metadata.get("question")
     if not isinstance(question, dict) or "made_of" not in question:
         raise AlignerError(

@@ -1,6 +1,9 @@
-"""Rules that tell whether a response is right, from what the data says about its prompt."""
+"""Verifiers: rules that decide from a prompt's metadata whether a response is correct.
 
-import logging
+The module also checks the answers of records before a run: `check_answers` reports answers that the
+verifiers `gsm8k` and `math` could not compare with any response.
+"""
+
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
@@ -8,23 +11,30 @@ from typing import Any
 
 from aligner.child_function import ChildFunction, ChildLost
 from aligner.errors import AlignerError, ConfigError
-from aligner.rewards.answer_forms import exact_number, parse_choice, parse_clock, parse_words
-from aligner.rewards.answer_text import is_comparable, normalized
-from aligner.rewards.final_answers import final_number, gold_answer
+from aligner.rewards.answer_forms import parse_choice, parse_clock, parse_exact_number, parse_words
+from aligner.rewards.answer_text import is_comparable, normalize_answer
+from aligner.rewards.final_answers import extract_final_number, extract_gold_answer
 from aligner.rewards.math_comparison import MathChecker
 
 CHECKED_VERIFIERS = ("gsm8k", "math")
-"""Verifiers whose answers are parsed."""
-_LISTED = 5
-_LONGEST_TEXT = 80
+"""Verifiers that parse answers, so that `check_answers` can check the answers of records."""
+# Records in an error message.
+_LISTED_RECORDS = 5
+# Characters of an answer in an error message.
+_MAX_SHOWN_CHARACTERS = 80
 # math-verify takes about 5 ms for an answer; a launch should not take minutes.
-_MOST_PARSED = 10_000
+_MAX_PARSED_ANSWERS = 10_000
 
 
 def check_answers(
     verifier: str, key: str, records: Iterable[tuple[str, Mapping[str, Any]]]
 ) -> list[str]:
-    """Check the answers of records, given as pairs of their origin and their fields.
+    """Check that responses can be compared with the answers of records.
+
+    Args:
+        verifier: Element of CHECKED_VERIFIERS.
+        key: Configuration key that names the verifier, for messages.
+        records: Origin and fields of each record.
 
     Returns:
         A notice if `math` can compare some answers only as text.
@@ -34,71 +44,82 @@ def check_answers(
             the first records.
     """
     records = list(records)
-    missing = [(origin, problem) for origin, problem in _problems(verifier, records) if problem]
-    if missing:
+    invalid = [
+        (origin, problem) for origin, problem in _find_problems(verifier, records) if problem
+    ]
+    if invalid:
         raise ConfigError(
-            f"{key}: {len(missing)} of {len(records)} records have an answer that no response can"
-            f" be compared with. Correct or remove these records:\n{_listed(missing)}"
+            f"{key}: {len(invalid)} of {len(records)} records have an answer that no response can"
+            f" be compared with. Correct or remove these records:\n{_format_list(invalid)}"
         )
     if verifier != "math":
         return []
 
-    as_text = _compared_as_text(records)
-    if not as_text:
+    unparsable = _find_unparsable_answers(records)
+    if not unparsable:
         return []
     return [
-        f"{key}: the answers of {len(as_text)} of {len(records)} records cannot be parsed;"
-        f" responses must have the same text:\n{_listed(as_text)}"
+        f"{key}: the answers of {len(unparsable)} of {len(records)} records cannot be parsed;"
+        f" responses must have the same text:\n{_format_list(unparsable)}"
     ]
 
 
-def _problems(
+def _find_problems(
     verifier: str, records: Sequence[tuple[str, Mapping[str, Any]]]
 ) -> Iterable[tuple[str, str]]:
+    """Yield the origin of each record, and what is wrong with its answer; "" if nothing is."""
     for origin, metadata in records:
         problem = ""
         try:
             if verifier == "gsm8k":
                 gsm8k("", metadata)
-            elif not is_comparable(normalized(gold_answer(answer := record_answer(metadata)))):
-                problem = f"field `answer` is {_shortened(answer)}, empty or with unclosed braces"
+            elif not is_comparable(
+                normalize_answer(extract_gold_answer(answer := record_answer(metadata)))
+            ):
+                problem = f"field `answer` is {_shorten(answer)}, empty or with unclosed braces"
         except Unverifiable as error:
             problem = str(error)
         yield origin, problem
 
 
-def _compared_as_text(records: Sequence[tuple[str, Mapping[str, Any]]]) -> list[tuple[str, str]]:
+def _find_unparsable_answers(
+    records: Sequence[tuple[str, Mapping[str, Any]]],
+) -> list[tuple[str, str]]:
+    """Return the origins of records whose answers math-verify cannot parse, with a description.
+
+    Only the first _MAX_PARSED_ANSWERS different answers that require math-verify are parsed.
+    """
     checker = MathChecker()
-    parsable: dict[str, bool] = {}
-    remaining = _MOST_PARSED
+    is_parsable: dict[str, bool] = {}
+    remaining = _MAX_PARSED_ANSWERS
     try:
         for _, metadata in records:
             answer = record_answer(metadata)
-            if answer in parsable:
+            if answer in is_parsable:
                 continue
             if is_plain(answer) or remaining == 0:
-                parsable[answer] = True
+                is_parsable[answer] = True
             else:
-                parsable[answer] = checker.is_parsable(answer)
+                is_parsable[answer] = checker.is_parsable(answer)
                 remaining -= 1
     finally:
         checker.close()
     return [
-        (origin, f"field `answer` is {_shortened(answer)}")
+        (origin, f"field `answer` is {_shorten(answer)}")
         for origin, metadata in records
-        if not parsable[answer := record_answer(metadata)]
+        if not is_parsable[answer := record_answer(metadata)]
     ]
 
 
-def _listed(problems: Sequence[tuple[str, str]]) -> str:
-    lines = [f"  {origin}: {problem}" for origin, problem in problems[:_LISTED]]
-    rest = len(problems) - _LISTED
-    return "\n".join([*lines, f"  and {rest} more"] if rest > 0 else lines)
+def _format_list(problems: Sequence[tuple[str, str]]) -> str:
+    lines = [f"  {origin}: {problem}" for origin, problem in problems[:_LISTED_RECORDS]]
+    more = len(problems) - _LISTED_RECORDS
+    return "\n".join([*lines, f"  and {more} more"] if more > 0 else lines)
 
 
-def _shortened(answer: str) -> str:
+def _shorten(answer: str) -> str:
     shown = repr(answer)
-    return shown if len(shown) <= _LONGEST_TEXT else f"{shown[:_LONGEST_TEXT]}…"
+    return shown if len(shown) <= _MAX_SHOWN_CHARACTERS else f"{shown[:_MAX_SHOWN_CHARACTERS]}…"
 
 
 def is_plain(answer: str) -> bool:
@@ -106,9 +127,9 @@ def is_plain(answer: str) -> bool:
 
     Such answers need no math-verify.
     """
-    gold = normalized(gold_answer(answer))
+    gold = normalize_answer(extract_gold_answer(answer))
     return (
-        exact_number(gold) is not None
+        parse_exact_number(gold) is not None
         or parse_choice(gold) is not None
         or parse_clock(gold) is not None
         or parse_words(gold) is not None
@@ -116,44 +137,52 @@ def is_plain(answer: str) -> bool:
 
 
 Rule = Callable[[str, Mapping[str, Any]], bool]
-"""Whether a response is right, by its prompt's metadata. Raises Unverifiable."""
+"""Function from a response and its prompt's metadata to whether the response is correct. It raises
+Unverifiable."""
 
-_PATTERN_S = 2.0
-"""Processor time for one response and its pattern."""
+# Processor time to match one response with its regular expression, in seconds.
+_PATTERN_PROCESSOR_S = 2.0
 
 
 class Unverifiable(AlignerError):
-    """A prompt's metadata does not say what to compare a response with."""
+    """The metadata of a prompt does not contain what a verifier compares responses with."""
 
 
 def exact_match(response: str, metadata: Mapping[str, Any]) -> bool:
-    """Whether the response is the `answer`, letter by letter, but for space around either."""
+    """Return whether the response equals the field `answer`, except for surrounding whitespace."""
     return response.strip() == record_answer(metadata).strip()
 
 
 def gsm8k(response: str, metadata: Mapping[str, Any]) -> bool:
-    """Return whether a response and the record's `answer`, which may be a whole solution, have the
-    same `final_number`."""
+    """Return whether the final numbers of the response and of the field `answer` are equal.
+
+    The answer may be a whole solution. See `extract_final_number`.
+
+    Raises:
+        Unverifiable: The answer contains no number.
+    """
     answer = record_answer(metadata)
-    expected = final_number(answer)
+    expected = extract_final_number(answer)
     if expected is None:
         raise Unverifiable(f"field `answer` is {answer!r}, must contain a number")
-    return final_number(response) == expected
+    return extract_final_number(response) == expected
 
 
 def math(response: str, metadata: Mapping[str, Any]) -> bool:
-    r"""Return whether the answer of a response and the record's `answer` are equal.
+    r"""Return whether the answer of a response equals the field `answer` mathematically.
 
-    docs/rewards.md describes the rules. A response that takes too long to compare is wrong. Raises
-    Unverifiable if the record's answer is empty or has unclosed braces.
+    docs/rewards.md describes the rules. A response that takes too long to compare is incorrect.
+
+    Raises:
+        Unverifiable: The field `answer` is empty or has unclosed braces.
     """
     answer = record_answer(metadata)
-    equal = _math_checker().equal(answer, response)
-    if equal is None:
+    is_equal = _math_checker().is_equal(answer, response)
+    if is_equal is None:
         raise Unverifiable(
             f"field `answer` is {answer!r}, must contain an expression or text with closed braces"
         )
-    return equal
+    return is_equal
 
 
 _math_checker = lru_cache(maxsize=1)(MathChecker)
@@ -163,9 +192,13 @@ def format_matches(response: str, metadata: Mapping[str, Any]) -> bool:
     """Return whether the whole response matches the regular expression `format`.
 
     `.` also matches line breaks; one space before the response need not match.
+
+    Raises:
+        Unverifiable: The regular expression is invalid, or matching takes too long.
     """
-    pattern = _entry(metadata, "format", str, "a regular expression")
+    pattern = _get_field(metadata, "format", str, "a regular expression")
     try:
+        # An invalid pattern is reported as such, not as an exception of the child process.
         re.compile(pattern, re.DOTALL)
         return bool(_pattern_matcher()(pattern, response))
     except re.error as error:
@@ -176,10 +209,11 @@ def format_matches(response: str, metadata: Mapping[str, Any]) -> bool:
         raise Unverifiable(f"field `format` is {pattern!r}; the match {error}") from error
 
 
-def whole_match(pattern: str, response: str) -> bool:
-    """Return whether a regular expression matches all of a response, or all but its first space.
+def matches_whole_response(pattern: str, response: str) -> bool:
+    """Return whether a regular expression matches the whole response.
 
-    SentencePiece tokenizers write that space between a prompt and a response.
+    One space at the start of the response need not match, because SentencePiece tokenizers write
+    that space between a prompt and a response.
     """
     texts = [response] if not response.startswith(" ") else [response, response[1:]]
     return any(re.fullmatch(pattern, text, re.DOTALL) is not None for text in texts)
@@ -187,40 +221,54 @@ def whole_match(pattern: str, response: str) -> bool:
 
 @lru_cache(maxsize=1)
 def _pattern_matcher() -> ChildFunction:
-    """`whole_match` elsewhere: the time that a pattern takes may double with every character, and
-    nothing else ends it."""
-    return ChildFunction(__name__, "whole_match", processor_s=_PATTERN_S)
+    """Return `matches_whole_response` in a child process.
+
+    The time of a match may double with every character, and only ending a process stops it.
+    """
+    return ChildFunction(__name__, "matches_whole_response", cpu_limit_s=_PATTERN_PROCESSOR_S)
 
 
 def length(response: str, metadata: Mapping[str, Any]) -> bool:
-    """Whether the response has at most `max_length` characters, and at least `min_length` where
-    that is given."""
-    longest = _entry(metadata, "max_length", int, "a number of characters")
-    shortest = (
-        _entry(metadata, "min_length", int, "a number of characters")
+    """Return whether the response has `min_length` to `max_length` characters.
+
+    The field `min_length` is optional.
+    """
+    max_length = _get_field(metadata, "max_length", int, "a number of characters")
+    min_length = (
+        _get_field(metadata, "min_length", int, "a number of characters")
         if "min_length" in metadata
         else 0
     )
-    return shortest <= len(response) <= longest
+    return min_length <= len(response) <= max_length
 
 
 def record_answer(metadata: Mapping[str, Any]) -> str:
-    """Return the answer of a record as text. Raises Unverifiable if it has none."""
-    return str(_entry(metadata, "answer", (str, int, float), "a string or a number"))
+    """Return the field `answer` of a record as text.
+
+    Raises:
+        Unverifiable: The record has no answer, or the answer is no string or number.
+    """
+    return str(_get_field(metadata, "answer", (str, int, float), "a string or a number"))
 
 
-def _entry(
-    metadata: Mapping[str, Any], name: str, kinds: type | tuple[type, ...], wanted: str
+def _get_field(
+    metadata: Mapping[str, Any], name: str, types: type | tuple[type, ...], expected: str
 ) -> Any:
+    """Return a field of a record.
+
+    Args:
+        metadata: Fields of the record.
+        name: Name of the field.
+        types: Allowed types of the value; bool is never allowed.
+        expected: Description of the allowed values, for error messages.
+    """
     if name not in metadata:
-        found = ", ".join(metadata) or "none"
+        other_fields = ", ".join(metadata) or "none"
         raise Unverifiable(
-            f"record lacks field `{name}` ({wanted}); other fields of the record: {found}"
+            f"record lacks field `{name}` ({expected}); other fields of the record: {other_fields}"
         )
     value = metadata[name]
-    if isinstance(value, bool) or not isinstance(value, kinds):
-        raise Unverifiable(f"field `{name}` is {value!r}, must be {wanted}")
+    # bool is a subclass of int.
+    if isinstance(value, bool) or not isinstance(value, types):
+        raise Unverifiable(f"field `{name}` is {value!r}, must be {expected}")
     return value
-
-
-_log = logging.getLogger(__name__)

@@ -12,7 +12,14 @@ from torch import Tensor
 from aligner.algorithms.selections import score_bounds
 from aligner.data.pass_rates import PassRates
 from aligner.data.prompts import PromptStream
-from aligner.data.types import Prompt, Sample, SampleBatch, collate, collate_episodes, unbegun
+from aligner.data.types import (
+    Prompt,
+    Sample,
+    SampleBatch,
+    collate,
+    collate_episodes,
+    create_empty_samples,
+)
 from aligner.engines.engine_protocol import SamplingOptions
 from aligner.engines.replicas import Enough
 from aligner.errors import AlignerError
@@ -123,7 +130,9 @@ class RolloutBatch:
 def _lengths_without(samples: Sequence[Sample], rows: Tensor) -> tuple[int, ...]:
     """Response tokens of each sample that is not among the rows, int64 [N]."""
     among = set(rows.tolist())
-    return tuple(sample.drawn_count for row, sample in enumerate(samples) if row not in among)
+    return tuple(
+        sample.generated_token_count for row, sample in enumerate(samples) if row not in among
+    )
 
 
 @dataclass
@@ -338,12 +347,12 @@ class RolloutBuilder:
 
     def _admit(self, count: int) -> None:
         """Have at least `count` prompts under way."""
-        fresh, self.position = self._prompts.draw(
+        fresh, self.position = self._prompts.select(
             self.position, max(0, count - len(self._under_way)), self._rates
         )
         each = self._settings.samples_per_prompt
         self._under_way += tuple(
-            Straggler(prompt, tuple(unbegun([prompt], each))) for prompt in fresh
+            Straggler(prompt, tuple(create_empty_samples([prompt], each))) for prompt in fresh
         )
 
     def _taken_further(self, stragglers: Sequence[Straggler], count: int) -> list[Straggler]:
@@ -415,7 +424,9 @@ class RolloutBuilder:
         """Samples of any prompts, each prompt's in a row, by the weights that serve; equal on every
         rank. Collective."""
         return self._cut(
-            self._sampler.sample(unbegun(prompts, samples_per_prompt), samples_per_prompt, options)
+            self._sampler.sample(
+                create_empty_samples(prompts, samples_per_prompt), samples_per_prompt, options
+            )
         )
 
     def _cut(self, samples: list[Sample]) -> list[Sample]:
@@ -460,4 +471,4 @@ def truncated(sample: Sample, token_id: int, after: int) -> Sample:
     if not len(found):
         return replace(sample, finish_reason="length")
     kept = after + int(found[0]) + 1
-    return sample.cut(kept, "stop")
+    return sample.truncate(kept, "stop")

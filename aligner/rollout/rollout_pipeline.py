@@ -16,13 +16,13 @@ from safetensors.torch import load_file
 from safetensors.torch import save as to_bytes
 from torch import Tensor
 
-from aligner.data.claim import writing
 from aligner.data.collectives import (
     broadcast_json,
     broadcast_samples,
     samples_from_tensors,
     samples_to_tensors,
 )
+from aligner.data.fencing import fenced_write
 from aligner.data.pass_rates import PassRates
 from aligner.data.types import Prompt, Sample, collate_episodes
 from aligner.errors import AlignerError
@@ -157,7 +157,7 @@ class RolloutPipeline:
             self._weights.publish(version)
             return
         weights = cast(RemotePublisher, self._weights)
-        weights.offer(version)
+        weights.take_snapshot(version)
         self._served = None
         if self._drawing is None or self._serving is None:
             return
@@ -298,7 +298,7 @@ class RolloutPipeline:
         left, under_way = to_saved(progress.under_way)
         tensors |= {f"under_way.{name}": tensor for name, tensor in left.items()}
         batches = [_to_json(drawn) | {"replaced": to_saved(drawn.replaced)[1]} for drawn in held]
-        with writing():
+        with fenced_write():
             directory.mkdir(parents=True, exist_ok=True)
             write_file(directory / _TENSORS, to_bytes(tensors))
             write_file(
@@ -352,7 +352,7 @@ class RolloutPipeline:
             if drawn is None
             else (_to_json(drawn), _places(drawn.scores), _places(drawn.teacher_logprobs))
         )
-        fields, rows, taught_rows = broadcast_json(told)
+        fields, rows, assemble_teacher_scores = broadcast_json(told)
         samples = broadcast_samples(None if drawn is None else drawn.samples)
         futures, added = ((), None) if drawn is None else (drawn.scores.futures, drawn.scores.added)
         rollout = self._from_json(
@@ -362,7 +362,8 @@ class RolloutPipeline:
         )
         taught = () if drawn is None else drawn.teacher_logprobs.futures
         teacher_logprobs = PendingRows(
-            taught, None if taught_rows is None else torch.tensor(taught_rows)
+            taught,
+            None if assemble_teacher_scores is None else torch.tensor(assemble_teacher_scores),
         )
         values = PendingRows(self._services.ask_values(rollout.batch))
         replaced = () if drawn is None else drawn.replaced
@@ -373,7 +374,7 @@ class RolloutPipeline:
     ) -> RolloutBatch:
         """What `_to_json` was given, of these samples."""
         prompts = [
-            Prompt(**prompt, tokens=sample.asked)
+            Prompt(**prompt, tokens=sample.initial_prompt)
             for prompt, sample in zip(fields["prompts"], samples, strict=True)
         ]
         batch = collate_episodes(samples, self._pad_token_id)

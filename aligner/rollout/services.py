@@ -24,8 +24,8 @@ from aligner.servers.remote_client import (
     RewardClient,
     TeacherClient,
     UnscoredError,
-    joined_scores,
-    wide,
+    join_scores,
+    resize_width,
 )
 
 _SIGN_S = 0.25
@@ -133,8 +133,8 @@ class PendingRows:
         return rows
 
     def _joined(self, parts: Sequence[Tensor], width: int | None) -> Tensor:
-        padded = None if width is None else torch.cat([wide(part, width) for part in parts])
-        return self._with_added(joined_scores(parts) if padded is None else padded)
+        padded = None if width is None else torch.cat([resize_width(part, width) for part in parts])
+        return self._with_added(join_scores(parts) if padded is None else padded)
 
     def _with_added(self, rows: Tensor) -> Tensor:
         if self.added is None or rows.ndim == 1:
@@ -199,33 +199,35 @@ class Services:
         self,
         batch: SampleBatch,
         metadata: Sequence[Mapping[str, Any]],
-        rows_apart: int | None = None,
+        retry_batch_rows: int | None = None,
     ) -> tuple[tuple[RemoteFuture[Tensor], ...], tuple[RemoteFuture[Tensor], ...]]:
         """Ask for the scores [B] and, where there is a critic, the values [B, S] of some samples;
         float32.
 
-        A score is of what the model said last, to all that came before it. `rows_apart` as
+        A score is of what the model said last, to all that came before it. `retry_batch_rows` as
         `RewardClient.score` has it; a critic that serves the reward answers all or nothing.
         """
         if self._reward is None and self._critic is not None:
             asked = self._critic.values_and_scores(
-                batch.tokens, batch.lengths, batch.last_turns, metadata
+                batch.tokens, batch.lengths, batch.last_turn_starts, metadata
             )
             return asked[1:], asked[:1]
-        return self.ask_scores(batch, metadata, rows_apart), self.ask_values(batch)
+        return self.ask_scores(batch, metadata, retry_batch_rows), self.ask_values(batch)
 
     def ask_scores(
         self,
         batch: SampleBatch,
         metadata: Sequence[Mapping[str, Any]],
-        rows_apart: int | None = None,
+        retry_batch_rows: int | None = None,
     ) -> tuple[RemoteFuture[Tensor], ...]:
-        """Ask the reward server for the scores [B] of some samples; float32. `rows_apart` as
+        """Ask the reward server for the scores [B] of some samples; float32. `retry_batch_rows` as
         `RewardClient.score` has it."""
         if self._reward is None:
             return ()
         return (
-            self._reward.score(batch.tokens, batch.lengths, batch.last_turns, metadata, rows_apart),
+            self._reward.score(
+                batch.tokens, batch.lengths, batch.last_turn_starts, metadata, retry_batch_rows
+            ),
         )
 
     def ask_values(self, batch: SampleBatch) -> tuple[RemoteFuture[Tensor], ...]:
@@ -272,7 +274,7 @@ class Services:
     def keep_critic(self, states: Sequence[CriticState]) -> None:
         """Bring a lost critic back from these checkpoints from now on."""
         if self._critic is not None:
-            self._critic.keep(states)
+            self._critic.set_recovery_points(states)
 
     def assert_settled(self, *, is_ahead: bool = False) -> None:
         """Raise if an answer was never read; where the run is ahead with samples, theirs are still

@@ -79,7 +79,7 @@ def from_saved(
     for fields in records:
         own = samples[first : first + fields["samples"]]
         first += len(own)
-        prompt = Prompt(**fields["prompt"], tokens=own[0].asked)
+        prompt = Prompt(**fields["prompt"], tokens=own[0].initial_prompt)
         own = [replace(sample, metadata=prompt.metadata) for sample in own]
         stragglers.append(Straggler(prompt, tuple(own), fields["deferrals"]))
     return tuple(stragglers)

@@ -1,13 +1,18 @@
-"""The gateway: the one way to a Triton server, which itself listens on sockets in a directory of
-its owner's alone.
+"""The gateway process, the only way to a Triton server.
 
-Triton takes all of a request before it looks at a key, of any size, and has its management on the
-same ports. So the gateway stands before it, over HTTP and gRPC: it lets through what clients need,
-and the rest for nobody; it has the run's key checked before any of a request's body is taken, and
-bounds that.
+Triton itself listens on Unix sockets in a private directory. It reads the whole body of a request,
+of any size, before it checks a key, and offers its management operations on the same ports.
+Therefore clients connect to the gateway, over HTTP or gRPC. The gateway forwards the requests that
+clients need, and nothing else. It checks the run's key before it reads the body of a request, and
+limits the size of the body.
 
-`python -m aligner.servers.gateway` reads its settings as a line of JSON from its input, says
-`ready`, and ends with its input, when it has handed over the answers under way.
+`python -m aligner.servers.gateway` reads its settings as one line of JSON from standard input, and
+prints `ready` when it listens. At the end of its standard input, it exits after it has forwarded
+the answers in flight.
+
+The process that starts Triton and the gateway uses this module, too: for the gateway's settings
+(`GatewaySettings`), for the addresses of Triton's sockets, and for `private_children`, which starts
+processes whose files and shared memory no other user can open.
 """
 
 import asyncio
@@ -35,32 +40,37 @@ from aligner.placement.addresses import GRPC_KEY_HEADER, KEY_HEADER
 from aligner.placement.tls import TLSFiles
 
 READY = "ready"
-"""What the gateway says once it listens."""
+"""Line that the gateway prints when it listens."""
 
 
 @dataclass(frozen=True)
 class GatewaySettings:
-    """Where the gateway listens, what it asks for, and where Triton is."""
+    """Addresses, access control and limits of the gateway."""
 
     address: str
+    """IP address on which the gateway listens."""
     http: int
+    """HTTP port."""
     grpc: int
+    """gRPC port."""
     metrics: int
+    """Port of Triton's Prometheus metrics."""
     sockets: str
-    """Directory of Triton's sockets: see `triton_sockets`."""
+    """Directory of Triton's sockets, see `list_triton_sockets`."""
     max_request_bytes: int
+    """Maximum size of a request in bytes."""
     key: str | None
-    """The run's key; None lets anyone in."""
+    """The run's access key; None accepts requests without a key."""
     tls: TLSFiles | None = None
-    """gRPC and HTTP are behind TLS."""
+    """Certificate files for the gRPC and HTTP ports; None disables TLS."""
 
     def to_json(self) -> str:
-        """As a line of the gateway's input."""
+        """Return the settings as a line of JSON."""
         return json.dumps(asdict(self), default=str) + "\n"
 
     @staticmethod
     def from_json(line: str) -> "GatewaySettings":
-        """What `to_json` gave."""
+        """Parse the line that `to_json` returned."""
         fields = json.loads(line)
         if (tls := fields.pop("tls")) is not None:
             mutual = tls.pop("mutual")
@@ -68,17 +78,26 @@ class GatewaySettings:
         return GatewaySettings(**fields, tls=tls)
 
 
-def triton_addresses(directory: Path) -> dict[str, Any]:
-    """Fields of PyTriton's TritonConfig, for a Triton that listens on Unix sockets in a directory,
-    and nowhere else."""
+def build_triton_addresses(directory: Path) -> dict[str, Any]:
+    """Return fields of PyTriton's TritonConfig for a Triton that listens only on Unix sockets.
+
+    Args:
+        directory: Directory of the sockets.
+    """
     protocols = ("http", "grpc", "metrics")
     return {f"{name}_address": f"unix:{directory}/{name}" for name in protocols} | {
         f"{name}_port": 1 for name in protocols
     }
 
 
-def triton_sockets(directory: Path) -> dict[str, str]:
-    """The paths of those sockets: Triton hangs its port on gRPC's."""
+def list_triton_sockets(directory: Path) -> dict[str, str]:
+    """Return the paths of Triton's Unix sockets in a directory.
+
+    Triton appends the port to the path of the gRPC socket.
+
+    Args:
+        directory: Directory of the sockets.
+    """
     return {
         "http": f"{directory}/http",
         "grpc": f"{directory}/grpc:1",
@@ -86,57 +105,69 @@ def triton_sockets(directory: Path) -> dict[str, str]:
     }
 
 
-_CALLS = {"x86_64": (0xC000003E, 91, 54), "aarch64": (0xC00000B7, 52, 208)}
-"""The numbers of fchmod and setsockopt, by the machine's architecture, which has a number of its
-own in the kernel's filters."""
-_IPPROTO_TCP, _TCP_NODELAY = 6, 1
-_ALLOW, _DO_NOTHING = 0x7FFF0000, 0x00050000
-"""A filter's decisions: run the system call, or return 0 without running it."""
-_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, _PR_SET_NO_NEW_PRIVS = 22, 2, 38
+# AUDIT_ARCH constant of the architecture, and the numbers of the system calls fchmod and
+# setsockopt.
+_SYSTEM_CALLS = {"x86_64": (0xC000003E, 91, 54), "aarch64": (0xC00000B7, 52, 208)}
+_IPPROTO_TCP = 6
+_TCP_NODELAY = 1
+# Decisions of a seccomp filter: execute the system call, or return 0 without executing it.
+_SECCOMP_RET_ALLOW = 0x7FFF0000
+_SECCOMP_RET_ERRNO_0 = 0x00050000
+_PR_SET_SECCOMP = 22
+_SECCOMP_MODE_FILTER = 2
+_PR_SET_NO_NEW_PRIVS = 38
 _LIBC = ctypes.CDLL(None, use_errno=True)
-_forks_privately = False
+_should_restrict_forks = False
 
 
 @contextmanager
 def private_children() -> Iterator[None]:
-    """What this process forks inside keeps what it makes to itself, and so do its own children, for
-    good."""
-    global _forks_privately
-    _forks_privately = True
+    """Make files and shared memory of processes that are forked in the context private to the user.
+
+    The restriction is permanent for these processes and their own child processes.
+    """
+    global _should_restrict_forks
+    _should_restrict_forks = True
     try:
         yield
     finally:
-        _forks_privately = False
+        _should_restrict_forks = False
 
 
 def _after_fork() -> None:
-    if not _forks_privately:
+    """Restrict a forked child process; see `private_children`."""
+    if not _should_restrict_forks:
         return
     os.umask(0o077)
-    # Boost, of which Triton has its shared memory, opens that to everyone in spite of the mask, by
-    # fchmod: here that does nothing. Triton's HTTP server sets TCP_NODELAY, also on a Unix socket,
-    # which has no such option, and warns that this fails: here it does nothing.
-    architecture, fchmod, setsockopt = _CALLS.get(platform.machine(), (0, 0, 0))
+
+    # A seccomp filter turns two system calls into no-ops:
+    # - Boost, which provides Triton's shared memory, calls fchmod to open the memory to all users
+    #   in spite of the umask.
+    # - Triton's HTTP server sets TCP_NODELAY also on a Unix socket, which does not have this
+    #   option, and would warn about the failure.
+    # The filter is a classic BPF program of (opcode, jump if true, jump if false, constant).
+    architecture, fchmod, setsockopt = _SYSTEM_CALLS.get(platform.machine(), (0, 0, 0))
     load, jump_if_equal, return_value = 0x20, 0x15, 0x06
     instructions = [
-        (load, 0, 0, 4),  # the architecture
-        (jump_if_equal, 0, 8, architecture),  # another one: allow
-        (load, 0, 0, 0),  # the call's number
+        (load, 0, 0, 4),  # architecture
+        (jump_if_equal, 0, 8, architecture),  # allow calls of other architectures
+        (load, 0, 0, 0),  # number of the system call
         (jump_if_equal, 5, 0, fchmod),
-        (jump_if_equal, 0, 5, setsockopt),  # another call: allow
-        (load, 0, 0, 24),  # the call's second argument
+        (jump_if_equal, 0, 5, setsockopt),  # allow other system calls
+        (load, 0, 0, 24),  # second argument of the system call
         (jump_if_equal, 0, 3, _IPPROTO_TCP),
-        (load, 0, 0, 32),  # the call's third argument
+        (load, 0, 0, 32),  # third argument of the system call
         (jump_if_equal, 0, 1, _TCP_NODELAY),
-        (return_value, 0, 0, _DO_NOTHING),
-        (return_value, 0, 0, _ALLOW),
+        (return_value, 0, 0, _SECCOMP_RET_ERRNO_0),
+        (return_value, 0, 0, _SECCOMP_RET_ALLOW),
     ]
     filters = ctypes.create_string_buffer(
-        b"".join(struct.pack("HBBI", *one) for one in instructions)
+        b"".join(struct.pack("HBBI", *instruction) for instruction in instructions)
     )
     program = ctypes.create_string_buffer(
         struct.pack("HL", len(instructions), ctypes.addressof(filters))
     )
+    # Without privileges, the kernel accepts a filter only after this flag is set.
     _LIBC.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     _LIBC.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, program)
 
@@ -144,10 +175,10 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-_SERVICE = "/inference.GRPCInferenceService/"
-_OPEN = frozenset({"ServerLive", "ServerReady", "ModelReady"})
-"""Health, which tells nothing: launchers poll it."""
-_GUARDED = frozenset(
+_SERVICE_PREFIX = "/inference.GRPCInferenceService/"
+# Health checks reveal nothing, and launchers poll them without a key.
+_PUBLIC_METHODS = frozenset({"ServerLive", "ServerReady", "ModelReady"})
+_PROTECTED_METHODS = frozenset(
     {
         "ModelInfer",
         "ModelStreamInfer",
@@ -157,51 +188,63 @@ _GUARDED = frozenset(
         "ModelStatistics",
     }
 )
-_MODEL = r"/v2/models/\w+(/versions/[0-9]+)?"
-_OPEN_PATHS = re.compile(rf"/v2/health/(live|ready)|{_MODEL}/ready")
-_GUARDED_PATHS = re.compile(rf"/v2/?|{_MODEL}(/(config|stats|infer|generate|generate_stream))?")
-_OF_A_CONNECTION = frozenset(
+_MODEL_PATH = r"/v2/models/\w+(/versions/[0-9]+)?"
+_PUBLIC_PATHS = re.compile(rf"/v2/health/(live|ready)|{_MODEL_PATH}/ready")
+_PROTECTED_PATHS = re.compile(
+    rf"/v2/?|{_MODEL_PATH}(/(config|stats|infer|generate|generate_stream))?"
+)
+# Headers that are not forwarded: they belong to one connection (RFC 9110, section 7.6.1), or
+# contain the key.
+_HOP_BY_HOP_HEADERS = frozenset(
     {"connection", "expect", "host", "keep-alive", "te", "transfer-encoding", "upgrade", KEY_HEADER}
 )
-"""Headers that are not handed on."""
-_CONNECTIONS = 64
-"""To Triton, which says a line of each."""
+# Maximum number of HTTP connections to Triton, which logs a line for each.
+_MAX_CONNECTIONS = 64
+# Maximum time for the requests in flight at the end of the input. The parent process may kill the
+# gateway earlier.
 _DRAIN_S = 5.0
-"""For the requests in flight at the end of the input; whoever waits for it may kill it earlier."""
 _READ_AHEAD_BYTES = 2**20
-_NO_KEY = "the run's access key is missing or wrong"
-_CLOSED = "this method or path is not served"
+_INVALID_KEY = "the run's access key is missing or wrong"
+_NOT_SERVED = "this method or path is not served"
 
 
-def _is_key(shown: str | bytes | None, key: str | None) -> bool:
+def _is_valid_key(request_key: str | bytes | None, key: str | None) -> bool:
+    """Return whether a request's key is the run's key; without a key, all requests are accepted."""
     if key is None:
         return True
-    given = shown.encode(errors="replace") if isinstance(shown, str) else shown or b""
-    return hmac.compare_digest(given, key.encode())
+    request_bytes = (
+        request_key.encode(errors="replace") if isinstance(request_key, str) else request_key or b""
+    )
+    return hmac.compare_digest(request_bytes, key.encode())
 
 
 class GrpcGateway(grpc.GenericRpcHandler):
-    """Hands calls on to Triton as they are. A call's handler starts before its message is taken."""
+    """Forwards gRPC calls to Triton without decoding them.
+
+    The gateway checks a call before its message is read.
+    """
 
     def __init__(self, channel: grpc.aio.Channel, key: str | None) -> None:
-        self._channel, self._key = channel, key
+        self._channel = channel
+        self._key = key
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
-        """See grpc.GenericRpcHandler."""
+        """Return the handler of a call: forwarding, or refusal."""
         method = str(handler_call_details.method)
-        name = method.removeprefix(_SERVICE)
-        shown = dict(handler_call_details.invocation_metadata or ()).get(GRPC_KEY_HEADER)
-        if name not in _OPEN | _GUARDED:
+        name = method.removeprefix(_SERVICE_PREFIX)
+        request_key = dict(handler_call_details.invocation_metadata or ()).get(GRPC_KEY_HEADER)
+        if name not in _PUBLIC_METHODS | _PROTECTED_METHODS:
             return grpc.stream_stream_rpc_method_handler(
-                _refusal(grpc.StatusCode.PERMISSION_DENIED, _CLOSED)
+                _create_refusal(grpc.StatusCode.PERMISSION_DENIED, _NOT_SERVED)
             )
-        if name in _GUARDED and not _is_key(shown, self._key):
+        if name in _PROTECTED_METHODS and not _is_valid_key(request_key, self._key):
             return grpc.stream_stream_rpc_method_handler(
-                _refusal(grpc.StatusCode.UNAUTHENTICATED, _NO_KEY)
+                _create_refusal(grpc.StatusCode.UNAUTHENTICATED, _INVALID_KEY)
             )
-        return grpc.stream_stream_rpc_method_handler(self._forwarded(method))
+        return grpc.stream_stream_rpc_method_handler(self._create_forwarder(method))
 
-    def _forwarded(self, method: str) -> Callable[..., AsyncIterator[bytes]]:
+    def _create_forwarder(self, method: str) -> Callable[..., AsyncIterator[bytes]]:
+        """Return a handler that forwards the messages of a call in both directions."""
         call_triton = self._channel.stream_stream(method)
 
         async def forward(
@@ -219,32 +262,40 @@ class GrpcGateway(grpc.GenericRpcHandler):
         return forward
 
 
-def _refusal(code: grpc.StatusCode, words: str) -> Callable[..., Coroutine[Any, Any, None]]:
+def _create_refusal(
+    code: grpc.StatusCode, message: str
+) -> Callable[..., Coroutine[Any, Any, None]]:
+    """Return a handler that aborts a call with a status and a message."""
+
     async def refuse(requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
-        await context.abort(code, words)
+        await context.abort(code, message)
 
     return refuse
 
 
 class HttpGateway:
-    """Hands requests on to Triton, and its answers back, piece by piece."""
+    """Forwards HTTP requests to Triton, and streams its answers back."""
 
     def __init__(self, settings: GatewaySettings, triton: ClientSession) -> None:
-        self._settings, self._triton = settings, triton
+        self._settings = settings
+        self._triton = triton
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        """What a client gets for a request."""
-        settings, path = self._settings, request.raw_path
-        if _OPEN_PATHS.fullmatch(path):
+        """Answer a request to the HTTP port: forward or refuse it."""
+        settings = self._settings
+        path = request.raw_path
+        if _PUBLIC_PATHS.fullmatch(path):
             return await self._forward(request)
-        if not _GUARDED_PATHS.fullmatch(path) or request.method not in ("GET", "POST"):
-            return _error(403, _CLOSED)
-        if not _is_key(request.headers.get(KEY_HEADER), settings.key):
-            return _error(401, _NO_KEY)
+        if not _PROTECTED_PATHS.fullmatch(path) or request.method not in ("GET", "POST"):
+            return _create_error_response(403, _NOT_SERVED)
+        if not _is_valid_key(request.headers.get(KEY_HEADER), settings.key):
+            return _create_error_response(401, _INVALID_KEY)
         if request.body_exists and request.content_length is None:
-            return _error(411, "Content-Length is missing; a request must declare its length")
+            return _create_error_response(
+                411, "Content-Length is missing; a request must declare its length"
+            )
         if (request.content_length or 0) > settings.max_request_bytes:
-            return _error(
+            return _create_error_response(
                 413,
                 f"got a request of {request.content_length} bytes, must be at most"
                 f" {settings.max_request_bytes}",
@@ -252,112 +303,131 @@ class HttpGateway:
         return await self._forward(request)
 
     async def metrics(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Triton's metrics, for anyone."""
+        """Answer a request to the metrics port, which does not require a key."""
         if (request.method, request.raw_path) != ("GET", "/metrics"):
-            return _error(404, "only GET /metrics is served here")
+            return _create_error_response(404, "only GET /metrics is served here")
         return await self._forward(request, "metrics")
 
-    async def _forward(self, request: web.BaseRequest, to: str = "triton") -> web.StreamResponse:
+    async def _forward(self, request: web.BaseRequest, host: str = "triton") -> web.StreamResponse:
+        """Forward a request to Triton's socket, and stream the answer."""
         body = request.content if request.method == "POST" and request.content_length else None
-        url = URL(f"http://{to}{request.raw_path}", encoded=True)
+        url = URL(f"http://{host}{request.raw_path}", encoded=True)
         try:
-            asked = self._triton.request(
+            triton_request = self._triton.request(
                 request.method,
                 url,
                 data=body,
-                headers=_kept(request.headers),
+                headers=_remove_connection_headers(request.headers),
                 allow_redirects=False,
             )
-            async with asked as told:
-                answer = web.StreamResponse(status=told.status, headers=_kept(told.headers))
+            async with triton_request as triton_answer:
+                answer = web.StreamResponse(
+                    status=triton_answer.status,
+                    headers=_remove_connection_headers(triton_answer.headers),
+                )
                 await answer.prepare(request)
-                async for piece in told.content.iter_any():
-                    await answer.write(piece)
+                async for chunk in triton_answer.content.iter_any():
+                    await answer.write(chunk)
                 await answer.write_eof()
                 return answer
         except (ClientError, OSError) as error:
-            return _error(503, f"Triton does not respond: {error}")
+            return _create_error_response(503, f"Triton does not respond: {error}")
 
 
-def _kept(headers: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in headers.items() if name.lower() not in _OF_A_CONNECTION}
+def _remove_connection_headers(headers: Mapping[str, str]) -> dict[str, str]:
+    """Return the headers without those of the connection."""
+    return {
+        name: value for name, value in headers.items() if name.lower() not in _HOP_BY_HOP_HEADERS
+    }
 
 
-def _error(status: int, words: str) -> web.Response:
-    return web.json_response({"error": words}, status=status)
+def _create_error_response(status: int, message: str) -> web.Response:
+    return web.json_response({"error": message}, status=status)
 
 
 async def _listen_http(
     handler: Any,
     address: str,
     port: int,
-    closing: contextlib.AsyncExitStack,
+    exit_stack: contextlib.AsyncExitStack,
     tls: ssl.SSLContext | None = None,
 ) -> None:
+    """Listen on an HTTP port until the exit stack is closed."""
     runner = web.ServerRunner(
         web.Server(handler, access_log=None, auto_decompress=False, handler_cancellation=True),
         shutdown_timeout=_DRAIN_S,
     )
     await runner.setup()
-    closing.push_async_callback(runner.cleanup)
+    exit_stack.push_async_callback(runner.cleanup)
     await web.TCPSite(runner, address, port, ssl_context=tls).start()
 
 
 async def _serve(settings: GatewaySettings) -> None:
-    triton, tls = triton_sockets(Path(settings.sockets)), settings.tls
-    to_triton: list[tuple[str, int]] = [
+    """Listen on all ports, and forward requests to Triton until the end of standard input."""
+    triton = list_triton_sockets(Path(settings.sockets))
+    tls = settings.tls
+    channel_options: list[tuple[str, int]] = [
         ("grpc.max_send_message_length", -1),
         ("grpc.max_receive_message_length", -1),
-        # A Triton that is restarted is found soon.
+        # Reconnect soon after a restart of Triton.
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 1_000),
     ]
-    async with contextlib.AsyncExitStack() as closing:
+    async with contextlib.AsyncExitStack() as exit_stack:
 
-        async def session(socket: str) -> HttpGateway:
-            connector = UnixConnector(path=socket, limit=_CONNECTIONS)
+        async def open_gateway(socket: str) -> HttpGateway:
+            connector = UnixConnector(path=socket, limit=_MAX_CONNECTIONS)
             client = ClientSession(
                 connector=connector, auto_decompress=False, timeout=ClientTimeout(total=None)
             )
-            return HttpGateway(settings, await closing.enter_async_context(client))
+            return HttpGateway(settings, await exit_stack.enter_async_context(client))
 
-        channel = await closing.enter_async_context(
-            grpc.aio.insecure_channel(f"unix:{triton['grpc']}", to_triton)
+        # The gRPC port.
+        channel = await exit_stack.enter_async_context(
+            grpc.aio.insecure_channel(f"unix:{triton['grpc']}", channel_options)
         )
         server = grpc.aio.server(
             options=[
                 ("grpc.max_send_message_length", -1),
                 ("grpc.max_receive_message_length", settings.max_request_bytes),
                 ("grpc.so_reuseport", 0),
-                # By default it reads ahead of whom it refuses, too, as far as the connection is
-                # fast: many MiB.
+                # By default, gRPC reads many MiB ahead on a fast connection, even of calls that the
+                # gateway refuses.
                 ("grpc.http2.bdp_probe", 0),
                 ("grpc.http2.lookahead_bytes", _READ_AHEAD_BYTES),
-                # A client may ping every few seconds while its request runs; by default it would be
-                # hung up on.
+                # Allow clients to send pings every few seconds during a request. By default, gRPC
+                # closes the connection of such a client.
                 ("grpc.http2.max_ping_strikes", 0),
                 ("grpc.http2.min_ping_interval_without_data_ms", 0),
             ]
         )
         server.add_generic_rpc_handlers((GrpcGateway(channel, settings.key),))
-        where = f"{settings.address}:{settings.grpc}"
+        grpc_address = f"{settings.address}:{settings.grpc}"
         if tls is None:
-            server.add_insecure_port(where)
+            server.add_insecure_port(grpc_address)
         else:
-            server.add_secure_port(where, _credentials(tls))
+            server.add_secure_port(grpc_address, _create_credentials(tls))
         await server.start()
-        closing.push_async_callback(server.stop, _DRAIN_S)
-        http, secure = await session(triton["http"]), None if tls is None else tls.server_context()
-        await _listen_http(http.handle, settings.address, settings.http, closing, secure)
+        exit_stack.push_async_callback(server.stop, _DRAIN_S)
+
+        # The HTTP ports.
+        http = await open_gateway(triton["http"])
+        tls_context = None if tls is None else tls.server_context()
+        await _listen_http(http.handle, settings.address, settings.http, exit_stack, tls_context)
         await _listen_http(
-            (await session(triton["metrics"])).metrics, settings.address, settings.metrics, closing
+            (await open_gateway(triton["metrics"])).metrics,
+            settings.address,
+            settings.metrics,
+            exit_stack,
         )
+
         print(READY, flush=True)
         await asyncio.to_thread(sys.stdin.read)
 
 
-def _credentials(tls: TLSFiles) -> grpc.ServerCredentials:
+def _create_credentials(tls: TLSFiles) -> grpc.ServerCredentials:
+    """Return gRPC's credentials; with mutual TLS, clients must present a certificate."""
     authorities = tls.authorities.read_bytes() if tls.mutual else None
     return grpc.ssl_server_credentials(
         [(tls.key.read_bytes(), tls.certificate.read_bytes())], authorities, tls.mutual
@@ -365,7 +435,8 @@ def _credentials(tls: TLSFiles) -> grpc.ServerCredentials:
 
 
 if __name__ == "__main__":
-    # The server process sends the settings when Triton is ready, unless it ends before that.
+    # The server process sends the settings when Triton is ready. If it exits before, the input is
+    # empty.
     if line := sys.stdin.readline():
         asyncio.run(_serve(GatewaySettings.from_json(line)))
     os._exit(0)

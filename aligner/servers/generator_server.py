@@ -1,5 +1,8 @@
-"""The generator role: the generation engine behind Triton; the trainer's weights reach it shard to
-shard."""
+"""The generator role: it serves the generation engine.
+
+The engine's ranks receive the weights directly from the trainer's ranks; the server only starts
+each transfer.
+"""
 
 import dataclasses
 import json
@@ -14,8 +17,8 @@ from torch import Tensor
 
 from aligner.agents.episode_source import build_episodes
 from aligner.data.model_directory import read_shape
-from aligner.data.tokenizer import run_tokenizer
-from aligner.data.types import Prompt, Sample, unbegun
+from aligner.data.tokenizer import build_run_tokenizer
+from aligner.data.types import Prompt, Sample, create_empty_samples
 from aligner.engines.build import build_engine
 from aligner.engines.engine_loop import SampleSource, SingleResponses, StartsSamples
 from aligner.engines.engine_protocol import GenerationEngine, SamplingOptions
@@ -33,36 +36,37 @@ from aligner.models.shape import ModelShape
 from aligner.resharding.publisher import WeightReceiver, plan_between_worlds
 from aligner.schema import Config
 from aligner.servers.rank_commands import Handler, rank_handler
-from aligner.servers.serving import Caller, model_limits, serve_role, tensor
-from aligner.servers.triton_host import Serve
+from aligner.servers.serving import Caller, compute_model_limits, copy_to_tensor, serve_role
+from aligner.servers.triton_host import EndpointFunction
 from aligner.servers.wire_protocol import (
-    ALSO_DRAWN,
-    BRANCHES,
-    DRAWN,
+    BRANCH_TENSORS,
     GENERATE,
+    OPTIONAL_RESPONSE_TENSORS,
     PROTOCOL_VERSION,
+    RESPONSE_TENSORS,
     EndpointSpec,
     RequestError,
     WeightsError,
-    array_text,
-    column_texts,
-    json_objects,
-    response_tensors,
-    with_responses,
+    decode_text,
+    decode_text_column,
+    parse_metadata,
+    responses_from_tensors,
+    responses_to_tensors,
 )
 
-_OPTIONS = {field.name for field in dataclasses.fields(SamplingOptions)}
+_OPTION_NAMES = {field.name for field in dataclasses.fields(SamplingOptions)}
 
 
 def serve_generator(config: Config) -> None:
-    """One rank of the generator, until it is told to stop."""
-    settings, timeout = config.engine, timedelta(seconds=config.cluster.collective_timeout_s)
-    device, rank = (
-        join(settings.parallel.ranks, config.cluster.collective_timeout_s),
-        dist.get_rank(),
-    )
+    """Run one rank of the generator until it is stopped."""
+    settings = config.engine
+    timeout = timedelta(seconds=config.cluster.collective_timeout_s)
+    device = join(settings.parallel.ranks, config.cluster.collective_timeout_s)
+    rank = dist.get_rank()
+
     directory = model_directory(config)
-    shape, group = read_shape(directory), replica_group(settings.parallel, rank, timeout)
+    shape = read_shape(directory)
+    group = replica_group(settings.parallel, rank, timeout)
     engine = build_engine(
         shape,
         settings,
@@ -75,29 +79,41 @@ def serve_generator(config: Config) -> None:
     )
     episodes = None
     if config.environment.draws_episodes:
-        tokenizer = run_tokenizer(config, directory)
+        tokenizer = build_run_tokenizer(config, directory)
         episodes = build_episodes(config, engine, tokenizer, "generator", rank)
-    receiver = weight_receiver(config, shape, engine, rank, device)
-    generator = Generator(config, engine, receiver, rank, episodes)
-    limits = model_limits(config, directory, shape.vocab_size)
+
+    receiver = build_weight_receiver(config, shape, engine, rank, device)
+    generator = GeneratorRank(config, engine, receiver, rank, episodes)
+    limits = compute_model_limits(config, directory, shape.vocab_size)
     serve_role(
         "generator",
         config,
         generator.handlers,
-        generator.endpoints,
+        generator.create_endpoints,
         ("version", "connect", "receive"),
         limits,
     )
+
+    # The role has stopped in order: release the environments and the engine.
     if episodes is not None:
         episodes.close()
     engine.shutdown()
     dist.destroy_process_group()
 
 
-def weight_receiver(
+def build_weight_receiver(
     config: Config, shape: ModelShape, engine: GenerationEngine, rank: int, device: torch.device
 ) -> WeightReceiver:
-    """This rank's end of the way of the trainer's weights to its engine."""
+    """Return the receiver of the trainer's weights on this rank.
+
+    Args:
+        config: The run's configuration.
+        shape: Dimensions of the policy.
+        engine: The engine that gets the weights.
+        rank: This rank's index among the engine's ranks.
+        device: Device of the received weights.
+    """
+    # In the ranks of a weight transfer, the engine's ranks follow the trainer's ranks.
     return WeightReceiver(
         plan_between_worlds(shape, config.actor.parallel, engine.weight_format),
         config.actor.parallel.ranks + rank,
@@ -108,8 +124,8 @@ def weight_receiver(
     )
 
 
-class Generator:
-    """What one rank does, and on rank 0 the endpoint's function."""
+class GeneratorRank:
+    """One rank's part of the generator, and rank 0's endpoint function."""
 
     def __init__(
         self,
@@ -119,18 +135,26 @@ class Generator:
         rank: int,
         episodes: SampleSource | None = None,
     ) -> None:
-        """`episodes` is the source of episodes; None for single responses."""
+        """Store the engine and its surroundings.
+
+        Args:
+            config: The run's configuration.
+            engine: The generation engine.
+            receiver: Receives the trainer's weights for the engine.
+            rank: This rank's index among the engine's ranks.
+            episodes: The source of episodes; None generates single responses.
+        """
         self._layout = config.engine.parallel
         self._engine = engine
         self._receiver = receiver
         self._rank = rank
         self._episodes = episodes
         self._source: StartsSamples = episodes or SingleResponses(engine)
-        self._interrupts = config.engine.in_flight == "interrupt"
+        self._can_interrupt = config.engine.in_flight == "interrupt"
 
     @property
     def handlers(self) -> Mapping[str, Handler]:
-        """What the ranks are asked to do."""
+        """The function that each rank executes for an operation, by the name of the operation."""
         return {
             "generate": self._generate,
             "version": self._version,
@@ -138,9 +162,9 @@ class Generator:
             "receive": self._receive,
         }
 
-    def endpoints(self, caller: Caller) -> Mapping[EndpointSpec, Serve]:
-        """Rank 0's functions of the endpoints."""
-        return {GENERATE: lambda arrays: _answer(caller, arrays)}
+    def create_endpoints(self, caller: Caller) -> Mapping[EndpointSpec, EndpointFunction]:
+        """Return rank 0's endpoint functions."""
+        return {GENERATE: lambda arrays: _serve_generate(caller, arrays)}
 
     def _generate(
         self,
@@ -154,20 +178,47 @@ class Generator:
         due: Sequence[int] = (),
         metadata: Sequence[Mapping[str, Any]] | None = None,
         first_prompt: int | None = None,
-        **begun: Tensor,
+        **partial_rollouts: Tensor,
     ) -> SamplesInParts | list[Sample]:
-        served = self._engine.version
-        if weight_version is not None and (served is None or served < weight_version):
-            found = "no weights yet" if served is None else f"weight version {served}"
+        """Generate samples, or continue partial rollouts.
+
+        Args:
+            tokens: Prompts, int64 [B, S].
+            lengths: Lengths of the prompts, int64 [B].
+            prompt_ids: int64 [B].
+            samples_per_prompt: Number of samples per prompt.
+            options: Fields of SamplingOptions.
+            weight_version: Minimum weight version; None accepts any weights.
+            enough: Number of complete prompts that suffices; None means all prompts.
+            due: Indices of prompts that must be complete.
+            metadata: Fields of each prompt's record.
+            first_prompt: Recorded environment answers of earlier prompts are deleted.
+            **partial_rollouts: Tensors of the partial rollouts; see `responses_to_tensors`.
+
+        Returns:
+            The samples. If weights may change during generation, a generator of the samples with a
+            pause every few engine steps.
+
+        Raises:
+            WeightsError: The engine's weights are older, or it has no weights.
+        """
+        engine_version = self._engine.version
+        if weight_version is not None and (
+            engine_version is None or engine_version < weight_version
+        ):
+            engine_state = (
+                "no weights yet" if engine_version is None else f"weight version {engine_version}"
+            )
             raise WeightsError(
-                f"the generator has {found}, but the request requires version {weight_version} or"
-                " newer"
+                f"the generator has {engine_state}, but the request requires version"
+                f" {weight_version} or newer"
             )
         if self._episodes is not None and first_prompt is not None:
             self._episodes.forget(first_prompt)
+
         prompts = [
-            Prompt(id=number, text="", tokens=row[:length], metadata=told)
-            for number, row, length, told in zip(
+            Prompt(id=prompt_id, text="", tokens=row[:length], metadata=fields)
+            for prompt_id, row, length, fields in zip(
                 prompt_ids.tolist(),
                 tokens,
                 lengths.tolist(),
@@ -175,86 +226,101 @@ class Generator:
                 strict=True,
             )
         ]
-        samples = unbegun(prompts, samples_per_prompt)
+
+        samples = create_empty_samples(prompts, samples_per_prompt)
         parts = generate_in_parts(
             self._source,
             self._layout,
             self._rank,
-            with_responses(samples, begun) if begun else samples,
+            responses_from_tensors(samples, partial_rollouts) if partial_rollouts else samples,
             samples_per_prompt,
-            _sampling_options(options),
-            steps=None if enough is None and not self._interrupts else STEPS_A_PART,
+            _build_sampling_options(options),
+            steps=None if enough is None and not self._can_interrupt else STEPS_A_PART,
             enough=None if enough is None else Enough(enough, tuple(due)),
         )
-        return parts if self._interrupts else run_through(parts)
+        return parts if self._can_interrupt else run_through(parts)
 
-    @rank_handler(at_pauses=True)
+    @rank_handler(runs_at_pauses=True)
     def _version(self) -> dict[str, Any]:
+        """Return the protocol version and the engine's weight version, -1 without weights."""
         return {
             "protocol": PROTOCOL_VERSION,
             "version": -1 if self._engine.version is None else self._engine.version,
         }
 
-    @rank_handler(at_pauses=True)
+    @rank_handler(runs_at_pauses=True)
     def _connect(self, host: str, port: int, generation: int) -> dict[str, Any]:
+        """Join the trainer's ranks for weight transfers, through the store at an address."""
         self._receiver.connect(host, port, generation)
         return {"status": "connected"}
 
-    @rank_handler(at_pauses=True)
+    @rank_handler(runs_at_pauses=True)
     def _receive(self, version: int) -> dict[str, Any]:
+        """Receive the weights that the trainer's ranks send as a weight version."""
         self._receiver.receive(version)
         return {"status": "received", "version": version}
 
 
-def _answer(caller: Callable[..., Any], arrays: dict[str, NDArray]) -> dict[str, NDArray]:
-    options = _parsed_options(array_text(arrays["options"]))
+def _serve_generate(caller: Callable[..., Any], arrays: dict[str, NDArray]) -> dict[str, NDArray]:
+    """Convert a request of the endpoint `generate`, execute it on the ranks, convert the answer."""
+    options = _parse_options(decode_text(arrays["options"]))
     request = {
-        "tokens": tensor(arrays["tokens"]),
-        "lengths": tensor(arrays["sequence_lengths"])[:, 0],
-        "prompt_ids": tensor(arrays["prompt_ids"])[:, 0],
+        "tokens": copy_to_tensor(arrays["tokens"]),
+        "lengths": copy_to_tensor(arrays["sequence_lengths"])[:, 0],
+        "prompt_ids": copy_to_tensor(arrays["prompt_ids"])[:, 0],
     }
     request |= {
-        spec.name: tensor(arrays[spec.name])
-        for spec in (*DRAWN, *ALSO_DRAWN, *BRANCHES)
+        spec.name: copy_to_tensor(arrays[spec.name])
+        for spec in (*RESPONSE_TENSORS, *OPTIONAL_RESPONSE_TENSORS, *BRANCH_TENSORS)
         if spec.name in arrays
     }
-    named = ("samples_per_prompt", "weight_version", "enough", "first_prompt")
-    numbers = {name: int(arrays[name][0]) for name in named if name in arrays}
+    number_names = ("samples_per_prompt", "weight_version", "enough", "first_prompt")
+    numbers = {name: int(arrays[name][0]) for name in number_names if name in arrays}
     metadata = (
-        json_objects(column_texts("metadata", arrays["metadata"])) if "metadata" in arrays else None
+        parse_metadata(decode_text_column("metadata", arrays["metadata"]))
+        if "metadata" in arrays
+        else None
     )
     due = arrays["due"][:, 0].nonzero()[0].tolist() if "due" in arrays else []
     samples = caller("generate", request, options=options, due=due, metadata=metadata, **numbers)
-    share = len(samples) // len(request["tokens"])
+
+    samples_per_prompt = len(samples) // len(request["tokens"])
     prompts = [
         row[:length]
         for row, length in zip(request["tokens"], request["lengths"].tolist(), strict=True)
     ]
-    told = response_tensors(samples, [prompt for prompt in prompts for _ in range(share)])
-    return {name: drawn.numpy() for name, drawn in told.items()}
+    answer = responses_to_tensors(
+        samples, [prompt for prompt in prompts for _ in range(samples_per_prompt)]
+    )
+    return {name: tensor.numpy() for name, tensor in answer.items()}
 
 
-def _parsed_options(text: str) -> dict[str, Any]:
-    """The keys of SamplingOptions with values that it takes. Raises RequestError, or AlignerError
-    as it does."""
+def _parse_options(text: str) -> dict[str, Any]:
+    """Parse the JSON object of SamplingOptions, and return its fields.
+
+    Raises:
+        RequestError: The text is not valid JSON, or has unknown or invalid fields.
+        AlignerError: SamplingOptions rejects the values.
+    """
     try:
         options = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise RequestError(f"options: not valid JSON: {error}") from error
-    if not isinstance(options, dict) or (unknown := sorted(set(options) - _OPTIONS)):
-        got = ", ".join(unknown) if isinstance(options, dict) else type(options).__name__
+    if not isinstance(options, dict) or (unknown := sorted(set(options) - _OPTION_NAMES)):
+        problem = ", ".join(unknown) if isinstance(options, dict) else type(options).__name__
         raise RequestError(
-            f"options: got {got:.200}, allowed: a JSON object with the keys"
-            f" {', '.join(sorted(_OPTIONS))}"
+            f"options: got {problem:.200}, allowed: a JSON object with the keys"
+            f" {', '.join(sorted(_OPTION_NAMES))}"
         )
     try:
-        _sampling_options(options)
+        _build_sampling_options(options)
     except (TypeError, ValueError) as error:
         raise RequestError(f"options: {error}") from error
     return options
 
 
-def _sampling_options(options: Mapping[str, Any]) -> SamplingOptions:
+def _build_sampling_options(options: Mapping[str, Any]) -> SamplingOptions:
+    """Return SamplingOptions with the given fields; JSON has lists instead of tuples."""
     return SamplingOptions(
         **{**options, "stop_token_ids": tuple(options.get("stop_token_ids", ()))}
     )

@@ -1,4 +1,4 @@
-"""What the ranks are asked to do, and how commands that wait together become one."""
+"""Commands for the ranks of a server, and the batching of commands that wait for execution."""
 
 import itertools
 from collections import deque
@@ -12,28 +12,29 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Handler = Callable[..., Any]
-"""Called with the command's tensors and arguments by keyword, on every rank. May be a generator,
-which yields None."""
+"""Function of an operation, which every rank calls with the command's tensors and arguments as
+keyword arguments. It may be a generator that yields None at pauses."""
 _H = TypeVar("_H", bound=Handler)
 
 
 @dataclass(frozen=True, eq=False)
 class Command:
-    """Work for the whole world."""
+    """Work for all ranks."""
 
     op: str
+    """Name of the operation."""
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    """JSON values"""
-    alone: bool = False
-    """Never joined with others: rounding differs with what is computed together, and that is a
-    matter of timing."""
+    """JSON values."""
+    is_unbatched: bool = False
+    """Whether the command is never batched with others. Rounding depends on the rows that are
+    computed together, and therefore on the timing of requests."""
     future: Future[Any] = field(default_factory=Future)
+    """Result of the command."""
 
 
-def rows_of(command: Command) -> dict[str, int]:
-    """What there is to say of a command's size: `rows`, and `tokens`, padding included, where it
-    has either."""
+def count_rows(command: Command) -> dict[str, int]:
+    """Return the size of a command: `rows`, and `tokens` including padding, if it has them."""
     tokens = command.tensors.get("tokens")
     if tokens is not None:
         return {"rows": len(tokens), "tokens": tokens.numel()}
@@ -41,51 +42,60 @@ def rows_of(command: Command) -> dict[str, int]:
 
 
 @dataclass(frozen=True)
-class RowJoin:
-    """How commands of an op whose rows do not know of each other are computed as one.
+class RowBatcher:
+    """Batches commands of an operation whose rows are independent.
 
-    Tensors and results are [B], or [B, S] padded with zeros; a result may be a mapping of such
-    tensors. An argument in `listed` is a list with a value a row.
+    Tensors and results have the shape [B], or [B, S] with zero padding. A result may also be a
+    mapping of such tensors.
     """
 
-    listed: tuple[str, ...] = ()
+    list_arguments: tuple[str, ...] = ()
+    """Names of arguments that are lists with one value per row."""
 
     def size(self, command: Command) -> tuple[int, int]:
-        """Rows, and tokens a row."""
+        """Return the number of rows, and the number of tokens per row."""
         counts = [len(tensor) for tensor in command.tensors.values()]
-        counts += [len(command.arguments[name]) for name in self._listed_in(command)]
-        return max(counts), max(
-            (tensor.shape[1] for tensor in command.tensors.values() if tensor.ndim > 1), default=1
-        )
+        counts += [len(command.arguments[name]) for name in self._find_list_arguments(command)]
+        widths = (tensor.shape[1] for tensor in command.tensors.values() if tensor.ndim > 1)
+        return max(counts), max(widths, default=1)
 
-    def kind(self, command: Command) -> tuple[Any, ...]:
-        """Equal for commands that can be joined: names of tensors and lists, and the arguments
-        beside them."""
-        listed = self._listed_in(command)
+    def batch_key(self, command: Command) -> tuple[Any, ...]:
+        """Return a key that is equal for commands that can be batched.
+
+        It consists of the names of tensors and list arguments, and the values of all other
+        arguments.
+        """
+        list_arguments = self._find_list_arguments(command)
         return (
             set(command.tensors),
-            listed,
-            {name: arg for name, arg in command.arguments.items() if name not in listed},
+            list_arguments,
+            {name: arg for name, arg in command.arguments.items() if name not in list_arguments},
         )
 
-    def joined(self, commands: Sequence[Command]) -> Command:
-        """The rows of all, as wide as the widest."""
-        first, width = commands[0], max(self.size(command)[1] for command in commands)
+    def batch(self, commands: Sequence[Command]) -> Command:
+        """Return a command with the rows of all commands, padded to the greatest width."""
+        first = commands[0]
+        width = max(self.size(command)[1] for command in commands)
         tensors = {
-            name: torch.cat([_padded(each.tensors[name], width) for each in commands])
+            name: torch.cat([_pad(command.tensors[name], width) for command in commands])
             for name in first.tensors
         }
         lists = {
-            name: list(itertools.chain.from_iterable(each.arguments[name] for each in commands))
-            for name in self._listed_in(first)
+            name: list(
+                itertools.chain.from_iterable(command.arguments[name] for command in commands)
+            )
+            for name in self._find_list_arguments(first)
         }
         return Command(first.op, tensors, {**first.arguments, **lists})
 
     def split(self, result: Any, commands: Sequence[Command]) -> list[Any]:
-        """Each command's rows, as wide as it was itself."""
+        """Split the result of a batch into the results of its commands.
+
+        Each command receives its rows, in its own width.
+        """
         if isinstance(result, Mapping):
             parts = {name: self.split(tensor, commands) for name, tensor in result.items()}
-            return [{name: parts[name][place] for name in parts} for place in range(len(commands))]
+            return [{name: parts[name][index] for name in parts} for index in range(len(commands))]
         sizes = [self.size(command) for command in commands]
         rows = result.split([count for count, _ in sizes])
         return [
@@ -93,52 +103,77 @@ class RowJoin:
             for part, (_, width) in zip(rows, sizes, strict=True)
         ]
 
-    def _listed_in(self, command: Command) -> list[str]:
-        return [name for name in self.listed if command.arguments.get(name) is not None]
+    def _find_list_arguments(self, command: Command) -> list[str]:
+        """Return the names of the list arguments that the command has."""
+        return [name for name in self.list_arguments if command.arguments.get(name) is not None]
 
 
-def rank_handler(*, join: RowJoin | None = None, at_pauses: bool = False) -> Callable[[_H], _H]:
-    """Mark a handler: commands of its op that wait together may be joined, or may run where another
-    command pauses."""
+def rank_handler(
+    *, batcher: RowBatcher | None = None, runs_at_pauses: bool = False
+) -> Callable[[_H], _H]:
+    """Return a decorator that marks a handler.
+
+    Args:
+        batcher: How to batch commands of the handler's operation; None disables batching.
+        runs_at_pauses: Whether a command of the operation may run at the pauses of another command.
+    """
 
     def mark(handler: _H) -> _H:
-        handler.join, handler.at_pauses = join, at_pauses  # type: ignore[attr-defined]
+        handler.batcher = batcher  # type: ignore[attr-defined]
+        handler.runs_at_pauses = runs_at_pauses  # type: ignore[attr-defined]
         return handler
 
     return mark
 
 
-def take_together(
-    waiting: deque[Command], joins: Mapping[str, RowJoin], budget: int
+def take_batch(
+    queue: deque[Command], batchers: Mapping[str, RowBatcher], budget: int
 ) -> list[Command]:
-    """Take the first command, and those like it right behind it that fit into `budget` tokens,
-    padding included.
+    """Remove the first command from the queue, with the commands that can be batched with it.
 
-    Those whose width is nearest come first. A command is never taken past one that is not like it:
-    order is a promise.
+    Only commands directly behind the first one are considered, up to the first command that cannot
+    be batched: commands must not overtake each other. Commands with the most similar width are
+    preferred.
+
+    Args:
+        queue: Commands in the order of their arrival.
+        batchers: Batcher of each operation.
+        budget: Maximum number of tokens in a batch, including padding.
     """
-    first = waiting.popleft()
-    join = joins.get(first.op)
-    if join is None or first.alone or not waiting:
+    first = queue.popleft()
+    batcher = batchers.get(first.op)
+    if batcher is None or first.is_unbatched or not queue:
         return [first]
-    kind, taken = join.kind(first), [first]
-    alike = list(
+
+    # Candidates are adjacent to the first command: a command must not overtake another operation.
+    batch_key = batcher.batch_key(first)
+    batch = [first]
+    candidates = list(
         itertools.takewhile(
-            lambda each: each.op == first.op and not each.alone and join.kind(each) == kind, waiting
+            lambda command: (
+                command.op == first.op
+                and not command.is_unbatched
+                and batcher.batch_key(command) == batch_key
+            ),
+            queue,
         )
     )
-    rows, width = own = join.size(first)
-    sizes = {other: join.size(other) for other in alike}
-    for other in sorted(alike, key=lambda command: abs(sizes[command][1] - own[1])):
-        more, wide = rows + sizes[other][0], max(width, sizes[other][1])
-        if more * wide <= budget:
-            rows, width = more, wide
-            taken.append(other)
-            waiting.remove(other)
-    return taken
+
+    # Similar widths waste the least padding. The oldest command is always in the batch.
+    rows, width = first_size = batcher.size(first)
+    sizes = {candidate: batcher.size(candidate) for candidate in candidates}
+    for candidate in sorted(candidates, key=lambda command: abs(sizes[command][1] - first_size[1])):
+        new_rows = rows + sizes[candidate][0]
+        new_width = max(width, sizes[candidate][1])
+        if new_rows * new_width <= budget:
+            rows = new_rows
+            width = new_width
+            batch.append(candidate)
+            queue.remove(candidate)
+    return batch
 
 
-def _padded(tensor: Tensor, width: int) -> Tensor:
+def _pad(tensor: Tensor, width: int) -> Tensor:
     return (
         tensor
         if tensor.ndim == 1 or tensor.shape[1] == width

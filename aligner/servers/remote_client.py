@@ -1,5 +1,10 @@
-"""The trainer's side of a server: futures, deadlines, retries, and answers that cannot be
-forgotten."""
+"""The trainer's side of a server: connections, requests, and clients of reward and teacher.
+
+`Connection` sends requests to one server through tritonclient, and converts errors to typed
+exceptions. `RemoteClient` is the base class of the clients: it sends requests from background
+threads with deadlines, retries them, and chooses between replicas. `RewardClient` and
+`TeacherClient` request scores and teacher log-probs while the engine generates further samples.
+"""
 
 import contextlib
 import json
@@ -21,7 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from tritonclient.utils import InferenceServerException
 
-from aligner.data.types import ABSTAINED, TaughtTokens
+from aligner.data.types import ABSTAINED, TeacherTopK
 from aligner.errors import AlignerError, UnansweredError
 from aligner.placement.addresses import GRPC_KEY_HEADER, Access, Endpoint
 from aligner.schema.reasoning_tasks import TASK
@@ -31,13 +36,13 @@ from aligner.servers.wire_protocol import (
     REWARD_MODEL,
     TEACHER_LOGPROBS,
     EndpointSpec,
-    array_text,
-    text_array,
-    told_error,
+    decode_text,
+    encode_text,
+    parse_error,
     with_request_number,
 )
 
-_DATATYPES = {
+_TRITON_DATATYPES = {
     np.uint8: "UINT8",
     np.int16: "INT16",
     np.int32: "INT32",
@@ -46,22 +51,22 @@ _DATATYPES = {
     np.float32: "FP32",
     np.bytes_: "BYTES",
 }
-_CHANNEL = [
+_CHANNEL_OPTIONS = [
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
-    # A peer that has vanished without a word is noticed within seconds, however long a request may
-    # take.
+    # Detect within seconds that a server's machine has vanished, however long the deadline of the
+    # request is.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.max_pings_without_data", 0),
-    # A server that starts, or is started again, is found soon.
+    # Reconnect soon after a server has started or restarted.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 100),
 ]
-# gRPC's words for a connection that broke under a request, where its status is the one that Triton
-# uses for model errors.
-_BROKEN = (
+# Parts of gRPC's messages about a connection that broke during a request. These errors have the
+# status INTERNAL, which Triton also uses for errors of a model.
+_BROKEN_CONNECTION_MESSAGES = (
     "RST_STREAM",
     "GOAWAY",
     "Stream removed",
@@ -70,52 +75,59 @@ _BROKEN = (
     "framing",
     "deserializing response",
     "parsing",
-    # The gateway's gRPC says this of a call if Triton was killed.
+    # Message of the gateway's gRPC if Triton was killed during the call.
     "Internal error from Core",
 )
-_LOST = {
-    # a helper process of Triton has ended, or did not run for a second
+# Parts of Triton's messages about a request that it did not execute, and the error kind for each.
+_LOST_REQUEST_KINDS = {
+    # A helper process of Triton has exited, or did not run for a second.
     "Stub process": "StubLost",
     "health mutex": "StubLost",
     "Failed to retrieve the response": "StubLost",
     "Failed to process the request": "StubLost",
-    # PyTriton's words when a request did not get to our functions: as when their process was
-    # killed.
+    # PyTriton could not pass the request to the server process, for example because that process
+    # was killed.
     "Model execute error": "NotHandedOver",
-    # Triton is up before the endpoints are.
+    # Triton listens before its endpoints are ready.
     "unknown model": "NotReady",
     "is not ready": "NotReady",
 }
-"""Triton's words for a request that it did not carry out, and what we call that."""
-_SERVER_ENDS = ("ServerStopping", "ServerFailed")
-"""What a server says that is about to be gone, and perhaps to come again."""
+# Error types of a server that is about to exit, and may be restarted.
+_SERVER_EXIT_KINDS = ("ServerStopping", "ServerFailed")
 
 
 class RemoteError(AlignerError):
-    """A server's refusal or failure, or its silence. `kind` is the server's error type, or says who
-    failed."""
+    """Error of a request to a server: the server refused it, failed or did not answer.
+
+    Attributes:
+        role: Role of the server, such as `critic`.
+        address: Address of the server's gRPC port.
+        kind: The server's error type, or a name for the failure of the transport.
+        message: The message without role, address and kind.
+    """
 
     def __init__(self, role: str, address: str, kind: str, message: str) -> None:
         super().__init__(f"{role} server at {address}: {kind}: {message}")
-        self.role, self.address = role, address
-        self.kind, self.message = kind, message
+        self.role = role
+        self.address = address
+        self.kind = kind
+        self.message = message
 
 
 class TransportError(RemoteError, UnansweredError):
-    """No answer came, and none will on this attempt; another one may fare better."""
+    """The request got no answer. Another attempt may succeed."""
 
-    def final(self, reason: str) -> RemoteError:
-        """The error of the last attempt, and why there is none after it."""
+    def to_final_error(self, reason: str) -> RemoteError:
+        """Return the error of the last attempt, with the reason why there is no further attempt."""
         return RemoteError(self.role, self.address, self.kind, f"{self.message}; gave up {reason}")
 
 
 class RefusedError(RemoteError):
-    """The server's own word: it will not do what was asked, or could not. Asked again, it would say
-    the same."""
+    """The server refused the request, or failed to execute it; a retry would not help."""
 
 
 class Connection:
-    """Requests to one server over gRPC, from any thread."""
+    """Sends requests to one server over gRPC. All threads can use it."""
 
     def __init__(self, role: str, endpoint: Endpoint, access: Access = Access()) -> None:  # noqa: B008  # frozen
         self.role = role
@@ -137,57 +149,78 @@ class Connection:
         endpoint: EndpointSpec,
         arrays: Mapping[str, NDArray],
         timeout_s: float,
-        look_s: float | None = None,
+        health_check_s: float | None = None,
     ) -> dict[str, NDArray]:
-        """The endpoint's outputs for these inputs, of optional ones those that it gives.
+        """Return the outputs of an endpoint for the given inputs.
 
-        Raises TransportError, or RemoteError with the server's own words.
+        Optional outputs are included only if the server returns them.
 
-        With `look_s` a server that takes longer is asked for its health, which it tells also while
-        it is at work, and is left with a TransportError where it does not within as long again.
+        Args:
+            endpoint: Specification of the endpoint.
+            arrays: Input tensors by name.
+            timeout_s: Deadline of the request in seconds.
+            health_check_s: If given, a health check is sent whenever the server has not answered
+                for this number of seconds. A server answers health checks while it executes
+                requests. If a health check is not answered within the same time, the request fails
+                with a TransportError of kind `Silent`.
+
+        Raises:
+            TransportError: The request got no answer, or the answer to another request.
+            RemoteError: The server refused the request or failed, with the server's own message.
         """
+        # The server returns the random number, so that an answer to another request is detected.
         number = secrets.randbits(62)
         rows = len(next(iter(arrays.values()))) if endpoint.batching else 1
         numbers = np.full((rows, 1) if endpoint.batching else (1,), number, dtype=np.int64)
-        sent = {**arrays, REQUEST_NUMBER: numbers}
+        request_arrays = {**arrays, REQUEST_NUMBER: numbers}
+
         inputs = []
         for spec in with_request_number(endpoint).inputs:
-            if spec.name in sent:
-                tensor = triton.InferInput(spec.name, sent[spec.name].shape, _DATATYPES[spec.dtype])
-                tensor.set_data_from_numpy(sent[spec.name])
+            if spec.name in request_arrays:
+                tensor = triton.InferInput(
+                    spec.name, request_arrays[spec.name].shape, _TRITON_DATATYPES[spec.dtype]
+                )
+                tensor.set_data_from_numpy(request_arrays[spec.name])
                 inputs.append(tensor)
+
         try:
-            if look_s is None:
+            if health_check_s is None:
                 response = self._client().infer(
                     endpoint.name, inputs, client_timeout=timeout_s, headers=self._headers
                 )
             else:
-                response = self._watched(endpoint.name, inputs, timeout_s, look_s)
+                response = self._infer_with_health_checks(
+                    endpoint.name, inputs, timeout_s, health_check_s
+                )
         except InferenceServerException as error:
-            raise self._told(endpoint, error, timeout_s) from None
-        except ValueError as error:  # gRPC's for a call on a channel that was closed before it
-            raise self._hung_up() if self._is_closed else error from None
+            raise self._to_remote_error(endpoint, error, timeout_s) from None
+        except ValueError as error:  # gRPC raises it for a call on a closed channel
+            raise self._make_closed_error() if self._is_closed else error from None
+
         returned = response.as_numpy(REQUEST_NUMBER)
         if returned is None or not np.array_equal(returned, numbers):
-            # Triton has lost the answer, or has delivered that of another request.
+            # Triton has lost the answer, or has delivered the answer to another request.
             raise TransportError(
                 self.role, self.address, "Misdelivered", f"the answer of {endpoint.name} was lost"
             )
         answer = {spec.name: response.as_numpy(spec.name) for spec in endpoint.outputs}
         return {name: array for name, array in answer.items() if array is not None}
 
-    def _watched(self, name: str, inputs: list[Any], timeout_s: float, look_s: float) -> Any:
-        answered: Future[Any] = Future()
+    def _infer_with_health_checks(
+        self, name: str, inputs: list[Any], timeout_s: float, health_check_s: float
+    ) -> Any:
+        """Send a request, and check the server's health until the answer arrives."""
+        response: Future[Any] = Future()
 
-        def answer(result: Any, error: InferenceServerException | None) -> None:
-            answered.set_result(result) if error is None else answered.set_exception(error)
+        def set_response(result: Any, error: InferenceServerException | None) -> None:
+            response.set_result(result) if error is None else response.set_exception(error)
 
         call = self._client().async_infer(
-            name, inputs, answer, client_timeout=timeout_s, headers=self._headers
+            name, inputs, set_response, client_timeout=timeout_s, headers=self._headers
         )
-        while not wait([answered], look_s).done:
+        while not wait([response], health_check_s).done:
             try:
-                self.control(look_s, "health")
+                self.control(health_check_s, "health")
             except RemoteError as error:
                 call.cancel()
                 raise TransportError(
@@ -196,100 +229,127 @@ class Connection:
                     "Silent",
                     f"the server did not answer a health check: {error.message}",
                 ) from None
-        return answered.result()
+        return response.result()
 
     def control(self, timeout_s: float, op: str, **arguments: Any) -> dict[str, Any]:
-        """The answer to a control operation. Raises as `infer`."""
-        request = {"request": text_array(json.dumps({"op": op, **arguments}))}
-        return json.loads(array_text(self.infer(CONTROL, request, timeout_s)["response"]))
+        """Return the answer to a control operation. Raise the same errors as `infer`."""
+        request = {"request": encode_text(json.dumps({"op": op, **arguments}))}
+        return json.loads(decode_text(self.infer(CONTROL, request, timeout_s)["response"]))
 
     def check_ready(self, timeout_s: float) -> None:
-        """Return when all endpoints are up. Raises TransportError when they are not, or not heard
-        of in time."""
+        """Return if all endpoints are ready.
+
+        Raises:
+            TransportError: The endpoints are not ready.
+            RemoteError: The server did not answer in time, or rejected the request.
+        """
         try:
             ready = self._client().is_model_ready(
                 CONTROL.name, headers=self._headers, client_timeout=timeout_s
             )
         except InferenceServerException as error:
-            raise self._told(CONTROL, error, timeout_s) from None
+            raise self._to_remote_error(CONTROL, error, timeout_s) from None
         if not ready:
             raise TransportError(self.role, self.address, "NotReady", "the server is not ready")
 
-    def error(self, kind: str, message: str) -> RemoteError:
-        """An error that names this server."""
+    def make_error(self, kind: str, message: str) -> RemoteError:
+        """Return an error that contains the role and the address of this server."""
         return RemoteError(self.role, self.address, kind, message)
 
     def close(self) -> None:
-        """Hang up: requests under way end with an error, as further ones do."""
+        """Close the connection. Requests in flight and later requests fail with an error."""
         with self._lock:
             self._is_closed = True
-            clients, self._clients = self._clients, []
+            clients = self._clients
+            self._clients = []
         for client in clients:
             client.close()
 
     def _client(self) -> Any:
-        """This thread's client: tritonclient's objects are not to be shared."""
+        """Return this thread's client: threads must not share tritonclient's objects."""
         if not hasattr(self._local, "client"):
             with self._lock:
                 if self._is_closed:
-                    raise self._hung_up()
+                    raise self._make_closed_error()
                 self._local.client = triton.InferenceServerClient(
-                    self.address, channel_args=_CHANNEL, **self._tls
+                    self.address, channel_args=_CHANNEL_OPTIONS, **self._tls
                 )
                 self._clients.append(self._local.client)
         return self._local.client
 
-    def _hung_up(self) -> RemoteError:
-        return self.error("Closed", "the request was not sent: the connection is closed")
+    def _make_closed_error(self) -> RemoteError:
+        return self.make_error("Closed", "the request was not sent: the connection is closed")
 
-    def _told(
+    def _to_remote_error(
         self, endpoint: EndpointSpec, error: InferenceServerException, timeout_s: float
     ) -> RemoteError:
-        status, message = str(error.status() or ""), str(error.message())
-        kind, told = told_error(message)
-        if kind in _SERVER_ENDS:
-            return TransportError(self.role, self.address, kind, told)
+        """Convert an error of tritonclient to the RemoteError that says whether to retry."""
+        status = str(error.status() or "")
+        message = str(error.message())
+
+        # Errors of the server process.
+        kind, server_message = parse_error(message)
+        if kind in _SERVER_EXIT_KINDS:
+            return TransportError(self.role, self.address, kind, server_message)
         if kind != "Triton":
-            return RefusedError(self.role, self.address, kind, told)
+            return RefusedError(self.role, self.address, kind, server_message)
+
+        # Errors of gRPC, the gateway or Triton.
         if "DEADLINE_EXCEEDED" in status:
-            return self.error("Timeout", f"no answer to {endpoint.name} within {timeout_s:g} s")
+            return self.make_error(
+                "Timeout", f"no answer to {endpoint.name} within {timeout_s:g} s"
+            )
         if "UNAUTHENTICATED" in status or "PERMISSION_DENIED" in status:
-            # no other request would fare better: it is not about this one
-            return self.error("AccessError", message)
-        for words, kind in _LOST.items():
-            if words in message:
+            # Not a RefusedError: all other requests would fail for the same reason.
+            return self.make_error("AccessError", message)
+        for part, kind in _LOST_REQUEST_KINDS.items():
+            if part in message:
                 return TransportError(self.role, self.address, kind, message)
-        lost = any(name in status for name in ("UNAVAILABLE", "CANCELLED", "UNKNOWN", "DATA_LOSS"))
-        broken = "INTERNAL" in status and any(words in message for words in _BROKEN)
-        if lost or broken or not message:  # Triton never refuses without a word
+        is_lost = any(
+            name in status for name in ("UNAVAILABLE", "CANCELLED", "UNKNOWN", "DATA_LOSS")
+        )
+        is_broken = "INTERNAL" in status and any(
+            part in message for part in _BROKEN_CONNECTION_MESSAGES
+        )
+        if is_lost or is_broken or not message:  # Triton's own errors always have a message
             return TransportError(
                 self.role, self.address, "Unreachable", message or f"{status} without a message"
             )
-        return self.error("Triton", message)
+        return self.make_error("Triton", message)
 
 
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
-_PARALLEL_REQUESTS = 4
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
-_SILENT_PART = 0.1
-"""Of a request's deadline: so soon another replica is asked in place of one that shows no life."""
+_REQUESTS_PER_REPLICA = 4
+_MIN_BACKOFF_S = 0.05
+_MAX_BACKOFF_S = 1.0
+# Fraction of a request's deadline after which a request to a silent replica is sent to another one.
+_SILENCE_FRACTION = 0.1
 
 
 class RemoteFuture(Future[T]):
-    """An answer to come. Whoever asked must call `result`: `assert_settled` finds the futures that
-    were dropped."""
+    """The future result of a request.
+
+    Callers must call `result`: `RemoteClient.assert_settled` detects futures that were dropped.
+    """
 
     def __init__(self, outstanding: set[Future[Any]]) -> None:
-        """It is `outstanding` until somebody has seen its answer."""
+        """Create a future and add it to a set, in which it remains until its result was read.
+
+        Args:
+            outstanding: Futures of a client whose results were not read yet.
+        """
         super().__init__()
         self._outstanding = outstanding
         outstanding.add(self)
 
     def result(self, timeout: float | None = None) -> T:
-        """The answer. Raises RemoteError; the request's own deadline bounds the wait."""
+        """Return the result. Raise RemoteError if the request failed.
+
+        The wait is bounded by the request's own deadline.
+        """
         try:
             return super().result(timeout)
         finally:
@@ -297,7 +357,7 @@ class RemoteFuture(Future[T]):
                 self._outstanding.discard(self)
 
     def fulfil(self, function: Callable[..., T], *arguments: Any) -> None:
-        """Become the function's result or error."""
+        """Call the function, and set its result or its exception as this future's."""
         try:
             self.set_result(function(*arguments))
         except BaseException as error:
@@ -305,10 +365,11 @@ class RemoteFuture(Future[T]):
 
 
 class RemoteClient:
-    """Requests to the servers of one role, sent from background threads.
+    """Sends requests to the servers of one role, from background threads.
 
-    What the transport loses is sent again, to the same server or to another replica, with growing
-    pauses until the request's deadline; what a server refuses is not.
+    A request without an answer is sent again, to the same server or to another replica, with
+    exponential backoff, until the deadline of the request. A request that a server refuses is not
+    sent again.
     """
 
     def __init__(
@@ -319,28 +380,38 @@ class RemoteClient:
         timeout_s: float,
         max_batch_size: int,
     ) -> None:
-        """`timeout_s` is a request's deadline, retries included."""
+        """Create a client, which connects to the servers at its first requests.
+
+        Args:
+            role: Role of the servers, for messages.
+            endpoints: Addresses of the role's replicas.
+            access: Access key and TLS certificates.
+            timeout_s: Deadline of a request in seconds, including retries.
+            max_batch_size: Maximum number of rows in a request.
+        """
         self._role = role
         self._replicas = [Connection(role, endpoint, access) for endpoint in endpoints]
-        self._busy = dict.fromkeys(self._replicas, 0)
+        self._in_flight = dict.fromkeys(self._replicas, 0)
         self._failed_at = dict.fromkeys(self._replicas, 0.0)
-        self._lock = threading.Lock()  # of who is busy
+        self._lock = threading.Lock()  # guards `_in_flight`
         self._timeout_s = timeout_s
         self._max_batch_size = max_batch_size
         self._outstanding: set[Future[Any]] = set()
         self._closing = threading.Event()
-        self._parallel = ThreadPoolExecutor(
-            _PARALLEL_REQUESTS * len(endpoints), thread_name_prefix=f"{role}-requests"
+        self._request_pool = ThreadPoolExecutor(
+            _REQUESTS_PER_REPLICA * len(endpoints), thread_name_prefix=f"{role}-requests"
         )
 
     def control(self, op: str, **arguments: Any) -> dict[str, Any]:
-        """Run a control operation on the first replica and wait for its answer. It is not sent
-        twice."""
+        """Execute a control operation on the first replica, without retries; return its answer."""
         return self._replicas[0].control(self._timeout_s, op, **arguments)
 
     def wait_ready(self, timeout_s: float) -> None:
-        """Return when every replica answers. Raises RemoteError when one does not within
-        `timeout_s`."""
+        """Return when every replica is ready.
+
+        Raises:
+            RemoteError: A replica is not ready within `timeout_s`.
+        """
         deadline = time.monotonic() + timeout_s
         for connection in self._replicas:
             while True:
@@ -349,24 +420,27 @@ class RemoteClient:
                     break
                 except RemoteError as error:
                     if not isinstance(error, TransportError) or time.monotonic() > deadline:
-                        raise connection.error(
+                        raise connection.make_error(
                             "NotReady", f"not ready within {timeout_s:g} s; last error: {error}"
                         ) from None
                 time.sleep(0.1)
 
     def assert_settled(self) -> None:
-        """Raise AlignerError if an answer was asked for and never looked at."""
+        """Raise AlignerError if the result of a request was never read."""
         if self._outstanding:
             raise AlignerError(
                 f"{len(self._outstanding)} answers of the {self._role} server were never consumed"
             )
 
     def close(self) -> None:
-        """Hang up, which gives up what is under way. Warns of answers that were never looked at."""
+        """Close the connections, which aborts requests in flight.
+
+        A warning is issued if the result of a request was never read.
+        """
         self._closing.set()
         for connection in self._replicas:
             connection.close()
-        self._parallel.shutdown()
+        self._request_pool.shutdown()
         if self._outstanding:
             warnings.warn(
                 f"{len(self._outstanding)} answers of the {self._role} server were never consumed",
@@ -374,32 +448,42 @@ class RemoteClient:
                 2,
             )
 
-    def _future(
+    def _submit(
         self, pool: ThreadPoolExecutor, function: Callable[..., T], *arguments: Any
     ) -> RemoteFuture[T]:
+        """Call the function in a thread of the pool, and return the future of its result."""
         future: RemoteFuture[T] = RemoteFuture(self._outstanding)
         pool.submit(future.fulfil, function, *arguments)
         return future
 
     def _infer(self, endpoint: EndpointSpec, arrays: Mapping[str, NDArray]) -> dict[str, NDArray]:
-        # Half of that for the answer, half for a word of its health.
-        look_s = self._timeout_s * _SILENT_PART / 2 if len(self._replicas) > 1 else None
-        return self._retried(
-            lambda connection, left: connection.infer(endpoint, arrays, left, look_s)
+        """Return the endpoint's outputs from any replica, with retries."""
+        # Half of the time passes before the health check, and the other half during the check.
+        # A single replica is not checked, because no other replica could answer instead.
+        health_check_s = (
+            self._timeout_s * _SILENCE_FRACTION / 2 if len(self._replicas) > 1 else None
+        )
+        return self._retry(
+            lambda connection, remaining_s: connection.infer(
+                endpoint, arrays, remaining_s, health_check_s
+            )
         )
 
-    def _retried(self, attempt: Callable[[Connection, float], T]) -> T:
-        """`attempt`'s result, given a connection and the seconds left; repeated after a
-        TransportError."""
+    def _retry(self, attempt: Callable[[Connection, float], T]) -> T:
+        """Return the result of `attempt`, repeated after each TransportError until the deadline.
+
+        Args:
+            attempt: Function of a connection and of the remaining time in seconds.
+        """
         deadline = time.monotonic() + self._timeout_s
-        pause = _FIRST_PAUSE_S
+        pause = _MIN_BACKOFF_S
         while True:
             if self._closing.is_set():
-                raise self._replicas[0].error(
+                raise self._replicas[0].make_error(
                     "Closed", "the request was not sent: the client is closing"
                 )
             try:
-                with self._least_busy() as connection:
+                with self._select_replica() as connection:
                     return attempt(connection, max(0.001, deadline - time.monotonic()))
             except TransportError as error:
                 if error.kind == "StubLost":
@@ -407,37 +491,44 @@ class RemoteClient:
                         "%s; the server restarts Triton, and the request is sent again", error
                     )
                 if time.monotonic() + pause > deadline:
-                    raise error.final(f"after {self._timeout_s:g} s") from None
+                    raise error.to_final_error(f"after {self._timeout_s:g} s") from None
                 if self._closing.wait(pause):
-                    raise error.final("because the client is closing") from None
-                pause = min(2 * pause, _LONGEST_PAUSE_S)
+                    raise error.to_final_error("because the client is closing") from None
+                pause = min(2 * pause, _MAX_BACKOFF_S)
 
     @contextlib.contextmanager
-    def _least_busy(self) -> Iterator[Connection]:
-        """The replica with the fewest requests under way; one that has just failed only when the
-        others have, too."""
+    def _select_replica(self) -> Iterator[Connection]:
+        """Yield the replica with the fewest requests in flight.
+
+        A replica that failed within the last second is selected only if all other replicas failed,
+        too. After a failed health check, a replica is avoided longer.
+        """
         with self._lock:
-            recently = time.monotonic() - _LONGEST_PAUSE_S
-            failed = {
-                connection: max(recently, self._failed_at[connection])
+            # All failures that are older than a second count as equal.
+            recent_time = time.monotonic() - _MAX_BACKOFF_S
+            failure_times = {
+                connection: max(recent_time, self._failed_at[connection])
                 for connection in self._replicas
             }
-            chosen = min(
-                self._replicas, key=lambda connection: (failed[connection], self._busy[connection])
+            selected = min(
+                self._replicas,
+                key=lambda connection: (failure_times[connection], self._in_flight[connection]),
             )
-            self._busy[chosen] += 1
+            self._in_flight[selected] += 1
+
         try:
-            yield chosen
+            yield selected
         except TransportError as error:
-            self._failed_at[chosen] = time.monotonic() + (
-                self._timeout_s * _SILENT_PART if error.kind == "Silent" else 0
+            # A silent server gets a later time, and is avoided until then.
+            self._failed_at[selected] = time.monotonic() + (
+                self._timeout_s * _SILENCE_FRACTION if error.kind == "Silent" else 0
             )
             raise
         finally:
             with self._lock:
-                self._busy[chosen] -= 1
+                self._in_flight[selected] -= 1
 
-    def _row_requests(
+    def _split_rows(
         self,
         tokens: Tensor,
         lengths: Tensor,
@@ -445,10 +536,20 @@ class RemoteClient:
         prompt_lengths: Tensor | None = None,
         metadata: Sequence[Mapping[str, Any]] | None = None,
     ) -> Iterator[tuple[slice, dict[str, NDArray]]]:
-        """Requests of at most `max_batch_size` rows each, and which ones; their padding is cut to
-        what they need."""
-        for first in range(0, len(lengths), self._max_batch_size):
-            rows = slice(first, first + self._max_batch_size)
+        """Yield requests of at most `max_batch_size` rows, each with the slice of its rows.
+
+        The padding of each request is cut to the longest sequence of the request.
+
+        Args:
+            tokens: int64 [B, S], padded on the right.
+            lengths: int64 [B].
+            sequence_number: Number of the update that the server must have applied. The server
+                never batches a request with a number with other requests.
+            prompt_lengths: int64 [B].
+            metadata: Fields of each row's prompt record, which are sent as JSON.
+        """
+        for start in range(0, len(lengths), self._max_batch_size):
+            rows = slice(start, start + self._max_batch_size)
             arrays = {
                 "tokens": tokens[rows, : int(lengths[rows].max())].contiguous().numpy(),
                 "sequence_lengths": lengths[rows, None].contiguous().numpy(),
@@ -463,17 +564,19 @@ class RemoteClient:
             yield rows, arrays
 
 
-def wide(rows: Tensor, width: int) -> Tensor:
-    """Rows [B, S, ...] as [B, width, ...], cut or zero-padded on the right."""
+def resize_width(rows: Tensor, width: int) -> Tensor:
+    """Return rows [B, S, ...] as [B, width, ...], truncated or zero-padded on the right."""
+    # `F.pad` lists dimensions from the last to the first; a negative padding truncates.
     return F.pad(rows, (*[0, 0] * (rows.ndim - 2), 0, width - rows.shape[1]))
 
 
-def scores_in(answer: Mapping[str, NDArray]) -> Tensor:
-    """Return the scores float32 [B] of an answer, ABSTAINED for NaN, which is an abstention on the
-    wire.
+def parse_scores(answer: Mapping[str, NDArray]) -> Tensor:
+    """Return the scores of an answer, float32 [B].
 
-    With several sources, or step rewards, they are [B, 1+P+S-1]: the score, the scores of the P
-    sources, and the rewards of tokens that end steps.
+    An abstention is ABSTAINED; on the wire it is NaN.
+
+    With several sources or step rewards, the shape is [B, 1+P+S-1]: the score, the scores of the P
+    sources, and the rewards of the tokens that end steps.
     """
     names = ("rewards", "reward_parts", "step_rewards")
     columns = [torch.from_numpy(answer[name].copy()) for name in names if name in answer]
@@ -481,9 +584,12 @@ def scores_in(answer: Mapping[str, NDArray]) -> Tensor:
     return torch.cat(columns, 1) if len(columns) > 1 else columns[0][:, 0]
 
 
-def joined_scores(parts: Sequence[Tensor]) -> Tensor:
-    """Those of one request after another, as `scores_in` has them; of [B] that are not a number
-    every part is none."""
+def join_scores(parts: Sequence[Tensor]) -> Tensor:
+    """Concatenate the scores of several requests, in the form that `parse_scores` returns.
+
+    Scores of shape [B] are repeated in all columns if other requests have more columns. They are
+    NaN in this case, because all rows of such a request failed.
+    """
     width = max(part.shape[1] if part.ndim > 1 else 0 for part in parts)
     if width == 0:
         return torch.cat(list(parts))
@@ -499,15 +605,19 @@ def joined_scores(parts: Sequence[Tensor]) -> Tensor:
 
 
 class UnscoredError(RefusedError):
-    """Not one of a request's rows could be scored."""
+    """None of the rows of a request could be scored.
 
-    def __init__(self, refused: RefusedError, rows: int) -> None:
-        super().__init__(refused.role, refused.address, refused.kind, refused.message)
+    Attributes:
+        rows: Number of rows of the request.
+    """
+
+    def __init__(self, cause: RefusedError, rows: int) -> None:
+        super().__init__(cause.role, cause.address, cause.kind, cause.message)
         self.rows = rows
 
 
 class RewardClient(RemoteClient):
-    """The reward servers."""
+    """Client of the reward servers."""
 
     def __init__(
         self,
@@ -524,39 +634,48 @@ class RewardClient(RemoteClient):
         lengths: Tensor,
         prompt_lengths: Tensor,
         metadata: Sequence[Mapping[str, Any]] | None = None,
-        rows_apart: int | None = None,
+        retry_batch_rows: int | None = None,
     ) -> RemoteFuture[Tensor]:
-        """Scores, as `scores_in` has them, of right-padded tokens int64 [B, S], lengths and prompt
-        lengths int64 [B].
+        """Request the scores of samples, in the form that `parse_scores` returns.
 
-        `metadata` is what the data says about each row's prompt; JSON. With `rows_apart`, a
-        refused request is repeated once, in requests of so many rows; the scores of rows that are
-        refused again are NaN. If all are refused, the error is UnscoredError. A scoring function
-        that is deadlocked is not asked again, and the error is raised.
+        Args:
+            tokens: int64 [B, S], padded on the right.
+            lengths: int64 [B].
+            prompt_lengths: int64 [B].
+            metadata: Fields of each row's prompt record; JSON values.
+            retry_batch_rows: If given, a refused request is repeated once, split into requests of
+                this number of rows. The scores of rows that are refused again are NaN.
+
+        Returns:
+            The future of the scores. Its error is UnscoredError if all rows were refused. A scoring
+            function that is deadlocked is never called again, and its error is raised.
         """
 
         def score(rows: slice) -> Tensor:
-            known = None if metadata is None else metadata[rows]
-            # Numbered requests are computed alone, so that scores do not depend on who else asks.
-            requests = self._row_requests(
-                tokens[rows], lengths[rows], 0, prompt_lengths[rows], known
+            """Return the scores of some rows."""
+            rows_metadata = None if metadata is None else metadata[rows]
+            # The server does not batch a request with a number with other requests, so that scores
+            # do not depend on the requests of other clients.
+            requests = self._split_rows(
+                tokens[rows], lengths[rows], 0, prompt_lengths[rows], rows_metadata
             )
             answers = [self._infer(REWARD_MODEL, arrays) for _, arrays in requests]
-            return joined_scores([scores_in(answer) for answer in answers])
+            return join_scores([parse_scores(answer) for answer in answers])
 
         def score_all() -> Tensor:
+            """Return the scores of all rows, with a retry in smaller requests after a refusal."""
             try:
                 return score(slice(None))
-            except RefusedError as refused:
-                if rows_apart is None or refused.kind == "ScorerDeadlocked":
+            except RefusedError as refusal:
+                if retry_batch_rows is None or refusal.kind == "ScorerDeadlocked":
                     raise
-                if refused.kind == "ScorerTimeout" and len(lengths) <= rows_apart:
-                    # A retry would be the same call of the function, and time out again.
-                    _log.warning("samples without a score are skipped: %s", refused)
-                    raise UnscoredError(refused, len(lengths)) from None
+                if refusal.kind == "ScorerTimeout" and len(lengths) <= retry_batch_rows:
+                    # A retry would call the function with the same rows, and time out again.
+                    _log.warning("samples without a score are skipped: %s", refusal)
+                    raise UnscoredError(refusal, len(lengths)) from None
                 parts = []
-                for first in range(0, len(lengths), rows_apart):
-                    rows = slice(first, first + rows_apart)
+                for start in range(0, len(lengths), retry_batch_rows):
+                    rows = slice(start, start + retry_batch_rows)
                     try:
                         parts.append(score(rows))
                     except RefusedError as error:
@@ -565,26 +684,26 @@ class RewardClient(RemoteClient):
                         _log.warning("samples without a score are skipped: %s", error)
                         parts.append(torch.full(lengths[rows].shape, math.nan))
                     except RemoteError as error:
-                        if refused.kind != "ScorerTimeout":
+                        if refusal.kind != "ScorerTimeout":
                             raise
-                        # The request waited behind other calls of a function that hangs.
+                        # The request waited for calls of a function that hangs.
                         raise RemoteError(
                             error.role,
                             error.address,
                             error.kind,
                             f"{error.message}, after a call of the scoring function timed out:"
-                            f" {refused.message}",
+                            f" {refusal.message}",
                         ) from None
-                scores = joined_scores(parts)
+                scores = join_scores(parts)
                 if scores.isnan().all():
-                    raise UnscoredError(refused, len(scores)) from None
+                    raise UnscoredError(refusal, len(scores)) from None
                 return scores
 
-        return self._future(self._parallel, score_all)
+        return self._submit(self._request_pool, score_all)
 
 
 class TeacherClient(RemoteClient):
-    """The teacher's servers."""
+    """Client of the teacher servers."""
 
     def __init__(
         self,
@@ -595,10 +714,19 @@ class TeacherClient(RemoteClient):
         temperature: float,
         top_k: int = 0,
     ) -> None:
-        """Log-probs are at `temperature`, the policy's own when it samples; with `top_k` so many
-        tokens are asked for too."""
+        """Store the settings of the requests.
+
+        Args:
+            endpoints: Addresses of the teacher's replicas.
+            access: Access key and TLS certificates.
+            timeout_s: Deadline of a request in seconds, including retries.
+            max_batch_size: Maximum number of rows in a request.
+            temperature: Temperature of the log-probs; the policy's sampling temperature.
+            top_k: Number of most probable tokens per position to request; 0 requests none.
+        """
         super().__init__("teacher", endpoints, access, timeout_s, max_batch_size)
-        self._temperature, self._top_k = temperature, top_k
+        self._temperature = temperature
+        self._top_k = top_k
 
     def logprobs(
         self,
@@ -607,34 +735,43 @@ class TeacherClient(RemoteClient):
         prompt_lengths: Tensor,
         metadata: Sequence[Mapping[str, Any]],
     ) -> RemoteFuture[Tensor]:
-        """float32 [B, S-1] of right-padded tokens int64 [B, S], lengths and prompt lengths int64
-        [B]; entry t is of token t+1.
+        """Request the teacher's log-probs of the tokens of samples.
 
-        With `top_k` [B, S-1, 2+2k], as `TaughtTokens` packs it, of k tokens, fewer where the policy
-        knows no more. Zeros in the prompts and past a sequence's end. `metadata` is what the data
-        says about each row's prompt, of which its task is told.
+        Args:
+            tokens: int64 [B, S], padded on the right.
+            lengths: int64 [B].
+            prompt_lengths: int64 [B].
+            metadata: Fields of each row's prompt record. Only the task is sent.
+
+        Returns:
+            The future of the log-probs, float32 [B, S-1]. Entry t belongs to token t+1. Entries of
+            prompt tokens, and entries after the end of a sequence, are 0. With `top_k`, the result
+            is [B, S-1, 2+2k], packed by `TeacherTopK`. k is smaller than `top_k` if the policy's
+            vocabulary is smaller.
         """
         tasks = [{TASK: fields[TASK]} if TASK in fields else {} for fields in metadata]
 
         def logprobs() -> Tensor:
+            """Return the log-probs of all rows."""
             parts = []
-            # Numbered requests are computed alone, so that log-probs do not depend on who else
-            # asks.
-            for _, arrays in self._row_requests(tokens, lengths, 0, prompt_lengths, tasks):
+            # The server does not batch a request with a number with other requests, so that
+            # log-probs do not depend on the requests of other clients.
+            for _, arrays in self._split_rows(tokens, lengths, 0, prompt_lengths, tasks):
                 arrays["temperature"] = np.full(
                     (len(arrays["tokens"]), 1), self._temperature, dtype=np.float32
                 )
                 if self._top_k:
                     arrays["top_k"] = np.full((len(arrays["tokens"]), 1), self._top_k)
-                parts.append(_told(self._infer(TEACHER_LOGPROBS, arrays)))
-            return torch.cat([wide(part, tokens.shape[1] - 1) for part in parts])
+                parts.append(_parse_teacher_answer(self._infer(TEACHER_LOGPROBS, arrays)))
+            return torch.cat([resize_width(part, tokens.shape[1] - 1) for part in parts])
 
-        return self._future(self._parallel, logprobs)
+        return self._submit(self._request_pool, logprobs)
 
 
-def _told(answer: Mapping[str, NDArray]) -> Tensor:
-    found = {name: torch.from_numpy(array.copy()) for name, array in answer.items()}
-    if "top_ids" not in found:
-        return found["logprobs"]
-    outcomes = torch.cat([found["top_logprobs"], found["rest_logprobs"][..., None]], -1)
-    return TaughtTokens(found["logprobs"], found["top_ids"], outcomes).packed()
+def _parse_teacher_answer(answer: Mapping[str, NDArray]) -> Tensor:
+    """Return the log-probs of an answer, packed with the most probable tokens if it has them."""
+    tensors = {name: torch.from_numpy(array.copy()) for name, array in answer.items()}
+    if "top_ids" not in tensors:
+        return tensors["logprobs"]
+    outcomes = torch.cat([tensors["top_logprobs"], tensors["rest_logprobs"][..., None]], -1)
+    return TeacherTopK(tensors["logprobs"], tensors["top_ids"], outcomes).pack()

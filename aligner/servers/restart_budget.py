@@ -1,4 +1,4 @@
-"""How often something may be restarted: a number of times per hour, not per run."""
+"""Limit on the number of restarts per hour, for server processes and for Triton."""
 
 import time
 from collections import deque
@@ -10,19 +10,23 @@ _WINDOW_S = 3600.0
 
 @dataclass
 class RestartBudget:
-    """Restarts in the last hour, and the limit on them. The clock of the machine may be set
-    meanwhile."""
+    """Counts restarts within the last hour, and compares the number with a limit.
+
+    The default clock is monotonic, so that setting the machine's clock has no effect.
+    """
 
     limit: int
+    """Maximum number of restarts per hour."""
     clock: Callable[[], float] = time.monotonic
-    _moments: deque[float] = field(default_factory=deque)
+    """Current time in seconds."""
+    _restart_times: deque[float] = field(default_factory=deque)
 
     @property
     def used(self) -> int:
-        """Restarts in the last hour."""
-        while self._moments and self.clock() - self._moments[0] > _WINDOW_S:
-            self._moments.popleft()
-        return len(self._moments)
+        """Number of restarts in the last hour."""
+        while self._restart_times and self.clock() - self._restart_times[0] > _WINDOW_S:
+            self._restart_times.popleft()
+        return len(self._restart_times)
 
     @property
     def is_spent(self) -> bool:
@@ -30,9 +34,9 @@ class RestartBudget:
         return self.used >= self.limit
 
     def record(self) -> None:
-        """Count a restart at this moment."""
-        self._moments.append(self.clock())
+        """Count a restart at the current time."""
+        self._restart_times.append(self.clock())
 
     def describe(self) -> str:
-        """Return the restarts and their limit in words, such as `1 of 3 in the last hour`."""
+        """Return the number of restarts and the limit, such as `1 of 3 in the last hour`."""
         return f"{self.used} of {self.limit} in the last hour"

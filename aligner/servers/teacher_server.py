@@ -1,5 +1,7 @@
-"""The teacher role: log-probs of given tokens, and the most probable ones, under frozen language
-models on its own ranks."""
+"""The teacher role: it scores responses with frozen language models on its own ranks.
+
+The scores are log-probs of the responses' tokens, and the most probable tokens at each position.
+"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,47 +12,58 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from aligner.data.types import TaughtTokens, response_mask
+from aligner.data.types import TeacherTopK, build_response_mask
 from aligner.errors import ConfigError
 from aligner.megatron.policy import FrozenPolicy
 from aligner.megatron.world import initialize, shutdown
 from aligner.models.model_source import directory_shape, model_directory
-from aligner.models.vocabulary import require_policys_tokens
+from aligner.models.vocabulary import require_same_vocabulary
 from aligner.schema import Config
 from aligner.schema.teacher_sources import TeacherSource, teacher_shares, teacher_sources
-from aligner.servers.rank_commands import Handler, RowJoin, rank_handler
-from aligner.servers.serving import Caller, model_limits, serve_frozen, tensor
-from aligner.servers.triton_host import Serve
+from aligner.servers.rank_commands import Handler, RowBatcher, rank_handler
+from aligner.servers.serving import Caller, compute_model_limits, copy_to_tensor, serve_frozen
+from aligner.servers.triton_host import EndpointFunction
 from aligner.servers.wire_protocol import (
     TEACHER_LOGPROBS,
     Arrays,
     EndpointSpec,
     RequestError,
-    column_texts,
-    json_objects,
+    decode_text_column,
+    parse_metadata,
 )
 
 
 def serve_teacher(config: Config, group: str = "teacher") -> None:
-    """One rank of the teacher, or of the replica that `group` names, until it is told to stop.
+    """Run one rank of the teacher until it is stopped.
 
-    Raises ConfigError where a model is not there, or has another tokenizer than the policy.
+    Args:
+        config: The run's configuration.
+        group: Name of the process group: `teacher`, or a replica.
+
+    Raises:
+        ConfigError: A model does not exist, or its tokenizer differs from the policy's.
     """
-    settings, sources = config.teacher, teacher_sources(config.teacher)
+    settings = config.teacher
+    sources = teacher_sources(config.teacher)
     shapes = [directory_shape(Path(source.path), f"{source.key}.path") for source in sources]
-    policy = model_directory(config)
+    policy_directory = model_directory(config)
     for source in sources:
-        require_policys_tokens(f"{source.key}.path", Path(source.path), policy)
+        require_same_vocabulary(f"{source.key}.path", Path(source.path), policy_directory)
+
     world = initialize(settings.parallel, config.seed, config.cluster.collective_timeout_s)
     models = [
         FrozenPolicy(shape, world, settings, Path(source.path), settings.logprob_chunk_tokens)
         for source, shape in zip(sources, shapes, strict=True)
     ]
-    known = [directory_shape(policy, "model.path")] if policy.exists() else []
-    teacher = Teacher(models, sources, min(shape.vocab_size for shape in (*shapes, *known)))
+    policy_shapes = (
+        [directory_shape(policy_directory, "model.path")] if policy_directory.exists() else []
+    )
+    teacher = TeacherRank(
+        models, sources, min(shape.vocab_size for shape in (*shapes, *policy_shapes))
+    )
     limits = min(
         (
-            model_limits(
+            compute_model_limits(
                 config,
                 Path(source.path),
                 min(shape.vocab_size for shape in shapes),
@@ -60,26 +73,34 @@ def serve_teacher(config: Config, group: str = "teacher") -> None:
         ),
         key=lambda limits: limits.max_sequence_length,
     )
-    serve_frozen(group, config, teacher.handlers, teacher.endpoints, limits)
-    shutdown()  # the groups' threads would abort an interpreter that ends under them
+    serve_frozen(group, config, teacher.handlers, teacher.create_endpoints, limits)
+    shutdown()  # otherwise the threads of the process groups can abort the exiting interpreter
 
 
-class Teacher:
-    """One rank's side of the teacher. Every rank of the world calls every handler."""
+class TeacherRank:
+    """One rank's part of the teacher. All ranks call every handler."""
 
     def __init__(
-        self, models: Sequence[FrozenPolicy], sources: Sequence[TeacherSource], vocabulary: int
+        self, models: Sequence[FrozenPolicy], sources: Sequence[TeacherSource], vocab_size: int
     ) -> None:
-        """The most probable tokens are told of the ids below `vocabulary`, which the policy and all
-        of these know."""
-        self._models, self._sources, self._vocabulary = models, sources, vocabulary
+        """Store the models.
+
+        Args:
+            models: One model for each source.
+            sources: The configured teachers.
+            vocab_size: Number of token ids that the policy and all models have in common. Only
+                these can be among the most probable tokens.
+        """
+        self._models = models
+        self._sources = sources
+        self._vocab_size = vocab_size
 
     @property
     def handlers(self) -> Mapping[str, Handler]:
-        """What each op does."""
+        """The function that each rank executes for an operation, by the name of the operation."""
         return {"teacher_logprobs": self.logprobs}
 
-    @rank_handler(join=RowJoin(("shares",)))
+    @rank_handler(batcher=RowBatcher(("shares",)))
     def logprobs(
         self,
         tokens: Tensor,
@@ -89,95 +110,112 @@ class Teacher:
         shares: Sequence[Sequence[float]] | None = None,
         top_k: int = 0,
     ) -> Tensor:
-        """float32 [B, S] of tokens int64 [B, S], lengths and prompt lengths int64 [B]: entry t is
-        of token t+1, the last is 0.
+        """Return log-probs of tokens, float32 [B, S].
 
-        Zeros past a sequence's end and, with prompt lengths, in the prompt. As wide as the tokens,
-        for joined requests are cut apart at these. With `shares`, each model's in each row, they
-        are the models' mean by these. With `top_k` it is what `TaughtTokens` packs, of so many
-        tokens, [B, S, 2+2k]; then each row must have one model.
+        Entry t belongs to token t+1, and the last entry is 0. Entries after the end of a sequence
+        are 0. With `prompt_lengths`, entries of prompt tokens are 0, too. The result is as wide as
+        the tokens, so that a batch of requests can be split.
+
+        Args:
+            tokens: int64 [B, S].
+            lengths: int64 [B].
+            prompt_lengths: int64 [B].
+            temperature: Temperature of the log-probs.
+            shares: Weight of each model in each row, [B, M]. The result is the weighted mean of the
+                models' log-probs. None means a single model.
+            top_k: Number of most probable tokens to return. The result is then [B, S, 2+2k], packed
+                by `TeacherTopK`, and each row must have a single model.
         """
         mask = (
             None
             if prompt_lengths is None
-            else response_mask(lengths, prompt_lengths, tokens.shape[1])
+            else build_response_mask(lengths, prompt_lengths, tokens.shape[1])
         )
-        parts = torch.ones(len(tokens), 1) if shares is None else torch.tensor(shares)
-        columns = (2 + 2 * min(top_k, self._vocabulary),) if top_k else ()
-        found = torch.zeros(*tokens.shape, *columns)
-        for model, part in zip(self._models, parts.unbind(1), strict=shares is not None):
-            if len(rows := part.nonzero()[:, 0]):
-                its: Any = {
+
+        # Each model computes only the rows in which it has a share.
+        share_matrix = torch.ones(len(tokens), 1) if shares is None else torch.tensor(shares)
+        columns = (2 + 2 * min(top_k, self._vocab_size),) if top_k else ()
+        result = torch.zeros(*tokens.shape, *columns)
+        for model, share in zip(self._models, share_matrix.unbind(1), strict=shares is not None):
+            if len(rows := share.nonzero()[:, 0]):
+                arguments: Any = {
                     "mask": None if mask is None else mask[rows],
                     "temperature": temperature,
                 }
                 if top_k:
-                    taught = model.taught(
-                        tokens[rows], lengths[rows], top_k, self._vocabulary, **its
+                    taught = model.top_k_logprobs(
+                        tokens[rows], lengths[rows], top_k, self._vocab_size, **arguments
                     )
-                    found[rows, :-1] = taught.packed().cpu()
+                    result[rows, :-1] = taught.pack().cpu()
                 else:
-                    found[rows] += part[rows, None] * F.pad(
-                        model.logprobs(tokens[rows], lengths[rows], **its).cpu(), (0, 1)
+                    result[rows] += share[rows, None] * F.pad(
+                        model.logprobs(tokens[rows], lengths[rows], **arguments).cpu(), (0, 1)
                     )
-        return found
+        return result
 
-    def endpoints(self, call: Caller) -> Mapping[EndpointSpec, Serve]:
-        """Rank 0's endpoint functions."""
+    def create_endpoints(self, call: Caller) -> Mapping[EndpointSpec, EndpointFunction]:
+        """Return rank 0's endpoint functions."""
 
         def logprobs(arrays: dict[str, NDArray]) -> dict[str, NDArray]:
             tensors = {
-                "tokens": tensor(arrays["tokens"]),
-                "lengths": tensor(arrays["sequence_lengths"][:, 0]),
+                "tokens": copy_to_tensor(arrays["tokens"]),
+                "lengths": copy_to_tensor(arrays["sequence_lengths"][:, 0]),
             }
             if "prompt_lengths" in arrays:
-                tensors["prompt_lengths"] = tensor(arrays["prompt_lengths"][:, 0])
-            shares = self._shares(arrays)
+                tensors["prompt_lengths"] = copy_to_tensor(arrays["prompt_lengths"][:, 0])
+
+            shares = self._read_shares(arrays)
             temperature = float(arrays["temperature"][0, 0]) if "temperature" in arrays else 1.0
-            told: dict[str, Any] = {"temperature": temperature} | (
+            arguments: dict[str, Any] = {"temperature": temperature} | (
                 {} if shares is None else {"shares": shares}
             )
             if "top_k" in arrays:
-                told["top_k"] = int(arrays["top_k"][0, 0])
+                arguments["top_k"] = int(arrays["top_k"][0, 0])
                 if any(share not in (0.0, 1.0) for row in shares or () for share in row):
                     raise RequestError(
                         "top_k: got rows that belong to several teachers, allowed: exactly one"
                         " teacher per row"
                     )
-            found = call("teacher_logprobs", tensors, alone="sequence_number" in arrays, **told)[
-                :, :-1
-            ]
+
+            # The last column belongs to the token after the end of the rows.
+            result = call(
+                "teacher_logprobs", tensors, is_unbatched="sequence_number" in arrays, **arguments
+            )[:, :-1]
             return (
-                _answer(TaughtTokens.unpacked(found))
+                _to_arrays(TeacherTopK.unpack(result))
                 if "top_k" in arrays
-                else {"logprobs": found.contiguous().numpy()}
+                else {"logprobs": result.contiguous().numpy()}
             )
 
         return {TEACHER_LOGPROBS: logprobs}
 
-    def _shares(self, arrays: Arrays) -> list[list[float]] | None:
-        """Each model's in each of a request's rows; None where there is one model for all. Raises
-        RequestError."""
+    def _read_shares(self, arrays: Arrays) -> list[list[float]] | None:
+        """Return the weight of each model in each row of a request; None means a single model.
+
+        Raises:
+            RequestError: A row has no teacher, or its metadata is not valid.
+        """
         if len(self._sources) == 1 and not self._sources[0].tasks:
             return None
-        told = (
-            json_objects(column_texts("metadata", arrays["metadata"]))
+        metadata = (
+            parse_metadata(decode_text_column("metadata", arrays["metadata"]))
             if "metadata" in arrays
             else None
         )
         try:
             return [
                 teacher_shares(self._sources, fields)
-                for fields in told or [{}] * len(arrays["tokens"])
+                for fields in metadata or [{}] * len(arrays["tokens"])
             ]
         except ConfigError as error:
             raise RequestError(str(error)) from error
 
 
-def _answer(taught: TaughtTokens) -> dict[str, NDArray]:
-    tensors = {"logprobs": taught.logprobs, "top_ids": taught.ids}
+def _to_arrays(top_tokens: TeacherTopK) -> dict[str, NDArray]:
+    """Return the output tensors of a request for the most probable tokens."""
+    tensors = {"logprobs": top_tokens.logprobs, "top_ids": top_tokens.ids}
     tensors |= {
-        "top_logprobs": taught.outcomes[..., :-1],
-        "rest_logprobs": taught.outcomes[..., -1],
+        "top_logprobs": top_tokens.outcomes[..., :-1],
+        "rest_logprobs": top_tokens.outcomes[..., -1],
     }
     return {name: tensor.contiguous().numpy() for name, tensor in tensors.items()}

@@ -1,21 +1,27 @@
-"""Requests and responses between a server process and its Triton's helper processes, as bytes.
+"""Serialization of requests and responses between a server and its Triton's helper processes.
 
-Also a part of Triton's model repository, where PyTriton's modules have other names: it imports
-nothing but the standard library, and takes PyTriton's classes as an argument.
+This file is also copied into Triton's model repository, where PyTriton's modules have other names.
+Therefore it imports only the standard library, and receives PyTriton's classes as an argument.
 """
 
 import pickle
 from typing import Any
 
 
-def serializer_of(pytriton: Any) -> type[Any]:
-    """Return a serializer for the module that has PyTriton's classes `Request` and `Response`.
+def create_serializer_class(pytriton: Any) -> type[Any]:
+    """Return a serializer class for PyTriton's classes `Request` and `Response`.
 
-    Tensors are copied into the message. The two processes belong to one user and meet at a socket
-    that only this user can open, so neither takes pickles from others.
+    Tensors are copied into the message. Both processes belong to the same user, and communicate
+    through a socket that only this user can open. Therefore neither process unpickles data of
+    another user.
+
+    Args:
+        pytriton: Module that has the two classes.
     """
 
     class PickleSerializer:
+        """Replacement for PyTriton's serializer, with the same methods."""
+
         def serialize_requests(self, requests: list[Any]) -> bytes:
             return pickle.dumps([(request.data, request.parameters) for request in requests], 5)
 
@@ -32,16 +38,16 @@ def serializer_of(pytriton: Any) -> type[Any]:
             return [pytriton.Response(data=data) for data in pickle.loads(payload)]
 
         def free_requests_resources(self, payload: bytes) -> None:
-            """Nothing: the message holds the tensors."""
+            """Do nothing: the message contains the tensors."""
 
         free_responses_resources = free_requests_resources
 
         def start(self, url: Any, authkey: bytes | None = None) -> None:
-            """Nothing: there is no store of tensors."""
+            """Do nothing: there is no tensor store."""
 
         connect = start
 
         def close(self) -> None:
-            """Nothing: there is no store of tensors."""
+            """Do nothing: there is no tensor store."""
 
     return PickleSerializer

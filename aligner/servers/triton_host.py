@@ -1,4 +1,10 @@
-"""PyTriton on rank 0: endpoints bound to functions, errors told to the caller they belong to."""
+"""The Triton server of a role, hosted by the role's rank 0, and restarted when it exits.
+
+`TritonHost` starts Triton through PyTriton, with the gateway process (`gateway.py`) in front of it,
+and calls a Python function for each request. Triton's own processes work in a private workspace
+directory (`create_workspace`). An AlignerError of an endpoint function is returned only to the
+caller of that request.
+"""
 
 import asyncio
 import atexit
@@ -33,12 +39,12 @@ from aligner.schema import PortsConfig
 from aligner.servers.gateway import (
     READY,
     GatewaySettings,
+    build_triton_addresses,
+    list_triton_sockets,
     private_children,
-    triton_addresses,
-    triton_sockets,
 )
 from aligner.servers.restart_budget import RestartBudget
-from aligner.servers.tensor_payload import serializer_of
+from aligner.servers.tensor_payload import create_serializer_class
 from aligner.servers.wire_protocol import (
     REQUEST_NUMBER,
     EndpointError,
@@ -50,74 +56,87 @@ from aligner.triton_cleanup import (
     claim_paths,
     claim_triton_files,
     close_triton_memory,
+    find_triton_environments,
     is_alive,
     kill_processes,
     remove_claimed_paths,
     remove_triton_files,
-    triton_environments,
 )
 
-_USABLE = re.compile(r"[\w./+@-]+", re.ASCII)
-"""Paths that PyTriton and Triton can use: PyTriton splits commands at spaces, and writes paths as
-ASCII."""
-_LONGEST = 60
-"""Characters of such a path: those of Unix sockets below the workspace may have 107."""
-_ELSEWHERE = Path("/tmp")
+# PyTriton splits command lines at spaces and writes paths as ASCII, so that other paths do not
+# work.
+_USABLE_PATH = re.compile(r"[\w./+@-]+", re.ASCII)
+# In characters. Unix sockets are created below the workspace, and the path of a socket may have
+# 107.
+_MAX_PATH_LENGTH = 60
+_FALLBACK_DIRECTORY = Path("/tmp")
 
 
 def create_workspace() -> Any:
-    """Create a workspace that only this user can read, in PyTriton's directory (below HOME, unless
-    PYTRITON_HOME is set), or in /tmp if Triton cannot use that directory's path."""
+    """Create the directory in which PyTriton sets up a Triton server.
+
+    Only this user can read the directory. It is in PyTriton's own directory (below HOME, or
+    PYTRITON_HOME if set), or in /tmp if Triton cannot use the path of that directory.
+    """
     from pytriton.constants import PYTRITON_HOME
     from pytriton.utils.workspace import Workspace
 
     home = str(PYTRITON_HOME)
-    if _USABLE.fullmatch(home) and len(home) <= _LONGEST:
+    if _USABLE_PATH.fullmatch(home) and len(home) <= _MAX_PATH_LENGTH:
         return Workspace()
-    workspace = Workspace(_ELSEWHERE / f"aligner-triton-{secrets.token_hex(8)}")
+    workspace = Workspace(_FALLBACK_DIRECTORY / f"aligner-triton-{secrets.token_hex(8)}")
     workspace.path.chmod(0o700)
     return workspace
 
 
+# At a stop, the last answers need this time to pass through Triton and the gateway to their
+# callers.
 _DRAIN_S = 0.5
-"""Time at a stop for the last answers to reach their callers, through Triton and the gateway."""
-Serve = Callable[[dict[str, NDArray]], dict[str, NDArray]]
-"""A request's tensors to the response's; an AlignerError goes to the caller."""
+EndpointFunction = Callable[[dict[str, NDArray]], dict[str, NDArray]]
+"""Function that computes the output tensors of a request from its input tensors. An AlignerError
+that it raises is sent to the caller."""
 
-_LOOK_S = 0.5
+_CHECK_INTERVAL_S = 0.5
 _POLL_S = 0.05
-_STARTS = 3
-"""Attempts to start Triton. PyTriton's handshakes with Triton time out after one second, which a
-busy or suspended machine may need longer for."""
-_CRASHES = (-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS)
-"""Exit codes of a Triton that has crashed."""
-_START_ENDS_S = 5.0
-"""For a start of Triton to fail after Triton was killed."""
+# PyTriton's handshakes with Triton time out after one second. A busy or suspended machine may need
+# longer, so that another attempt can succeed.
+_START_ATTEMPTS = 3
+# A negative exit code is the number of the signal that ended the process.
+_CRASH_EXIT_CODES = (-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS)
+# How long a start of Triton in the watcher thread may take to fail after Triton was killed.
+_ABORTED_START_TIMEOUT_S = 5.0
+# If Triton and its gateway exit more often, this process exits too, so that the launcher restarts
+# it.
 _RESTARTS_PER_HOUR = 60
-"""Restarts of Triton and its gateway after which this process ends, to be restarted itself."""
-_MODEL_FILE, _PYTRITON_FILE = "model.py", "pytriton_model.py"
-"""Names of our model and of PyTriton's in Triton's model repository."""
+# File names of aligner's model and of PyTriton's model in Triton's model repository.
+_MODEL_FILE = "model.py"
+_PYTRITON_FILE = "pytriton_model.py"
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Guard:
-    """What is asked of who sends requests, and how much of one is taken."""
+    """Authentication, encryption and size limit of requests."""
 
     key: str | None = field(default=None, repr=False)
-    """The run's key; None serves anyone."""
+    """The run's access key; None accepts requests without a key."""
     tls: TLSFiles | None = None
+    """Certificate files of the server; None disables TLS."""
     max_request_bytes: int = 2**26
+    """Maximum size of a request in bytes."""
 
 
 class TritonHost:
-    """A Triton server that listens on one address.
+    """A Triton server that listens on one address, and the gateway in front of it.
 
-    Triton's own dynamic batcher is off: it joins only requests of equal shapes, counts rows but no
-    tokens, and PyTriton answers a batch with one error, so that one caller's bad request would fail
-    the others in its batch. Instead a batching endpoint takes `concurrent` requests at a time, each
-    checked and answered alone, and the executor joins what waits.
+    `serve_role` creates it on rank 0 of a server role.
+
+    Triton's own dynamic batcher is disabled: it joins only requests of equal shapes, and counts
+    rows instead of tokens. In addition, PyTriton answers a batch with a single error, so that one
+    invalid request would fail all requests of its batch. Instead, a batching endpoint serves
+    `concurrent` requests at a time. Each of them is checked and answered separately, and
+    `SpmdExecutor` batches the commands that wait.
     """
 
     def __init__(
@@ -130,68 +149,91 @@ class TritonHost:
         log: Path | None = None,
         start_timeout_s: float = 90.0,
     ) -> None:
-        """Triton writes into `log`, and may take `start_timeout_s` to load its models.
+        """Choose the ports, without starting Triton.
 
-        Raises AlignerError when a port is in use; port 0 takes a free one.
+        Args:
+            address: IP address on which the server listens.
+            ports: Ports of the server. Port 0 means a free port.
+            max_batch_size: Maximum number of rows in a request to a batching endpoint.
+            concurrent: Number of requests that a batching endpoint serves at a time.
+            guard: Authentication, encryption and size limit of requests.
+            log: File to which Triton writes its log; None means the output of this process.
+            start_timeout_s: Maximum time in seconds for Triton to load its models.
+
+        Raises:
+            AlignerError: A port is in use.
         """
-        self._guard, self._log = guard, log
+        self._guard = guard
+        self._log = log
         self._start_timeout_s = start_timeout_s
         self.endpoint = Endpoint(
             address,
-            http=_claimed(address, "http", ports.http),
-            grpc=_claimed(address, "grpc", ports.grpc),
-            metrics=_claimed(address, "metrics", ports.metrics),
+            http=_probe_port(address, "http", ports.http),
+            grpc=_probe_port(address, "grpc", ports.grpc),
+            metrics=_probe_port(address, "metrics", ports.metrics),
         )
         self._max_batch_size = max_batch_size
         self._concurrent = concurrent
         self._triton: Any = None
         self._gateway: subprocess.Popen[str] | None = None
         self._processes: list[psutil.Process] = []
-        self._threads: list[ThreadPoolExecutor] = []
-        self._endpoints: Mapping[EndpointSpec, Serve] = {}
-        self._sockets = Path()
+        self._thread_pools: list[ThreadPoolExecutor] = []
+        self._endpoints: Mapping[EndpointSpec, EndpointFunction] = {}
+        self._socket_directory = Path()
         self._restarts = RestartBudget(_RESTARTS_PER_HOUR)
         self._triton_exit_code = 0
-        """Of the newest Triton that has ended; negative: the signal that ended it."""
+        """Exit code of the Triton that exited last; a negative number is the signal that ended it.
+        """
         self._triton_ended = threading.Event()
         self._failure: AlignerError | None = None
-        """Why the watcher could not restart Triton."""
-        self._stops = threading.Event()
+        """The error because of which the watcher could not restart Triton."""
+        self._stop_requested = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="triton-watcher", daemon=True)
 
-    def start(self, endpoints: Mapping[EndpointSpec, Serve]) -> None:
-        """Serve the endpoints; they are ready when this returns.
+    def start(self, endpoints: Mapping[EndpointSpec, EndpointFunction]) -> None:
+        """Start Triton and the gateway, and return when the endpoints are ready.
 
-        From then on a thread restarts Triton when Triton or one of its helper processes ends. The
-        requests in progress are lost, and their callers send them again; this process and what it
-        holds are not affected.
+        A thread then restarts Triton whenever Triton or one of its helper processes exits. The
+        requests in progress are lost, and their callers send them again. The state of this process
+        is not affected. Call this method in the main thread, because it uses a signal.
 
-        Raises TransientError when Triton does not start.
+        Args:
+            endpoints: The function of each endpoint.
+
+        Raises:
+            TransientError: Triton does not start.
         """
-        # A refused request is told to its caller and noted by us; PyTriton's traceback of it has no
-        # news.
+        # An error of a request is sent to its caller and logged by `serving`. PyTriton's traceback
+        # would only repeat it.
         logging.getLogger("pytriton.proxy.inference").setLevel(logging.ERROR)
-        _prepare_environment()
+        _set_library_path()
+
         self._endpoints = endpoints
-        self._sockets = claim_triton_files()
+        self._socket_directory = claim_triton_files()
         self._gateway = _start_gateway()
         deadline = time.monotonic() + self._start_timeout_s
-        self._start_triton(lambda: self._interrupted_when_triton_fails(deadline))
+        self._start_triton(lambda: self._raise_when_triton_fails(deadline))
         self._watcher.start()
 
     def _start_triton(self, guard: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
-        """Start Triton, in several attempts if it does not load its models; `guard` surrounds the
-        loading. Raises TransientError."""
-        for attempt in range(1, _STARTS + 1):
+        """Start Triton, in several attempts if it does not load its models.
+
+        Args:
+            guard: Creates a context that bounds the time for loading the models.
+
+        Raises:
+            TransientError: Triton did not start.
+        """
+        for attempt in range(1, _START_ATTEMPTS + 1):
             try:
                 self._start_triton_once(guard)
                 return
-            except (Exception, _TritonFailed) as error:
-                is_told = isinstance(error, _TritonFailed)
-                why = str(error) if is_told else f"{type(error).__name__}: {error}"
-                gave_up = not self._may_start_again(is_late=is_told)
-                message = f"Triton did not start ({why}); see {self._log or 'the output above'}"
-                if gave_up or attempt == _STARTS or self._stops.is_set():
+            except (Exception, _TritonStartFailed) as error:
+                is_timeout_or_exit = isinstance(error, _TritonStartFailed)
+                reason = str(error) if is_timeout_or_exit else f"{type(error).__name__}: {error}"
+                is_hopeless = not self._should_retry_start(is_late=is_timeout_or_exit)
+                message = f"Triton did not start ({reason}); see {self._log or 'the output above'}"
+                if is_hopeless or attempt == _START_ATTEMPTS or self._stop_requested.is_set():
                     raise TransientError(message) from error
                 _log.warning("%s; trying again", message)
                 self._discard_triton()
@@ -199,158 +241,184 @@ class TritonHost:
     def _start_triton_once(
         self, guard: Callable[[], contextlib.AbstractContextManager[None]]
     ) -> None:
+        """Create a workspace, start Triton in it, load its models and open the gateway."""
         import pytriton.proxy.types
 
         workspace = create_workspace()
         claim_paths([workspace.path])
-        self._triton = self._bound_triton(workspace, self._sockets, self._endpoints)
-        # PyTriton would send the models to Triton, which reports an error for each that is not in
-        # a directory.
+        self._triton = self._create_triton(workspace, self._socket_directory, self._endpoints)
+
+        # By default, PyTriton sends the models to Triton, which reports an error for each model
+        # that is not in a directory. Therefore the models are written to a directory instead.
         for model in self._triton._model_manager.models:
-            model._serializer_deserializer = serializer_of(pytriton.proxy.types)()
+            model._serializer_deserializer = create_serializer_class(pytriton.proxy.types)()
             _write_model(model, workspace.model_store_path)
-        before = triton_environments()
+        earlier_environments = find_triton_environments()
         gateway = self._gateway
         assert gateway is not None
         try:
-            with private_children():  # requests and answers are in Triton's shared memory
+            # Triton's shared memory contains requests and answers: other users must not read it.
+            with private_children():
                 self._run_triton()
             with guard():
-                self._load_models(triton_sockets(self._sockets)["grpc"])
-                close_triton_memory()  # where the kernel has no filters
+                self._load_models(list_triton_sockets(self._socket_directory)["grpc"])
+                # For kernels without the system call filters of `private_children`.
+                close_triton_memory()
                 self._open_gateway(gateway)
         finally:
-            claim_paths([workspace.path, *(triton_environments() - before)])
-        self._processes = [psutil.Process(gateway.pid), *_triton_processes()]
+            claim_paths([workspace.path, *(find_triton_environments() - earlier_environments)])
+        self._processes = [psutil.Process(gateway.pid), *_list_triton_processes()]
 
-    def _may_start_again(self, is_late: bool) -> bool:
-        """Whether another attempt to start Triton may succeed where one has failed.
+    def _should_retry_start(self, is_late: bool) -> bool:
+        """Return whether another attempt to start Triton may succeed after a failed attempt.
 
-        A Triton that exits by itself at its first start would do so again. One that was suspended
-        in its start may abort.
+        A Triton that exits by itself at its first start would exit again. A Triton that was
+        suspended during its start may abort, so that a retry can help after a crash. If Triton is
+        still alive, a retry helps unless the attempt has used up its time (`is_late`).
         """
-        if any(map(is_alive, _triton_processes()[:1])):
+        if any(map(is_alive, _list_triton_processes()[:1])):
             return not is_late
-        self._triton_ended.wait(_LOOK_S)
-        return self._triton_exit_code in _CRASHES or self._watcher.is_alive()
+        self._triton_ended.wait(_CHECK_INTERVAL_S)
+        return self._triton_exit_code in _CRASH_EXIT_CODES or self._watcher.is_alive()
 
-    def _note_triton_exit(self, command: object, success: bool, exit_code: int) -> None:
+    def _record_triton_exit(self, command: object, success: bool, exit_code: int) -> None:
+        """Store the exit code of Triton. PyTriton calls this method."""
         self._triton_exit_code = exit_code
         self._triton_ended.set()
 
     def _run_triton(self) -> None:
+        """Start the Triton process, without PyTriton's handling of its exit."""
         triton = self._triton
         self._triton_exit_code = 0
         self._triton_ended.clear()
         triton._initialize_server()
-        # PyTriton warns of every Triton that was killed, as `stop` does; the watcher reports one
-        # that has ended by itself.
-        triton._triton_server._handle_exit = self._note_triton_exit
+
+        # PyTriton warns of every Triton that was killed, also by `stop`. The watcher reports a
+        # Triton that exits by itself.
+        triton._triton_server._handle_exit = self._record_triton_exit
         server_config = triton._triton_server._server_config
-        server_config.to_args_list = functools.partial(_triton_arguments, server_config)
+        server_config.to_args_list = functools.partial(_build_triton_arguments, server_config)
+
         triton._run_server()
         triton._triton_server.unregister_on_exit(triton._on_tritonserver_exit)
 
     def _watch(self) -> None:
-        """Restart Triton or the gateway when a process of theirs has ended, until `stop`."""
-        while not self._stops.wait(_LOOK_S):
-            ended = [process for process in self._processes if not is_alive(process)]
-            if not ended and self._triton.is_alive():
+        """Restart Triton or the gateway when one of their processes exits, until `stop`."""
+        while not self._stop_requested.wait(_CHECK_INTERVAL_S):
+            exited = [process for process in self._processes if not is_alive(process)]
+            if not exited and self._triton.is_alive():
                 continue
             try:
                 self._restart()
             except Exception as error:
-                if not self._stops.is_set():
+                if not self._stop_requested.is_set():
                     self._failure = AlignerError(f"restarting Triton failed: {error}")
                 return
 
     def _restart(self) -> None:
-        """Replace Triton with its helper processes, and the gateway if that has ended.
+        """Restart Triton with its helper processes, and the gateway if it has exited.
 
-        The new Triton has a new workspace, and with it new sockets to this process: an answer to a
-        request of the old one has no way to it.
+        The new Triton has a new workspace, and therefore new sockets to this process. An answer to
+        a request of the old Triton cannot reach it.
 
-        Raises AlignerError if there were too many restarts, TransientError if Triton does not
-        start.
+        Raises:
+            AlignerError: Triton was restarted too often.
+            TransientError: Triton does not start.
         """
-        where = self._log or "the output above"
+        log_location = self._log or "the output above"
         if self._restarts.is_spent:
             raise AlignerError(
                 "the Triton server or one of its helper processes exited unexpectedly, more than"
-                f" {self._restarts.describe()}; see {where}"
+                f" {self._restarts.describe()}; see {log_location}"
             )
         self._restarts.record()
         _log.warning(
             "the Triton server or one of its helper processes exited unexpectedly; restarting"
             " Triton (%s). Log: %s",
             self._restarts.describe(),
-            where,
+            log_location,
         )
+
         started = time.monotonic()
         gateway = self._gateway
         assert gateway is not None
-        triton = [process for process in self._processes if process.pid != gateway.pid]
+        triton_processes = [process for process in self._processes if process.pid != gateway.pid]
         if gateway.poll() is not None:
             gateway.communicate()
             gateway = self._gateway = _start_gateway()
-        if self._triton.is_alive() and all(map(is_alive, triton)):
+
+        if self._triton.is_alive() and all(map(is_alive, triton_processes)):
             self._open_gateway(gateway)
-            self._processes = [psutil.Process(gateway.pid), *triton]
+            self._processes = [psutil.Process(gateway.pid), *triton_processes]
         else:
             self._discard_triton()
-            self._start_triton(self._killed_when_late)
+            self._start_triton(self._kill_triton_after_timeout)
         _log.info("Triton is ready again after %.1f s", time.monotonic() - started)
 
     def _discard_triton(self) -> None:
-        """Kill Triton and its helpers, remove what they leave behind, and let go of PyTriton's
-        threads for it."""
+        """Kill Triton and its helper processes, remove their files, release PyTriton's threads."""
         gateway = self._gateway
         self._kill_triton(
             [process for process in self._processes if gateway and process.pid != gateway.pid]
         )
         self._processes = []
+
         remove_claimed_paths(os.getpid())
-        for socket_file in triton_sockets(self._sockets).values():
+        for socket_file in list_triton_sockets(self._socket_directory).values():
             Path(socket_file).unlink(missing_ok=True)
+
         self._cancel_waiting_requests()
         models = [] if self._triton is None else self._triton._model_manager.models
         for model in models:
-            # Ends when the requests that its threads work on have ended: nobody waits for that.
+            # The cleanup waits for the requests that the model's threads still serve, which may
+            # take long. Nothing depends on its end.
             threading.Thread(
-                target=_clean_model, args=(model,), name="triton-cleaner", daemon=True
+                target=_clean_up_model, args=(model,), name="triton-cleaner", daemon=True
             ).start()
 
     def _cancel_waiting_requests(self) -> None:
-        """Drop the requests of a Triton that is gone and that no thread serves yet: their callers
-        send them again to the next Triton."""
-        for threads in self._threads:
-            threads.shutdown(wait=False, cancel_futures=True)
-        self._threads = []
+        """Cancel the requests of an exited Triton that no thread serves yet.
+
+        The callers send these requests again, to the next Triton.
+        """
+        for pool in self._thread_pools:
+            pool.shutdown(wait=False, cancel_futures=True)
+        self._thread_pools = []
 
     def _kill_triton(self, processes: Sequence[psutil.Process]) -> None:
-        servers = _triton_processes()
+        """Kill Triton and the given helper processes."""
+        servers = _list_triton_processes()
         kill_processes([*{*servers, *processes}])
-        # What had ended by itself has left stubs that are nobody's children by now, and that take
-        # it for alive until it was waited for.
-        psutil.wait_procs(servers[:1], timeout=_LOOK_S)
+        # If Triton exited by itself, its stubs are orphans, and consider Triton alive until this
+        # process has waited for it.
+        psutil.wait_procs(servers[:1], timeout=_CHECK_INTERVAL_S)
 
     def _open_gateway(self, gateway: "subprocess.Popen[str]") -> None:
-        """Have the gateway listen, if it does not yet. Raises AlignerError if it has exited."""
+        """Send the gateway its settings, and return when it listens.
+
+        If it listens already, the method returns immediately.
+
+        Raises:
+            AlignerError: The gateway has exited.
+        """
         assert gateway.stdin is not None and gateway.stdout is not None
-        if gateway.stdout.closed:  # it has listened before
+        if gateway.stdout.closed:  # closed below, when the gateway was opened
             return
 
-        guard, here = self._guard, self.endpoint
+        guard = self._guard
+        endpoint = self.endpoint
         settings = GatewaySettings(
-            address=here.host,
-            http=here.http,
-            grpc=here.grpc,
-            metrics=here.metrics,
-            sockets=str(self._sockets),
+            address=endpoint.host,
+            http=endpoint.http,
+            grpc=endpoint.grpc,
+            metrics=endpoint.metrics,
+            sockets=str(self._socket_directory),
             max_request_bytes=guard.max_request_bytes,
             key=guard.key,
             tls=guard.tls,
         )
+
+        # If the gateway has exited, the error below contains its exit code.
         with contextlib.suppress(BrokenPipeError):
             gateway.stdin.write(settings.to_json())
             gateway.stdin.flush()
@@ -358,37 +426,41 @@ class TritonHost:
             raise AlignerError(f"the server's gateway process exited with code {gateway.wait()}")
         gateway.stdout.close()
 
-    def _bound_triton(
-        self, workspace: Any, directory: Path, endpoints: Mapping[EndpointSpec, Serve]
+    def _create_triton(
+        self, workspace: Any, directory: Path, endpoints: Mapping[EndpointSpec, EndpointFunction]
     ) -> Any:
+        """Create PyTriton's server object, and bind each endpoint to its function."""
         from pytriton.model_config import ModelConfig
         from pytriton.triton import Triton, TritonConfig, TritonSecurityConfig
 
         triton = Triton(
             config=TritonConfig(
-                **triton_addresses(directory),
+                **build_triton_addresses(directory),
                 allow_gpu_metrics=False,
-                # PyTriton reads Triton's output byte by byte: a few refused requests would fill the
-                # pipe and stall Triton.
+                # Without a file, PyTriton reads Triton's output byte by byte. The messages about a
+                # few invalid requests would fill the pipe and block Triton.
                 log_file=self._log,
-                # Triton would keep the memory of several requests.
+                # With a pool, Triton would retain the memory of several requests.
                 grpc_infer_allocation_pool_size=0,
             ),
             workspace=workspace,
             security_config=TritonSecurityConfig(restricted_endpoints=[]),
         )
-        atexit.unregister(triton.stop)  # which asks Triton over a network
+        # `Triton.stop` would send requests to Triton over a network.
+        atexit.unregister(triton.stop)
+
         for endpoint, serve in endpoints.items():
             spec = with_request_number(endpoint)
             triton.bind(
                 model_name=spec.name,
-                infer_func=self._answering(
+                infer_func=self._create_infer_function(
                     serve, self._concurrent if spec.batching else spec.concurrent_requests
                 ),
-                inputs=[_bound(tensor, spec.batching) for tensor in spec.inputs],
-                # PyTriton refuses the word at outputs, and takes answers without them.
+                inputs=[_to_pytriton_tensor(tensor, spec.batching) for tensor in spec.inputs],
+                # PyTriton rejects optional outputs in a model's declaration, but accepts answers
+                # that lack a declared output.
                 outputs=[
-                    _bound(replace(tensor, optional=False), spec.batching)
+                    _to_pytriton_tensor(replace(tensor, optional=False), spec.batching)
                     for tensor in spec.outputs
                 ],
                 config=ModelConfig(
@@ -400,74 +472,85 @@ class TritonHost:
         return triton
 
     def _load_models(self, socket: str) -> None:
-        """As Triton.connect() does, which knows no Unix sockets."""
+        """Load all models into Triton.
+
+        PyTriton's `Triton.connect` does the same, but does not support Unix sockets.
+        """
         from tritonclient.grpc import InferenceServerClient
         from tritonclient.utils import InferenceServerException
 
         triton = self._triton
-        # gRPC would look for Triton's socket once a second.
+        # By default, gRPC tries to connect to Triton's socket only once a second.
         poll_ms = round(1000 * _POLL_S)
         backoff = [
-            (f"grpc.{which}_reconnect_backoff_ms", poll_ms) for which in ("initial", "min", "max")
+            (f"grpc.{limit}_reconnect_backoff_ms", poll_ms) for limit in ("initial", "min", "max")
         ]
         with InferenceServerClient(f"unix:{socket}", channel_args=backoff) as client:
             while triton._triton_server.is_alive():
                 with contextlib.suppress(InferenceServerException):
-                    if client.is_server_live(client_timeout=_LOOK_S):
+                    if client.is_server_live(client_timeout=_CHECK_INTERVAL_S):
                         break
                 time.sleep(_POLL_S)
 
             def load(model: Any) -> None:
-                # A stub that was suspended in its start can make Triton wait for ever.
-                client.load_model(model.model_name, client_timeout=self._start_timeout_s / _STARTS)
+                # Triton would wait without a limit for a stub that was suspended during its start.
+                client.load_model(
+                    model.model_name, client_timeout=self._start_timeout_s / _START_ATTEMPTS
+                )
                 model.setup()
 
-            def load_together(models: Sequence[Any]) -> None:
+            def load_concurrently(models: Sequence[Any]) -> None:
                 with ThreadPoolExecutor(max(1, len(models))) as loaders:
-                    for loaded in [loaders.submit(load, model) for model in models]:
-                        loaded.result()
+                    for loading in [loaders.submit(load, model) for model in models]:
+                        loading.result()
 
             models = triton._model_manager.models
             if self._watcher.is_alive():
-                # Clients are connected while Triton restarts, and take all models for ready when
-                # `control` is: it is loaded last.
-                *others, control = models
-                load_together(others)
+                # This is a restart: clients are connected, and assume that all models are ready
+                # when `control` is ready. Therefore `control` is loaded last.
+                *endpoint_models, control = models
+                load_concurrently(endpoint_models)
                 load(control)
             else:
-                # The gateway does not listen yet.
-                load_together(models)
+                # At the first start, the gateway does not listen yet: the order does not matter.
+                load_concurrently(models)
 
     @contextlib.contextmanager
-    def _interrupted_when_triton_fails(self, deadline: float) -> Iterator[None]:
-        """Raise _TritonFailed inside soon after Triton ends, or at the deadline. Main thread only.
+    def _raise_when_triton_fails(self, deadline: float) -> Iterator[None]:
+        """Raise _TritonStartFailed inside the context soon after Triton exits, or at the deadline.
 
-        PyTriton would ask one that has ended for two minutes more, and one that hangs, between fork
-        and exec, for ever.
+        PyTriton itself would send requests to a Triton that has exited for another two minutes. It
+        would wait for ever for a Triton that hangs between fork and exec. Only the main thread can
+        use this context, because it uses a timer signal.
+
+        Args:
+            deadline: Time of `time.monotonic`.
         """
 
-        def look(*_: object) -> None:
-            found = _triton_processes()
-            self._processes = [*{*found, *self._processes}]
-            if not any(map(is_alive, found[:1])):
-                raise _TritonFailed("it exited")
+        def check(*_: object) -> None:
+            processes = _list_triton_processes()
+            self._processes = [*{*processes, *self._processes}]
+            if not any(map(is_alive, processes[:1])):
+                raise _TritonStartFailed("it exited")
             if time.monotonic() > deadline:
-                raise _TritonFailed(
+                raise _TritonStartFailed(
                     f"it did not load its models within {self._start_timeout_s:g} s"
                 )
 
-        before = signal.signal(signal.SIGALRM, look)
-        signal.setitimer(signal.ITIMER_REAL, _LOOK_S, _LOOK_S)
+        previous_handler = signal.signal(signal.SIGALRM, check)
+        signal.setitimer(signal.ITIMER_REAL, _CHECK_INTERVAL_S, _CHECK_INTERVAL_S)
         try:
             yield
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
+            signal.signal(signal.SIGALRM, previous_handler)
 
     @contextlib.contextmanager
-    def _killed_when_late(self) -> Iterator[None]:
-        """Kill Triton when it takes too long to load its models, which ends the loading with an
-        error. For any thread."""
+    def _kill_triton_after_timeout(self) -> Iterator[None]:
+        """Kill Triton if it takes too long to load its models, so that the loading fails.
+
+        Any thread can use this context.
+        """
         timer = threading.Timer(self._start_timeout_s, self._kill_triton, [()])
         timer.daemon = True
         timer.start()
@@ -477,36 +560,44 @@ class TritonHost:
             timer.cancel()
 
     def check(self) -> None:
-        """Raise AlignerError when Triton has ended and could not be restarted."""
+        """Raise AlignerError if Triton has exited and could not be restarted."""
         if self._failure is not None:
             raise self._failure
 
-    def _answering(self, serve: Serve, concurrent: int) -> Callable[[list[Any]], Any]:
-        """Return the function that PyTriton calls with a request; `concurrent` requests are served
-        at a time, the others wait in the order of their arrival."""
-        threads = ThreadPoolExecutor(concurrent, thread_name_prefix="endpoint")
-        self._threads.append(threads)
+    def _create_infer_function(
+        self, serve: EndpointFunction, concurrent: int
+    ) -> Callable[[list[Any]], Any]:
+        """Return the function that PyTriton calls with a request.
+
+        `concurrent` requests are served at a time. The other requests wait in the order of their
+        arrival.
+        """
+        pool = ThreadPoolExecutor(concurrent, thread_name_prefix="endpoint")
+        self._thread_pools.append(pool)
 
         def serve_requests(requests: list[Any]) -> list[dict[str, NDArray]]:
             try:
-                return [_answer(serve, request) for request in requests]
+                return [_call_endpoint(serve, request) for request in requests]
             except AlignerError as error:
                 raise EndpointError(error) from None
 
-        async def answer(requests: list[Any]) -> list[dict[str, NDArray]]:
+        async def infer(requests: list[Any]) -> list[dict[str, NDArray]]:
             loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(threads, serve_requests, requests)
+            return await loop.run_in_executor(pool, serve_requests, requests)
 
-        return answer
+        return infer
 
     def stop(self) -> None:
-        """End Triton with all its processes and remove what it leaves behind: its requests have
-        been drained before."""
-        self._stops.set()
+        """Stop the gateway and Triton, and remove their files.
+
+        The caller must have drained the requests before.
+        """
+        self._stop_requested.set()
         self._drain_gateway()
-        self._kill_triton(self._processes)  # its own end would take two seconds
-        if self._watcher.is_alive():  # it may have been restarting Triton, which fails now
-            self._watcher.join(_START_ENDS_S)
+        self._kill_triton(self._processes)  # an orderly shutdown of Triton takes two seconds
+        if self._watcher.is_alive():
+            # The watcher may have been restarting Triton, which fails now.
+            self._watcher.join(_ABORTED_START_TIMEOUT_S)
             self._kill_triton(self._processes)
         if self._gateway is not None:
             with self._gateway as gateway:
@@ -516,45 +607,49 @@ class TritonHost:
             remove_triton_files(os.getpid())
 
     def _drain_gateway(self) -> None:
-        """Let the gateway hand over the last answers: without an input it ends when it has."""
+        """Close the gateway's standard input, and wait until it has sent the last answers."""
         gateway = self._gateway
         if gateway is None:
             return
         assert gateway.stdin is not None
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the gateway may have exited
             gateway.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             gateway.wait(_DRAIN_S)
 
 
 def _start_gateway() -> "subprocess.Popen[str]":
-    """Start the gateway's process, which imports while Triton starts, and then waits for its
-    settings."""
+    """Start the gateway process.
+
+    The process imports its modules while Triton starts, and then waits for its settings.
+    """
     command = [sys.executable, "-m", "aligner.servers.gateway"]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
-def _triton_arguments(server_config: Any) -> list[str]:
-    """Triton's command line, without PyTriton's splitting at spaces.
+def _build_triton_arguments(server_config: Any) -> list[str]:
+    """Return Triton's command line, without PyTriton's splitting of values at spaces.
 
-    PyTriton's model configurations are complete: having Triton complete them takes a helper
-    process, 1.6 s a model. PyTriton has no option for that flag, which has no value.
+    The flags differ from PyTriton's in three points:
 
-    Pinned memory serves models on GPUs, and these run on the CPU. On a machine without CUDA, Triton
-    would warn that it cannot allocate any. Models are loaded one by one (`_load_models`), not at
-    Triton's start.
+    - PyTriton's model configurations are complete. To complete them, Triton would start a helper
+      process, which takes 1.6 s per model. The flag that disables this has no value, and PyTriton
+      has no option for it.
+    - Pinned memory serves models on GPUs, but these models run on the CPU. On a machine without
+      CUDA, Triton would warn that it cannot allocate pinned memory.
+    - Models are loaded one by one (`_load_models`), not when Triton starts.
     """
     arguments = ["--disable-auto-complete-config", "--pinned-memory-pool-byte-size=0"]
     for name, value in server_config.server_args().items():
         if name == "load-model":
             continue
         values = value if isinstance(value, (tuple, list)) else [value]
-        arguments += [f"--{name}={each}" for each in values if each is not None]
+        arguments += [f"--{name}={entry}" for entry in values if entry is not None]
     return arguments
 
 
 def _write_model(model: Any, repository: Path) -> None:
-    """Write PyTriton's files of a model for Triton, and `triton_model` for the model itself."""
+    """Write a model into Triton's model repository: PyTriton's files, and `triton_model.py`."""
     model.generate_model(repository)
     files = repository / model.model_name / str(model.model_version)
     (files / _MODEL_FILE).rename(files / _PYTRITON_FILE)
@@ -563,25 +658,30 @@ def _write_model(model: Any, repository: Path) -> None:
     shutil.copyfile(source / "tensor_payload.py", files / "tensor_payload.py")
 
 
-def _answer(serve: Serve, request: Any) -> dict[str, NDArray]:
-    """Return the answer to a request, with the request's number where it has one."""
+def _call_endpoint(serve: EndpointFunction, request: Any) -> dict[str, NDArray]:
+    """Return the answer to a request, with the request number if the request has one."""
     arrays = dict(request.items())
     number = arrays.pop(REQUEST_NUMBER, None)
     answer = serve(arrays)
     return answer if number is None else {**answer, REQUEST_NUMBER: number.copy()}
 
 
-def _clean_model(model: Any) -> None:
-    """Stop PyTriton's threads for a model of a Triton that is gone."""
-    with contextlib.suppress(Exception):  # of what it would tell Triton
+def _clean_up_model(model: Any) -> None:
+    """Stop PyTriton's threads for a model of a Triton that has exited."""
+    with contextlib.suppress(Exception):  # PyTriton's requests to the exited Triton fail
         model.clean()
 
 
-class _TritonFailed(BaseException):
-    """Triton ended or hung while it was started; nothing in between may swallow it."""
+class _TritonStartFailed(BaseException):
+    """Triton exited or hung during its start.
+
+    It is a BaseException so that no handler between the signal handler and `_start_triton` catches
+    it.
+    """
 
 
-def _bound(spec: TensorSpec, batching: bool) -> Any:
+def _to_pytriton_tensor(spec: TensorSpec, batching: bool) -> Any:
+    """Convert the specification of a tensor to PyTriton's; -1 denotes a variable dimension."""
     from pytriton.model_config import Tensor
 
     shape = spec.shape[1:] if batching else spec.shape
@@ -590,8 +690,10 @@ def _bound(spec: TensorSpec, batching: bool) -> Any:
     return Tensor(name=spec.name, dtype=dtype, shape=dimensions, optional=spec.optional)
 
 
-def _claimed(interface: str, name: str, port: int) -> int:
+def _probe_port(interface: str, name: str, port: int) -> int:
+    """Return the port, or a free port for 0. Raise AlignerError if the port is in use."""
     with socket.socket() as probe:
+        # Accept a port whose connections of an earlier server are still in TIME_WAIT.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((interface, port))
@@ -602,24 +704,24 @@ def _claimed(interface: str, name: str, port: int) -> int:
         return probe.getsockname()[1]
 
 
-def _triton_processes() -> list[psutil.Process]:
-    """The Triton server that this process started, first, and its stubs."""
-    found: list[psutil.Process] = []
+def _list_triton_processes() -> list[psutil.Process]:
+    """Return the Triton server that this process started, followed by its stubs."""
+    processes: list[psutil.Process] = []
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.NoSuchProcess):
             if child.name() == "tritonserver":
-                found += [child, *child.children(recursive=True)]
-    return found
+                processes += [child, *child.children(recursive=True)]
+    return processes
 
 
-def _prepare_environment() -> None:
-    """Let Triton's Python stub load this interpreter's libpython: with another one it dies at
-    start.
+def _set_library_path() -> None:
+    """Prepend this interpreter's library directory to LD_LIBRARY_PATH.
 
-    The dynamic linker reads LD_LIBRARY_PATH when a process starts, so setting it here reaches the
-    stub, and a restart of this process is not needed.
+    Triton's Python stub must load the libpython of this interpreter; with another one, it crashes
+    at its start. The dynamic linker reads LD_LIBRARY_PATH when a process starts. The value that is
+    set here therefore reaches the stub, and this process does not need a restart.
     """
-    own = sysconfig.get_config_var("LIBDIR")
+    library_directory = sysconfig.get_config_var("LIBDIR")
     paths = [path for path in os.environ.get("LD_LIBRARY_PATH", "").split(":") if path]
-    if own and paths[:1] != [own]:
-        os.environ["LD_LIBRARY_PATH"] = ":".join([own, *paths])
+    if library_directory and paths[:1] != [library_directory]:
+        os.environ["LD_LIBRARY_PATH"] = ":".join([library_directory, *paths])

@@ -1,4 +1,4 @@
-"""What a request must be before any rank works on it."""
+"""Validation of requests on rank 0, before any rank works on them."""
 
 import inspect
 import json
@@ -13,8 +13,8 @@ from safetensors.torch import load
 
 from aligner.data.collectives import samples_from_tensors
 from aligner.servers.wire_protocol import (
-    DRAWN,
     GENERATE,
+    RESPONSE_TENSORS,
     REWARD_MODEL,
     TEACHER_LOGPROBS,
     Arrays,
@@ -23,7 +23,8 @@ from aligner.servers.wire_protocol import (
     TensorSpec,
 )
 
-_NO_SAMPLES = (
+# Exceptions that the parser of samples raises for invalid bytes.
+_PARSE_ERRORS = (
     SafetensorError,
     AttributeError,
     LookupError,
@@ -32,46 +33,54 @@ _NO_SAMPLES = (
     TypeError,
     ValueError,
 )
-"""What bytes raise that are no samples."""
-_BYTES_A_TOKEN = 16
-"""Text of a request, in bytes for each token that it may have: far beyond what any tokenizer makes
-of one."""
-_LOWEST = {"step": 0, "sequence_number": -1, "port": 1, "generation": 0, "version": 0}
-"""Numbers of control requests, and the lowest allowed."""
+# Limit on the text of a request, for each token that the request may have. Tokens of real
+# tokenizers have fewer bytes on average.
+_MAX_TEXT_BYTES_PER_TOKEN = 16
+# Minimum values of the integers in control requests.
+_MINIMUMS = {"step": 0, "sequence_number": -1, "port": 1, "generation": 0, "version": 0}
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What the served model takes."""
+    """Limits of requests to a model."""
 
     vocab_size: int
+    """Size of the vocabulary; token ids are smaller."""
     max_sequence_length: int
+    """Maximum number of tokens in a row."""
     max_request_tokens: int = 2**22
+    """Maximum number of tokens in a request, including padding."""
 
 
 def validate(endpoint: EndpointSpec, arrays: Arrays, limits: Limits) -> None:
-    """Raise RequestError, naming tensor, got and allowed, unless the request fits the endpoint and
-    the model."""
+    """Raise RequestError unless the request is valid for the endpoint and the model.
+
+    The error contains the name of the tensor, its value and the allowed values.
+    """
     _check_names(endpoint, arrays)
+
     sizes: dict[str, int] = {}
     for spec in endpoint.inputs:
         if spec.name in arrays:
             _check_tensor(spec, arrays[spec.name], sizes)
     if "B" in sizes:
         _check_batch(sizes, limits)
+
     _check_content(arrays, limits)
     if endpoint is GENERATE:
-        _check_samples(arrays, limits)
+        _check_partial_rollouts(arrays, limits)
     if endpoint is TEACHER_LOGPROBS:
         _check_scored_tokens(arrays)
 
 
 def _check_names(endpoint: EndpointSpec, arrays: Arrays) -> None:
-    known = [spec.name for spec in endpoint.inputs]
-    unknown = sorted(set(arrays) - set(known))
+    """Raise RequestError if tensors are unknown or missing."""
+    known_names = [spec.name for spec in endpoint.inputs]
+    unknown = sorted(set(arrays) - set(known_names))
     if unknown:
         raise RequestError(
-            f"{endpoint.name}: unknown tensor {', '.join(unknown)}; allowed: {', '.join(known)}"
+            f"{endpoint.name}: unknown tensor {', '.join(unknown)}; allowed:"
+            f" {', '.join(known_names)}"
         )
     missing = [
         spec.name for spec in endpoint.inputs if not spec.optional and spec.name not in arrays
@@ -81,6 +90,7 @@ def _check_names(endpoint: EndpointSpec, arrays: Arrays) -> None:
             f"{endpoint.name}: missing tensor {', '.join(missing)}; got:"
             f" {', '.join(sorted(arrays)) or 'none'}"
         )
+
     if endpoint is REWARD_MODEL and ("sentences" in arrays) == ("tokens" in arrays):
         raise RequestError(
             "reward_model: got both or neither of tokens and sentences, allowed: exactly one of the"
@@ -94,31 +104,38 @@ def _check_names(endpoint: EndpointSpec, arrays: Arrays) -> None:
 
 
 def _check_tensor(spec: TensorSpec, array: NDArray, sizes: dict[str, int]) -> None:
-    """Check dtype and shape; named dimensions must agree with those of the tensors before, kept in
-    `sizes`."""
+    """Raise RequestError unless dtype and shape are as specified.
+
+    Args:
+        spec: Specification of the tensor.
+        array: The tensor.
+        sizes: Sizes of the named dimensions of the previous tensors, with which the shape must
+            agree. New names are added.
+    """
     if array.dtype.kind not in "SO" if spec.dtype is np.bytes_ else array.dtype != spec.dtype:
         raise RequestError(
             f"{spec.name}: got dtype {array.dtype}, allowed: {np.dtype(spec.dtype).name}"
         )
-    shown = f"[{', '.join(map(str, spec.shape))}]"
+    allowed_shape = f"[{', '.join(map(str, spec.shape))}]"
     if array.ndim != len(spec.shape):
-        raise RequestError(f"{spec.name}: got shape {list(array.shape)}, allowed: {shown}")
-    for dimension, got in zip(spec.shape, array.shape, strict=True):
+        raise RequestError(f"{spec.name}: got shape {list(array.shape)}, allowed: {allowed_shape}")
+    for dimension, size in zip(spec.shape, array.shape, strict=True):
         if isinstance(dimension, int):
             expected = dimension
         elif dimension == "S-1":
             expected = sizes["S"] - 1
         else:
-            expected = sizes.setdefault(dimension, got)
-        if got != expected:
-            known = ", ".join(f"{name}={size}" for name, size in sizes.items())
+            expected = sizes.setdefault(dimension, size)
+        if size != expected:
+            known_sizes = ", ".join(f"{name}={size}" for name, size in sizes.items())
             raise RequestError(
-                f"{spec.name}: got shape {list(array.shape)}, allowed: {shown}"
-                + (f" with {known}" if known else "")
+                f"{spec.name}: got shape {list(array.shape)}, allowed: {allowed_shape}"
+                + (f" with {known_sizes}" if known_sizes else "")
             )
 
 
 def _check_batch(sizes: Mapping[str, int], limits: Limits) -> None:
+    """Raise RequestError if the number of rows or tokens is not allowed."""
     if sizes["B"] < 1:
         raise RequestError("the batch is empty: got B=0, allowed: at least 1")
     if not 1 <= sizes.get("S", 1) <= limits.max_sequence_length:
@@ -133,10 +150,13 @@ def _check_batch(sizes: Mapping[str, int], limits: Limits) -> None:
 
 
 def _check_content(arrays: Arrays, limits: Limits) -> None:
-    longest = _BYTES_A_TOKEN * limits.max_request_tokens
+    """Raise RequestError if a value in the tensors is not allowed."""
+    max_text_bytes = _MAX_TEXT_BYTES_PER_TOKEN * limits.max_request_tokens
     for name, array in arrays.items():
-        if array.dtype.kind in "SO" and (got := sum(map(len, array.flat))) > longest:
-            raise RequestError(f"{name}: got {got} bytes, allowed: at most {longest} per request")
+        if array.dtype.kind in "SO" and (text_bytes := sum(map(len, array.flat))) > max_text_bytes:
+            raise RequestError(
+                f"{name}: got {text_bytes} bytes, allowed: at most {max_text_bytes} per request"
+            )
     if "tokens" in arrays:
         _check_range("tokens", arrays["tokens"], 0, limits.vocab_size - 1, "token ids")
         if "sequence_lengths" in arrays:
@@ -174,16 +194,16 @@ def _check_content(arrays: Arrays, limits: Limits) -> None:
                 f"{name}: got different values, allowed: the same value in every row"
             )
     if "sequence_number" in arrays:
-        # Values may be asked for before the first update.
-        number, lowest = (
-            int(arrays["sequence_number"].flat[0]),
-            (-1 if "sequence_lengths" in arrays else 0),
-        )
-        if number < lowest:
-            raise RequestError(f"sequence_number: got {number}, allowed: {lowest} or greater")
+        # Before the first update, a request for values has the number -1. Only these requests have
+        # sequence lengths.
+        number = int(arrays["sequence_number"].flat[0])
+        minimum = -1 if "sequence_lengths" in arrays else 0
+        if number < minimum:
+            raise RequestError(f"sequence_number: got {number}, allowed: {minimum} or greater")
 
 
 def _check_scored_tokens(arrays: Arrays) -> None:
+    """Raise RequestError if a request for teacher log-probs is not valid."""
     if arrays["tokens"].shape[1] < 2:
         raise RequestError(
             "tokens: got S=1, allowed: at least 2, because the first token has no log-prob"
@@ -196,46 +216,54 @@ def _check_scored_tokens(arrays: Arrays) -> None:
         raise RequestError(f"top_k: got {count}, allowed: at least 1")
 
 
-def _check_samples(arrays: Arrays, limits: Limits) -> None:
-    prompts, each = len(arrays["tokens"]), int(arrays["samples_per_prompt"][0])
-    if each < 1:
-        raise RequestError(f"samples_per_prompt: got {each}, allowed: at least 1")
+def _check_partial_rollouts(arrays: Arrays, limits: Limits) -> None:
+    """Raise RequestError if the samples of a request to `generate` are not valid."""
+    prompts = len(arrays["tokens"])
+    samples_per_prompt = int(arrays["samples_per_prompt"][0])
+    if samples_per_prompt < 1:
+        raise RequestError(f"samples_per_prompt: got {samples_per_prompt}, allowed: at least 1")
     if "enough" in arrays:
         _check_range("enough", arrays["enough"], 1, prompts, "1 to B")
     if "due" in arrays:
         _check_range("due", arrays["due"], 0, 1, "1 means that the prompt is due")
-    missing = [spec.name for spec in DRAWN if spec.name not in arrays]
-    if len(missing) == len(DRAWN):
+
+    # A request has either all tensors of a partial rollout, or none of them.
+    missing = [spec.name for spec in RESPONSE_TENSORS if spec.name not in arrays]
+    if len(missing) == len(RESPONSE_TENSORS):
         return
     if missing:
         raise RequestError(
             f"generate: missing tensor {', '.join(missing)}; a partial rollout requires all of"
-            f" {', '.join(spec.name for spec in DRAWN)}"
+            f" {', '.join(spec.name for spec in RESPONSE_TENSORS)}"
         )
+
     rows, width = arrays["responses"].shape
-    if rows != prompts * each or not width:
+    if rows != prompts * samples_per_prompt or not width:
         raise RequestError(
-            f"responses: got shape {[rows, width]}, allowed: [N, R] with N={prompts * each} (B x"
-            " samples_per_prompt) and R > 0"
+            f"responses: got shape {[rows, width]}, allowed: [N, R] with"
+            f" N={prompts * samples_per_prompt} (B x samples_per_prompt) and R > 0"
         )
     _check_range("responses", arrays["responses"], 0, limits.vocab_size - 1, "token ids")
     _check_range("stopped", arrays["stopped"], -1, 1, "-1 means an unfinished response")
     _check_range("response_lengths", arrays["response_lengths"], 0, width, "0 to R")
     if (arrays["response_lengths"][arrays["stopped"] >= 0] == 0).any():
         raise RequestError("response_lengths: got 0 for a finished response, allowed: at least 1")
-    _check_also_drawn(arrays, limits)
+    _check_optional_tensors(arrays, limits)
     _check_branches(arrays, limits)
 
 
-def _check_also_drawn(arrays: Arrays, limits: Limits) -> None:
+def _check_optional_tensors(arrays: Arrays, limits: Limits) -> None:
+    """Raise RequestError if the sampling support or the expert routing is not valid."""
     if ("kept_counts" in arrays) != ("kept_ids" in arrays):
         raise RequestError(
             "generate: got only one of kept_counts and kept_ids, allowed: both or neither"
         )
     if "kept_counts" in arrays:
-        counts, ids = arrays["kept_counts"], arrays["kept_ids"]
+        counts = arrays["kept_counts"]
+        ids = arrays["kept_ids"]
         _check_range("kept_counts", counts, 0, limits.vocab_size, "the size of the vocabulary")
         _check_range("kept_ids", ids, 0, limits.vocab_size - 1, "token ids")
+        # Without any candidates, `kept_ids` has one unused entry: Triton has no empty tensors.
         if max(int(counts.sum()), 1) != len(ids):
             raise RequestError(
                 f"kept_ids: got {len(ids)} ids, allowed: {int(counts.sum())}, the sum of"
@@ -246,17 +274,18 @@ def _check_also_drawn(arrays: Arrays, limits: Limits) -> None:
             arrays["sequence_lengths"], len(arrays["responses"]) // len(arrays["tokens"]), 0
         )
         responses = arrays["response_lengths"]
-        # What is not begun has none, however long its prompt; a branch has a prompt of its own.
-        told = (responses > 0) & (arrays.get("branch_counts", np.zeros_like(responses)) == 0)
-        longest = int((prompts + responses - 1)[told].max(initial=0))
-        if arrays["routes"].shape[1] < longest or arrays["routes"].min(initial=0) < 0:
+        # A response without tokens has no routes. A sample with branches is complete in `branches`.
+        has_routes = (responses > 0) & (arrays.get("branch_counts", np.zeros_like(responses)) == 0)
+        max_tokens = int((prompts + responses - 1)[has_routes].max(initial=0))
+        if arrays["routes"].shape[1] < max_tokens or arrays["routes"].min(initial=0) < 0:
             raise RequestError(
                 f"routes: got shape {list(arrays['routes'].shape)}, allowed: expert ids >= 0 for at"
-                f" least T={longest} tokens per row"
+                f" least T={max_tokens} tokens per row"
             )
 
 
 def _check_branches(arrays: Arrays, limits: Limits) -> None:
+    """Raise RequestError if the branches of episodes are not valid."""
     if ("branches" in arrays) != ("branch_counts" in arrays):
         raise RequestError(
             "generate: got only one of branches and branch_counts, allowed: both or neither"
@@ -265,15 +294,15 @@ def _check_branches(arrays: Arrays, limits: Limits) -> None:
         return
     try:
         samples = samples_from_tensors(load(arrays["branches"].tobytes()))
-    except _NO_SAMPLES as error:
+    except _PARSE_ERRORS as error:
         raise RequestError(
             f"branches: cannot be parsed ({error!r:.200}), allowed: samples as safetensors"
         ) from error
-    told = [int(count) for count in arrays["branch_counts"][:, 0] if count]
-    if told != [len(sample.branches) for sample in samples]:
+    expected_counts = [int(count) for count in arrays["branch_counts"][:, 0] if count]
+    if expected_counts != [len(sample.branches) for sample in samples]:
         raise RequestError(
             f"branches: got {[len(sample.branches) for sample in samples]} branches per sample,"
-            f" allowed: {told}, as in branch_counts"
+            f" allowed: {expected_counts}, as in branch_counts"
         )
     if any(
         branch.finish_reason == "unfinished" for sample in samples for branch in sample.branches
@@ -282,7 +311,7 @@ def _check_branches(arrays: Arrays, limits: Limits) -> None:
             "branches: got an unfinished branch, allowed: only an episode's last sequence may be"
             " unfinished"
         )
-    for sequence in (each for sample in samples for each in sample.sequences):
+    for sequence in (sequence for sample in samples for sequence in sample.sequences):
         if (
             not 0 < len(sequence.tokens) <= limits.max_sequence_length
             or not sequence.prompt_length > 0
@@ -296,7 +325,9 @@ def _check_branches(arrays: Arrays, limits: Limits) -> None:
 
 
 def _check_range(name: str, array: NDArray, low: int, high: int, meaning: str) -> None:
-    smallest, largest = int(array.min()), int(array.max())
+    """Raise RequestError unless all values are between `low` and `high`, inclusive."""
+    smallest = int(array.min())
+    largest = int(array.max())
     if smallest < low or largest > high:
         raise RequestError(
             f"{name}: got {smallest if smallest < low else largest}, allowed: {low} to {high}"
@@ -304,10 +335,18 @@ def _check_range(name: str, array: NDArray, low: int, high: int, meaning: str) -
         )
 
 
-def control_request(text: str, operations: Mapping[str, Callable[..., Any]]) -> dict[str, Any]:
-    """A request of the endpoint `control`: its `op`, and what the operation of that name takes.
+def parse_control_request(
+    text: str, operations: Mapping[str, Callable[..., Any]]
+) -> dict[str, Any]:
+    """Parse a request to the endpoint `control`: its `op`, and the arguments of the operation.
 
-    Raises RequestError unless it is `health`, `shutdown` or one of `operations` with its arguments.
+    Args:
+        text: The request in JSON.
+        operations: Operations in addition to `health` and `shutdown`. The parameters of their
+            functions are the arguments of a request.
+
+    Raises:
+        RequestError: The operation is unknown, or its arguments are not valid.
     """
     try:
         request = json.loads(text)
@@ -318,8 +357,11 @@ def control_request(text: str, operations: Mapping[str, Callable[..., Any]]) -> 
     if not isinstance(op, str) or op not in allowed:
         raise RequestError(f"control: got op {op!r}, allowed: {', '.join(allowed)}")
     parameters = inspect.signature(operations[op]).parameters.values() if op in operations else ()
-    expected = {"op", *(each.name for each in parameters if each.default is each.empty)}
-    optional = {"instance", *(each.name for each in parameters)}
+    expected = {
+        "op",
+        *(parameter.name for parameter in parameters if parameter.default is parameter.empty),
+    }
+    optional = {"instance", *(parameter.name for parameter in parameters)}
     if not expected <= set(request) <= expected | optional:
         raise RequestError(
             f"control: {op}: got keys {', '.join(sorted(request))}, expected:"
@@ -330,11 +372,12 @@ def control_request(text: str, operations: Mapping[str, Callable[..., Any]]) -> 
             raise RequestError(
                 f"control: {op}: {name}: got {request[name]!r:.99}, allowed: a string"
             )
-    for name in _LOWEST.keys() & set(request):
-        value, lowest = request[name], _LOWEST[name]
-        if isinstance(value, bool) or not isinstance(value, int) or not lowest <= value < 2**63:
+    for name in _MINIMUMS.keys() & set(request):
+        value = request[name]
+        minimum = _MINIMUMS[name]
+        if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value < 2**63:
             raise RequestError(
-                f"control: {op}: {name}: got {value!r:.99}, allowed: an integer from {lowest} to"
+                f"control: {op}: {name}: got {value!r:.99}, allowed: an integer from {minimum} to"
                 " 2^63 - 1"
             )
     return request

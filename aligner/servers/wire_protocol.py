@@ -1,7 +1,7 @@
-"""The wire protocol: every endpoint's tensors, and how errors travel.
+"""The wire protocol: tensors of every endpoint, their conversion, and the transport of errors.
 
-Names, dtypes and shapes are NeMo-Aligner's; what we add is optional. `docs/endpoints.md` tells the
-same to a reader.
+Names, dtypes and shapes are NeMo-Aligner's. All additions of aligner are optional.
+`docs/endpoints.md` describes the protocol for users.
 """
 
 import json
@@ -17,7 +17,13 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from aligner.data.collectives import samples_from_tensors, samples_to_tensors
-from aligner.data.types import FinishReason, KeptTokens, Sample, kept_by, of_responses
+from aligner.data.types import (
+    FinishReason,
+    KeptTokens,
+    Sample,
+    concatenate_response_values,
+    concatenate_support,
+)
 from aligner.errors import AlignerError
 
 PROTOCOL_VERSION = 2
@@ -26,23 +32,30 @@ Arrays = Mapping[str, NDArray]
 
 
 class RequestError(AlignerError):
-    """A request that the server refuses; nothing has changed by it."""
+    """The server refuses an invalid request. The request has changed nothing."""
 
 
 class InstanceError(AlignerError):
-    """A request for another start of this server: what its sender relies on may be gone. Nothing
-    has changed by it."""
+    """The request is for an earlier start of this server, and has changed nothing.
+
+    State that the sender relies on may be lost.
+    """
 
 
 class WeightsError(AlignerError):
-    """A request that the weights which serve are too old for. Nothing has changed by it; newer ones
-    may come."""
+    """The request requires newer weights than the engine has, and has changed nothing.
+
+    Newer weights may follow.
+    """
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor of an endpoint. A dimension is a number or a name: B rows, S tokens, S-1 token
-    transitions."""
+    """Name, dtype and shape of a tensor of an endpoint.
+
+    A dimension is a number or a name: B is the number of rows, S the number of tokens per row, and
+    S-1 the number of transitions between tokens.
+    """
 
     name: str
     dtype: type[np.generic]
@@ -58,61 +71,70 @@ class EndpointSpec:
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     batching: bool
-    """Batching models are called with `infer_batch` and have B as their first dimension, the others
-    with `infer_sample`."""
+    """Whether clients call the model with PyTriton's `infer_batch`, and B is the first dimension of
+    its tensors. Clients call other models with `infer_sample`."""
     concurrent_requests: int = 1
-    """Requests that are served at a time; for a batching model, `server.concurrent_requests`."""
+    """Number of requests that are served at a time. For a batching model,
+    `server.concurrent_requests` applies instead."""
 
 
-def _of_request(name: str, dtype: type[np.generic], batching: bool) -> TensorSpec:
-    """An optional tensor with one value a request; a batching model wants it in every row."""
+def _create_per_request_spec(name: str, dtype: type[np.generic], batching: bool) -> TensorSpec:
+    """Return an optional tensor with one value per request.
+
+    A batching model requires the same value in every row.
+    """
     return TensorSpec(name, dtype, ("B", 1) if batching else (1,), optional=True)
 
 
 REQUEST_NUMBER = "request_number"
-"""A tensor that a server returns as it was sent, by which a client recognises its own answer."""
+"""Name of a tensor that the server returns unchanged: clients recognize the answer to their
+request."""
 
 
 def with_request_number(spec: EndpointSpec) -> EndpointSpec:
     """Return the endpoint with an optional request number among its inputs and outputs."""
-    number = _of_request(REQUEST_NUMBER, np.int64, spec.batching)
+    number = _create_per_request_spec(REQUEST_NUMBER, np.int64, spec.batching)
     return replace(spec, inputs=(*spec.inputs, number), outputs=(*spec.outputs, number))
 
 
-def _order(batching: bool) -> tuple[TensorSpec, ...]:
-    """What our clients add: the update a request follows or is, the start of the server it is for,
-    and its trace."""
+def _create_ordering_specs(batching: bool) -> tuple[TensorSpec, ...]:
+    """Return the optional inputs that aligner's clients add.
+
+    The sequence number is the number of the update, or of the update that the request follows.
+    `instance` is the start of the server that the request is for. `trace_id` identifies the request
+    in the server's log.
+    """
     return (
-        _of_request("sequence_number", np.int64, batching),
-        _of_request("instance", np.bytes_, batching),
-        _of_request("trace_id", np.bytes_, batching),
+        _create_per_request_spec("sequence_number", np.int64, batching),
+        _create_per_request_spec("instance", np.bytes_, batching),
+        _create_per_request_spec("trace_id", np.bytes_, batching),
     )
 
 
 TOKENS = TensorSpec("tokens", np.int64, ("B", "S"))
 LENGTHS = TensorSpec("sequence_lengths", np.int64, ("B", 1))
-# The scores, and what each of P sources has given, where there are several.
+# The scores, and the score of each of the P reward sources if there are several.
 REWARDS = (
     TensorSpec("rewards", np.float32, ("B", 1)),
     TensorSpec("reward_parts", np.float32, ("B", "P"), optional=True),
 )
-# Of the scores what tokens get that end steps, not a number for others; where the reward gives any.
+# Rewards of the tokens that end steps, and NaN for other tokens; only if a source rewards steps.
 STEP_REWARDS = TensorSpec("step_rewards", np.float32, ("B", "S-1"), optional=True)
-# Where a response begins, and what the data says about its prompt (a JSON object a row).
-RESPONSES = (
+# Length of each prompt, and the fields of its record (one JSON object per row).
+PROMPT_TENSORS = (
     TensorSpec("prompt_lengths", np.int64, ("B", 1), optional=True),
     TensorSpec("metadata", np.bytes_, ("B", 1), optional=True),
 )
 
 CRITIC_INFER = EndpointSpec(
     "critic_infer",
-    (TOKENS, LENGTHS, *_order(batching=True)),
+    (TOKENS, LENGTHS, *_create_ordering_specs(batching=True)),
     (TensorSpec("values", np.float32, ("B", "S")),),
     batching=True,
 )
 CRITIC_INFER_WITH_REWARD = replace(
     CRITIC_INFER,
-    inputs=(*CRITIC_INFER.inputs, *RESPONSES),
+    inputs=(*CRITIC_INFER.inputs, *PROMPT_TENSORS),
     outputs=(*CRITIC_INFER.outputs, *REWARDS),
 )
 CRITIC_TRAIN = EndpointSpec(
@@ -123,7 +145,7 @@ CRITIC_TRAIN = EndpointSpec(
         TensorSpec("prev_values", np.float32, ("B", "S-1")),
         TensorSpec("mask", np.float32, ("B", "S-1")),
         TensorSpec("run_id", np.bytes_, (1,), optional=True),
-        *_order(batching=False),
+        *_create_ordering_specs(batching=False),
     ),
     (TensorSpec("loss_mean", np.float32, (1,)), TensorSpec("stats", np.bytes_, (1,))),
     batching=False,
@@ -140,9 +162,9 @@ REWARD_MODEL = EndpointSpec(
         replace(TOKENS, optional=True),
         replace(LENGTHS, optional=True),
         TensorSpec("sentences", np.bytes_, ("B", 1), optional=True),
-        *RESPONSES,
-        _of_request("sequence_number", np.int64, batching=True),
-        _of_request("trace_id", np.bytes_, batching=True),
+        *PROMPT_TENSORS,
+        _create_per_request_spec("sequence_number", np.int64, batching=True),
+        _create_per_request_spec("trace_id", np.bytes_, batching=True),
     ),
     (*REWARDS, STEP_REWARDS),
     batching=True,
@@ -152,16 +174,16 @@ TEACHER_LOGPROBS = EndpointSpec(
     (
         TOKENS,
         LENGTHS,
-        *RESPONSES,
-        _of_request("temperature", np.float32, batching=True),
-        _of_request("top_k", np.int64, batching=True),
-        _of_request("sequence_number", np.int64, batching=True),
-        _of_request("trace_id", np.bytes_, batching=True),
+        *PROMPT_TENSORS,
+        _create_per_request_spec("temperature", np.float32, batching=True),
+        _create_per_request_spec("top_k", np.int64, batching=True),
+        _create_per_request_spec("sequence_number", np.int64, batching=True),
+        _create_per_request_spec("trace_id", np.bytes_, batching=True),
     ),
     (
         TensorSpec("logprobs", np.float32, ("B", "S-1")),
-        # Where `top_k` asks for them: the most probable tokens, their log-probs, and that of all
-        # others together.
+        # With `top_k`: the K most probable tokens, their log-probs, and the log of the total
+        # probability of all other tokens.
         TensorSpec("top_ids", np.int32, ("B", "S-1", "K"), optional=True),
         TensorSpec("top_logprobs", np.float32, ("B", "S-1", "K"), optional=True),
         TensorSpec("rest_logprobs", np.float32, ("B", "S-1"), optional=True),
@@ -169,32 +191,32 @@ TEACHER_LOGPROBS = EndpointSpec(
     batching=True,
 )
 _FINISH_CODES: dict[FinishReason, int] = {"unfinished": -1, "length": 0, "stop": 1}
-# Each prompt's samples in a row: what has been drawn of them.
-DRAWN = (
+# The tokens generated so far. The samples of a prompt are adjacent rows.
+RESPONSE_TENSORS = (
     TensorSpec("responses", np.int64, ("N", "R")),
     TensorSpec("response_lengths", np.int64, ("N", 1)),
     TensorSpec("logprobs", np.float32, ("N", "R")),
     TensorSpec("weight_versions", np.int64, ("N", "R")),
     TensorSpec("stopped", np.int64, ("N", 1)),
 )
-# Where the engine tells what it drew among (counts, 0 for the whole vocabulary, and the ids one
-# after another), and the experts of every token of a begun response but its last. Of episodes:
-# which tokens the model drew, what environments gave.
-ALSO_DRAWN = (
+# Sampling support: the number of candidate tokens at each position (0 for the whole vocabulary),
+# and the candidates' ids one after another. Routing replay: the experts of every token except the
+# last one. Episodes: which tokens the policy generated, and the environment's rewards.
+OPTIONAL_RESPONSE_TENSORS = (
     TensorSpec("kept_counts", np.int64, ("N", "R"), optional=True),
     TensorSpec("kept_ids", np.int32, ("I",), optional=True),
     TensorSpec("routes", np.int16, ("N", "T", "L", "K"), optional=True),
     TensorSpec("drawn", np.bool_, ("N", "R"), optional=True),
     TensorSpec("rewards", np.float32, ("N", "R"), optional=True),
 )
-# How many branches each sample has, and those that have some, whole: `samples_to_tensors` of them
-# as safetensors.
-BRANCHES = (
+# The number of branches of each sample, and all samples with branches: the result of
+# `samples_to_tensors` as safetensors.
+BRANCH_TENSORS = (
     TensorSpec("branches", np.uint8, ("Q",), optional=True),
     TensorSpec("branch_counts", np.int64, ("N", 1), optional=True),
 )
-# What each sample's policy read first, where that is not its prompt, as of agents.
-READ = (
+# The tokens before each response, if an agent has changed the prompt.
+POLICY_PROMPT_TENSORS = (
     TensorSpec("read", np.int64, ("N", "P"), optional=True),
     TensorSpec("read_lengths", np.int64, ("N", 1), optional=True),
 )
@@ -206,16 +228,19 @@ GENERATE = EndpointSpec(
         TensorSpec("prompt_ids", np.int64, ("B", 1)),
         TensorSpec("samples_per_prompt", np.int64, (1,)),
         TensorSpec("options", np.bytes_, (1,)),
-        RESPONSES[1],
+        PROMPT_TENSORS[1],
         TensorSpec("weight_version", np.int64, (1,), optional=True),
-        *(replace(spec, optional=True) for spec in (*DRAWN, *ALSO_DRAWN, *BRANCHES)),
+        *(
+            replace(spec, optional=True)
+            for spec in (*RESPONSE_TENSORS, *OPTIONAL_RESPONSE_TENSORS, *BRANCH_TENSORS)
+        ),
         TensorSpec("enough", np.int64, (1,), optional=True),
         TensorSpec("due", np.int64, ("B", 1), optional=True),
         TensorSpec("first_prompt", np.int64, (1,), optional=True),
         TensorSpec("instance", np.bytes_, (1,), optional=True),
         TensorSpec("trace_id", np.bytes_, (1,), optional=True),
     ),
-    (*DRAWN, *ALSO_DRAWN, *BRANCHES, *READ),
+    (*RESPONSE_TENSORS, *OPTIONAL_RESPONSE_TENSORS, *BRANCH_TENSORS, *POLICY_PROMPT_TENSORS),
     batching=False,
 )
 CONTROL = EndpointSpec(
@@ -223,18 +248,19 @@ CONTROL = EndpointSpec(
     (TensorSpec("request", np.bytes_, (1,)),),
     (TensorSpec("response", np.bytes_, (1,)),),
     batching=False,
-    # a trainer has one operation at a time that waits for the ranks; health need not wait for it
+    # The trainer sends one operation at a time that waits for the ranks. The second slot is for
+    # health checks during such an operation.
     concurrent_requests=2,
 )
 
 
-def text_array(text: str) -> NDArray:
-    """A string as a bytes tensor [1]."""
+def encode_text(text: str) -> NDArray:
+    """Return a string as a bytes tensor [1]."""
     return np.array([text.encode()], dtype=object)
 
 
-def array_text(array: NDArray) -> str:
-    """The string in a bytes tensor [1]. Raises RequestError when it is not UTF-8."""
+def decode_text(array: NDArray) -> str:
+    """Return the string in a bytes tensor [1]. Raise RequestError if it is not valid UTF-8."""
     value = array.ravel()[0]
     try:
         return value.decode() if isinstance(value, bytes) else str(value)
@@ -242,17 +268,21 @@ def array_text(array: NDArray) -> str:
         raise RequestError(f"got bytes that are not valid UTF-8: {error}") from error
 
 
-def column_texts(name: str, column: NDArray) -> list[str]:
-    """The texts of a tensor [B, 1] of bytes. Raises RequestError for what is not UTF-8."""
+def decode_text_column(name: str, column: NDArray) -> list[str]:
+    """Return the strings in a bytes tensor [B, 1]. Raise RequestError if one is not valid UTF-8.
+
+    Args:
+        name: Name of the tensor, for the error.
+        column: The tensor.
+    """
     try:
         return [bytes(entry).decode() for entry in column[:, 0]]
     except UnicodeDecodeError as error:
         raise RequestError(f"{name}: got bytes that are not valid UTF-8: {error}") from error
 
 
-def json_objects(texts: Sequence[str]) -> list[dict[str, Any]]:
-    """What the data says about each row's prompt. Raises RequestError for what is no JSON
-    object."""
+def parse_metadata(texts: Sequence[str]) -> list[dict[str, Any]]:
+    """Parse the JSON object of each row's prompt record. Raise RequestError for other texts."""
     objects = []
     for row, text in enumerate(texts):
         try:
@@ -269,80 +299,101 @@ def json_objects(texts: Sequence[str]) -> list[dict[str, Any]]:
     return objects
 
 
-def response_tensors(samples: Sequence[Sample], asked: Sequence[Tensor] = ()) -> dict[str, Tensor]:
-    """Their responses, as `DRAWN`, `ALSO_DRAWN`, `BRANCHES` and `READ` name and shape them; zeros
-    behind a response.
+def responses_to_tensors(
+    samples: Sequence[Sample], prompts: Sequence[Tensor] = ()
+) -> dict[str, Tensor]:
+    """Return the responses of samples as the tensors of the endpoint `generate`.
 
-    `asked` are the prompts, int64 [P], that each was asked for; without them `READ` is not told.
+    The result has the tensors in RESPONSE_TENSORS, and those in OPTIONAL_RESPONSE_TENSORS,
+    BRANCH_TENSORS and POLICY_PROMPT_TENSORS that apply. Responses are zero-padded on the right.
+
+    Args:
+        samples: N samples.
+        prompts: The prompt that each sample was requested for, int64 [P]. Without prompts, the
+            result has no POLICY_PROMPT_TENSORS.
     """
 
-    def padded(rows: Iterable[Tensor]) -> Tensor:
+    def pad_rows(rows: Iterable[Tensor]) -> Tensor:
         block = pad_sequence(list(rows), batch_first=True)
         return block if block.shape[1] else block.new_zeros(len(samples), 1)
 
     tensors = {
-        "responses": padded(sample.response for sample in samples),
+        "responses": pad_rows(sample.response for sample in samples),
         "response_lengths": torch.tensor([[len(sample.response)] for sample in samples]),
-        "logprobs": padded(sample.engine_logprobs for sample in samples),
-        "weight_versions": padded(sample.weight_versions for sample in samples),
+        "logprobs": pad_rows(sample.engine_logprobs for sample in samples),
+        "weight_versions": pad_rows(sample.weight_versions for sample in samples),
         "stopped": torch.tensor([[_FINISH_CODES[sample.finish_reason]] for sample in samples]),
     }
-    if (kept := kept_by(samples)) is not None:
-        tensors["kept_counts"] = padded(
+
+    if (kept := concatenate_support(samples)) is not None:
+        tensors["kept_counts"] = pad_rows(
             kept.counts.split([len(sample.response) for sample in samples])
         )
-        # Triton knows no empty tensors
+        # Triton does not support empty tensors.
         tensors["kept_ids"] = kept.ids if len(kept.ids) else kept.ids.new_zeros(1)
     for name in ("drawn", "rewards"):
-        if (told := of_responses(samples, name)) is not None:
-            tensors[name] = padded(told.split([len(sample.response) for sample in samples]))
-    if branched := [sample for sample in samples if sample.branches]:
+        if (values := concatenate_response_values(samples, name)) is not None:
+            tensors[name] = pad_rows(values.split([len(sample.response) for sample in samples]))
+
+    if branched_samples := [sample for sample in samples if sample.branches]:
         tensors["branches"] = torch.frombuffer(
-            bytearray(save(samples_to_tensors(branched))), dtype=torch.uint8
+            bytearray(save(samples_to_tensors(branched_samples))), dtype=torch.uint8
         )
         tensors["branch_counts"] = torch.tensor([[len(sample.branches)] for sample in samples])
-    prompts = [sample.tokens[: sample.prompt_length] for sample in samples]
-    plain = zip(samples, prompts, asked, strict=False)  # others are in `branches`, whole
+
+    policy_prompts = [sample.tokens[: sample.prompt_length] for sample in samples]
+    # Samples with branches are complete in `branches`.
+    pairs = zip(samples, policy_prompts, prompts, strict=False)
     if any(
-        not sample.branches and not torch.equal(prompt, wanted) for sample, prompt, wanted in plain
+        not sample.branches and not torch.equal(prompt, requested)
+        for sample, prompt, requested in pairs
     ):
-        tensors["read"], tensors["read_lengths"] = (
-            padded(prompts),
-            torch.tensor([[len(prompt)] for prompt in prompts]),
-        )
-    routed = [sample.routes for sample in samples if sample.routes is not None]
-    if routed and all(sample.routes is not None for sample in samples if len(sample.response)):
-        none = routed[0][:0]
-        tensors["routes"] = padded(
-            none if sample.routes is None else sample.routes for sample in samples
+        tensors["read"] = pad_rows(policy_prompts)
+        tensors["read_lengths"] = torch.tensor([[len(prompt)] for prompt in policy_prompts])
+
+    # A sample without a response has no routes. All other samples must have them.
+    routes = [sample.routes for sample in samples if sample.routes is not None]
+    if routes and all(sample.routes is not None for sample in samples if len(sample.response)):
+        no_routes = routes[0][:0]
+        tensors["routes"] = pad_rows(
+            no_routes if sample.routes is None else sample.routes for sample in samples
         ).short()
     return tensors
 
 
-def with_responses(samples: Sequence[Sample], tensors: Mapping[str, Tensor]) -> list[Sample]:
-    """The same samples with the responses, and branches, that `response_tensors` made these of."""
+def responses_from_tensors(
+    samples: Sequence[Sample], tensors: Mapping[str, Tensor]
+) -> list[Sample]:
+    """Return the samples with the responses and branches in the tensors.
+
+    This function is the inverse of `responses_to_tensors`.
+    """
     reasons = {code: reason for reason, code in _FINISH_CODES.items()}
+
     kept = routes = None
     if "kept_counts" in tensors:
         counts = tensors["kept_counts"]
-        flat = KeptTokens.in_order(counts.flatten(), tensors["kept_ids"])
-        kept = replace(flat, counts=counts, starts=flat.starts.view(counts.shape))
+        support = KeptTokens.from_counts(counts.flatten(), tensors["kept_ids"])
+        kept = replace(support, counts=counts, starts=support.starts.view(counts.shape))
     if "routes" in tensors:
         routes = tensors["routes"]
+        # Expert ids are int16 on the wire, and uint8 in samples where they fit.
         routes = routes if bool((routes > 255).any()) else routes.byte()
-    branched: Iterator[Sample] = iter(())
+
+    branched_samples: Iterator[Sample] = iter(())
     if "branches" in tensors:
-        branched = iter(samples_from_tensors(load(tensors["branches"].numpy().tobytes())))
-    changed = []
+        branched_samples = iter(samples_from_tensors(load(tensors["branches"].numpy().tobytes())))
+
+    updated = []
     for row, sample in enumerate(samples):
         if "branch_counts" in tensors and bool(tensors["branch_counts"][row, 0]):
-            changed.append(replace(next(branched), metadata=sample.metadata))
+            updated.append(replace(next(branched_samples), metadata=sample.metadata))
             continue
         length = int(tensors["response_lengths"][row, 0])
-        prompt = sample.asked
+        prompt = sample.initial_prompt
         if "read" in tensors:
             prompt = tensors["read"][row, : int(tensors["read_lengths"][row, 0])]
-        changed.append(
+        updated.append(
             replace(
                 sample,
                 tokens=torch.cat([prompt, tensors["responses"][row, :length]]),
@@ -350,7 +401,7 @@ def with_responses(samples: Sequence[Sample], tensors: Mapping[str, Tensor]) -> 
                 engine_logprobs=tensors["logprobs"][row, :length],
                 weight_versions=tensors["weight_versions"][row, :length],
                 finish_reason=reasons[int(tensors["stopped"][row, 0])],
-                kept=None if kept is None else kept.at((row, slice(length))),
+                kept=None if kept is None else kept.select((row, slice(length))),
                 routes=(
                     None
                     if routes is None or not length
@@ -360,41 +411,48 @@ def with_responses(samples: Sequence[Sample], tensors: Mapping[str, Tensor]) -> 
                 rewards=tensors["rewards"][row, :length] if "rewards" in tensors else None,
             )
         )
-    return changed
+    return updated
 
 
-_ERROR_MARK = "EndpointError: "
-# gRPC sends errors as metadata, 8 KiB at most in all, where every byte of a non-ASCII character
-# becomes three.
-_MESSAGE_BYTES = 1500
+_ERROR_PREFIX = "EndpointError: "
+# gRPC sends errors as metadata, which has at most 8 KiB in total. It encodes every byte of a
+# non-ASCII character as three bytes.
+_MAX_ERROR_BYTES = 1500
 
 
 class EndpointError(Exception):
-    """An error as the server hands it to Triton, which wraps it in tracebacks: JSON that a client
-    finds in them."""
+    """An error in the form in which the server passes it to Triton.
+
+    Its message is JSON. Triton wraps the message in tracebacks, in which `parse_error` finds it.
+    """
 
     def __init__(self, error: Exception) -> None:
-        told = {"type": type(error).__name__, "message": _shortened(str(error))}
-        super().__init__(json.dumps(told, ensure_ascii=False))
+        fields = {"type": type(error).__name__, "message": _shorten(str(error))}
+        super().__init__(json.dumps(fields, ensure_ascii=False))
 
 
-def _shortened(message: str) -> str:
-    """The message, without its middle where that makes it too long; what is no Unicode is
-    escaped."""
+def _shorten(message: str) -> str:
+    """Return the message, with its middle omitted if it is too long.
+
+    Invalid Unicode is escaped.
+    """
     text = message = message.encode(errors="backslashreplace").decode()
-    kept = len(message)
-    while len(json.dumps(text, ensure_ascii=False).encode()) > _MESSAGE_BYTES:
-        kept = min(kept, _MESSAGE_BYTES) * 3 // 4
-        begin, end = message[: kept - kept // 2], message[len(message) - kept // 2 :]
-        text = f"{begin} … {len(message) - kept} characters omitted … {end}"
+    kept_length = len(message)
+    while len(json.dumps(text, ensure_ascii=False).encode()) > _MAX_ERROR_BYTES:
+        kept_length = min(kept_length, _MAX_ERROR_BYTES) * 3 // 4
+        begin = message[: kept_length - kept_length // 2]
+        end = message[len(message) - kept_length // 2 :]
+        text = f"{begin} … {len(message) - kept_length} characters omitted … {end}"
     return text
 
 
-def told_error(text: str) -> tuple[str, str]:
-    """(type, message) of the server's error in Triton's text; ("Triton", text) when Triton itself
-    refused."""
-    _, mark, told = text.partition(_ERROR_MARK)
-    if not mark:
+def parse_error(text: str) -> tuple[str, str]:
+    """Return type and message of the server's error in Triton's message.
+
+    If the error is Triton's own, the result is ("Triton", text).
+    """
+    _, prefix, payload = text.partition(_ERROR_PREFIX)
+    if not prefix:
         return "Triton", text
-    fields, _ = json.JSONDecoder().raw_decode(told)
+    fields, _ = json.JSONDecoder().raw_decode(payload)
     return fields["type"], fields["message"]

@@ -21,7 +21,7 @@ from aligner.engines.replicas import replica_group
 from aligner.megatron.policy import Policy
 from aligner.models.model_source import model_directory
 from aligner.models.shape import ModelShape
-from aligner.models.weight_slices import engine_slices
+from aligner.models.weight_slices import compute_engine_slices
 from aligner.placement.roles import has_generator
 from aligner.resharding.publisher import (
     GeneratorCalls,
@@ -55,7 +55,7 @@ def build_engine_ends(
         return RemoteSampler(client, publisher), publisher
     layout, rank = config.engine.parallel, policy.world.rank
     group = replica_group(layout, rank, timedelta(seconds=config.cluster.collective_timeout_s))
-    with policy.runner.room_for_moments():
+    with policy.runner.reserve_optimizer_memory():
         engine = _colocated_engine(config, policy, group, listener)
     episodes = None
     if config.environment.draws_episodes:
@@ -69,10 +69,10 @@ def _remote_publisher(
 ) -> RemotePublisher:
     calls = None
     if client is not None:
-        is_another = functools.partial(
-            client.is_another, start_timeout_s=config.server.start_timeout_s
+        has_restarted = functools.partial(
+            client.has_restarted, start_timeout_s=config.server.start_timeout_s
         )
-        calls = GeneratorCalls(client.instance, is_another, client.connect, client.receive)
+        calls = GeneratorCalls(client.query_instance, has_restarted, client.connect, client.receive)
     world = policy.world
     to = weight_format(config.engine, world.device)
     return RemotePublisher(
@@ -83,7 +83,7 @@ def _remote_publisher(
         config.engine,
         host=os.environ["MASTER_ADDR"],
         read=policy.runner.weights.read,
-        together=together,
+        run_on_rank0_and_share=together,
         calls=calls,
         # else the trainer's own phase is the span
         listener=listener if config.rollout.max_staleness > 0 else None,
@@ -99,17 +99,17 @@ def _colocated_publisher(config: Config, policy: Policy, engine: GenerationEngin
         return engine.begin_update(version)
 
     plan = plan_to_engine(policy.runner.shape, world.layout, to)
-    link = Link.of_world(
+    link = Link.from_default_group(
         plan.labels, timeout=timedelta(seconds=config.engine.update_timeout_s), device=world.device
     )
-    return Publisher.to_engine(
+    return Publisher.for_engine(
         plan,
         link,
         config.engine,
         to,
         read=weights.read,
         begin_update=begin_update,
-        copied=weights.copied,
+        copied_names=weights.copied_names,
     )
 
 
@@ -120,7 +120,9 @@ def _colocated_engine(
     layout, weights, world = config.engine.parallel, policy.runner.weights, policy.world
     shared = None
     if config.engine.update == "shared":
-        shared = weights.parameters_cut_alike(engine_slices(weights.table, layout, world.rank))
+        shared = weights.parameters_with_slices(
+            compute_engine_slices(weights.table, layout, world.rank)
+        )
     return build_engine(
         policy.runner.shape,
         config.engine,

@@ -19,12 +19,12 @@ from aligner.agents.tool_protocol import ListedTool
 from aligner.algorithms.evaluation_scores import (
     evaluation_metrics,
     group_metrics,
-    judged_metrics,
+    judge_metrics,
     perplexity,
 )
 from aligner.data.collectives import broadcast_json, broadcast_samples
-from aligner.data.conversations import response_text, turns_with_context
-from aligner.data.prompts import drawn_tokens, open_evaluation_prompts
+from aligner.data.conversations import decode_response, split_turns_with_context
+from aligner.data.prompts import open_evaluation_prompts, read_token_ids
 from aligner.data.tokenizer import Tokenizer
 from aligner.data.types import ABSTAINED, Prompt, Sample, collate
 from aligner.engines.engine_protocol import SamplingOptions
@@ -33,7 +33,7 @@ from aligner.files import write_file
 from aligner.megatron.policy import Policy
 from aligner.paths import run_paths
 from aligner.rewards.judge import Judge, build_judge
-from aligner.rewards.scorers import ScoringRequest, checked_scores, resolve_scorer
+from aligner.rewards.scorers import ScoringRequest, call_scorer, resolve_scorer
 from aligner.rewards.sources import ScoringBatch, TextSource
 from aligner.rollout.rollout_builder import RolloutBuilder, environment_scores
 from aligner.rollout.services import PendingRows, Services, together
@@ -57,7 +57,7 @@ def scoring_requests(
     """
     requests = []
     for prompt, sample in zip(prompts, samples, strict=True):
-        before, last = turns_with_context(sample)[-1]
+        before, last = split_turns_with_context(sample)[-1]
         response = tokenizer.decode_after(before, last)
         requests.append(ScoringRequest(tokenizer.decode(before), response, prompt.metadata))
     return requests
@@ -67,7 +67,9 @@ def text_scores(
     scorer: TextSource, prompts: Sequence[Prompt], samples: Sequence[Sample], tokenizer: Tokenizer
 ) -> Tensor:
     """float64 [B], of `scoring_requests`."""
-    return scorer.raw(ScoringBatch(lambda: scoring_requests(prompts, samples, tokenizer)))
+    return scorer.compute_raw_scores(
+        ScoringBatch(lambda: scoring_requests(prompts, samples, tokenizer))
+    )
 
 
 def judged_wins(told: Wins, prompts: int) -> Tensor:
@@ -94,14 +96,14 @@ def reference_samples(
     for prompt in prompts:
         if prompt.id in found:
             continue
-        response = drawn_tokens(
+        response = read_token_ids(
             prompt.metadata, "reference", f"the prompt {prompt.text!r}", tokenizer
         )
         if response is None:
             reference = prompt.metadata["reference"]
             response = tokenizer.encode_after(prompt.text, prompt.tokens, reference)
-            response = tokenizer.ended(response) if ended else response
-        has_end = ended and tokenizer.end_of(response[-1:]) is not None
+            response = tokenizer.append_end_token(response) if ended else response
+        has_end = ended and tokenizer.find_end(response[-1:]) is not None
         found[prompt.id] = Sample(
             prompt_id=prompt.id,
             sample_index=0,
@@ -202,7 +204,7 @@ class Evaluator:
         if lost:
             metrics["eval/lost_episodes"] = float(lost)
         if answers.wins is not None:
-            metrics |= judged_metrics(judged_wins(answers.wins, len(self.prompts)))
+            metrics |= judge_metrics(judged_wins(answers.wins, len(self.prompts)))
         batch = collate(samples, self.tokenizer.pad_token_id)
         logprobs = self.policy.reference_logprobs(
             batch.tokens, batch.lengths, mask=batch.mask, temperature=1.0
@@ -274,7 +276,7 @@ class Evaluator:
                 scores = self.services.score(batch, metadata)
         elif alone:
             requests = scoring_requests(prompts, samples, self.tokenizer)
-            found = checked_scores(self.scorer.name, self.scorer.scorer, requests)
+            found = call_scorer(self.scorer.name, self.scorer.scorer, requests)
             scores = torch.tensor(
                 [ABSTAINED if score is None else score for score in found], dtype=torch.float64
             )
@@ -311,7 +313,7 @@ class Evaluator:
             self.prompts, drawn, self.tokenizer, ended=bool(self.options.stop_token_ids)
         )
         scores = self._scores(self.prompts, samples)
-        self._reference_texts = [response_text(sample, self.tokenizer) for sample in samples]
+        self._reference_texts = [decode_response(sample, self.tokenizer) for sample in samples]
         if self.writes:
             lines = []
             told = zip(self.prompts, samples, self._reference_texts, scores.tolist(), strict=True)
@@ -380,7 +382,7 @@ def build_evaluator(
             suite,
             config.data,
             tokenizer,
-            messages=config.environment.draws_episodes,
+            include_messages=config.environment.draws_episodes,
             tools=tool_schemas(tools),
         ),
         options=replace(

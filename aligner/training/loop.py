@@ -11,12 +11,12 @@ from types import FrameType
 
 import torch
 
-from aligner.data.claim import writing
+from aligner.data.fencing import fenced_write
 from aligner.errors import STOP_SIGNAL
 from aligner.files import write_file
 from aligner.megatron.world import World
 from aligner.observability.metrics import Record, read_metrics
-from aligner.observability.timeline import PhaseTimer, Timeline, tell_phase, tell_stage
+from aligner.observability.timeline import PhaseTimer, Timeline, report_phase, report_stage
 from aligner.paths import run_paths
 from aligner.rollout.services import together
 from aligner.schema import Config
@@ -57,7 +57,7 @@ class StopCondition:
         """Whether the run was told to stop, with so many steps done and others to come.
         Collective."""
         overdue = 0 < self._save_every_s <= self._clock() - self._saved_at
-        told, due = self._world.max_(
+        told, due = self._world.all_reduce_max(
             torch.tensor([int(self._told), int(overdue)], device=self._world.device)
         ).tolist()
         self.is_early, self.is_save_due = bool(told) and done < self.last, bool(due)
@@ -101,9 +101,9 @@ class TrainingLoop:
         first = self._resume()
         if self.stop.is_early_after(first):
             return
-        tell_stage(self.config, "trainer", "syncing the weights to the engine")
+        report_stage(self.config, "trainer", "syncing the weights to the engine")
         self.begin(first)
-        timer = PhaseTimer(listener=self.timeline.add, begins=partial(tell_phase, self.config))
+        timer = PhaseTimer(listener=self.timeline.add, on_begin=partial(report_phase, self.config))
         self._evaluate_beforehand(first, timer)
         if not self._has_reached_its_end(self._recorded()):
             self._train(first, timer)
@@ -134,9 +134,9 @@ class TrainingLoop:
                     )
             saves = self._saves(done, ends=ends)
             self._record(done, result, timer.take())
-            if timer.begins is not None:  # how long steps take is known from here on
-                timer.begins = None
-                tell_stage(self.config, "trainer", None)
+            if timer.on_begin is not None:  # how long steps take is known from here on
+                timer.on_begin = None
+                report_stage(self.config, "trainer", None)
             self._finish_save(timer)  # one that was begun a step ago
             if saves:
                 self._begin_save(done, result.metrics, timer)
@@ -199,7 +199,7 @@ class TrainingLoop:
         first = self.resume(self._saved)
         if self.recorder is not None:
             self.recorder.truncate_after(first, amends=self._owes_evaluation)
-            with writing():
+            with fenced_write():
                 run_paths(self.config).end.unlink(missing_ok=True)  # it may go on from there now
         self.timeline.begin_run(first)
         return first
@@ -326,7 +326,7 @@ class TrainingLoop:
         whoever asks."""
         if self.recorder is not None and self._reached is not None:
             _log.info("%s", self._reached)
-            with writing():
+            with fenced_write():
                 write_file(run_paths(self.config).end, f"{self._reached}\n")
 
     def _record(self, step: int, result: StepResult, times: dict[str, float]) -> None:

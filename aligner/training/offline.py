@@ -20,17 +20,17 @@ from aligner.algorithms.offline_losses import (
     PreferenceRows,
     StepRows,
     imitation_loss,
-    labeled_loss,
+    labeled_answer_loss,
+    offline_distillation_loss,
     pairwise_loss,
     sequence_rewards,
-    step_loss,
-    taught_loss,
+    step_label_loss,
 )
 from aligner.algorithms.preference_losses import pair_loss
-from aligner.data.claim import writing
 from aligner.data.examples import Demonstration, LabeledAnswer, LabeledSteps, Preference
+from aligner.data.fencing import fenced_write
 from aligner.data.prompts import ExampleStream
-from aligner.data.teacher_scores import complete, part_name, taught_rows, write_part
+from aligner.data.teacher_scores import assemble_teacher_scores, part_name, write_index, write_part
 from aligner.data.types import Rows, Stats
 from aligner.errors import AlignerError, ConfigError
 from aligner.files import write_file
@@ -81,11 +81,11 @@ class TeacherScorer(TrainingLoop):
         with timer.phase("score"):
             rows = demonstration_rows(part, self.pad_token_id)
             asked: dict[str, Any] = {"mask": rows.mask, "temperature": 1.0}
-            taught = self.model.taught(
+            taught = self.model.top_k_logprobs(
                 rows.tokens, rows.lengths, self.config.teacher.top_k, self.vocabulary, **asked
             )
         if self.recorder is not None:
-            with writing():
+            with fenced_write():
                 self._part(step).parent.mkdir(exist_ok=True)
                 write_part(self._part(step), rows, taught)
         covered = 1 - taught.outcomes[rows.mask][:, -1].exp()
@@ -99,8 +99,8 @@ class TeacherScorer(TrainingLoop):
         """Complete the directory, once all parts are there."""
         steps, top = self.config.run.steps, min(self.config.teacher.top_k, self.vocabulary)
         if self.recorder is not None and self.stop.last == steps and not self.stop.is_early:
-            with writing():
-                complete(
+            with fenced_write():
+                write_index(
                     run_paths(self.config).teacher_scores,
                     steps,
                     top,
@@ -143,10 +143,10 @@ class OfflineTask(ABC):
         """One optimizer step; the loss's statistics, and those of every update."""
         if isinstance(self.model, ValueModel):
             return self.model.train_rows(
-                rows, self.loss, denominator=self.count(rows), group=self.group
+                rows, self.loss, denominator=self.count(rows), group_size=self.group
             )
         return self.model.train(
-            rows, self._policy_loss, denominator=self.count(rows), group=self.group
+            rows, self._policy_loss, denominator=self.count(rows), group_size=self.group
         )
 
     def evaluate(self, rows: Rows, denominator: float) -> Stats:
@@ -190,18 +190,19 @@ class OfflineDistillation(SupervisedFineTuning):
     def rows(self, examples: Sequence[Demonstration]) -> Rows:
         """A row a demonstration, with the teacher's most probable tokens."""
         rows = super().rows(examples)
-        taught = taught_rows(
-            [example.taught for example in examples if example.taught is not None], rows.mask
+        taught = assemble_teacher_scores(
+            [example.teacher_row for example in examples if example.teacher_row is not None],
+            rows.mask,
         )
         return replace(rows, candidates=taught.ids, candidate_targets=taught.outcomes)
 
     def evaluate(self, rows: Rows, denominator: float) -> Stats:
         """The loss's statistics as sums over `denominator`; nothing is trained."""
-        return self.loss(*self.model.with_candidates(rows), denominator)[1]
+        return self.loss(*self.model.score_candidates(rows), denominator)[1]
 
     def loss(self, output: Tensor, rows: Rows, denominator: float) -> tuple[Tensor, Stats]:
         """The divergence from the teacher, and what is asked of the cross entropy."""
-        return taught_loss(output, rows, self.teacher, denominator)
+        return offline_distillation_loss(output, rows, self.teacher, denominator)
 
 
 @dataclass(frozen=True)
@@ -279,7 +280,7 @@ class KahnemanTverskyOptimization(OfflineTask):
 
     def loss(self, output: Tensor, rows: LabeledRows, denominator: float) -> tuple[Tensor, Stats]:
         """That of `algorithm.preference`."""
-        return labeled_loss(output, rows, self.settings, denominator)
+        return labeled_answer_loss(output, rows, self.settings, denominator)
 
     def _with_baseline(self, rows: Any) -> LabeledRows:
         """The KL estimate: the mean log-ratio of other prompts' answers, at least 0 (Ethayarajh et
@@ -356,7 +357,7 @@ class ProcessRewardModel(OfflineTask):
 
     def loss(self, output: Tensor, rows: StepRows, denominator: float) -> tuple[Tensor, Stats]:
         """Binary cross entropy."""
-        return step_loss(output, rows, denominator)
+        return step_label_loss(output, rows, denominator)
 
 
 def pair_members(pairs: Sequence[Preference]) -> list[Demonstration]:
@@ -374,7 +375,7 @@ def demonstration_rows(demonstrations: Sequence[Demonstration], pad_token_id: in
         padding_value=pad_token_id,
     )
     mask = pad_sequence(
-        [demonstration.is_learned[1:] for demonstration in demonstrations], batch_first=True
+        [demonstration.loss_mask[1:] for demonstration in demonstrations], batch_first=True
     )
     return Rows(tokens, lengths, mask)
 
@@ -493,6 +494,6 @@ class OfflineTrainer(TrainingLoop):
         if self.recorder is not None:
             directory = run_paths(self.config).checkpoint(state.step, self.task.part)
             for name, content in self._companions.items():
-                with writing():
+                with fenced_write():
                     write_file(directory / name, json.dumps(content, indent=1) + "\n")
         return state

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from aligner.algorithms.kl import KLController
 from aligner.algorithms.online_algorithm import OnlineAlgorithm
-from aligner.data.claim import writing
+from aligner.data.fencing import fenced_write
 from aligner.data.pass_rates import PassRates
 from aligner.data.prompts import PromptStream
-from aligner.data.types import Experience, SampleBatch, TaughtTokens
+from aligner.data.types import Experience, SampleBatch, TeacherTopK
 from aligner.megatron.policy import Policy
 from aligner.observability.timeline import PhaseTimer
 from aligner.paths import run_paths
@@ -103,7 +103,7 @@ class OnlineTrainer(TrainingLoop):
                 rollout,
                 self.config.rollout,
                 source_names(self.config.reward),
-                self.algorithm.least_scores,
+                self.algorithm.min_scores_per_prompt,
             )
         )
         light = self.config.engine.publish != "whole" and self._changes_weights(step)
@@ -114,8 +114,8 @@ class OnlineTrainer(TrainingLoop):
     def _count_passes(self, sampled: StepSamples) -> dict[str, float]:
         """Have what the step's samples scored decide what is drawn next; metrics of it."""
         data, before = self.config.data, self.pass_rates
-        drawn = sampled.draws(self.prompts.origin, data.pass_threshold)
-        self.pass_rates = before.after(drawn, data.curriculum.memory)
+        drawn = sampled.draws(self.prompts.locate, data.pass_threshold)
+        self.pass_rates = before.with_outcomes(drawn, data.curriculum.memory)
         self.pipeline.pass_rates = self.pass_rates
         return draw_metrics(drawn, before, self.pass_rates)
 
@@ -125,21 +125,23 @@ class OnlineTrainer(TrainingLoop):
         """Make experience of the samples, and learn from it; None where nothing is left to learn
         from."""
         algorithm, coefficient = self.algorithm, self.kl_controller.coefficient
-        if algorithm.group > 1:  # what is compared are samples
+        if algorithm.group_size > 1:  # what is compared are samples
             rollout = rollout.without_branches()
         batch = rollout.batch
         with timer.phase("logprobs"):
             of, kept, routes = (batch.tokens, batch.lengths), batch.kept, batch.routes
             if self._asks_before_update(step):
-                old_logprobs = self.policy.logprobs(*of, mask=batch.mask, kept=kept, routes=routes)
+                old_logprobs = self.policy.logprobs(
+                    *of, mask=batch.mask, kept_tokens=kept, routes=routes
+                )
             else:
                 old_logprobs = torch.full_like(batch.engine_logprobs, torch.nan)
-            differing = self.policy.runner.routes_differing
+            differing = self.policy.runner.routing_mismatch
             reference_logprobs = self.policy.reference_logprobs(
-                *of, mask=batch.mask, kept=kept, routes=routes
+                *of, mask=batch.mask, kept_tokens=kept, routes=routes
             )
         with timer.phase("server_wait"):
-            rows = rollout.scored_rows(algorithm.least_scores)
+            rows = rollout.scored_rows(algorithm.min_scores_per_prompt)
             if len(rows) < len(rollout.samples):
                 kept_rows = batch.with_branches(rows)
                 rollout, old_logprobs, reference_logprobs = (
@@ -155,12 +157,12 @@ class OnlineTrainer(TrainingLoop):
                 else None
             )
             batch, taught = self._taught(rollout, batch)
-        samples = algorithm.scored_samples(
+        samples = algorithm.build_scored_samples(
             batch, scores, values, old_logprobs, reference_logprobs, coefficient, taught
         )
         if not len(samples.tokens):
             return {}, None
-        experience = algorithm.experience(samples)
+        experience = algorithm.build_experience(samples)
         if not len(experience.tokens):
             return {}, None
         stats, experience = self._update(step, experience, timer)
@@ -172,7 +174,7 @@ class OnlineTrainer(TrainingLoop):
         )
         if batch.routes is not None:
             asked = self._asks_before_update(step)
-            stats["mismatch/routes"] = differing if asked else self.policy.runner.routes_differing
+            stats["mismatch/routes"] = differing if asked else self.policy.runner.routing_mismatch
         if step >= self.config.algorithm.policy_starts_after:
             self.kl_controller.update(sequence_kl(experience), len(experience.tokens))
         return stats, experience
@@ -180,7 +182,7 @@ class OnlineTrainer(TrainingLoop):
     def _asks_before_update(self, step: int) -> bool:
         """Whether log-probs are computed apart from the update, which comes with them where it is
         the step's only one."""
-        return self.algorithm.asks_before_update or step < self.config.algorithm.policy_starts_after
+        return self.algorithm.needs_old_logprobs or step < self.config.algorithm.policy_starts_after
 
     def _taught(
         self, rollout: RolloutBatch, batch: SampleBatch
@@ -192,7 +194,7 @@ class OnlineTrainer(TrainingLoop):
         told = rollout.teacher_logprobs.result(batch.tokens.shape[1] - 1)
         if told.ndim == 2:
             return batch, told
-        taught = TaughtTokens.unpacked(told)
+        taught = TeacherTopK.unpack(told)
         return (
             replace(batch, candidates=taught.ids, candidate_targets=taught.outcomes),
             taught.logprobs,
@@ -214,7 +216,9 @@ class OnlineTrainer(TrainingLoop):
         settings = self.config.algorithm
         seed = self.config.seed * 1_000_003 + step
         parts = list(
-            self.algorithm.minibatches(experience, settings.epochs, settings.minibatches, seed)
+            self.algorithm.iterate_minibatches(
+                experience, settings.epochs, settings.minibatches, seed
+            )
         )
         critic = self.services.train_critic(
             [
@@ -263,15 +267,15 @@ class OnlineTrainer(TrainingLoop):
         algorithm, limit = self.algorithm, self.config.algorithm.early_stop_kl
         updates: list[dict[str, float]] = []
         for part in minibatches:
-            loss = algorithm.loss(part, self.kl_controller.coefficient)
+            loss = algorithm.build_loss(part, self.kl_controller.coefficient)
             found = None if entropies is None else torch.empty(part.mask.shape)
             stats = self.policy.train(
                 part,
                 loss,
-                denominator=algorithm.denominator(part),
-                group=algorithm.group,
-                before=before,
-                entropies=found,
+                denominator=algorithm.loss_denominator(part),
+                group_size=algorithm.group_size,
+                logprobs_out=before,
+                entropies_out=found,
             )
             if entropies is not None and found is not None:
                 earlier = entropies[part.row_ids]
@@ -360,7 +364,7 @@ class OnlineTrainer(TrainingLoop):
         )
         return replace(state, position=position)
 
-    @writing()
+    @fenced_write()
     def _write_rates(self, step: int) -> None:
         self.pass_rates.save(run_paths(self.config).checkpoint(step, "pass_rates"))
 

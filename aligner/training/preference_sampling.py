@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from aligner.algorithms.score_shaping import ScoreShaping
-from aligner.algorithms.selections import PAIRS, kept_responses
-from aligner.data.claim import writing
-from aligner.data.conversations import response_text
+from aligner.algorithms.selections import PAIRS, rejection_sampled_rows
+from aligner.data.conversations import decode_response
+from aligner.data.fencing import fenced_write
 from aligner.data.tokenizer import Tokenizer
 from aligner.data.types import Prompt, Sample
 from aligner.errors import AlignerError
@@ -105,7 +105,7 @@ class PairWriter:
     kept_fields: Sequence[str] = ()
     """Of the prompts' records, which responses have too."""
 
-    @writing()
+    @fenced_write()
     def resume(self, step: int) -> None:
         """Forget what came after a step."""
         for path in self._files:
@@ -145,14 +145,14 @@ class PairWriter:
             "prompt": (
                 prompt.text if is_asked else self.tokenizer.decode(given, skip_special_tokens=False)
             ),
-            "response": response_text(sample, self.tokenizer),
+            "response": decode_response(sample, self.tokenizer),
             "prompt_tokens": given.tolist(),
             "response_tokens": response.tolist(),
             **({} if sample.drawn is None else {"drawn": sample.drawn.int().tolist()}),
             "reward": score,
         }
 
-    @writing()
+    @fenced_write()
     def finish(self) -> None:
         """Give the files their names. Raises AlignerError where there is not one pair, or nothing
         at all."""
@@ -241,7 +241,7 @@ class PreferenceSampler(TrainingLoop):
             }
         if margins := [record["margin"] for record in records if "margin" in record]:
             metrics["preferences/margin"] = sum(margins) / len(margins)
-        kept = kept_responses(shaped, each, settings.responses, settings.min_score).tolist()
+        kept = rejection_sampled_rows(shaped, each, settings.responses, settings.min_score).tolist()
         return metrics | {
             "preferences/responses": float(writer.write(step, records, rollout, scores, kept))
         }

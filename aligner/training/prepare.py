@@ -10,7 +10,7 @@ from aligner.data.examples import open_run_data
 from aligner.data.model_directory import prepare_model, read_shape
 from aligner.data.prompts import open_evaluation_prompts, open_prompts
 from aligner.data.teacher_scores import TeacherScores
-from aligner.data.tokenizer import Tokenizer, end_token_warnings, run_tokenizer
+from aligner.data.tokenizer import Tokenizer, build_run_tokenizer, check_end_tokens
 from aligner.data.tokenizer_files import read_tokenizer_files
 from aligner.data.types import Prompt
 from aligner.errors import ConfigError
@@ -35,7 +35,7 @@ def prepare_run(config: Config) -> None:
     config = only_read(config)
     directory = prepare_model(config)
     notices = _check_end_tokens(config, directory)
-    for notice in [*notices, *_check_data(config, run_tokenizer(config, directory))]:
+    for notice in [*notices, *_check_data(config, build_run_tokenizer(config, directory))]:
         print(f"aligner: note: {notice}", file=sys.stderr)
     for source in reward_sources(config.reward):
         if isinstance(source, FunctionSource):
@@ -52,7 +52,7 @@ def _check_end_tokens(config: Config, directory: Path) -> list[str]:
     if config.model.source != "directory":
         return []
     ids = read_shape(directory).eos_token_ids
-    return end_token_warnings(directory, ids, read_tokenizer_files(directory))
+    return check_end_tokens(directory, ids, read_tokenizer_files(directory))
 
 
 def _check_data(config: Config, tokenizer: Tokenizer) -> Sequence[str]:
@@ -73,14 +73,16 @@ def _check_data(config: Config, tokenizer: Tokenizer) -> Sequence[str]:
         if (judge := evaluation_judge(suite.settings, suite.key)) is not None:
             _check_judged([judge], evaluated)
     if config.algorithm.generates:
-        tokenizer.single_token(config.rollout.truncate_token, "rollout.truncate_token")
+        tokenizer.get_single_token(config.rollout.truncate_token, "rollout.truncate_token")
         with_tool_arguments(config.environment, listed, tokenizer)
         answers = config.algorithm.has_demonstrations
-        prompts = open_prompts(config.data, tokenizer, config.seed, answers=answers, tools=tools)
-        scored += prompts.examples()
+        prompts = open_prompts(
+            config.data, tokenizer, config.seed, include_responses=answers, tools=tools
+        )
+        scored += prompts.iterate_examples()
         _check_judged(judge_sources(config.reward), scored)
         _check_tasks(config, scored)
-        _check_kept(config.algorithm.kept_fields, prompts.examples())
+        _check_kept(config.algorithm.kept_fields, prompts.iterate_examples())
         for source in reward_sources(config.reward):
             if isinstance(source, FunctionSource):
                 asked = [prompt for prompt in scored if source.is_asked(prompt.metadata)]

@@ -12,17 +12,17 @@ from typing import Any
 from aligner.data.checkpoint_files import (
     FORMAT,
     MANIFEST,
-    damaged_files,
+    find_damaged_files,
     read_manifest,
     read_manifest_file,
 )
-from aligner.data.checksums import DamagedError, FileRecord, file_record, sealed
-from aligner.data.claim import writing
+from aligner.data.checksums import DamagedError, FileRecord, compute_file_record, seal
 from aligner.data.collectives import broadcast_json, gather_json
-from aligner.data.run_inputs import InputChecksums, input_changes
+from aligner.data.fencing import fenced_write
+from aligner.data.run_inputs import InputChecksums, describe_input_changes
 from aligner.errors import AlignerError, ConfigError
 from aligner.files import write_file
-from aligner.paths import DAMAGE, checkpoint_step, complete_steps, run_paths
+from aligner.paths import DAMAGE, find_complete_steps, parse_checkpoint_step, run_paths
 from aligner.rollout.services import together
 from aligner.schema import Config
 from aligner.schema.keys import shown
@@ -81,7 +81,7 @@ class RunCheckpoints:
 
     def steps(self) -> list[int]:
         """Steps with a complete checkpoint, in order."""
-        return complete_steps(self._directory)
+        return find_complete_steps(self._directory)
 
     def newest(self) -> list[TrainingState]:
         """States of the last `checkpoint.keep` checkpoints that stay, in order. Raises AlignerError
@@ -130,7 +130,7 @@ class RunCheckpoints:
             key: {name: FileRecord(*record) for name, record in files.items()}
             for key, files in saved.items()
         }
-        changes = input_changes(expected, self._inputs, self._config.run.changes)
+        changes = describe_input_changes(expected, self._inputs, self._config.run.changes)
         if not changes:
             return
 
@@ -180,7 +180,7 @@ class RunCheckpoints:
         }
         self._write(state.step, content)
 
-    @writing()
+    @fenced_write()
     def settle(self, step: int, metric: float | None) -> None:
         """Note what a checkpoint's evaluation, which was owed, has found."""
         content = self._read(step)
@@ -194,11 +194,11 @@ class RunCheckpoints:
         be deleted before."""
         kept = self._kept()
         for directory in sorted(self._directory.iterdir()):
-            step = checkpoint_step(directory)
+            step = parse_checkpoint_step(directory)
             if step is not None and step < max(kept) and step not in kept:
                 self._delete(directory)
 
-    @writing()
+    @fenced_write()
     def _delete(self, directory: Path) -> None:
         try:
             # Without its manifest it no longer counts, also when the deletion is cut short.
@@ -251,7 +251,7 @@ class RunCheckpoints:
             problem = str(error)
         if found := sorted({each for each in gather_json(problem) if each is not None}):
             return found
-        return [] if manifest_only else damaged_files(self._directory / f"step_{step}", files)
+        return [] if manifest_only else find_damaged_files(self._directory / f"step_{step}", files)
 
     def _rename(self, damaged: Mapping[int, str]) -> None:
         """Set checkpoints aside, with what is wrong with them."""
@@ -262,7 +262,7 @@ class RunCheckpoints:
                 for more in ("", *(f".{n}" for n in range(2, 100)))
             )
             try:
-                with writing():
+                with fenced_write():
                     aside = directory.rename(next(name for name in names if not name.exists()))
                     write_file(aside / DAMAGE, f"{problem}\n")
             except OSError as error:
@@ -276,11 +276,11 @@ class RunCheckpoints:
                 problem,
             )
 
-    @writing()
+    @fenced_write()
     def _write(self, step: int, content: Mapping[str, Any]) -> None:
         write_file(
             self._directory / f"step_{step}" / MANIFEST,
-            sealed(json.dumps(content, indent=1) + "\n"),
+            seal(json.dumps(content, indent=1) + "\n"),
         )
 
     def _read(self, step: int) -> dict[str, Any]:
@@ -294,5 +294,5 @@ def _stored_files(directory: Path) -> dict[str, FileRecord]:
     for part in (directory / name for name in _PARTS):
         known = read_manifest(part).files if (part / MANIFEST).is_file() else {}
         for file in sorted(part.glob("[!.]*")):
-            files[f"{part.name}/{file.name}"] = known.get(file.name) or file_record(file)
+            files[f"{part.name}/{file.name}"] = known.get(file.name) or compute_file_record(file)
     return files

@@ -8,13 +8,13 @@ from aligner.agents.tool_catalogue import list_tools, tool_schemas
 from aligner.agents.tool_protocol import ListedTool
 from aligner.algorithms.kl import KLController
 from aligner.algorithms.online_algorithm import build_online_algorithm, build_shaping
-from aligner.data.claim import take_run, write_as
 from aligner.data.examples import LabeledSteps, RunData, open_run_data
+from aligner.data.fencing import claim_run, set_writer_claim
 from aligner.data.model_directory import read_shape
 from aligner.data.pass_rates import PassRates
 from aligner.data.prompts import PromptStream, open_prompts
-from aligner.data.run_inputs import input_checksums
-from aligner.data.tokenizer import Tokenizer, run_tokenizer
+from aligner.data.run_inputs import compute_input_checksums
+from aligner.data.tokenizer import Tokenizer, build_run_tokenizer
 from aligner.errors import ConfigError
 from aligner.megatron import world as worlds
 from aligner.megatron.policy import FrozenPolicy, Policy
@@ -25,12 +25,12 @@ from aligner.models.vocabulary import read_vocabulary
 from aligner.observability.metrics import MetricsWriter, RecordWriter, recording
 from aligner.observability.sample_files import SampleFiles
 from aligner.observability.sinks import open_sinks
-from aligner.observability.timeline import Timeline, open_timeline, tell_stage
+from aligner.observability.timeline import Timeline, open_timeline, report_stage
 from aligner.paths import run_paths
-from aligner.placement.addresses import load_endpoints, replicas, run_access
+from aligner.placement.addresses import load_endpoints, role_endpoints, run_access
 from aligner.placement.roles import has_generator
 from aligner.resharding.publisher import RemotePublisher
-from aligner.rewards.judge import JudgeMeter, judge_directory, judge_run
+from aligner.rewards.judge import JudgeMeter, judge_directory, judge_run_name
 from aligner.rollout.rollout_builder import RolloutBuilder
 from aligner.rollout.rollout_pipeline import RolloutPipeline
 from aligner.rollout.samplers import RemoteSampler, Sampler
@@ -67,29 +67,35 @@ from aligner.training.step_samples import SampleRecorder
 def train(config: Config) -> bool:
     """One trainer rank, from its start to the run's end; false when it was told to stop before its
     last step."""
-    tell_stage(config, "trainer", "reading the data")
-    tokenizer = run_tokenizer(config, model_directory(config))
+    report_stage(config, "trainer", "reading the data")
+    tokenizer = build_run_tokenizer(config, model_directory(config))
     data: PromptStream | RunData
     tools: Sequence[ListedTool] = ()
     if config.algorithm.generates:
-        tools, is_acting = list_tools(config.environment), config.environment.draws_episodes
-        kept = {"messages": is_acting, "answers": config.algorithm.has_demonstrations}
-        data = open_prompts(config.data, tokenizer, config.seed, **kept, tools=tool_schemas(tools))
+        tools = list_tools(config.environment)
+        data = open_prompts(
+            config.data,
+            tokenizer,
+            config.seed,
+            include_messages=config.environment.draws_episodes,
+            include_responses=config.algorithm.has_demonstrations,
+            tools=tool_schemas(tools),
+        )
     else:
         data = open_run_data(config, tokenizer)
     world = worlds.initialize(
         config.actor.parallel, config.seed, config.cluster.collective_timeout_s
     )
-    claim = together(lambda: take_run(config) if world.rank == 0 else None)
-    write_as(config, claim)
-    tell_stage(config, "trainer", "computing checksums of models and data")
-    checkpoints = RunCheckpoints(config, input_checksums(config))
+    claim = together(lambda: claim_run(config) if world.rank == 0 else None)
+    set_writer_claim(config, claim)
+    report_stage(config, "trainer", "computing checksums of models and data")
+    checkpoints = RunCheckpoints(config, compute_input_checksums(config))
     if config.run.resumes:
         checkpoints.set_damaged_aside(world.rank)
         checkpoints.check_inputs()
-    tell_stage(config, "trainer", "waiting for the servers")
+    report_stage(config, "trainer", "waiting for the servers")
     services = connect(config, world, claim["attempt"])
-    tell_stage(config, "trainer", "loading the model weights and building the engine")
+    report_stage(config, "trainer", "loading the model weights and building the engine")
     try:
         trainer = build_trainer(config, world, tokenizer, data, services, tools, checkpoints)
         with recording(
@@ -174,7 +180,7 @@ def build_trainer(
         services=services,
         algorithm=build_online_algorithm(config),
         prompts=data,
-        pass_rates=PassRates.none(len(data), data.checksum()),
+        pass_rates=PassRates.empty(len(data), data.compute_checksum()),
         kl_controller=KLController(
             settings.kl_coefficient, settings.kl_target, settings.kl_horizon
         ),
@@ -198,7 +204,7 @@ def _loop_parts(
         sampled, limit_mib = None, config.logging.samples_mib
         if prompts is not None and limit_mib:
             files, names = SampleFiles(paths.sample_files, limit_mib), source_names(config.reward)
-            sampled = SampleRecorder(files, tokenizer, prompts.origin, names)
+            sampled = SampleRecorder(files, tokenizer, prompts.locate, names)
         writers = MetricsWriter(paths, open_sinks(config, paths)), RecordWriter(paths.samples)
         recorder = Recorder(*writers, tokenizer, sampled, _judge_meter(config))
     return {
@@ -220,7 +226,7 @@ def _judge_meter(config: Config) -> JudgeMeter | None:
         if (judge := evaluation_judge(suite.settings, suite.key)) is not None:
             judges = (*judges, judge)
     directories = tuple(dict.fromkeys(judge_directory(source, paths) for source in judges))
-    return JudgeMeter(directories, judge_run(paths)) if directories else None
+    return JudgeMeter(directories, judge_run_name(paths)) if directories else None
 
 
 def build_rollout_builder(
@@ -245,8 +251,8 @@ def build_rollout_builder(
         ),
         policy.runner.shape.pad_token_id,
         dynamic_sampling_rounds=config.algorithm.dynamic_sampling_rounds,
-        compared=build_shaping(config).of_ends,
-        truncate_token=tokenizer.single_token(
+        compared=build_shaping(config).penalize_missing_ends,
+        truncate_token=tokenizer.get_single_token(
             config.rollout.truncate_token, "rollout.truncate_token"
         ),
         score_parts=score_parts(config.reward),
@@ -262,7 +268,7 @@ def build_task(config: Config, world: World, data: RunData) -> OfflineTask:
         model = build_initial_reward_model(config, world)
         if isinstance(data.examples.take(0, 1)[0], LabeledSteps):
             return ProcessRewardModel(model, shape.pad_token_id)
-        samples, count = data.samples, config.data.normalization_samples
+        samples, count = data.normalization_samples, config.data.normalization_samples
         if samples is None:
             samples = pair_members(data.examples.take(0, min(len(data.examples), -(-count // 2))))[
                 :count
@@ -291,7 +297,7 @@ def build_teacher_scorer(
 ) -> TeacherScorer:
     """What scores the demonstrations by the run's model. Raises ConfigError for fewer of them than
     steps. Collective."""
-    directory, demonstrations = model_directory(config), list(data.examples.examples())
+    directory, demonstrations = model_directory(config), list(data.examples.iterate_examples())
     if len(demonstrations) < config.run.steps:
         raise ConfigError(
             f"run.steps={config.run.steps}: must be <= {len(demonstrations)}, the number of rows in"
@@ -332,7 +338,10 @@ def connect(config: Config, world: World, attempt: int) -> Services:
         )
     if not config.critic_scores:
         reward = RewardClient(
-            replicas(endpoints, "reward"), access, server.request_timeout_s, server.max_batch_size
+            role_endpoints(endpoints, "reward"),
+            access,
+            server.request_timeout_s,
+            server.max_batch_size,
         )
     if has_generator(config):
         timeouts, is_acting = (
@@ -354,7 +363,7 @@ def connect(config: Config, world: World, attempt: int) -> Services:
             config.rollout.temperature,
         )
         teacher = TeacherClient(
-            replicas(endpoints, "teacher"),
+            role_endpoints(endpoints, "teacher"),
             access,
             *limits,
             temperature,

@@ -12,8 +12,8 @@ from aligner.algorithms.advantages import masked_mean
 from aligner.algorithms.distillation import reverse_kl
 from aligner.algorithms.kl import approximate_kl
 from aligner.algorithms.selections import score_bounds
-from aligner.data.conversations import branch_texts, response_text, transcript
-from aligner.data.pass_rates import Draw, PassRates
+from aligner.data.conversations import build_transcript, decode_branches, decode_response
+from aligner.data.pass_rates import PassRates, PromptOutcome
 from aligner.data.tokenizer import Tokenizer
 from aligner.data.types import ABSTAINED, Experience, SampleBatch
 from aligner.errors import AlignerError
@@ -79,15 +79,17 @@ class Recorder:
         records = [
             {
                 "prompt": prompts[index].text,
-                "response": response_text(sample, self.tokenizer),
+                "response": decode_response(sample, self.tokenizer),
                 "reward": float(result.scores[index]),
                 # A sample that came over the wire among episodes may be marked as drawn throughout.
                 **(
-                    {"turns": transcript(sample, self.tokenizer)}
-                    if sample.drawn_count < len(sample.response)
+                    {"turns": build_transcript(sample, self.tokenizer)}
+                    if sample.generated_token_count < len(sample.response)
                     else {}
                 ),
-                **({"branches": branch_texts(sample, self.tokenizer)} if sample.branches else {}),
+                **(
+                    {"branches": decode_branches(sample, self.tokenizer)} if sample.branches else {}
+                ),
             }
             for index, sample in chosen
         ]
@@ -104,7 +106,9 @@ def sequence_kl(experience: Experience) -> float:
     return float(torch.where(experience.mask, difference, 0.0).sum(1).mean())
 
 
-def draw_metrics(draws: Sequence[Draw], before: PassRates, after: PassRates) -> dict[str, float]:
+def draw_metrics(
+    draws: Sequence[PromptOutcome], before: PassRates, after: PassRates
+) -> dict[str, float]:
     """Where the run is in its prompts with a step's draws, by the pass rates before them and after.
 
     `data/epoch`: how many passes over the prompts have been taken with the last of these, of
@@ -123,7 +127,7 @@ def draw_metrics(draws: Sequence[Draw], before: PassRates, after: PassRates) -> 
         "data/repetitions": sum(earlier) / len(draws),
         "data/drawn_fraction": int(after.drawn.sum()) / positions,
     }
-    rates = after.rates()
+    rates = after.compute_rates()
     if len(known := rates[~rates.isnan()]):
         metrics["data/pass_rate"] = float(known.mean())
         metrics["data/always_passed"] = float((known == 1).double().mean())
@@ -146,10 +150,10 @@ def publish_metrics(stats: PublishStats) -> dict[str, float]:
     that is of what all numbers would have been, seconds on this rank and, where they were compared,
     the share of numbers that had changed."""
     found = {"publish/mib": stats.moved_bytes / 2**20, "publish/seconds": stats.seconds}
-    if stats.whole_bytes:
-        found["publish/share"] = stats.moved_bytes / stats.whole_bytes
-    if stats.changed is not None:
-        found["publish/changed"] = stats.changed
+    if stats.full_bytes:
+        found["publish/share"] = stats.moved_bytes / stats.full_bytes
+    if stats.changed_share is not None:
+        found["publish/changed"] = stats.changed_share
     return found
 
 
@@ -263,7 +267,7 @@ def rollout_metrics(
             "rollout/guessed": float(guessed),
             "rollout/accepted_fraction": accepted / guessed,
         }
-    lengths = [sample.drawn_count for sample in samples]
+    lengths = [sample.generated_token_count for sample in samples]
     counts |= length_counts("response/drawn", [*lengths, *rollout.left_out])
     if branches := sum(len(sample.branches) for sample in samples):
         counts["episode/branches"] = branches / len(samples)

@@ -14,17 +14,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from aligner.data.conversations import response_text, spoken_messages
-from aligner.data.pass_rates import Draw, Origin, draws
+from aligner.data.conversations import build_messages, decode_response
+from aligner.data.pass_rates import PromptLocator, PromptOutcome, collect_outcomes
 from aligner.data.tokenizer import Tokenizer
-from aligner.data.tool_calls import ToolFormat, format_of
+from aligner.data.tool_calls import ToolFormat, detect_tool_format
 from aligner.data.types import (
     Experience,
     Prompt,
     Sample,
     SampleBatch,
+    build_response_mask,
     collate_episodes,
-    response_mask,
 )
 from aligner.errors import ConfigError
 from aligner.observability.sample_files import Column, SampleFiles
@@ -72,12 +72,12 @@ class StepSamples:
         samples = [*rollout.samples, *(sample for _, sample in replaced)]
         return prompts, samples, collate_episodes(samples, pad_token_id)
 
-    def draws(self, origin: Origin, threshold: float | None) -> list[Draw]:
+    def draws(self, origin: PromptLocator, threshold: float | None) -> list[PromptOutcome]:
         """What came of each prompt, as `pass_rates.draws`. Drawn ahead, rank 0 alone knows those
         that were replaced."""
         others = (one.prompt.id for one in self.rollout.replaced for _ in one.samples)
         ids = [*(prompt.id for prompt in self.rollout.prompts), *others]
-        return draws(ids, self.scores[: len(ids)], origin, threshold)
+        return collect_outcomes(ids, self.scores[: len(ids)], origin, threshold)
 
     def learned(self, rows: int, width: int) -> dict[str, NDArray]:
         """What is known of tokens that were learned from, float32 [rows, width] of the rows of
@@ -109,7 +109,11 @@ class SampleRecorder:
     """Has every step's samples written; rank 0's."""
 
     def __init__(
-        self, files: SampleFiles, tokenizer: Tokenizer, origin: Origin, sources: Sequence[str]
+        self,
+        files: SampleFiles,
+        tokenizer: Tokenizer,
+        origin: PromptLocator,
+        sources: Sequence[str],
     ) -> None:
         """`sources` are the names of the reward's."""
         self._files, self._tokenizer, self._origin, self._sources = (
@@ -164,7 +168,7 @@ class SampleRecorder:
                 for name in ("prompt_index", "epoch", "metadata")
             },
             "prompt": [self._prompt_text(row) for row in rows],
-            "response": [response_text(row.sample, self._tokenizer) for row in rows],
+            "response": [decode_response(row.sample, self._tokenizer) for row in rows],
             "messages": [self._messages(row) for row in rows],
             "sample": [row.whole.sample_index for row in rows],
             "branch": [row.branch for row in rows],
@@ -190,7 +194,7 @@ class SampleRecorder:
     def _messages(self, row: "_Row") -> str | None:
         if row.branch or (row.sample.drawn is None and "messages" not in row.prompt.metadata):
             return None
-        messages = spoken_messages(row.sample, row.prompt, self._tool_format, self._tokenizer)
+        messages = build_messages(row.sample, row.prompt, self._tool_format, self._tokenizer)
         return json.dumps(messages, ensure_ascii=False)
 
     def _score_columns(self, samples: StepSamples, rows: Sequence["_Row"]) -> dict[str, Column]:
@@ -214,7 +218,7 @@ class SampleRecorder:
     @cached_property
     def _tool_format(self) -> ToolFormat | None:
         try:
-            return format_of(self._tokenizer)
+            return detect_tool_format(self._tokenizer)
         except ConfigError:  # it has no chat template
             return None
 
@@ -222,14 +226,14 @@ class SampleRecorder:
         self, batch: SampleBatch, learned: Mapping[str, NDArray], rows: Sequence[int]
     ) -> dict[str, NDArray]:
         """Of the response tokens of these rows of the batch, one row's behind the other's."""
-        inside = response_mask(batch.lengths, batch.prompt_lengths, batch.tokens.shape[1]).numpy()[
-            rows
-        ]
+        inside = build_response_mask(
+            batch.lengths, batch.prompt_lengths, batch.tokens.shape[1]
+        ).numpy()[rows]
         drawn, ids = batch.mask.numpy()[rows][inside], batch.tokens[:, 1:].numpy()[rows][inside]
         known, place = np.unique(ids, return_inverse=True)
         for token in known.tolist():
             if token not in self._pieces:
-                self._pieces[token] = self._tokenizer.piece(token)
+                self._pieces[token] = self._tokenizer.decode_token(token)
         return {
             "token_id": ids,
             "text": np.array([self._pieces[token] for token in known.tolist()], dtype=object)[

@@ -7,17 +7,17 @@ from pathlib import Path
 
 from torch import Tensor
 
-from aligner.agents import generate as generate
+from aligner.agents import generate
 from aligner.agents.generate import Job, Progress
-from aligner.algorithms.evaluation_scores import evaluation_metrics, judged_metrics, perplexity
-from aligner.data.conversations import response_text
+from aligner.algorithms.evaluation_scores import evaluation_metrics, judge_metrics, perplexity
+from aligner.data.conversations import decode_response
 from aligner.data.export import Source
-from aligner.data.prompts import drawn_tokens
+from aligner.data.prompts import read_token_ids
 from aligner.data.tokenizer_files import read_tokenizer
 from aligner.data.types import ABSTAINED, Prompt, Sample, collate
 from aligner.errors import ConfigError
 from aligner.paths import cache_directory
-from aligner.rewards.judge import JudgeMeter, opened_judge
+from aligner.rewards.judge import JudgeMeter, open_judge
 from aligner.rewards.sources import TextSource
 from aligner.schema import EngineConfig, MegatronModelConfig
 from aligner.schema.reward_sources import JudgeSource
@@ -66,7 +66,9 @@ def plan_evaluation(
     for prompt in answers.prompts:
         if not isinstance(prompt.metadata.get("reference", ""), str):
             raise ConfigError(f"the `reference` of the prompt {prompt.text!r} must be a string")
-        drawn_tokens(prompt.metadata, "reference", f"the prompt {prompt.text!r}", answers.tokenizer)
+        read_token_ids(
+            prompt.metadata, "reference", f"the prompt {prompt.text!r}", answers.tokenizer
+        )
     lacking = without_reference(answers.prompts)
     if initial is None:
         if 0 < len(lacking) < len(answers.prompts):
@@ -147,7 +149,7 @@ class _Asking:
             cache_directory() / "judge" if source.judge_cache is None else Path(source.judge_cache)
         )
         self._judge, self._meter = (
-            opened_judge(source, directory, run),
+            open_judge(source, directory, run),
             JudgeMeter([directory], run),
         )
 
@@ -160,9 +162,9 @@ class _Asking:
     ) -> tuple[list[tuple[float, float] | None], dict[str, float]]:
         """What each sample has won against its prompt's reference, and the metrics of that."""
         tokenizer = job.answers.tokenizer
-        others = [response_text(references[sample.prompt_id], tokenizer) for sample in samples]
+        others = [decode_response(references[sample.prompt_id], tokenizer) for sample in samples]
         wins = self._judge.compare(scoring_requests(prompts, samples, tokenizer), others)
-        return wins, judged_metrics(judged_wins(wins, len(references))) | self._meter.metrics()
+        return wins, judge_metrics(judged_wins(wins, len(references))) | self._meter.metrics()
 
 
 def _scores(job: EvaluationJob, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> Tensor:

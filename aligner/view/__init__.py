@@ -1,2 +1,2 @@
-"""A run, or many, as pages of a browser: served live by `aligner view`, and kept in one file by
-`aligner report`."""
+"""Web pages of one or several runs: `aligner view` serves them live, and `aligner report` writes
+the page of a run to one file."""

@@ -1,6 +1,7 @@
-"""The plots of a run's pages, as plotly.js takes them; text and grid have the page's colours.
+"""Plots of a run's pages, in the form that plotly.js expects; the page sets the colors of text and
+grid.
 
-What was not measured has no plot.
+There are no plots of metrics that the run did not measure.
 """
 
 import math
@@ -10,12 +11,12 @@ from html import escape
 from itertools import accumulate
 from typing import Any
 
-from aligner.observability.timeline import PHASES
+from aligner.observability.timeline import PHASE_SPAN_NAMES
 from aligner.observability.trace import (
     Span,
-    busy_shares,
-    innermost,
-    roles_of,
+    compute_busy_shares,
+    flatten_spans,
+    list_roles,
     step_bounds,
     steps_window,
 )
@@ -26,12 +27,13 @@ Metrics = Sequence[Mapping[str, float]]
 Trace = dict[str, Any]
 
 OVERVIEW = "overview"
-"""The group of the plots that say most of a run; any other metric is in that of its name's first
-part."""
+"""Group of the most important plots. Plots of other metrics are in the group of the first part of
+their name."""
 
-_LINES = ("#4786c6", "#d9822b", "#3f9d68", "#b85f9b", "#8a78cf", "#8a929c")
+_LINE_COLORS = ("#4786c6", "#d9822b", "#3f9d68", "#b85f9b", "#8a78cf", "#8a929c")
 _DASHES = ("solid", "dash", "dot", "dashdot")
-_ACTIVITIES = {
+# Colors of the activities in the timeline, in the order of the legend.
+_ACTIVITY_COLORS = {
     "batch": "#86aad0",
     "generate": "#4786c6",
     "prefill": "#86aad0",
@@ -49,22 +51,30 @@ _ACTIVITIES = {
     "environments": "#c9a66b",
     "wait": "rgba(138, 146, 156, 0.3)",
 }
-_OTHER = "#b4bac2"
-_FRESH, _STALE = (156, 195, 230), (176, 86, 143)
-_SHARE = "staleness/share_"
-_LENGTHS = {"response/drawn_to_": "generated", "response/learned_to_": "trained on"}
-_OWN_PLOTS = (*_LENGTHS, _SHARE)
-_SECONDS = "seconds"  # no metric: those have a / in their names
-_POINTS, _BARS = 1000, 200
-_LONGEST_NAME = 120
+_OTHER_COLOR = "#b4bac2"
+# RGB colors of the smallest and the largest staleness.
+_FRESH_COLOR = (156, 195, 230)
+_STALE_COLOR = (176, 86, 143)
+_STALENESS_PREFIX = "staleness/share_"
+# Prefixes of the metrics that count response lengths, with the names of their bars.
+_LENGTH_PREFIXES = {"response/drawn_to_": "generated", "response/learned_to_": "trained on"}
+# Prefixes of metrics that have special plots instead of curves.
+_SPECIAL_PREFIXES = (*_LENGTH_PREFIXES, _STALENESS_PREFIX)
+_SECONDS = "seconds"  # not the name of a metric: those contain a /
+# Maximum number of points of a curve and of bars of a plot.
+_MAX_POINTS = 1000
+_MAX_BARS = 200
+_MAX_NAME_LENGTH = 120
 _BARS_LAYOUT = {"barmode": "stack", "bargap": 0.15, "showlegend": True}
 _ROWS_AXIS = {"showgrid": False, "ticksuffix": "  "}
-_UTILIZATION_STEPS, _TIMELINE_STEPS, _TIMELINE_ROWS = 10, 3, 24
+_UTILIZATION_STEPS = 10
+_TIMELINE_STEPS = 3
+_MAX_TIMELINE_ROWS = 24
 
 
 @dataclass(frozen=True)
 class Plot:
-    """A figure with its place on the page."""
+    """A figure and its properties on the page."""
 
     key: str
     title: str
@@ -74,39 +84,42 @@ class Plot:
     wide: bool = False
     group: str = OVERVIEW
     about: str = ""
-    """The names of its metrics, which a search finds."""
+    """Names of the metrics in the plot, for the page's search."""
     description: str = ""
     """One sentence that explains what the plot shows."""
 
-    def content(self) -> dict[str, Any]:
-        """JSON values."""
+    def to_json(self) -> dict[str, Any]:
+        """Return the plot as JSON values."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class Panel:
-    """Metrics that are drawn together, each with what it is called there."""
+    """Metrics that share a plot."""
 
     key: str
     title: str
     metrics: Mapping[str, str]
+    """Metric name to the name of its curve."""
     logarithmic: bool = False
     is_share: bool = False
-    """Whether its values are parts of a whole, from 0 to 1."""
+    """Whether the values are fractions, from 0 to 1."""
     description: str = ""
-    """One sentence that explains the plot; empty: the description of its first metric."""
+    """One sentence that explains the plot; if empty, the plot has the description of its first
+    metric."""
 
 
-def _held_out(metric: str, *prefixes: str) -> dict[str, str]:
-    """A metric of training under any of the prefixes, and what it is on held-out data."""
+def _train_and_held_out(metric: str, *prefixes: str) -> dict[str, str]:
+    """Return the curve names of a training metric with each prefix and of the same metric on
+    held-out data."""
     return {
         **{f"{prefix}/{metric}": "training" for prefix in prefixes},
         f"eval/{metric}": "held out",
     }
 
 
-_CLIPPED = {f"{kind}/clip_fraction": kind for kind in ("policy", "value")}
-_CLIPPED |= {"policy/importance_truncated": "importance weights"}
+_CLIP_METRICS = {f"{kind}/clip_fraction": kind for kind in ("policy", "value")}
+_CLIP_METRICS |= {"policy/importance_truncated": "importance weights"}
 PANELS = (
     Panel("reward", "Reward", {"reward/mean": "mean"}),
     Panel(
@@ -138,14 +151,16 @@ PANELS = (
     ),
     Panel("policy_loss", "Policy loss", {"policy/loss": "loss"}),
     Panel("value_loss", "Value loss", {"value/loss": "loss"}),
-    Panel("loss", "Loss", _held_out("loss", "sft", "dpo", "reward_model")),
+    Panel("loss", "Loss", _train_and_held_out("loss", "sft", "dpo", "reward_model")),
     Panel(
-        "accuracy", "Accuracy (fraction)", _held_out("accuracy", "dpo", "reward_model", "policy")
+        "accuracy",
+        "Accuracy (fraction)",
+        _train_and_held_out("accuracy", "dpo", "reward_model", "policy"),
     ),
     Panel(
         "margin",
         "Reward margin, chosen minus rejected",
-        _held_out("margin", "dpo", "reward_model", "policy"),
+        _train_and_held_out("margin", "dpo", "reward_model", "policy"),
     ),
     Panel("score", "Evaluation: score", {"eval/score": "score"}),
     Panel(
@@ -170,7 +185,7 @@ PANELS = (
     Panel(
         "clipped",
         "Clipped tokens (fraction)",
-        _CLIPPED,
+        _CLIP_METRICS,
         is_share=True,
         description="Tokens whose policy ratio, value or importance weight is clipped.",
     ),
@@ -195,34 +210,45 @@ PANELS = (
 )
 
 
-def curves(runs: Mapping[str, Metrics]) -> Iterator[Plot]:
-    """Every metric of some runs by step, several runs over each other: first the panels, then what
-    is in none of them.
+def build_curves(runs: Mapping[str, Metrics]) -> Iterator[Plot]:
+    """Yield a plot of every metric over the steps of runs: first the panels, then other metrics.
 
-    A trace has beside its steps the `seconds` that the run had taken by then, as far as steps were
-    timed.
+    Each plot contains the curves of all runs. Each point of a curve has a step and the `seconds`
+    that the run had taken until then, as far as its steps were timed.
+
+    Args:
+        runs: The metrics by run name.
     """
-    thin = {name: thinned(_timed(metrics), _POINTS) for name, metrics in runs.items()}
-    shown = {name: records for name, (records, _) in thin.items()}
-    together = max((steps for _, steps in thin.values()), default=1)
-    note = f"each point is the mean of {together} steps" if together > 1 else ""
-    keys = dict.fromkeys(key for records in shown.values() for record in records for key in record)
-    in_panels = {key for panel in PANELS for key in panel.metrics} | {"step", _SECONDS}
-    left = [key for key in sorted(keys) if key not in in_panels and not key.startswith(_OWN_PLOTS)]
-    alone = [Panel(key, printable(key, _LONGEST_NAME), {key: key}) for key in left]
-    for panel in (*PANELS, *alone):
-        drawn = {
+    reduced = {
+        name: average_bins(_add_seconds(metrics), _MAX_POINTS) for name, metrics in runs.items()
+    }
+    records_by_run = {name: records for name, (records, _) in reduced.items()}
+    bin_size = max((steps for _, steps in reduced.values()), default=1)
+    note = f"each point is the mean of {bin_size} steps" if bin_size > 1 else ""
+
+    keys = dict.fromkeys(
+        key for records in records_by_run.values() for record in records for key in record
+    )
+    panel_keys = {key for panel in PANELS for key in panel.metrics} | {"step", _SECONDS}
+    other_keys = [
+        key
+        for key in sorted(keys)
+        if key not in panel_keys and not key.startswith(_SPECIAL_PREFIXES)
+    ]
+    other_panels = [Panel(key, printable(key, _MAX_NAME_LENGTH), {key: key}) for key in other_keys]
+    for panel in (*PANELS, *other_panels):
+        curves = {
             (run, key)
-            for run, records in shown.items()
+            for run, records in records_by_run.items()
             for key in panel.metrics
             if _points(records, key, panel.logarithmic)
         }
-        if drawn:
+        if curves:
             group = OVERVIEW if panel in PANELS else panel.title.partition("/")[0]
             yield Plot(
                 panel.key,
                 panel.title,
-                *_lines(shown, panel, drawn),
+                *_build_lines(records_by_run, panel, curves),
                 note,
                 group=group,
                 about=" ".join(panel.metrics),
@@ -230,17 +256,18 @@ def curves(runs: Mapping[str, Metrics]) -> Iterator[Plot]:
             )
 
 
-def metric_plots(metrics: Metrics) -> Iterator[Plot]:
-    """A run's curves, staleness, lengths, and where the steps' time went."""
-    yield from curves({"": metrics})
-    for key, title, description, whole, prefix, draw in (
+def build_metric_plots(metrics: Metrics) -> Iterator[Plot]:
+    """Yield the plots of a run's metrics: curves, staleness, step time by phase, and response
+    lengths."""
+    yield from build_curves({"": metrics})
+    for key, title, description, total_metric, prefix, build in (
         (
             "staleness_shares",
             "Tokens by staleness (weight versions)",
             "Percentage of the trained tokens by the age of the weights that generated them.",
             "staleness/max",
-            _SHARE,
-            _staleness_shares,
+            _STALENESS_PREFIX,
+            _build_staleness_bars,
         ),
         (
             "step_time",
@@ -248,20 +275,21 @@ def metric_plots(metrics: Metrics) -> Iterator[Plot]:
             "Phases of trainer rank 0.",
             "time/step",
             "time/",
-            _step_times,
+            _build_step_time_bars,
         ),
     ):
-        shown, together = thinned(
-            _with_every(prefix, [record for record in metrics if whole in record]), _BARS
+        records, bin_size = average_bins(
+            _fill_missing(prefix, [record for record in metrics if total_metric in record]),
+            _MAX_BARS,
         )
-        note = f"each bar is the mean of {together} steps" if together > 1 else ""
-        if shown:
-            yield Plot(key, title, *draw(shown), note, about=prefix, description=description)
-    if any(key.startswith(tuple(_LENGTHS)) for record in metrics for key in record):
+        note = f"each bar is the mean of {bin_size} steps" if bin_size > 1 else ""
+        if records:
+            yield Plot(key, title, *build(records), note, about=prefix, description=description)
+    if any(key.startswith(tuple(_LENGTH_PREFIXES)) for record in metrics for key in record):
         yield Plot(
             "lengths",
             "Response lengths over the whole run",
-            *_length_counts(metrics),
+            *_build_length_bars(metrics),
             about="response/length",
             description=(
                 "A smaller count of trained responses means that some responses were not trained"
@@ -270,9 +298,9 @@ def metric_plots(metrics: Metrics) -> Iterator[Plot]:
         )
 
 
-def timeline_plots(spans: Sequence[Span]) -> Iterator[Plot]:
-    """How busy each role was in the last steps, and what every rank did in the last few; nothing
-    without a whole step."""
+def build_timeline_plots(spans: Sequence[Span]) -> Iterator[Plot]:
+    """Yield the utilization of each role and the timeline of each rank in the last steps; nothing
+    without a training step."""
     begin, end = steps_window(spans, _UTILIZATION_STEPS)
     if begin == end:
         return
@@ -286,40 +314,46 @@ def timeline_plots(spans: Sequence[Span]) -> Iterator[Plot]:
     yield Plot(
         "utilization",
         "Utilization",
-        *_utilization(busy_shares(spans, (begin, end))),
+        *_build_utilization(compute_busy_shares(spans, (begin, end))),
         note,
         wide=True,
     )
-    yield _timeline(spans, steps_window(spans, _TIMELINE_STEPS))
+    yield _build_timeline(spans, steps_window(spans, _TIMELINE_STEPS))
 
 
-def _timed(metrics: Metrics) -> Metrics:
-    """With the seconds from the first step's start to each one's end."""
+def _add_seconds(metrics: Metrics) -> Metrics:
+    """Return the records with the seconds from the start of the first step to the end of each
+    step."""
     seconds = accumulate(record.get("time/step", 0.0) for record in metrics)
-    return [{**record, _SECONDS: spent} for record, spent in zip(metrics, seconds, strict=True)]
+    return [{**record, _SECONDS: total} for record, total in zip(metrics, seconds, strict=True)]
 
 
-def thinned(metrics: Metrics, limit: int) -> tuple[Metrics, int]:
-    """At most `limit` records, each the mean of as many steps in a row as the second result says;
-    steps are their last."""
-    together = math.ceil(len(metrics) / limit)
-    if together <= 1:
+def average_bins(metrics: Metrics, limit: int) -> tuple[Metrics, int]:
+    """Average consecutive records, so that at most `limit` records remain.
+
+    Returns:
+        The averaged records, each with the step of its last record, and the number of records that
+        are averaged.
+    """
+    bin_size = math.ceil(len(metrics) / limit)
+    if bin_size <= 1:
         return metrics, 1
-    bins = [metrics[start : start + together] for start in range(0, len(metrics), together)]
-    return [_mean(records) for records in bins], together
+    bins = [metrics[start : start + bin_size] for start in range(0, len(metrics), bin_size)]
+    return [_average(records) for records in bins], bin_size
 
 
-def _mean(records: Metrics) -> dict[str, float]:
+def _average(records: Metrics) -> dict[str, float]:
+    """Return the mean of each metric over the records that contain it, and the last step."""
     keys = dict.fromkeys(key for record in records for key in record)
-    values = {key: [record[key] for record in records if key in record] for key in keys}
-    return {key: sum(found) / len(found) for key, found in values.items()} | {
+    values_by_key = {key: [record[key] for record in records if key in record] for key in keys}
+    return {key: sum(values) / len(values) for key, values in values_by_key.items()} | {
         "step": records[-1]["step"]
     }
 
 
-def _with_every(prefix: str, metrics: Metrics) -> Metrics:
-    """The metrics of a prefix, parts of a whole: what a record lacks of what another has is 0
-    there."""
+def _fill_missing(prefix: str, metrics: Metrics) -> Metrics:
+    """Return the metrics of a prefix, which are parts of a total: a metric that only other records
+    contain is 0."""
     keys = dict.fromkeys(key for record in metrics for key in record if key.startswith(prefix))
     return [
         {"step": record["step"], **{key: record.get(key, 0.0) for key in keys}}
@@ -328,32 +362,41 @@ def _with_every(prefix: str, metrics: Metrics) -> Metrics:
 
 
 def _points(metrics: Metrics, key: str, logarithmic: bool) -> list[tuple[float, float, float]]:
-    """Steps, seconds and values; a logarithmic axis has no place for those that are not
-    positive."""
+    """Return the steps, seconds and values of a metric, without nonpositive values on a logarithmic
+    axis."""
     return [
-        (each["step"], each[_SECONDS], each[key])
-        for each in metrics
-        if key in each and not (logarithmic and each[key] <= 0)
+        (record["step"], record[_SECONDS], record[key])
+        for record in metrics
+        if key in record and not (logarithmic and record[key] <= 0)
     ]
 
 
-def _lines(
-    runs: Mapping[str, Metrics], panel: Panel, drawn: set[tuple[str, str]]
+def _build_lines(
+    runs: Mapping[str, Metrics], panel: Panel, curves: set[tuple[str, str]]
 ) -> tuple[list[Trace], dict[str, Any]]:
-    """A line a run and metric: of one run each metric has a colour, of several each run, and
-    metrics are told by dashes."""
+    """Return one line per run and metric, and the layout.
+
+    The metrics of a single run have different colors. Several runs have different colors, and their
+    metrics have different dashes.
+
+    Args:
+        runs: The records by run name.
+        panel: The metrics of the plot.
+        curves: The pairs of run and metric that have points.
+    """
     traces: list[Trace] = []
     layout = {
-        "showlegend": len(drawn) > 1,
+        "showlegend": len(curves) > 1,
         "yaxis": {"type": "log", "exponentformat": "e"} if panel.logarithmic else {},
     }
-    for place, (run, records) in enumerate(runs.items()):
-        for number, key in enumerate(key for key in panel.metrics if (run, key) in drawn):
-            color = _LINES[(place if len(runs) > 1 else number) % len(_LINES)]
+    for run_index, (run, records) in enumerate(runs.items()):
+        for metric_index, key in enumerate(key for key in panel.metrics if (run, key) in curves):
+            color_index = run_index if len(runs) > 1 else metric_index
+            color = _LINE_COLORS[color_index % len(_LINE_COLORS)]
             if len(runs) == 1:
-                traces += _band(records, key, color)
+                traces += _build_band(records, key, color)
             points = _points(records, key, panel.logarithmic)
-            dash = _DASHES[number % len(_DASHES)] if len(runs) > 1 else "solid"
+            dash = _DASHES[metric_index % len(_DASHES)] if len(runs) > 1 else "solid"
             metric = panel.metrics[key] if len(panel.metrics) > 1 or not run else ""
             name = _label(" ".join(part for part in (run, metric) if part))
             line = {"color": color, "width": 1.6, "dash": dash}
@@ -371,7 +414,7 @@ def _lines(
                 }
             )
             traces[-1]["marker"] = {"color": color, "size": 4}
-    # all of them 1 would have an axis to 2
+    # Without a range, plotly would draw the axis of a curve that is always 1 up to 2.
     if panel.is_share and max(max(trace["y"]) for trace in traces) > 0.5:
         layout["yaxis"] = {"range": [0, 1.05]}
     elif not panel.logarithmic and min(min(trace["y"]) for trace in traces) >= 0:
@@ -379,17 +422,25 @@ def _lines(
     return traces, layout
 
 
-def _band(metrics: Metrics, key: str, color: str) -> list[Trace]:
-    """The interval of a metric that has one, or a standard deviation to either side of the mean."""
-    low, high, spread = f"{key}_low", f"{key}_high", f"{key.removesuffix('/mean')}/std"
+def _build_band(metrics: Metrics, key: str, color: str) -> list[Trace]:
+    """Return the area of a metric's interval, or of one standard deviation around a mean; an empty
+    list if neither was measured."""
+    low = f"{key}_low"
+    high = f"{key}_high"
+    std = f"{key.removesuffix('/mean')}/std"
     bounds = []
-    for each in metrics:
-        if key.endswith("/mean") and key in each and spread in each:
+    for record in metrics:
+        if key.endswith("/mean") and key in record and std in record:
             bounds.append(
-                (each["step"], each[_SECONDS], each[key] - each[spread], each[key] + each[spread])
+                (
+                    record["step"],
+                    record[_SECONDS],
+                    record[key] - record[std],
+                    record[key] + record[std],
+                )
             )
-        elif not key.endswith("/mean") and low in each and high in each:
-            bounds.append((each["step"], each[_SECONDS], each[low], each[high]))
+        elif not key.endswith("/mean") and low in record and high in record:
+            bounds.append((record["step"], record[_SECONDS], record[low], record[high]))
     if not bounds:
         return []
     steps, seconds, lower, upper = (list(column) for column in zip(*bounds, strict=True))
@@ -397,7 +448,8 @@ def _band(metrics: Metrics, key: str, color: str) -> list[Trace]:
         "fill": "toself",
         "fillcolor": "rgba({}, {}, {}, 0.15)".format(*bytes.fromhex(color[1:])),
     }
-    places = {
+    # The outline follows the upper bounds forward and the lower bounds backward.
+    outline = {
         "x": steps + steps[::-1],
         "seconds": seconds + seconds[::-1],
         "y": upper + lower[::-1],
@@ -405,7 +457,7 @@ def _band(metrics: Metrics, key: str, color: str) -> list[Trace]:
     return [
         {
             "type": "scatter",
-            **places,
+            **outline,
             **area,
             "mode": "none",
             "hoverinfo": "skip",
@@ -414,45 +466,59 @@ def _band(metrics: Metrics, key: str, color: str) -> list[Trace]:
     ]
 
 
-def _step_times(metrics: Metrics) -> tuple[list[Trace], dict[str, Any]]:
+def _build_step_time_bars(metrics: Metrics) -> tuple[list[Trace], dict[str, Any]]:
     phases = [key for key in metrics[0] if key.startswith("time/") and key != "time/step"]
     seconds = {
         phase.removeprefix("time/"): [record[phase] for record in metrics] for phase in phases
     }
-    rest = [
+    other_seconds = [
         max(0.0, record["time/step"] - sum(record[phase] for phase in phases)) for record in metrics
     ]
-    named = {
-        PHASES.get(phase, phase): values for phase, values in {**seconds, "other": rest}.items()
+    values_by_name = {
+        PHASE_SPAN_NAMES.get(phase, phase): values
+        for phase, values in {**seconds, "other": other_seconds}.items()
     }
-    return _stacked(metrics, named, [_ACTIVITIES.get(name, _OTHER) for name in named]), _BARS_LAYOUT
+    colors = [_ACTIVITY_COLORS.get(name, _OTHER_COLOR) for name in values_by_name]
+    return _stack_bars(metrics, values_by_name, colors), _BARS_LAYOUT
 
 
-def _staleness_shares(metrics: Metrics) -> tuple[list[Trace], dict[str, Any]]:
-    lags = sorted(int(key.removeprefix(_SHARE)) for key in metrics[0] if key.startswith(_SHARE))
-    percent = {str(lag): [100 * record[f"{_SHARE}{lag}"] for record in metrics] for lag in lags}
-    places = [place / max(1, len(lags) - 1) for place in range(len(lags))]
-    mixed = [
-        [round(a + place * (b - a)) for a, b in zip(_FRESH, _STALE, strict=True)]
-        for place in places
+def _build_staleness_bars(metrics: Metrics) -> tuple[list[Trace], dict[str, Any]]:
+    lags = sorted(
+        int(key.removeprefix(_STALENESS_PREFIX))
+        for key in metrics[0]
+        if key.startswith(_STALENESS_PREFIX)
+    )
+    percent = {
+        str(lag): [100 * record[f"{_STALENESS_PREFIX}{lag}"] for record in metrics] for lag in lags
+    }
+    # Interpolate the colors linearly between fresh and stale.
+    fractions = [index / max(1, len(lags) - 1) for index in range(len(lags))]
+    interpolated = [
+        [
+            round(fresh + fraction * (stale - fresh))
+            for fresh, stale in zip(_FRESH_COLOR, _STALE_COLOR, strict=True)
+        ]
+        for fraction in fractions
     ]
-    colors = ["rgb({}, {}, {})".format(*color) for color in mixed]
-    return _stacked(metrics, percent, colors), {
+    colors = ["rgb({}, {}, {})".format(*color) for color in interpolated]
+    return _stack_bars(metrics, percent, colors), {
         **_BARS_LAYOUT,
         "yaxis": {"range": [0, 100], "ticksuffix": " %"},
     }
 
 
-def _length_counts(metrics: Metrics) -> tuple[list[Trace], dict[str, Any]]:
-    """What was drawn beside what was learned from: a length at which they differ is one that is
-    lost."""
+def _build_length_bars(metrics: Metrics) -> tuple[list[Trace], dict[str, Any]]:
+    """Return bars of the generated and of the trained responses by length.
+
+    If they differ at a length, responses of this length were not trained on.
+    """
     traces = []
-    whole = _with_every("response/", metrics)
+    records = _fill_missing("response/", metrics)
     edges = sorted(
-        {int(key.split("_to_")[1]) for key in whole[0] if key.startswith(tuple(_LENGTHS))}
+        {int(key.split("_to_")[1]) for key in records[0] if key.startswith(tuple(_LENGTH_PREFIXES))}
     )
-    for color, (prefix, name) in zip(_LINES, _LENGTHS.items(), strict=False):
-        counts = [sum(record.get(f"{prefix}{edge}", 0.0) for record in whole) for edge in edges]
+    for color, (prefix, name) in zip(_LINE_COLORS, _LENGTH_PREFIXES.items(), strict=False):
+        counts = [sum(record.get(f"{prefix}{edge}", 0.0) for record in records) for edge in edges]
         labels = [str(edge) if edge < 3 else f"{edge // 2 + 1}-{edge}" for edge in edges]
         traces.append(
             {"type": "bar", "x": labels, "y": counts, "name": name, "marker": {"color": color}}
@@ -464,10 +530,16 @@ def _length_counts(metrics: Metrics) -> tuple[list[Trace], dict[str, Any]]:
     return traces, {"barmode": "group", "bargap": 0.2, "showlegend": True, **axes}
 
 
-def _stacked(
+def _stack_bars(
     metrics: Metrics, parts: Mapping[str, Sequence[float]], colors: Sequence[str]
 ) -> list[Trace]:
-    """A bar a record, of what its parts add up to."""
+    """Return one stacked bar per record.
+
+    Args:
+        metrics: The records.
+        parts: The values of each part by its name, one per record.
+        colors: The color of each part.
+    """
     steps = [record["step"] for record in metrics]
     return [
         {
@@ -481,15 +553,17 @@ def _stacked(
     ]
 
 
-def _utilization(shares: Mapping[str, Mapping[str, float]]) -> tuple[list[Trace], dict[str, Any]]:
-    roles = list(shares)[::-1]
+def _build_utilization(
+    shares: Mapping[str, Mapping[str, float]],
+) -> tuple[list[Trace], dict[str, Any]]:
+    roles = list(shares)[::-1]  # plotly draws rows from the bottom
     traces = []
-    for name in _activities(name for own in shares.values() for name in own):
+    for name in _sort_activities(name for role_shares in shares.values() for name in role_shares):
         percent = [100 * shares[role].get(name, 0.0) for role in roles]
-        traces.append(_row_bar(name, " %{x:.1f} %", x=percent, y=roles))
-    beside = {"x": 1, "xref": "paper", "xanchor": "left", "showarrow": False}
+        traces.append(_build_row_bars(name, " %{x:.1f} %", x=percent, y=roles))
+    right_of_plot = {"x": 1, "xref": "paper", "xanchor": "left", "showarrow": False}
     sums = [
-        {"text": f"<b>{100 * sum(shares[role].values()):.0f} %</b>", "y": role, **beside}
+        {"text": f"<b>{100 * sum(shares[role].values()):.0f} %</b>", "y": role, **right_of_plot}
         for role in roles
     ]
     layout = {
@@ -506,38 +580,53 @@ def _utilization(shares: Mapping[str, Mapping[str, float]]) -> tuple[list[Trace]
     return traces, {**layout, **axes, "margin": {"r": 52}}
 
 
-def _timeline(spans: Sequence[Span], window: tuple[int, int]) -> Plot:
+def _build_timeline(spans: Sequence[Span], window: tuple[int, int]) -> Plot:
+    """Return a plot with one row per thread, and a vertical line at the start of each step."""
     begin, end = window
-    inside = [span for span in spans if span.end > begin and span.start < end]
-    rows, left_out = _rows(inside)
-    traces, lines, labels = [], [], []
-    cut = [span for row in rows for span in innermost(span for span in inside if _row(span) == row)]
-    for name in _activities(span.name for span in cut):
-        own = [span for span in cut if span.name == name]
+    in_window = [span for span in spans if span.end > begin and span.start < end]
+    rows, hidden_count = _select_rows(in_window)
+    traces = []
+    lines = []
+    labels = []
+    flat_spans = [
+        span
+        for row in rows
+        for span in flatten_spans(span for span in in_window if _row_label(span) == row)
+    ]
+    for name in _sort_activities(span.name for span in flat_spans):
+        activity_spans = [span for span in flat_spans if span.name == name]
         bars = {
-            "base": [(span.start - begin) / 1e6 for span in own],
-            "x": [(span.end - span.start) / 1e6 for span in own],
+            "base": [(span.start - begin) / 1e6 for span in activity_spans],
+            "x": [(span.end - span.start) / 1e6 for span in activity_spans],
         }
-        about = [[span.step, (span.about or {}).get("rows", "-")] for span in own]
+        hover_data = [
+            [span.step, (span.attributes or {}).get("rows", "-")] for span in activity_spans
+        ]
         hover = "<br>%{x:.4f} s, step %{customdata[0]}, rows %{customdata[1]}"
         traces.append(
-            _row_bar(name, hover, y=[_row(span) for span in own], customdata=about, **bars)
+            _build_row_bars(
+                name,
+                hover,
+                y=[_row_label(span) for span in activity_spans],
+                customdata=hover_data,
+                **bars,
+            )
         )
-    for step, (start, _) in step_bounds(inside).items():
-        at = (start - begin) / 1e6
-        stroke = {"color": _OTHER, "width": 0.8, "dash": "dot"}
+    for step, (start, _) in step_bounds(in_window).items():
+        x = (start - begin) / 1e6
+        stroke = {"color": _OTHER_COLOR, "width": 0.8, "dash": "dot"}
         lines.append(
-            {"type": "line", "x0": at, "x1": at, "y0": 0, "y1": 1, "yref": "paper", "line": stroke}
+            {"type": "line", "x0": x, "x1": x, "y0": 0, "y1": 1, "yref": "paper", "line": stroke}
         )
-        above = {
-            "x": at,
+        above_plot = {
+            "x": x,
             "y": 1,
             "yref": "paper",
             "yanchor": "bottom",
             "xanchor": "left",
             "showarrow": False,
         }
-        labels.append({"text": f"step {step}", "font": {"size": 11}, **above})
+        labels.append({"text": f"step {step}", "font": {"size": 11}, **above_plot})
     layout = {
         "barmode": "overlay",
         "bargap": 0.25,
@@ -550,13 +639,14 @@ def _timeline(spans: Sequence[Span], window: tuple[int, int]) -> Plot:
         "xaxis": {"range": [0, (end - begin) / 1e6], "title": _axis_title("seconds")},
         "yaxis": {**_ROWS_AXIS, "categoryorder": "array", "categoryarray": rows[::-1]},
     }
-    note = f"{left_out} more ranks are not shown" if left_out else ""
+    note = f"{hidden_count} more ranks are not shown" if hidden_count else ""
     return Plot("timeline", "Timeline of the last steps", traces, layout, note, wide=True)
 
 
-def _row_bar(activity: str, hover: str, **data: Any) -> Trace:
+def _build_row_bars(activity: str, hover: str, **data: Any) -> Trace:
+    """Return the horizontal bars of an activity; `data` are further properties of the trace."""
     name = _label(activity)
-    marker = {"color": _ACTIVITIES.get(activity, _OTHER), "line": {"width": 0}}
+    marker = {"color": _ACTIVITY_COLORS.get(activity, _OTHER_COLOR), "line": {"width": 0}}
     hover = "%{y}: " + name + hover + "<extra></extra>"
     return {
         "type": "bar",
@@ -573,27 +663,35 @@ def _axis_title(text: str) -> dict[str, Any]:
 
 
 def _label(text: str) -> str:
-    """As plotly shows it, which takes some elements of HTML."""
-    return escape(printable(text, _LONGEST_NAME), quote=False)
+    """Return a text with escaped HTML: plotly renders some HTML elements in labels."""
+    return escape(printable(text, _MAX_NAME_LENGTH), quote=False)
 
 
-def _row(span: Span) -> str:
+def _row_label(span: Span) -> str:
     return _label(f"{span.role} {span.rank} {span.thread}".rstrip())
 
 
-def _rows(spans: Sequence[Span]) -> tuple[list[str], int]:
-    """A row a thread, and how many have none: as many of every role as there is room for."""
-    roles = roles_of(spans)
-    each = max(1, _TIMELINE_ROWS // len(roles))
-    threads = {
-        role: {(span.rank, span.thread): _row(span) for span in spans if span.role == role}
+def _select_rows(spans: Sequence[Span]) -> tuple[list[str], int]:
+    """Return the labels of the threads that have a row, equally many of each role, and the number
+    of threads without a row."""
+    roles = list_roles(spans)
+    rows_per_role = max(1, _MAX_TIMELINE_ROWS // len(roles))
+    labels_by_role = {
+        role: {(span.rank, span.thread): _row_label(span) for span in spans if span.role == role}
         for role in roles
     }
-    shown = [own[thread] for own in threads.values() for thread in sorted(own)[:each]]
-    return shown, sum(map(len, threads.values())) - len(shown)
+    rows = [
+        labels[thread]
+        for labels in labels_by_role.values()
+        for thread in sorted(labels)[:rows_per_role]
+    ]
+    return rows, sum(map(len, labels_by_role.values())) - len(rows)
 
 
-def _activities(names: Iterable[str]) -> list[str]:
-    """Each name once, those that are known first and in their order."""
-    found = set(names)
-    return [*(name for name in _ACTIVITIES if name in found), *sorted(found - _ACTIVITIES.keys())]
+def _sort_activities(names: Iterable[str]) -> list[str]:
+    """Return each name once: first known activities in the order of the legend, then others."""
+    name_set = set(names)
+    return [
+        *(name for name in _ACTIVITY_COLORS if name in name_set),
+        *sorted(name_set - _ACTIVITY_COLORS.keys()),
+    ]

@@ -2,6 +2,7 @@
 
 import re
 
+# Descriptions by metric name; `*` matches any characters. The first match counts.
 _DESCRIPTIONS = {
     "reward/mean": "Mean score of the samples, before shaping.",
     "reward/mean/*": "Mean score of one reward source, times its weight.",
@@ -106,11 +107,10 @@ _DESCRIPTIONS = {
     "throughput/samples_per_s": "Samples per second of the step.",
     "throughput/tokens_per_s": "Prompt and response tokens per second of the step.",
 }
-"""Descriptions by metric name; `*` matches any characters. The first match counts."""
 
 
 def describe_metric(name: str) -> str:
-    """Return one sentence that explains a metric; empty for an unknown metric."""
+    """Return one sentence that explains a metric; an empty string for an unknown metric."""
     if name in _DESCRIPTIONS:
         return _DESCRIPTIONS[name]
     for pattern, description in _DESCRIPTIONS.items():

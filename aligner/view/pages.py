@@ -1,4 +1,4 @@
-"""The pages of `aligner view`, by their paths. All of them only read."""
+"""Pages of `aligner view` by URL path. All pages are read-only."""
 
 import json
 import math
@@ -14,26 +14,26 @@ from starlette.routing import Route
 
 from aligner.errors import AlignerError
 from aligner.observability.trace import read_spans
-from aligner.view.figures import Plot, curves, metric_plots, timeline_plots
-from aligner.view.rendering import STATIC, configuration, plotly_script, render
+from aligner.view.figures import Plot, build_curves, build_metric_plots, build_timeline_plots
+from aligner.view.rendering import STATIC, find_plotly_script, render, summarize_configuration
 from aligner.view.run_index import (
     UNREADABLE,
     Overview,
     RunIndex,
     ViewedRun,
-    differences,
-    key_figures,
-    left_out,
-    log_end,
-    log_files,
-    log_trouble,
-    stamp_of,
+    compare_configurations,
+    compute_key_figures,
+    count_failures,
+    file_stamp,
+    find_log_problems,
+    list_log_files,
+    read_log_end,
 )
-from aligner.view.sample_table import PAGE, SampleFilter, SampleTable
-from aligner.view.shown_text import printable, token_columns, turns
+from aligner.view.sample_table import PAGE_SIZE, SampleFilter, SampleTable
+from aligner.view.shown_text import parse_turns, printable, token_columns
 
-_SORTS = ("name", "state", "step", "reward", "seconds_per_step", "started")
-_SORT_NAMES = {
+_RUN_SORTS = ("name", "state", "step", "reward", "seconds_per_step", "started")
+_SAMPLE_SORT_NAMES = {
     "-step": "newest",
     "step": "oldest",
     "-score": "highest score",
@@ -51,34 +51,35 @@ _PROMPT_SORT_NAMES = {
     "spread": "smallest standard deviation",
     "-samples": "most samples",
 }
-_MOST_RUNS, _MOST_TROUBLE = 8, 50
+_MAX_COMPARED = 8
+_MAX_LOG_PROBLEMS = 50
 _Handler = Callable[["Pages", Request], Response]
 
 
-def _of_run(page: Callable[["Pages", Request, ViewedRun], Response]) -> _Handler:
-    """A page of the run that its path names."""
+def _pass_run(page: Callable[["Pages", Request, ViewedRun], Response]) -> _Handler:
+    """Return a handler that passes the run of the path's `key` to a page."""
 
     @wraps(page)
-    def answer(self: "Pages", request: Request) -> Response:
-        return page(self, request, self._run(request.path_params["key"]))
+    def handle(self: "Pages", request: Request) -> Response:
+        return page(self, request, self._find_run(request.path_params["key"]))
 
-    return answer
+    return handle
 
 
 class Pages:
-    """What the paths of the server lead to."""
+    """Handlers of the server's paths; each takes a request and returns a response."""
 
     def __init__(self, index: RunIndex) -> None:
         self._index = index
 
     def routes(self) -> list[Route]:
-        """For Starlette, which calls functions that are not asynchronous in threads."""
+        """Return the routes for Starlette, which calls synchronous handlers in threads."""
         sample = "/runs/{key}/samples/{step:int}/{row:int}"
         pages: dict[str, Callable[[Request], Response]] = {
             "/": self.run_list,
             "/compare": self.compare,
             "/compare/curves.json": self.compared_curves,
-            "/static/plotly.min.js": lambda request: FileResponse(plotly_script()),
+            "/static/plotly.min.js": lambda request: FileResponse(find_plotly_script()),
             "/static/{name}": self.static,
             "/runs/{key}": self.overview,
             "/runs/{key}/state": self.state,
@@ -97,223 +98,246 @@ class Pages:
         return [Route(path, page, methods=["GET"]) for path, page in pages.items()]
 
     def run_list(self, request: Request) -> Response:
-        """All runs."""
-        given = request.query_params
-        wanted = {
-            "q": given.get("q", ""),
-            "state": given.get("state", ""),
-            "sort": given.get("sort", "-started"),
+        """Return the page that lists all runs, filtered and sorted by the query."""
+        parameters = request.query_params
+        query = {
+            "q": parameters.get("q", ""),
+            "state": parameters.get("state", ""),
+            "sort": parameters.get("sort", "-started"),
         }
-        column = wanted["sort"].removeprefix("-")
-        if column not in _SORTS:
+        column = query["sort"].removeprefix("-")
+        if column not in _RUN_SORTS:
             raise HTTPException(
                 400,
-                f"sort={wanted['sort']}: must be one of {', '.join(_SORTS)}, optionally with the"
+                f"sort={query['sort']}: must be one of {', '.join(_RUN_SORTS)}, optionally with the"
                 " prefix -",
             )
         runs = [run.overview() for run in self._index.runs()]
-        text = wanted["q"].lower()
-        shown = [
+        text = query["q"].lower()
+        matches = [
             run for run in runs if text in f"{run.name} {run.experiment} {run.directory}".lower()
         ]
-        shown = [run for run in shown if wanted["state"] in ("", run.state)]
-        return _page(
+        matches = [run for run in matches if query["state"] in ("", run.state)]
+        return _render_page(
             "runs.html",
             directories=[str(directory) for directory in self._index.directories],
-            runs=_sorted(shown, column, wanted["sort"].startswith("-")),
+            runs=_sort_runs(matches, column, query["sort"].startswith("-")),
             total=len(runs),
             states=sorted({run.state for run in runs}),
-            wanted=wanted,
-            link=_linker(wanted),
+            query=query,
+            link=_link_builder(query),
         )
 
     def compare(self, request: Request) -> Response:
-        """Some runs beside each other."""
-        runs = self._named(request)
-        shown = [run.overview() for run in runs.values()]
+        """Return the page that compares several runs."""
+        runs = self._compared_runs(request)
+        overviews = [run.overview() for run in runs.values()]
         try:
-            rows, unknown = differences({name: run.config() for name, run in runs.items()}), ""
-        except AlignerError as error:  # a run of another version
-            rows, unknown = [], str(error)
+            rows = compare_configurations({name: run.config() for name, run in runs.items()})
+            problem = ""
+        except AlignerError as error:  # the configuration of another version of aligner
+            rows = []
+            problem = str(error)
         source = "/compare/curves.json?" + urlencode([("run", run.key) for run in runs.values()])
-        return _page(
+        return _render_page(
             "compare.html",
-            runs=shown,
+            runs=overviews,
             names=list(runs),
             rows=rows,
-            unknown=unknown,
+            problem=problem,
             source=source,
-            draws=True,
+            has_plots=True,
         )
 
     def compared_curves(self, request: Request) -> Response:
-        """Their metrics over each other."""
-        return _plots(
-            list(curves({name: run.metrics() for name, run in self._named(request).items()}))
-        )
+        """Return the plots with the curves of the compared runs, as JSON."""
+        metrics_by_run = {name: run.metrics() for name, run in self._compared_runs(request).items()}
+        return _plots_response(list(build_curves(metrics_by_run)))
 
     def static(self, request: Request) -> Response:
-        """What pages are made of."""
+        """Return a style sheet, script or icon of the pages."""
         file = STATIC / request.path_params["name"]
         if file not in list(STATIC.iterdir()):
             raise HTTPException(404, "No such file.")
         return FileResponse(file)
 
-    @_of_run
+    @_pass_run
     def overview(self, request: Request, run: ViewedRun) -> Response:
-        """A run's curves."""
-        figures = key_figures(run.metrics())
-        return self._run_page(
+        """Return the page with a run's key figures and curves."""
+        figures = compute_key_figures(run.metrics())
+        return self._render_run_page(
             "run.html",
             run,
             "Curves",
             figures=figures,
             source=f"/runs/{run.key}/curves.json",
-            draws=True,
+            has_plots=True,
         )
 
-    @_of_run
+    @_pass_run
     def state(self, request: Request, run: ViewedRun) -> Response:
-        """The head of a run's pages."""
-        return _page("state.html", run=run.overview())
+        """Return the header of a run's pages, which contains its state."""
+        return _render_page("state.html", run=run.overview())
 
-    @_of_run
+    @_pass_run
     def curves(self, request: Request, run: ViewedRun) -> Response:
-        """Its metrics."""
-        stamp = f'"{hash(stamp_of(run.paths.metrics)):x}"'
-        if request.headers.get("if-none-match", "").removeprefix("W/") == stamp:
+        """Return the plots of a run's metrics, as JSON; status 304 if they have not changed."""
+        etag = f'"{hash(file_stamp(run.paths.metrics)):x}"'
+        # Clients may send the entity tag as a weak one, with the prefix W/.
+        if request.headers.get("if-none-match", "").removeprefix("W/") == etag:
             return Response(status_code=304)
-        answer = _plots(list(metric_plots(run.metrics())))
-        answer.headers["etag"] = stamp
-        return answer
+        response = _plots_response(list(build_metric_plots(run.metrics())))
+        response.headers["etag"] = etag
+        return response
 
-    @_of_run
+    @_pass_run
     def timeline(self, request: Request, run: ViewedRun) -> Response:
-        """What its processes did when."""
-        return self._run_page(
-            "timeline.html", run, "Timeline", source=f"/runs/{run.key}/timeline.json", draws=True
+        """Return the page with the timeline of a run's processes."""
+        return self._render_run_page(
+            "timeline.html",
+            run,
+            "Timeline",
+            source=f"/runs/{run.key}/timeline.json",
+            has_plots=True,
         )
 
-    @_of_run
+    @_pass_run
     def timeline_data(self, request: Request, run: ViewedRun) -> Response:
-        """The same as plots."""
-        return _plots(list(timeline_plots(read_spans(run.paths))))
+        """Return the plots of the timeline, as JSON."""
+        return _plots_response(list(build_timeline_plots(read_spans(run.paths))))
 
-    @_of_run
+    @_pass_run
     def configuration(self, request: Request, run: ViewedRun) -> Response:
-        """What it is set to."""
+        """Return the page with a run's configuration."""
         others = [other.overview() for other in self._index.runs() if other is not run]
-        return self._run_page(
+        return self._render_run_page(
             "configuration.html",
             run,
             "Configuration",
-            about=configuration(run.config()),
+            summary=summarize_configuration(run.config()),
             others=others,
         )
 
-    @_of_run
+    @_pass_run
     def logs(self, request: Request, run: ViewedRun) -> Response:
-        """The end of a process's log."""
-        files = log_files(run.paths.logs)
+        """Return the page with the last part of a process's log."""
+        files = list_log_files(run.paths.logs)
         name = request.query_params.get("file", files[0].name if files else "")
-        file = next((each for each in files if each.name == name), None)
+        file = next((log_file for log_file in files if log_file.name == name), None)
         if files and file is None:
             raise HTTPException(404, f"{name}: this run has no such log")
-        lines, before = log_end(file) if file is not None else ([], 0)
-        return self._run_page(
-            "logs.html", run, "Logs", files=files, file=name, lines=lines, before=before
+        lines, skipped_bytes = read_log_end(file) if file is not None else ([], 0)
+        return self._render_run_page(
+            "logs.html",
+            run,
+            "Logs",
+            files=files,
+            file=name,
+            lines=lines,
+            skipped_bytes=skipped_bytes,
         )
 
-    @_of_run
+    @_pass_run
     def health(self, request: Request, run: ViewedRun) -> Response:
-        """How its roles are, what was left out, and what its logs complain of."""
-        trouble = log_trouble(run.paths.logs)[:_MOST_TROUBLE]
-        about = {"status": run.status(), "left_out": left_out(run.metrics()), "trouble": trouble}
-        return self._run_page("health.html", run, "Health", **about)
-
-    @_of_run
-    def samples(self, request: Request, run: ViewedRun) -> Response:
-        """A page of its samples, or of its prompts."""
-        given = request.query_params
-        names = ("q", "least", "most", "first", "last", "by", "sort")
-        wanted = {name: given.get(name, "") for name in names}
-        sorts = _PROMPT_SORT_NAMES if wanted["by"] else _SORT_NAMES
-        wanted["sort"] = wanted["sort"] if wanted["sort"] in sorts else next(iter(sorts))
-        number, table = int(_number(given, "page") or 0), SampleTable(run.paths)
-        bounds = {name: _number(given, name) for name in ("least", "most", "first", "last")}
-        chosen = SampleFilter(wanted["q"], **bounds)  # type: ignore[arg-type]
-        rows, total = (table.prompts if wanted["by"] else table.page)(
-            chosen, wanted["sort"], max(0, number)
+        """Return the page with the health of the roles, the failure counts, and the problems in the
+        logs."""
+        log_problems = find_log_problems(run.paths.logs)[:_MAX_LOG_PROBLEMS]
+        return self._render_run_page(
+            "health.html",
+            run,
+            "Health",
+            status=run.status(),
+            failure_counts=count_failures(run.metrics()),
+            log_problems=log_problems,
         )
-        return self._run_page(
+
+    @_pass_run
+    def samples(self, request: Request, run: ViewedRun) -> Response:
+        """Return a page of a run's samples or prompts, filtered and sorted by the query."""
+        parameters = request.query_params
+        names = ("q", "least", "most", "first", "last", "by", "sort")
+        query = {name: parameters.get(name, "") for name in names}
+        sorts = _PROMPT_SORT_NAMES if query["by"] else _SAMPLE_SORT_NAMES
+        query["sort"] = query["sort"] if query["sort"] in sorts else next(iter(sorts))
+        page = int(_parse_number(parameters, "page") or 0)
+        table = SampleTable(run.paths)
+        bounds = {
+            name: _parse_number(parameters, name) for name in ("least", "most", "first", "last")
+        }
+        sample_filter = SampleFilter(query["q"], **bounds)  # type: ignore[arg-type]
+        rows, total = (table.prompts if query["by"] else table.page)(
+            sample_filter, query["sort"], max(0, page)
+        )
+        return self._render_run_page(
             "samples.html",
             run,
             "Samples",
             rows=rows,
             total=total,
-            wanted=wanted,
+            query=query,
             sorts=sorts,
-            page=number,
-            size=PAGE,
+            page=page,
+            size=PAGE_SIZE,
             has_all=table.has_all,
-            link=_linker(wanted),
+            link=_link_builder(query),
         )
 
-    @_of_run
+    @_pass_run
     def sample(self, request: Request, run: ViewedRun) -> Response:
-        """One sample."""
-        table, sample = self._sample(request, run)
+        """Return the page of one sample."""
+        table, sample = self._find_sample(request, run)
         group = table.group(sample["step"], sample["group"]) if sample["group"] is not None else []
         metadata = sample.get("metadata")
-        return self._run_page(
+        return self._render_run_page(
             "sample.html",
             run,
             "Samples",
             sample=sample,
             group=group,
             parts=sorted((sample.get("score_parts") or {}).items()),
-            turns=turns(sample["messages"]),
-            metadata="" if metadata in (None, "", "{}") else printable(_indented(metadata)),
+            turns=parse_turns(sample["messages"]),
+            metadata="" if metadata in (None, "", "{}") else printable(_indent_json(metadata)),
             has_tokens=table.tokens(sample["step"], sample["row"]) is not None,
             has_all=table.has_all,
         )
 
-    @_of_run
+    @_pass_run
     def tokens(self, request: Request, run: ViewedRun) -> Response:
-        """What was recorded of a response's tokens."""
-        step, row = request.path_params["step"], request.path_params["row"]
+        """Return the recorded quantities of a response's tokens, as JSON."""
+        step = request.path_params["step"]
+        row = request.path_params["row"]
         tokens = SampleTable(run.paths).tokens(step, row)
         if tokens is None:
             raise HTTPException(404, f"The token data of step {step} is no longer stored.")
-        return JSONResponse(_finite(token_columns(tokens)))
+        return JSONResponse(_replace_nonfinite(token_columns(tokens)))
 
-    @_of_run
+    @_pass_run
     def over_time(self, request: Request, run: ViewedRun) -> Response:
-        """What came of a sample's prompt at several steps."""
-        table, sample = self._sample(request, run)
-        given = request.query_params.get("steps", "").replace(",", " ").split()
+        """Return the page that compares the samples of a prompt at several steps."""
+        table, sample = self._find_sample(request, run)
+        texts = request.query_params.get("steps", "").replace(",", " ").split()
         means, by_step = table.over_time(
-            sample["prompt"], [int(text) for text in given if text.isdecimal()][:_MOST_RUNS]
+            sample["prompt"], [int(text) for text in texts if text.isdecimal()][:_MAX_COMPARED]
         )
-        return self._run_page(
+        return self._render_run_page(
             "over_time.html",
             run,
             "Samples",
             prompt=sample["prompt"],
             means={row["step"]: row for row in means},
-            known=[row["step"] for row in means],
+            sampled_steps=[row["step"] for row in means],
             by_step=by_step,
             source=request.url.path.replace("over-time", "scores.json"),
-            draws=True,
+            has_plots=True,
         )
 
-    @_of_run
+    @_pass_run
     def scores(self, request: Request, run: ViewedRun) -> Response:
-        """A prompt's mean score by step."""
-        table, sample = self._sample(request, run)
+        """Return the plot of a prompt's mean score by step, as JSON."""
+        table, sample = self._find_sample(request, run)
         means = [row for row in table.over_time(sample["prompt"], [])[0] if row["mean"] is not None]
         trace = {"type": "scatter", "mode": "lines+markers", "x": [row["step"] for row in means]}
-        return _plots(
+        return _plots_response(
             [
                 Plot(
                     "scores",
@@ -325,39 +349,43 @@ class Pages:
             ]
         )
 
-    def _run(self, key: str) -> ViewedRun:
+    def _find_run(self, key: str) -> ViewedRun:
+        """Return the run with a key. Raise HTTPException 404 if there is none."""
         run = self._index.run(key)
         if run is None:
             raise HTTPException(404, "This run does not exist, or its directory was deleted.")
         return run
 
-    def _named(self, request: Request) -> dict[str, ViewedRun]:
-        """The runs of a comparison by names that differ."""
-        runs = [self._run(key) for key in dict.fromkeys(request.query_params.getlist("run"))][
-            :_MOST_RUNS
+    def _compared_runs(self, request: Request) -> dict[str, ViewedRun]:
+        """Return the runs of a comparison by name; runs with equal names get their directories as
+        names."""
+        runs = [self._find_run(key) for key in dict.fromkeys(request.query_params.getlist("run"))][
+            :_MAX_COMPARED
         ]
         if len(runs) < 2:
             raise HTTPException(400, "Select at least two runs to compare.")
         names = [run.overview().name for run in runs]
-        twice = {name for name in names if names.count(name) > 1}
+        duplicates = {name for name in names if names.count(name) > 1}
         return {
-            str(run.paths.root) if name in twice else name: run
+            str(run.paths.root) if name in duplicates else name: run
             for name, run in zip(names, runs, strict=True)
         }
 
-    def _sample(self, request: Request, run: ViewedRun) -> tuple[SampleTable, dict[str, Any]]:
+    def _find_sample(self, request: Request, run: ViewedRun) -> tuple[SampleTable, dict[str, Any]]:
+        """Return the table of a run's samples, and the sample of the path. Raise HTTPException 404
+        if the sample is missing."""
         table = SampleTable(run.paths)
         sample = table.sample(request.path_params["step"], request.path_params["row"])
         if sample is None:
             raise HTTPException(404, "This sample does not exist, or it is no longer stored.")
         return table, sample
 
-    def _run_page(self, template: str, run: ViewedRun, tab: str, **values: Any) -> Response:
-        return _page(template, run=run.overview(), tab=tab, **values)
+    def _render_run_page(self, template: str, run: ViewedRun, tab: str, **values: Any) -> Response:
+        return _render_page(template, run=run.overview(), tab=tab, **values)
 
 
-def problem(request: Request, error: Exception) -> Response:
-    """The page that tells of an error."""
+def render_error(request: Request, error: Exception) -> Response:
+    """Return the page that reports an error."""
     status = error.status_code if isinstance(error, HTTPException) else 500
     message = error.detail if isinstance(error, HTTPException) else str(error)
     if not isinstance(error, HTTPException | AlignerError | OSError):
@@ -366,52 +394,58 @@ def problem(request: Request, error: Exception) -> Response:
     return HTMLResponse(render("problem.html", title=title, message=message), status)
 
 
-def _page(template: str, **values: Any) -> Response:
+def _render_page(template: str, **values: Any) -> Response:
     return HTMLResponse(render(template, **values))
 
 
-def _plots(plots: Sequence[Plot]) -> Response:
-    return JSONResponse([plot.content() for plot in plots])
+def _plots_response(plots: Sequence[Plot]) -> Response:
+    return JSONResponse([plot.to_json() for plot in plots])
 
 
-def _sorted(runs: Sequence[Overview], column: str, descending: bool) -> list[Overview]:
-    """Those without a value come last, whatever the direction."""
-    known = [
+def _sort_runs(runs: Sequence[Overview], column: str, descending: bool) -> list[Overview]:
+    """Sort runs by a column; runs without a value are last in both directions."""
+    with_value = [
         run for run in runs if run.state != UNREADABLE and getattr(run, column) not in (None, "")
     ]
-    missing = [run for run in runs if run not in known]
-    return sorted(known, key=lambda run: getattr(run, column), reverse=descending) + missing
-
-
-def _linker(wanted: Mapping[str, str]) -> Callable[..., str]:
-    """The query of the page that is shown, with some of it changed."""
-    return lambda **changes: urlencode(
-        {name: value for name, value in {**wanted, **changes}.items() if value != ""}
+    without_value = [run for run in runs if run not in with_value]
+    return (
+        sorted(with_value, key=lambda run: getattr(run, column), reverse=descending) + without_value
     )
 
 
-def _number(given: Mapping[str, str], name: str) -> float | None:
-    text = given.get(name, "")
+def _link_builder(query: Mapping[str, str]) -> Callable[..., str]:
+    """Return a function that returns the query string of the page with changed parameters."""
+    return lambda **changes: urlencode(
+        {name: value for name, value in {**query, **changes}.items() if value != ""}
+    )
+
+
+def _parse_number(parameters: Mapping[str, str], name: str) -> float | None:
+    """Return a number of the query; None if it is missing. Raise HTTPException 400 if it is not a
+    number."""
+    text = parameters.get(name, "")
     try:
         number = float(text) if text else None
     except ValueError:
         number = math.nan
+    # The comparison is also false for NaN.
     if number is not None and not abs(number) < 2**31:
         raise HTTPException(400, f"{name}={printable(text, 40)}: must be a number")
     return number
 
 
-def _indented(text: str) -> str:
+def _indent_json(text: str) -> str:
+    """Return JSON with indentation; a text that is not JSON unchanged."""
     try:
         return json.dumps(json.loads(text), indent=2, ensure_ascii=False)
     except ValueError:
         return text
 
 
-def _finite(value: Any) -> Any:
-    """JSON has no other numbers: null in their place."""
+def _replace_nonfinite(value: Any) -> Any:
+    """Return a value with None in place of NaN and infinity, which JSON does not have."""
     if isinstance(value, dict):
-        return {name: _finite(entry) for name, entry in value.items()}
+        return {name: _replace_nonfinite(entry) for name, entry in value.items()}
     if isinstance(value, list):
-        return [_finite(entry) for entry in value]
+        return [_replace_nonfinite(entry) for entry in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

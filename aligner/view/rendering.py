@@ -1,5 +1,4 @@
-"""Templates and what every page of them is given; pages that are served and the one that is saved
-share them."""
+"""HTML templates and their filters, for the served pages and for the saved page."""
 
 import functools
 import importlib.util
@@ -18,39 +17,40 @@ from aligner.placement.placement_table import placements
 from aligner.schema import Config
 from aligner.schema.keys import shown
 from aligner.schema.reward_sources import describe_sources
-from aligner.view.run_index import NONE, differences
+from aligner.view.run_index import MISSING, compare_configurations
 from aligner.view.shown_text import printable
 
-_NOTHING = 5e-5
+# Absolute values below this are displayed as 0.
+_ROUNDED_TO_ZERO = 5e-5
 STATIC = Path(__file__).with_name("static")
 
 
 def require_packages(command: str) -> None:
-    """Raises ConfigError where a package of the `view` extra is missing."""
+    """Raise ConfigError if a package of the `view` extra is missing."""
     if lack := lacking("view"):
         raise ConfigError(f"{command}: {lack}")
 
 
-def plotly_script() -> Path:
-    """plotly.js, as its package brings it."""
-    found = importlib.util.find_spec("plotly")
-    if found is None or found.origin is None:
-        raise AssertionError  # require_packages was called
-    return Path(found.origin).parent / "package_data" / "plotly.min.js"
+def find_plotly_script() -> Path:
+    """Return the path of plotly.js in the installed package `plotly`."""
+    spec = importlib.util.find_spec("plotly")
+    if spec is None or spec.origin is None:
+        raise AssertionError  # the caller has called require_packages
+    return Path(spec.origin).parent / "package_data" / "plotly.min.js"
 
 
 def render(template: str, **values: Any) -> str:
-    """A page. What it is given is text unless it is Markup."""
+    """Return a page. Values are escaped unless they are Markup."""
     return _environment().get_template(template).render(**values)
 
 
-def configuration(config: Config) -> dict[str, Any]:
-    """What pages show of a configuration."""
+def summarize_configuration(config: Config) -> dict[str, Any]:
+    """Return the template values of a configuration's tables."""
     return {
         "config": config,
         "reward": describe_sources(config.reward),
         "roles": placements(config),
-        "changed": differences({"run": config, "default": Config()}),
+        "changed": compare_configurations({"run": config, "default": Config()}),
         "configuration": printable(config_text(shown(config))),
     }
 
@@ -66,32 +66,37 @@ def _environment() -> Environment:
     )
     environment.filters |= {
         "text": printable,
-        "duration": _duration,
-        "number": _number,
-        "rounded": _rounded,
-        "data": _data,
+        "duration": _format_duration,
+        "number": _format_number,
+        "rounded": _round_to_zero,
+        "data": _to_script_data,
     }
     return environment
 
 
-def _duration(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
     return str(timedelta(seconds=round(seconds)))
 
 
-def _number(value: float | None, digits: int = 3) -> str:
-    """Fixed digits where the number is of that size, else an exponent; a dash for none."""
+def _format_number(value: float | None, digits: int = 3) -> str:
+    """Return a number with a fixed number of decimals; a dash for None.
+
+    Numbers that are too small or too large for the decimals have an exponent.
+    """
     if value is None:
-        return NONE
+        return MISSING
     return (
         f"{value:.{digits}f}" if value == 0 or 10**-digits <= abs(value) < 1e6 else f"{value:.2e}"
     )
 
 
-def _rounded(value: float | None) -> float | None:
-    """What is zero but for rounding, as advantages of equal scores are, as 0."""
-    return 0.0 if value is not None and abs(value) < _NOTHING else value
+def _round_to_zero(value: float | None) -> float | None:
+    """Return 0 for a value that differs from 0 only by a rounding error, such as the advantages of
+    samples with equal scores."""
+    return 0.0 if value is not None and abs(value) < _ROUNDED_TO_ZERO else value
 
 
-def _data(value: Any) -> Markup:
-    """JSON for a script element that holds data: nothing in it ends the element."""
+def _to_script_data(value: Any) -> Markup:
+    """Return JSON for a script element that holds data, with escaped `<`, so that the data cannot
+    close the element."""
     return Markup(json.dumps(value, separators=(",", ":")).replace("<", "\\u003c"))

@@ -1,4 +1,9 @@
-"""The runs below some directories, each read as far as it has grown since the last look."""
+"""Runs below directories, and what pages show of a run.
+
+- `RunIndex` finds the runs, and `ViewedRun` caches the data of each run.
+- Functions compute the key figures of a run, its failure counts, the differences between
+  configurations, and the problems in its logs.
+"""
 
 import os
 import re
@@ -14,103 +19,137 @@ import yaml
 
 from aligner.config.compose import load_config
 from aligner.errors import AlignerError
-from aligner.launcher.status import OVER, RunStatus, status_of
-from aligner.observability.console import WINDOW, suite_metrics, window_mean
-from aligner.observability.logs import REPORTED, text_lines
-from aligner.observability.metrics import FileFollower, read_newest_metrics, with_records
+from aligner.launcher.status import ENDED_STATES, RunStatus, build_status
+from aligner.observability.console import WINDOW_STEPS, iterate_suite_metrics, window_mean
+from aligner.observability.logs import ERROR_PREFIX, extract_text_lines
+from aligner.observability.metrics import FileFollower, merge_records, read_newest_metrics
 from aligner.paths import RunPaths
 from aligner.schema import Config, RunConfig
 from aligner.schema.conditions import value_text
 from aligner.schema.keys import shown
-from aligner.view.shown_text import LONGEST_LINE, printable
+from aligner.view.shown_text import MAX_LINE_LENGTH, printable
 
-_BEFORE_AND_AFTER = {
+# Metrics whose means over the first and the last steps are key figures, with label and format.
+_COMPARED_METRICS = {
     "reward/mean": ("reward", "{:.3f}"),
     **{f"{trainer}/loss": ("loss", "{:.3f}") for trainer in ("sft", "dpo", "reward_model")},
     **{f"{trainer}/accuracy": ("accuracy", "{:.3f}") for trainer in ("dpo", "reward_model")},
     "kl/reference": ("KL to reference (nats)", "{:.3f}"),
     "response/length": ("response tokens", "{:.1f}"),
 }
-_EVALUATED = {
+# Evaluation metrics that are key figures, with their labels.
+_EVALUATION_LABELS = {
     "eval/pass@1": "pass@1",
     "eval/win_rate": "win rate",
     "eval/score": "evaluation score",
     "eval/loss": "held-out loss",
 }
-NONE = "\N{EN DASH}"
-"""Where there is no value."""
-_LEFT_OUT = ("skipped", "lost", "failed")
-_OWN = ("run.dir", "run.name", "run.date", "run.command", "run.resume", "run.chosen")
-"""Keys that differ between any two runs, and the list of those that were chosen."""
+MISSING = "\N{EN DASH}"
+"""Text in place of a missing value."""
+# Parts of the names of metrics that count failures.
+_FAILURE_NAMES = ("skipped", "lost", "failed")
+# Keys that differ between any two runs, and the list of automatic values.
+_RUN_SPECIFIC_KEYS = ("run.dir", "run.name", "run.date", "run.command", "run.resume", "run.chosen")
+# Size of the displayed end of a log, in bytes.
 _LOG_BYTES = 200_000
-_SIGNS = {
-    REPORTED: "error",
+# Texts that mark a line of a log as an error or a warning.
+_PROBLEM_MARKS = {
+    ERROR_PREFIX: "error",
     "Traceback (most recent": "error",
     "ERROR": "error",
     "WARNING": "warning",
     "Warning:": "warning",
 }
+# ANSI escape sequences of colors.
 _COLORS = re.compile(r"\x1b\[[0-9;]*m")
-_NO_SIGNS = ("resource_tracker", "--strict-model-config")
-"""Parts of lines that Triton's processes print in every run that is well."""
+# Parts of lines that Triton's processes print in every healthy run.
+_HARMLESS_MARKS = ("resource_tracker", "--strict-model-config")
+
+UNREADABLE = "unreadable"
+"""State of a run whose files are damaged."""
+# Maximum depth of a run directory below a viewed directory.
+_MAX_DEPTH = 3
+# Main metrics of runs, with their labels; the first that a run measured is in its overview.
+_MAIN_METRICS = {
+    "reward/mean": "reward",
+    "sft/loss": "loss",
+    "dpo/loss": "loss",
+    "reward_model/loss": "loss",
+}
 
 
-def key_figures(metrics: Sequence[Mapping[str, float]]) -> list[tuple[str, str, str]]:
-    """What the run comes to so far: a label, a value and what is to be said beside it."""
+def compute_key_figures(metrics: Sequence[Mapping[str, float]]) -> list[tuple[str, str, str]]:
+    """Return the key figures of a run so far: a label, a value and a remark each."""
     steps = [record for record in metrics if record["step"] > 0]
-    first, last = steps[:WINDOW], steps[-WINDOW:]
-    found = []
-    for key, (label, form) in _BEFORE_AND_AFTER.items():
-        before, after = window_mean(first, key), window_mean(last, key)
-        if before is not None and after is not None:
-            found.append((label, form.format(after), f"from {form.format(before)}"))
-    of_suites = {
-        key.replace("/", f"/{name}/", 1): f"{name}: {_EVALUATED[key]}"
+    first = steps[:WINDOW_STEPS]
+    last = steps[-WINDOW_STEPS:]
+    figures = []
+
+    for key, (label, template) in _COMPARED_METRICS.items():
+        first_mean = window_mean(first, key)
+        last_mean = window_mean(last, key)
+        if first_mean is not None and last_mean is not None:
+            figures.append(
+                (label, template.format(last_mean), f"from {template.format(first_mean)}")
+            )
+
+    suite_labels = {
+        key.replace("/", f"/{name}/", 1): f"{name}: {_EVALUATION_LABELS[key]}"
         for record in metrics
-        for name, key, _ in suite_metrics(record)
-        if key in _EVALUATED
+        for name, key, _ in iterate_suite_metrics(record)
+        if key in _EVALUATION_LABELS
     }
-    for key, label in {**_EVALUATED, **of_suites}.items():
-        if evaluated := [record for record in metrics if key in record]:
-            then, now = evaluated[0], evaluated[-1]
-            found.append((label, f"{now[key]:.3f}", f"from {then[key]:.3f}"))
+    for key, label in {**_EVALUATION_LABELS, **suite_labels}.items():
+        if evaluations := [record for record in metrics if key in record]:
+            first_evaluation = evaluations[0]
+            last_evaluation = evaluations[-1]
+            figures.append(
+                (label, f"{last_evaluation[key]:.3f}", f"from {first_evaluation[key]:.3f}")
+            )
+
     if (seconds := window_mean(last, "time/step")) is not None:
         total = sum(record.get("time/step", 0.0) for record in steps)
-        found.append(("seconds per step", f"{seconds:.2f}", f"{total:,.0f} s in total"))
+        figures.append(("seconds per step", f"{seconds:.2f}", f"{total:,.0f} s in total"))
     if (rate := window_mean(last, "throughput/tokens_per_s")) is not None:
-        found.append(("tokens per second", f"{rate:,.0f}", f"last {len(last)} steps"))
+        figures.append(("tokens per second", f"{rate:,.0f}", f"last {len(last)} steps"))
     if mismatches := [
         record["mismatch/logprob_abs"] for record in steps if "mismatch/logprob_abs" in record
     ]:
-        found.append(
+        figures.append(
             ("largest mismatch", f"{max(mismatches):.1e}", "nats, engine vs. trainer log-probs")
         )
-    return found
+    return figures
 
 
-def left_out(metrics: Sequence[Mapping[str, float]]) -> list[tuple[str, float]]:
-    """What was skipped, lost or failed over the whole run: metrics and their sums, but for those
-    that are sums or shares."""
+def count_failures(metrics: Sequence[Mapping[str, float]]) -> list[tuple[str, float]]:
+    """Return the metrics that count skipped, lost or failed items, and their sums over the run.
+
+    Metrics that are already totals, or fractions, are omitted.
+    """
     names = dict.fromkeys(
-        key for record in metrics for key in record if any(sign in key for sign in _LEFT_OUT)
+        key for record in metrics for key in record if any(part in key for part in _FAILURE_NAMES)
     )
-    counted = [name for name in names if not name.endswith(("_total", "_fraction"))]
-    return [(name, sum(record.get(name, 0.0) for record in metrics)) for name in counted]
+    count_names = [name for name in names if not name.endswith(("_total", "_fraction"))]
+    return [(name, sum(record.get(name, 0.0) for record in metrics)) for name in count_names]
 
 
-def differences(configs: Mapping[str, Config]) -> list[tuple[str, list[str]]]:
-    """Keys in which some configurations differ, and the value of each; what differs between any two
-    runs is left out."""
-    flat = [_flat(shown(config)) for config in configs.values()]
+def compare_configurations(configs: Mapping[str, Config]) -> list[tuple[str, list[str]]]:
+    """Return the keys in which configurations differ, and the value of each configuration.
+
+    Keys that differ between any two runs, such as the run directory, are omitted.
+    """
+    flat_configs = [_flatten(shown(config)) for config in configs.values()]
     keys = [
-        key for key in dict.fromkeys(key for values in flat for key in values) if key not in _OWN
+        key
+        for key in dict.fromkeys(key for values in flat_configs for key in values)
+        if key not in _RUN_SPECIFIC_KEYS
     ]
-    rows = [(key, [values.get(key, NONE) for values in flat]) for key in keys]
+    rows = [(key, [values.get(key, MISSING) for values in flat_configs]) for key in keys]
     return [(key, values) for key, values in rows if len(set(values)) > 1]
 
 
-def log_files(directory: Path) -> list[Path]:
-    """What the run's processes print, the trainer's first; links are not followed."""
+def list_log_files(directory: Path) -> list[Path]:
+    """Return the logs of a run's processes, the trainer's first; symbolic links are omitted."""
     if not directory.is_dir():
         return []
     files = [
@@ -121,90 +160,87 @@ def log_files(directory: Path) -> list[Path]:
     return sorted(files, key=lambda file: (not file.name.startswith("trainer"), file.name))
 
 
-def log_end(file: Path) -> tuple[list[tuple[str, str]], int]:
-    """The last lines of a log, each with error, warning or nothing for its kind, and how many bytes
-    come before them."""
+def read_log_end(file: Path) -> tuple[list[tuple[str, str]], int]:
+    """Return the last lines of a log.
+
+    Returns:
+        The kind ("error", "warning" or an empty string) and the text of each line, and the number
+        of bytes before the first line.
+    """
     with file.open("rb") as content:
         size = content.seek(0, os.SEEK_END)
         content.seek(max(0, size - _LOG_BYTES))
-        before, text = content.tell(), content.read(_LOG_BYTES).decode(errors="replace")
+        skipped_bytes = content.tell()
+        text = content.read(_LOG_BYTES).decode(errors="replace")
     text = _COLORS.sub("", text)
-    # Progress is drawn over itself: of such a line the last state.
+    # A progress bar overwrites its line with carriage returns: only its last state remains.
     lines = [line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n")]
     return [
-        (_kind(line), printable(line, LONGEST_LINE))
-        for line in text_lines(lines[1:] if before else lines)
-    ], before
+        (_classify_line(line), printable(line, MAX_LINE_LENGTH))
+        # The first line of a partly read file is incomplete.
+        for line in extract_text_lines(lines[1:] if skipped_bytes else lines)
+    ], skipped_bytes
 
 
-def log_trouble(directory: Path) -> list[tuple[str, str, str, int]]:
-    """What the ends of a run's logs complain of, errors first: a file's name, the kind, the line
-    and how often it is there.
+def find_log_problems(directory: Path) -> list[tuple[str, str, str, int]]:
+    """Return the errors and warnings at the ends of a run's logs, errors first.
 
-    Of a traceback the line is its last, which says what was raised.
+    Each entry consists of the file's name, the kind, the line and its number of occurrences. The
+    line of a traceback is its last one, which contains the exception.
     """
     counts: Counter[tuple[str, str, str]] = Counter()
-    for file in log_files(directory):
-        lines = log_end(file)[0]
-        for place, (kind, line) in enumerate(lines):
+    for file in list_log_files(directory):
+        lines = read_log_end(file)[0]
+        for index, (kind, line) in enumerate(lines):
             if "Traceback (most recent" in line:
                 line = next(
-                    (text for _, text in lines[place + 1 :] if text and not text.startswith(" ")),
+                    (text for _, text in lines[index + 1 :] if text and not text.startswith(" ")),
                     line,
                 )
             if kind:
                 counts[file.name, kind, line] += 1
     return sorted(
-        ((*what, count) for what, count in counts.items()), key=lambda entry: entry[1] != "error"
+        ((*problem, count) for problem, count in counts.items()),
+        key=lambda entry: entry[1] != "error",
     )
 
 
-def _kind(line: str) -> str:
+def _classify_line(line: str) -> str:
+    """Return "error", "warning" or an empty string for a line of a log."""
     return (
         ""
-        if any(sign in line for sign in _NO_SIGNS)
-        else next((kind for sign, kind in _SIGNS.items() if sign in line), "")
+        if any(mark in line for mark in _HARMLESS_MARKS)
+        else next((kind for mark, kind in _PROBLEM_MARKS.items() if mark in line), "")
     )
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    found: dict[str, str] = {}
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Return the values of nested mappings as text, by dotted key."""
+    flat: dict[str, str] = {}
     for key, value in values.items():
         if isinstance(value, dict):
-            found |= _flat(value, f"{prefix}{key}.")
+            flat |= _flatten(value, f"{prefix}{key}.")
         else:
-            found[f"{prefix}{key}"] = printable(value_text(value), 500)
-    return found
-
-
-UNREADABLE = "unreadable"
-"""The state of a run whose files are damaged."""
-_DEPTH = 3
-_MAIN = {
-    "reward/mean": "reward",
-    "sft/loss": "loss",
-    "dpo/loss": "loss",
-    "reward_model/loss": "loss",
-}
+            flat[f"{prefix}{key}"] = printable(value_text(value), 500)
+    return flat
 
 
 @dataclass(frozen=True)
 class Overview:
-    """A run's line in a table of many."""
+    """A run's row in the table of runs."""
 
     key: str
     name: str
     directory: str
     experiment: str
     started: str
-    """When it was launched first, in the launching machine's time; empty where that is not known.
-    """
+    """Time of the first launch in the launching machine's time zone; empty if unknown."""
     state: str
-    """As of `RunStatus`, or UNREADABLE."""
+    """State of `RunStatus`, or UNREADABLE."""
     step: int = 0
     steps: int = 0
     reward: float | None = None
-    """The last step's mean reward; of an offline run its loss."""
+    """Mean reward of the last step; the loss for an offline run."""
     measure: str = "reward"
     seconds_per_step: float | None = None
     seconds_left: float | None = None
@@ -212,121 +248,149 @@ class Overview:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more will come of it."""
-        return self.state in (*OVER, UNREADABLE)
+        """Whether the run has ended, or cannot be read."""
+        return self.state in (*ENDED_STATES, UNREADABLE)
 
 
 class ViewedRun:
-    """A run directory, from any thread. What is read raises AlignerError or OSError where a file is
-    damaged or gone."""
+    """A run directory with cached data, for any thread.
+
+    The methods raise AlignerError or OSError if a file is damaged or missing.
+    """
 
     def __init__(self, root: Path) -> None:
         self.paths = RunPaths(root)
         self.key = blake2b(str(root).encode(errors="surrogateescape"), digest_size=6).hexdigest()
         self._lock = threading.Lock()
+        # The caches consist of a stamp of the files and the data that was read.
         self._config: tuple[object, Config] | None = None
         self._settings: tuple[object, tuple[Config, str]] | None = None
         self._overview: tuple[object, Overview] | None = None
         self._metrics: tuple[int, FileFollower, list[dict[str, float]]] | None = None
 
     def config(self) -> Config:
-        """The whole configuration."""
-        stamp = stamp_of(self.paths.config)
+        """Return the complete configuration."""
+        stamp = file_stamp(self.paths.config)
         if self._config is None or self._config[0] != stamp:
             self._config = stamp, load_config(self.paths.config)
         return self._config[1]
 
     def metrics(self) -> list[dict[str, float]]:
-        """Every step's."""
+        """Return the metrics of every step."""
         with self._lock:
             if not self.paths.metrics.exists():
                 return []
-            size, read = self.paths.metrics.stat().st_size, self._metrics
+            size = self.paths.metrics.stat().st_size
+            cached = self._metrics
             try:
-                # a run that goes on from a checkpoint cuts the file back to it
-                if read is None or size < read[0]:
-                    read = 0, FileFollower(self.paths.metrics), []
-                self._metrics = size, read[1], with_records(read[2], read[1].new_records())
-            # by now it may be longer again, and where it was read to in the middle of a line
+                # A resumed run truncates the file to its checkpoint: read it from the beginning.
+                if cached is None or size < cached[0]:
+                    cached = 0, FileFollower(self.paths.metrics), []
+                self._metrics = (
+                    size,
+                    cached[1],
+                    merge_records(cached[2], cached[1].read_new_records()),
+                )
+            # The truncated file may have grown again beyond the read position, which is then in the
+            # middle of a line: read the file from the beginning.
             except AlignerError:
                 follower = FileFollower(self.paths.metrics)
-                self._metrics = size, follower, with_records([], follower.new_records())
+                self._metrics = size, follower, merge_records([], follower.read_new_records())
             return list(self._metrics[2])
 
     def status(self) -> RunStatus:
-        """How it is, as its servers and Slurm answer; of a run of another version of aligner as its
-        files say."""
+        """Return the run's status, according to its servers and Slurm.
+
+        The status of a run of another version of aligner is read from its files only.
+        """
         try:
-            config, asking = self.config(), True
+            config = self.config()
+            query_services = True
         except AlignerError:
-            config, asking = _settings(self.paths.config)[0], False
-        return status_of(self.paths, config, read_newest_metrics(self.paths.metrics), asking=asking)
+            config = _read_status_settings(self.paths.config)[0]
+            query_services = False
+        return build_status(
+            self.paths,
+            config,
+            read_newest_metrics(self.paths.metrics),
+            query_services=query_services,
+        )
 
     def overview(self) -> Overview:
-        """Its line, in milliseconds, also where its files are damaged."""
+        """Return the run's row in the table of runs, even if its files are damaged.
+
+        The call takes milliseconds.
+        """
         files = (self.paths.config, self.paths.status, self.paths.metrics)
-        stamp = tuple(map(stamp_of, files))
+        stamp = tuple(map(file_stamp, files))
+        # The state of a run that is not over can change without a change of its files.
         if self._overview is None or self._overview[0] != stamp or not self._overview[1].is_over:
             self._overview = stamp, self._read_overview(stamp[0])
         return self._overview[1]
 
     def _read_overview(self, stamp: object) -> Overview:
-        name, directory = self.paths.root.name, str(self.paths.root)
+        name = self.paths.root.name
+        directory = str(self.paths.root)
         try:
             if self._settings is None or self._settings[0] != stamp:
-                self._settings = stamp, _settings(self.paths.config)
+                self._settings = stamp, _read_status_settings(self.paths.config)
             config, started = self._settings[1]
-            now = status_of(
-                self.paths, config, read_newest_metrics(self.paths.metrics), asking=False
+            status = build_status(
+                self.paths, config, read_newest_metrics(self.paths.metrics), query_services=False
             )
         except (AlignerError, OSError) as error:
             return Overview(
                 self.key, name, directory, "", "", UNREADABLE, note=str(error).splitlines()[0]
             )
-        measure = next((metric for metric in _MAIN if metric in now.metrics), "reward/mean")
+        measure = next(
+            (metric for metric in _MAIN_METRICS if metric in status.metrics), "reward/mean"
+        )
         return Overview(
             key=self.key,
             name=config.run.name or name,
             directory=directory,
             experiment=config.run.experiment,
             started=started,
-            state=now.state,
-            step=now.step,
-            steps=now.steps,
-            reward=now.metrics.get(measure),
-            measure=_MAIN[measure],
-            seconds_per_step=now.seconds_per_step,
-            seconds_left=now.seconds_left,
-            note=now.note,
+            state=status.state,
+            step=status.step,
+            steps=status.steps,
+            reward=status.metrics.get(measure),
+            measure=_MAIN_METRICS[measure],
+            seconds_per_step=status.seconds_per_step,
+            seconds_left=status.seconds_left,
+            note=status.note,
         )
 
 
 class RunIndex:
-    """All runs below some directories, themselves included."""
+    """All runs in and below some directories."""
 
     def __init__(self, directories: Sequence[Path]) -> None:
         self.directories = tuple(directory.absolute() for directory in directories)
-        self._known: dict[Path, ViewedRun] = {}
+        self._by_root: dict[Path, ViewedRun] = {}
         self._by_key: Mapping[str, ViewedRun] = {}
 
     def runs(self) -> list[ViewedRun]:
-        """Those that are there now."""
+        """Return the runs that exist now."""
         roots = dict.fromkeys(
-            root for directory in self.directories for root in _run_directories(directory, _DEPTH)
+            root
+            for directory in self.directories
+            for root in _find_run_directories(directory, _MAX_DEPTH)
         )
-        found = [self._known.setdefault(root, ViewedRun(root)) for root in roots]
-        self._by_key = {run.key: run for run in found}
-        return found
+        runs = [self._by_root.setdefault(root, ViewedRun(root)) for root in roots]
+        self._by_key = {run.key: run for run in runs}
+        return runs
 
     def run(self, key: str) -> ViewedRun | None:
-        """The run of a key; None where there is none any more."""
+        """Return the run with a key; None if it does not exist any more."""
         if key not in self._by_key:
             self.runs()
         run = self._by_key.get(key)
         return run if run is not None and run.paths.config.is_file() else None
 
 
-def _run_directories(directory: Path, depth: int) -> Iterator[Path]:
+def _find_run_directories(directory: Path, depth: int) -> Iterator[Path]:
+    """Yield the run directories in a directory, at most `depth` levels below it."""
     paths = RunPaths(directory)
     if paths.config.is_file() and any(
         path.exists() for path in (paths.status, paths.metrics, paths.logs, paths.job_script)
@@ -334,46 +398,54 @@ def _run_directories(directory: Path, depth: int) -> Iterator[Path]:
         yield directory
     elif depth:
         try:
-            below = sorted(
+            subdirectories = sorted(
                 path
                 for path in directory.iterdir()
                 if not path.name.startswith(".") and path.is_dir()
             )
-        except OSError:  # nobody else's is ours to read
+        except OSError:  # no permission to read the directory
             return
-        for each in below:
-            yield from _run_directories(each, depth - 1)
+        for subdirectory in subdirectories:
+            yield from _find_run_directories(subdirectory, depth - 1)
 
 
-def _settings(path: Path) -> tuple[Config, str]:
-    """Of a configuration what a run's status asks for, at a fiftieth of the time of all, and when
-    the run was launched."""
+def _read_status_settings(path: Path) -> tuple[Config, str]:
+    """Return a configuration with only the values that a run's status needs, and the launch time.
+
+    The call takes a fiftieth of the time of loading the complete configuration.
+    """
     try:
         values = yaml.load(
             path.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)
         )
-        own, config = values["run"], Config()
+        run_values = values["run"]
+        config = Config()
         run = RunConfig(
-            **{field.name: own[field.name] for field in fields(RunConfig) if field.name in own}
+            **{
+                field.name: run_values[field.name]
+                for field in fields(RunConfig)
+                if field.name in run_values
+            }
         )
         slurm = replace(config.cluster.slurm, requeue=values["cluster"]["slurm"]["requeue"])
         cluster = replace(config.cluster, kind=values["cluster"]["kind"], slurm=slurm)
         algorithm = replace(config.algorithm, trainer=values["algorithm"]["trainer"])
-        return replace(config, run=run, cluster=cluster, algorithm=algorithm), _time(
-            own.get("date")
+        return (
+            replace(config, run=run, cluster=cluster, algorithm=algorithm),
+            _format_date(run_values.get("date")),
         )
     except (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise AlignerError(f"{path}: not the configuration of a run: {error}") from error
 
 
-def _time(date: Any) -> str:
+def _format_date(date: Any) -> str:
     return str(date or "").replace("T", " ")[:16]
 
 
-def stamp_of(path: Path) -> object:
-    """What differs where a file has been written to; None where there is none."""
+def file_stamp(path: Path) -> object:
+    """Return a value that changes when a file is written; None if the file is missing."""
     try:
-        about = path.stat()
+        status = path.stat()
     except OSError:
         return None
-    return about.st_mtime_ns, about.st_size, about.st_ino
+    return status.st_mtime_ns, status.st_size, status.st_ino

@@ -1,9 +1,9 @@
-"""What a run sampled, queried: a page of samples, of prompts, one prompt over time, one sample and
+"""Queries of a run's samples: a page of samples or prompts, one prompt over time, one sample and
 its tokens.
 
-DuckDB reads the step files (`samples/step_*.parquet`), a few columns of all rows and all columns of
-the few that are shown; of runs that have none the few samples of `samples.jsonl`. Values reach it
-as bound parameters; it may open the run's files alone.
+DuckDB reads the step files (`samples/step_*.parquet`): a few columns of all rows, and all columns
+of the few displayed rows. If a run has no step files, DuckDB reads the few samples of
+`samples.jsonl`. Values are passed as bound parameters, and DuckDB may open only the run's files.
 """
 
 import re
@@ -15,18 +15,23 @@ from typing import Any
 from aligner.errors import AlignerError
 from aligner.paths import RunPaths
 
-PAGE = 50
+PAGE_SIZE = 50
+"""Number of samples or prompts of a page."""
 SORTS = ("step", "score", "advantage", "response_tokens")
-"""What samples are sorted by."""
+"""Columns by which samples can be sorted."""
 PROMPT_SORTS = ("mean", "spread", "samples", "last_step")
-"""What prompts are sorted by."""
+"""Columns by which prompts can be sorted."""
 
-_CLIP = 400
-_MOST_OF_A_STEP = 8
-_SHORT = (
-    f'step, row, "group", sample, branch, left(prompt, {_CLIP}) AS prompt, left(response, {_CLIP})'
-    " AS response, score, advantage, response_tokens, cut"
+# Maximum length of a prompt or response in a table, in characters.
+_MAX_CELL_LENGTH = 400
+# Maximum number of displayed samples of a prompt and step.
+_MAX_SAMPLES_PER_STEP = 8
+# Columns of a row in a table of samples.
+_TABLE_COLUMNS = (
+    f'step, row, "group", sample, branch, left(prompt, {_MAX_CELL_LENGTH}) AS prompt,'
+    f" left(response, {_MAX_CELL_LENGTH}) AS response, score, advantage, response_tokens, cut"
 )
+# Subqueries that return all samples: of `samples.jsonl`, and of step files.
 _FROM_LINES = """(SELECT step, row_number() OVER () - 1 AS row, NULL AS "group", NULL AS sample,
     0 AS branch, prompt, response, NULL AS messages, reward AS score, NULL::FLOAT AS advantage,
     NULL::INTEGER AS response_tokens, NULL::BOOLEAN AS cut
@@ -38,19 +43,21 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class SampleFilter:
-    """Which samples; None or an empty text keeps all."""
+    """Selection of samples; None or an empty text selects all samples."""
 
     text: str = ""
-    """In the prompt, the response or a transcript, in any case."""
+    """Text that the prompt, the response or the transcript contains; case-insensitive."""
     least: float | None = None
-    """Score."""
+    """Minimum score."""
     most: float | None = None
+    """Maximum score."""
     first: int | None = None
-    """Step."""
+    """First step."""
     last: int | None = None
+    """Last step."""
 
     def condition(self) -> tuple[str, list[Any]]:
-        """As SQL, and its parameters."""
+        """Return the SQL condition and its parameters."""
         texts = " OR ".join(
             f"contains(lower({column}), lower(?))" for column in ("prompt", "response", "messages")
         )
@@ -61,34 +68,45 @@ class SampleFilter:
             ("step >= ?", self.first),
             ("step <= ?", self.last),
         ]
-        chosen = [
+        active_terms = [
             (term, value if isinstance(value, list) else [value])
             for term, value in terms
             if value is not None
         ]
-        return " AND ".join(term for term, _ in chosen) or "true", [
-            value for _, values in chosen for value in values
+        return " AND ".join(term for term, _ in active_terms) or "true", [
+            value for _, values in active_terms for value in values
         ]
 
 
 class SampleTable:
-    """A run's samples. Methods raise AlignerError where a file is damaged or goes while it is
-    read."""
+    """A run's samples.
+
+    The methods raise AlignerError if a file is damaged, or is deleted while it is read.
+    """
 
     def __init__(self, paths: RunPaths) -> None:
-        self._root, self._lines = paths.root, paths.samples
+        self._root = paths.root
+        self._lines_file = paths.samples
         self._directory = paths.root / "samples"
-        self.files = _by_step(self._directory, "step")
-        """The step files by step, in order."""
+        self.files = _files_by_step(self._directory, "step")
+        """The step files by step, in ascending order."""
 
     @property
     def has_all(self) -> bool:
-        """Whether all samples are kept, not only the few of samples.jsonl."""
+        """Whether all samples are stored, not only the few of samples.jsonl."""
         return bool(self.files)
 
-    def page(self, wanted: SampleFilter, sort: str, number: int) -> tuple[list[Row], int]:
-        """The `number`-th page, from 0, of those that are wanted, and how many there are in all.
-        `-score`: largest first."""
+    def page(self, sample_filter: SampleFilter, sort: str, number: int) -> tuple[list[Row], int]:
+        """Return a page of the selected samples.
+
+        Args:
+            sample_filter: The selection of samples.
+            sort: Column to sort by; the prefix `-` sorts in descending order.
+            number: Number of the page, from 0.
+
+        Returns:
+            The rows of the page, and the number of all selected samples.
+        """
         column = sort.removeprefix("-")
         if column not in SORTS:
             raise AlignerError(
@@ -97,33 +115,44 @@ class SampleTable:
         if (
             self.has_all
             and column == "step"
-            and wanted == replace(SampleFilter(), first=wanted.first, last=wanted.last)
+            and sample_filter
+            == replace(SampleFilter(), first=sample_filter.first, last=sample_filter.last)
         ):
-            return self._by_step(
-                self._between(wanted.first, wanted.last)[:: -1 if sort.startswith("-") else 1],
+            # The files already have this order: there is no need to read all of them.
+            return self._page_in_file_order(
+                self._steps_between(sample_filter.first, sample_filter.last)[
+                    :: -1 if sort.startswith("-") else 1
+                ],
                 number,
             )
-        condition, values = wanted.condition()
+        condition, values = sample_filter.condition()
         order = f"{column} {'DESC' if sort.startswith('-') else 'ASC'} NULLS LAST, step, row"
         hits = self._query(
             f"WITH hits AS MATERIALIZED (SELECT step, row, {column} FROM {{}} WHERE {condition})"
             f" SELECT step, row, (SELECT count(*) FROM hits) AS total FROM hits ORDER BY {order}"
-            f" LIMIT {PAGE} OFFSET ?",
-            [*values, PAGE * number],
-            self._between(wanted.first, wanted.last),
+            f" LIMIT {PAGE_SIZE} OFFSET ?",
+            [*values, PAGE_SIZE * number],
+            self._steps_between(sample_filter.first, sample_filter.last),
         )
-        places = [(hit["step"], hit["row"]) for hit in hits]
-        found = {(row["step"], row["row"]): row for row in self._rows(places)}
-        return [found[place] for place in places if place in found], hits[0]["total"] if hits else 0
+        keys = [(hit["step"], hit["row"]) for hit in hits]
+        rows_by_key = {(row["step"], row["row"]): row for row in self._read_rows(keys)}
+        return (
+            [rows_by_key[key] for key in keys if key in rows_by_key],
+            hits[0]["total"] if hits else 0,
+        )
 
-    def prompts(self, wanted: SampleFilter, sort: str, number: int) -> tuple[list[Row], int]:
-        """The same of prompts: what was scored of each, and the place of its newest sample."""
+    def prompts(self, sample_filter: SampleFilter, sort: str, number: int) -> tuple[list[Row], int]:
+        """Return a page of the prompts of the selected samples: statistics of their scores, and the
+        position of the newest sample.
+
+        See `page` for the arguments and results.
+        """
         if sort.removeprefix("-") not in PROMPT_SORTS:
             raise AlignerError(
                 f"sort={sort}: must be one of {', '.join(PROMPT_SORTS)}, optionally with the prefix"
                 " -"
             )
-        condition, values = wanted.condition()
+        condition, values = sample_filter.condition()
         order = (
             f"{sort.removeprefix('-')} {'DESC' if sort.startswith('-') else 'ASC'} NULLS LAST,"
             " prompt"
@@ -132,23 +161,23 @@ class SampleTable:
             "WITH groups AS MATERIALIZED (SELECT prompt, count(*) AS samples, avg(score) AS mean,"
             " stddev_pop(score) AS spread, min(score) AS least, max(score) AS most, min(step) AS"
             " first_step, max(step) AS last_step, arg_max(row, step) AS row FROM {} WHERE"
-            f" {condition} GROUP BY prompt) SELECT * REPLACE (left(prompt, {_CLIP}) AS prompt),"
-            f" (SELECT count(*) FROM groups) AS total FROM groups ORDER BY {order} LIMIT {PAGE}"
-            " OFFSET ?",
-            [*values, PAGE * number],
-            self._between(wanted.first, wanted.last),
+            f" {condition} GROUP BY prompt) SELECT * REPLACE (left(prompt, {_MAX_CELL_LENGTH}) AS"
+            f" prompt), (SELECT count(*) FROM groups) AS total FROM groups ORDER BY {order} LIMIT"
+            f" {PAGE_SIZE} OFFSET ?",
+            [*values, PAGE_SIZE * number],
+            self._steps_between(sample_filter.first, sample_filter.last),
         )
         return rows, rows[0]["total"] if rows else 0
 
     def sample(self, step: int, row: int) -> Row | None:
-        """All columns of one; None where it is not there."""
-        found = self._query("SELECT * FROM {} WHERE step = ? AND row = ?", [step, row], [step])
-        return found[0] if found else None
+        """Return all columns of one sample; None if it is missing."""
+        rows = self._query("SELECT * FROM {} WHERE step = ? AND row = ?", [step, row], [step])
+        return rows[0] if rows else None
 
     def group(self, step: int, group: int) -> list[Row]:
-        """The samples that were drawn for one prompt of a step."""
+        """Return the samples of one prompt of a step."""
         return self._query(
-            f'SELECT {_SHORT} FROM {{}} WHERE "group" = ? AND step = ? ORDER BY row',
+            f'SELECT {_TABLE_COLUMNS} FROM {{}} WHERE "group" = ? AND step = ? ORDER BY row',
             [group, step],
             [step],
         )
@@ -156,62 +185,78 @@ class SampleTable:
     def over_time(
         self, prompt: str, steps: Sequence[int]
     ) -> tuple[list[Row], dict[int, list[Row]]]:
-        """A prompt's mean score and number of samples by step, and the first samples of some
-        steps."""
+        """Return statistics and samples of a prompt by step.
+
+        Args:
+            prompt: The prompt.
+            steps: Steps whose samples are returned; if the prompt was not sampled in any of them,
+                the first, the middle and the last step.
+
+        Returns:
+            The mean score and the number of samples of each step, and the first samples by step.
+        """
         means = self._query(
             "SELECT step, avg(score) AS mean, count(*) AS samples FROM {} WHERE prompt = ? GROUP BY"
             " step ORDER BY step",
             [prompt],
         )
-        known = [row["step"] for row in means]
-        chosen = [step for step in steps if step in known] or spread(known)
-        sql = (
-            f"SELECT {_SHORT} FROM {{}} WHERE prompt = ? AND step = ? ORDER BY row LIMIT"
-            f" {_MOST_OF_A_STEP}"
+        sampled_steps = [row["step"] for row in means]
+        selected_steps = [step for step in steps if step in sampled_steps] or pick_steps(
+            sampled_steps
         )
-        return means, {step: self._query(sql, [prompt, step], [step]) for step in chosen}
+        sql = (
+            f"SELECT {_TABLE_COLUMNS} FROM {{}} WHERE prompt = ? AND step = ? ORDER BY row LIMIT"
+            f" {_MAX_SAMPLES_PER_STEP}"
+        )
+        return means, {step: self._query(sql, [prompt, step], [step]) for step in selected_steps}
 
     def tokens(self, step: int, row: int) -> Row | None:
-        """The lists over the response's tokens; None where the budget has dropped the step's."""
-        file = _by_step(self._directory, "tokens").get(step)
+        """Return the lists over a response's tokens; None if the step's token file was deleted at
+        the size limit."""
+        file = _files_by_step(self._directory, "tokens").get(step)
         if file is None:
             return None
-        found = self._run(
+        rows = self._execute(
             "SELECT * FROM read_parquet(?, file_row_number=true) WHERE file_row_number = ?",
             [[str(file)], row],
         )
-        return found[0] if found else None
+        return rows[0] if rows else None
 
-    def _by_step(self, steps: Sequence[int], number: int) -> tuple[list[Row], int]:
-        """A page of all samples of some steps, by the files' counts of rows alone: no file is read
-        that is not on it."""
+    def _page_in_file_order(self, steps: Sequence[int], number: int) -> tuple[list[Row], int]:
+        """Return a page of all samples of the steps, in this order, and the number of samples.
+
+        The row counts in the files' metadata determine the rows of the page, so that only the files
+        of the page are read.
+        """
         files = [str(self.files[step]) for step in steps]
-        found = (
-            self._run("SELECT file_name, num_rows FROM parquet_file_metadata(?)", [files])
+        metadata = (
+            self._execute("SELECT file_name, num_rows FROM parquet_file_metadata(?)", [files])
             if files
             else []
         )
-        counts = {row["file_name"]: row["num_rows"] for row in found}
-        places: list[tuple[int, int]] = []
-        skipped = PAGE * number
+        counts = {row["file_name"]: row["num_rows"] for row in metadata}
+        keys: list[tuple[int, int]] = []
+        skipped = PAGE_SIZE * number
         for step, file in zip(steps, files, strict=True):
-            places += [
+            keys += [
                 (step, row)
-                for row in range(skipped, min(counts[file], skipped + PAGE - len(places)))
+                for row in range(skipped, min(counts[file], skipped + PAGE_SIZE - len(keys)))
             ]
             skipped = max(0, skipped - counts[file])
-            if len(places) == PAGE:
+            if len(keys) == PAGE_SIZE:
                 break
-        rows = {(row["step"], row["row"]): row for row in self._rows(places)}
-        return [rows[place] for place in places if place in rows], sum(counts.values())
+        rows_by_key = {(row["step"], row["row"]): row for row in self._read_rows(keys)}
+        return [rows_by_key[key] for key in keys if key in rows_by_key], sum(counts.values())
 
-    def _rows(self, places: Sequence[tuple[int, int]]) -> list[Row]:
-        steps, rows = [step for step, _ in places], [row for _, row in places]
+    def _read_rows(self, keys: Sequence[tuple[int, int]]) -> list[Row]:
+        """Return the table columns of samples, given by step and row."""
+        steps = [step for step, _ in keys]
+        rows = [row for _, row in keys]
         pairs = "SELECT unnest(?::INTEGER[]) AS s, unnest(?::BIGINT[]) AS r"
-        sql = f"SELECT {_SHORT} FROM {{}} JOIN ({pairs}) ON s = step AND r = row"
-        return self._query(sql, [steps, rows], sorted(set(steps))) if places else []
+        sql = f"SELECT {_TABLE_COLUMNS} FROM {{}} JOIN ({pairs}) ON s = step AND r = row"
+        return self._query(sql, [steps, rows], sorted(set(steps))) if keys else []
 
-    def _between(self, first: int | None, last: int | None) -> list[int]:
+    def _steps_between(self, first: int | None, last: int | None) -> list[int]:
         return [
             step
             for step in self.files
@@ -221,18 +266,24 @@ class SampleTable:
     def _query(
         self, sql: str, values: Sequence[Any], steps: Sequence[int] | None = None
     ) -> list[Row]:
-        """A query with `{}` for where samples come from; of step files those of some steps."""
+        """Return the rows of a query.
+
+        Args:
+            sql: The query, with `{}` in place of the samples.
+            values: The parameters of the query.
+            steps: Steps whose files are read; None reads all.
+        """
         if not self.files:
             return (
-                self._run(sql.format(_FROM_LINES), [str(self._lines), *values])
-                if self._lines.is_file()
+                self._execute(sql.format(_FROM_LINES), [str(self._lines_file), *values])
+                if self._lines_file.is_file()
                 else []
             )
-        wanted = self.files.keys() if steps is None else set(steps)
-        files = [str(file) for step, file in self.files.items() if step in wanted]
-        return self._run(sql.format(_FROM_FILES), [files, *values]) if files else []
+        selected_steps = self.files.keys() if steps is None else set(steps)
+        files = [str(file) for step, file in self.files.items() if step in selected_steps]
+        return self._execute(sql.format(_FROM_FILES), [files, *values]) if files else []
 
-    def _run(self, sql: str, values: Sequence[Any]) -> list[Row]:
+    def _execute(self, sql: str, values: Sequence[Any]) -> list[Row]:
         import duckdb
 
         settings: Any = {
@@ -241,6 +292,7 @@ class SampleTable:
             "memory_limit": "2GB",
         }
         try:
+            # SQL can read any file: restrict DuckDB to the run's files, and lock the restriction.
             with duckdb.connect(config=settings) as connection:
                 connection.execute("SET allowed_directories = $1", [[str(self._root)]])
                 connection.execute("SET enable_external_access = false")
@@ -254,14 +306,15 @@ class SampleTable:
             ) from error
 
 
-def spread(steps: Sequence[int]) -> list[int]:
-    """The first, the middle and the last of some steps."""
+def pick_steps(steps: Sequence[int]) -> list[int]:
+    """Return the first, the middle and the last of the steps."""
     return sorted({steps[0], steps[len(steps) // 2], steps[-1]}) if steps else []
 
 
-def _by_step(directory: Path, kind: str) -> Mapping[int, Path]:
-    names = (
+def _files_by_step(directory: Path, kind: str) -> Mapping[int, Path]:
+    """Return the sample files of a kind, `step` or `tokens`, by step in ascending order."""
+    matches = (
         (re.fullmatch(rf"{kind}_([0-9]+)\.parquet", file.name), file)
         for file in directory.glob(f"{kind}_*.parquet")
     )
-    return dict(sorted((int(name[1]), file) for name, file in names if name is not None))
+    return dict(sorted((int(match[1]), file) for match, file in matches if match is not None))

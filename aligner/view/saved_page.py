@@ -1,4 +1,4 @@
-"""`aligner report`: a run's pages as one file that needs nothing else, no network either."""
+"""Page of `aligner report`: one self-contained file about a run, which needs no network."""
 
 import os
 from base64 import b64encode
@@ -12,26 +12,43 @@ from markupsafe import Markup
 
 from aligner.config.compose import load_config
 from aligner.errors import ConfigError
-from aligner.files import asked_for, write_file
-from aligner.launcher.status import status_of
+from aligner.files import convert_write_errors, write_file
+from aligner.launcher.status import build_status
 from aligner.observability.metrics import read_metrics
 from aligner.observability.trace import Span, read_spans, write_trace
 from aligner.paths import RunPaths
 from aligner.schema import Config
-from aligner.view.figures import metric_plots, timeline_plots
-from aligner.view.rendering import STATIC, configuration, plotly_script, render, require_packages
-from aligner.view.run_index import key_figures
+from aligner.view.figures import build_metric_plots, build_timeline_plots
+from aligner.view.rendering import (
+    STATIC,
+    find_plotly_script,
+    render,
+    require_packages,
+    summarize_configuration,
+)
+from aligner.view.run_index import compute_key_figures
 from aligner.view.sample_table import SampleFilter, SampleTable
 
-_SAMPLES_OF_FIRST, _SAMPLES_OF_LAST = 3, 6
+# Numbers of displayed samples of the first and of the last recorded step.
+_FIRST_STEP_SAMPLES = 3
+_LAST_STEP_SAMPLES = 6
 
 
 def write_report(run: Path, output: Path | None = None) -> Path:
-    """Write the page of a run that has ended, was killed or goes on; returns its path.
+    """Write the page of a finished, killed or running run.
 
-    `trace.json` is written anew too, but for a run directory that is not ours to write to. Raises
-    ConfigError where `run` is no run directory, the page cannot be written, or a package is not
-    installed.
+    `trace.json` is written again too, unless the run directory is not writable.
+
+    Args:
+        run: The run directory.
+        output: File to write; default is `report.html` in the run directory.
+
+    Returns:
+        The path of the written page.
+
+    Raises:
+        ConfigError: If `run` is not a run directory, the page cannot be written, or a package is
+            not installed.
     """
     require_packages("aligner report")
     if not run.is_dir():
@@ -43,48 +60,54 @@ def write_report(run: Path, output: Path | None = None) -> Path:
     target = run / paths.report.name if output is None else output
     if not target.parent.is_dir():
         raise ConfigError(f"--output {target}: no such directory: {target.parent}")
-    with asked_for(target):
+    with convert_write_errors(target):
         spans = write_trace(paths) if os.access(run, os.W_OK) else read_spans(paths)
-        write_file(target, page(config, paths, spans))
+        write_file(target, render_report(config, paths, spans))
     return target
 
 
-def page(config: Config, paths: RunPaths, spans: Sequence[Span]) -> str:
-    """The page of a run with these spans."""
+def render_report(config: Config, paths: RunPaths, spans: Sequence[Span]) -> str:
+    """Return the page of a run with these spans."""
     metrics = read_metrics(paths.metrics)
-    scripts = [_script(plotly_script()), _script(STATIC / "view.js")]
+    scripts = [_read_script(find_plotly_script()), _read_script(STATIC / "view.js")]
+    # The content security policy allows only these scripts, by their hashes.
     hashes = " ".join(
         f"'sha256-{b64encode(sha256(script.encode()).digest()).decode()}'" for script in scripts
     )
-    plots = {"timeline": timeline_plots(spans), "curves": metric_plots(metrics)}
+    plots_by_source = {
+        "timeline": build_timeline_plots(spans),
+        "curves": build_metric_plots(metrics),
+    }
     return render(
         "saved.html",
         policy=f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data:",
         style=Markup((STATIC / "view.css").read_text(encoding="utf-8")),
         scripts=scripts,
         name=config.run.name or paths.root.name,
-        state=status_of(paths, config, metrics, asking=False).state,
+        state=build_status(paths, config, metrics, query_services=False).state,
         written=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC"),
         done=int(metrics[-1]["step"]) if metrics else 0,
         config=config,
-        figures=key_figures(metrics),
-        data={source: [plot.content() for plot in found] for source, found in plots.items()},
-        samples=_samples(SampleTable(paths)),
-        about=configuration(config),
+        figures=compute_key_figures(metrics),
+        data={
+            source: [plot.to_json() for plot in plots] for source, plots in plots_by_source.items()
+        },
+        samples=_select_samples(SampleTable(paths)),
+        summary=summarize_configuration(config),
     )
 
 
-def _script(file: Path) -> Markup:
+def _read_script(file: Path) -> Markup:
     return Markup(file.read_text(encoding="utf-8"))
 
 
-def _samples(table: SampleTable) -> list[dict[str, Any]]:
-    """A few of the first recorded step's and of the last's."""
+def _select_samples(table: SampleTable) -> list[dict[str, Any]]:
+    """Return a few samples of the first and of the last recorded step."""
     newest = table.page(SampleFilter(), "-step", 0)[0]
     oldest = table.page(SampleFilter(), "step", 0)[0]
     if not newest or newest[0]["step"] == oldest[0]["step"]:
-        return oldest[: _SAMPLES_OF_FIRST + _SAMPLES_OF_LAST]
-    last = newest[0]["step"]
-    return [*oldest[:_SAMPLES_OF_FIRST], *(row for row in newest if row["step"] == last)][
-        : _SAMPLES_OF_FIRST + _SAMPLES_OF_LAST
+        return oldest[: _FIRST_STEP_SAMPLES + _LAST_STEP_SAMPLES]
+    last_step = newest[0]["step"]
+    return [*oldest[:_FIRST_STEP_SAMPLES], *(row for row in newest if row["step"] == last_step)][
+        : _FIRST_STEP_SAMPLES + _LAST_STEP_SAMPLES
     ]

@@ -1,18 +1,27 @@
-"""What models, tools and people wrote, as text of a page: nothing invisible, no line that a browser
-chokes on."""
+"""Conversion of untrusted text, written by models, tools and people, for pages.
+
+Invisible characters are escaped. Very long texts and lines are truncated, because browsers cannot
+display them.
+"""
 
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-LONGEST_TEXT, LONGEST_LINE = 100_000, 4_000
-_KEPT = frozenset("\n\t")
-_DIFFERENCES = {
+MAX_TEXT_LENGTH = 100_000
+"""Maximum length of a displayed text in characters."""
+MAX_LINE_LENGTH = 4_000
+"""Maximum length of a displayed line in characters."""
+# Characters that are not printable, but are not escaped either.
+_WHITESPACE = frozenset("\n\t")
+# Columns that are computed as differences of two recorded quantities.
+_DIFFERENCE_COLUMNS = {
     "engine \N{MINUS SIGN} trainer log-prob": ("engine_logprob", "trainer_logprob"),
     "trainer \N{MINUS SIGN} reference log-prob": ("trainer_logprob", "reference_logprob"),
 }
-_NAMES = {
+# Displayed names of recorded quantities, in the order of the columns.
+_COLUMN_NAMES = {
     "engine_logprob": "engine log-prob",
     "trainer_logprob": "trainer log-prob",
     "reference_logprob": "reference log-prob",
@@ -20,7 +29,8 @@ _NAMES = {
     "entropy": "entropy",
     "version": "weight version",
 }
-_NO_QUANTITIES = ("step", "group", "sample", "branch", "token_id", "text", "file_row_number")
+# Columns of the token files that are not quantities of tokens.
+_OTHER_COLUMNS = ("step", "group", "sample", "branch", "token_id", "text", "file_row_number")
 
 
 @dataclass(frozen=True)
@@ -30,40 +40,49 @@ class Turn:
     role: str
     text: str
     calls: tuple[tuple[str, str], ...] = ()
-    """Names and arguments of the tools that it calls."""
+    """Names and arguments of the tool calls."""
 
 
-def printable(text: str, limit: int = LONGEST_TEXT) -> str:
-    """Control characters, marks that turn the direction of writing and the like escaped, and no
-    longer than the limit."""
-    shown = text[:limit]
-    if not shown.isprintable():
-        shown = "".join(
-            c if c.isprintable() or c in _KEPT else c.encode("unicode_escape").decode()
-            for c in shown
+def printable(text: str, limit: int = MAX_TEXT_LENGTH) -> str:
+    """Return a text with escaped control characters, bidirectional marks and similar characters.
+
+    Characters beyond `limit` are replaced by their number.
+    """
+    escaped = text[:limit]
+    if not escaped.isprintable():
+        escaped = "".join(
+            c if c.isprintable() or c in _WHITESPACE else c.encode("unicode_escape").decode()
+            for c in escaped
         )
-    return shown + (f" … {len(text) - limit} more characters" if len(text) > limit else "")
+    return escaped + (f" … {len(text) - limit} more characters" if len(text) > limit else "")
 
 
-def turns(messages: str | None) -> list[Turn]:
-    """The turns of a transcript as it is stored, JSON; none of what is no transcript."""
+def parse_turns(messages: str | None) -> list[Turn]:
+    """Return the turns of a stored transcript, a JSON list of messages; an empty list for anything
+    else."""
     try:
         entries = json.loads(messages) if messages else []
     except ValueError:
         entries = []
-    known = (
+    valid_messages = (
         [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
     )
     return [
-        Turn(str(each.get("role", "")), printable(_text(each.get("content"))), _calls(each))
-        for each in known
+        Turn(
+            str(message.get("role", "")),
+            printable(_content_text(message.get("content"))),
+            _parse_tool_calls(message),
+        )
+        for message in valid_messages
     ]
 
 
-def _text(content: Any) -> str:
+def _content_text(content: Any) -> str:
+    """Return the text of a message's content, which may be a list of parts; JSON for other
+    values."""
     if isinstance(content, list):
         return "\n".join(
-            _text(part["text"] if isinstance(part, dict) and "text" in part else part)
+            _content_text(part["text"] if isinstance(part, dict) and "text" in part else part)
             for part in content
         )
     return (
@@ -75,35 +94,49 @@ def _text(content: Any) -> str:
     )
 
 
-def _calls(message: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+def _parse_tool_calls(message: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    """Return the names and arguments of a message's tool calls."""
     calls = message.get("tool_calls")
     functions = (
         [call.get("function", call) for call in calls if isinstance(call, dict)]
         if isinstance(calls, list)
         else []
     )
-    known = [function for function in functions if isinstance(function, dict)]
+    valid_functions = [function for function in functions if isinstance(function, dict)]
     return tuple(
-        (printable(str(each.get("name", ""))), printable(_text(each.get("arguments"))))
-        for each in known
+        (
+            printable(str(function.get("name", ""))),
+            printable(_content_text(function.get("arguments"))),
+        )
+        for function in valid_functions
     )
 
 
 def token_columns(tokens: Mapping[str, Any]) -> dict[str, Any]:
-    """A response's tokens for the page: `id` and `text` [R], and `columns` [R] by name, what was
-    recorded and differences."""
-    lists = {
+    """Return a response's tokens for the page.
+
+    Args:
+        tokens: The lists over a response's R tokens by column.
+
+    Returns:
+        `id` [R], `text` [R], and `columns`: the recorded quantities and their differences, [R], by
+        displayed name.
+    """
+    quantities = {
         name: values
         for name, values in tokens.items()
-        if name not in _NO_QUANTITIES and isinstance(values, list)
+        if name not in _OTHER_COLUMNS and isinstance(values, list)
     }
-    order = (*_NAMES, *sorted(lists.keys() - _NAMES.keys()))
-    known = [name for name in order if any(value is not None for value in lists.get(name, ()))]
-    columns = {_NAMES.get(name, name): lists[name] for name in known}
-    for name, (one, other) in _DIFFERENCES.items():
-        pairs = list(zip(lists.get(one, ()), lists.get(other, ()), strict=False))
+    order = (*_COLUMN_NAMES, *sorted(quantities.keys() - _COLUMN_NAMES.keys()))
+    recorded_names = [
+        name for name in order if any(value is not None for value in quantities.get(name, ()))
+    ]
+    columns = {_COLUMN_NAMES.get(name, name): quantities[name] for name in recorded_names}
+    for name, (minuend, subtrahend) in _DIFFERENCE_COLUMNS.items():
+        pairs = list(zip(quantities.get(minuend, ()), quantities.get(subtrahend, ()), strict=False))
         if any(None not in pair for pair in pairs):
             columns[name] = [None if a is None or b is None else a - b for a, b in pairs]
+    # `drawn` is false for tokens of an environment or tool.
     if "drawn" in columns:
         columns["from environment"] = [int(not value) for value in columns.pop("drawn")]
     texts = [printable(text or "") for text in tokens.get("text") or ()]

@@ -1,5 +1,8 @@
-"""The pages of runs served on this machine's loopback, read only, to who has the key in the
-link."""
+"""Web server of `aligner view`.
+
+It serves the pages on this machine's loopback address, read-only, to clients that have the access
+key of the printed link.
+"""
 
 import hmac
 import socket
@@ -18,14 +21,14 @@ from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from aligner.errors import AlignerError
-from aligner.view.pages import Pages, problem
+from aligner.view.pages import Pages, render_error
 from aligner.view.run_index import RunIndex
 
 HOST = "127.0.0.1"
-_TOLD = (HTTPException, AlignerError, OSError, Exception)
-"""Errors for which there is a page; Starlette looks for the nearest class."""
+# Errors that have a page; Starlette selects the handler of the nearest base class.
+_HANDLED_ERRORS = (HTTPException, AlignerError, OSError, Exception)
 _HEADERS = {
-    # Plotly sets styles of elements. Scripts are the server's files alone.
+    # Plotly sets inline styles. Scripts may come only from the server's files.
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self'"
         " data:; connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
@@ -39,19 +42,26 @@ _HEADERS = {
 
 
 def serve(directories: Sequence[Path], key: str, listening: socket.socket) -> None:
-    """Answer requests at a socket of `HOST` until the process is told to end."""
-    gate = Middleware(_Gate, key=key, port=listening.getsockname()[1])
-    # A page of another site may have its name lead here (DNS rebinding): it asks for that name.
+    """Serve the pages until the process receives a signal to stop.
+
+    Args:
+        directories: Directories in and below which runs are shown.
+        key: The access key.
+        listening: A listening socket on `HOST`.
+    """
+    access = Middleware(_AccessControl, key=key, port=listening.getsockname()[1])
+    # Protection against DNS rebinding: a site whose name resolves to this machine sends its own
+    # name as the host.
     hosts = Middleware(TrustedHostMiddleware, allowed_hosts=[HOST, "localhost"], www_redirect=False)
-    middleware = [hosts, gate, Middleware(GZipMiddleware, compresslevel=1)]
+    middleware = [hosts, access, Middleware(GZipMiddleware, compresslevel=1)]
     app = Starlette(
         routes=Pages(RunIndex(directories)).routes(),
         middleware=middleware,
-        exception_handlers=dict.fromkeys(_TOLD, problem),
+        exception_handlers=dict.fromkeys(_HANDLED_ERRORS, render_error),
     )
     config = uvicorn.Config(
         app,
-        log_level="critical",  # a page tells its reader of its error
+        log_level="critical",  # errors are shown on the pages
         access_log=False,
         lifespan="off",
         ws="none",
@@ -61,13 +71,15 @@ def serve(directories: Sequence[Path], key: str, listening: socket.socket) -> No
     uvicorn.Server(config).run(sockets=[listening])
 
 
-class _Gate:
-    """Lets requests in that have the key, in the link or then in a cookie; says what browsers may
-    do with answers."""
+class _AccessControl:
+    """Middleware that accepts requests with the access key, in the link or later in a cookie, and
+    adds the security headers to all responses."""
 
     def __init__(self, app: ASGIApp, key: str, port: int) -> None:
-        self._app, self._key = app, key.encode()
-        self._cookie = f"aligner-view-{port}"  # cookies are the same for all ports of a host
+        self._app = app
+        self._key = key.encode()
+        # The name contains the port, because browsers share cookies between all ports of a host.
+        self._cookie = f"aligner-view-{port}"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_with_headers(message: Message) -> None:
@@ -76,19 +88,21 @@ class _Gate:
             await send(message)
 
         if scope["type"] == "http":
-            answer = self._refusal(Request(scope)) or self._app
-            await answer(scope, receive, send_with_headers)
+            response = self._check_access(Request(scope)) or self._app
+            await response(scope, receive, send_with_headers)
 
-    def _refusal(self, request: Request) -> Response | None:
-        """What is answered instead of the page; None where it may be seen."""
-        if (given := request.query_params.get("key")) is not None and self._fits(given):
-            answer = RedirectResponse(
+    def _check_access(self, request: Request) -> Response | None:
+        """Return the response to a request that must not see the page: a redirect that sets the
+        cookie, or a refusal. Return None if the request has the cookie."""
+        if (key := request.query_params.get("key")) is not None and self._is_key(key):
+            # Redirect to the address without the key, so that the address bar does not show it.
+            redirect = RedirectResponse(
                 str(request.url.remove_query_params("key").replace(scheme="", netloc="")) or "/",
                 303,
             )
-            answer.set_cookie(self._cookie, given, httponly=True, samesite="lax")
-            return answer
-        if self._fits(request.cookies.get(self._cookie, "")):
+            redirect.set_cookie(self._cookie, key, httponly=True, samesite="lax")
+            return redirect
+        if self._is_key(request.cookies.get(self._cookie, "")):
             return None
         return PlainTextResponse(
             "The access key is missing or wrong. Open the complete link that `aligner view`"
@@ -96,5 +110,6 @@ class _Gate:
             403,
         )
 
-    def _fits(self, given: str) -> bool:
-        return hmac.compare_digest(given.encode(errors="replace"), self._key)
+    def _is_key(self, text: str) -> bool:
+        # compare_digest takes the same time for all wrong keys, which prevents timing attacks.
+        return hmac.compare_digest(text.encode(errors="replace"), self._key)

@@ -74,7 +74,7 @@ def conversation(at: int) -> list[dict[str, Any]]:
 
 def called(question: str, call: ToolCall, result: str, answer: str) -> list[dict[str, Any]]:
     """A conversation whose question is answered with one tool call."""
-    turns = [*AssistantTurn("", "", (call,)).messages[:1], call.answered(result)]
+    turns = [*AssistantTurn("", "", (call,)).messages[:1], call.to_message(result)]
     return [{"role": "user", "content": question}, *turns, {"role": "assistant", "content": answer}]
 
 

@@ -69,7 +69,7 @@ class Conversant:
             for call in parse_turn(action, self._form, self._messages).calls
             if isinstance(call, ToolCall)
         ]
-        messages = [call.answered(text) for call in calls or [ToolCall("000000000", "none", {})]]
+        messages = [call.to_message(text) for call in calls or [ToolCall("000000000", "none", {})]]
         messages = messages if who == "tool" else [{"role": who, "content": text}]
         self._messages += 1 + len(messages)
         return messages, 0.25, False

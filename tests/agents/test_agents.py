@@ -107,7 +107,7 @@ def generated_spans(sample: Sample) -> list[tuple[int, torch.Tensor, torch.Tenso
 
 
 def decode_turn(tokenizer: Tokenizer, tokens: torch.Tensor) -> str:
-    ended = bool(tokenizer.ends(tokens[-1:]))
+    ended = bool(tokenizer.is_eos(tokens[-1:]))
     return tokenizer.decode(tokens[:-1] if ended else tokens, skip_special_tokens=False)
 
 
@@ -204,7 +204,9 @@ def test_replica_samples_of_agents_equal_one_rank(pool, models, name, tasks):
 def test_agent_command_yields_scored_samples(models):
     settings = {"agent_command": [sys.executable, "-m", "tests.agents.openai_agents"]}
     samples, _ = episodes(models["qwen"], [{}] * 2, settings)
-    assert all(not sample.rewards.isnan().any() and sample.drawn_count for sample in samples)
+    assert all(
+        not sample.rewards.isnan().any() and sample.generated_token_count for sample in samples
+    )
 
 
 def test_different_user_messages_start_separate_branches(models):
@@ -244,8 +246,8 @@ def test_completion_request_continues_earlier_tokens(models):
     sample, _ = draw(["yes yes", f"yes yes{answer} and?"])
     assert not sample.branches and sample.drawn is not None
     assert (
-        torch.equal(sample.turns()[0], alone.response)
-        and tokenizer.decode(sample.turns()[1]) == " and?"
+        torch.equal(sample.split_turns()[0], alone.response)
+        and tokenizer.decode(sample.split_turns()[1]) == " and?"
     )
 
 
@@ -377,7 +379,7 @@ def test_sampling_parameters_of_agent_are_ignored_and_logged(models, caplog):
         [{"requests": [[{"role": "user", "content": "why?"}]], "with": wanted}],
         agent("steps"),
     )
-    assert samples[0].drawn_count
+    assert samples[0].generated_token_count
     assert all(
         f"agent requests set {name}, which is ignored" in caplog.text
         for name in ("temperature", "reasoning_effort", *others)
@@ -423,6 +425,6 @@ def test_every_branch_has_kept_token_ids(models):
         )
         assert sample.kept is not None and (sample.kept.counts > 0).tolist() == marks.tolist()
         for token, ids in zip(
-            sample.response[marks].tolist(), sample.kept.at(marks).each(), strict=True
+            sample.response[marks].tolist(), sample.kept.select(marks).split_ids(), strict=True
         ):
             assert token in ids.tolist()

@@ -23,13 +23,13 @@ from aligner.agents.episode_journal import EpisodeJournal
 from aligner.agents.episodes import EnvironmentEpisodes
 from aligner.agents.generate import generate, plan_job
 from aligner.data.chat_turns import Conversation
-from aligner.data.conversations import conversation
+from aligner.data.conversations import build_conversation
 from aligner.data.examples import open_demonstrations
 from aligner.data.export import find_source
 from aligner.data.model_directory import read_shape
 from aligner.data.records import Record
-from aligner.data.tokenizer import Tokenizer, character_tokenizer
-from aligner.data.tool_calls import format_of
+from aligner.data.tokenizer import Tokenizer, build_character_tokenizer
+from aligner.data.tool_calls import detect_tool_format
 from aligner.data.types import Prompt, Sample, collate_episodes
 from aligner.engines.engine_loop import finish
 from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions
@@ -102,7 +102,7 @@ class Conversing:
         metadata = {
             "messages": [*self.conversation.messages],
             "tools": tools,
-            "form": format_of(tokenizer),
+            "form": detect_tool_format(tokenizer),
             "script": script,
         }
         self.prompt = Prompt(0, "", self.conversation.tokens, metadata)
@@ -122,15 +122,17 @@ class Conversing:
         before, drawn = self.conversation, self.drawn[-1]
         new = journal.answers("0/0")[turn].observation
         assert isinstance(new, list)
-        found = self.turns.go_on(before, drawn, new)
+        found = self.turns.append_turn(before, drawn, new)
         if isinstance(found, Conversation):
-            check_growth(self.tokenizer, before, drawn, found, self.turns.said(before, drawn).text)
+            check_growth(
+                self.tokenizer, before, drawn, found, self.turns.parse_turn(before, drawn).text
+            )
             self.conversation = found
             return
-        self.branches, self.conversation = self.branches + 1, found.anew
+        self.branches, self.conversation = self.branches + 1, found.conversation
         assert (
-            found.anew.tokens.tolist()
-            == self.tokenizer.encode(rendered(self.tokenizer, found.anew)).tolist()
+            found.conversation.tokens.tolist()
+            == self.tokenizer.encode(rendered(self.tokenizer, found.conversation)).tolist()
         )
 
     def episode(self, journal: EpisodeJournal) -> Sample:
@@ -149,11 +151,11 @@ class Conversing:
     def check(self, sample: Sample, journal: EpisodeJournal) -> None:
         """Check that the sample's sequences consist of the turns in order, each after the tokens
         that it read."""
-        assert torch.equal(sample.asked, self.prompt.tokens)
+        assert torch.equal(sample.initial_prompt, self.prompt.tokens)
         if sample.finish_reason == "length":  # the template refuses the messages
             new = journal.answers("0/0")[len(self.drawn)].observation
             with pytest.raises(AlignerError, match="alternate"):
-                self.turns.go_on(self.conversation, self.drawn[-1], new)  # type: ignore[arg-type]
+                self.turns.append_turn(self.conversation, self.drawn[-1], new)  # type: ignore[arg-type]
         assert len(sample.branches) == self.branches
         sequences = iter(sample.sequences)
         now, at, marks = next(sequences), 0, list[bool]()
@@ -194,9 +196,9 @@ def test_episode_has_generated_and_template_tokens(
     talk.check(sample, journal)
     if sample.finish_reason == "stop":
         answers = [outcome.observation for outcome in journal.answers("0/0")]
-        messages = conversation(sample, talk.prompt, answers, talk.tokenizer, lambda: talk.turns)[
-            "messages"
-        ]
+        messages = build_conversation(
+            sample, talk.prompt, answers, talk.tokenizer, lambda: talk.turns
+        )["messages"]
         if any(answers):
             assert [each["role"] for each in messages].count("assistant") == len(talk.drawn)
 
@@ -232,7 +234,7 @@ def forgetful_model(directory: Path, kept: int = 3) -> Path:
     """
     save_llama(directory, tied=False)
     shape = read_shape(directory)
-    character_tokenizer(shape).save(str(directory / "tokenizer.json"))
+    build_character_tokenizer(shape).save(str(directory / "tokenizer.json"))
     (directory / "chat_template.jinja").write_text(FORGETFUL.replace("KEPT", str(kept)))
     weights = load_file(directory / "model.safetensors")
     weights["lm_head.weight"][shape.eos_token_ids[0]] *= 8
@@ -329,7 +331,7 @@ def test_episode_is_cut_when_rerendered_prompt_does_not_fit(forgetful: Path, cap
     assert any(sample.finish_reason == "length" for sample in samples)
     for sample in samples:
         assert all(
-            len(each.tokens) <= len(sample.asked) + 22 and len(each.response) <= 22
+            len(each.tokens) <= len(sample.initial_prompt) + 22 and len(each.response) <= 22
             for each in sample.sequences
         )
 

@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from aligner.agents.environment_pool import EnvironmentPool
 from aligner.agents.episodes import EnvironmentEpisodes
-from aligner.data.conversations import transcript
+from aligner.data.conversations import build_transcript
 from aligner.data.model_directory import read_shape
-from aligner.data.tokenizer import Tokenizer, character_tokenizer
+from aligner.data.tokenizer import Tokenizer, build_character_tokenizer
 from aligner.data.types import Prompt, Sample
 from aligner.engines.embedded.embedded_engine import EmbeddedEngine
 from aligner.engines.engine_loop import finish
@@ -37,7 +37,7 @@ TURN_END = "]"
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = families.save("llama3", tmp_path_factory.mktemp("episodes"))
-    character_tokenizer(read_shape(directory)).save(str(directory / "tokenizer.json"))
+    build_character_tokenizer(read_shape(directory)).save(str(directory / "tokenizer.json"))
     return directory
 
 
@@ -112,17 +112,17 @@ def test_sentencepiece_observations_get_no_extra_space(tmp_path: Path) -> None:
         directory, {"max_turn_tokens": 8, "turn_end": ")"}, 1, {"stop_token_ids": (*range(600),)}
     )
     for sample in samples:
-        texts = [text for turn in transcript(sample, tokenizer) for text in turn.values()]
+        texts = [text for turn in build_transcript(sample, tokenizer) for text in turn.values()]
         assert "".join(texts).startswith("s") and "n1;" in texts and "n2;" in texts
-        for given in sample.turns()[1::2]:
-            assert not tokenizer.piece(int(given[0])).startswith(" ")
+        for given in sample.split_turns()[1::2]:
+            assert not tokenizer.decode_token(int(given[0])).startswith(" ")
 
 
 def test_episode_alternates_policy_and_environment_turns(model):
     samples, tokenizer = episodes(model, {"max_turn_tokens": 40})
     for sample in samples:
         assert sample.rewards is not None and sample.drawn is not None
-        turns = [tokenizer.decode(turn) for turn in sample.turns()]
+        turns = [tokenizer.decode(turn) for turn in sample.split_turns()]
         assert turns[1::2] == ["s", "n1;", "n2;"] and len(turns) == 7 and turns[0] == ""
         ends = sample.drawn.nonzero()[:, 0][sample.rewards[sample.drawn] != 0]
         assert (
@@ -196,7 +196,9 @@ def test_episode_is_cut_at_turn_and_token_limits(model):
         sample.finish_reason == "length" and len(sample.response) <= 20 for sample in by_tokens
     )
     by_turn, _ = episodes(model, {"max_turn_tokens": 3}, options={"stop_token_ids": ()})
-    assert {(sample.finish_reason, sample.drawn_count) for sample in by_turn} == {("length", 3)}
+    assert {(sample.finish_reason, sample.generated_token_count) for sample in by_turn} == {
+        ("length", 3)
+    }
 
 
 def test_only_generated_tokens_have_kept_token_ids(model):
@@ -231,7 +233,7 @@ def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A chat model that often ends its turns."""
     directory = save_llama(tmp_path_factory.mktemp("chats"), tied=False)
     shape = read_shape(directory)
-    character_tokenizer(shape).save(str(directory / "tokenizer.json"))
+    build_character_tokenizer(shape).save(str(directory / "tokenizer.json"))
     template = (
         "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}<eos>{% endfor %}{% if"
         " add_generation_prompt %}a:{% endif %}"
@@ -252,7 +254,7 @@ def test_chat_messages_are_appended_after_generated_turn(chat_model):
     whole = [sample for sample in samples if sample.finish_reason == "stop"]
     assert len(whole) > 4
     for sample in whole:
-        turns = [tokenizer.decode(turn, skip_special_tokens=False) for turn in sample.turns()]
+        turns = [tokenizer.decode(turn, skip_special_tokens=False) for turn in sample.split_turns()]
         assert turns[1::2] == ["u:n1<eos>a:", "u:n2<eos>a:"] and all(
             turn.endswith("<eos>") for turn in turns[::2]
         )

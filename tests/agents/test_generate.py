@@ -19,12 +19,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from aligner import cli
-from aligner.agents import generate as generate
+from aligner.agents import generate
 from aligner.data.examples import open_demonstrations
 from aligner.data.export import export, find_source
 from aligner.data.model_directory import read_shape
 from aligner.data.records import Record
-from aligner.data.tokenizer import Tokenizer, character_tokenizer
+from aligner.data.tokenizer import Tokenizer, build_character_tokenizer
 from aligner.engines.build import build_engine
 from aligner.schema import Config, DataConfig, EngineConfig, RunConfig
 from aligner.training.run_checkpoints import RunCheckpoints, TrainingState
@@ -46,7 +46,7 @@ def model(tmp_path_factory):
 
     def make(family: str) -> Path:
         directory = families.save(family.removesuffix("-bare"), tmp_path_factory.mktemp(family))
-        character_tokenizer(read_shape(directory)).save(str(directory / "tokenizer.json"))
+        build_character_tokenizer(read_shape(directory)).save(str(directory / "tokenizer.json"))
         if family.endswith("-bare"):
             file = directory / "model.safetensors"
             save_file(
@@ -231,8 +231,8 @@ def test_episodes_above_min_score_are_read_as_demonstrations(
     ):
         assert found.tokens.tolist() == record["prompt_tokens"] + record["tokens"]
         assert (
-            found.learned is not None
-            and found.learned[found.prompt_length :].int().tolist() == record["drawn"]
+            found.response_mask is not None
+            and found.response_mask[found.prompt_length :].int().tolist() == record["drawn"]
         )
 
 

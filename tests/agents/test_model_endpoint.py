@@ -152,7 +152,7 @@ def test_model_without_chat_template_reads_plain_text(model: Path, tmp_path: Pat
             (tmp_path / file.name).write_bytes(file.read_bytes())
     with served(tmp_path) as url:
         assert ask(url, "abc", max_tokens=1)["usage"]["prompt_tokens"] == len(
-            Tokenizer(tmp_path).encode("abc", begins=True)
+            Tokenizer(tmp_path).encode("abc", add_bos=True)
         )
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from aligner.agents.environment_pool import EnvironmentPool
 from aligner.agents.episodes import EnvironmentEpisodes
 from aligner.data.model_directory import read_shape
-from aligner.data.tokenizer import Tokenizer, character_tokenizer
+from aligner.data.tokenizer import Tokenizer, build_character_tokenizer
 from aligner.data.types import Sample
 from aligner.engines.embedded.embedded_engine import EmbeddedEngine
 from aligner.engines.engine_loop import FollowsEpisodes, StartsSamples, finish
@@ -34,7 +34,7 @@ STOPS = tuple(range(20, 60))
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> str:
     directory = families.save("llama3", tmp_path_factory.mktemp("led"))
-    character_tokenizer(read_shape(directory)).save(str(directory / "tokenizer.json"))
+    build_character_tokenizer(read_shape(directory)).save(str(directory / "tokenizer.json"))
     return str(directory)
 
 

@@ -69,13 +69,13 @@ def episodes(
         DataConfig(path=str(tmp_path / "data.jsonl"), max_prompt_tokens=8000),
         list_tools(settings),
     )
-    (prompt,) = open_prompts(data, tokenizer, 0, messages=True, tools=tool_schemas(listed)).take(
-        0, 1
-    )
+    (prompt,) = open_prompts(
+        data, tokenizer, 0, include_messages=True, tools=tool_schemas(listed)
+    ).take(0, 1)
     pool = EnvironmentPool.of(with_tool_arguments(settings, listed, tokenizer))
     try:
         pool.start()
-        end = tokenizer.single_token(FORMS[template][1], "the end of a turn")
+        end = tokenizer.get_single_token(FORMS[template][1], "the end of a turn")
         assert end is not None
         says = [[*tokenizer.encode(turn).tolist(), end] for turn in turns]
         policy = Scripted(lambda turn, read: says[turn])
@@ -88,7 +88,7 @@ def episodes(
 
 
 def read(sample: Sample, tokenizer: Tokenizer) -> list[str]:
-    return [tokenizer.decode(turn, skip_special_tokens=False) for turn in sample.turns()]
+    return [tokenizer.decode(turn, skip_special_tokens=False) for turn in sample.split_turns()]
 
 
 TOOLS = {
@@ -172,9 +172,9 @@ def test_record_tools_override_configured_tools(tmp_path):
     own = [{"type": "function", "function": {"name": "own"}}]
     file.write_text(json.dumps(record) + "\n" + json.dumps(record | {"tools": own}) + "\n")
     data = DataConfig(path=str(file), max_prompt_tokens=8000, shuffle=False)
-    first, second = open_prompts(data, tokenizer, 0, messages=True, tools=tools).take(0, 2)
+    first, second = open_prompts(data, tokenizer, 0, include_messages=True, tools=tools).take(0, 2)
     assert first.metadata["tools"] == tools and "Runs a Python program" in first.text
     assert second.metadata["tools"] == own and "Runs a Python program" not in second.text
     file.write_text(json.dumps({"prompt": "What?"}) + "\n")
     with pytest.raises(ConfigError, match="tools require a prompt of chat messages"):
-        open_prompts(data, tokenizer, 0, messages=True, tools=tools)
+        open_prompts(data, tokenizer, 0, include_messages=True, tools=tools)

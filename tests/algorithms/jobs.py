@@ -81,7 +81,9 @@ def taught_updates(
     )
     found = {}
     for name, config in configs.items():
-        taught = frozen.taught(*of, config.teacher.top_k, actor.runner.shape.vocab_size, **inside)
+        taught = frozen.top_k_logprobs(
+            *of, config.teacher.top_k, actor.runner.shape.vocab_size, **inside
+        )
         rows = dataclasses.replace(
             experience,
             advantages=torch.zeros_like(experience.advantages),
@@ -90,7 +92,7 @@ def taught_updates(
         )
         algorithm = build_online_algorithm(config)
         found[name] = actor.train(
-            rows, algorithm.loss(rows, 0.0), denominator=algorithm.denominator(rows)
+            rows, algorithm.build_loss(rows, 0.0), denominator=algorithm.loss_denominator(rows)
         )
     worlds.shutdown()
     return found
@@ -110,14 +112,14 @@ def updates(
     found = {}
     for name, config in configs.items():
         algorithm = build_online_algorithm(config)
-        loss = algorithm.loss(experience, kl_coefficient=0.05)
+        loss = algorithm.build_loss(experience, kl_coefficient=0.05)
         before = torch.full_like(experience.engine_logprobs, torch.nan)
         found[name] = actor.train(
             experience,
             loss,
-            denominator=algorithm.denominator(experience),
-            group=algorithm.group,
-            before=before,
+            denominator=algorithm.loss_denominator(experience),
+            group_size=algorithm.group_size,
+            logprobs_out=before,
         )
         expected = torch.where(
             experience.mask, actor.logprobs(experience.tokens, experience.lengths), 0.0

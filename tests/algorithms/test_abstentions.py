@@ -12,9 +12,9 @@ import torch
 from aligner.algorithms.evaluation_scores import evaluation_metrics, group_metrics
 from aligner.algorithms.online_algorithm import build_online_algorithm
 from aligner.algorithms.score_shaping import ScoreShaping
-from aligner.algorithms.selections import all_pairs, best, best_and_worst, kept_responses
+from aligner.algorithms.selections import all_pairs, best, best_and_worst, rejection_sampled_rows
 from aligner.config.compose import compose_config
-from aligner.data.pass_rates import draws
+from aligner.data.pass_rates import collect_outcomes
 from aligner.data.types import ABSTAINED, Prompt, Sample, collate
 from aligner.rollout.rollout_builder import RolloutBatch, informative
 from aligner.rollout.services import PendingRows
@@ -65,8 +65,8 @@ def advantages(name: str, rows: list[int], *overrides: str) -> torch.Tensor:
     batch, scores = rollout().batch.select(chosen), SCORES[chosen]
     logprobs = torch.zeros(batch.mask.shape)
     values = torch.zeros(batch.tokens.shape) if config.algorithm.has_critic else None
-    samples = algorithm.scored_samples(batch, scores, values, logprobs, logprobs, 0.0)
-    return algorithm.experience(samples).advantages[:, -1]
+    samples = algorithm.build_scored_samples(batch, scores, values, logprobs, logprobs, 0.0)
+    return algorithm.build_experience(samples).advantages[:, -1]
 
 
 @pytest.mark.parametrize("name", ["grpo", "rloo", "dr_grpo", "gspo", "dapo"])
@@ -100,7 +100,7 @@ def test_whitening_over_a_prompt_uses_its_scored_samples():
     ],
 )
 def test_group_algorithms_need_two_scores_of_a_prompt(name, overrides, expected):
-    assert build_online_algorithm(compose(name, *overrides)).least_scores == expected
+    assert build_online_algorithm(compose(name, *overrides)).min_scores_per_prompt == expected
 
 
 def test_rows_of_groups_with_too_few_scores_are_left_out():
@@ -116,9 +116,18 @@ def test_selections_skip_samples_without_a_score():
     pairs = all_pairs(SCORES, EACH).view(-1, 2).tolist()
     assert [pair for pair in pairs if pair[0] < EACH] == [[2, 0], [2, 3], [0, 3]]
     assert all(pair[0] < EACH or pair[0] >= 16 for pair in pairs)
-    assert kept_responses(SCORES, EACH, "all", None).tolist() == [0, 2, 3, 5, 16, 17, 18, 19]
-    assert kept_responses(SCORES, EACH, "all", 2.0).tolist() == [2, 5, 16, 17, 18]
-    assert kept_responses(SCORES, EACH, "best", None).tolist() == [2, 5, 17]
+    assert rejection_sampled_rows(SCORES, EACH, "all", None).tolist() == [
+        0,
+        2,
+        3,
+        5,
+        16,
+        17,
+        18,
+        19,
+    ]
+    assert rejection_sampled_rows(SCORES, EACH, "all", 2.0).tolist() == [2, 5, 16, 17, 18]
+    assert rejection_sampled_rows(SCORES, EACH, "best", None).tolist() == [2, 5, 17]
 
 
 def test_shaping_gives_no_score_to_an_abstention():
@@ -126,13 +135,13 @@ def test_shaping_gives_no_score_to_an_abstention():
     scores = torch.tensor([ABSTAINED, NAN, 1.0])
     shaped = shaping(scores, [sample(0, "length")] * 3)
     assert shaped[0] == ABSTAINED and shaped[1].isnan() and shaped[2].isfinite()
-    assert shaping.of_ends(scores, [sample(0, "length")] * 3)[0] == ABSTAINED
+    assert shaping.penalize_missing_ends(scores, [sample(0, "length")] * 3)[0] == ABSTAINED
 
 
 def test_pass_rates_do_not_count_abstentions():
     ids = [row // EACH for row in range(len(SCORES))]
     for threshold, passed in ((1.0, 2.0), (None, 2.5)):
-        found = draws(ids, SCORES, lambda id: (id, 0), threshold)
+        found = collect_outcomes(ids, SCORES, lambda id: (id, 0), threshold)
         assert [draw.samples for draw in found] == [3, 1, 0, 0, 4]
         assert found[0].passed == passed
 

@@ -10,10 +10,16 @@ import torch
 from torch import Tensor
 
 from aligner.algorithms.distillation import distillation_advantages, divergence, reverse_kl
-from aligner.algorithms.offline_losses import taught_loss
+from aligner.algorithms.offline_losses import offline_distillation_loss
 from aligner.algorithms.online_algorithm import OnlineAlgorithm, build_online_algorithm
 from aligner.config.compose import compose_config
-from aligner.data.types import FINISH_REASONS, Experience, SampleBatch, ScoredSamples, response_mask
+from aligner.data.types import (
+    FINISH_REASONS,
+    Experience,
+    SampleBatch,
+    ScoredSamples,
+    build_response_mask,
+)
 from aligner.schema import Config, ParallelConfig, TeacherConfig
 from aligner.schema.derived import asks_before_update
 from aligner.schema.keys import with_values
@@ -85,7 +91,7 @@ def experience(*overrides: str, teacher: bool = True) -> tuple[Config, Experienc
 
     lengths = PROMPT + torch.randint(1, WIDTH - PROMPT + 1, (ROWS,), generator=generator)
     prompts = torch.full((ROWS,), PROMPT)
-    mask = response_mask(lengths, prompts, WIDTH)
+    mask = build_response_mask(lengths, prompts, WIDTH)
     old, engine, reference, its = (-2 + 0.5 * random(ROWS, WIDTH - 1) for _ in range(4))
     batch = SampleBatch(
         torch.randint(9, (ROWS, WIDTH), generator=generator),
@@ -97,10 +103,10 @@ def experience(*overrides: str, teacher: bool = True) -> tuple[Config, Experienc
         finish_reasons=torch.full((ROWS,), FINISH_REASONS.index("stop")),
         groups=torch.arange(ROWS) // 2,
     )
-    samples = algorithm.scored_samples(
+    samples = algorithm.build_scored_samples(
         batch, random(ROWS), None, old, reference, 0.0, its if teacher else None
     )
-    return config, algorithm.experience(samples), its
+    return config, algorithm.build_experience(samples), its
 
 
 def test_distillation_advantages_ignore_scores():
@@ -161,7 +167,7 @@ def random_samples(
     batch = SampleBatch(
         tokens, whole, mask, ones, old, versions, finish_reasons=stop, groups=torch.arange(rows)
     )
-    return algorithm.scored_samples(
+    return algorithm.build_scored_samples(
         batch, torch.randn(rows, dtype=torch.float64), None, old, old, 0.0, teacher
     )
 
@@ -183,9 +189,9 @@ def test_distillation_loss_equals_token_loop():
         new = (
             old + 0.3 * torch.randn(mask.shape, generator=generator, dtype=torch.float64)
         ).requires_grad_()
-        taught = algorithm.experience(random_samples(algorithm, mask, old, teacher))
-        found, _ = algorithm.loss(taught, 0.0)(
-            new, torch.zeros_like(new), taught, algorithm.denominator(taught)
+        taught = algorithm.build_experience(random_samples(algorithm, mask, old, teacher))
+        found, _ = algorithm.build_loss(taught, 0.0)(
+            new, torch.zeros_like(new), taught, algorithm.loss_denominator(taught)
         )
         terms = []
         for row, place in mask.nonzero().tolist():
@@ -257,12 +263,12 @@ def test_divergence_loss_equals_token_loop(
         logits.requires_grad_()
         ids = its.topk(count).indices
         token_logprobs = torch.where(mask, logits.log_softmax(-1)[..., 0], 0.0)
-        taught = algorithm.experience(
+        taught = algorithm.build_experience(
             random_samples(
                 algorithm, mask, token_logprobs.detach(), torch.zeros_like(token_logprobs)
             )
         )
-        plain = algorithm.loss(taught, 0.0)(
+        plain = algorithm.build_loss(taught, 0.0)(
             token_logprobs, torch.zeros_like(token_logprobs), taught, float(mask.sum())
         )[0]
         seen = {
@@ -273,7 +279,7 @@ def test_divergence_loss_equals_token_loop(
         rows = dataclasses.replace(
             taught, **{name: torch.where(mask[..., None], each, 0) for name, each in seen.items()}
         )
-        found, stats = algorithm.loss(rows, 0.0)(
+        found, stats = algorithm.build_loss(rows, 0.0)(
             token_logprobs, torch.zeros_like(token_logprobs), rows, float(mask.sum())
         )
 
@@ -291,7 +297,7 @@ def test_divergence_loss_equals_token_loop(
             terms.append(by_loops(kind, *both, beta))
         mean = torch.stack(terms).mean()
         assert float(stats["teacher_divergence"]) == pytest.approx(float(mean), rel=1e-9)
-        offline, offline_stats = taught_loss(
+        offline, offline_stats = offline_distillation_loss(
             token_logprobs, rows, with_values(composed, settings).teacher, float(mask.sum())
         )
         torch.testing.assert_close(offline, found - plain, rtol=1e-9, atol=1e-12)

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from aligner.algorithms.offline_losses import LabeledRows, labeled_loss
+from aligner.algorithms.offline_losses import LabeledRows, labeled_answer_loss
 from aligner.algorithms.preference_losses import pair_loss
 from aligner.schema import PreferenceConfig
 
@@ -194,7 +194,7 @@ def test_kto_loss_equals_paper_formula(baseline: float) -> None:
         torch.full((pieces,), baseline, dtype=torch.float64),
         share,
     )
-    loss, stats = labeled_loss(logprobs, rows, settings, pieces)
+    loss, stats = labeled_answer_loss(logprobs, rows, settings, pieces)
     loss.backward()
     assert logprobs.grad is not None
     expected, rewards, slopes = 0.0, {True: list[float](), False: list[float]()}, []
@@ -217,7 +217,7 @@ def test_kto_loss_equals_paper_formula(baseline: float) -> None:
     )
     assert stats["kl"].item() == pytest.approx(baseline)
     parts = [
-        labeled_loss(logprobs[part], rows.select(part), settings, pieces)
+        labeled_answer_loss(logprobs[part], rows.select(part), settings, pieces)
         for part in torch.arange(pieces).split(60)
     ]
     assert sum(part.item() for part, _ in parts) == pytest.approx(expected)

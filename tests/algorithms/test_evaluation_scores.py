@@ -12,7 +12,7 @@ from aligner.algorithms.evaluation_scores import (
     bootstrap_interval,
     evaluation_metrics,
     group_metrics,
-    judged_metrics,
+    judge_metrics,
     pass_at_k,
     perplexity,
     wilson_interval,
@@ -167,7 +167,7 @@ def test_judged_metrics_equal_loop_over_verdicts() -> None:
     readable = [[pair for pair in prompt if pair is not None] for prompt in verdicts]
     rates = [sum((a + b) / 2 for a, b in prompt) / len(prompt) for prompt in readable if prompt]
     pairs = [pair for prompt in readable for pair in prompt]
-    metrics = judged_metrics(wins)
+    metrics = judge_metrics(wins)
     low, high = wilson_interval(sum(rates), 3)
     assert metrics == pytest.approx(
         {
@@ -180,4 +180,4 @@ def test_judged_metrics_equal_loop_over_verdicts() -> None:
         }
     )
     assert (metrics["eval/judge_ties"], metrics["eval/judge_order_bias"]) == (3 / 8, 2 / 8)
-    assert judged_metrics(torch.full((2, 1, 2), math.nan)) == {"eval/judge_unreadable": 2.0}
+    assert judge_metrics(torch.full((2, 1, 2), math.nan)) == {"eval/judge_unreadable": 2.0}

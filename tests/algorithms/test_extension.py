@@ -231,4 +231,4 @@ def test_total_is_masked_sum_over_denominator():
         AlgorithmConfig(), kl_coefficient=0.0, denominator=4.0, weights=None
     )
     assert float(context.total(terms, mask)) == 0.75
-    assert policy_losses.total_over(mask, None, None)(terms) == 1.5
+    assert policy_losses.build_reduction(mask, None, None)(terms) == 1.5

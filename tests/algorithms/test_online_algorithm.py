@@ -14,7 +14,7 @@ import aligner
 from aligner.algorithms.online_algorithm import build_online_algorithm
 from aligner.algorithms.selections import best, best_and_worst
 from aligner.config.compose import compose_config
-from aligner.data.types import FINISH_REASONS, Sample, SampleBatch, response_mask
+from aligner.data.types import FINISH_REASONS, Sample, SampleBatch, build_response_mask
 from aligner.schema import ParallelConfig
 from tests.algorithms import jobs
 from tests.megatron import families
@@ -64,7 +64,7 @@ def step(config, seed=0, cut=()):
     lengths = PROMPT + torch.randint(1, LONGEST + 1, (rows,), generator=generator)
     prompt_lengths = torch.full((rows,), PROMPT)
     width = int(lengths.max())
-    mask = response_mask(lengths, prompt_lengths, width)
+    mask = build_response_mask(lengths, prompt_lengths, width)
     old = torch.where(mask, -2 + 0.3 * random(rows, width - 1), math.nan)
     engine = torch.where(mask, old + 0.05 * random(rows, width - 1), 0.0)
     batch = SampleBatch(
@@ -92,10 +92,10 @@ def step(config, seed=0, cut=()):
     shaped = algorithm.shaping(
         scores, [sample(length, "stop") for length in batch.mask.sum(1).tolist()]
     )
-    samples = algorithm.scored_samples(
+    samples = algorithm.build_scored_samples(
         batch, shaped, values, old, reference, config.algorithm.kl_coefficient
     )
-    experience = algorithm.experience(samples)
+    experience = algorithm.build_experience(samples)
     return algorithm, experience, scores, after
 
 
@@ -103,14 +103,14 @@ def gradient(algorithm, experience, after, parts):
     """Return loss, statistics and gradient of the log-probs, summed over parts of the rows."""
     logprobs = after.clone().requires_grad_()
     entropy = torch.zeros_like(after)
-    loss = algorithm.loss(experience, 0.05)
+    loss = algorithm.build_loss(experience, 0.05)
     total, sums = torch.zeros((), dtype=after.dtype), {}
     for rows in parts:
         value, stats = loss(
             logprobs[rows],
             entropy[rows],
             experience.select(rows),
-            algorithm.denominator(experience),
+            algorithm.loss_denominator(experience),
         )
         total = total + value
         for key, number in stats.items():
@@ -144,7 +144,7 @@ def test_conf_contains_every_online_algorithm():
 def test_micro_batching_changes_no_gradient_or_statistic(name):
     algorithm, experience, _, after = step(compose(name))
     rows = torch.arange(experience.tokens.shape[0])
-    units = rows.view(-1, algorithm.group)
+    units = rows.view(-1, algorithm.group_size)
     whole = gradient(algorithm, experience, after, [rows])
     shuffled = units[torch.randperm(len(units), generator=torch.Generator().manual_seed(1))]
     cut = gradient(algorithm, experience, after, [part.flatten() for part in shuffled.split(2)])
@@ -184,16 +184,16 @@ def test_single_update_uses_its_own_forward_logprobs(name):
 def test_logprob_pass_runs_only_if_needed(algorithm, overrides, asks):
     given = ["algorithm.minibatches=1", "algorithm.epochs=1", *overrides]
     algorithm, experience, scores, _ = step(compose(algorithm, *given))
-    assert algorithm.asks_before_update == asks
+    assert algorithm.needs_old_logprobs == asks
     if not asks:
         batch = SampleBatch(
             **{name: getattr(experience, name) for name in SampleBatch.__dataclass_fields__}
         )
         unknown = torch.full_like(experience.old_logprobs, math.nan)
-        samples = algorithm.scored_samples(
+        samples = algorithm.build_scored_samples(
             batch, scores, None, unknown, experience.reference_logprobs, 0.0
         )
-        assert torch.equal(algorithm.experience(samples).advantages, experience.advantages)
+        assert torch.equal(algorithm.build_experience(samples).advantages, experience.advantages)
 
 
 @pytest.mark.promise("branches-share-the-episode-score")
@@ -218,17 +218,17 @@ def test_branch_trains_with_episode_score_counted_once(branching, over):
     shaped = algorithm.shaping(
         scores, [sample(length, "stop") for length in alone.mask.sum(1).tolist()]
     )
-    scored = algorithm.scored_samples(
+    scored = algorithm.build_scored_samples(
         batch, shaped, values, *given, config.algorithm.kl_coefficient
     )
-    experience = algorithm.experience(scored)
+    experience = algorithm.build_experience(scored)
     assert experience.samples_per_prompt == EACH
     if branching != "reinforce_plus_plus":  # this estimator whitens over the batch
         torch.testing.assert_close(experience.advantages, alone.advantages[rows])
     whitened = replace(
         algorithm, settings=replace(config.algorithm, whiten_advantages=True, whiten_over=over)
     )
-    for learned in (experience, whitened.experience(scored)):
+    for learned in (experience, whitened.build_experience(scored)):
         torch.testing.assert_close(
             learned.advantages[len(scores) :], learned.advantages[of], rtol=0, atol=0
         )
@@ -243,16 +243,18 @@ def test_gradient_is_zero_outside_the_responses(name):
 def test_minibatches_keep_compared_rows_together(name):
     algorithm, experience, _, _ = step(compose(name))
     seen = []
-    for part in algorithm.minibatches(experience, epochs=1, count=3, seed=5):
-        assert part.tokens.shape[0] % algorithm.group == 0
-        for unit in part.tokens.unflatten(0, (-1, algorithm.group)):
+    for part in algorithm.iterate_minibatches(experience, epochs=1, count=3, seed=5):
+        assert part.tokens.shape[0] % algorithm.group_size == 0
+        for unit in part.tokens.unflatten(0, (-1, algorithm.group_size)):
             (place,) = [
                 index
-                for index, own in enumerate(experience.tokens.unflatten(0, (-1, algorithm.group)))
+                for index, own in enumerate(
+                    experience.tokens.unflatten(0, (-1, algorithm.group_size))
+                )
                 if torch.equal(own, unit)
             ]
             seen.append(place)
-    assert sorted(seen) == list(range(experience.tokens.shape[0] // algorithm.group))
+    assert sorted(seen) == list(range(experience.tokens.shape[0] // algorithm.group_size))
 
 
 def by_hand(experience, advantages, after, token_weight, low=0.2, high=0.2):
@@ -448,7 +450,7 @@ def test_constant_aggregation_keeps_statistics():
 
 def test_uneven_rows_fill_requested_minibatches():
     algorithm, experience, _, _ = step(compose("ppo"))
-    parts = list(algorithm.minibatches(experience, epochs=1, count=5, seed=1))
+    parts = list(algorithm.iterate_minibatches(experience, epochs=1, count=5, seed=1))
     assert sorted(part.tokens.shape[0] for part in parts) == [2, 2, 2, 3, 3]
 
 
@@ -458,9 +460,11 @@ def test_entropy_bonus_is_subtracted_from_the_loss():
     entropy = torch.where(
         experience.mask, torch.rand(after.shape, dtype=after.dtype), 0.0
     ).requires_grad_()
-    loss = algorithm.loss(experience, 0.0)
-    with_bonus, stats = loss(after, entropy, experience, algorithm.denominator(experience))
-    without, _ = loss(after, torch.zeros_like(after), experience, algorithm.denominator(experience))
+    loss = algorithm.build_loss(experience, 0.0)
+    with_bonus, stats = loss(after, entropy, experience, algorithm.loss_denominator(experience))
+    without, _ = loss(
+        after, torch.zeros_like(after), experience, algorithm.loss_denominator(experience)
+    )
     mean = float(entropy[experience.mask].mean().detach())
     assert float(with_bonus.detach()) == pytest.approx(float(without) - 0.5 * mean, rel=1e-6)
     assert stats["loss"] == with_bonus.detach()
@@ -499,14 +503,14 @@ def test_shaping_penalizes_missing_end_and_length():
     shaping, scores = build_online_algorithm(config).shaping, torch.ones(4)
     samples = [sample(2, "stop"), sample(3, "length"), sample(4, "stop"), sample(6, "stop")]
     assert shaping(scores, samples).tolist() == pytest.approx([1.0, -1.25, 0.5, 0.0])
-    assert shaping.of_ends(scores, samples).tolist() == [1.0, -1.0, 1.0, 1.0]
+    assert shaping.penalize_missing_ends(scores, samples).tolist() == [1.0, -1.0, 1.0, 1.0]
     assert build_online_algorithm(compose("ppo")).shaping(scores, samples).tolist() == [1.0] * 4
     config = compose("ppo", "algorithm.length_penalty=0.25", "algorithm.target_length=4")
     # The policy generated five of its six tokens.
     given = replace(samples[3], drawn=torch.tensor([True] * 5 + [False]))
     shaping = build_online_algorithm(config).shaping
     assert shaping(scores, [*samples[:3], given]).tolist() == [0.5, 0.75, 1.0, 0.75]
-    assert shaping.of_ends(scores, samples).tolist() == [1.0] * 4
+    assert shaping.penalize_missing_ends(scores, samples).tolist() == [1.0] * 4
 
 
 def test_advantages_are_whitened_over_step_or_prompt():
@@ -568,8 +572,8 @@ def test_truncated_responses_bootstrap_with_critic_value():
     )
     for is_asked in (True, False):
         algorithm = build_online_algorithm(config if is_asked else compose("ppo", *keys))
-        samples = algorithm.scored_samples(batch, scores, values, nothing, nothing, 0.0)
-        returns = algorithm.experience(samples).returns
+        samples = algorithm.build_scored_samples(batch, scores, values, nothing, nothing, 0.0)
+        returns = algorithm.build_experience(samples).returns
         for row, length in enumerate(batch.lengths.tolist()):
             follows = float(values[row, length - 1]) if row in CUT and is_asked else 0.0
             steps = range(length - PROMPT)

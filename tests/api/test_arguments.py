@@ -12,11 +12,11 @@ import pandas as pd
 import pytest
 
 from aligner.api.arguments import (
-    importable,
-    json_lines,
+    find_importable_name,
     launch_arguments,
     override_text,
-    place_records,
+    to_json_lines,
+    write_records,
 )
 from aligner.config.compose import compose_config, group_options
 from aligner.config.overrides import parse_override
@@ -73,16 +73,16 @@ def test_nested_sections_become_dotted_overrides() -> None:
 def test_records_and_data_frames_become_json_lines() -> None:
     records = [{"prompt": "ä", "answer": "1"}, {"prompt": "b", "answer": "2"}]
     for data in (records, pd.DataFrame(records)):
-        assert [json.loads(line) for line in json_lines(data).splitlines()] == records
+        assert [json.loads(line) for line in to_json_lines(data).splitlines()] == records
     for wrong in ([1, 2], [{"prompt": object()}], 7):
         with pytest.raises(ConfigError, match="data: "):
-            json_lines(wrong)  # type: ignore[arg-type]
+            to_json_lines(wrong)  # type: ignore[arg-type]
 
 
 def test_records_of_another_run_are_not_replaced(
     tmp_path: Path,
 ) -> None:
-    file, texts = place_records(
+    file, texts = write_records(
         "{}\n", ["experiment=tiny_ppo", f"run.dir={tmp_path / 'run'}"], None
     )
     assert file == tmp_path / "run" / "data.jsonl" and file.read_text() == "{}\n"
@@ -92,7 +92,7 @@ def test_records_of_another_run_are_not_replaced(
     )
     (tmp_path / "run" / "config.yaml").touch()
     with pytest.raises(ConfigError, match="uses other records"):
-        place_records("[]\n", [f"run.dir={tmp_path / 'run'}"], None)
+        write_records("[]\n", [f"run.dir={tmp_path / 'run'}"], None)
 
 
 def test_module_function_becomes_importable_name() -> None:
@@ -101,7 +101,7 @@ def test_module_function_becomes_importable_name() -> None:
         for value in vars(scorers).values()
         if getattr(value, "__module__", "") == scorers.__name__
     )
-    assert importable(function) == (
+    assert find_importable_name(function) == (
         f"{scorers.__name__}:{function.__name__}",
         Path(__file__).parents[2],
     )
@@ -124,7 +124,7 @@ def nested() -> Any:
 )
 def test_unimportable_function_is_refused(function: Any, why: str) -> None:
     with pytest.raises(ConfigError, match=why) as error:
-        importable(function)
+        find_importable_name(function)
     assert function is print or "%%writefile my_reward.py" in str(error.value)
 
 
@@ -133,5 +133,5 @@ def test_notebook_function_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     exec("def score(requests): return []", namespace)
     monkeypatch.setattr(sys.modules["__main__"], "score", namespace["score"], raising=False)
     with pytest.raises(ConfigError, match="this notebook or script") as error:
-        importable(namespace["score"])
+        find_importable_name(namespace["score"])
     assert "from my_reward import score" in str(error.value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from aligner.api.run_handle import in_notebook, notebook_bundle
+from aligner.api.run_handle import is_notebook, render_notebook_output
 from aligner.config.compose import compose_config, save_config
 from aligner.paths import RunPaths
 
@@ -18,10 +18,10 @@ def test_notebook_output_escapes_markup(
         compose_config(["experiment=tiny_ppo", "run.steps=4", f"run.dir={tmp_path}"]), paths.config
     )
     printed = "\n".join([*map(str, range(30)), "<script>alert(1)</script> [red]", "step 2/4"])
-    assert "step" not in notebook_bundle("first", paths, 5)["text/plain"]
+    assert "step" not in render_notebook_output("first", paths, 5)["text/plain"]
     record = {"step": 2, "reward/mean": 0.25, "time/step": 3.0}
     paths.metrics.write_text(json.dumps(record) + "\n")
-    shown = notebook_bundle(printed, paths, 5)
+    shown = render_notebook_output(printed, paths, 5)
     assert shown["text/plain"].startswith("step 2/4  reward 0.250  3.00 s/step  ETA 0:00:06\n")
     assert "\n26\n" not in shown["text/plain"] and "\n27\n28\n29\n<script>" in shown["text/plain"]
     assert (
@@ -32,4 +32,4 @@ def test_notebook_output_escapes_markup(
 
 
 def test_script_is_not_detected_as_notebook() -> None:
-    assert not in_notebook()
+    assert not is_notebook()

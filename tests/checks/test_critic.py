@@ -51,7 +51,7 @@ def expect_error(config: Config) -> str:
 def test_hub_name_of_critic_is_resolved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_source, "find_model", lambda name, key, weights: tmp_path / name)
     named = compose(tmp_path, "critic.path=org/judge", "reward.kind=model", "reward.path=org/judge")
-    found = model_source.with_found_models(with_values(named, {"model.config": {}}), weights=False)
+    found = model_source.resolve_hub_models(with_values(named, {"model.config": {}}), weights=False)
     assert found.critic.path == found.reward.path == str(tmp_path / "org" / "judge")
 
 
@@ -135,7 +135,7 @@ def test_absent_critic_gets_shape_of_policy(
 ) -> None:
     described = ["model.source=directory", "model.path=org/policy"]
     config = compose(tmp_path, *described, "critic.path=org/judge")
-    assert model_source.with_found_models(config, weights=False) == config, (
+    assert model_source.resolve_hub_models(config, weights=False) == config, (
         "described models are not looked for on the Hub"
     )
     assert absent_inputs(config)["org/judge"] == absent_inputs(config)["org/policy"]

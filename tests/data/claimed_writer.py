@@ -11,7 +11,7 @@ import sys
 
 import numpy as np
 
-from aligner.data.claim import take_run, write_as, writing
+from aligner.data.fencing import claim_run, fenced_write, set_writer_claim
 from aligner.errors import AlignerError
 from aligner.observability.metrics import MetricsWriter, RecordWriter
 from aligner.paths import run_paths
@@ -21,7 +21,7 @@ from aligner.servers.critic_client import UpdateJournal
 
 def main(directory: str, where: str) -> None:
     config = Config(run=RunConfig(dir=directory))
-    write_as(config, take_run(config))
+    set_writer_claim(config, claim_run(config))
     paths = run_paths(config)
     metrics, samples, journal = (
         MetricsWriter(paths),
@@ -32,7 +32,7 @@ def main(directory: str, where: str) -> None:
     samples.write(1, [{"prompt": "a"}])
     journal.append(0, {"a": np.zeros(1)})
     if where == "writing":
-        with writing():
+        with fenced_write():
             os.kill(os.getpid(), signal.SIGSTOP)
     os.kill(os.getpid(), signal.SIGSTOP)
     for write in (
@@ -42,7 +42,7 @@ def main(directory: str, where: str) -> None:
         lambda: samples.write(2, [{"prompt": "b"}]),
         lambda: samples.truncate_after(0),
         lambda: journal.append(1, {"a": np.ones(1)}),
-        lambda: journal.keep(5, 6),
+        lambda: journal.prune(5, 6),
     ):
         try:
             write()

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from aligner.data.tokenizer import character_tokenizer, lenient_tokenizer
+from aligner.data.tokenizer import build_character_tokenizer, build_lenient_tokenizer
 from aligner.models.hugging_face import read_config
 from tests.models.test_families import SIZES
 
@@ -24,7 +24,7 @@ SHAPE = dataclasses.replace(
     ids=["short", "long", "unknown", "empty"],
 )
 def test_lenient_tokenizer_keeps_end_of_any_text(text: str, kept: str) -> None:
-    tokenizer = lenient_tokenizer(SHAPE, 8)
+    tokenizer = build_lenient_tokenizer(SHAPE, 8)
     tokens = tokenizer.encode(text, add_special_tokens=False).ids
     assert tokenizer.decode(tokens) == kept.replace("\n", "?")
     assert tokenizer.get_vocab_size() == SHAPE.vocab_size
@@ -33,5 +33,6 @@ def test_lenient_tokenizer_keeps_end_of_any_text(text: str, kept: str) -> None:
 def test_lenient_tokenizer_equals_strict_on_known_characters() -> None:
     text = "abc 123"
     assert (
-        lenient_tokenizer(SHAPE, 8).encode(text).ids == character_tokenizer(SHAPE).encode(text).ids
+        build_lenient_tokenizer(SHAPE, 8).encode(text).ids
+        == build_character_tokenizer(SHAPE).encode(text).ids
     )

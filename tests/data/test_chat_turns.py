@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from aligner.config.compose import compose_config
-from aligner.data.chat_turns import ChatTurns, Conversation, Unsafe
+from aligner.data.chat_turns import ChatTurns, Conversation, NewBranch
 from aligner.data.tokenizer import Tokenizer
-from aligner.data.tool_calls import ToolCall, format_of
+from aligner.data.tool_calls import ToolCall, detect_tool_format
 from aligner.errors import AlignerError, ConfigError
 from aligner.models.model_source import gguf_file
 from tests.data.chat_models import (
@@ -44,7 +44,7 @@ CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "yes  no"}}\n</tool_ca
 
 
 def turns_of(tokenizer: Tokenizer) -> ChatTurns:
-    return ChatTurns(tokenizer, format_of(tokenizer))
+    return ChatTurns(tokenizer, detect_tool_format(tokenizer))
 
 
 def end_of(template: str) -> str:
@@ -72,10 +72,10 @@ def apart(tokenizer: Tokenizer, said: str, end: str = "<|end|>") -> Tensor:
 
 def grown(
     tokenizer: Tokenizer, before: Conversation, said: str, new: list[dict[str, Any]]
-) -> Conversation | Unsafe:
+) -> Conversation | NewBranch:
     """Append a turn whose generated tokens equal the encoding of its text alone."""
     drawn = apart(tokenizer, said)
-    found = turns_of(tokenizer).go_on(before, drawn, new)
+    found = turns_of(tokenizer).append_turn(before, drawn, new)
     if isinstance(found, Conversation):
         check_growth(tokenizer, before, drawn, found, said)
     return found
@@ -100,9 +100,9 @@ def test_appended_plain_turn_equals_full_encoding(kind: str, template: str) -> N
         said = f" {said}" if template == "mistral" else said
         drawn = in_place(tokenizer, conversation, said + end_of(template))
         assert drawn is not None
-        found = turns.go_on(conversation, drawn, [{"role": "user", "content": "and?\n"}])
+        found = turns.append_turn(conversation, drawn, [{"role": "user", "content": "and?\n"}])
         if template == "begins_to_reason":
-            assert isinstance(found, Unsafe)
+            assert isinstance(found, NewBranch)
             return
         assert isinstance(found, Conversation), found.reason
         assert found.tokens.tolist() == tokenizer.encode(rendered(tokenizer, found)).tolist()
@@ -159,7 +159,7 @@ def turn_of_any(
     end = data.draw(st.sampled_from(ends))
     kind = data.draw(st.sampled_from(["in place", "in place", "apart", "any"]))
     if kind == "any":
-        is_end = tokenizer.ends(torch.arange(tokenizer.vocab_size)).tolist()
+        is_end = tokenizer.is_eos(torch.arange(tokenizer.vocab_size)).tolist()
         tokens = data.draw(
             st.lists(
                 st.integers(0, tokenizer.vocab_size - 1).filter(lambda token: not is_end[token]),
@@ -180,7 +180,7 @@ def new_messages(
 ) -> list[dict[str, Any]]:
     content = data.draw(PLAIN)
     if takes_tools and data.draw(st.booleans()):
-        return [call.answered(content) for call in calls or [ToolCall("000000000", "none", {})]]
+        return [call.to_message(content) for call in calls or [ToolCall("000000000", "none", {})]]
     return [{"role": "user", "content": content}]
 
 
@@ -215,11 +215,11 @@ def test_any_conversation_keeps_generated_tokens_or_branches(
     conversation = turns.begin([{"role": "user", "content": data.draw(PLAIN)}], tools)
     for _ in range(data.draw(st.integers(1, 3))):
         drawn = drawn_turn(data, tokenizer, conversation, template)
-        turn = turns.said(conversation, drawn)
+        turn = turns.parse_turn(conversation, drawn)
         calls = [call for call in turn.calls if isinstance(call, ToolCall)]
         new = new_messages(data, calls, takes_tools=template not in WITHOUT_TOOLS)
         try:
-            found = turns.go_on(conversation, drawn, new)
+            found = turns.append_turn(conversation, drawn, new)
         except AlignerError as error:
             assert template == "mistral" and "alternate" in str(error)
             return
@@ -236,12 +236,12 @@ def test_any_conversation_keeps_generated_tokens_or_branches(
             # For a turn of plain text, the template must indeed render the turn differently.
             assert found.reason and not plain.startswith(conversation.text + turn.text + ending)
             assert (
-                found.anew.tokens.tolist()
-                == tokenizer.encode(rendered(tokenizer, found.anew)).tolist()
+                found.conversation.tokens.tolist()
+                == tokenizer.encode(rendered(tokenizer, found.conversation)).tolist()
             )
         if template in REASONING and "</think>" in turn.text and new[0]["role"] == "user":
-            assert isinstance(found, Unsafe)
-        conversation = found if isinstance(found, Conversation) else found.anew
+            assert isinstance(found, NewBranch)
+        conversation = found if isinstance(found, Conversation) else found.conversation
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
@@ -262,13 +262,16 @@ def test_user_message_removes_reasoning_of_earlier_turns(
         and second.messages[1]["tool_calls"][0]["function"]["name"] == "look"
     )
     third = grown(tokenizer, second, "<think>\nstill\n</think>\n\nno", [ASKED])
-    assert isinstance(third, Unsafe)
-    assert "renders earlier turns differently" in third.reason and "<think>" not in third.anew.text
+    assert isinstance(third, NewBranch)
+    assert (
+        "renders earlier turns differently" in third.reason
+        and "<think>" not in third.conversation.text
+    )
     plain = grown(tokenizer, first, "<think>\nwhy\n</think>\n\nno", [ASKED])
-    assert isinstance(plain, Unsafe)
+    assert isinstance(plain, NewBranch)
     called = grown(tokenizer, first, thought, [ASKED])
     # The turn is stored as tool calls, with its text unchanged.
-    assert isinstance(called, Unsafe) and called.anew.messages[1] == second.messages[1]
+    assert isinstance(called, NewBranch) and called.conversation.messages[1] == second.messages[1]
     assert (
         "renders the turn differently from the model's output: " in plain.reason
         and "became 'no<|end|>" in plain.reason
@@ -279,11 +282,11 @@ def test_tool_calls_inside_reasoning_are_ignored() -> None:
     tokenizer = chat_model("bytes", "begins_to_reason")
     turns = turns_of(tokenizer)
     first = turns.begin([ASKED], TOOLS)
-    assert not turns.said(first, apart(tokenizer, f"hm {CALL}")).calls
+    assert not turns.parse_turn(first, apart(tokenizer, f"hm {CALL}")).calls
     drawn = apart(tokenizer, f"hm {CALL}\n</think>\n\n{CALL}")
-    (call,) = turns.said(first, drawn).calls
+    (call,) = turns.parse_turn(first, drawn).calls
     assert isinstance(call, ToolCall)
-    found = turns.go_on(first, drawn, [call.answered("4")])
+    found = turns.append_turn(first, drawn, [call.to_message("4")])
     assert (
         isinstance(found, Conversation)
         and found.tokens[len(first.tokens) :][: len(drawn)].tolist() == drawn.tolist()
@@ -295,8 +298,8 @@ def test_trimmed_turn_is_reported_only_if_text_changes() -> None:
     first = turns_of(tokenizer).begin([ASKED])
     assert isinstance(grown(tokenizer, first, "yes", [ASKED]), Conversation)
     trimmed = grown(tokenizer, first, "yes \n", [ASKED])
-    assert isinstance(trimmed, Unsafe) and "renders the turn differently" in trimmed.reason
-    assert trimmed.anew.messages[1] == {"role": "assistant", "content": "yes \n"}
+    assert isinstance(trimmed, NewBranch) and "renders the turn differently" in trimmed.reason
+    assert trimmed.conversation.messages[1] == {"role": "assistant", "content": "yes \n"}
 
 
 @pytest.mark.parametrize(
@@ -314,13 +317,13 @@ def test_reformatted_tool_calls_keep_generated_tokens(template: str, said: str) 
     turns, end = turns_of(tokenizer), end_of(template)
     first = turns.begin([ASKED], TOOLS)
     drawn = apart(tokenizer, said, end)
-    calls = [call for call in turns.said(first, drawn).calls if isinstance(call, ToolCall)]
-    new = [call.answered("4") for call in calls]
-    found = turns.go_on(first, drawn, new)
+    calls = [call for call in turns.parse_turn(first, drawn).calls if isinstance(call, ToolCall)]
+    new = [call.to_message("4") for call in calls]
+    found = turns.append_turn(first, drawn, new)
     assert isinstance(found, Conversation) and calls
     check_growth(tokenizer, first, drawn, found, said)
     # The conversation can be extended after the tool calls.
-    again = turns.go_on(
+    again = turns.append_turn(
         found, apart(tokenizer, " yes" if template == "mistral" else "yes", end), [ASKED]
     )
     assert (
@@ -358,7 +361,7 @@ def test_tool_calls_that_template_changes_stay_text(
     tokenizer = chat_model("bytes", template)
     turns = ChatTurns(tokenizer, "hermes")
     said = f'{before}<tool_call>{{"name": "look", "arguments": {{"at":{argument}}}}}</tool_call>'
-    found = turns.go_on(turns.begin([ASKED]), apart(tokenizer, said), [ASKED])
+    found = turns.append_turn(turns.begin([ASKED]), apart(tokenizer, said), [ASKED])
     assert isinstance(found, Conversation) and ("tool_calls" in found.messages[1]) is is_called
 
 
@@ -371,21 +374,23 @@ def test_turn_without_end_token_is_refused() -> None:
             AlignerError,
             match="not an end-of-turn token; a truncated turn must be the last turn of its episode",
         ):
-            turns.go_on(first, tokens, [ASKED])
+            turns.append_turn(first, tokens, [ASKED])
 
 
 def test_unexpected_or_non_special_end_token_is_reported() -> None:
     tokenizer = chat_model("bytes", "chatml")
     first = turns_of(tokenizer).begin([ASKED])
-    other = turns_of(tokenizer).go_on(first, apart(tokenizer, "yes", "</s>"), [ASKED])
-    assert isinstance(other, Unsafe)
+    other = turns_of(tokenizer).append_turn(first, apart(tokenizer, "yes", "</s>"), [ASKED])
+    assert isinstance(other, NewBranch)
     assert (
         "the model ended its turn with '</s>', but the chat template continues after the turn with"
         " '<|end|>" in other.reason
     )
     plain = chat_model("bytes", "{% for m in messages %}{{ m.content }}!{% endfor %}", ends=("!",))
-    found = turns_of(plain).go_on(turns_of(plain).begin([ASKED]), plain.encode("yes!"), [ASKED])
-    assert isinstance(found, Unsafe) and "'!', which is not a special token" in found.reason
+    found = turns_of(plain).append_turn(
+        turns_of(plain).begin([ASKED]), plain.encode("yes!"), [ASKED]
+    )
+    assert isinstance(found, NewBranch) and "'!', which is not a special token" in found.reason
 
 
 def test_end_token_merged_with_turn_text_is_reported(tmp_path) -> None:
@@ -396,9 +401,9 @@ def test_end_token_merged_with_turn_text_is_reported(tmp_path) -> None:
     tokenizer = Tokenizer(tmp_path)
     turns = ChatTurns(tokenizer, None)
     drawn = apart(tokenizer, "yes")
-    found = turns.go_on(turns.begin([ASKED]), drawn, [ASKED])
+    found = turns.append_turn(turns.begin([ASKED]), drawn, [ASKED])
     assert (
-        isinstance(found, Unsafe)
+        isinstance(found, NewBranch)
         and found.reason
         == "the tokens after the end-of-turn token '<|end|>' depend on the text of the turn"
     )
@@ -411,7 +416,7 @@ def test_rejected_messages_and_missing_template_raise(tmp_path) -> None:
         turns.begin([ASKED, ASKED])
     drawn = apart(tokenizer, " yes", "</s>")
     with pytest.raises(AlignerError, match="turns must alternate"):
-        turns.go_on(turns.begin([ASKED]), drawn, [ASKED, ASKED])
+        turns.append_turn(turns.begin([ASKED]), drawn, [ASKED, ASKED])
     (tmp_path / "tokenizer.json").write_text(tokenizer_file("bytes"))
     write_model(tmp_path, "", SPECIAL[1:3])
     (tmp_path / "chat_template.jinja").unlink()
@@ -443,7 +448,7 @@ def test_smollm2_appended_turns_equal_full_encoding() -> None:
     conversation = turns_of(tokenizer).begin([ASKED])
     for said in ("Because.", "\n\nYes,  it is:\n\t1\n", "naïve 😀 ", ""):
         drawn = apart(tokenizer, said, "<|im_end|>")
-        found = turns_of(tokenizer).go_on(
+        found = turns_of(tokenizer).append_turn(
             conversation, drawn, [{"role": "user", "content": "\nAnd?"}]
         )
         assert isinstance(found, Conversation), found.reason

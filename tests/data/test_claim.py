@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from aligner.data import claim
+from aligner.data import fencing
 from aligner.errors import AlignerError, ConfigError
 from aligner.paths import RunPaths
 from aligner.schema import ClusterConfig, Config, RunConfig
@@ -47,7 +47,7 @@ def contents(directory: Path) -> dict[str, bytes]:
 
 def test_suspended_writer_cannot_write_after_takeover(tmp_path: Path) -> None:
     with stopped_writer(tmp_path, "between") as old:
-        assert claim.take_run(configured(tmp_path))["attempt"] == 1
+        assert fencing.claim_run(configured(tmp_path))["attempt"] == 1
         written = contents(tmp_path)
         old.send_signal(signal.SIGCONT)
         errors = old.communicate(timeout=20)[0].splitlines()
@@ -62,7 +62,7 @@ def test_suspended_writer_cannot_write_after_takeover(tmp_path: Path) -> None:
 def test_takeover_waits_for_suspended_writer(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(claim, "_TELL_AFTER_S", 0.1)
+    monkeypatch.setattr(fencing, "_WARNING_AFTER_S", 0.1)
     config = configured(tmp_path)
     with stopped_writer(tmp_path, "writing") as old:
         busy = rf"run\.dir={tmp_path}: attempt 0 \(process {old.pid} on .*\) is writing to the run"
@@ -70,7 +70,7 @@ def test_takeover_waits_for_suspended_writer(
             ConfigError,
             match=rf"{busy} and has not finished within 1 s; the process may be suspended: kill the process",
         ):
-            claim.take_run(config)
+            fencing.claim_run(config)
         assert (
             re.search(
                 rf"{busy}; waiting up to 0\.6 s until the write is finished", caplog.messages[0]
@@ -78,19 +78,19 @@ def test_takeover_waits_for_suspended_writer(
             and len(caplog.messages) == 1
         )
         threading.Timer(0.3, old.kill).start()
-        assert claim.take_run(config)["attempt"] == 1
+        assert fencing.claim_run(config)["attempt"] == 1
 
 
 def test_only_current_attempt_may_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(claim, "_own", None)
+    monkeypatch.setattr(fencing, "_writer_claim", None)
     config = configured(tmp_path)
-    with claim.writing():  # without a claim, writing is allowed
+    with fencing.fenced_write():  # without a claim, writing is allowed
         pass
-    first = claim.take_run(config)
-    claim.write_as(config, first)
-    with claim.writing(), claim.writing():
+    first = fencing.claim_run(config)
+    fencing.set_writer_claim(config, first)
+    with fencing.fenced_write(), fencing.fenced_write():
         pass
-    second = claim.take_run(config)
+    second = fencing.claim_run(config)
     assert [first["attempt"], second["attempt"]] == [0, 1]
     assert all(f"process {os.getpid()} " in record["holder"] for record in (first, second))
     for own, is_refused in (
@@ -99,13 +99,13 @@ def test_only_current_attempt_may_write(tmp_path: Path, monkeypatch: pytest.Monk
         ({"attempt": 1}, False),
         (second, False),
     ):
-        claim.write_as(config, own)
+        fencing.set_writer_claim(config, own)
         refused = (
             pytest.raises(AlignerError, match="may no longer write to the run")
             if is_refused
             else contextlib.nullcontext()
         )
-        with refused, claim.writing():
+        with refused, fencing.fenced_write():
             pass
 
 
@@ -113,19 +113,19 @@ def test_only_current_attempt_may_write(tmp_path: Path, monkeypatch: pytest.Monk
 def test_claim_check_takes_at_most_one_millisecond(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(claim, "_own", None)
+    monkeypatch.setattr(fencing, "_writer_claim", None)
     config = configured(tmp_path)
-    claim.write_as(config, claim.take_run(config))
+    fencing.set_writer_claim(config, fencing.claim_run(config))
     begun = time.perf_counter()
     for _ in range(200):
-        with claim.writing():
+        with fencing.fenced_write():
             pass
     assert time.perf_counter() - begun < 0.2  # 1 ms each: negligible compared with a training step
 
 
 def test_flipped_bit_in_claim_file_is_refused(tmp_path: Path) -> None:
     config, file = configured(tmp_path), RunPaths(tmp_path).claim
-    claim.take_run(config)
+    fencing.claim_run(config)
     content = file.read_bytes()
     for place in range(0, len(content), 7):
         file.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
@@ -133,6 +133,6 @@ def test_flipped_bit_in_claim_file_is_refused(tmp_path: Path) -> None:
             AlignerError,
             match=r"claim: (damaged|cannot be read).*no process of the run is alive, then delete the file",
         ):
-            claim.take_run(config)
+            fencing.claim_run(config)
     file.write_bytes(content)
-    assert claim.take_run(config)["attempt"] == 1 and len(file.read_bytes()) == len(content)
+    assert fencing.claim_run(config)["attempt"] == 1 and len(file.read_bytes()) == len(content)

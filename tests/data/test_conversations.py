@@ -26,7 +26,7 @@ from aligner.rollout.services import PendingRows
 from aligner.schema import DataConfig, EvaluationConfig
 from aligner.schema.evaluation_suites import Suite
 from aligner.schema.reward_sources import ModelSource as ModelSettings
-from aligner.servers.reward_server import Scoring
+from aligner.servers.reward_server import RewardRank
 from aligner.servers.validation import Limits
 from aligner.training.offline import demonstration_rows
 from aligner.training.preference_sampling import preferences
@@ -155,7 +155,7 @@ def test_plain_prompt_starts_like_tokenizer_encoding(tmp_path: Path, post: str |
         found.append(each.tokens[: each.prompt_length])
         assert texts(tokenizer, each.tokens[each.prompt_length :]) in (f"four{EOS}", f"it{EOS}")
     (record,) = read_prompts(Path(records(tmp_path, row).path or ""), "--prompts ")
-    found.append(to_prompt(record, record.text("prompt"), tokenizer, 200, "200").tokens)
+    found.append(to_prompt(record, record.get_text("prompt"), tokenizer, 200, "200").tokens)
     assert [tokens.tolist() for tokens in found] == [expected] * 6
 
 
@@ -185,7 +185,7 @@ def test_scored_sentence_starts_like_plain_prompt(
     )
     judge = ModelSource("judge", None)  # type: ignore[arg-type]
     settings = ModelSettings(key="reward", name="judge", path="judge")
-    scoring = Scoring(
+    scoring = RewardRank(
         CombinedReward([(settings, judge)]), read_tokenizer(tokenizer.directory), limits
     )
     scored: list[torch.Tensor] = []
@@ -195,7 +195,7 @@ def test_scored_sentence_starts_like_plain_prompt(
         return {"rewards": torch.zeros(2)}
 
     sentences = np.array([[b"one and two"], [f"{BOS}one and two".encode()]], dtype=object)
-    (serve,) = scoring.endpoints(call).values()  # type: ignore[arg-type]
+    (serve,) = scoring.create_endpoints(call).values()  # type: ignore[arg-type]
     serve({"sentences": sentences})
     assert scored[0].tolist() == [tokenizer.encode(f"{BOS}one and two").tolist()] * 2
 
@@ -314,7 +314,7 @@ def test_each_answer_is_learned_with_its_end_token(
     assert learned(tokenizer, all_turns) == answers and learned(tokenizer, last) == answers[-1:]
     assert torch.equal(all_turns.tokens, last.tokens)
     whole = tokenizer.encode(tokenizer.chat_template.render(TURNS, add_generation_prompt=False))
-    assert torch.equal(all_turns.tokens, tokenizer.ended(whole))
+    assert torch.equal(all_turns.tokens, tokenizer.append_end_token(whole))
     assert texts(tokenizer, all_turns.tokens[: all_turns.prompt_length]).endswith(
         ("assistant\n", f"assistant{HEAD_END}\n\n")
     )
@@ -332,10 +332,10 @@ def test_template_generation_mask_equals_transformers(tmp_path: Path) -> None:
     (found,) = open_demonstrations(
         records(tmp_path, {"messages": said}, learned_turns="all"), tokenizer, 1
     ).take(0, 1)
-    assert found.learned is not None
+    assert found.response_mask is not None
     length = found.tokens.numel()
     assert found.tokens.tolist() == theirs["input_ids"][:length]
-    assert found.learned.int().tolist() == theirs["assistant_masks"][:length] and not any(
+    assert found.response_mask.int().tolist() == theirs["assistant_masks"][:length] and not any(
         theirs["assistant_masks"][length:]
     )
 

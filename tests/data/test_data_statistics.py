@@ -13,7 +13,7 @@ from aligner.config.compose import compose_config
 from aligner.config.situation import DataStatistics
 from aligner.data.data_statistics import measure_data
 from aligner.data.model_directory import prepare_model
-from aligner.data.records import FieldsNotChosen
+from aligner.data.records import FieldChoiceError
 
 
 def measured(
@@ -129,10 +129,10 @@ def test_rare_prompt_part_is_joined(tmp_path: Path, value: str) -> None:
 def test_rare_field_that_would_be_lost_is_refused(tmp_path: Path) -> None:
     records = [{"question": "abc", "choices": [], "answer": "d" * 9} for _ in range(3000)]
     records[2345] = {"question": "abc", "choices": ["x", "y"], "answer": "x"}
-    with pytest.raises(FieldsNotChosen, match="`choices` looks like a part of the prompt"):
+    with pytest.raises(FieldChoiceError, match="`choices` looks like a part of the prompt"):
         measured(tmp_path, records, "algorithm=sft")
 
 
 def test_field_that_would_be_lost_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(FieldsNotChosen, match="`choices` looks like a part of the prompt"):
+    with pytest.raises(FieldChoiceError, match="`choices` looks like a part of the prompt"):
         measured(tmp_path, [{"question": "a", "choices": ["b", "c"], "answer": 1}])

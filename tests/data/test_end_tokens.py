@@ -12,7 +12,7 @@ from aligner.cli import main
 from aligner.data.examples import open_demonstrations
 from aligner.data.export import Source
 from aligner.data.model_directory import read_shape
-from aligner.data.tokenizer import Tokenizer, end_token_warnings, report_end_tokens
+from aligner.data.tokenizer import Tokenizer, check_end_tokens, report_end_tokens
 from aligner.data.tokenizer_files import read_tokenizer_files
 from aligner.errors import ConfigError
 from aligner.schema import DataConfig
@@ -161,7 +161,7 @@ def test_end_token_that_is_not_eos_is_reported_once(
     tmp_path: Path, settings: dict[str, Any], message: str | None
 ) -> None:
     model(tmp_path, 0, **settings)
-    warnings = end_token_warnings(tmp_path, (0,), read_tokenizer_files(tmp_path))
+    warnings = check_end_tokens(tmp_path, (0,), read_tokenizer_files(tmp_path))
 
     assert len(warnings) == (message is not None)
     assert all(str(message) in warning for warning in warnings)

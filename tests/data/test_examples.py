@@ -430,7 +430,9 @@ def test_holding_out_all_records_is_refused(tokenizer: Tokenizer, tmp_path: Path
 
 def test_reward_model_accepts_pairs_or_labeled_steps(tokenizer: Tokenizer, tmp_path: Path) -> None:
     pairs = opened("reward_model", tokenizer, written(tmp_path / "pairs.jsonl", PAIRS))
-    assert isinstance(pairs.examples.take(0, 1)[0], Preference) and pairs.samples is None
+    assert (
+        isinstance(pairs.examples.take(0, 1)[0], Preference) and pairs.normalization_samples is None
+    )
     path = written(
         tmp_path / "steps.jsonl", [{"prompt": "ab", "steps": ["c", "de"], "labels": [1, 0]}]
     )
@@ -448,10 +450,13 @@ def test_normalization_uses_first_samples_of_file(tokenizer: Tokenizer, tmp_path
     )
     path = written(tmp_path / "pairs.jsonl", PAIRS)
     data = opened("reward_model", tokenizer, path, normalization=samples, normalization_samples=2)
-    assert data.samples is not None and all(
-        isinstance(sample, Demonstration) for sample in data.samples
+    assert data.normalization_samples is not None and all(
+        isinstance(sample, Demonstration) for sample in data.normalization_samples
     )
-    assert [tokenizer.decode(sample.tokens[2:]) for sample in data.samples] == ["c", "d"]
+    assert [tokenizer.decode(sample.tokens[2:]) for sample in data.normalization_samples] == [
+        "c",
+        "d",
+    ]
 
 
 def test_recorded_response_tokens_are_kept(plain, data):
@@ -487,8 +492,11 @@ def test_sft_on_episode_learns_generated_tokens_only(plain, data):
         (found,) = open_demonstrations(data({**record, "drawn": drawn}, **settings), plain, 1).take(
             0, 1
         )
-        assert found.tokens[found.prompt_length :].tolist() == tokens and found.learned is not None
-        assert found.learned.tolist() == [False] * found.prompt_length + [
+        assert (
+            found.tokens[found.prompt_length :].tolist() == tokens
+            and found.response_mask is not None
+        )
+        assert found.response_mask.tolist() == [False] * found.prompt_length + [
             bool(each) for each in drawn
         ]
     for wrong in (drawn[1:], [0] * 7, [1, 1, 1, 2, 0, 1, 1], "1110011"):
@@ -579,5 +587,5 @@ def test_normalization_samples_are_not_cut_again(plain, data, tmp_path):
     found = open_run_data(
         Config(data=settings, algorithm=AlgorithmConfig(trainer="reward_model")), plain
     )
-    assert found.samples is not None
-    assert [parts(plain, each) for each in found.samples] == [("b", "2"), ("b", "3")]
+    assert found.normalization_samples is not None
+    assert [parts(plain, each) for each in found.normalization_samples] == [("b", "2"), ("b", "3")]

@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from aligner.data.checksums import file_record
+from aligner.data.checksums import compute_file_record
 from aligner.data.export import export, find_source, parse_size
 from aligner.data.model_directory import (
     TensorEntry,
@@ -173,9 +173,9 @@ def test_written_tensors_are_readable_by_safetensors(tmp_path):
     entries = [
         TensorEntry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in written.items()
     ]
-    assert write_safetensors(tmp_path / "ours", entries, written.__getitem__) == file_record(
-        tmp_path / "ours"
-    )
+    assert write_safetensors(
+        tmp_path / "ours", entries, written.__getitem__
+    ) == compute_file_record(tmp_path / "ours")
     read = load_file(tmp_path / "ours")
     assert read.keys() == written.keys()
     assert all(

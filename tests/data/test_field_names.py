@@ -8,7 +8,13 @@ from typing import Any
 
 import pytest
 
-from aligner.data.records import FieldsNotChosen, Record, choose_fields, convert, read_lines
+from aligner.data.records import (
+    FieldChoiceError,
+    Record,
+    choose_fields,
+    parse_records,
+    read_raw_records,
+)
 from aligner.errors import ConfigError
 
 ALPACA = {"instruction": "Translate to French.", "input": "good evening", "output": "bonsoir"}
@@ -38,7 +44,9 @@ def mapped(tmp_path: Path, records: list[dict[str, Any]], trainer: str) -> list[
     file = tmp_path / "records.jsonl"
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
     parse = lambda record: dict(record.values)  # noqa: E731
-    return convert(read_lines(file, "data.path="), parse, "data", fields=choice.fields)[0]
+    return parse_records(read_raw_records(file, "data.path="), parse, "data", fields=choice.fields)[
+        0
+    ]
 
 
 @pytest.mark.promise("automatic-fields-keep-the-prompt")
@@ -111,7 +119,7 @@ def test_empty_input_field_leaves_no_blank_lines(tmp_path: Path) -> None:
 @pytest.mark.parametrize("trainer", ["sft", "online"])
 def test_unjoinable_prompt_part_is_refused(trainer: str, field: str, value: Any) -> None:
     record = {"question": "Which is a prime?", field: value, "answer": 1}
-    with pytest.raises(FieldsNotChosen, match=f"the record field `{field}` looks like a part"):
+    with pytest.raises(FieldChoiceError, match=f"the record field `{field}` looks like a part"):
         choose_fields([record], trainer, generates=trainer == "online")
 
 
@@ -137,7 +145,7 @@ def test_extra_text_field_of_prompt_record_is_reported() -> None:
 
 def test_repeated_text_does_not_hide_lost_prompt_part() -> None:
     record = {"question": "Who?", "system": "Be brief.", "text": "Be brief. Who?", "answer": "Ann"}
-    with pytest.raises(FieldsNotChosen, match="`system` looks like a part"):
+    with pytest.raises(FieldChoiceError, match="`system` looks like a part"):
         choose_fields([record], "sft", generates=False)
 
 
@@ -155,10 +163,10 @@ def test_unused_context_of_prompt_record_is_reported() -> None:
 
 
 def test_list_of_several_answers_is_refused() -> None:
-    with pytest.raises(FieldsNotChosen, match="`ground_truth` is a list of 2 answers"):
+    with pytest.raises(FieldChoiceError, match="`ground_truth` is a list of 2 answers"):
         choose_fields([RLVR | {"ground_truth": ["2", "two"]}], "online", generates=True)
 
-    with pytest.raises(FieldsNotChosen, match="`answer` is a list of 2 answers"):
+    with pytest.raises(FieldChoiceError, match="`answer` is a list of 2 answers"):
         choose_fields([{"question": "1+1?", "answer": ["2", "two"]}], "online", generates=True)
 
 
@@ -173,7 +181,7 @@ def test_companion_that_is_not_always_text_is_refused() -> None:
         {"question": "Who?", "context": "Ann ran.", "answer": "Ann"},
         {"question": "Who?", "context": ["Bob sat."], "answer": "Bob"},
     ]
-    with pytest.raises(FieldsNotChosen, match=r"`context` .* is not a text in every record"):
+    with pytest.raises(FieldChoiceError, match=r"`context` .* is not a text in every record"):
         choose_fields(records, "sft", generates=False)
 
 
@@ -193,4 +201,4 @@ def test_answer_field_is_not_mapped_for_other_rewards() -> None:
 def test_unsupported_format_is_refused_with_its_fields(record: dict[str, Any], field: str) -> None:
     assert choose_fields([record], "sft", generates=False).fields == {}
     with pytest.raises(ConfigError, match=f"lacks field `prompt`.*{field}"):
-        Record(record, "rows.jsonl:1").text("prompt")
+        Record(record, "rows.jsonl:1").get_text("prompt")

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
-from aligner.data.chat_template import ChatTemplate, normalized_messages, without_nulls
+from aligner.data.chat_template import ChatTemplate, normalize_messages, remove_nulls
 from aligner.data.chat_turns import ChatTurns, Conversation
 from aligner.data.control_tokens import PlainEncoder, escape
-from aligner.data.conversations import exchange, prompt_text
+from aligner.data.conversations import render_exchange, render_prompt
 from aligner.data.records import BadRecord, Record
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import AlignerError
@@ -105,7 +105,7 @@ def test_null_in_json_text_arguments_is_kept(template_of):
 @pytest.mark.parametrize("arguments", ["{", "[1]", "3"])
 def test_non_object_tool_call_arguments_are_refused(arguments):
     with pytest.raises(AlignerError, match=r"messages\[1\]\.tool_calls\[0\]\.function\.arguments"):
-        normalized_messages(called(arguments))
+        normalize_messages(called(arguments))
 
 
 @given(
@@ -121,7 +121,7 @@ def test_nulls_are_removed_from_objects_at_any_depth(value):
             return any(each is None or has_null_entry(each) for each in found.values())
         return isinstance(found, list) and any(map(has_null_entry, found))
 
-    assert not has_null_entry(without_nulls(value))
+    assert not has_null_entry(remove_nulls(value))
 
 
 REASONS = (
@@ -134,7 +134,7 @@ REASONS = (
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
 def test_reasoning_is_learned_under_every_field_name(tokenizer_of, name):
     record = Record({"messages": [QUESTION, {**ANSWER, name: "Lyon is dry."}]}, "data.jsonl:1")
-    _, response = exchange(record, "response", tokenizer_of(REASONS))
+    _, response = render_exchange(record, "response", tokenizer_of(REASONS))
     assert response == "<think>Lyon is dry.</think>No.<|end|>"
 
 
@@ -148,7 +148,7 @@ def test_lost_learned_reasoning_is_warned_about_once(tokenizer_of, caplog):
     record = Record({"messages": [QUESTION, {**ANSWER, "reasoning": "dry"}]}, "data.jsonl:1")
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            exchange(record, "response", tokenizer)
+            render_exchange(record, "response", tokenizer)
     (warning,) = caplog.messages
     assert "does not render the reasoning" in warning
 
@@ -180,7 +180,7 @@ def test_supported_developer_role_is_kept(template_of):
 def test_dropped_unknown_role_is_refused(tokenizer_of, role):
     record = Record({"messages": [{"role": role, "content": "no"}, QUESTION]}, "data.jsonl:1")
     with pytest.raises(BadRecord, match=rf"chat template of .* does not render the role '{role}'"):
-        prompt_text(record, tokenizer_of(KNOWS_THREE))
+        render_prompt(record, tokenizer_of(KNOWS_THREE))
 
 
 def test_rendered_unknown_role_is_accepted(template_of):
@@ -229,7 +229,7 @@ def test_template_variable_per_record_overrides_global(tokenizer_of):
 
     def ends_thinking(tokenizer, **more):
         record = Record({**values, **more}, "data.jsonl:1")
-        return prompt_text(record, tokenizer).text.endswith("<think></think>")
+        return render_prompt(record, tokenizer).text.endswith("<think></think>")
 
     plain, switched = tokenizer_of(SWITCH), tokenizer_of(SWITCH, chat_template_kwargs=off)
     assert not ends_thinking(plain)
@@ -245,8 +245,8 @@ def test_template_variable_stays_for_later_turns(tokenizer_of):
     turns = ChatTurns(tokenizer, None)
     begun = turns.begin([QUESTION], None, {"enable_thinking": False})
     drawn = tokenizer.encode("No.<|end|>")
-    found = turns.go_on(begun, drawn, [QUESTION])
-    anew = found if isinstance(found, Conversation) else found.anew
+    found = turns.append_turn(begun, drawn, [QUESTION])
+    anew = found if isinstance(found, Conversation) else found.conversation
     assert anew.text.endswith("<think></think>")
 
 
@@ -292,8 +292,8 @@ def test_control_token_in_answer_or_plain_prompt_is_kept(tokenizer_of):
     said = [QUESTION, {"role": "assistant", "content": "a<|end|>b"}, QUESTION]
     tokens = tokenizer.encode(rendered(tokenizer.chat_template, said))
     assert (tokens == end).sum() == 4
-    prompt = prompt_text(Record({"prompt": "a<|end|>b"}, "data.jsonl:1"), tokenizer)
-    assert (tokenizer.encode(prompt.text, begins=True) == end).sum() == 1
+    prompt = render_prompt(Record({"prompt": "a<|end|>b"}, "data.jsonl:1"), tokenizer)
+    assert (tokenizer.encode(prompt.text, add_bos=True) == end).sum() == 1
 
 
 def test_control_token_in_new_message_does_not_end_turn(tokenizer_of):
@@ -301,7 +301,7 @@ def test_control_token_in_new_message_does_not_end_turn(tokenizer_of):
     turns = ChatTurns(tokenizer, None)
     begun = turns.begin([QUESTION])
     drawn = tokenizer.encode("No.<|end|>")
-    found = turns.go_on(begun, drawn, [{"role": "user", "content": "a <|end|> b"}])
+    found = turns.append_turn(begun, drawn, [{"role": "user", "content": "a <|end|> b"}])
     assert isinstance(found, Conversation)
     end = int(tokenizer.encode("<|end|>"))
     assert (found.tokens == end).sum() == 3
@@ -337,6 +337,6 @@ def test_plain_encoder_returns_token_ends_in_marked_text():
 def test_prompt_repeated_in_response_is_rendered_once(tokenizer_of, name):
     tokenizer = tokenizer_of(TEMPLATES["chatml"])
     record = Record({"prompt": [QUESTION], name: [QUESTION, ANSWER]}, "data.jsonl:1")
-    prompt, response = exchange(record, "response", tokenizer)
+    prompt, response = render_exchange(record, "response", tokenizer)
     assert prompt.text.count(QUESTION["content"]) == 1
     assert response.startswith("No.")

@@ -31,8 +31,8 @@ def called(*calls: dict[str, Any], **fields: Any) -> dict[str, Any]:
 
 def render(template: str, *messages: dict[str, Any], **options: Any) -> str:
     model = chat_model("bytes", template)
-    model.chat_template._probed.clear()
-    model.chat_template._warned.clear()
+    model.chat_template._losses.clear()
+    model.chat_template._logged_messages.clear()
     return model.chat_template.render([*messages], add_generation_prompt=False, **options)
 
 
@@ -72,7 +72,7 @@ def test_lost_learned_reasoning_is_reported(caplog: Any, learned: str, is_report
     caplog.set_level(logging.WARNING)
     template = _BLOCKS.replace("%s", "m.content.split('</think>')[-1]")
     said = {"role": "assistant", "content": "<think>\nIt is dry.\n</think>\n\nNo."}
-    render(template, ASKED, said, learned=learned)
+    render(template, ASKED, said, learned_turns=learned)
     assert ("does not render the reasoning" in caplog.text) == is_reported
 
 
@@ -97,12 +97,12 @@ def test_roles_that_template_renders_are_not_reported(caplog: Any, name: str) ->
 
 def test_tool_call_ids_cause_no_new_template_probe() -> None:
     template = chat_model("bytes", "qwen").chat_template
-    template._probed.clear()
+    template._losses.clear()
     for number in range(5):
         answer = {"role": "tool", "tool_call_id": f"call_{number}", "content": f"no {number}"}
         messages = [ASKED, called(call(arguments={"day": number}), content=""), answer]
         template.render(messages, add_generation_prompt=True)
-    assert len(template._probed) == 1
+    assert len(template._losses) == 1
 
 
 @pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt"])

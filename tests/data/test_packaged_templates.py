@@ -12,7 +12,7 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aligner.data.chat_turns import Conversation, Unsafe
+from aligner.data.chat_turns import Conversation, NewBranch
 from aligner.data.tokenizer import ChatTemplate, Tokenizer
 from aligner.data.tool_calls import ToolCall
 from aligner.errors import AlignerError
@@ -85,7 +85,7 @@ def test_appended_turns_equal_full_encoding() -> None:
     for name in TEMPLATES:
         tokenizer, end = model_of("bytes", name)
         conversation = turns_of(tokenizer).begin([ASKED])
-        found = turns_of(tokenizer).go_on(conversation, apart(tokenizer, _SAID, end), [ASKED])
+        found = turns_of(tokenizer).append_turn(conversation, apart(tokenizer, _SAID, end), [ASKED])
         whole[name] = isinstance(found, Conversation)
         if isinstance(found, Conversation):
             assert found.tokens.tolist() == tokenizer.encode(found.text).tolist()
@@ -108,19 +108,22 @@ def test_any_conversation_keeps_generated_tokens_or_branches(
         return
     for _ in range(data.draw(st.integers(1, 3))):
         drawn = turn_of_any(data, tokenizer, conversation, [end])
-        turn = turns.said(conversation, drawn)
+        turn = turns.parse_turn(conversation, drawn)
         new = new_messages(
             data, [call for call in turn.calls if isinstance(call, ToolCall)], takes_tools=True
         )
         try:
-            found = turns.go_on(conversation, drawn, new)
+            found = turns.append_turn(conversation, drawn, new)
         except AlignerError as error:
             assert "cannot render the messages" in str(error)
             return
-        if isinstance(found, Unsafe):
+        if isinstance(found, NewBranch):
             assert found.reason
-            assert found.anew.tokens.tolist() == tokenizer.encode(found.anew.text).tolist()
-            conversation = found.anew
+            assert (
+                found.conversation.tokens.tolist()
+                == tokenizer.encode(found.conversation.text).tolist()
+            )
+            conversation = found.conversation
             continue
         check_growth(tokenizer, conversation, drawn, found, turn.text)
         conversation = found

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from aligner.checks.check import check
 from aligner.config.compose import compose_config
 from aligner.data.model_directory import prepare_model
-from aligner.data.pass_rates import Draw, DrawRule, PassRates, draws
+from aligner.data.pass_rates import PassRates, PromptOutcome, PromptSelector, collect_outcomes
 from aligner.data.prompts import PromptStream, open_prompts
 from aligner.data.tokenizer import Tokenizer
 from aligner.data.types import Prompt
@@ -32,7 +32,7 @@ def stream(*sizes, seed=1, weights=None, **curriculum) -> PromptStream:
         [Prompt(0, str(next(numbers)), torch.tensor([5])) for _ in range(size)] for size in sizes
     ]
     made = PromptStream(sources, weights, seed=seed, shuffle=True)
-    made.rule = DrawRule(CurriculumConfig(**curriculum), seed)
+    made.selector = PromptSelector(CurriculumConfig(**curriculum), seed)
     return made
 
 
@@ -41,21 +41,23 @@ def of_rates(rates, number=0) -> PassRates:
 
     A prompt with rate NaN was never sampled.
     """
-    found = PassRates.none(len(rates))
+    found = PassRates.empty(len(rates))
     known = [(place, rate) for place, rate in enumerate(rates) if rate == rate]
-    return found.after([Draw(0, place, number, 1, rate) for place, rate in known], memory=1.0)
+    return found.with_outcomes(
+        [PromptOutcome(0, place, number, 1, rate) for place, rate in known], memory=1.0
+    )
 
 
 def test_pass_counts_ignore_samples_without_score():
     places = {3: (1, 0), 8: (0, 1), 5: (2, 0)}
     scores = torch.tensor([1.0, 0.0, 0.5, NAN, NAN, NAN, 2.0, -1.0, 0.4])
     ids = [8, 8, 8, 5, 5, 5, 3, 3, 3]
-    assert draws(ids, scores, places.__getitem__, 0.5) == [
-        Draw(3, 1, 0, 3, 1.0),
-        Draw(5, 2, 0, 0, 0.0),
-        Draw(8, 0, 1, 3, 2.0),
+    assert collect_outcomes(ids, scores, places.__getitem__, 0.5) == [
+        PromptOutcome(3, 1, 0, 3, 1.0),
+        PromptOutcome(5, 2, 0, 0, 0.0),
+        PromptOutcome(8, 0, 1, 3, 2.0),
     ]
-    graded = draws(ids, scores, places.__getitem__, None)
+    graded = collect_outcomes(ids, scores, places.__getitem__, None)
     assert [(one.samples, one.passed) for one in graded] == [
         (3, pytest.approx(1.4)),
         (0, 0.0),
@@ -67,16 +69,16 @@ def test_pass_counts_ignore_samples_without_score():
 @given(st.integers(0, 2**32), st.sampled_from([0.0, 0.5, 1.0]))
 def test_pass_rate_equals_memory_weighted_reference(seed, memory):
     draw = random.Random(seed)
-    rates, histories = PassRates.none(3), [[] for _ in range(3)]
+    rates, histories = PassRates.empty(3), [[] for _ in range(3)]
     for step in range(6):
         drawn = []
         for example in draw.sample(range(3), 2):
             samples = draw.randrange(4)
             passed = draw.randint(0, samples)
-            drawn.append(Draw(step, example, step, samples, float(passed)))
+            drawn.append(PromptOutcome(step, example, step, samples, float(passed)))
             histories[example].append((step, samples, passed))
         before = rates.drawn.clone()
-        after = rates.after(drawn, memory)
+        after = rates.with_outcomes(drawn, memory)
         assert torch.equal(rates.drawn, before), (
             "what a batch that is drawn ahead has been given stays"
         )
@@ -89,7 +91,9 @@ def test_pass_rate_equals_memory_weighted_reference(seed, memory):
         )
         passed = sum(weight * passed for weight, (_, passed) in zip(weights, scored, strict=True))
         expected = passed / samples if scored else NAN
-        assert float(rates.rates()[example]) == pytest.approx(expected, rel=1e-12, nan_ok=True)
+        assert float(rates.compute_rates()[example]) == pytest.approx(
+            expected, rel=1e-12, nan_ok=True
+        )
         assert int(rates.drawn[example]) == len(history)
         assert int(rates.last_pass[example]) == max((step for step, _, _ in history), default=-1)
 
@@ -97,7 +101,7 @@ def test_pass_rate_equals_memory_weighted_reference(seed, memory):
 def test_prompt_outside_range_rests_and_is_retried():
     prompts = stream(6, between=[0.1, 0.9], rest_passes=2)
     rates = of_rates([0.5, 0.0, 1.0, 0.1, 0.9, NAN])
-    taken, end = prompts.draw(6, 20, rates)
+    taken, end = prompts.select(6, 20, rates)
     assert [prompt.id for prompt in taken] == sorted(
         {prompt.id for prompt in taken}
     ) and end == taken[-1].id + 1
@@ -117,7 +121,7 @@ def test_prompt_outside_range_rests_and_is_retried():
 def test_too_few_prompts_in_range_raises():
     prompts = stream(5, between=[0.1, 0.9], rest_passes=0)
     rates = of_rates([0.5, 0.0, 1.0, 0.5, 0.0])
-    taken, _ = prompts.draw(500, 2, rates)
+    taken, _ = prompts.select(500, 2, rates)
     assert {prompt.text for prompt in taken} <= {"0", "3"}
     with pytest.raises(
         AlignerError,
@@ -125,24 +129,28 @@ def test_too_few_prompts_in_range_raises():
             r"between=\[0.1, 0.9\]: 3 prompts are required, but only 2 of 5 have a pass rate in"
         ),
     ):
-        prompts.draw(500, 3, rates)
+        prompts.select(500, 3, rates)
 
 
 def test_sampling_frequency_equals_configured_chance():
     prompts = stream(5, target=0.5, least_chance=0.05)
-    taken, end = prompts.draw(5, 4000, of_rates([0.0, 0.1, 0.5, 0.8, NAN]))
+    taken, end = prompts.select(5, 4000, of_rates([0.0, 0.1, 0.5, 0.8, NAN]))
     counts, passes = Counter(int(prompt.text) for prompt in taken), (end - 5) / 5
     for example, chance in enumerate([0.05, 4 * 0.1 * 0.9, 1.0, 4 * 0.8 * 0.2, 1.0]):
         assert counts[example] / passes == pytest.approx(
             chance, abs=3.5 / passes**0.5 * 0.5 + 1 / passes
         )
-    assert [len(prompts.draw(5, count, of_rates([0.0] * 5))[0]) for count in (0, 1, 3)] == [0, 1, 3]
+    assert [len(prompts.select(5, count, of_rates([0.0] * 5))[0]) for count in (0, 1, 3)] == [
+        0,
+        1,
+        3,
+    ]
 
 
 @pytest.mark.parametrize("target", [0.2, 0.5, 0.9])
 def test_sampling_chance_peaks_at_target(target):
-    rule = DrawRule(CurriculumConfig(target=target, least_chance=1e-9), 1)
-    chances = [rule.chance(number / 100) for number in range(101)]
+    rule = PromptSelector(CurriculumConfig(target=target, least_chance=1e-9), 1)
+    chances = [rule.selection_probability(number / 100) for number in range(101)]
     assert max(range(101), key=chances.__getitem__) == round(100 * target) and max(
         chances
     ) == pytest.approx(1)
@@ -150,7 +158,7 @@ def test_sampling_chance_peaks_at_target(target):
     assert chances[: top + 1] == sorted(chances[: top + 1]) and chances[top:] == sorted(
         chances[top:], reverse=True
     )
-    assert DrawRule(CurriculumConfig(), 1).chance(0.0) == 1
+    assert PromptSelector(CurriculumConfig(), 1).selection_probability(0.0) == 1
 
 
 @settings(deadline=None, max_examples=30)
@@ -168,32 +176,32 @@ def test_sampled_prompts_do_not_depend_on_batch_size(data):
         "seed": data.draw(st.integers(0, 9)),
     }
     start, count = data.draw(st.integers(0, 3000)), data.draw(st.integers(1, 12))
-    taken, end = stream(*sizes, **given_all).draw(start, count, rates)
+    taken, end = stream(*sizes, **given_all).select(start, count, rates)
     cut = data.draw(st.integers(0, count))
     other = stream(*sizes, **given_all)
-    first, middle = other.draw(start, cut, rates)
-    second, last = other.draw(middle, count - cut, rates)
+    first, middle = other.select(start, cut, rates)
+    second, last = other.select(middle, count - cut, rates)
     assert [prompt.id for prompt in first + second] == [
         prompt.id for prompt in taken
     ] and last == end
 
 
 def test_pass_rates_load_only_for_the_same_prompts(tmp_path):
-    rates = PassRates.none(3, 7)
+    rates = PassRates.empty(3, 7)
     for drawn, memory in (
-        ([Draw(0, 1, 4, 3, 0.1 + 0.2), Draw(1, 2, 0, 1, 1.0)], 1.0),
-        ([Draw(2, 1, 5, 3, 1e-9)], 0.3),
+        ([PromptOutcome(0, 1, 4, 3, 0.1 + 0.2), PromptOutcome(1, 2, 0, 1, 1.0)], 1.0),
+        ([PromptOutcome(2, 1, 5, 3, 1e-9)], 0.3),
     ):
-        rates = rates.after(drawn, memory)
+        rates = rates.with_outcomes(drawn, memory)
     rates.save(tmp_path / "pass_rates")
-    found = PassRates.none(3, 7).load(tmp_path / "pass_rates")
+    found = PassRates.empty(3, 7).load(tmp_path / "pass_rates")
     assert found is not None and found.checksum == 7
     assert all(
         torch.equal(getattr(found, name), getattr(rates, name))
         for name in ("drawn", "last_pass", "samples", "passed")
     )
-    assert PassRates.none(4, 7).load(tmp_path / "pass_rates") is None
-    assert PassRates.none(3, 8).load(tmp_path / "pass_rates") is None
+    assert PassRates.empty(4, 7).load(tmp_path / "pass_rates") is None
+    assert PassRates.empty(3, 8).load(tmp_path / "pass_rates") is None
     (tmp_path / "pass_rates" / "pass_rates.safetensors").write_bytes(b"no")
     with pytest.raises(AlignerError, match="cannot be read"):
         found.load(tmp_path / "pass_rates")
@@ -212,7 +220,7 @@ def written(path, records):
 
 def texts(data, tokenizer):
     opened = open_prompts(data, tokenizer, seed=1)
-    return [prompt.text for prompt in opened.examples()], opened.notices
+    return [prompt.text for prompt in opened.iterate_examples()], opened.notices
 
 
 RATED = [

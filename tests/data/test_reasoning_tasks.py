@@ -21,7 +21,7 @@ from aligner.data.prompts import open_evaluation_prompts, open_prompts
 from aligner.data.records import read_examples
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError
-from aligner.rewards.scorers import ScoringError, ScoringRequest, checked_scores, resolve_scorer
+from aligner.rewards.scorers import ScoringError, ScoringRequest, call_scorer, resolve_scorer
 from aligner.schema import AlgorithmConfig, Config, DataConfig, EvaluationConfig
 from aligner.schema.data_sources import data_sources
 from aligner.schema.evaluation_suites import Suite
@@ -69,7 +69,7 @@ def problems(data: DataConfig, **evaluation: Any) -> str:
 
 def scores(*pairs: tuple[str, Any]) -> list[float]:
     requests = [ScoringRequest("", response, prompt.metadata) for response, prompt in pairs]
-    return checked_scores("reasoning_gym", resolve_scorer("reasoning_gym"), requests)
+    return call_scorer("reasoning_gym", resolve_scorer("reasoning_gym"), requests)
 
 
 def test_tasks_are_mixed_by_weight_and_scored(tokenizer: Tokenizer) -> None:
@@ -118,9 +118,9 @@ def test_questions_do_not_depend_on_order_or_process() -> None:
     requests = [
         ScoringRequest("", record["answer"], record) for task in IMPURE for record in one[task]
     ]
-    assert checked_scores("reasoning_gym", resolve_scorer("reasoning_gym"), requests) == [
-        1.0
-    ] * len(requests)
+    assert call_scorer("reasoning_gym", resolve_scorer("reasoning_gym"), requests) == [1.0] * len(
+        requests
+    )
 
 
 def test_unparsable_answer_scores_zero_and_is_reported() -> None:
@@ -153,7 +153,7 @@ def test_changed_or_missing_question_raises(
         ({"answer": "4"}, "record lacks field `question`"),
     ):
         with pytest.raises(ScoringError, match=message):
-            checked_scores("reasoning_gym", scorer, [ScoringRequest("", "1", metadata)])
+            call_scorer("reasoning_gym", scorer, [ScoringRequest("", "1", metadata)])
 
 
 def test_difficulty_rises_from_first_to_last_question(tokenizer: Tokenizer) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from aligner.data.conversations import response_text, transcript
-from aligner.data.prompts import drawn_tokens
+from aligner.data.conversations import build_transcript, decode_response
+from aligner.data.prompts import read_token_ids
 from aligner.data.records import BadRecord
 from aligner.data.tokenizer import ResponseDecoder, Tokenizer
 from aligner.data.tokenizer_files import read_tokenizer
@@ -87,9 +87,9 @@ def test_response_text_keeps_its_leading_space(tmp_path: Path, kind: str) -> Non
     sample = _sample(prompt, response)
 
     assert tokenizer.decode(sample.tokens) == "question answer me"
-    assert response_text(sample, tokenizer) == " answer me"
+    assert decode_response(sample, tokenizer) == " answer me"
     assert tokenizer.decode_after(prompt[:0], response) == "answer me"
-    assert tokenizer.piece(int(response[0])).startswith(" ")
+    assert tokenizer.decode_token(int(response[0])).startswith(" ")
 
 
 @pytest.mark.parametrize("kind", (*SENTENCEPIECE, *BYTE_LEVEL))
@@ -100,7 +100,7 @@ def test_episode_turns_concatenate_to_its_text(tmp_path: Path, kind: str) -> Non
     drawn = torch.tensor([True] * len(action) + [False] * len(observation))
     sample = _sample(prompt, torch.cat([action, observation]), drawn)
 
-    texts = [text for turn in transcript(sample, tokenizer) for text in turn.values()]
+    texts = [text for turn in build_transcript(sample, tokenizer) for text in turn.values()]
     assert texts[1] == "tool said"
     assert tokenizer.decode(prompt) + "".join(texts) == tokenizer.decode(sample.tokens)
 
@@ -130,10 +130,10 @@ def test_first_observation_equals_start_of_text(tmp_path: Path, kind: str) -> No
 @pytest.mark.parametrize("kind", SENTENCEPIECE)
 def test_single_token_equals_token_inside_text(tmp_path: Path, kind: str) -> None:
     tokenizer = model(tmp_path, kind)
-    token = tokenizer.single_token(")", "environment.turn_end")
+    token = tokenizer.get_single_token(")", "environment.turn_end")
     assert token is not None and token == int(tokenizer.encode("b)")[-1])
-    assert tokenizer.single_token("</s>", "environment.turn_end") == 2
-    assert tokenizer.single_token("\n", "environment.turn_end") is not None
+    assert tokenizer.get_single_token("</s>", "environment.turn_end") == 2
+    assert tokenizer.get_single_token("\n", "environment.turn_end") is not None
 
 
 @pytest.mark.parametrize("kind", SENTENCEPIECE)
@@ -145,13 +145,13 @@ def test_stored_response_text_must_match_its_tokens(tmp_path: Path, kind: str, t
     tokens = tokenizer.encode_after("question", prompt, text)
     for stored in (tokenizer.decode_after(prompt, tokens), tokenizer.decode(tokens)):
         values = {"response": stored, "response_tokens": tokens.tolist()}
-        found = drawn_tokens(values, "response", "file:1", tokenizer)
+        found = read_token_ids(values, "response", "file:1", tokenizer)
         assert found is not None and torch.equal(found, tokens)
 
     joined = tokenizer.encode("question" + tokenizer.decode_after(prompt, tokens))
     assert torch.equal(joined, torch.cat([prompt, tokens]))
     with pytest.raises(BadRecord, match="`response_tokens` and `response` differ"):
-        drawn_tokens(values | {"response": "  " + text}, "response", "file:1", tokenizer)
+        read_token_ids(values | {"response": "  " + text}, "response", "file:1", tokenizer)
 
 
 def _sample(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from aligner.data.run_inputs import input_changes, input_checksums
+from aligner.data.run_inputs import compute_input_checksums, describe_input_changes
 from aligner.errors import ConfigError
 from aligner.schema import Config, DataConfig, ModelConfig, RunConfig
 from aligner.training.run_checkpoints import RunCheckpoints, TrainingState
@@ -31,7 +31,7 @@ def config(tmp_path):
 
 
 def test_checksums_cover_model_files_and_data(config):
-    found = input_checksums(config)
+    found = compute_input_checksums(config)
     assert {key: sorted(files) for key, files in found.items()} == {
         "model.path": [
             "additional_chat_templates/tool_use.jinja",
@@ -44,32 +44,35 @@ def test_checksums_cover_model_files_and_data(config):
 
 
 def test_unchanged_files_are_no_change(config):
-    assert input_changes(input_checksums(config), input_checksums(config), []) == {}
+    assert (
+        describe_input_changes(compute_input_checksums(config), compute_input_checksums(config), [])
+        == {}
+    )
 
 
 def test_evaluation_data_and_functions_are_not_covered(config):
     data = dataclasses.replace(config.data, path="function:module:records")
     suites = dataclasses.replace(config.evaluation, path=config.data.path)
     config = dataclasses.replace(config, data=data, evaluation=suites)
-    assert sorted(input_checksums(config)) == ["model.path"]
+    assert sorted(compute_input_checksums(config)) == ["model.path"]
 
 
 def test_missing_file_is_refused_with_its_name(config):
     Path(config.data.path).unlink()
     with pytest.raises(ConfigError, match=r"data\.jsonl: cannot be read: No such file"):
-        input_checksums(config)
+        compute_input_checksums(config)
 
 
 def commit(config):
     (Path(config.run.dir) / "checkpoints" / "step_3" / "policy").mkdir(parents=True)
-    checkpoints = RunCheckpoints(config, input_checksums(config))
+    checkpoints = RunCheckpoints(config, compute_input_checksums(config))
     checkpoints.commit(TrainingState(3, kl_coefficient=0.0, critic_updates=0, position=0))
 
 
 def check(config, *, changes=()):
     run = dataclasses.replace(config.run, changes=list(changes))
     config = dataclasses.replace(config, run=run)
-    RunCheckpoints(config, input_checksums(config)).check_inputs()
+    RunCheckpoints(config, compute_input_checksums(config)).check_inputs()
 
 
 @pytest.mark.promise("changed-inputs-refuse-a-resume")

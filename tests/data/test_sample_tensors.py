@@ -9,7 +9,7 @@ from torch import Tensor
 from aligner.data.collectives import samples_from_tensors, samples_to_tensors
 from aligner.data.types import KeptTokens, Sample, collate, collate_episodes
 from aligner.rollout.rollout_builder import environment_scores, truncated
-from aligner.servers.wire_protocol import response_tensors, with_responses
+from aligner.servers.wire_protocol import responses_from_tensors, responses_to_tensors
 
 EXPERTS = 3, 2
 """Number of layers, and experts per token."""
@@ -43,7 +43,7 @@ def a_sample(
         kept=(
             None
             if counts is None
-            else KeptTokens.in_order(
+            else KeptTokens.from_counts(
                 counts, torch.tensor([token for ids in kept or [] for token in ids]).int()
             )
         ),
@@ -68,9 +68,9 @@ def sets(kept: KeptTokens | None) -> list[list[int]] | None:
     """Return the kept token ids of each token."""
     if kept is None:
         return None
-    token, ids = kept.in_rows()
+    token, ids = kept.flatten_ids()
     found = [ids[token == place].tolist() for place in range(kept.counts.numel())]
-    assert found == [each.tolist() for each in kept.each()]
+    assert found == [each.tolist() for each in kept.split_ids()]
     return found
 
 
@@ -94,9 +94,9 @@ def test_samples_survive_tensor_and_wire_round_trip(kept: bool, routed: bool) ->
         assert_same(got, expected)
     wired = {
         name: torch.from_numpy(tensor.numpy().copy())
-        for name, tensor in response_tensors(given).items()
+        for name, tensor in responses_to_tensors(given).items()
     }
-    for got, expected in zip(with_responses(given, wired), given, strict=True):
+    for got, expected in zip(responses_from_tensors(given, wired), given, strict=True):
         assert_same(got, expected)
 
 
@@ -117,7 +117,7 @@ def test_selected_rows_keep_kept_tokens_and_expert_routing() -> None:
         sample = given[place]
         assert sample.routes is not None
         responses = slice(sample.prompt_length - 1, sample.tokens.numel() - 1)
-        assert sets(rows.kept.at((row, responses))) == sets(sample.kept)
+        assert sets(rows.kept.select((row, responses))) == sets(sample.kept)
         assert not rows.kept.counts[row, : sample.prompt_length - 1].any(), "prompts are not drawn"
         assert torch.equal(rows.routes[row, : len(sample.routes)], sample.routes)
     moved = rows.to(torch.device("cpu")).kept
@@ -148,7 +148,9 @@ def test_partial_expert_routing_is_omitted(
 ) -> None:
     some = [a_sample(2, 0, 3, None, routed=True), a_sample(4, 0, 2, None, routed=False)][::order]
     assert collate(some, pad_token_id=0).routes is None
-    assert all(sample.routes is None for sample in with_responses(some, response_tensors(some)))
+    assert all(
+        sample.routes is None for sample in responses_from_tensors(some, responses_to_tensors(some))
+    )
 
 
 def an_episode() -> Sample:
@@ -179,18 +181,22 @@ def test_observation_tokens_are_masked_and_not_counted():
     ]
     assert batch.turn_rewards.tolist() == [[0.0] * 3 + [0.5, 0.0, 0.0, -1.0], [0.0] * 7]
     assert torch.equal(batch.engine_logprobs[0, 2:], episode.engine_logprobs)
-    assert (episode.drawn_count, plain.drawn_count) == (3, 4)
-    assert [turn.tolist() for turn in episode.turns()] == [
+    assert (episode.generated_token_count, plain.generated_token_count) == (3, 4)
+    assert [turn.tolist() for turn in episode.split_turns()] == [
         part.tolist() for part in episode.response.split([2, 2, 1])
     ]
-    assert torch.equal(torch.cat(episode.cut(3, "length").turns()), episode.response[:3])
+    assert torch.equal(torch.cat(episode.truncate(3, "length").split_turns()), episode.response[:3])
 
 
 def test_last_turn_starts_at_its_first_generated_token():
     episode, plain = an_episode(), a_sample(3, 1, 4, None, routed=False)
     alone = replace(episode, drawn=torch.tensor([False, True, True, True, True]))
     batch = collate([episode, plain, alone], 0)
-    assert batch.last_turns.tolist() == [episode.prompt_length + 4, 3, alone.prompt_length + 1]
+    assert batch.last_turn_starts.tolist() == [
+        episode.prompt_length + 4,
+        3,
+        alone.prompt_length + 1,
+    ]
 
 
 def test_lost_episode_leaves_its_prompt_without_score():
@@ -223,7 +229,7 @@ def test_selected_episodes_keep_their_branches():
         [first, replace(second, branches=others[:2]), replace(third, branches=others[2:])], 0
     )
     assert (
-        batch.places.tolist() == [0, 1, 2, 1, 1, 2]
+        batch.episode_indices.tolist() == [0, 1, 2, 1, 1, 2]
         and batch.is_branch.tolist() == [False] * 3 + [True] * 3
     )
     assert batch.samples_per_prompt == 3 and batch.groups.tolist() == [0] * 6
@@ -231,7 +237,7 @@ def test_selected_episodes_keep_their_branches():
     chosen = batch.with_branches(torch.tensor([2, 1]))
     assert chosen.tolist() == [2, 1, 3, 4, 5]
     selected = batch.select(chosen)
-    assert selected.places.tolist() == [0, 1, 1, 1, 0] and selected.is_branch.tolist() == [
+    assert selected.episode_indices.tolist() == [0, 1, 1, 1, 0] and selected.is_branch.tolist() == [
         False,
         False,
         True,
@@ -241,4 +247,4 @@ def test_selected_episodes_keep_their_branches():
     assert selected.with_branches(torch.tensor([0])).tolist() == [0, 4]
     without = collate_episodes([first, second, third], 0)
     assert without.episodes is None and without.with_branches(torch.tensor([1])).tolist() == [1]
-    assert without.places.tolist() == [0, 1, 2] and not without.is_branch.any()
+    assert without.episode_indices.tolist() == [0, 1, 2] and not without.is_branch.any()

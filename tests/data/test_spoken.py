@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from aligner.data.conversations import spoken_messages
-from aligner.data.tool_calls import format_of
+from aligner.data.conversations import build_messages
+from aligner.data.tool_calls import detect_tool_format
 from aligner.data.types import Prompt, Sample
 from tests.data.chat_models import TOKENIZERS, chat_model
 
@@ -17,7 +17,7 @@ CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "yes  no"}}\n</tool_ca
 def test_token_pieces_concatenate_to_text(kind: str) -> None:
     tokenizer = chat_model(kind, "qwen")
     tokens = tokenizer.encode("why  yes no\n{} <|end|>")
-    pieces = [tokenizer.piece(token) for token in tokens.tolist()]
+    pieces = [tokenizer.decode_token(token) for token in tokens.tolist()]
     assert "".join(pieces).lstrip() == tokenizer.decode(tokens, skip_special_tokens=False).lstrip()
     assert pieces[-1] == "<|end|>"
 
@@ -34,7 +34,7 @@ def test_episode_messages_have_tool_calls_and_observations() -> None:
     sample = Sample(
         0, 0, tokens, len(asked), zeros, zeros.long(), "length", prompt.metadata, drawn=drawn
     )
-    said = spoken_messages(sample, prompt, format_of(tokenizer), tokenizer)
+    said = build_messages(sample, prompt, detect_tool_format(tokenizer), tokenizer)
     assert said[:2] == messages
     called, given, last = said[2:]
     assert (called["role"], called["content"]) == ("assistant", "look:")

@@ -34,7 +34,7 @@ def test_examples_depend_only_on_stream_position(weights, start, count, data):
 def test_origin_returns_example_number_and_pass():
     examples = stream(3, 2)
     every = [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]
-    origins = [examples.origin(position) for position in range(12)]
+    origins = [examples.locate(position) for position in range(12)]
     assert [every[number] for number, _ in origins] == examples.take(0, 12)
     seen = Counter[int]()
     for number, in_pass in origins:
@@ -88,7 +88,7 @@ def test_shuffle_order_depends_on_source_and_seed():
 
 
 def test_examples_returns_each_example_once():
-    assert sorted(stream(2, 3).examples()) == [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2)]
+    assert sorted(stream(2, 3).iterate_examples()) == [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2)]
 
 
 @pytest.mark.promise("held-out-rows-are-never-trained")

@@ -147,7 +147,7 @@ def test_sft_tokens_and_loss_masks_equal_trl(
     ):
         assert demonstration.tokens.tolist() == theirs_of_row["input_ids"], row
         # No position predicts the first token, so its entry in TRL's mask has no effect.
-        mask = demonstration.is_learned.int().tolist()
+        mask = demonstration.loss_mask.int().tolist()
         assert mask[1:] == theirs_of_row["completion_mask"][1:], row
 
 

@@ -14,9 +14,9 @@ from aligner.data.tool_calls import (
     MalformedCall,
     ToolCall,
     ToolFormat,
-    format_of,
+    build_tool_schema,
+    detect_tool_format,
     parse_turn,
-    tool_schema,
 )
 from aligner.errors import ConfigError
 from tests.data.chat_models import chat_model
@@ -69,7 +69,7 @@ def problem(text: str, form: ToolFormat) -> str:
 def test_tool_call_format_is_detected_from_template(
     kind: str, template: str, form: ToolFormat | None
 ) -> None:
-    assert format_of(chat_model(kind, template)) == form
+    assert detect_tool_format(chat_model(kind, template)) == form
 
 
 def test_tool_calls_are_separated_from_text() -> None:
@@ -92,7 +92,7 @@ def test_tool_calls_are_separated_from_text() -> None:
         turn.calls == (ToolCall("abcdefghi", "a", {}), ToolCall("000000001", "b", {}))
         and turn.content == "Yes."
     )
-    assert turn.calls[0].answered("4") == {
+    assert turn.calls[0].to_message("4") == {
         "role": "tool",
         "name": "a",
         "tool_call_id": "abcdefghi",
@@ -308,7 +308,7 @@ class Unknown:
 
 
 def test_tool_schema_uses_signature_and_docstring() -> None:
-    described = tool_schema(look_up)
+    described = build_tool_schema(look_up)
     assert described["type"] == "function" and described["function"]["name"] == "look_up"
     assert described["function"]["description"] == "Look a name up."
     parameters = described["function"]["parameters"]
@@ -362,4 +362,4 @@ def test_function_without_schema_is_refused_with_reason() -> None:
             ConfigError,
             match=rf"{function.__name__}: cannot derive a tool schema from the function: (?s:.)*{lacking}",
         ):
-            tool_schema(function)
+            build_tool_schema(function)

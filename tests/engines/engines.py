@@ -34,7 +34,7 @@ from aligner.engines.engine_protocol import (
 from aligner.engines.vllm.vllm_engine import VLLMEngine
 from aligner.models.hugging_face import read_config
 from aligner.models.shape import ModelShape
-from aligner.models.weight_slices import engine_slices, weight_table
+from aligner.models.weight_slices import compute_engine_slices, weight_table
 from aligner.resharding.weight_update import WeightUpdate
 from aligner.schema import EngineConfig, EngineParallelConfig, TensorRTLLMConfig, VLLMConfig
 from tests.engines.vllm import shared_clients
@@ -145,7 +145,9 @@ def write(
     to, table = engine.weight_format, weight_table(shape_of(directory))
     rank = dist.get_rank() if dist.is_initialized() else 0
     slices = dict(
-        read_slices(directory, table, engine_slices(table, to.layout, rank, to.vocabulary_multiple))
+        read_slices(
+            directory, table, compute_engine_slices(table, to.layout, rank, to.vocabulary_multiple)
+        )
     )
     slices.pop(leave_out, None)
     groups: list[list[str]] = [[]]
@@ -207,8 +209,8 @@ class Turns:
 
     def _submit(self, place: int, sample: Sample) -> None:
         request, used = self._requests[place], len(sample.response)
-        generated = sample.turns()[-1] if sample.drawn is not None else sample.response
-        turn_left = self._turn_tokens - len(generated) * (len(sample.turns()) % 2)
+        generated = sample.split_turns()[-1] if sample.drawn is not None else sample.response
+        turn_left = self._turn_tokens - len(generated) * (len(sample.split_turns()) % 2)
         left = min(request.limit(self._options) - used, turn_left)
         self._samples[place] = sample
         self._in_flight[place] = self._engine.submit(
@@ -250,7 +252,7 @@ def load_directory(engine: EmbeddedEngine, directory: Path, version: int = 0) ->
     pieces = read_slices(
         directory,
         table,
-        engine_slices(table, engine.weight_format.layout, engine._machine.decoder._place),
+        compute_engine_slices(table, engine.weight_format.layout, engine._machine.decoder._place),
     )
     update = engine.begin_update(version)
     for name, tensor in pieces:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from aligner.data.types import Prompt, unbegun
+from aligner.data.types import Prompt, create_empty_samples
 from aligner.engines.engine_loop import SingleResponses
 from aligner.engines.engine_protocol import GenerationEngine, GenerationRequest, SamplingOptions
 from aligner.errors import AlignerError
@@ -140,7 +140,7 @@ def test_sampling_support_is_returned_or_refused(engine, kind, model, keys):
                 / options.temperature
             )
         for row, token, logprob, ids in zip(
-            logits, sample.response, sample.engine_logprobs, sample.kept.each(), strict=True
+            logits, sample.response, sample.engine_logprobs, sample.kept.split_ids(), strict=True
         ):
             assert token in ids
             among = row[ids].log_softmax(-1)[ids == token]
@@ -259,7 +259,7 @@ def test_partial_rollouts_continue_in_new_generation(engine, kind, model):
     options = SamplingOptions(30, greedy=True)
     for _ in range(TRIES):
         generation, _ = _half_way(engine)
-        begun = unbegun(prompts(), 1)
+        begun = create_empty_samples(prompts(), 1)
         for place, sample in generation.interrupt():
             begun[place] = sample
         generation.cancel()

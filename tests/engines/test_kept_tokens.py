@@ -17,7 +17,7 @@ from torch import Tensor
 from aligner.algorithms.kl import KLController
 from aligner.algorithms.online_algorithm import build_online_algorithm
 from aligner.config.compose import compose_config
-from aligner.data.types import Prompt, Sample, SampleBatch, collate, unbegun
+from aligner.data.types import Prompt, Sample, SampleBatch, collate, create_empty_samples
 from aligner.engines.embedded.embedded_engine import EmbeddedEngine
 from aligner.engines.engine_loop import SingleResponses
 from aligner.engines.engine_protocol import SamplingOptions
@@ -80,7 +80,7 @@ def draw(directory: str, tensor: int, names: list[tuple[str, bool]]) -> list[lis
                 SingleResponses(engine),
                 layout,
                 rank,
-                unbegun(prompts, 2),
+                create_empty_samples(prompts, 2),
                 2,
                 options_of(name, renormalize=renormalize),
             )
@@ -104,7 +104,7 @@ def ratios(directory: str, layout: dict[str, Any], tensor: int) -> dict[str, Any
         batch = collate(samples, pad_token_id=0)
         assert batch.kept is not None and (batch.kept.counts[batch.mask] > 0).all()
         both = [
-            scorer(batch.tokens, batch.lengths, kept=batch.kept)
+            scorer(batch.tokens, batch.lengths, kept_tokens=batch.kept)
             for scorer in (actor.logprobs, actor.reference_logprobs)
         ]
         found[name] = [
@@ -153,7 +153,7 @@ def trained_step(
         pipeline=unused,
         services=Services(None, None),
         algorithm=dataclasses.replace(
-            build_online_algorithm(config), asks_before_update=asks_before_update
+            build_online_algorithm(config), needs_old_logprobs=asks_before_update
         ),
         prompts=unused,
         pass_rates=unused,
@@ -218,7 +218,7 @@ def test_replica_kept_token_ids_equal_one_rank(pool, llama):
 
 def sets(sample: Sample) -> list[list[int]]:
     assert sample.kept is not None
-    return [ids.tolist() for ids in sample.kept.each()]
+    return [ids.tolist() for ids in sample.kept.split_ids()]
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from aligner.engines.embedded.embedded_engine import EmbeddedEngine
 from aligner.engines.embedded.engine_weights import parameters
 from aligner.engines.engine_protocol import SamplingOptions
 from aligner.models.hugging_face import read_config
-from aligner.placement.memory.model_states import engine_weights, shared_weights
+from aligner.placement.memory.model_states import count_engine_weights, count_shared_weights
 from aligner.placement.memory.role_memory import engine_memory
 from aligner.rollout.rollout_builder import RolloutBuilder
 from aligner.rollout.samplers import ColocatedSampler
@@ -36,12 +36,12 @@ def test_engine_weight_bytes_equal_estimate(name: str) -> None:
     shape = read_config(MODELS[name], "test")
     engine = EmbeddedEngine(shape, EngineConfig(), 0, 1)
     assert (
-        4 * engine_weights(shape, 1)
+        4 * count_engine_weights(shape, 1)
         <= engine_bytes(engine)
-        <= (1 + PADDING) * 4 * engine_weights(shape, 1)
+        <= (1 + PADDING) * 4 * count_engine_weights(shape, 1)
     )
     halves = sum(parameter.numel for parameter in parameters(shape, 2))
-    assert halves == engine_weights(shape, 2)
+    assert halves == count_engine_weights(shape, 2)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -50,7 +50,7 @@ def test_shared_engine_stores_only_unshared_weights(name: str) -> None:
     trained = {parameter.name: torch.empty(parameter.shape) for parameter in parameters(shape, 1)}
     settings = EngineConfig(update="shared", parallel=EngineParallelConfig())
     engine = EmbeddedEngine(shape, settings, 0, 1, shared=trained)
-    rest = engine_weights(shape, 1) - shared_weights(shape, ParallelConfig(), 0, 1)
+    rest = count_engine_weights(shape, 1) - count_shared_weights(shape, ParallelConfig(), 0, 1)
     assert 4 * rest <= engine_bytes(engine) <= (1 + PADDING) * 4 * rest
 
 

@@ -149,7 +149,7 @@ def test_support_and_renormalized_logprobs_are_exact(keys):
         tokens, logprobs, kept = choose(row.repeat(len(numbers), 1), options, numbers)
         assert kept is not None and kept.ids.dtype == torch.int32
         inside = distribution.nonzero()[:, 0].tolist()
-        assert [sorted(ids.tolist()) for ids in kept.each()] == [inside] * len(numbers)
+        assert [sorted(ids.tolist()) for ids in kept.split_ids()] == [inside] * len(numbers)
         torch.testing.assert_close(logprobs.double(), distribution.log()[tokens], atol=1e-5, rtol=0)
         found = (
             torch.full((900,), -torch.inf, dtype=torch.float64)
@@ -160,7 +160,7 @@ def test_support_and_renormalized_logprobs_are_exact(keys):
             assert float(found.sum()) == pytest.approx(1, abs=1e-5), "every one of them was drawn"
     # Each row of a call has its own support.
     _, _, kept = choose(rows.clone(), options, numbers[:3])
-    assert [sorted(ids.tolist()) for ids in kept.each()] == [
+    assert [sorted(ids.tolist()) for ids in kept.split_ids()] == [
         each.nonzero()[:, 0].tolist() for each in exact
     ]
 
@@ -203,7 +203,7 @@ def test_forbidden_stop_token_is_not_in_sampling_support():
     )
     token, logprob, kept = choose(logits.clone(), options, numbers, torch.tensor([True, False]))
     assert token.tolist() == [0, 1]
-    assert [ids.tolist() for ids in kept.each()] == [[0, 1, 2], [1, 2, 3]]
+    assert [ids.tolist() for ids in kept.split_ids()] == [[0, 1, 2], [1, 2, 3]]
     wanted = torch.stack([logits[0, :3].log_softmax(-1)[0], logits[0, 1:4].log_softmax(-1)[0]])
     torch.testing.assert_close(logprob, wanted)
 

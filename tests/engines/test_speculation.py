@@ -79,8 +79,8 @@ def test_speculative_samples_equal_plain_samples(directory, name):
         assert one.finish_reason == other.finish_reason
         assert torch.equal(one.weight_versions, other.weight_versions)
         if options.renormalize:
-            assert [ids.tolist() for ids in one.kept.each()] == [
-                ids.tolist() for ids in other.kept.each()
+            assert [ids.tolist() for ids in one.kept.split_ids()] == [
+                ids.tolist() for ids in other.kept.split_ids()
             ]
 
 

@@ -171,7 +171,7 @@ def largest_logprob_error(directory: str, exact: bool) -> float:
     actor = jobs.policy(directory, {}, {"micro_batch_tokens": 200}, exact=exact)
     batch = collate(episodes(directory, 6, delays=2, exact=exact), pad_token_id=0)
     actor.temperature = 0.8
-    scored = actor.logprobs(batch.tokens, batch.lengths, kept=batch.kept)
+    scored = actor.logprobs(batch.tokens, batch.lengths, kept_tokens=batch.kept)
     worlds.shutdown()
     return float((scored - batch.engine_logprobs)[batch.mask].abs().max())
 
@@ -222,7 +222,7 @@ def test_turn_without_room_is_refused(directory):
     generation.go_on(0, [2] * 4)
     while not (complete := generation.step()):
         pass
-    assert complete[0][1].finish_reason == "length" and complete[0][1].drawn_count == 4
+    assert complete[0][1].finish_reason == "length" and complete[0][1].generated_token_count == 4
 
 
 @pytest.mark.parametrize("turns", [0, 1], ids=["before any answer", "in the second turn"])
@@ -257,7 +257,7 @@ def test_transferred_turn_continues_unchanged(directory, turns):
     assert torch.equal(one.tokens, other.tokens) and torch.equal(
         one.engine_logprobs, other.engine_logprobs
     )
-    assert one.drawn_count == other.drawn_count == (turns + 1) * TURN
+    assert one.generated_token_count == other.generated_token_count == (turns + 1) * TURN
 
 
 def generate_branches(directory: str, *, goes_on: bool, first: int) -> dict[int, Sample]:
@@ -318,7 +318,7 @@ def test_branch_does_not_depend_on_kv_cache_reuse(directory):
         found = generate_branches(directory, goes_on=goes_on, first=first)
         for which, sample in expected.items():
             assert torch.equal(sample.tokens, found[which].tokens)
-            turn = sample.turns()[-1]
+            turn = sample.split_turns()[-1]
             assert torch.equal(
                 sample.engine_logprobs[-len(turn) :], found[which].engine_logprobs[-len(turn) :]
             )

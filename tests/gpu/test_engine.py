@@ -149,7 +149,7 @@ def test_colocated_weight_sync_writes_in_place(tmp_path, one_rank):
     dist.init_process_group("cpu:gloo,cuda:nccl")
     try:
         plan = plan_resharding(shape, ParallelConfig(), engine.weight_format.layout)
-        link = Link.of_world(
+        link = Link.from_default_group(
             plan.labels, timeout=timedelta(seconds=60), device=torch.device("cuda")
         )
         publisher = Publisher(

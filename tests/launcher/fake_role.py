@@ -18,7 +18,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 from aligner.errors import RESUMABLE
-from aligner.launcher.processes import LAUNCHER_PID, end_with_launcher
+from aligner.launcher.processes import LAUNCHER_PID, terminate_with_launcher
 from aligner.launcher.rank_heartbeat import start_heartbeat
 
 RANK = int(os.environ["RANK"])
@@ -47,9 +47,9 @@ def serve(role: str, run: Path) -> None:
 def live(role: str, run: Path) -> None:
     """Send heartbeats only while the rank's Triton answers, as real servers do."""
     from aligner.config.compose import load_config
-    from aligner.launcher.heartbeats import require_triton
+    from aligner.launcher.heartbeats import require_triton_for_heartbeat
 
-    require_triton(load_config(run / "config.yaml"), role)
+    require_triton_for_heartbeat(load_config(run / "config.yaml"), role)
 
 
 def serve_from_helper(role: str, config: Path) -> None:
@@ -129,7 +129,7 @@ def main(role: str, config: Path, behavior: str) -> None:
     if behavior == "never_beats":
         wait()
     start_heartbeat()
-    end_with_launcher()
+    terminate_with_launcher()
     run = config.parent
     print(f"{role} rank {RANK} of {os.environ['WORLD_SIZE']}: {behavior}", flush=True)
     match behavior:

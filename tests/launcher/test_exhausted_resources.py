@@ -18,7 +18,7 @@ from aligner.launcher.exhausted_resources import (
     exhausted_resources,
     full_shared_memory,
 )
-from aligner.launcher.failure import rank_error
+from aligner.launcher.failure import build_rank_error
 from aligner.launcher.ranks import Rank
 from tests.launcher.test_launch import finish, start
 
@@ -76,10 +76,10 @@ def test_error_of_oom_killed_rank_names_memory_limit(
     (group / "memory.max").write_text("4294967296\n")
     (log := tmp_path / "trainer-0.log").write_text("step 3\n")
     rank = Rank("trainer", 0, log, 0, 0)
-    rank.note_end(-signal.SIGKILL, 1.0)
-    assert MEMORY not in str(rank_error("trainer rank 0 was killed by SIGKILL", rank))
+    rank.record_exit(-signal.SIGKILL, 1.0)
+    assert MEMORY not in str(build_rank_error("trainer rank 0 was killed by SIGKILL", rank))
     events.write_text("low 0\nmax 9\noom 2\noom_kill 5\n")
-    error = rank_error("trainer rank 0 was killed by SIGKILL", rank)
+    error = build_rank_error("trainer rank 0 was killed by SIGKILL", rank)
     expected = (
         "memory is exhausted: the kernel killed 1 process for lack of memory; the limit of the"
         " control group (container or job) is 4.0 GiB"
@@ -95,7 +95,7 @@ def test_oom_kills_are_counted_in_cgroup_v1(
     (tmp_path / "memory.limit_in_bytes").write_text("9223372036854771712\n")
     monkeypatch.setattr(module, "_memory_groups", lambda: iter([tmp_path]))
     assert count_oom_kills() == 3
-    assert module._memory_limit() is None
+    assert module._read_memory_limit() is None
 
 
 @pytest.mark.promise("exhausted-resource-is-named")
@@ -160,13 +160,13 @@ def test_run_without_memory_names_cgroup_limit(run: Path, small_group: Path) -> 
 def test_file_descriptor_error_of_launcher_names_resource(tmp_path: Path) -> None:
     code = (
         "import resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40));"
-        "from aligner.cli import _report;"
+        "from aligner.cli import _report_error;"
         "import argparse\n"
         "try:\n"
         "    files = [open('/dev/null') for _ in range(40)]\n"
         "except OSError as error:\n"
         "    files = []\n"
-        "    _report(error, argparse.Namespace())\n"
+        "    _report_error(error, argparse.Namespace())\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "Too many open files: '/dev/null'; file descriptors are exhausted" in done.stderr
@@ -190,6 +190,6 @@ def test_memory_of_another_node_is_not_reported() -> None:
 def test_full_shared_memory_is_not_reported_as_full_disk(
     monkeypatch: pytest.MonkeyPatch, file: str | None, free: int, is_shared_memory: bool
 ) -> None:
-    monkeypatch.setattr(module, "_free_bytes", lambda: free)
+    monkeypatch.setattr(module, "_free_shared_memory_bytes", lambda: free)
     message = full_shared_memory(OSError(errno.ENOSPC, "No space left on device", file))
     assert (message is not None and SHARED in message) == is_shared_memory

@@ -27,7 +27,7 @@ import psutil
 from aligner.config.compose import compose_config, save_config
 from aligner.launcher.local import start_fork_server
 from aligner.launcher.processes import Processes
-from aligner.launcher.rank_environment import library_environment, role_command
+from aligner.launcher.rank_environment import library_environment, build_role_command
 
 root = Path(sys.argv[1])
 file, report = root / "config.yaml", root / "report.json"
@@ -38,7 +38,7 @@ facts = []
 def rank_of(number, role="prepare"):
     report.unlink(missing_ok=True)
     environment = {"RANK": str(number), "REPORT": str(report)}
-    command = role_command("prepare", file)  # the probe runs in `prepare` for every role
+    command = build_role_command("prepare", file)  # the probe runs in `prepare` for every role
     rank = processes.spawn(role, number, command, environment, root / f"rank-{number}.log")
     while not report.exists() and rank.poll():
         time.sleep(0.02)
@@ -50,7 +50,7 @@ def rank_of(number, role="prepare"):
 
 with closing(Processes(5)) as processes:
     forks = start_fork_server()
-    processes.fork_ranks(forks)
+    processes.use_fork_server(forks)
     forks.set_up(file, ["critic", "reward", "trainer"], library_environment(1))
     first, reward, second = rank_of(0), rank_of(3, "reward"), rank_of(1, "trainer")
     processes.send(signal.SIGTERM, [first, reward])
@@ -195,7 +195,7 @@ def test_refused_launch_ends_its_fork_server(monkeypatch: pytest.MonkeyPatch) ->
         return started[-1]
 
     started: list[ForkServer] = []
-    monkeypatch.setattr(runs, "_plan", refuse)
+    monkeypatch.setattr(runs, "_plan_run", refuse)
     monkeypatch.setattr(runs, "has_gpu", lambda: False)
     monkeypatch.setattr(runs, "start_fork_server", start)
 

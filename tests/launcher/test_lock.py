@@ -14,11 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from aligner.launcher.run_directory import LockedError, locked, refuse_locked
+from aligner.launcher.run_directory import LockedError, lock_directory, require_unlocked
 from tests.launcher.test_launch import finish, processes_of, start, wait_for
 
-HOLD = """import sys, time; from pathlib import Path; from aligner.launcher.run_directory import locked
-with locked(Path(sys.argv[1])):
+HOLD = """import sys, time
+from pathlib import Path
+from aligner.launcher.run_directory import lock_directory
+with lock_directory(Path(sys.argv[1])):
     print("held", flush=True); time.sleep(60)"""
 
 
@@ -41,7 +43,10 @@ def test_locked_directory_is_refused_with_its_holder(
         r" 20\d\d-\S+ \S+ \S+; wait"
     )
     try:
-        for attempt in (lambda: locked(directory).__enter__(), lambda: refuse_locked(directory)):
+        for attempt in (
+            lambda: lock_directory(directory).__enter__(),
+            lambda: require_unlocked(directory),
+        ):
             with pytest.raises(LockedError, match=message):
                 attempt()
         assert json.loads((directory / "lock").read_text())["pid"] == other.pid, (
@@ -51,8 +56,8 @@ def test_locked_directory_is_refused_with_its_holder(
         other.kill()
         other.communicate()
     assert (directory / "lock").is_file(), "a killed process leaves the file"
-    refuse_locked(directory)
-    with locked(directory):
+    require_unlocked(directory)
+    with lock_directory(directory):
         assert json.loads((directory / "lock").read_text())["pid"] == os.getpid()
     assert list(directory.iterdir()) == []
 
@@ -60,10 +65,10 @@ def test_locked_directory_is_refused_with_its_holder(
 def test_directory_created_for_lock_is_removed(
     tmp_path: Path,
 ) -> None:
-    with locked(tmp_path / "a" / "run"):
+    with lock_directory(tmp_path / "a" / "run"):
         pass
     assert not (tmp_path / "a" / "run").exists()
-    with locked(tmp_path / "run"):
+    with lock_directory(tmp_path / "run"):
         (tmp_path / "run" / "config.yaml").touch()
     assert [file.name for file in (tmp_path / "run").iterdir()] == ["config.yaml"]
 
@@ -78,10 +83,10 @@ def test_waiting_launch_locks_the_current_lock_file(tmp_path: Path) -> None:
         other.send_signal(signal.SIGINT)
         other.communicate()
 
-    with locked(tmp_path, wait):
+    with lock_directory(tmp_path, wait):
         assert len(waited) == 1 and f"process {other.pid}" in str(waited[0].holder)
         with pytest.raises(LockedError):
-            locked(tmp_path).__enter__()
+            lock_directory(tmp_path).__enter__()
 
 
 def test_local_lock_holder_is_detected_without_flock(
@@ -95,17 +100,17 @@ def test_local_lock_holder_is_detected_without_flock(
 
     monkeypatch.setattr("fcntl.flock", no_locks)
     with pytest.raises(LockedError, match=rf"in use by process {other.pid} on"):
-        locked(tmp_path / "run").__enter__()
+        lock_directory(tmp_path / "run").__enter__()
     other.kill()
     other.communicate()
-    with locked(tmp_path / "run"):
+    with lock_directory(tmp_path / "run"):
         assert (
             "so simultaneous launches on two machines are not detected\n" in capsys.readouterr().err
         )
     (tmp_path / "lock").write_text(
         json.dumps({"pid": 1, "host": "elsewhere", "since": "yesterday"})
     )
-    with locked(tmp_path):
+    with lock_directory(tmp_path):
         assert (
             "; aligner assumes that process 1 on elsewhere since yesterday has ended\n"
             in capsys.readouterr().err

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from aligner.cli.command_table import parse_arguments
 from aligner.config.compose import compose_config
-from aligner.launcher.failure import next_steps
+from aligner.launcher.failure import describe_next_steps
 
 PROMPTS = "a b.jsonl"
 
@@ -15,7 +15,7 @@ PROMPTS = "a b.jsonl"
 def commands(run: Path, step: int, *overrides: str) -> list[list[str]]:
     """Return the arguments of each printed command, after checking that they can be parsed."""
     config = compose_config(["experiment=tiny_ppo", "run.steps=4", f"run.dir={run}", *overrides])
-    head, *lines = next_steps(config, step)
+    head, *lines = describe_next_steps(config, step)
     assert head == "next steps:"
     command_lines = [shlex.split(line, comments=True) for line in lines]
     assert all(words[0] == "aligner" and parse_arguments(words[1:]) for words in command_lines)

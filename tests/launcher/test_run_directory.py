@@ -11,9 +11,9 @@ import pytest
 from rich.console import Console
 
 from aligner.config.compose import compose_config, load_config, save_config
-from aligner.data import claim
+from aligner.data import fencing
 from aligner.errors import AlignerError, ConfigError
-from aligner.launcher.run_directory import run_directory
+from aligner.launcher.run_directory import open_run_directory
 from aligner.paths import RunPaths
 from aligner.schema import Config
 from tests import other_user
@@ -25,7 +25,7 @@ def settings(root: Path, *overrides: str) -> Config:
 
 def begin(root: Path, *overrides: str) -> RunPaths:
     """Create a run directory like a launch that ends before its first step."""
-    with run_directory(settings(root, *overrides), Console(file=io.StringIO())):
+    with open_run_directory(settings(root, *overrides), Console(file=io.StringIO())):
         return RunPaths(root)
 
 
@@ -49,7 +49,7 @@ def test_files_without_checkpoint_are_moved_aside(
     paths.journal.mkdir()
     paths.metrics.touch()
     begin(paths.root, "run.resume=auto")
-    assert not any(path.exists() for path in (*paths.of_training, paths.set_aside)), (
+    assert not any(path.exists() for path in (*paths.training_files, paths.set_aside)), (
         "there was nothing in any of it"
     )
     for start in ("1", "2"):
@@ -61,11 +61,11 @@ def test_files_without_checkpoint_are_moved_aside(
         ):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(f"of start {start}")
-        with run_directory(
+        with open_run_directory(
             settings(paths.root, "run.resume=auto"),
             Console(file=(output := io.StringIO()), width=999),
         ):
-            assert not any(path.exists() for path in paths.of_training)
+            assert not any(path.exists() for path in paths.training_files)
         assert (
             "the run starts again from step 0. The files of the earlier launch were moved to"
             f" {paths.set_aside / start}\n" in output.getvalue()
@@ -113,17 +113,17 @@ def test_invalid_access_key_file_is_refused(tmp_path: Path, content: str, what: 
 def test_new_launch_fences_the_earlier_trainer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(claim, "_own", None)
+    monkeypatch.setattr(fencing, "_writer_claim", None)
     paths = begin(tmp_path / "run")
     assert not paths.claim.exists()  # a new run has no earlier trainer
     config = compose_config(["experiment=tiny_ppo", f"run.dir={paths.root}"])
-    claim.write_as(config, claim.take_run(config))
+    fencing.set_writer_claim(config, fencing.claim_run(config))
     paths.metrics.touch()
     begin(paths.root, "run.resume=auto")
     assert not paths.metrics.exists()
     with (
         pytest.raises(AlignerError, match=r"attempt 1 \(.*\) has taken over the run"),
-        claim.writing(),
+        fencing.fenced_write(),
     ):
         pass
 

@@ -12,24 +12,24 @@ from aligner.config.compose import compose_config
 from aligner.errors import AlignerError
 from aligner.launcher.rank_environment import (
     SERVED_MODELS,
-    free_ports,
     is_healthy,
     local_hosts,
     pick_endpoints,
+    reserve_free_ports,
 )
-from aligner.placement.addresses import Endpoint, replicas
+from aligner.placement.addresses import Endpoint, role_endpoints
 from aligner.schema import Config
 from aligner.servers import wire_protocol
 
 
 def endpoints_of(config: Config) -> dict[str, Endpoint]:
-    with free_ports(config) as ports:
+    with reserve_free_ports(config) as ports:
         return pick_endpoints(config, local_hosts(config), ports)
 
 
 def test_ports_are_configured_or_free_and_distinct() -> None:
     config = compose_config(["experiment=tiny_ppo", "critic.ports.grpc=20123"])
-    with free_ports(config) as ports:
+    with reserve_free_ports(config) as ports:
         endpoints = pick_endpoints(config, local_hosts(config), ports)
         masters = list(itertools.islice(ports, 4))
     chosen = [
@@ -45,11 +45,11 @@ def test_ports_are_configured_or_free_and_distinct() -> None:
 
 def test_port_in_use_on_loopback_is_not_free() -> None:
     config = compose_config(["experiment=tiny_ppo", "server.interface=127.0.0.2"])
-    with free_ports(config) as ports:
+    with reserve_free_ports(config) as ports:
         used_port, free = itertools.islice(ports, 2)
     with (
         socket.create_server(("127.0.0.1", used_port)),
-        free_ports(config, [used_port, free]) as ports,
+        reserve_free_ports(config, [used_port, free]) as ports,
     ):
         assert next(ports) == free
         with pytest.raises(AlignerError):
@@ -58,7 +58,7 @@ def test_port_in_use_on_loopback_is_not_free() -> None:
 
 def test_configured_port_is_not_offered_as_free() -> None:
     config = compose_config(["experiment=tiny_ppo", "critic.ports.grpc=20123"])
-    with free_ports(config, [20123]) as ports, pytest.raises(AlignerError):
+    with reserve_free_ports(config, [20123]) as ports, pytest.raises(AlignerError):
         next(ports)
 
 
@@ -83,7 +83,7 @@ def test_replicas_have_distinct_ports() -> None:
     config = compose_config(["experiment=tiny_ppo", "reward.replicas=3", *ports])
     endpoints = endpoints_of(config)
     assert list(endpoints) == ["critic", "reward", "reward.1", "reward.2"]
-    assert [(end.http, end.grpc) for end in replicas(endpoints, "reward")] == [
+    assert [(end.http, end.grpc) for end in role_endpoints(endpoints, "reward")] == [
         (20200, 20201),
         (20203, 20204),
         (20206, 20207),

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from aligner.config.compose import compose_config
-from aligner.launcher.heartbeats import LifeWatch
+from aligner.launcher.heartbeats import HeartbeatMonitor
 from aligner.launcher.rank_heartbeat import HEARTBEAT, STACKS_SIGNAL
 from aligner.launcher.ranks import Rank, Ranks
 from aligner.launcher.run_directory import read_state
@@ -195,7 +195,7 @@ def test_heartbeat_timeout_counts_from_start_to_exit(
     }
     (tmp_path / "heartbeats").mkdir()
     (tmp_path / "heartbeats" / "trainer-0").touch()  # heartbeat of an earlier start
-    watch = LifeWatch(config, "trainer", list(ranks.values()))
+    watch = HeartbeatMonitor(config, "trainer", list(ranks.values()))
     doubts, lines = list[bool](), list[str]()
     for second in range(0, 80, 5):
         now = float(second)
@@ -203,9 +203,9 @@ def test_heartbeat_timeout_counts_from_start_to_exit(
             (tmp_path / "heartbeats" / f"trainer-{rank}").touch()
             os.utime(tmp_path / "heartbeats" / f"trainer-{rank}", (now, now))
         if second == 10:
-            ranks["ended"].note_end(0, now)
+            ranks["ended"].record_exit(0, now)
         watch.kill_silent(ProcesslessRanks(), lines.append)
-        doubts.append(watch.is_in_doubt)
+        doubts.append(watch.is_silent)
     assert {name: rank.exit_code for name, rank in ranks.items()} == {
         "new": -9,
         "ended": 0,
@@ -232,7 +232,7 @@ def test_first_heartbeat_has_its_own_timeout(
         ["experiment=tiny_ppo", f"run.dir={tmp_path}", "cluster.heartbeat_timeout_s=60"]
     )
     rank = Rank("trainer", 0, tmp_path / "log", 0, 0)
-    watch = LifeWatch(config, "trainer", [rank], first_heartbeat_s=180)
+    watch = HeartbeatMonitor(config, "trainer", [rank], first_heartbeat_s=180)
     heartbeat = tmp_path / "heartbeats" / "trainer-0"
     heartbeat.parent.mkdir()
     for second in range(0, 400, 5):

@@ -15,7 +15,7 @@ from aligner.checks.cluster import problems
 from aligner.config.compose import compose_config, save_config
 from aligner.config.prerequisites import plan_run
 from aligner.errors import AlignerError, ConfigError
-from aligner.launcher.failure import rank_error
+from aligner.launcher.failure import build_rank_error
 from aligner.launcher.rank_environment import DEVICES, adopt_environment
 from aligner.launcher.rank_heartbeat import IS_TASK
 from aligner.launcher.slurm import submit as submitting
@@ -27,7 +27,7 @@ from aligner.launcher.slurm.job_steps import (
     read_allocation,
     srun_command,
 )
-from aligner.launcher.slurm.slurm_commands import PATIENT, slurm_command
+from aligner.launcher.slurm.slurm_commands import RETRY_ATTEMPTS, slurm_command
 from aligner.launcher.slurm.submit import render_script, submit
 from aligner.models.model_source import NOTHING_EXPECTED
 from aligner.paths import RunPaths
@@ -145,9 +145,9 @@ def step_of(tmp_path: Path, role: str, ranks: int, *overrides: str) -> list[str]
     made = config(tmp_path, *overrides)
     nodes = Nodes(1, ("n3", "n4"), "10.0.0.3")
     layout = slurm_layout(made)
-    cores = None if layout.is_shared(layout.places[role]) else 6
+    cores = None if layout.is_shared(layout.placements[role]) else 6
     return srun_command(
-        made, role, layout.places[role], nodes, ranks, cores, "name-1", ["a", "b c"]
+        made, role, layout.placements[role], nodes, ranks, cores, "name-1", ["a", "b c"]
     )
 
 
@@ -211,7 +211,7 @@ def test_role_environment_overrides_common_variables(tmp_path: Path) -> None:
         *("cluster.slurm.roles.critic.devices=6-7", "cluster.slurm.roles.critic.beside=trainer"),
         *("cluster.slurm.roles.trainer.devices=0-3",),
     )
-    places = slurm_layout(made).places
+    places = slurm_layout(made).placements
     assert configured_environment(made, "critic", places["critic"]) == {
         "A": "1",
         "B": "3",
@@ -299,7 +299,7 @@ def test_other_srun_messages_are_added_to_rank_error(tmp_path: Path, said: str, 
     messages, log = tmp_path / "srun.log", tmp_path / "0.log"
     messages.write_text(said)
     log.touch()
-    error = rank_error("prepare rank 0 ended", TaskRank("prepare", 0, log, 0, 0, messages))
+    error = build_rank_error("prepare rank 0 ended", TaskRank("prepare", 0, log, 0, 0, messages))
     message = str(error)
     assert ("srun reported" in message) == bool(told)
     assert told in message and told in error.summary
@@ -374,7 +374,13 @@ def test_requeue_of_pending_job_is_accepted(
         "echo 'Job is pending execution for job 7' >&2; echo x >> $0.calls; exit 1",
     )
     assert (
-        slurm_command("scontrol", "requeue", "7", attempts=PATIENT, done="Job is pending execution")
+        slurm_command(
+            "scontrol",
+            "requeue",
+            "7",
+            attempts=RETRY_ATTEMPTS,
+            success_text="Job is pending execution",
+        )
         == ""
     )
     assert (tmp_path / "scontrol.calls").read_text() == "x\n"
@@ -435,7 +441,7 @@ def test_uncertain_submission_keeps_run_directory(
 ) -> None:
     stand_in(tmp_path, monkeypatch, "sbatch", f"{ACCEPTS} || {{ {answers}; }}")
     stand_in(tmp_path, monkeypatch, "squeue", "")
-    monkeypatch.setattr(submitting, "_QUEUEING_S", 0.5)
+    monkeypatch.setattr(submitting, "_SUBMIT_TIMEOUT_S", 0.5)
     given = ["experiment=tiny_ppo", "cluster=slurm", f"run.dir={tmp_path}/run", "run.name=mine"]
     message = (
         f"{said}: it is unknown whether the job was queued. Check with `squeue --me --name=mine`"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from aligner.algorithms.policy_losses import value_loss
-from aligner.data import claim
+from aligner.data import fencing
 from aligner.data.checkpoint_files import MOMENTS, MOMENTUM, WEIGHT, CheckpointReader
 from aligner.data.checksums import FileRecord
 from aligner.data.model_directory import read_shape
@@ -50,7 +50,7 @@ def weights_of(policy: Policy) -> dict[str, Tensor]:
     dtype."""
     found = {}
     for weights in {
-        id(weights): weights for weights in (policy.runner.weights, policy.runner.trained)
+        id(weights): weights for weights in (policy.runner.weights, policy.runner.trained_weights)
     }.values():
         found |= {
             name: weights.gather(name, weights.parameter(name).data).clone() for name in weights
@@ -79,7 +79,9 @@ def load_and_continue(directory: str, settings: Settings, checkpoint: str) -> di
     runner, reader = policy.runner, CheckpointReader(Path(checkpoint))
     state = runner.optimizer_state()
     different = []
-    for weights in {id(weights): weights for weights in (runner.weights, runner.trained)}.values():
+    for weights in {
+        id(weights): weights for weights in (runner.weights, runner.trained_weights)
+    }.values():
         for name in weights:
             parameter = weights.parameter(name)
             found = {WEIGHT: parameter.data}
@@ -186,10 +188,10 @@ def save_after_takeover(directory: str, settings: Settings, run: str) -> list[st
     policy, config, errors = actor(directory, settings), Config(run=RunConfig(dir=run)), []
     try:
         if policy.world.rank == 0:
-            claim.write_as(config, claim.take_run(config))
+            fencing.set_writer_claim(config, fencing.claim_run(config))
         policy.begin_save(Path(run) / "first")
         if policy.world.rank == 0:
-            claim.take_run(config)
+            fencing.claim_run(config)
         for save in (policy.finish_save, lambda: policy.begin_save(Path(run) / "second")):
             try:
                 save()
@@ -197,5 +199,5 @@ def save_after_takeover(directory: str, settings: Settings, run: str) -> list[st
                 errors.append(f"{type(error).__name__}: {error}")
         return errors
     finally:
-        claim._own = None
+        fencing._writer_claim = None
         worlds.shutdown()

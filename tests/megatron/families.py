@@ -246,7 +246,7 @@ def threads_around_training(
 def deterministic_steps(directory: str, layout: dict[str, Any], **settings: Any) -> dict[str, Any]:
     """Run `family_steps` in deterministic mode."""
     environment = dict(os.environ)
-    worlds.compute_deterministically()
+    worlds.enable_deterministic_kernels()
     assert (
         torch.are_deterministic_algorithms_enabled()
         and os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] == "0"
@@ -364,7 +364,11 @@ def grouped_steps(
 
     `grouped` is the number of stacks of expert tensors, and `in_place` how many needed no copy.
     """
-    can_group, together, view = layers.can_group, layers._together, layers._view
+    can_group, together, view = (
+        layers.supports_grouped_gemm,
+        layers._stack_or_view,
+        layers._stacked_view,
+    )
     found = {"grouped": 0, "in_place": 0}
 
     def counted(tensors: Sequence[Tensor]) -> Tensor:
@@ -372,11 +376,11 @@ def grouped_steps(
         found["in_place"] += view(tensors) is not None
         return together(tensors)
 
-    layers.can_group, layers._together = lambda config: True, counted
+    layers.supports_grouped_gemm, layers._stack_or_view = lambda config: True, counted
     try:
         return steps(directory, layout, **settings) | found
     finally:
-        layers.can_group, layers._together = can_group, together
+        layers.supports_grouped_gemm, layers._stack_or_view = can_group, together
 
 
 def overlapped_grouped_steps(

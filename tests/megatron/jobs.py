@@ -13,10 +13,10 @@ from torch import Tensor
 
 from aligner.algorithms.policy_losses import policy_loss, value_loss
 from aligner.data.model_directory import read_shape
-from aligner.data.types import Experience, response_mask
+from aligner.data.types import Experience, build_response_mask
 from aligner.megatron import world as worlds
 from aligner.megatron.named_weights import NamedWeights
-from aligner.megatron.packing import Cut, PackedBatch, pack
+from aligner.megatron.packing import PackedBatch, PackingLayout, pack
 from aligner.megatron.policy import Policy
 from aligner.megatron.runner import ModelRunner
 from aligner.megatron.value_model import ValueModel, build_critic
@@ -48,7 +48,7 @@ def make_experience(vocab_size: int, batch: int = 6, seed: int = 3) -> Experienc
     width = int(lengths.max())
     tokens = torch.randint(2, vocab_size, (batch, width), generator=generator)
     tokens = torch.where(torch.arange(width) < lengths[:, None], tokens, 0)
-    mask = response_mask(lengths, prompt_lengths, width)
+    mask = build_response_mask(lengths, prompt_lengths, width)
     old = -4 + 0.1 * torch.randn(batch, width - 1, generator=generator)
     reference, values, rewards, advantages, returns = (
         torch.where(mask, torch.randn(batch, width - 1, generator=generator), 0.0) for _ in range(5)
@@ -107,7 +107,7 @@ def _chosen(settings: dict[str, Any] | None) -> dict[str, Any]:
 def slices(weights: NamedWeights) -> Slices:
     """Return this rank's slices of the weights; assert that slices not listed as copies are views
     of their parameters."""
-    for name in set(weights) - weights.copied:
+    for name in set(weights) - weights.copied_names:
         assert (
             weights.read(name).untyped_storage().data_ptr()
             == weights.parameter(name).untyped_storage().data_ptr()
@@ -127,7 +127,7 @@ def gradients(runner: ModelRunner) -> Slices:
                     bucket.grad_data.chunk(group.size())[group.rank()].clone(),
                     group=group,
                 )
-    weights = runner.trained
+    weights = runner.trained_weights
     return {
         name: (
             weights.slices[name],
@@ -184,11 +184,13 @@ def shared_prefix_update(
     If `shared`, each prefix is computed once, otherwise in each row.
     """
     actor = policy(directory, layout, settings)
-    assert actor.runner._cut.tree
-    actor.runner._cut = dataclasses.replace(actor.runner._cut, tree=shared)
+    assert actor.runner._packing_layout.should_share_prefixes
+    actor.runner._packing_layout = dataclasses.replace(
+        actor.runner._packing_layout, should_share_prefixes=shared
+    )
     experience = make_experience(actor.runner.shape.vocab_size)
     experience.tokens[:, :5] = experience.tokens[::3, :5].repeat_interleave(3, 0)
-    batches = actor.runner.share(experience.tokens, experience.lengths)
+    batches = actor.runner.pack(experience.tokens, experience.lengths)
     logprobs = actor.logprobs(experience.tokens, experience.lengths, mask=experience.mask)
     stats, seen = observed_train(actor, experience)
     worlds.shutdown()
@@ -222,16 +224,16 @@ def policy_logits(actor: Policy, experience: Experience) -> Tensor:
             ColumnParallelLinear.forward(head, output[0], weight=head.projection)[0].float()
         )
 
-    batches = runner.share(experience.tokens, experience.lengths, routes=experience.routes)
+    batches = runner.pack(experience.tokens, experience.lengths, routes=experience.routes)
     whole = torch.zeros(*experience.tokens.shape, runner.shape.vocab_size)
-    mine = whole.chunk(world.layout.tensor, -1)[world.place.tensor]
+    mine = whole.chunk(world.layout.tensor, -1)[world.coordinates.tensor]
     parts = runner.forward(batches, read)
-    if world.is_last_stage and world.place.context == 0:
+    if world.is_last_stage and world.coordinates.context == 0:
         for batch, part in zip(batches, parts, strict=True):
             if not batch.is_filler:
                 # Drop the padding of the vocabulary.
                 mine[batch.batch_rows, : batch.width] = part.cpu()[..., : mine.shape[-1]]
-    return world.sum_(whole)
+    return world.all_reduce_sum(whole)
 
 
 def critic_step(
@@ -365,19 +367,23 @@ def attend(
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from aligner.megatron.attention import PackedAttention
-    from aligner.megatron.shared_prefixes import alone
+    from aligner.megatron.shared_prefixes import bundle_without_sharing
 
     world = worlds.initialize(ParallelConfig(**layout), seed=1, timeout_s=120)
-    cut = Cut(
-        context=world.layout.context,
-        context_rank=world.place.context,
+    cut = PackingLayout(
+        context_size=world.layout.context,
+        context_rank=world.coordinates.context,
         context_group=parallel_state.get_context_parallel_group(),
     )
     rows, width = len(lengths), max(lengths)
     # Each token id is the token's index in the flattened rows.
     counts = torch.tensor(lengths)
     batch = pack(
-        torch.arange(rows * width).view(rows, width), counts, alone(counts), world.device, cut
+        torch.arange(rows * width).view(rows, width),
+        counts,
+        bundle_without_sharing(counts),
+        world.device,
+        cut,
     )
     leaves = {name: tensor.clone().requires_grad_() for name, tensor in whole.items()}
     packed = [leaf.flatten(0, 1)[batch.tokens[0]] for leaf in leaves.values()]
@@ -391,7 +397,7 @@ def attend(
         PackedAttention(config)(*packed, None, packed_seq_params=batch.sequences)
     )
     (attended * attention_weights(attended)).sum().backward()
-    gradients = {name: world.sum_(leaf.grad) for name, leaf in leaves.items()}
+    gradients = {name: world.all_reduce_sum(leaf.grad) for name, leaf in leaves.items()}
     worlds.shutdown()
     return attended.detach(), gradients
 

@@ -114,14 +114,14 @@ def measure(
             value = (batch.unpack_targets(scores) + batch.unpack_targets(entropy)).sum()
         return value, {"value": value.detach()}
 
-    with runner.room_for_moments():
-        to_come = runner.optimizer_state().missing_bytes
+    with runner.reserve_optimizer_memory():
+        to_come = runner.optimizer_state().unallocated_bytes
     for _ in range(2):  # the first update creates the optimizer state
         saved = SavedTensors(runner)
         with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda held: held.tensor):
-            stats = runner.update(runner.share(tokens, lengths), loss)
+            stats = runner.update(runner.pack(tokens, lengths), loss)
     assert stats["skipped"] == 0.0 and saved.bytes == 0
-    assert to_come == _bytes(_moments(runner)) and runner.optimizer_state().missing_bytes == 0
+    assert to_come == _bytes(_moments(runner)) and runner.optimizer_state().unallocated_bytes == 0
     measured = {
         "weights": _bytes(parameter for _, parameter in runner.parameters()),
         "gradients": _bytes(
@@ -130,7 +130,7 @@ def measure(
         "optimizer": _bytes(_optimizer_state(runner)),
         "saved": saved.peak,
         "snapshot": _bytes(_snapshot(runner)),
-        "stage": runner.world.place.pipeline,
+        "stage": runner.world.coordinates.pipeline,
     }
     worlds.shutdown()
     return measured
@@ -169,7 +169,7 @@ def _snapshot(runner: ModelRunner) -> Iterator[Tensor]:
     """Yield the tensors that this rank copies for a checkpoint."""
     state = runner.optimizer_state()
     units, _ = checkpoint._assign_writers(runner, state)
-    yield from checkpoint._snapshot(state, units, runner.world.rank).values()
+    yield from checkpoint._copy_to_host(state, units, runner.world.rank).values()
 
 
 def expected_section(

@@ -34,7 +34,7 @@ def whole_gradient(name: str, shape: Sequence[int], step: int) -> Tensor:
 
 
 def _give_gradients(actor: Policy, step: int) -> None:
-    weights = actor.runner.trained
+    weights = actor.runner.trained_weights
     for name in weights:
         cut, whole = weights.slices[name], whole_gradient(name, weights.specs[name].shape, step)
         piece = (
@@ -89,10 +89,10 @@ def guided_steps(
             _give_gradients(actor, step)
             if index in (poison or {}):
                 name, value = poison[index]
-                if name in actor.runner.trained:
-                    parameter = actor.runner.trained.parameter(name)
+                if name in actor.runner.trained_weights:
+                    parameter = actor.runner.trained_weights.parameter(name)
                     parameter.main_grad.view(-1)[:3] = value
-            stats.append(actor.runner._take_step())
+            stats.append(actor.runner._guarded_step())
             if index in (poison or {}):
                 same = zip(before, optimizer_state(actor), strict=True)
                 untouched.append(all(torch.equal(left, right) for left, right in same))
@@ -112,7 +112,7 @@ def learning_rates(directory: str, settings: Sequence[dict[str, Any]]) -> list[l
         rates.append([])
         for step in range(4):
             _give_gradients(actor, step)
-            rates[-1].append(actor.runner._take_step()["lr"])
+            rates[-1].append(actor.runner._guarded_step()["lr"])
     worlds.shutdown()
     return rates
 
@@ -203,7 +203,10 @@ def publish_trained_policy(
     weights, world = actor.runner.weights, actor.world
     engine = EngineParallelConfig(tensor=1, data=world.size)
     plan = plan_resharding(actor.runner.shape, world.layout, engine)
-    link, sink = Link.of_world(plan.labels, timeout=timedelta(seconds=60)), Sink(plan, world.rank)
+    link, sink = (
+        Link.from_default_group(plan.labels, timeout=timedelta(seconds=60)),
+        Sink(plan, world.rank),
+    )
     publisher = Publisher(
         plan,
         link,
@@ -230,6 +233,6 @@ def adapted_checkpoint(
             actor.train(experience, jobs.loss)
         actor.save(Path(checkpoint))
     stats = actor.train(experience, jobs.loss)
-    result = {"stats": stats, "adapters": jobs.slices(actor.runner.trained)}
+    result = {"stats": stats, "adapters": jobs.slices(actor.runner.trained_weights)}
     worlds.shutdown()
     return result

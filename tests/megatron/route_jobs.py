@@ -51,7 +51,7 @@ def routing_of_tokens(
     result = torch.zeros(
         len(tokens), tokens.shape[1] - 1, len(routers), routers[0].topk, dtype=torch.uint8
     )
-    batches = actor.runner.share(tokens, lengths, routes=routes)
+    batches = actor.runner.pack(tokens, lengths, routes=routes)
     for batch, part in zip(batches, actor.runner.forward(batches, read), strict=True):
         result[batch.batch_rows, : part.shape[1]] = part.byte()
     for hook in hooks:
@@ -68,7 +68,7 @@ def replay_own(directory: str, settings: dict[str, Any], *, replayed: bool) -> d
         routes = routing_of_tokens(actor, experience.tokens, experience.lengths)
         experience = dataclasses.replace(experience, routes=routes)
     logprobs = actor.logprobs(experience.tokens, experience.lengths, routes=experience.routes)
-    differing = actor.runner.routes_differing
+    differing = actor.runner.routing_mismatch
     stats, gradients = jobs.observed_train(actor, experience)
     result = {
         "logprobs": logprobs,
@@ -77,7 +77,7 @@ def replay_own(directory: str, settings: dict[str, Any], *, replayed: bool) -> d
         "after": jobs.slices(actor.runner.weights),
     }
     worlds.shutdown()
-    return result | {"differing": differing, "updating": actor.runner.routes_differing}
+    return result | {"differing": differing, "updating": actor.runner.routing_mismatch}
 
 
 def sample_with_engine(directory: str) -> SampleBatch:
@@ -110,7 +110,7 @@ def bf16_engine_and_fp32_trainer(directory: str) -> dict[str, Any]:
             "differing": float(elsewhere[inside].float().mean()),
             "mismatch": float((logprobs - batch.engine_logprobs)[batch.mask].abs().mean()),
         }
-    result["differing_share"] = actor.runner.routes_differing
+    result["differing_share"] = actor.runner.routing_mismatch
     worlds.shutdown()
     return result
 
@@ -123,11 +123,11 @@ def differing_share_and_logprobs(
     experience = jobs.make_experience(actor.runner.shape.vocab_size)
     shares = []
     logprobs = actor.logprobs(experience.tokens, experience.lengths, routes=routes)
-    shares.append(actor.runner.routes_differing)
+    shares.append(actor.runner.routing_mismatch)
     reference = actor.reference_logprobs(experience.tokens, experience.lengths, routes=routes)
-    shares.append(actor.runner.routes_differing)
+    shares.append(actor.runner.routing_mismatch)
     actor.train(dataclasses.replace(experience, routes=routes), jobs.loss)
-    shares.append(actor.runner.routes_differing)
+    shares.append(actor.runner.routing_mismatch)
     worlds.shutdown()
     return shares, logprobs, reference
 

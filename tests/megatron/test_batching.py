@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aligner.megatron.packing import data_parallel_share, token_budget_batches
+from aligner.megatron.packing import split_into_micro_batches, split_over_data_ranks
 
 LENGTHS = st.lists(st.integers(1, 50), max_size=40)
 
@@ -17,16 +17,16 @@ def totals(groups: list[list[int]], lengths: list[int]) -> list[int]:
 
 @given(LENGTHS, st.integers(50, 200))
 def test_every_sequence_is_in_one_batch_within_the_budget(lengths, budget):
-    batches = token_budget_batches(lengths, budget)
+    batches = split_into_micro_batches(lengths, budget)
     assert sorted(index for batch in batches for index in batch) == list(range(len(lengths)))
     assert all(0 < total <= budget for total in totals(batches, lengths))
 
 
 @given(LENGTHS.filter(bool), st.integers(50, 200), st.data())
 def test_requested_batch_count_is_met_within_budget(lengths, budget, data):
-    fewest = len(token_budget_batches(lengths, budget))
+    fewest = len(split_into_micro_batches(lengths, budget))
     count = data.draw(st.integers(fewest, len(lengths)))
-    batches = token_budget_batches(lengths, budget, count=count)
+    batches = split_into_micro_batches(lengths, budget, count=count)
     assert len(batches) == count
     assert sorted(index for batch in batches for index in batch) == list(range(len(lengths)))
     assert all(0 < total <= budget for total in totals(batches, lengths))
@@ -34,17 +34,17 @@ def test_requested_batch_count_is_met_within_budget(lengths, budget, data):
 
 @given(LENGTHS, st.integers(50, 200))
 def test_batch_totals_differ_by_at_most_longest_sequence(lengths, budget):
-    sums = totals(token_budget_batches(lengths, budget), lengths)
+    sums = totals(split_into_micro_batches(lengths, budget), lengths)
     assert not sums or max(sums) - min(sums) <= max(lengths)
 
 
 def test_equal_lengths_use_fewest_possible_batches():
-    assert len(token_budget_batches([10] * 12, budget=40)) == 3
+    assert len(split_into_micro_batches([10] * 12, budget=40)) == 3
 
 
 def test_empty_input_gives_no_batches():
-    assert token_budget_batches([], budget=8) == []
-    assert token_budget_batches([], budget=8, count=0) == []
+    assert split_into_micro_batches([], budget=8) == []
+    assert split_into_micro_batches([], budget=8, count=0) == []
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_empty_input_gives_no_batches():
 )
 def test_impossible_batches_are_refused(lengths, budget, count, message):
     with pytest.raises(ValueError, match=message):
-        token_budget_batches(lengths, budget, count=count)
+        split_into_micro_batches(lengths, budget, count=count)
 
 
 @settings(deadline=None)
@@ -74,7 +74,7 @@ def test_data_parallel_shares_are_balanced(ranks, data):
     lengths = data.draw(
         st.lists(st.integers(1, 500), min_size=ranks * per_rank, max_size=ranks * per_rank)
     )
-    shares = data_parallel_share(lengths, ranks)
+    shares = split_over_data_ranks(lengths, ranks)
     assert [len(share) for share in shares] == [per_rank] * ranks
     assert sorted(index for share in shares for index in share) == list(range(len(lengths)))
     sums = totals(shares, lengths)
@@ -84,7 +84,7 @@ def test_data_parallel_shares_are_balanced(ranks, data):
 @settings(deadline=None)
 @given(st.integers(1, 6), st.lists(st.integers(1, 500), max_size=20))
 def test_uneven_shares_differ_by_at_most_one_sequence(ranks, lengths):
-    shares = data_parallel_share(lengths, ranks)
+    shares = split_over_data_ranks(lengths, ranks)
     counts = [len(share) for share in shares]
     assert max(counts) - min(counts) <= 1
     assert counts[0] == max(counts) or len(lengths) > ranks

@@ -46,26 +46,26 @@ def test_stale_gradients_are_overwritten_or_zeroed():
         parameter.main_grad = torch.zeros(2, 3)
     left, right = torch.randn(2, 4), torch.randn(4, 3)
     for parameter in (product, idle):
-        cpu_backend.add_product(parameter.main_grad, left, right)
+        cpu_backend.accumulate_matmul(parameter.main_grad, left, right)
     other.main_grad += 1
     for parameter in buffer.params:
         parameter.main_grad[0, 0] = torch.nan  # a skipped step leaves such values in the buffer
-    cpu_backend.forget_gradients(buffer)
+    cpu_backend.reset_gradient_buffer(buffer)
     assert other.main_grad.tolist() == torch.zeros(2, 3).tolist()
     for _ in range(2):
-        cpu_backend.add_product(product.main_grad, left, right)
+        cpu_backend.accumulate_matmul(product.main_grad, left, right)
     # the hook that runs before DDP reduces the gradients over the ranks
-    cpu_backend._settled_before(lambda group: None)(buffer)
+    cpu_backend._zero_blanks_before(lambda group: None)(buffer)
     torch.testing.assert_close(product.main_grad, 2 * left @ right)
     assert idle.main_grad.tolist() == torch.zeros(2, 3).tolist()
-    cpu_backend.add_product(idle.main_grad, left, right)
+    cpu_backend.accumulate_matmul(idle.main_grad, left, right)
     torch.testing.assert_close(idle.main_grad, left @ right)
 
 
 def test_embedding_gradient_is_added_to_buffer_only():
     weight, tokens = torch.nn.Parameter(torch.randn(7, 3)), torch.tensor([[2, 5, 2], [0, 2, 6]])
     upstream = torch.randn(2, 3, 3)
-    lookup = cpu_backend._FunctionsOfLayers().embedding
+    lookup = cpu_backend._LayerFunctions().embedding
     # Without a gradient buffer, autograd stores the gradient in weight.grad.
     lookup(tokens, weight).backward(upstream)
     expected, weight.grad = weight.grad, None
@@ -80,7 +80,7 @@ def test_embedding_gradient_is_added_to_buffer_only():
 
 
 def test_adamw_without_compiler_has_differentiable_step():
-    cpu_backend.keep_compiler_out_of_optimizers()
+    cpu_backend.remove_compiler_from_optimizers()
     start = torch.ones(2, requires_grad=True)
     weight = start.clone()
     weight.grad = torch.ones(2)

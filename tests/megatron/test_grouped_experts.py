@@ -55,7 +55,7 @@ def test_grouped_experts_equal_separate_experts(pool, tmp_path, family, layout):
 def test_evenly_spaced_tensors_are_viewed_without_copy():
     memory = torch.arange(60.0)
     parts = [memory[start : start + 6].view(2, 3) for start in (0, 20, 40)]
-    found = layers._view(parts)
+    found = layers._stacked_view(parts)
     assert found is not None and torch.equal(found, torch.stack(parts))
     found.add_(1)
     assert memory[20] == 21 and memory[19] == 19
@@ -64,8 +64,8 @@ def test_evenly_spaced_tensors_are_viewed_without_copy():
         [parts[0], parts[1], memory[41:47].view(2, 3)],
         [parts[0], parts[1].clone(), parts[2]],
     ):
-        assert layers._view(others) is None
-        assert torch.equal(layers._together(others), torch.stack(others))
+        assert layers._stacked_view(others) is None
+        assert torch.equal(layers._stack_or_view(others), torch.stack(others))
 
 
 def test_expert_without_tokens_has_zero_gradient():

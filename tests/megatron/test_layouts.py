@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from aligner.models.weight_slices import coordinates
+from aligner.models.weight_slices import compute_coordinates
 from aligner.schema import ParallelConfig
 from tests.megatron import jobs, reference
 
@@ -222,7 +222,9 @@ def test_logits_equal_transformers_at_every_layout(pool, untied_llama, layout, s
 )
 def test_rank_coordinates_equal_megatron_core(pool, layout):
     places = pool.run(jobs.places, ranks(layout), layout)
-    assert places == [coordinates(rank, ParallelConfig(**layout)) for rank in range(len(places))]
+    assert places == [
+        compute_coordinates(rank, ParallelConfig(**layout)) for rank in range(len(places))
+    ]
 
 
 @layouts(

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from aligner.data.types import KeptTokens
 from aligner.megatron import score_passes
-from aligner.megatron.logprobs import vocab_parallel_logprobs, vocab_parallel_top
+from aligner.megatron.logprobs import vocab_parallel_logprobs, vocab_parallel_top_ids
 
 HIDDEN, VOCABULARY, TEMPERATURE = 8, 16, 0.6
 CHUNKS = (1, 3, 7, 1024)  # tokens per chunk, of 7 tokens
@@ -45,7 +45,9 @@ def kept_tokens() -> KeptTokens:
         for place in (4, 5, 6)
     ]
     counts = torch.tensor([len(ids) for ids in sets])
-    return KeptTokens.in_order(counts, torch.tensor([token for ids in sets for token in ids]).int())
+    return KeptTokens.from_counts(
+        counts, torch.tensor([token for ids in sets for token in ids]).int()
+    )
 
 
 def candidate_tokens(count: int) -> Tensor:
@@ -59,7 +61,7 @@ def candidate_tokens(count: int) -> Tensor:
 def outside() -> Tensor:
     """Return a mask, bool [7, V], of the tokens that are not in `kept_tokens`."""
     left = torch.ones(7, VOCABULARY, dtype=torch.bool)
-    left[kept_tokens().in_rows()] = False
+    left[kept_tokens().flatten_ids()] = False
     left[kept_tokens().counts == 0] = False
     return left
 
@@ -149,7 +151,7 @@ def head_results(
             (candidate_tokens(candidates) if candidates else None),
         )
         logprobs, entropy = head.logprobs(
-            head(states)[0], index, targets, kept=sets, candidates=ids, **options
+            head(states)[0], index, targets, kept_tokens=sets, candidates=ids, **options
         )
         objective(logprobs, entropy).backward()
         results.append(
@@ -228,8 +230,8 @@ COMPILES = [
 @pytest.mark.parametrize("with_entropy", [False, True], ids=["logprobs", "entropy"])
 def test_fused_logprobs_equal_dense_logprobs(monkeypatch, with_entropy, kept, make):
     """The fused pass is otherwise used only on GPUs."""
-    monkeypatch.setattr(score_passes, "are_fused", lambda scores: True)
-    monkeypatch.setattr(score_passes, "compiled", functools.cache(make))
+    monkeypatch.setattr(score_passes, "should_fuse", lambda scores: True)
+    monkeypatch.setattr(score_passes, "compile_pass", functools.cache(make))
     expected = dense(with_entropy, kept=kept)
     for chunk in CHUNKS:
         hidden, weight, index, targets = inputs()
@@ -241,7 +243,7 @@ def test_fused_logprobs_equal_dense_logprobs(monkeypatch, with_entropy, kept, ma
             temperature=TEMPERATURE,
             chunk_tokens=chunk,
             with_entropy=with_entropy,
-            kept=kept_tokens() if kept else None,
+            kept_tokens=kept_tokens() if kept else None,
         )
         objective(logprobs, entropy).backward()
         for got, wanted in zip(
@@ -265,7 +267,7 @@ def half_results(with_entropy: bool) -> tuple[Tensor, Tensor | None, Tensor, Ten
     )
     hidden.requires_grad_()
     mine = weight[dist.get_rank()].requires_grad_()
-    kept = KeptTokens.in_order(torch.full((5,), 3), torch.tensor([0, 2, 5] * 5).int())
+    kept = KeptTokens.from_counts(torch.full((5,), 3), torch.tensor([0, 2, 5] * 5).int())
     logprobs, entropy = vocab_parallel_logprobs(
         hidden,
         mine,
@@ -274,7 +276,7 @@ def half_results(with_entropy: bool) -> tuple[Tensor, Tensor | None, Tensor, Ten
         chunk_tokens=2,
         group=dist.group.WORLD,
         with_entropy=with_entropy,
-        kept=kept,
+        kept_tokens=kept,
     )
     (logprobs.sum() + (0 if entropy is None else entropy.sum())).backward()
     return logprobs.detach(), None if entropy is None else entropy.detach(), hidden.grad, mine.grad
@@ -345,8 +347,8 @@ def most_probable(count: int, below: int) -> Tensor:
 
     hidden, weight, index, _ = inputs()
     part = weight.chunk(dist.get_world_size())[dist.get_rank()]
-    sizes = {"below": below, "chunk_tokens": 3, "group": dist.group.WORLD}
-    return vocab_parallel_top(hidden[index], part, count, **sizes)
+    sizes = {"id_limit": below, "chunk_tokens": 3, "group": dist.group.WORLD}
+    return vocab_parallel_top_ids(hidden[index], part, count, **sizes)
 
 
 def test_large_logits_give_finite_results():

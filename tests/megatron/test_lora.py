@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from torch.func import functional_call
 
 from aligner.data.model_directory import read_shape
-from aligner.megatron.lora import initial_down
-from aligner.models.weight_slices import adapter_map, adapter_table, weight_table
+from aligner.megatron.lora import initialize_lora_a
+from aligner.models.weight_slices import build_adapter_map, build_adapter_table, weight_table
 from aligner.schema import LoraConfig, ParallelConfig
 from tests.megatron import families, jobs, optimizer_jobs
 from tests.megatron.reference import logprobs
@@ -59,13 +59,13 @@ class Adapted(torch.nn.Module):
         )
         self.model, self.config = model.eval().requires_grad_(False), model.config
         self.adapters, self.scale = (
-            adapter_map(weight_table(read_shape(directory)), lora),
+            build_adapter_map(weight_table(read_shape(directory)), lora),
             lora.alpha / lora.rank,
         )
         self.factors = {}
-        for spec in adapter_table(self.adapters):
+        for spec in build_adapter_table(self.adapters):
             start = (
-                initial_down(spec, seed=1)
+                initialize_lora_a(spec, seed=1)
                 if spec.name.endswith(".lora_A.weight")
                 else torch.zeros(spec.shape)
             )

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from aligner.models.hugging_face import read_config
-from aligner.placement.memory.activations import Load, Stage
+from aligner.placement.memory.activations import BatchLoad, StageActivations
 from aligner.placement.memory.model_states import trained_states
 from aligner.placement.roles import Device
 from aligner.schema import ParallelConfig
@@ -118,7 +118,7 @@ def test_memory_estimate_equals_measured_use(pool, name):
     shape, parallel = read_config(entries, "test"), ParallelConfig(**layout)
     role = memory_jobs.expected_section(head, layout, settings)
     device = Device(gpus=False, itemsize=2 if settings.get("precision") == "bf16" else 4)
-    load = Load(MICRO_BATCH, ROWS // parallel.data * LENGTH, LENGTH)
+    load = BatchLoad(MICRO_BATCH, ROWS // parallel.data * LENGTH, LENGTH)
     ranks = pool.run(
         memory_jobs.measure, parallel.ranks, entries, layout, head, settings, ROWS, LENGTH
     )
@@ -126,7 +126,9 @@ def test_memory_estimate_equals_measured_use(pool, name):
     for measured in ranks:
         stage = measured["stage"]
         states = trained_states(shape, head, role, stage, device)
-        activations = Stage(shape, head, role, stage, load, device).training()
+        activations = StageActivations(
+            shape, head, role, stage, load, device
+        ).training_activations()
         assert (measured["weights"], measured["gradients"]) == (states.weights, states.gradients)
         bound = EXPERTS_BOUND if shape.num_experts else BOUND
         above = FROZEN_BOUND if settings.keys() & {"lora", "frozen"} else bound

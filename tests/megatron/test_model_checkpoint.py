@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from aligner.data.checkpoint_files import CheckpointReader
-from aligner.data.checksums import read_sealed, sealed
+from aligner.data.checksums import read_sealed, seal
 from aligner.schema import ParallelConfig
 from tests.megatron import checkpoint_jobs as jobs
 from tests.megatron import families
@@ -148,7 +148,7 @@ def truncate(directory):
 
 def edit(directory, **entries):
     file = directory / "manifest.json"
-    file.write_text(sealed(json.dumps(read_sealed(file) | entries)))
+    file.write_text(seal(json.dumps(read_sealed(file) | entries)))
 
 
 def flip(file, place):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from aligner.megatron.muon import deal, orthogonalize
+from aligner.megatron.muon import assign_owners, orthogonalize
 from tests.megatron import families, jobs, optimizer_jobs
 from tests.megatron.test_layouts import LAYOUTS, assert_slices_equal, ranks
 from tests.megatron.test_optimizer import SETTINGS, adam
@@ -82,8 +82,8 @@ def test_bf16_newton_schulz_equals_torch_muon(rows, columns):
 
 
 def test_costly_items_are_assigned_first():
-    assert deal([1, 5, 3, 4, 2], 2) == [0, 0, 1, 1, 0]
-    assert deal([1, 1], 3) == [0, 1]
+    assert assign_owners([1, 5, 3, 4, 2], 2) == [0, 0, 1, 1, 0]
+    assert assign_owners([1, 1], 3) == [0, 1]
 
 
 def is_matrix(name, weight):

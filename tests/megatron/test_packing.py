@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aligner.megatron.packing import Cut, PackedBatch, pack, pack_share
-from aligner.megatron.shared_prefixes import alone
+from aligner.megatron.packing import PackedBatch, PackingLayout, pack, pack_micro_batches
+from aligner.megatron.shared_prefixes import bundle_without_sharing
 
 CPU = torch.device("cpu")
 CUTS = st.builds(
@@ -30,9 +30,9 @@ def parts(
     tokens: torch.Tensor, lengths: torch.Tensor, rows: list[int], context: int, sequence: int
 ) -> list[PackedBatch]:
     """Return the parts of a micro-batch of all context ranks."""
-    chosen = [single for single in alone(lengths) if single.rows[0] in rows]
+    chosen = [single for single in bundle_without_sharing(lengths) if single.rows[0] in rows]
     return [
-        pack(tokens, lengths, chosen, CPU, Cut(sequence, context, context_rank=rank))
+        pack(tokens, lengths, chosen, CPU, PackingLayout(sequence, context, context_rank=rank))
         for rank in range(context)
     ]
 
@@ -60,12 +60,14 @@ def test_expert_routing_of_each_token_is_on_one_rank(lengths, cut):
     seen = []
     for context_rank in range(context):
         for rank in range(sequence):
-            place = Cut(sequence, context, sequence_rank=rank, context_rank=context_rank)
-            part = pack(tokens, counts, alone(counts), CPU, place, routes)
+            place = PackingLayout(sequence, context, sequence_rank=rank, context_rank=context_rank)
+            part = pack(tokens, counts, bundle_without_sharing(counts), CPU, place, routes)
             mine = part.tokens[0].chunk(sequence)[rank]
             routing = part.sequences.routes
-            assert torch.equal(routing.experts, mine[routing.places, None, None].expand(-1, 2, 3))
-            seen += mine[routing.places].tolist()
+            assert torch.equal(
+                routing.experts, mine[routing.token_index, None, None].expand(-1, 2, 3)
+            )
+            seen += mine[routing.token_index].tolist()
     assert sorted(seen) == sorted(tokens[:, :-1][tokens[:, 1:] > 0].tolist())
 
 
@@ -115,7 +117,7 @@ def test_filler_batch_contains_only_padding(cut):
 def test_data_ranks_have_equal_micro_batch_counts(lengths, ranks, multiple, budget):
     tokens, counts = rows_of(lengths)
     shares = [
-        pack_share(
+        pack_micro_batches(
             tokens,
             counts,
             data_rank=rank,
@@ -142,8 +144,14 @@ def test_grouped_rows_stay_ordered_in_one_micro_batch(lengths, group, ranks):
     budget = group * max(lengths) + 8
     seen = []
     for rank in range(ranks):
-        for batch in pack_share(
-            tokens, counts, data_rank=rank, data_size=ranks, budget=budget, device=CPU, group=group
+        for batch in pack_micro_batches(
+            tokens,
+            counts,
+            data_rank=rank,
+            data_size=ranks,
+            budget=budget,
+            device=CPU,
+            group_size=group,
         ):
             units = batch.batch_rows.view(-1, group)
             assert torch.equal(units, units[:, :1] + torch.arange(group))

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from aligner.megatron.packing import Cut, PackedBatch, pack, pack_share
-from aligner.megatron.shared_prefixes import alone, attend, bundles
+from aligner.megatron.packing import PackedBatch, PackingLayout, pack, pack_micro_batches
+from aligner.megatron.shared_prefixes import attend, bundle_rows, bundle_without_sharing
 from aligner.schema import ParallelConfig
 from tests.megatron import jobs
 
@@ -43,9 +43,9 @@ def shared_pack(tokens: Tensor, lengths: Tensor, sequence: int = 1) -> PackedBat
     return pack(
         tokens,
         lengths,
-        bundles(tokens, lengths, most=10_000),
+        bundle_rows(tokens, lengths, max_tokens=10_000),
         CPU,
-        Cut(sequence=sequence, tree=True),
+        PackingLayout(sequence_size=sequence, should_share_prefixes=True),
     )
 
 
@@ -53,12 +53,12 @@ def shared_pack(tokens: Tensor, lengths: Tensor, sequence: int = 1) -> PackedBat
 @given(GROUPS, st.integers(0, 3))
 def test_samples_are_bundled_by_prompt_in_any_order(groups, order):
     tokens, lengths = batch_of(groups, order)
-    found = bundles(tokens, lengths, most=10_000)
+    found = bundle_rows(tokens, lengths, max_tokens=10_000)
     assert sorted(row for bundle in found for row in bundle.rows) == list(range(len(lengths)))
     fewest = sum(
         sum(sizes) + prompt * (1 if prompt >= 4 else len(sizes)) for prompt, sizes in groups
     )
-    assert sum(bundle.tokens for bundle in found) == fewest
+    assert sum(bundle.computed_tokens for bundle in found) == fewest
 
 
 @settings(deadline=None)
@@ -66,13 +66,14 @@ def test_samples_are_bundled_by_prompt_in_any_order(groups, order):
 def test_multi_row_bundles_stay_within_token_limit(groups, most):
     tokens, lengths = batch_of(groups)
     assert all(
-        bundle.tokens <= most or len(bundle.rows) == 1 for bundle in bundles(tokens, lengths, most)
+        bundle.computed_tokens <= most or len(bundle.rows) == 1
+        for bundle in bundle_rows(tokens, lengths, most)
     )
 
 
 def test_rows_compared_by_loss_stay_ordered_in_one_bundle():
     tokens, lengths = batch_of([(8, [3, 5, 2, 4]), (6, [2, 2])], order=2)
-    for bundle in bundles(tokens, lengths, most=10_000, group=2):
+    for bundle in bundle_rows(tokens, lengths, max_tokens=10_000, group_size=2):
         pairs = torch.tensor(bundle.rows).view(-1, 2)
         assert (pairs[:, 0] % 2 == 0).all()
         assert torch.equal(pairs[:, 1], pairs[:, 0] + 1)
@@ -80,16 +81,26 @@ def test_rows_compared_by_loss_stay_ordered_in_one_bundle():
 
 def test_large_prompt_group_is_split_over_data_ranks():
     tokens, lengths = batch_of([(16, [4] * 12)])
-    options = {"data_size": 2, "budget": 1000, "device": CPU, "cut": Cut(tree=True)}
-    shares = [pack_share(tokens, lengths, data_rank=rank, **options) for rank in range(2)]
+    options = {
+        "data_size": 2,
+        "budget": 1000,
+        "device": CPU,
+        "layout": PackingLayout(should_share_prefixes=True),
+    }
+    shares = [pack_micro_batches(tokens, lengths, data_rank=rank, **options) for rank in range(2)]
     computed = [sum(batch.tokens.numel() for batch in share) for share in shares]
     assert max(computed) <= 16 + 8 * 4
 
 
 def test_prompts_stay_whole_when_shares_are_even():
     tokens, lengths = batch_of([(16, [4] * 3), (16, [4] * 3)])
-    options = {"data_size": 2, "budget": 1000, "device": CPU, "cut": Cut(tree=True)}
-    shares = [pack_share(tokens, lengths, data_rank=rank, **options) for rank in range(2)]
+    options = {
+        "data_size": 2,
+        "budget": 1000,
+        "device": CPU,
+        "layout": PackingLayout(should_share_prefixes=True),
+    }
+    shares = [pack_micro_batches(tokens, lengths, data_rank=rank, **options) for rank in range(2)]
     assert [sum(batch.tokens.numel() for batch in share) for share in shares] == [16 + 3 * 4] * 2
 
 
@@ -139,7 +150,9 @@ def test_tree_attention_equals_separate_rows(groups, order, heads, sequence):
     for shared in (True, False):
         leaves = [table.clone().requires_grad_() for table in tables]
         if shared:
-            packed = attend(*(leaf[batch.tokens[0]] for leaf in leaves), batch.sequences.tree, None)
+            packed = attend(
+                *(leaf[batch.tokens[0]] for leaf in leaves), batch.sequences.attention_tree, None
+            )
             attended = batch.unpack_tokens(packed)
         else:
             rows = tokens[batch.batch_rows]
@@ -167,7 +180,7 @@ def test_bf16_shared_prefix_gradients_are_rounded_once():
     gradients = []
     for dtype in (torch.bfloat16, torch.float32):
         leaves = [value.to(dtype, copy=True).requires_grad_() for value in values]
-        attend(*leaves, batch.sequences.tree, None).backward(weights.to(dtype))
+        attend(*leaves, batch.sequences.attention_tree, None).backward(weights.to(dtype))
         gradients.append([leaf.grad.float() for leaf in leaves])
     for ours, exact in zip(*gradients, strict=True):
         assert (ours - exact).norm() < 0.003 * exact.norm()
@@ -175,25 +188,33 @@ def test_bf16_shared_prefix_gradients_are_rounded_once():
 
 def test_prefixes_are_shared_only_with_tree_packing():
     tokens, lengths = batch_of([(9, [3, 4])])
-    (batch,) = pack_share(tokens, lengths, data_rank=0, data_size=1, budget=100, device=CPU)
+    (batch,) = pack_micro_batches(tokens, lengths, data_rank=0, data_size=1, budget=100, device=CPU)
     assert batch.tokens.numel() == int(lengths.sum())
-    assert batch.sequences.tree is None
-    (batch,) = pack_share(
-        tokens, lengths, data_rank=0, data_size=1, budget=100, device=CPU, cut=Cut(tree=True)
+    assert batch.sequences.attention_tree is None
+    (batch,) = pack_micro_batches(
+        tokens,
+        lengths,
+        data_rank=0,
+        data_size=1,
+        budget=100,
+        device=CPU,
+        layout=PackingLayout(should_share_prefixes=True),
     )
     assert batch.tokens.numel() == 9 + 3 + 4
 
 
 def test_filler_batch_has_finite_tree_attention():
     tokens, lengths = batch_of([(9, [3, 4])])
-    batch = pack(tokens, lengths, [], CPU, Cut(sequence=2, tree=True))
+    batch = pack(
+        tokens, lengths, [], CPU, PackingLayout(sequence_size=2, should_share_prefixes=True)
+    )
     query = torch.randn(batch.tokens.numel(), 2, 4)
-    assert attend(query, query, query, batch.sequences.tree, None).isfinite().all()
+    assert attend(query, query, query, batch.sequences.attention_tree, None).isfinite().all()
 
 
 @pytest.mark.parametrize("lengths", [[5], [3, 3, 3]])
 def test_unshared_rows_are_bundles_of_one(lengths):
-    assert [bundle.rows for bundle in alone(torch.tensor(lengths))] == [
+    assert [bundle.rows for bundle in bundle_without_sharing(torch.tensor(lengths))] == [
         (row,) for row in range(len(lengths))
     ]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from aligner.data.checkpoint_files import built_config
+from aligner.data.checkpoint_files import derive_model_config
 from aligner.errors import ConfigError
 from aligner.models.hugging_face import (
     _ARCHITECTURES,
@@ -225,12 +225,12 @@ def test_llama3_original_positions_equal_transformers(outside, inside):
     import torch
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    from aligner.models.shape import inverse_frequencies
+    from aligner.models.shape import compute_inverse_frequencies
 
     rope = {key: value for key, value in LLAMA3.items() if inside or not key.startswith("orig")}
     config = full("LlamaForCausalLM") | {"rope_parameters": rope, **outside}
     torch.testing.assert_close(
-        torch.tensor(inverse_frequencies(read_config(config, "test"))),
+        torch.tensor(compute_inverse_frequencies(read_config(config, "test"))),
         LlamaRotaryEmbedding(transformers_config(config)).inv_freq,
     )
 
@@ -382,7 +382,7 @@ def test_missing_architecture_follows_from_model_type(name, named, tmp_path):
 
     (tmp_path / "config.json").write_text(json.dumps(without))
     assert directory_config(tmp_path, "model.path")["architectures"] == [name]
-    assert built_config(tmp_path, "vocabulary", 1)["architectures"] == [name]
+    assert derive_model_config(tmp_path, "vocabulary", 1)["architectures"] == [name]
 
 
 def test_config_without_architecture_and_model_type_is_refused():

@@ -10,7 +10,7 @@ import torch
 
 from aligner.errors import ConfigError
 from aligner.models.hugging_face import ARCHITECTURES, read_config
-from aligner.models.shape import inverse_frequencies
+from aligner.models.shape import compute_inverse_frequencies
 from aligner.models.weight_slices import weight_table
 
 SIZES = {
@@ -84,7 +84,7 @@ def test_rotary_frequencies_equal_transformers(rope):
     config = LlamaConfig(**(SIZES | {"hidden_size": 256}), rope_parameters=rope)
     shape = read_config(config.to_dict() | {"architectures": ["LlamaForCausalLM"]}, "test")
     torch.testing.assert_close(
-        torch.tensor(inverse_frequencies(shape)), LlamaRotaryEmbedding(config).inv_freq
+        torch.tensor(compute_inverse_frequencies(shape)), LlamaRotaryEmbedding(config).inv_freq
     )
 
 

@@ -14,7 +14,7 @@ from typing import ClassVar
 
 import pytest
 
-from aligner.models.model_source import _is_whole
+from aligner.models.model_source import _is_complete
 
 REVISION = "0123456789abcdef0123456789abcdef01234567"
 FIND = """
@@ -58,10 +58,10 @@ def test_cached_model_is_found_by_hub_name(tmp_path: Path) -> None:
 def test_vocab_and_merges_count_as_cached_tokenizer(tmp_path: Path) -> None:
     for name in ("config.json", "vocab.json"):
         (tmp_path / name).write_text("{}")
-    assert not _is_whole(tmp_path, weights=False)
+    assert not _is_complete(tmp_path, weights=False)
 
     (tmp_path / "merges.txt").write_text("")
-    assert _is_whole(tmp_path, weights=False)
+    assert _is_complete(tmp_path, weights=False)
 
 
 def test_cached_model_without_weights_is_enough_for_checks(tmp_path: Path) -> None:

@@ -11,10 +11,10 @@ from aligner.models.hugging_face import read_config
 from aligner.models.layouts import layout_problems
 from aligner.models.weight_slices import (
     Slice,
-    coordinates,
-    engine_slices,
+    compute_coordinates,
+    compute_engine_slices,
+    compute_trainer_slices,
     stage_layers,
-    trainer_slices,
     weight_table,
 )
 from aligner.placement.placement_table import describe_layout
@@ -110,7 +110,7 @@ def test_all_ranks_hold_each_weight_equally_often(layout):
     table = weight_table(EXPERTS)
     held = {spec.name: 0 for spec in table}
     for rank in range(layout.ranks):
-        for name, piece in trainer_slices(table, EXPERTS.num_layers, layout, rank).items():
+        for name, piece in compute_trainer_slices(table, EXPERTS.num_layers, layout, rank).items():
             spec = next(spec for spec in table if spec.name == name)
             held[name] += (
                 spec.numel
@@ -143,7 +143,7 @@ def test_pipeline_stages_hold_expected_layers(layout, expected):
 
 def test_rank_coordinates_follow_default_order():
     layout = ParallelConfig(tensor=2, context=2, data=2, pipeline=2)
-    places = [coordinates(rank, layout) for rank in range(layout.ranks)]
+    places = [compute_coordinates(rank, layout) for rank in range(layout.ranks)]
     assert [(at.tensor, at.context, at.data, at.pipeline) for at in places[:5]] == [
         (0, 0, 0, 0),
         (1, 0, 0, 0),
@@ -159,7 +159,7 @@ def test_first_and_last_stage_hold_tied_embedding():
     table = weight_table(tied)
     assert all(spec.name != "lm_head.weight" for spec in table)
     for rank in range(2):
-        assert "model.embed_tokens.weight" in trainer_slices(
+        assert "model.embed_tokens.weight" in compute_trainer_slices(
             table, 8, ParallelConfig(pipeline=2), rank
         )
 
@@ -167,9 +167,11 @@ def test_first_and_last_stage_hold_tied_embedding():
 def test_engine_slices_exclude_vocabulary_padding():
     table = weight_table(dataclasses.replace(DENSE, vocab_size=72))
     name = "model.embed_tokens.weight"
-    ranks = [engine_slices(table, EngineParallelConfig(tensor=2), rank, 64) for rank in range(2)]
+    ranks = [
+        compute_engine_slices(table, EngineParallelConfig(tensor=2), rank, 64) for rank in range(2)
+    ]
     assert [slices[name] for slices in ranks] == [Slice(name, 0, 0, 64), Slice(name, 0, 64, 72)]
-    even = [engine_slices(table, EngineParallelConfig(tensor=2), rank) for rank in range(2)]
+    even = [compute_engine_slices(table, EngineParallelConfig(tensor=2), rank) for rank in range(2)]
     assert [slices[name] for slices in even] == [Slice(name, 0, 0, 36), Slice(name, 0, 36, 72)]
     for with_padding, without in zip(ranks, even, strict=True):
         assert {at for at in table if with_padding[at.name] != without[at.name]} == {

@@ -7,7 +7,12 @@ import pytest
 from aligner.checks.actor import lora_problems
 from aligner.errors import ConfigError
 from aligner.models.hugging_face import read_config
-from aligner.models.weight_slices import adapter_map, adapter_table, frozen_names, weight_table
+from aligner.models.weight_slices import (
+    build_adapter_map,
+    build_adapter_table,
+    frozen_names,
+    weight_table,
+)
 from aligner.schema import ActorConfig, LoraConfig
 
 SIZES = {
@@ -96,7 +101,10 @@ def test_freezing_every_weight_is_refused():
 
 
 def test_adapters_have_peft_names_and_shapes():
-    specs = {spec.name: spec for spec in adapter_table(adapter_map(table(), LoraConfig(rank=8)))}
+    specs = {
+        spec.name: spec
+        for spec in build_adapter_table(build_adapter_map(table(), LoraConfig(rank=8)))
+    }
     assert len(specs) == 4 * 7 * 2
     layer = "model.layers.3."
     shapes = {
@@ -111,7 +119,9 @@ def test_adapters_have_peft_names_and_shapes():
 
 
 def test_adapters_of_fused_tensor_share_lora_a():
-    adapters = adapter_map(table("GPT2LMHeadModel"), LoraConfig(rank=4, targets=["attention"]))
+    adapters = build_adapter_map(
+        table("GPT2LMHeadModel"), LoraConfig(rank=4, targets=["attention"])
+    )
     name = "transformer.h.1.attn."
     assert {adapters[f"{name}{part}.weight"].down.name for part in ("query", "key", "value")} == {
         f"{name}c_attn.lora_A.weight"

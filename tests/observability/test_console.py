@@ -10,10 +10,10 @@ from rich.console import Console
 from aligner.observability.console import (
     LiveProgress,
     PlainProgress,
+    build_summary_table,
+    format_totals,
     make_progress,
     print_summary,
-    summary_table,
-    totals,
 )
 from aligner.paths import RunPaths
 
@@ -31,8 +31,8 @@ def test_plain_progress_prints_one_line_per_step() -> None:
     where = console()
     view = make_progress(10, where)
     assert isinstance(view, PlainProgress)
-    view.step({"step": 1, "reward/mean": 0.25, "kl/reference": 0.0125, "time/step": 2.0})
-    view.step({"step": 2, "reward/mean": 0.5, "time/step": 4.0})
+    view.show_step({"step": 1, "reward/mean": 0.25, "kl/reference": 0.0125, "time/step": 2.0})
+    view.show_step({"step": 2, "reward/mean": 0.5, "time/step": 4.0})
     assert output_of(where).splitlines() == [
         "step 1/10  reward 0.250  KL 0.0125  2.00 s/step  ETA 0:00:18",
         "step 2/10  reward 0.500  3.00 s/step  ETA 0:00:24",
@@ -47,7 +47,7 @@ def test_evaluation_suites_are_shown_by_name(tmp_path: Path) -> None:
         "eval/math/score_high": 0.75,
         "eval/math/length": 3.0,
     }
-    make_progress(10, where).step({"step": 2, **suite, "eval/score/gcd": 0.125})
+    make_progress(10, where).show_step({"step": 2, **suite, "eval/score/gcd": 0.125})
     assert output_of(where).splitlines() == ["step 2/10  math held-out score 0.500"]
     print_summary(
         [{"step": 0, **suite}, {"step": 2, **suite, "eval/math/score": 0.75}],
@@ -66,9 +66,9 @@ def test_live_progress_shows_metrics_and_samples() -> None:
     where = console(terminal=True)
     view = make_progress(10, where)
     assert isinstance(view, LiveProgress)
-    view.status("waiting for critic")
-    view.step({"step": 4, "reward/mean": 0.25, "kl/reference": 0.0125, "time/step": 2.0})
-    view.samples([{"step": 4, "prompt": "a[b]", "response": "c\x1b[2Jd", "reward": 1}])
+    view.show_status("waiting for critic")
+    view.show_step({"step": 4, "reward/mean": 0.25, "kl/reference": 0.0125, "time/step": 2.0})
+    view.show_samples([{"step": 4, "prompt": "a[b]", "response": "c\x1b[2Jd", "reward": 1}])
     view.close()
     text = output_of(where)
     assert "4/10" in text and "reward 0.250  KL 0.0125  2.00 s/step  ETA 0:00:12" in text
@@ -147,7 +147,7 @@ def test_initial_evaluation_is_not_counted_as_step(
 
 
 def test_run_of_one_step_has_a_summary() -> None:
-    table = summary_table([{"step": 1, "reward/mean": 0.5}])
+    table = build_summary_table([{"step": 1, "reward/mean": 0.5}])
     headers = [column.header for column in table.columns]
     assert headers == ["mean", "first 1 steps", "last 1 steps", "change"]
-    assert totals([{"step": 1, "reward/mean": 0.5}]) == "total: 1 steps, 0.0 s"
+    assert format_totals([{"step": 1, "reward/mean": 0.5}]) == "total: 1 steps, 0.0 s"

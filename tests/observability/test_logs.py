@@ -10,20 +10,20 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-from aligner.launcher.failure import log_tail, reported_error, root_failure
-from aligner.observability.logs import launcher_line
+from aligner.launcher.failure import find_root_failure, read_log_tail, read_reported_error
+from aligner.observability.logs import format_launcher_line
 
 TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
 SPEAKS = """
 import logging, sys, threading, warnings
 from aligner.errors import AlignerError
-from aligner.observability.logs import at_step, configure_logs, log_failure
+from aligner.observability.logs import set_log_step, configure_logs, log_failure
 configure_logs(sys.argv[1], "reward.1")
 logging.getLogger("aligner.rollout").info("replaying %d", 3)
 logging.getLogger("megatron").warning("a library's word")
 logging.getLogger("wandb").setLevel(logging.DEBUG)
 logging.getLogger("wandb").info("what nobody asked for")
-at_step(7)
+set_log_step(7)
 print("a scorer's line", "ü", sep="\\n")
 other = threading.Thread(target=print, args=("another thread",))
 print("half a", end=" "); other.start(); print("line"); other.join()
@@ -105,21 +105,21 @@ def test_launcher_reads_errors_from_json_logs(tmp_path: Path) -> None:
         + line("aligner: error: step 3: the reward is nan\nfor 'abc'")
     )
     failed = [rank(victim, 1.0), rank(cause, 1.5)]
-    assert root_failure(failed).log == cause
-    assert reported_error(failed[1]) == "step 3: the reward is nan\nfor 'abc'"
-    assert log_tail(cause) == [
+    assert find_root_failure(failed).log == cause
+    assert read_reported_error(failed[1]) == "step 3: the reward is nan\nfor 'abc'"
+    assert read_log_tail(cause) == [
         "loading",
         "a library's own line",
         "aligner: error: step 3: the reward is nan",
         "for 'abc'",
     ]
-    assert log_tail(victim)[-1] == "RuntimeError: lost"
+    assert read_log_tail(victim)[-1] == "RuntimeError: lost"
 
 
 def test_launcher_lines_have_the_format_of_the_log() -> None:
-    line = launcher_line("text", "critic", 1, "critic is started again")
+    line = format_launcher_line("text", "critic", 1, "critic is started again")
     assert re.fullmatch(rf"{TIME} INFO --- critic is started again ---\n", line)
-    record = json.loads(launcher_line("json", "critic", 1, "critic is started again"))
+    record = json.loads(format_launcher_line("json", "critic", 1, "critic is started again"))
     assert (record["role"], record["rank"], record["message"]) == (
         "critic",
         1,

@@ -87,8 +87,8 @@ def test_amended_step_reaches_sinks_only_once(tmp_path: Path) -> None:
         def write(self, step: int, record: Mapping[str, float]) -> None:
             self.seen.append((step, dict(record)))
 
-        def resume(self, kept: Sequence[Mapping[str, float]]) -> None:
-            self.seen = [(int(record["step"]), {}) for record in kept]
+        def resume(self, records: Sequence[Mapping[str, float]]) -> None:
+            self.seen = [(int(record["step"]), {}) for record in records]
 
         def close(self, failed: bool) -> None: ...
 
@@ -143,15 +143,15 @@ def test_tensorboard_hides_repeated_steps(tmp_path: Path) -> None:
 def test_follower_handles_truncated_file(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     follower = FileFollower(path)
-    assert follower.new_records() == []
+    assert follower.read_new_records() == []
     path.write_text('{"step": 1}\n{"step": 2}\n{"st')
-    assert follower.new_records() == [{"step": 1}, {"step": 2}]
-    assert follower.new_records() == []
+    assert follower.read_new_records() == [{"step": 1}, {"step": 2}]
+    assert follower.read_new_records() == []
     path.write_text('{"step": 1}\n')
-    assert follower.new_records() == []
+    assert follower.read_new_records() == []
     with path.open("a") as file:
         file.write(json.dumps({"step": 2, "again": True}) + "\n")
-    assert follower.new_records() == [{"step": 2, "again": True}]
+    assert follower.read_new_records() == [{"step": 2, "again": True}]
 
 
 def test_follower_with_0_bytes_starts_at_file_end(tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ def test_follower_with_0_bytes_starts_at_file_end(tmp_path: Path) -> None:
     follower = FileFollower(path, newest_bytes=0)
     with path.open("a") as file:
         file.write('{"step": 2}\n')
-    assert follower.new_records() == [{"step": 2}]
+    assert follower.read_new_records() == [{"step": 2}]
 
 
 def test_tensorboard_sink_does_not_import_torch(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 from aligner.config.compose import compose_config
 from aligner.observability.metrics import MetricsSink, MetricsWriter, Record, read_metrics
 from aligner.observability.sinks import (
-    SUPERSEDED,
+    SUPERSEDED_DIRECTORY,
     BackgroundSink,
     MlflowSink,
     TensorBoardSink,
@@ -200,7 +200,7 @@ def test_offline_wandb_run_is_superseded_on_resume(
                 writer.write(step, metrics(step))
     assert (
         len(list(paths.wandb.glob("offline-run-*")))
-        == len(list((paths.wandb / SUPERSEDED).iterdir()))
+        == len(list((paths.wandb / SUPERSEDED_DIRECTORY).iterdir()))
         == 1
     )
     assert wandb_steps(paths) == read_metrics(paths.metrics)
@@ -419,7 +419,7 @@ class Silent:
     def write(self, step: int, record: Record) -> None:
         time.sleep(60)
 
-    def resume(self, kept: list[Record]) -> None:
+    def resume(self, records: list[Record]) -> None:
         time.sleep(60)
 
     def close(self, failed: bool) -> None:
@@ -432,7 +432,7 @@ class Broken:
     def write(self, step: int, record: Record) -> None:
         raise OSError("refused")
 
-    def resume(self, kept: list[Record]) -> None:
+    def resume(self, records: list[Record]) -> None:
         raise OSError("refused")
 
     def close(self, failed: bool) -> None:

@@ -18,8 +18,8 @@ from aligner.errors import AlignerError
 from aligner.observability.timeline import PhaseTimer, Timeline, open_timeline
 from aligner.observability.trace import (
     Span,
-    busy_shares,
-    innermost,
+    compute_busy_shares,
+    flatten_spans,
     read_spans,
     steps_window,
     write_trace,
@@ -183,7 +183,7 @@ def test_server_spans_get_the_step_of_the_trainer(tmp_path: Path) -> None:
     clock, paths = Clock(), RunPaths(tmp_path)
     train(paths, clock, 0, 2)
     critic = [span for span in read_spans(paths) if span.role == "critic"]
-    assert [(span.name, span.step, span.about) for span in critic] == [
+    assert [(span.name, span.step, span.attributes) for span in critic] == [
         ("restore", None, {}),
         ("values", 1, {"rows": 8}),
         ("values", 2, {"rows": 8}),
@@ -196,7 +196,7 @@ def test_clock_offset_corrects_spans_of_other_machines(tmp_path: Path) -> None:
     (paths.timeline / "reward.1-3.jsonl").write_text(
         '{"opened": 10, "clock_offset_us": 500}\n{"name": "score", "start": 20, "us": 5}\n'
     )
-    assert read_spans(paths) == [Span("reward.1", 3, "score", 520, 525, about={})]
+    assert read_spans(paths) == [Span("reward.1", 3, "score", 520, 525, attributes={})]
 
 
 def test_newest_bytes_return_last_spans_of_all_roles(tmp_path: Path) -> None:
@@ -257,7 +257,7 @@ def spans(rank: int, *named: tuple[str, int, int]) -> list[Span]:
 
 
 def test_time_is_attributed_to_the_innermost_span() -> None:
-    cut = innermost(
+    cut = flatten_spans(
         spans(0, ("evaluate", 0, 10), ("generate", 2, 4), ("score", 4, 5), ("train", 12, 13))
     )
     assert [(span.name, span.start, span.end) for span in cut] == [
@@ -275,7 +275,7 @@ def test_busy_shares_are_rank_means_without_waits() -> None:
     )
     other = [Span("trainer", 0, "score", 80, 120, thread="pipeline")]
     assert steps_window(both, 3) == (0, 100)
-    shares = busy_shares([*both, *other], (0, 100))
+    shares = compute_busy_shares([*both, *other], (0, 100))
     assert shares == {
         "trainer": {
             "train": pytest.approx((0.6 + 0.7) / 2),

@@ -14,7 +14,7 @@ from aligner.errors import ConfigError
 from aligner.launcher.local import LocalRanks
 from aligner.launcher.rank_environment import FreePorts
 from aligner.placement import roles
-from aligner.placement.local_devices import describe_devices, local_devices, numbers
+from aligner.placement.local_devices import describe_devices, local_devices, parse_numbers
 from aligner.placement.placement_table import placements
 from aligner.schema import Config
 
@@ -137,23 +137,23 @@ def test_ranks_see_only_devices_of_their_role(
 def test_gpu_count_prefers_driver_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ALIGNER_GPUS")
     monkeypatch.setattr(roles, "Path", lambda path: tmp_path / Path(path).relative_to("/"))
-    assert roles.gpu_count() == 0
+    assert roles.count_gpus() == 0
     (tmp_path / "dev").mkdir()
     for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
         (tmp_path / "dev" / name).touch()
-    assert roles.gpu_count() == 2, "a sandbox may show no files of the driver's"
+    assert roles.count_gpus() == 2, "a sandbox may show no files of the driver's"
     for name in "abc":
         (tmp_path / "proc/driver/nvidia/gpus" / name).mkdir(parents=True)
-    assert roles.gpu_count() == 3
+    assert roles.count_gpus() == 3
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2")
-    assert roles.gpu_count() == 2
+    assert roles.count_gpus() == 2
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert roles.gpu_count() == 0
+    assert roles.count_gpus() == 0
 
 
 def test_device_list_survives_round_trip() -> None:
     for devices in ((0,), (0, 1, 2), (0, 2, 3, 7), (5, 6)):
-        assert tuple(numbers(describe_devices(devices))) == devices
+        assert tuple(parse_numbers(describe_devices(devices))) == devices
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,12 @@ from aligner.config.compose import compose_config
 from aligner.errors import ConfigError
 from aligner.models.hugging_face import read_config
 from aligner.models.model_source import absent_inputs, read_shape
-from aligner.placement.memory.activations import Layer, Load, Stage
+from aligner.placement.memory.activations import BatchLoad, Layer, StageActivations
 from aligner.placement.memory.model_states import (
-    engine_weights,
-    shared_weights,
+    count_engine_weights,
+    count_shared_weights,
+    count_weights,
     trained_states,
-    weight_census,
 )
 from aligner.placement.memory.role_memory import RoleMemory, memory_needs
 from aligner.placement.roles import Device
@@ -107,17 +107,17 @@ def test_offloaded_optimizer_counts_as_host_memory() -> None:
 
 @pytest.mark.parametrize(("shape", "billions"), [(GPT_22B, 22.3), (GPT_175B, 175.3)])
 def test_weight_count_equals_gpt_paper(shape, billions: float) -> None:
-    numbers = weight_census(dataclasses.replace(shape, tied_embeddings=True), "vocabulary").stage(
-        ParallelConfig(), 0
-    )
-    assert numbers.dense(ParallelConfig()) / 1e9 == pytest.approx(billions, abs=0.7)
+    numbers = count_weights(
+        dataclasses.replace(shape, tied_embeddings=True), "vocabulary"
+    ).count_stage(ParallelConfig(), 0)
+    assert numbers.dense_on_rank(ParallelConfig()) / 1e9 == pytest.approx(billions, abs=0.7)
 
 
 @pytest.mark.parametrize(("name", "billions"), [("8b", 8.03), ("70b", 70.55), ("405b", 405.85)])
 def test_weight_count_equals_published_llama3(name: str, billions: float) -> None:
     _, shape, _ = load_config_and_shapes("experiment=llama3_8b_grpo", f"model=llama3_{name}")
-    numbers = weight_census(shape, "vocabulary").stage(ParallelConfig(), 0)
-    assert numbers.dense(ParallelConfig()) / 1e9 == pytest.approx(billions, abs=0.005)
+    numbers = count_weights(shape, "vocabulary").count_stage(ParallelConfig(), 0)
+    assert numbers.dense_on_rank(ParallelConfig()) / 1e9 == pytest.approx(billions, abs=0.005)
 
 
 @pytest.mark.parametrize(
@@ -134,8 +134,8 @@ def test_layer_activations_equal_table_2_of_paper(layout: ParallelConfig, publis
     unit."""
     masks = MASKS / 8 if layout.sequence else MASKS
     layer = Layer(GPT_22B, layout, BF16, row=2048, tokens=2048)
-    assert layer.outside / GPT_22B.hidden_size == pytest.approx(published - masks)
-    assert layer.input / GPT_22B.hidden_size == (2 / 8 if layout.sequence else 2)
+    assert layer.outside_core / GPT_22B.hidden_size == pytest.approx(published - masks)
+    assert layer.residual / GPT_22B.hidden_size == (2 / 8 if layout.sequence else 2)
 
 
 def test_interleaved_activations_equal_paper() -> None:
@@ -143,19 +143,25 @@ def test_interleaved_activations_equal_paper() -> None:
     chunks per stage, micro-batches of 1 sequence, 64 sequences per batch."""
     layout = ParallelConfig(tensor=8, sequence=True, pipeline=8, virtual_pipeline=3)
     settings = ActorConfig(parallel=layout, recompute="selective", micro_batch_tokens=2048)
-    stage = Stage(GPT_175B, "vocabulary", settings, 0, Load(2048, 64 * 2048, 2048), BF16)
+    stage = StageActivations(
+        GPT_175B, "vocabulary", settings, 0, BatchLoad(2048, 64 * 2048, 2048), BF16
+    )
     layer = Layer(GPT_175B, layout, BF16, row=2048, tokens=2048)
     per_layer = 2048 * 12288 * (34 - MASKS) / 8
     published = 96 * per_layer * (1 + (8 - 1) / (8 * 3))
-    assert stage.training().saved == pytest.approx(published + 2048 * layer.core, rel=1e-4)
+    assert stage.training_activations().saved == pytest.approx(
+        published + 2048 * layer.core, rel=1e-4
+    )
 
 
 def test_micro_batches_in_flight_are_at_most_stages() -> None:
     settings = ActorConfig(parallel=ParallelConfig(pipeline=8), micro_batch_tokens=2048)
     saved = {
         batches: (
-            Stage(GPT_22B, "vocabulary", settings, 0, Load(2048, batches * 2048, 2048), BF16)
-            .training()
+            StageActivations(
+                GPT_22B, "vocabulary", settings, 0, BatchLoad(2048, batches * 2048, 2048), BF16
+            )
+            .training_activations()
             .saved
         )
         for batches in (1, 3, 8, 20)
@@ -178,11 +184,11 @@ def test_experts_are_sharded_by_expert_layout() -> None:
         **sizes,
     }
     shape = read_config(entries, "test")
-    census = weight_census(shape, "vocabulary").stage(ParallelConfig(), 0)
+    counts = count_weights(shape, "vocabulary").count_stage(ParallelConfig(), 0)
     layout = ParallelConfig(tensor=2, sequence=True, data=4, expert=4, expert_tensor=1)
     settings = ActorConfig(parallel=layout, optimizer=OptimizerConfig(distributed=True))
     states = trained_states(shape, "vocabulary", settings, 0, BF16)
-    experts, dense = census.experts // 4, census.cut // 2 + census.whole
+    experts, dense = counts.expert // 4, counts.sharded // 2 + counts.replicated
     assert states.weights == 2 * (experts + dense)
     # Each expert shard is on 2 of 8 ranks; dense weights are sharded over 4 data ranks.
     assert states.optimizer == 12 * (experts // 2 + -(-dense // 4))
@@ -298,13 +304,15 @@ def test_snapshot_is_sharded_over_data_ranks() -> None:
 
 def test_engine_shares_only_equal_shards() -> None:
     _, shape, _ = load_config_and_shapes("experiment=tiny_ppo")
-    whole = engine_weights(shape, 1)
+    whole = count_engine_weights(shape, 1)
     of_attention = 4 * (64 + 2 * 32) * 64  # query, key and value of four layers
-    assert shared_weights(shape, ParallelConfig(), 0, 1) == whole - of_attention
+    assert count_shared_weights(shape, ParallelConfig(), 0, 1) == whole - of_attention
     norms = (2 * 4 + 1) * 64
-    assert shared_weights(shape, ParallelConfig(tensor=2), 0, 1) == norms, "what no layout cuts"
+    assert count_shared_weights(shape, ParallelConfig(tensor=2), 0, 1) == norms, (
+        "what no layout cuts"
+    )
     first, last = (
-        shared_weights(shape, ParallelConfig(pipeline=2), stage, 1) for stage in range(2)
+        count_shared_weights(shape, ParallelConfig(pipeline=2), stage, 1) for stage in range(2)
     )
     assert first + last == whole - of_attention
 

@@ -16,7 +16,7 @@ from aligner.checks import cluster
 from aligner.config.compose import built_in_directory, compose_config
 from aligner.errors import ConfigError
 from aligner.placement.roles import role_ranks
-from aligner.placement.slurm_layout import Place, slurm_layout
+from aligner.placement.slurm_layout import RolePlacement, slurm_layout
 from aligner.schema import Config
 from aligner.schema.keys import with_values
 
@@ -44,8 +44,8 @@ def test_roles_get_enough_nodes_trainer_first() -> None:
         ("critic", 1, 4),
         ("reward", 1, 2),
     ]
-    assert found.places["trainer"] == Place(0, 0, 2, 8, None)
-    assert found.places["reward.1"] == Place(2, 0, 1, 1, (1,))
+    assert found.placements["trainer"] == RolePlacement(0, 0, 2, 8, None)
+    assert found.placements["reward.1"] == RolePlacement(2, 0, 1, 1, (1,))
 
 
 def test_role_without_gpus_requests_no_devices() -> None:
@@ -73,8 +73,8 @@ def test_roles_share_nodes_by_ranges_of_devices() -> None:
         ("trainer", 1, 8, 8),
         ("reward", 1, 1, 0),
     ]
-    assert found.places["trainer"].devices == (0, 1, 2, 3, 4, 5)
-    assert found.places["critic"] == Place(0, 0, 1, 2, (6, 7))
+    assert found.placements["trainer"].devices == (0, 1, 2, 3, 4, 5)
+    assert found.placements["critic"] == RolePlacement(0, 0, 1, 2, (6, 7))
 
 
 def test_function_on_trainer_nodes_uses_no_device() -> None:
@@ -87,14 +87,14 @@ def test_function_on_trainer_nodes_uses_no_device() -> None:
     assert [
         (part.nodes, part.ranks_per_node, part.devices_per_node) for part in found.components
     ] == [(2, 9, 8)]
-    assert found.places["trainer"] == Place(0, 0, 2, 8, None)
-    assert found.places["reward"] == Place(0, 0, 1, 1, None)
+    assert found.placements["trainer"] == RolePlacement(0, 0, 2, 8, None)
+    assert found.placements["reward"] == RolePlacement(0, 0, 1, 1, None)
 
 
 def test_homogeneous_job_has_one_component() -> None:
     found = layout("cluster.slurm.heterogeneous=false", "actor.parallel.data=16")
     assert [(part.nodes, part.ranks_per_node) for part in found.components] == [(4, 8)]
-    assert [found.places[role].node_range for role in ("trainer", "critic", "reward")] == [
+    assert [found.placements[role].node_range for role in ("trainer", "critic", "reward")] == [
         range(2),
         range(2, 3),
         range(3, 4),
@@ -130,7 +130,7 @@ def test_ranks_per_node_do_not_exceed_devices(
     found = slurm_layout(config)
     loads: dict[tuple[int, int], int] = {}
     for group, ranks in role_ranks(config).items():
-        place = found.places[group]
+        place = found.placements[group]
         assert place.nodes * place.ranks_per_node == ranks
         for node in place.node_range:
             assert node < found.components[place.component].nodes

@@ -47,7 +47,7 @@ class Changing(Rank):
         for name, piece in self.plan.target.get(self.link.rank, {}).items():
             wanted = cut(self.whole[name], piece).to(self.sink.dtype)
             assert torch.equal(_bits(self.sink.front[name]), _bits(wanted)), name
-        return stats.moved_bytes, stats.changed
+        return stats.moved_bytes, stats.changed_share
 
 
 def _bits(tensor: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ def publish_changes(
     rank: Changing | None = None
     for version in range(PUBLISHES):
         if version in (0, PUBLISHES // 2):
-            link = Link.of_world(plan.labels, timeout=TIMEOUT, generation=version)
+            link = Link.from_default_group(plan.labels, timeout=TIMEOUT, generation=version)
             before, rank = (
                 rank,
                 Changing(
@@ -77,7 +77,7 @@ def publish_changes(
                     bucket_bytes=1 << 12,
                     dtype=dtype,
                     group_bytes=group_bytes,
-                    travels="changes",
+                    publish_mode="changes",
                 ),
             )
             rank.whole = before.whole if before else whole_weights(plan.table, seed)
@@ -96,7 +96,10 @@ def publish_few_changes(dtype: torch.dtype) -> list[tuple[int, float | None]]:
         ParallelConfig(), EngineParallelConfig(), separate=True, itemsize=dtype.itemsize
     )
     rank = Changing(
-        plan, Link.of_world(plan.labels, timeout=TIMEOUT), dtype=dtype, travels="changes"
+        plan,
+        Link.from_default_group(plan.labels, timeout=TIMEOUT),
+        dtype=dtype,
+        publish_mode="changes",
     )
     rank.whole = whole_weights(plan.table, 0)
     sync_results = [rank.publish_these(0), rank.publish_these(1)]
@@ -118,8 +121,8 @@ def fail_and_continue() -> list[float | None]:
     plan = make_plan(
         ParallelConfig(tensor=2), EngineParallelConfig(tensor=2), separate=True, itemsize=2
     )
-    link = Link.of_world(plan.labels, timeout=TIMEOUT)
-    rank = Changing(plan, link, dtype=torch.bfloat16, travels="changes")
+    link = Link.from_default_group(plan.labels, timeout=TIMEOUT)
+    rank = Changing(plan, link, dtype=torch.bfloat16, publish_mode="changes")
     generator = torch.Generator().manual_seed(0)
     rank.whole = whole_weights(plan.table, 0)
     shares = [rank.publish_these(0)[1]]
@@ -133,8 +136,8 @@ def fail_and_continue() -> list[float | None]:
     rank.next_weights(generator)
     assert "no memory" in rank.failed_publish_of_these(2)
     rank.sink.before_commit = lambda: None
-    again = Link.of_world(plan.labels, timeout=TIMEOUT, generation=1)
-    other = Changing(plan, again, dtype=torch.bfloat16, travels="changes", sink=rank.sink)
+    again = Link.from_default_group(plan.labels, timeout=TIMEOUT, generation=1)
+    other = Changing(plan, again, dtype=torch.bfloat16, publish_mode="changes", sink=rank.sink)
     other.whole, other.served = rank.whole, rank.served
     shares.append(other.publish_these(3)[1])
     other.next_weights(generator)

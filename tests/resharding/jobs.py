@@ -60,11 +60,13 @@ class Rank:
         group_bytes: int | None = None,
         dtype: torch.dtype = torch.float32,
         sink: Sink | None = None,
-        copied: Container[str] = (),
-        travels: str = "whole",
+        copied_names: Container[str] = (),
+        publish_mode: str = "whole",
     ) -> None:
         self.plan, self.link = plan, link
-        self.sink = sink or Sink(plan, link.rank, group_bytes, dtype, keeps=travels == "changes")
+        self.sink = sink or Sink(
+            plan, link.rank, group_bytes, dtype, keeps=publish_mode == "changes"
+        )
         self.before_read: Callable[[str], None] = lambda name: None
         self.whole: dict[str, Tensor] = {}
         self.served: dict[str, Tensor] = {}
@@ -78,9 +80,11 @@ class Rank:
             bucket_bytes=bucket_bytes,
             verify_every=verify_every,
             group_bytes=group_bytes,
-            copied=copied,
-            travels=travels,
-            before=lambda name: cut(self.served[name], plan.source[link.rank][name]).to(dtype),
+            copied_names=copied_names,
+            publish_mode=publish_mode,
+            read_previous=lambda name: cut(self.served[name], plan.source[link.rank][name]).to(
+                dtype
+            ),
         )
 
     def read(self, name: str) -> Tensor:
@@ -122,7 +126,7 @@ def colocated(
 ) -> Rank:
     itemsize = settings.get("dtype", torch.float32).itemsize
     plan = make_plan(trainer, engine, itemsize=itemsize)
-    return Rank(plan, Link.of_world(plan.labels, timeout=timeout), **settings)
+    return Rank(plan, Link.from_default_group(plan.labels, timeout=timeout), **settings)
 
 
 def separate(
@@ -194,7 +198,10 @@ def send_halves_of_copies() -> tuple[int, int]:
     wanted = {spec.name: Slice(spec.name, 0, 0, 256) for spec in table}
     plan = plan_transfers(table, {0: held}, {1: wanted})
     rank = CopyingRank(
-        plan, Link.of_world(plan.labels, timeout=TIMEOUT), bucket_bytes=8 << 20, copied=held
+        plan,
+        Link.from_default_group(plan.labels, timeout=TIMEOUT),
+        bucket_bytes=8 << 20,
+        copied_names=held,
     )
     stats = rank.publish(1)
     rank.check(1)
@@ -248,7 +255,9 @@ def fail_once(kind: str, at: int, timeout_s: float) -> dict[str, Any]:
     rank.publish(1)
     rank.check(1)
     dist.barrier()
-    link = Link.of_world(rank.plan.labels, timeout=timedelta(seconds=timeout_s), generation=1)
+    link = Link.from_default_group(
+        rank.plan.labels, timeout=timedelta(seconds=timeout_s), generation=1
+    )
     rank = Rank(rank.plan, link, sink=rank.sink)
     before = {name: tensor.clone() for name, tensor in rank.sink.front.items()}
     if rank.link.rank == at:
@@ -259,7 +268,7 @@ def fail_once(kind: str, at: int, timeout_s: float) -> dict[str, Any]:
     again = rank.failed_publish(3)
     assert again["seconds"] < 1
     dist.barrier()
-    link = Link.of_world(rank.plan.labels, timeout=TIMEOUT, generation=2)
+    link = Link.from_default_group(rank.plan.labels, timeout=TIMEOUT, generation=2)
     fresh = Rank(rank.plan, link)
     fresh.publish(4)
     fresh.check(4)
@@ -284,7 +293,7 @@ def connect_slowly() -> tuple[float, float]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Link, "_connect", slow_connect)
-        Link.of_world(["zero", "one"], timeout=TIMEOUT)
+        Link.from_default_group(["zero", "one"], timeout=TIMEOUT)
     usable_at = time.monotonic()
     dist.barrier()
     return connected_at, usable_at
@@ -302,7 +311,9 @@ def fail_to_commit(at: int) -> dict[str, Any]:
     rank.sink.before_commit = lambda: None
     dist.barrier()
     rank = Rank(
-        rank.plan, Link.of_world(rank.plan.labels, timeout=TIMEOUT, generation=1), sink=rank.sink
+        rank.plan,
+        Link.from_default_group(rank.plan.labels, timeout=TIMEOUT, generation=1),
+        sink=rank.sink,
     )
     rank.publish(3)
     rank.check(3)
@@ -339,7 +350,7 @@ def count_verifications(verify_every: int, publishes: int) -> list[bool]:
 def refuse_construction() -> list[str]:
     """Return the errors of publishers that do not match their plan or link."""
     plan = make_plan(ParallelConfig(data=2), EngineParallelConfig(data=2))
-    link = Link.of_world(plan.labels, timeout=TIMEOUT)
+    link = Link.from_default_group(plan.labels, timeout=TIMEOUT)
     larger = make_plan(ParallelConfig(data=2, tensor=2), EngineParallelConfig(data=2))
     cases: list[dict[str, Any]] = [
         {"plan": plan, "read": None, "begin_update": None, "bucket_bytes": 1 << 14},
@@ -365,7 +376,7 @@ def connect_alone(timeout_s: float) -> str:
     """Return the error of the first of three ranks when the others do not connect."""
     if dist.get_rank() == 0:
         try:
-            Link.of_world(
+            Link.from_default_group(
                 ["trainer rank 0", "trainer rank 1", "engine rank 0"],
                 timeout=timedelta(seconds=timeout_s),
             )

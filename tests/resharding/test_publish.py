@@ -238,7 +238,7 @@ def test_agreement_ends_without_timeout_after_give_up(after_s):
     with ThreadPoolExecutor(2) as threads:
         ours, theirs = threads.map(link, (0, 1))
     begin = time.monotonic()
-    giving_up = threading.Timer(after_s, lambda: ours.give_up(client()))
+    giving_up = threading.Timer(after_s, lambda: ours.abort(client()))
     giving_up.start()
     if not after_s:
         giving_up.join()

@@ -46,7 +46,7 @@ def bytes_received(plan: TransferPlan, rank: int) -> int:
 
 
 def bytes_local(plan: TransferPlan, rank: int) -> int:
-    return plan.itemsize * sum(one.numel for one in plan.between(rank, rank))
+    return plan.itemsize * sum(one.numel for one in plan.transfers_between(rank, rank))
 
 
 @st.composite
@@ -89,20 +89,20 @@ def test_each_target_element_is_written_once(plan, limit, small):
         views = {name: torch.zeros_like(cut(whole[name], piece)) for name, piece in slices.items()}
         writes = {name: torch.zeros_like(view) for name, view in views.items()}
         for source in plan.source:
-            for message in transport.messages(
-                plan.between(source, target), plan.specs, limit, small
+            for message in transport.split_into_messages(
+                plan.transfers_between(source, target), plan.specs, limit, small
             ):
                 assert sum(piece.numel for piece in message) <= limit
                 assert len(message) == 1 or all(piece.numel <= small for piece in message)
                 for piece in message:
                     rows = slice(piece.start, piece.stop)
-                    given_part = transport.given(
+                    given_part = transport.source_view(
                         plan,
                         piece.transfer,
                         lambda name, s=source: cut(whole[name], plan.source[s][name]),
                     )
-                    transport.wanted(plan, piece.transfer, views)[rows] = given_part[rows]
-                    transport.wanted(plan, piece.transfer, writes)[rows] += 1
+                    transport.target_view(plan, piece.transfer, views)[rows] = given_part[rows]
+                    transport.target_view(plan, piece.transfer, writes)[rows] += 1
         for name, piece in slices.items():
             assert torch.equal(views[name], cut(whole[name], piece)), (target, name)
             assert torch.equal(writes[name], torch.ones_like(writes[name])), (target, name)
@@ -132,17 +132,17 @@ def test_replicas_send_equal_bytes_within_one_tensor(plan):
 def test_sender_and_receiver_agree_on_batch_order(plan, bucket):
     """Sender and receiver have the same i-th batch in the same step of their round."""
     world = len(plan.labels)
-    steps = {rank: transport.steps(plan, rank, bucket) for rank in range(world)}
+    steps = {rank: transport.plan_steps(plan, rank, bucket) for rank in range(world)}
     for rank, mine in steps.items():
-        rounds = [(step.to - rank) % world for step in mine]
+        rounds = [(step.to_rank - rank) % world for step in mine]
         assert rounds == sorted(rounds)
         for other in set(range(world)) - {rank}:
-            sent = [step.sending for step in mine if step.to == other]
-            received = [step.receiving for step in steps[other] if step.from_ == rank]
+            sent = [step.outgoing for step in mine if step.to_rank == other]
+            received = [step.incoming for step in steps[other] if step.from_rank == rank]
             assert [batch for batch in sent if batch] == [batch for batch in received if batch]
             assert all(batch == received[place] for place, batch in enumerate(sent) if batch)
             assert all(
-                sum(map(transport.numel_of_message, batch)) * plan.itemsize <= bucket // 4
+                sum(map(transport.message_numel, batch)) * plan.itemsize <= bucket // 4
                 for batch in sent
             )
 
@@ -150,7 +150,7 @@ def test_sender_and_receiver_agree_on_batch_order(plan, bucket):
 @settings(max_examples=20, deadline=None)
 @given(plan=plans(), limit=st.integers(1, 5000))
 def test_groups_partition_plan_into_consecutive_tensors(plan, limit):
-    groups = plan.groups(limit)
+    groups = plan.split_into_groups(limit)
     assert [spec for group in groups for spec in group.table] == list(plan.table)
     assert sorted(map(str, plan.transfers)) == sorted(
         str(transfer) for group in groups for transfer in group.transfers

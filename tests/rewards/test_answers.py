@@ -13,8 +13,12 @@ from hypothesis import strategies as st
 from aligner.errors import ConfigError
 from aligner.rewards import verifiers
 from aligner.rewards.answer_forms import split_unit, units_agree
-from aligner.rewards.answer_text import normalized
-from aligner.rewards.final_answers import final_answer, final_number, gold_answer
+from aligner.rewards.answer_text import normalize_answer
+from aligner.rewards.final_answers import (
+    extract_final_answer,
+    extract_final_number,
+    extract_gold_answer,
+)
 from aligner.rewards.math_comparison import MathChecker
 from aligner.rewards.verifiers import check_answers, gsm8k, is_plain, math
 
@@ -51,7 +55,7 @@ def test_gold_answers_equal_themselves_and_parse():
         unequal = [
             answer
             for answer in sorted(answers)
-            if "boxed" not in answer and not checker.equal(answer, f"\\boxed{{{answer}}}")
+            if "boxed" not in answer and not checker.is_equal(answer, f"\\boxed{{{answer}}}")
         ]
         unparsable = [
             answer
@@ -64,8 +68,8 @@ def test_gold_answers_equal_themselves_and_parse():
 
 
 def test_normalization_is_idempotent():
-    golds = [normalized(gold_answer(row["answer"])) for row in TABLE]
-    assert [normalized(gold) for gold in golds] == golds
+    golds = [normalize_answer(extract_gold_answer(row["answer"])) for row in TABLE]
+    assert [normalize_answer(gold) for gold in golds] == golds
 
 
 COMMANDS = (
@@ -79,10 +83,10 @@ PIECES = st.lists(st.sampled_from([*CHARACTERS, *COMMANDS])).map("".join)
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(st.one_of(PIECES, st.text()))
 def test_answer_parsers_accept_any_text(text):
-    answer = normalized(text)
-    assert normalized(answer) is not None
-    assert final_number(text) == final_number(f" {text}\n")
-    assert final_answer(f"\\boxed{{{answer}}}") is None or answer is not None
+    answer = normalize_answer(text)
+    assert normalize_answer(answer) is not None
+    assert extract_final_number(text) == extract_final_number(f" {text}\n")
+    assert extract_final_answer(f"\\boxed{{{answer}}}") is None or answer is not None
     is_plain(text)
     split_unit(answer)
 
@@ -100,9 +104,9 @@ def test_math_scores_any_text_without_error(text):
 )
 def test_long_texts_take_linear_time(text):
     start = time.process_time()
-    final_number(text * 20000)
-    final_answer(text * 20000)
-    normalized(text * 20000)
+    extract_final_number(text * 20000)
+    extract_final_answer(text * 20000)
+    normalize_answer(text * 20000)
     assert time.process_time() - start < 5
 
 

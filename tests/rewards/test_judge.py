@@ -20,15 +20,15 @@ from aligner.rewards.judge import (
     JudgeLedger,
     JudgeMeter,
     build_judge,
-    judge_run,
-    parsed_answer,
-    read_ranking,
-    read_score,
-    read_verdict,
-    read_yes,
+    judge_run_name,
+    parse_completion,
+    parse_ranking,
+    parse_score,
+    parse_verdict,
+    parse_yes_probability,
 )
-from aligner.rewards.remote import HttpEndpoint, Pace
-from aligner.rewards.scorers import ScorerUnavailable, ScoringError, ScoringRequest, checked_scores
+from aligner.rewards.remote import HttpEndpoint, RateLimiter
+from aligner.rewards.scorers import ScorerUnavailable, ScoringError, ScoringRequest, call_scorer
 from aligner.schema.reward_sources import JudgeSource
 from tests.rewards.judge_server import JudgeServer, Reply, judging, likely, says
 
@@ -47,7 +47,7 @@ def judge_of(server: JudgeServer, directory: Path, **settings: object) -> Judge:
 
 def nonzero_counts(directory: Path) -> dict[str, float]:
     """Return the nonzero counts of a run's judges."""
-    meter = JudgeMeter([], judge_run(RunPaths(directory)))
+    meter = JudgeMeter([], judge_run_name(RunPaths(directory)))
     meter._directories = [RunPaths(directory).judge]
     return {
         name.removeprefix("judge/"): amount for name, amount in meter.metrics().items() if amount
@@ -60,7 +60,7 @@ def test_score_is_read_and_cost_is_counted(tmp_path: Path) -> None:
         lambda question, _: says(f"Well. SCORE: {worth[question[4:]]}", 100, 20)
     ) as server:
         judge = judge_of(server, tmp_path, judge_input_price=2.0, judge_output_price=10.0)
-        assert checked_scores("judge", judge, REQUESTS) == [9.0, 1.0, 7.5]
+        assert call_scorer("judge", judge, REQUESTS) == [9.0, 1.0, 7.5]
     assert {body["model"] for body in server.asked} == {"tester"} and set(server.paths) == {
         "/v1/chat/completions"
     }
@@ -253,7 +253,7 @@ def test_unreadable_answer_is_retried_then_refused(tmp_path: Path, nonsense: Rep
             ScoringError,
             match=r"in 3 attempts \(judge_tries\) for prompt '2\+2=' and response '5'",
         ) as raised:
-            checked_scores("judge", judge, REQUESTS)
+            call_scorer("judge", judge, REQUESTS)
         assert not isinstance(raised.value, ScorerUnavailable)
         assert server.questions.count("2+2=5") == 3 and len(server.asked) == 5
         # The client scores the prompt again alone: cached answers send no request.
@@ -312,7 +312,7 @@ def test_judge_timeout_keeps_earlier_answers(
                 ScorerUnavailable,
                 match=r"/v1/chat/completions: no successful response within 0.5 s",
             ):
-                checked_scores("judge", judge, REQUESTS)
+                call_scorer("judge", judge, REQUESTS)
             assert time.monotonic() - start < 3
             # The third request is not sent to a judge that timed out.
             assert server.questions == ["2+2=4", "2+2=5"]
@@ -381,10 +381,10 @@ def test_judge_requests_per_minute_are_limited(tmp_path: Path) -> None:
 
 
 def test_rate_limit_delay_is_not_part_of_timeout(tmp_path: Path) -> None:
-    pace = Pace(100)  # 0.6 s apart
-    assert pace.wait() == 0
+    rate_limiter = RateLimiter(100)  # 0.6 s apart
+    assert rate_limiter.wait() == 0
     with judging(lambda *_: says("SCORE: 5")) as server:
-        endpoint = HttpEndpoint(f"{server.url}/chat/completions", 0.3, pace=pace)
+        endpoint = HttpEndpoint(f"{server.url}/chat/completions", 0.3, rate_limiter=rate_limiter)
         question = json.dumps({"messages": [{"content": "a"}]}).encode()
         assert json.loads(endpoint.post(question))["choices"]
 
@@ -393,14 +393,14 @@ def test_meter_reports_new_counts_and_total_run_cost(tmp_path: Path) -> None:
     meter = JudgeMeter([tmp_path], "mine")
     assert meter.metrics() == {f"judge/{name}": 0.0 for name in (*COUNTS, "cost_total")}
     ledger, another = JudgeLedger(tmp_path, "mine"), JudgeLedger(tmp_path, "theirs")
-    ledger.count({"questions": 2, "cost": 0.5})
-    another.count({"questions": 100})
+    ledger.add_counts({"questions": 2, "cost": 0.5})
+    another.add_counts({"questions": 100})
     assert {name: amount for name, amount in meter.metrics().items() if amount} == {
         "judge/questions": 2,
         "judge/cost": 0.5,
         "judge/cost_total": 0.5,
     }
-    ledger.count({"questions": 1, "cost": 0.25})
+    ledger.add_counts({"questions": 1, "cost": 0.25})
     resumed = JudgeMeter([tmp_path], "mine")
     assert resumed.metrics()["judge/questions"] == 0
     metrics_after_resume = meter.metrics()
@@ -422,9 +422,9 @@ def test_uncommitted_answer_is_discarded(
     ledger = JudgeLedger(tmp_path, "mine")
     with closing(sqlite3.connect(tmp_path / "answers.sqlite")) as killed:
         killed.execute("INSERT INTO answers VALUES ('a', 1, '{}')")
-    assert ledger.answer("a") is None
-    ledger.keep("a", 1, parsed_answer(says("b").body), {"questions": 1})
-    assert ledger.answer("a") == (1, parsed_answer(says("b").body))
+    assert ledger.find_answer("a") is None
+    ledger.store_answer("a", 1, parse_completion(says("b").body), {"questions": 1})
+    assert ledger.find_answer("a") == (1, parse_completion(says("b").body))
 
 
 def test_unusable_judge_directory_is_reported(tmp_path: Path) -> None:
@@ -447,20 +447,22 @@ def test_unusable_judge_directory_is_reported(tmp_path: Path) -> None:
     ],
 )
 def test_score_is_read_from_last_match_within_bounds(text: str, score: float | None) -> None:
-    assert read_score(text, PATTERN, 0, 10) == score
+    assert parse_score(text, PATTERN, 0, 10) == score
 
 
 def test_custom_pattern_reads_only_finite_scores() -> None:
-    assert read_score("<grade>B</grade>", r"<grade>(\w)</grade>", 0, 10) is None
-    assert read_score("4 of 5", r"(\d)? of", 0, 5) == 4
-    assert read_score(" of 5", r"(\d)? of", 0, 5) is None
-    assert read_score("nan", r"(\w+)", 0, 5) is None
+    assert parse_score("<grade>B</grade>", r"<grade>(\w)</grade>", 0, 10) is None
+    assert parse_score("4 of 5", r"(\d)? of", 0, 5) == 4
+    assert parse_score(" of 5", r"(\d)? of", 0, 5) is None
+    assert parse_score("nan", r"(\w+)", 0, 5) is None
 
 
 def test_yes_probability_is_read_from_logprobs() -> None:
-    assert read_yes([("Yes", math.log(0.3)), ("no", math.log(0.1))]) == pytest.approx(0.75)
-    assert read_yes([("Sure", 0.0)]) is None and read_yes([]) is None
-    assert read_yes([("yes", -math.inf), ("no", math.nan)]) is None
+    assert parse_yes_probability([("Yes", math.log(0.3)), ("no", math.log(0.1))]) == pytest.approx(
+        0.75
+    )
+    assert parse_yes_probability([("Sure", 0.0)]) is None and parse_yes_probability([]) is None
+    assert parse_yes_probability([("yes", -math.inf), ("no", math.nan)]) is None
 
 
 @pytest.mark.parametrize(
@@ -477,7 +479,7 @@ def test_yes_probability_is_read_from_logprobs() -> None:
     ],
 )
 def test_verdict_is_read_from_judge_answer(text: str, won: float | None) -> None:
-    assert read_verdict(text) == won
+    assert parse_verdict(text) == won
 
 
 @pytest.mark.parametrize(
@@ -494,12 +496,12 @@ def test_verdict_is_read_from_judge_answer(text: str, won: float | None) -> None
     ],
 )
 def test_ranking_is_read_from_judge_answer(text: str, worth: list[float] | None) -> None:
-    assert read_ranking(text, 3) == worth
+    assert parse_ranking(text, 3) == worth
 
 
 def test_malformed_judge_response_fields_are_ignored() -> None:
     for body in (None, 1, [], {}, {"choices": None}, {"choices": [{"message": None}]}):
-        assert parsed_answer(body).content is None
+        assert parse_completion(body).content is None
     odd = {
         "choices": [
             {
@@ -509,6 +511,6 @@ def test_malformed_judge_response_fields_are_ignored() -> None:
         ],
         "usage": 5,
     }
-    assert parsed_answer(odd) == parsed_answer(
+    assert parse_completion(odd) == parse_completion(
         json.loads('{"choices": [{"message": {"content": "a"}}]}')
     )

@@ -14,10 +14,10 @@ import torch
 
 from aligner.errors import UnavailableError
 from aligner.rewards.remote import RemoteScorer
-from aligner.rewards.scorers import ScorerUnavailable, ScoringError, ScoringRequest, checked_scores
-from aligner.rewards.sources import CombinedReward, text_source
+from aligner.rewards.scorers import ScorerUnavailable, ScoringError, ScoringRequest, call_scorer
+from aligner.rewards.sources import CombinedReward, build_text_source
 from aligner.schema.reward_sources import FunctionSource, RemoteSource
-from aligner.servers.reward_server import Scoring
+from aligner.servers.reward_server import RewardRank
 from aligner.servers.validation import Limits
 from tests.servers.role_main import character_tokenizer
 
@@ -80,7 +80,7 @@ def test_batch_is_one_request_in_openrlhf_format(server):
     server.answer(
         200, {"rewards": [1, -0.5, 2.0], "scores": [0, 0, 0], "extra_logs": {"length": [1, 2, 3]}}
     )
-    assert checked_scores("judge", RemoteScorer(server.url, 10), REQUESTS) == [1.0, -0.5, 2.0]
+    assert call_scorer("judge", RemoteScorer(server.url, 10), REQUESTS) == [1.0, -0.5, 2.0]
     body = {
         "query": ["2+2=4", "3+3=6", "ünd "],
         "prompts": ["2+2=", "3+3=", "ünd "],
@@ -145,7 +145,7 @@ def test_retry_after_beyond_deadline_fails_immediately(server):
 def test_invalid_response_is_not_retried(server, status, body, message):
     server.answer(status, body)
     with pytest.raises(ScoringError) as caught:
-        checked_scores("judge", RemoteScorer(server.url, 10), REQUESTS)
+        call_scorer("judge", RemoteScorer(server.url, 10), REQUESTS)
     assert f"the scorer judge: {server.url}: " in str(caught.value)
     assert message in str(caught.value)
     assert len(server.requests) == 1
@@ -181,7 +181,7 @@ def test_refused_connection_is_reported_at_deadline():
         ScorerUnavailable,
         match=rf"127.0.0.1:{port}/: no successful response within 0.3 s, .*ConnectionRefusedError",
     ):
-        checked_scores("judge", RemoteScorer(f"http://127.0.0.1:{port}/", 0.3), REQUESTS)
+        call_scorer("judge", RemoteScorer(f"http://127.0.0.1:{port}/", 0.3), REQUESTS)
     assert issubclass(ScorerUnavailable, UnavailableError)
 
 
@@ -226,8 +226,8 @@ def test_special_tokens_are_sent_unless_skipped(server, settings, asked):
     source = RemoteSource(name="judge", key="reward", url=server.url, timeout_s=5, **settings)
     # A function gets the text without special tokens.
     functions = FunctionSource(name="exact", key="reward", function="exact_match")
-    scoring = Scoring(
-        CombinedReward([(each, text_source(each)) for each in (source, functions)]),
+    scoring = RewardRank(
+        CombinedReward([(each, build_text_source(each)) for each in (source, functions)]),
         tokenizer,
         Limits(99, 99, 99),
     )

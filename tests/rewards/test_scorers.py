@@ -14,7 +14,7 @@ from aligner.rewards import scorers
 from aligner.rewards.scorers import (
     ScoringError,
     ScoringRequest,
-    checked_scores,
+    call_scorer,
     digit_fraction,
     resolve_scorer,
 )
@@ -134,19 +134,19 @@ def test_scorer_exception_names_prompt_and_response():
     with pytest.raises(
         ScoringError, match="lengths raised KeyError: 'seven' for prompt 'Count: ' and response '7'"
     ):
-        checked_scores("lengths", fails_on_seven, requests("1", "2", "7", "3"))
+        call_scorer("lengths", fails_on_seven, requests("1", "2", "7", "3"))
 
 
 def test_non_finite_score_names_prompt_and_response():
     with pytest.raises(
         ScoringError, match="returned nan for prompt 'Count: ' and response 'b'; must be finite"
     ):
-        checked_scores("lengths", not_a_number, requests("a", "b"))
+        call_scorer("lengths", not_a_number, requests("a", "b"))
 
 
 def test_wrong_number_of_scores_is_refused():
     with pytest.raises(ScoringError, match="returned 1 scores for 2 responses"):
-        checked_scores("lengths", one_too_few, requests("a", "b"))
+        call_scorer("lengths", one_too_few, requests("a", "b"))
 
 
 def hangs_on_seven(batch):
@@ -168,17 +168,17 @@ def test_timeout_or_kill_of_scorer_is_reported():
         ScoringError,
         match=f"the scorer {name} returned no result within 1 s and was killed while scoring 2 requests",
     ):
-        checked_scores(
+        call_scorer(
             name, scorer, [ScoringRequest("?", "7", about), ScoringRequest("?", "1", about)]
         )
-    assert checked_scores(name, scorer, [ScoringRequest("?", "1", about)]) == [2.0]
+    assert call_scorer(name, scorer, [ScoringRequest("?", "1", about)]) == [2.0]
     with pytest.raises(
         ScoringError, match=r"raised KeyError: 'answer' for prompt '\?' and response '1'"
     ):
-        checked_scores(name, scorer, [ScoringRequest("?", "1")])
+        call_scorer(name, scorer, [ScoringRequest("?", "1")])
     killed = f"{__name__}:is_killed"
     with pytest.raises(
         ScoringError,
         match=f"the scorer {killed} was killed by SIGKILL: exit code -9 \\(perhaps out of memory\\).*for prompt 'Count: ' and response 'a'",
     ):
-        checked_scores(killed, resolve_scorer(killed), requests("a"))
+        call_scorer(killed, resolve_scorer(killed), requests("a"))

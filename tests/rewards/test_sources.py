@@ -17,7 +17,7 @@ from aligner.rewards.sources import (
     ModelSource,
     ScoringBatch,
     TextSource,
-    text_source,
+    build_text_source,
 )
 from aligner.schema.keys import schema_keys
 from aligner.schema.reward_sources import FunctionSource, RemoteSource
@@ -33,13 +33,16 @@ def settings(name: str, **numbers: Any) -> FunctionSource:
 
 def test_reward_is_weighted_sum_of_normalized_scores():
     parts = [
-        (settings("digits", weight=2.0, gain=4.0, bias=-1.0), text_source(settings("digits"))),
+        (
+            settings("digits", weight=2.0, gain=4.0, bias=-1.0),
+            build_text_source(settings("digits")),
+        ),
         (
             settings("length", weight=-0.5),
             TextSource("length", lambda requests: [len(r.response) for r in requests]),
         ),
     ]
-    scores, added = CombinedReward(parts).in_parts(BATCH)
+    scores, added = CombinedReward(parts).compute_scores_and_parts(BATCH)
     assert scores.dtype == torch.float32
     assert scores.tolist() == [2 * (4 * 0.5 - 1) - 1, 2 * (4 * 1 - 1) - 1, 2 * (0 - 1)]
     assert [part.tolist() for part in added] == [
@@ -85,7 +88,7 @@ def test_ensemble_reward_uses_configured_combination():
         ("mean_minus_std", [0.75, 1, -1.5]),
         ("mean", [1, 1, -0.5]),
     ):
-        scores, members = CombinedReward(parts, combine, 0.5).in_parts(BATCH)
+        scores, members = CombinedReward(parts, combine, 0.5).compute_scores_and_parts(BATCH)
         assert scores.tolist() == expected
         assert [member.tolist() for member in members] == [[0.5, 1.0, 1.5], [1.5, 1.0, -2.5]]
 
@@ -115,7 +118,7 @@ def test_task_weight_0_skips_the_source():
             ModelSource("model", Model()),
         ),
     ]
-    scores, given = CombinedReward(parts).in_parts(batch)
+    scores, given = CombinedReward(parts).compute_scores_and_parts(batch)
     assert asked == {"text": [["1", "3"]], "model": [[0, 1, 2]]}
     assert [part.tolist() for part in given] == [
         [0, 11, 0, 13],
@@ -138,7 +141,10 @@ def test_scoring_error_names_the_failing_source():
         match=r"the scorer broken returned inf.*for prompt 'Count: ' and response '23'",
     ):
         CombinedReward(
-            [(settings("digits"), text_source(settings("digits"))), (settings("broken"), broken)]
+            [
+                (settings("digits"), build_text_source(settings("digits"))),
+                (settings("broken"), broken),
+            ]
         )(BATCH)
 
 
@@ -146,7 +152,7 @@ def unavailable_scorer_errors() -> list[str]:
     """Return the errors of one source and of the combined reward on this rank."""
     source = TextSource("judge", RemoteScorer("http://127.0.0.1:1/", 0.1))
     messages = []
-    for ask in (source.raw, CombinedReward([(settings("judge"), source)])):
+    for ask in (source.compute_raw_scores, CombinedReward([(settings("judge"), source)])):
         try:
             ask(BATCH)
         except ScorerUnavailable as error:
@@ -163,18 +169,21 @@ def test_unavailable_scorer_is_reported_on_all_ranks(pool):
 
 
 def test_overflowing_reward_is_refused():
-    parts = [(settings("digits", weight=1e300), text_source(settings("digits")))]
+    parts = [(settings("digits", weight=1e300), build_text_source(settings("digits")))]
     with pytest.raises(ScoringError, match=r"the scorer digits returned inf.*response 'a1'"):
         CombinedReward(parts)(BATCH)
     large = TextSource("large", lambda requests: [1e39] * 3)
-    parts = [(settings("digits"), text_source(settings("digits"))), (settings("large"), large)]
+    parts = [
+        (settings("digits"), build_text_source(settings("digits"))),
+        (settings("large"), large),
+    ]
     # The minimum is finite, but one of its members is not.
     with pytest.raises(ScoringError, match="the scorer large returned inf"):
         CombinedReward(parts, "min")(BATCH)
 
 
 def test_text_source_follows_its_settings():
-    remote = text_source(
+    remote = build_text_source(
         RemoteSource(name="judge", key="reward", url="http://judge:5000/get_reward", timeout_s=7)
     )
     assert remote == TextSource(
@@ -185,4 +194,4 @@ def test_text_source_follows_its_settings():
         ConfigError,
         match=r"reward\.sources\.digits\.function=digits: must be one of digit_fraction",
     ):
-        text_source(unknown)
+        build_text_source(unknown)

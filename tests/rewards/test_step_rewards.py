@@ -18,12 +18,17 @@ from aligner.checks.check import check
 from aligner.config.compose import compose_config
 from aligner.data.types import Sample, collate_episodes
 from aligner.errors import ConfigError
-from aligner.rewards.scorers import ScoringError, ScoringRequest, checked_steps, resolve_step_scorer
+from aligner.rewards.scorers import (
+    ScoringError,
+    ScoringRequest,
+    call_step_scorer,
+    resolve_step_scorer,
+)
 from aligner.rewards.sources import CombinedReward, ModelSource, StepSource, TextSource
 from aligner.rollout.services import PendingRows
 from aligner.schema.reward_sources import FunctionSource
-from aligner.servers.remote_client import joined_scores, scores_in
-from aligner.servers.reward_server import Scoring
+from aligner.servers.remote_client import join_scores, parse_scores
+from aligner.servers.reward_server import RewardRank
 from tests.servers.role_main import LIMITS
 
 NAN = math.nan
@@ -73,7 +78,7 @@ def tokens_of(tokenizer, ended: bool = True):
 
 
 def score_batch(reward, **given):
-    return Scoring(reward, character_tokenizer(), LIMITS).score(
+    return RewardRank(reward, character_tokenizer(), LIMITS).score(
         *tokens_of(character_tokenizer()), **given
     )
 
@@ -115,7 +120,7 @@ def test_task_weight_0_gives_no_step_rewards():
 
 
 def test_texts_without_tokens_get_only_total_reward():
-    found = Scoring(
+    found = RewardRank(
         CombinedReward([(source(), StepSource("steps", dots))]), character_tokenizer(), LIMITS
     ).score(texts=["1.a.", "."])
     assert found["rewards"].tolist() == [1.25, 0.25] and "steps" not in found
@@ -136,13 +141,13 @@ def test_step_ends_at_token_of_its_last_character():
     row = tokenizer.encode(text).ids
     assert tokenizer.decode(row) == text and min(map(len, tokenizer.encode("First").tokens)) > 1
     batch = torch.tensor([[7, 7, *row, 0, 0]]), torch.tensor([2 + len(row)]), torch.tensor([2])
-    scoring = Scoring(CombinedReward([]), tokenizer, LIMITS)
+    scoring = RewardRank(CombinedReward([]), tokenizer, LIMITS)
     for characters in range(1, len(text) + 1):
         whole = next(
             n for n in range(1, len(row) + 1) if len(tokenizer.decode(row[:n])) >= characters
         )
-        assert scoring._token_at(*batch, 0, characters) == 2 + whole - 1
-    assert scoring._token_at(*batch, 0, 10**6) == 2 + len(row) - 1
+        assert scoring._find_token(*batch, 0, characters) == 2 + whole - 1
+    assert scoring._find_token(*batch, 0, 10**6) == 2 + len(row) - 1
 
 
 @dataclass
@@ -184,12 +189,12 @@ def test_process_reward_model_is_read_at_step_ends(probability):
 )
 def test_invalid_steps_are_refused_with_their_prompt(answer, message):
     with pytest.raises(ScoringError, match=f"the scorer mine {message}"):
-        checked_steps("mine", lambda requests: [answer], [ScoringRequest("p", "abc")])
+        call_step_scorer("mine", lambda requests: [answer], [ScoringRequest("p", "abc")])
 
 
 def test_custom_function_returns_step_rewards():
     scorer = resolve_step_scorer("tests.rewards.test_step_rewards:dots", "reward.function", 60)
-    assert checked_steps(
+    assert call_step_scorer(
         "dots", scorer, [ScoringRequest("p", "1.a."), ScoringRequest("p", "")]
     ) == [[(2, 1.0), (4, 0.25)], []]
 
@@ -197,7 +202,7 @@ def test_custom_function_returns_step_rewards():
 def completed_scores(**columns) -> Future[Tensor]:
     done: Future[Tensor] = Future()
     done.set_result(
-        scores_in({name: np.array(values, dtype=np.float32) for name, values in columns.items()})
+        parse_scores({name: np.array(values, dtype=np.float32) for name, values in columns.items()})
     )
     return done
 
@@ -227,7 +232,7 @@ def test_scores_and_steps_are_joined_across_requests():
         one.parts() is None and one.steps(2).tolist() == [[0, 1]] and one.result().tolist() == [3.0]
     )
     assert PendingRows((completed_scores(rewards=[[3.0]]),), sources=0).steps(2).isnan().all()
-    assert joined_scores([torch.ones(2), torch.zeros(1)]).tolist() == [1, 1, 0]
+    assert join_scores([torch.ones(2), torch.zeros(1)]).tolist() == [1, 1, 0]
 
 
 def test_step_rewards_add_to_environment_rewards():

@@ -17,8 +17,8 @@ from aligner.rewards.scorers import (
     ScorerTimeout,
     ScoringError,
     ScoringRequest,
-    checked_scores,
-    checked_steps,
+    call_scorer,
+    call_step_scorer,
     resolve_scorer,
     resolve_step_scorer,
 )
@@ -35,19 +35,19 @@ def requests(*responses: str) -> list[ScoringRequest]:
 
 def scores(function: str, *responses: str, timeout_s: float | None = 20) -> list[float | None]:
     name = f"{NAME}:{function}"
-    return checked_scores(name, resolve_scorer(name, timeout_s=timeout_s), requests(*responses))
+    return call_scorer(name, resolve_scorer(name, timeout_s=timeout_s), requests(*responses))
 
 
 @pytest.mark.promise("reward-answers-never-shift")
 def test_forked_process_does_not_shift_scores():
     scorer = resolve_scorer(f"{NAME}:forks_at_the_second_call", timeout_s=20)
-    found = [checked_scores("mine", scorer, requests("a")) for _ in range(6)]
+    found = [call_scorer("mine", scorer, requests("a")) for _ in range(6)]
     assert found == [[1.0], [2.0], [3.0], [4.0], [5.0], [6.0]]
 
 
 def test_exception_of_forked_process_is_ignored():
     scorer = resolve_scorer(f"{NAME}:forks_and_raises", timeout_s=20)
-    assert [checked_scores("mine", scorer, requests("a" * n)) for n in (1, 2, 3)] == [
+    assert [call_scorer("mine", scorer, requests("a" * n)) for n in (1, 2, 3)] == [
         [1.0],
         [2.0],
         [3.0],
@@ -86,7 +86,7 @@ def test_numeric_types_and_async_forms_are_accepted(function):
 
 def test_async_calls_share_one_event_loop():
     scorer = resolve_scorer(f"{NAME}:uses_one_loop", timeout_s=20)
-    assert [checked_scores("mine", scorer, requests("a")) for _ in range(2)] == [[1.0], [1.0]]
+    assert [call_scorer("mine", scorer, requests("a")) for _ in range(2)] == [[1.0], [1.0]]
 
 
 def test_error_of_async_function_names_the_prompt():
@@ -110,14 +110,14 @@ def test_error_of_invalid_scores_names_the_function(function, message):
     place = re.escape(f"(reward.sources.mine.function={name})")
     scorer = resolve_scorer(name, "reward.sources.mine.function", 20)
     with pytest.raises(ScoringError, match=f"the scorer mine {message}.*{place}"):
-        checked_scores("mine", scorer, requests("a", "b", "c", "d"))
+        call_scorer("mine", scorer, requests("a", "b", "c", "d"))
 
 
 def test_steps_may_be_async_and_abstain():
     scorer = resolve_step_scorer(f"{NAME}:async_steps", "reward.function", 20)
-    assert checked_steps("mine", scorer, requests("ab")) == [[(1, 2.0)]]
+    assert call_step_scorer("mine", scorer, requests("ab")) == [[(1, 2.0)]]
     scorer = resolve_step_scorer(f"{NAME}:gives_steps_or_abstains", "reward.function", 20)
-    assert checked_steps("mine", scorer, requests("ab", "")) == [[(1, 2.0)], None]
+    assert call_step_scorer("mine", scorer, requests("ab", "")) == [[(1, 2.0)], None]
 
 
 def source(name: str, **more: object) -> FunctionSource:
@@ -144,7 +144,7 @@ def test_abstaining_source_is_excluded_from_ensemble(combine, expected):
         (source("two", bias=0.0, weight=2.0), fixed_source("two", 5.0, 10.0, None, None)),
     ]
     batch = ScoringBatch(lambda: requests("a", "b", "c", "d"))
-    found, given = CombinedReward(parts, combine, 1.0).in_parts(batch)
+    found, given = CombinedReward(parts, combine, 1.0).compute_scores_and_parts(batch)
     assert found[:3].tolist() == expected and math.isnan(found[3])
     assert [part.tolist() for part in given] == [[1.0, 0.0, 3.0, 0.0], [10.0, 20.0, 0.0, 0.0]]
 
@@ -167,8 +167,10 @@ def test_abstention_of_the_only_source_has_no_score():
 def test_abstention_differs_from_a_response_without_steps():
     steps = StepSource("mine", lambda asked: [None, [], [(1, 2.0)]])
     batch = ScoringBatch(lambda: requests("a", "b", "c"), torch.zeros(3, 4, dtype=torch.int64))
-    assert (steps.raw(batch)[0] == ABSTAINED).all() and steps.raw(batch)[1].isnan().all()
-    found, _, inside = CombinedReward([(source("mine"), steps)]).in_steps(batch)
+    assert (steps.compute_raw_scores(batch)[0] == ABSTAINED).all() and steps.compute_raw_scores(
+        batch
+    )[1].isnan().all()
+    found, _, inside = CombinedReward([(source("mine"), steps)]).compute_scores_and_steps(batch)
     assert math.isnan(found[0]) and found[1:].tolist() == [0.0, 2.0]
     assert inside is not None and inside[0].isnan().all() and inside[2, 1] == 2.0
 
@@ -200,13 +202,13 @@ def test_second_prompt_timeout_is_a_deadlock_with_stack():
     scorer = resolve_scorer(name, timeout_s=0.3)
     first, second = requests("a", "b")
     with pytest.raises(ScorerTimeout):
-        checked_scores("mine", scorer, [first])
+        call_scorer("mine", scorer, [first])
     with pytest.raises(ScorerDeadlocked, match=f"reward.function={name}") as caught:
-        checked_scores("mine", scorer, [second])
+        call_scorer("mine", scorer, [second])
     assert "in _acquire_twice" in str(caught.value)
     began = time.monotonic()
     with pytest.raises(ScorerDeadlocked, match="in _acquire_twice"):
-        checked_scores("mine", scorer, [first])
+        call_scorer("mine", scorer, [first])
     assert time.monotonic() - began < 0.2, "later calls fail at once"
 
 
@@ -215,10 +217,10 @@ def test_timeouts_of_one_prompt_are_no_deadlock():
     good, bad, other = requests("a", "7", "b")
     for batch in ([good, bad], [bad]):
         with pytest.raises(ScorerTimeout):
-            checked_scores("mine", scorer, batch)
-    assert checked_scores("mine", scorer, [other]) == [1.0]
+            call_scorer("mine", scorer, batch)
+    assert call_scorer("mine", scorer, [other]) == [1.0]
     with pytest.raises(ScorerTimeout):
-        checked_scores("mine", scorer, [bad])
+        call_scorer("mine", scorer, [bad])
 
 
 def test_batch_deadlock_is_detected_by_its_parts():
@@ -226,9 +228,9 @@ def test_batch_deadlock_is_detected_by_its_parts():
     first, second = batch = requests("a", "b")
     for part in (batch, [first]):
         with pytest.raises(ScorerTimeout):
-            checked_scores("mine", scorer, part)
+            call_scorer("mine", scorer, part)
     with pytest.raises(ScorerDeadlocked):
-        checked_scores("mine", scorer, [second])
+        call_scorer("mine", scorer, [second])
 
 
 def test_deadlock_of_every_third_call_is_detected():
@@ -236,7 +238,7 @@ def test_deadlock_of_every_third_call_is_detected():
     outcomes = []
     for number in range(12):
         try:
-            checked_scores("mine", scorer, [ScoringRequest(f"prompt {number}", "a")])
+            call_scorer("mine", scorer, [ScoringRequest(f"prompt {number}", "a")])
         except ScoringError as error:
             outcomes.append(type(error))
     assert outcomes == [ScorerTimeout] * 3 + [ScorerDeadlocked]
@@ -247,7 +249,7 @@ def test_hanging_import_is_reported_with_its_stack(tmp_path, monkeypatch):
         "import threading\ndef wait():\n    threading.Event().wait()\nwait()\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(child_function, "_IMPORT_S", 0.5)
+    monkeypatch.setattr(child_function, "_IMPORT_TIMEOUT_S", 0.5)
     with pytest.raises(ConfigError, match=r"(?s)slow_module:f: did not start .* in wait\n"):
         resolve_scorer("slow_module:f")
 

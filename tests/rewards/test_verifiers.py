@@ -8,13 +8,13 @@ from decimal import Decimal
 import pytest
 
 from aligner.errors import AlignerError, ConfigError
-from aligner.rewards.final_answers import final_number
+from aligner.rewards.final_answers import extract_final_number
 from aligner.rewards.math_comparison import MathChecker
-from aligner.rewards.scorers import ScoringError, ScoringRequest, checked_scores, resolve_scorer
+from aligner.rewards.scorers import ScoringError, ScoringRequest, call_scorer, resolve_scorer
 
 
 def score(name: str, response: str, **metadata) -> float:
-    (value,) = checked_scores(
+    (value,) = call_scorer(
         name, resolve_scorer(name), [ScoringRequest("What?", response, metadata)]
     )
     return value
@@ -67,7 +67,7 @@ def test_exact_match_ignores_outer_whitespace(response, answer, expected):
     ],
 )
 def test_final_number_follows_marker_or_box_or_is_last(text, number):
-    assert final_number(text) == (None if number is None else Decimal(number))
+    assert extract_final_number(text) == (None if number is None else Decimal(number))
 
 
 def test_gsm8k_compares_numbers_in_any_notation():
@@ -120,13 +120,13 @@ def test_math_compares_expressions_by_value(response, answer, expected):
 
 
 def test_math_timeout_in_thread_returns_false():
-    checker, answers = MathChecker(seconds=0.3), []
+    checker, answers = MathChecker(cpu_limit_s=0.3), []
 
     def work() -> None:
         # The second answer is a number with 10^8 digits; the third one needs the process that
         # replaces the killed one.
         for response in (r"\boxed{4}", r"\boxed{(10^9)!}", r"\boxed{4}"):
-            answers.append(checker.equal("4", response))
+            answers.append(checker.is_equal("4", response))
 
     thread = threading.Thread(target=work)
     thread.start()
@@ -137,12 +137,12 @@ def test_math_timeout_in_thread_returns_false():
 
 def test_killed_math_process_raises_and_is_replaced():
     checker = MathChecker()
-    assert checker.equal("1", "1") is True
+    assert checker.is_equal("1", "1") is True
     assert checker.child._process is not None
     checker.child._process.kill()
     with pytest.raises(AlignerError, match="math-verify was killed by SIGKILL: exit code -9"):
-        checker.equal("1", "1")
-    assert checker.equal("1", "2") is False
+        checker.is_equal("1", "1")
+    assert checker.is_equal("1", "2") is False
     checker.child.close()
 
 

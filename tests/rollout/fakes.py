@@ -19,7 +19,7 @@ class Stream:
         ids = range(start, start + count)
         return [Prompt(id, f"prompt {id}", torch.tensor([5]), {"task": f"task {id}"}) for id in ids]
 
-    def draw(self, start, count, rates):
+    def select(self, start, count, rates):
         """Take prompts whose metadata contain the pass rates that selected them."""
         drawn = [
             replace(prompt, metadata={**prompt.metadata, "rates": rates})
@@ -125,7 +125,7 @@ class Scorers:
         """Set `answer`, which returns an answer's future; by default, answers are immediate."""
         self.is_mixed, self.answer = is_mixed, answer or _now
 
-    def ask_scores(self, batch, metadata, rows_apart=None):
+    def ask_scores(self, batch, metadata, retry_batch_rows=None):
         ids, index = batch.tokens[:, 1] - 10, batch.tokens[:, 2] - 10
         scores = [
             float(self.is_mixed(i) and int(k) == 1)
@@ -139,5 +139,5 @@ class Scorers:
     def ask_teacher(self, batch, metadata):
         return (self.answer(teacher_logprobs(batch)),)
 
-    def ask(self, batch, metadata, rows_apart=None):
+    def ask(self, batch, metadata, retry_batch_rows=None):
         return self.ask_scores(batch, metadata), ()

@@ -67,12 +67,12 @@ def test_dynamic_sampling_replaces_prompts_with_equal_scores():
 
 
 def test_dynamic_sampling_compares_shaped_scores():
-    def of_ends(scores, samples):
+    def penalize_missing_ends(scores, samples):
         return torch.where(
             torch.tensor([sample.prompt_id in (1, 4) for sample in samples]), -1.0, scores
         )
 
-    source = rollouts(mixed={1, 4, 5, 9, 10, 12}, rounds=4, compared=of_ends)
+    source = rollouts(mixed={1, 4, 5, 9, 10, 12}, rounds=4, compared=penalize_missing_ends)
     rollout = source.take()
     assert [sample.prompt_id for sample in rollout.samples[::EACH]] == [5, 9, 10, 12]
     assert rollout.scores.result().tolist() == [0.0, 1.0] * 4
@@ -207,7 +207,7 @@ class Unable(Scorers):
         super().__init__(able.__contains__)
         self.able = able
 
-    def ask(self, batch, metadata, rows_apart=None):
+    def ask(self, batch, metadata, retry_batch_rows=None):
         future, (prompt, *_) = Future(), (batch.tokens[:, 1] - 10).tolist()
         if prompt in self.able:
             future.set_result(torch.ones(len(batch.tokens)))

@@ -63,10 +63,10 @@ class World:
     # The pipeline's interface to the trainer's weights.
 
     def publish(self, version):
-        self.offer(version)
+        self.take_snapshot(version)
         self.serve(version)
 
-    def offer(self, version):
+    def take_snapshot(self, version):
         self.spend(0.1)
         self.copies.append(version)
         self.most_copies = max(self.most_copies, len(self.copies))

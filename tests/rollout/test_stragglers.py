@@ -42,7 +42,7 @@ class Scores:
     def __init__(self):
         self.asked = set()
 
-    def ask_scores(self, batch, metadata, rows_apart=None):
+    def ask_scores(self, batch, metadata, retry_batch_rows=None):
         self.asked |= (ids := {fields["id"] for fields in metadata})
         each = len(batch.tokens) // len(ids)
         rows = [float(fields["id"] % 3 > 0 and row % each) for row, fields in enumerate(metadata)]
@@ -164,7 +164,7 @@ class Trainer:
             own, own, self, self, self.run.shape, steps, 0, workers=Clock().worker
         )
 
-    def offer(self, version):
+    def take_snapshot(self, version):
         pass
 
     def serve(self, version):

@@ -23,7 +23,7 @@ from aligner.schema.reward_sources import (
     RemoteSource,
     reward_sources,
 )
-from aligner.servers.reward_server import build_scoring
+from aligner.servers.reward_server import build_reward_rank
 
 JUDGE = ("reward=judge", "reward.judge_url=http://judge:8000/v1", "reward.judge_model=tester")
 COMBINED = ("reward.kind=combined", "+reward.sources.a={kind: function, function: digit_fraction}")
@@ -553,7 +553,7 @@ def test_reward_model_tokenizer_must_match_policy(tmp_path, reward_model, writte
         check(config)
     # a reward server that is started separately checks this as well
     with pytest.raises(ConfigError, match=re.escape(message)):
-        build_scoring(config, lambda directory: None)
+        build_reward_rank(config, lambda directory: None)
 
 
 def test_padding_tokens_may_exceed_reward_vocabulary(tmp_path, reward_model):

@@ -145,7 +145,7 @@ def weighted_scores(reward_directory: str, texts: list[str]) -> list[Any]:
             (settings("length", weight=-3.0, bias=0.25), sources[1]),
         ]
     )
-    scores, raw = reward(batch), [source.raw(batch) for source in sources]
+    scores, raw = reward(batch), [source.compute_raw_scores(batch) for source in sources]
     requests[1] = ScoringRequest("a prompt", "refuse")
     errors = ""
     try:
@@ -156,7 +156,7 @@ def weighted_scores(reward_directory: str, texts: list[str]) -> list[Any]:
         for _, parameter in model.runner.parameters():
             parameter.fill_(torch.nan)
     try:
-        sources[0].raw(batch)
+        sources[0].compute_raw_scores(batch)
     except ScoringError as error:
         errors += "\n" + str(error)
     worlds.shutdown()

@@ -21,8 +21,8 @@ from aligner.servers.wire_protocol import (
     CRITIC_INFER,
     CRITIC_TRAIN,
     EndpointSpec,
-    text_array,
-    told_error,
+    encode_text,
+    parse_error,
 )
 from tests.servers.bad_requests import good
 
@@ -81,12 +81,12 @@ def spoil(choose: random.Random, run: str) -> Wire:
     """Return a request that must be refused, regardless of earlier requests."""
     spec = choose.choice([CRITIC_INFER, CRITIC_INFER, CRITIC_TRAIN, CRITIC_TRAIN, CONTROL])
     if spec is CONTROL:
-        return wire(spec, {"request": text_array(_bad_control(choose))})
+        return wire(spec, {"request": encode_text(_bad_control(choose))})
     rows, width = choose.randint(1, 5), choose.randint(2, 12)
     arrays = good(spec, rows, width)
     if spec is CRITIC_TRAIN and choose.random() < 0.5:
         # Out of order for every run: the number is far beyond the last update.
-        arrays |= {"sequence_number": np.array([10**9]), "run_id": text_array(run)}
+        arrays |= {"sequence_number": np.array([10**9]), "run_id": encode_text(run)}
     return choose.choice([_content, _content, _content, _tensors, _bytes_missing, _order])(
         choose, spec, arrays
     )
@@ -197,9 +197,9 @@ def _order(choose: random.Random, spec: EndpointSpec, arrays: dict[str, NDArray]
         {"sequence_number": everywhere(choose.choice([-2, 10**9, 2**63 - 1, -(2**63)]))},
     ]
     if spec is CRITIC_TRAIN:
-        changes.append({"run_id": text_array("another"), "sequence_number": everywhere(0)})
+        changes.append({"run_id": encode_text("another"), "sequence_number": everywhere(0)})
         changes.append(
-            {"run_id": text_array(f"x@{'9' * 5000}"), "sequence_number": everywhere(10**9)}
+            {"run_id": encode_text(f"x@{'9' * 5000}"), "sequence_number": everywhere(10**9)}
         )
     trace = {"trace_id": everywhere(choose.randbytes(8))} if choose.random() < 0.5 else {}
     return wire(spec, arrays | choose.choice(changes) | trace)
@@ -260,7 +260,7 @@ def post(
 def is_known(error_text: str | None) -> bool:
     """Return whether the text is a typed error of our code, or an error of Triton's own checks."""
     return error_text is not None and (
-        told_error(error_text)[0] != "Triton"
+        parse_error(error_text)[0] != "Triton"
         or any(words in error_text for words in _TRITONS_WORDS)
     )
 

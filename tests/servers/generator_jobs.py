@@ -17,7 +17,7 @@ from torch.distributed import TCPStore
 
 from aligner.config.compose import compose_config
 from aligner.data.model_directory import read_shape
-from aligner.data.types import Prompt, Sample, unbegun
+from aligner.data.types import Prompt, Sample, create_empty_samples
 from aligner.engines.build import build_engine
 from aligner.engines.engine_protocol import SamplingOptions, weight_format
 from aligner.engines.replicas import Enough, replica_group
@@ -27,10 +27,10 @@ from aligner.resharding.publisher import Publisher, plan_between_worlds
 from aligner.resharding.transport import Link
 from aligner.schema import Config
 from aligner.servers.executor import SpmdExecutor
-from aligner.servers.generator_client import request_arrays
-from aligner.servers.generator_server import Generator, weight_receiver
+from aligner.servers.generator_client import build_generate_request
+from aligner.servers.generator_server import GeneratorRank, build_weight_receiver
 from aligner.servers.serving import Caller
-from aligner.servers.wire_protocol import GENERATE, with_responses
+from aligner.servers.wire_protocol import GENERATE, responses_from_tensors
 
 TIMEOUT = timedelta(seconds=30)
 
@@ -91,8 +91,11 @@ def run_generator(overrides: Sequence[str], conversation: Callable[..., Any], *a
     engine = build_engine(
         shape, config.engine, model_directory(config), rank=rank, seed=config.seed, group=group
     )
-    generator = Generator(
-        config, engine, weight_receiver(config, shape, engine, rank, torch.device("cpu")), rank
+    generator = GeneratorRank(
+        config,
+        engine,
+        build_weight_receiver(config, shape, engine, rank, torch.device("cpu")),
+        rank,
     )
     handlers = {**generator.handlers, "sleep": lambda seconds: time.sleep(seconds)}
     executor = SpmdExecutor(handlers, drain_s=5.0, heartbeat_s=5.0, collective_timeout_s=30.0)
@@ -108,10 +111,12 @@ def run_generator(overrides: Sequence[str], conversation: Callable[..., Any], *a
 class Generating:
     """The generator's endpoint and a trainer that publishes weights to it."""
 
-    def __init__(self, config: Config, executor: SpmdExecutor, generator: Generator) -> None:
+    def __init__(self, config: Config, executor: SpmdExecutor, generator: GeneratorRank) -> None:
         self.executor = executor
         self.trainer = Trainer(config, partial(executor.submit, "connect"))
-        self._serve = generator.endpoints(Caller("generator", executor, timeout_s=20.0))[GENERATE]
+        self._serve = generator.create_endpoints(Caller("generator", executor, timeout_s=20.0))[
+            GENERATE
+        ]
 
     def update(self, version: int) -> None:
         received = self.executor.submit("receive", version=version)
@@ -120,7 +125,7 @@ class Generating:
 
     def generate(self, prompts: Sequence[Prompt], options: SamplingOptions) -> list[Sample]:
         """Generate one sample per prompt through the endpoint."""
-        return self.continue_samples(unbegun(prompts, 1), 1, options, None)
+        return self.continue_samples(create_empty_samples(prompts, 1), 1, options, None)
 
     def continue_samples(
         self,
@@ -130,8 +135,8 @@ class Generating:
         *about: Any,
         **more: Any,
     ) -> list[Sample]:
-        request = request_arrays(samples, each, options, *about, **more)
-        return with_responses(
+        request = build_generate_request(samples, each, options, *about, **more)
+        return responses_from_tensors(
             samples,
             {name: torch.tensor(array) for name, array in self._serve(dict(request)).items()},
         )
@@ -164,7 +169,8 @@ def sync_between_requests(
     also with weights 2."""
     generating.update(1)
     first, again = (
-        generating.continue_samples(unbegun(prompts, each), each, options, enough) for _ in range(2)
+        generating.continue_samples(create_empty_samples(prompts, each), each, options, enough)
+        for _ in range(2)
     )
     last = generating.continue_samples(first, each, options, Enough(len(prompts)))
     generating.update(2)

@@ -23,7 +23,7 @@ from aligner.rewards.sources import CombinedReward, ModelSource, RewardSource, T
 from aligner.schema import Config, PortsConfig, TLSConfig
 from aligner.schema.reward_sources import FunctionSource
 from aligner.servers.critic_server import run_critic
-from aligner.servers.reward_server import Scoring, run_reward
+from aligner.servers.reward_server import RewardRank, run_reward
 from aligner.servers.validation import Limits
 from tests.servers.tiny_model import VOCAB_SIZE, TinyValueModel
 
@@ -61,10 +61,12 @@ def _length(request: ScoringRequest) -> float:
 
 def scoring(
     source: RewardSource, limits: Limits = LIMITS, tokenizer: Tokenizer | None = None
-) -> Scoring:
+) -> RewardRank:
     """Return the scoring service of one source, without shaping."""
     settings = FunctionSource(name="lengths", key="reward", function="")
-    return Scoring(CombinedReward([(settings, source)]), tokenizer or character_tokenizer(), limits)
+    return RewardRank(
+        CombinedReward([(settings, source)]), tokenizer or character_tokenizer(), limits
+    )
 
 
 class SlowModel(TinyValueModel):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from aligner.rewards.sources import TextSource
-from aligner.servers.critic_server import with_rewards
+from aligner.servers.critic_server import with_reward_endpoints
 from aligner.servers.remote_client import Connection, RemoteError
 from aligner.servers.wire_protocol import (
     CRITIC_INFER,
@@ -134,7 +134,7 @@ def test_invalid_metadata_is_refused_before_reaching_ranks():
         asked.append("infer")
         return {}
 
-    endpoints = with_rewards(
+    endpoints = with_reward_endpoints(
         lambda call: {CRITIC_INFER: infer}, scoring(TextSource("lengths", length_scorer))
     )
     served = endpoints(lambda op, *_, **__: asked.append(op))

@@ -60,11 +60,11 @@ def recovery(tmp_path, critic):
     journal = UpdateJournal(tmp_path)
     recovery = CriticRecovery(RunId("run"), journal, 1.0)
     recovery.start([CriticState(None, 0)])
-    start = recovery.follow(critic)
+    start = recovery.ensure_up_to_date(critic)
     for number in range(5):
         if number == 2:
             critic.checkpoints[7] = 2
-            recovery.keep([CriticState(7, 2)], number)
+            recovery.set_recovery_points([CriticState(7, 2)], number)
         journal.append(number, TOKENS)
         critic.updates += 1
         recovery.record(number, start)
@@ -73,16 +73,16 @@ def recovery(tmp_path, critic):
 
 
 def test_reconnected_critic_is_followed_without_replay(recovery, critic):
-    recovery.lose()
+    recovery.mark_lost()
     assert recovery._phase is Phase.LOST
-    assert recovery.follow(critic) == "start 0" and recovery._phase is Phase.FOLLOWING
-    assert recovery.follow(critic) == "start 0" and critic.asked == [("version",)]
+    assert recovery.ensure_up_to_date(critic) == "start 0" and recovery._phase is Phase.UP_TO_DATE
+    assert recovery.ensure_up_to_date(critic) == "start 0" and critic.asked == [("version",)]
 
 
 def test_restarted_critic_is_restored_and_replayed(recovery, critic):
     critic.start_again()
-    recovery.lose()
-    assert recovery.follow(critic) == "start 1" and critic.updates == 5
+    recovery.mark_lost()
+    assert recovery.ensure_up_to_date(critic) == "start 1" and critic.updates == 5
     assert critic.asked == [("version",), ("restore", 7), ("train", 2), ("train", 3), ("train", 4)]
 
 
@@ -100,18 +100,18 @@ def test_restarted_critic_is_restored_and_replayed(recovery, critic):
 )
 def test_interrupted_recovery_resumes_unless_critic_restarts(recovery, critic, broken, phase, rest):
     critic.start_again()
-    recovery.lose()
+    recovery.mark_lost()
     for start in ("start 1", "start 2"):
         critic.fails_at = broken
         with pytest.raises(TransportError):
-            recovery.follow(critic)
-        recovery.lose()
+            recovery.ensure_up_to_date(critic)
+        recovery.mark_lost()
         assert recovery._phase is phase
         critic.asked.clear()
         if start == "start 1":
             critic.start_again()  # in the second iteration, the same start answers again
     assert (
-        recovery.follow(critic) == "start 2"
+        recovery.ensure_up_to_date(critic) == "start 2"
         and critic.asked == [("version",), *rest]
         and critic.updates == 5
     )
@@ -122,14 +122,17 @@ def test_update_answered_before_restart_is_replayed(recovery, critic):
     # The critic restarts after its answer. Another request notices the restart before the answer
     # is recorded.
     critic.start_again()
-    recovery.lose()
-    recovery.follow(critic)
+    recovery.mark_lost()
+    recovery.ensure_up_to_date(critic)
     recovery.record(5, "start 0")
     assert recovery._phase is Phase.REPLAYING
     critic.asked.clear()
-    assert recovery.follow(critic) == "start 1" and critic.asked == [("version",), ("train", 5)]
+    assert recovery.ensure_up_to_date(critic) == "start 1" and critic.asked == [
+        ("version",),
+        ("train", 5),
+    ]
     recovery.record(5, "start 1")
-    assert recovery._phase is Phase.FOLLOWING
+    assert recovery._phase is Phase.UP_TO_DATE
 
 
 def test_unfinished_checkpoint_is_written_again_after_replay(recovery, critic):
@@ -138,10 +141,12 @@ def test_unfinished_checkpoint_is_written_again_after_replay(recovery, critic):
     critic.start_again()
     del critic.checkpoints[9]
     with pytest.raises(Exception, match="CheckpointLost"):
-        critic.error = lambda kind, message: TransportError("critic", critic.address, kind, message)
+        critic.make_error = lambda kind, message: TransportError(
+            "critic", critic.address, kind, message
+        )
         recovery.finish_checkpoint(critic, 1.0, "start 0")
-    recovery.lose()
-    recovery.follow(critic)
+    recovery.mark_lost()
+    recovery.ensure_up_to_date(critic)
     assert critic.asked[-1] == ("checkpoint", 9) and critic.checkpoints[9] == 5
     asked = len(critic.asked)
     recovery.finish_checkpoint(critic, 1.0, "start 1")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from aligner.data import claim
+from aligner.data import fencing
 from aligner.errors import AlignerError
 from aligner.paths import RunPaths
 from aligner.placement.addresses import KEY_HEADER
@@ -23,8 +23,8 @@ from aligner.servers.wire_protocol import (
     CRITIC_INFER,
     CRITIC_SAVE,
     CRITIC_TRAIN,
-    array_text,
-    text_array,
+    decode_text,
+    encode_text,
 )
 from tests.servers.bad_requests import REFUSED, REFUSED_BY_TRITON, good, spoil
 from tests.servers.tiny_model import TinyValueModel
@@ -53,7 +53,7 @@ def client(critic, run_directory):
 
 
 def critic_client(role, directory):
-    run = RunId("run-a", claim.take_run(Config(run=RunConfig(dir=str(directory))))["attempt"])
+    run = RunId("run-a", fencing.claim_run(Config(run=RunConfig(dir=str(directory))))["attempt"])
     return CriticClient(
         role.endpoint, role.access, 20, run, UpdateJournal(directory / "journal"), 16
     )
@@ -74,9 +74,9 @@ def update(client, number, run=None):
     }
     order = {
         "sequence_number": np.array([number]),
-        "run_id": text_array(run or str(client._recovery._run)),
+        "run_id": encode_text(run or str(client._recovery._run)),
     }
-    return json.loads(array_text(send(client, CRITIC_TRAIN, targets | order)["stats"]))
+    return json.loads(decode_text(send(client, CRITIC_TRAIN, targets | order)["stats"]))
 
 
 def values(client):
@@ -301,10 +301,10 @@ def test_skipped_update_is_reported_when_repeated(client):
         good(CRITIC_TRAIN)
         | {
             "sequence_number": np.array([last]),
-            "run_id": text_array(client.control("version")["run_id"]),
+            "run_id": encode_text(client.control("version")["run_id"]),
         },
     )
-    assert np.isnan(answer["loss_mean"]).all() and json.loads(array_text(answer["stats"])) == {
+    assert np.isnan(answer["loss_mean"]).all() and json.loads(decode_text(answer["stats"])) == {
         "skipped": 1.0
     }
     assert torch.equal(values(client), before)
@@ -399,19 +399,19 @@ def test_error_names_address_of_silent_or_absent_server(critic):
 
 
 def test_critic_refuses_checkpoint_of_replaced_trainer(tmp_path, monkeypatch):
-    monkeypatch.setattr(claim, "_own", None)
+    monkeypatch.setattr(fencing, "_writer_claim", None)
     config = Config(run=RunConfig(dir=str(tmp_path)))
     rank, checkpoints = CriticRank(config, TinyValueModel()), tmp_path / "checkpoints"
-    run = [f"run@{claim.take_run(config)['attempt']}"]
+    run = [f"run@{fencing.claim_run(config)['attempt']}"]
     rank.checkpoint(step=1, run_id=run[0])
     rank.begin_checkpoint(step=2, run_id=run[0])
-    run.append(f"run@{claim.take_run(config)['attempt']}")
+    run.append(f"run@{fencing.claim_run(config)['attempt']}")
     with pytest.raises(
         AlignerError, match=r"attempt 1 \(.*\) has taken over the run; attempt 0 may no longer"
     ):
         rank.finish_checkpoint()
     # The state in which the new trainer finds the old trainer's critic.
-    rank._saving = (2, rank._ledger)
+    rank._pending_checkpoint = (2, rank._ledger)
     rank.restore(step=1, run_id=run[1])
     rank.checkpoint(step=3, run_id=run[1])
     assert [

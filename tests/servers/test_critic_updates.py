@@ -78,5 +78,5 @@ def test_flipped_bit_in_journal_is_reported(tmp_path):
         ):
             journal.read(3)
     (tmp_path / "update_00000003_copy.record").touch()
-    UpdateJournal(tmp_path).keep(4, 9)
+    UpdateJournal(tmp_path).prune(4, 9)
     assert [kept.name for kept in tmp_path.iterdir()] == ["update_00000003_copy.record"]

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from aligner.errors import AlignerError, UnavailableError
 from aligner.servers.executor import ServerStopping, SpmdExecutor
-from aligner.servers.rank_commands import Command, RowJoin, rank_handler, take_together
+from aligner.servers.rank_commands import Command, RowBatcher, rank_handler, take_batch
 
 UNAVAILABLE, SLOWLY_REFUSED = 99, -99
 
@@ -50,7 +50,7 @@ class Ranks:
             raise AlignerError(f"{number} is refused")
         return number
 
-    @rank_handler(at_pauses=True)
+    @rank_handler(runs_at_pauses=True)
     def short(self, number, refuses=False):
         self.note("short", number)
         if refuses:
@@ -64,7 +64,7 @@ class Ranks:
         dist.all_reduce(total)
         return total
 
-    @rank_handler(join=RowJoin(("names",)))
+    @rank_handler(batcher=RowBatcher(("names",)))
     def describe(self, tokens, lengths, names, scale=1):
         """Return each row's scaled tokens, and the number of rows in the joined command."""
         self.described += 1
@@ -91,7 +91,7 @@ class Ranks:
         if dist.get_rank() == 1:
             raise AlignerError("only here")
 
-    @rank_handler(at_pauses=True)
+    @rank_handler(runs_at_pauses=True)
     def crash(self):
         raise ZeroDivisionError("a bug")
 
@@ -436,6 +436,6 @@ def test_drain_includes_running_command_and_commands_at_pauses(pool):
 )
 def test_join_takes_oldest_command_and_then_nearest_widths(budget, widths):
     waiting = deque(Command("describe", request(1, 1, width)) for width in (8, 4096, 4, 9))
-    taken = take_together(waiting, {"describe": RowJoin()}, budget)
+    taken = take_batch(waiting, {"describe": RowBatcher()}, budget)
     assert [command.tensors["tokens"].shape[1] for command in taken] == widths
     assert len(waiting) == 4 - len(widths)

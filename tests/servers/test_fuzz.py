@@ -13,7 +13,7 @@ import pytest
 from tritonclient.grpc import service_pb2_grpc
 
 from aligner.servers.remote_client import Connection
-from aligner.servers.wire_protocol import CRITIC_INFER, CRITIC_TRAIN, text_array
+from aligner.servers.wire_protocol import CRITIC_INFER, CRITIC_TRAIN, encode_text
 from tests.servers import fuzz
 from tests.servers.bad_requests import good
 
@@ -32,7 +32,10 @@ def name_the_run(connection):
     """Assign the critic to a run; return the run, and the number of its next update."""
     state = connection.control(20, "version")
     run = state["run_id"] or "run-a@0"
-    order = {"sequence_number": np.array([state["sequence_number"] + 1]), "run_id": text_array(run)}
+    order = {
+        "sequence_number": np.array([state["sequence_number"] + 1]),
+        "run_id": encode_text(run),
+    }
     connection.infer(CRITIC_TRAIN, good(CRITIC_TRAIN) | order, 20)
     return run, state["sequence_number"] + 2
 
@@ -116,6 +119,6 @@ def test_fuzzed_requests_are_refused_and_change_nothing(critic, connection):
     assert all(rank.poll() is None for rank in critic.ranks)
     assert connection.control(20, "version") == before
     assert connection.infer(CRITIC_INFER, arrays, 20)["values"].tobytes() == values
-    order = {"sequence_number": np.array([number]), "run_id": text_array(run)}
+    order = {"sequence_number": np.array([number]), "run_id": encode_text(run)}
     connection.infer(CRITIC_TRAIN, good(CRITIC_TRAIN) | order, 20)
     assert connection.control(20, "version")["version"] == before["version"] + 1

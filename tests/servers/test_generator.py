@@ -12,17 +12,22 @@ import torch
 
 from aligner.config.compose import compose_config
 from aligner.data.model_directory import prepare_model, read_shape
-from aligner.data.types import Prompt, unbegun
+from aligner.data.types import Prompt, create_empty_samples
 from aligner.engines.build import build_engine
 from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions
 from aligner.engines.replicas import Enough
 from aligner.errors import AlignerError
 from aligner.models.model_source import model_directory
-from aligner.servers.generator_client import GeneratorClient, request_arrays
-from aligner.servers.generator_server import Generator, weight_receiver
+from aligner.servers.generator_client import GeneratorClient, build_generate_request
+from aligner.servers.generator_server import GeneratorRank, build_weight_receiver
 from aligner.servers.remote_client import RemoteError
-from aligner.servers.validation import Limits, control_request, validate
-from aligner.servers.wire_protocol import GENERATE, RequestError, WeightsError, with_responses
+from aligner.servers.validation import Limits, parse_control_request, validate
+from aligner.servers.wire_protocol import (
+    GENERATE,
+    RequestError,
+    WeightsError,
+    responses_from_tensors,
+)
 from tests.engines.engines import generate, load_directory
 from tests.servers.generator_jobs import (
     Trainer,
@@ -55,20 +60,20 @@ def engine(tmp_path_factory):
 
 
 def serving(engine):
-    receiver = weight_receiver(engine.config, engine.shape, engine, 0, torch.device("cpu"))
-    generator = Generator(engine.config, engine, receiver, rank=0)
+    receiver = build_weight_receiver(engine.config, engine.shape, engine, 0, torch.device("cpu"))
+    generator = GeneratorRank(engine.config, engine, receiver, rank=0)
 
     def call(op, tensors=None, **arguments):
         return generator.handlers[op](**(tensors or {}), **arguments)
 
-    return call, generator.endpoints(call)[GENERATE]
+    return call, generator.create_endpoints(call)[GENERATE]
 
 
 def test_engine_without_weights_refuses_generate_and_receive(engine):
     call, serve = serving(engine)
     assert call("version")["version"] == -1
     with pytest.raises(AlignerError, match="no weight sync has completed yet"):
-        serve(request_arrays(unbegun(PROMPTS, 2), 2, OPTIONS))
+        serve(build_generate_request(create_empty_samples(PROMPTS, 2), 2, OPTIONS))
     with pytest.raises(AlignerError, match="call connect first"):
         call("receive", version=1)
 
@@ -76,10 +81,11 @@ def test_engine_without_weights_refuses_generate_and_receive(engine):
 def test_samples_from_endpoint_equal_engine_samples(engine):
     load_directory(engine, engine.directory, version=3)
     call, serve = serving(engine)
-    arrays = request_arrays(unbegun(PROMPTS, 2), 2, OPTIONS)
+    arrays = build_generate_request(create_empty_samples(PROMPTS, 2), 2, OPTIONS)
     validate(GENERATE, arrays, Limits(engine.shape.vocab_size, engine.shape.max_positions))
-    got = with_responses(
-        unbegun(PROMPTS, 2), {name: torch.tensor(array) for name, array in serve(arrays).items()}
+    got = responses_from_tensors(
+        create_empty_samples(PROMPTS, 2),
+        {name: torch.tensor(array) for name, array in serve(arrays).items()},
     )
     expected = generate(
         engine,
@@ -126,7 +132,7 @@ def test_samples_from_endpoint_equal_engine_samples(engine):
 )
 def test_invalid_generate_request_is_refused(engine, changed, message):
     _, serve = serving(engine)
-    arrays = request_arrays(unbegun(PROMPTS, 2), 2, OPTIONS, Enough(2))
+    arrays = build_generate_request(create_empty_samples(PROMPTS, 2), 2, OPTIONS, Enough(2))
     for name, value in changed.items():
         arrays[name] = np.array(
             value
@@ -149,12 +155,18 @@ def test_request_for_newer_weight_version_is_refused(engine):
             f"has weight version {served}, but the request requires version {served + 1} or newer"
         ),
     ):
-        serve(request_arrays(unbegun(PROMPTS, 2), 2, OPTIONS, weight_version=served + 1))
+        serve(
+            build_generate_request(
+                create_empty_samples(PROMPTS, 2), 2, OPTIONS, weight_version=served + 1
+            )
+        )
     assert (
         len(
-            serve(request_arrays(unbegun(PROMPTS, 2), 2, OPTIONS, weight_version=served))[
-                "responses"
-            ]
+            serve(
+                build_generate_request(
+                    create_empty_samples(PROMPTS, 2), 2, OPTIONS, weight_version=served
+                )
+            )["responses"]
         )
         == 4
     )
@@ -342,8 +354,8 @@ def test_server_carries_long_responses_over_to_next_request(generator):
     client, _ = generator
     prompts = [Prompt(number, "", torch.tensor([5])) for number in range(6)]
     options = SamplingOptions(200, stop_token_ids=(8, 9, 10))
-    whole = client.generate(unbegun(prompts, 2), 2, options).result()
-    samples, rounds = unbegun(prompts, 2), []
+    whole = client.generate(create_empty_samples(prompts, 2), 2, options).result()
+    samples, rounds = create_empty_samples(prompts, 2), []
     for complete in (2, 4, 6):
         samples = client.generate(samples, 2, options, Enough(complete)).result()
         rounds.append([len(sample.response) for sample in samples])
@@ -360,13 +372,15 @@ def test_server_syncs_weights_during_generation(generator):
         [Prompt(number, "", torch.tensor([5])) for number in range(48)],
         SamplingOptions(250),
     )
-    started = client.instance()
+    started = client.query_instance()
     assert client.control("version")["version"] == 1
     with pytest.raises(RemoteError) as refused:
-        client.generate(unbegun(prompts, 1), 1, options, weight_version=99).result()
+        client.generate(create_empty_samples(prompts, 1), 1, options, weight_version=99).result()
     assert refused.value.kind == "WeightsError"
     for version in range(2, 12):  # on a busy machine, the weights may arrive before the request
-        drawn = client.generate(unbegun(prompts, 1), 1, options, weight_version=version - 1)
+        drawn = client.generate(
+            create_empty_samples(prompts, 1), 1, options, weight_version=version - 1
+        )
         time.sleep(0.1)
         update(version)
         found = {
@@ -376,7 +390,7 @@ def test_server_syncs_weights_during_generation(generator):
         if found != {(version,)}:
             break
     assert found == {(version - 1, version)}
-    assert client.instance() == started
+    assert client.query_instance() == started
 
 
 @pytest.mark.parametrize(
@@ -399,8 +413,8 @@ def test_server_syncs_weights_during_generation(generator):
     ],
 )
 def test_invalid_weight_transfer_request_is_refused(request_, message):
-    generator = object.__new__(Generator)
+    generator = object.__new__(GeneratorRank)
     with pytest.raises(RequestError, match=message):
-        control_request(
+        parse_control_request(
             json.dumps(request_), {"connect": generator._connect, "receive": generator._receive}
         )

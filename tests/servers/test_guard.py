@@ -40,7 +40,7 @@ from aligner.servers.wire_protocol import (
     CRITIC_SAVE,
     CRITIC_TRAIN,
     REWARD_MODEL,
-    text_array,
+    encode_text,
 )
 from tests import other_user
 from tests.certificates import make_certificates
@@ -135,14 +135,14 @@ def test_grpc_without_key_serves_only_readiness(critic, key):
             ):
                 stranger.infer(spec, good(spec), 20)
         with pytest.raises(RemoteError, match="AccessError"):
-            stranger.infer(CONTROL, {"request": text_array('{"op": "shutdown"}')}, 20)
+            stranger.infer(CONTROL, {"request": encode_text('{"op": "shutdown"}')}, 20)
         stranger.check_ready(20)
     headers = {} if key is None else {GRPC_KEY_HEADER: key}
     with tritonclient.grpc.InferenceServerClient(f"127.0.0.1:{critic.endpoint.grpc}") as client:
         answers: queue.Queue = queue.Queue()
         client.start_stream(lambda result, error: answers.put((result, error)), headers=headers)
         shutdown = tritonclient.grpc.InferInput("request", [1], "BYTES")
-        shutdown.set_data_from_numpy(text_array('{"op": "shutdown"}'))
+        shutdown.set_data_from_numpy(encode_text('{"op": "shutdown"}'))
         # The client may have received the refusal already.
         with contextlib.suppress(InferenceServerException):
             client.async_stream_infer("control", [shutdown])

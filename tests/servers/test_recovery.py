@@ -91,8 +91,8 @@ def test_crashed_critic_applies_each_update_once(lost_critic, tmp_path):
         lost_critic()
         check_updates(client, expected, range(23, 30))
         client.finish_checkpoint()
-        client.keep([saving])
-        assert not journal.covers(19, 19) and journal.covers(20, 29)
+        client.set_recovery_points([saving])
+        assert not journal.has_updates(19, 19) and journal.has_updates(20, 29)
         direct = Connection("critic", role.endpoint, role.access)
         state = direct.control(10, "version")
         direct.close()
@@ -115,7 +115,7 @@ def test_crashed_critic_applies_each_update_once(lost_critic, tmp_path):
         ):
             client.start([saving, CriticState(9, 40)])
         client.start([saving])
-        assert not journal.covers(20, 20)
+        assert not journal.has_updates(20, 20)
         client.close()
     assert role.ranks[0].returncode == -signal.SIGKILL
 
@@ -125,8 +125,8 @@ def test_journal_keeps_requested_updates_and_reports_damage(tmp_path):
     journal = UpdateJournal(tmp_path)
     for number in range(5):
         journal.append(number, arrays)
-    journal.keep(1, 3)
-    assert [journal.covers(number, number) for number in range(5)] == [
+    journal.prune(1, 3)
+    assert [journal.has_updates(number, number) for number in range(5)] == [
         False,
         True,
         True,

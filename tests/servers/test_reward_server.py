@@ -130,7 +130,7 @@ def test_scorer_error_names_sample_and_fails_only_its_caller(client):
 
 def test_unscorable_prompt_is_retried_alone_and_skipped(client, caplog):
     rows = encode_pairs(("a", "1"), ("a", "22"), ("b", "1"), ("b", "67"), ("cd", "1"), ("cd", "22"))
-    scores = client.score(*rows, rows_apart=2).result()
+    scores = client.score(*rows, retry_batch_rows=2).result()
     assert scores[[0, 1, 4, 5]].tolist() == [101.0, 102.0, 201.0, 202.0]
     assert scores[2:4].isnan().all()
     assert (
@@ -138,7 +138,7 @@ def test_unscorable_prompt_is_retried_alone_and_skipped(client, caplog):
         and "for prompt 'b' and response '67'" in said
     )
     with pytest.raises(RemoteError, match="for prompt 'b' and response '67'"):
-        client.score(*encode_pairs(("b", "67")), rows_apart=1).result()
+        client.score(*encode_pairs(("b", "67")), retry_batch_rows=1).result()
 
 
 def test_long_scorer_error_is_shortened_in_the_middle(client):
@@ -154,7 +154,7 @@ def test_long_scorer_error_is_shortened_in_the_middle(client):
 def test_sentence_with_unknown_token_id_is_refused():
     # This vocabulary contains only the digits.
     limits = Limits(vocab_size=12, max_sequence_length=40)
-    served = scoring(ModelSource("tiny", TinyValueModel()), limits).endpoints(print)
+    served = scoring(ModelSource("tiny", TinyValueModel()), limits).create_endpoints(print)
     with pytest.raises(
         RequestError,
         match=r"sentences: row 1 has token id 12, allowed: 0 to 11 \(the model's vocabulary\)",
@@ -175,7 +175,7 @@ def test_sentences_are_tokenized_like_training_data(tmp_path):
         return {"rewards": torch.zeros(2)}
 
     model = ModelSource("tiny", TinyValueModel())
-    scoring(model, tokenizer=read_tokenizer(tmp_path)).endpoints(call)[REWARD_MODEL](
+    scoring(model, tokenizer=read_tokenizer(tmp_path)).create_endpoints(call)[REWARD_MODEL](
         {"sentences": np.array([[b"abc"], [b"a"]], dtype=object)}
     )
     assert asked[0]["tokens"].tolist() == [[1, 12, 13, 14], [1, 12, 0, 0]] and asked[0][

@@ -21,7 +21,7 @@ from aligner.servers.remote_client import (
     RemoteError,
     RewardClient,
     UnscoredError,
-    scores_in,
+    parse_scores,
 )
 from aligner.servers.wire_protocol import REWARD_MODEL
 from tests.servers.role_main import scoring
@@ -51,7 +51,7 @@ class Client(RewardClient):
     def scores(self, prompts: int):
         tokens = torch.arange(prompts).repeat_interleave(EACH)[:, None].repeat(1, 3)
         lengths = torch.full((prompts * EACH,), 3)
-        return self.score(tokens, lengths, torch.ones_like(lengths), rows_apart=EACH)
+        return self.score(tokens, lengths, torch.ones_like(lengths), retry_batch_rows=EACH)
 
 
 @pytest.fixture
@@ -69,8 +69,8 @@ def client():
 
 def test_reward_endpoint_answers_nan_for_an_abstention():
     source = TextSource("mine", lambda requests: [None, 2.0])
-    serve = scoring(source).endpoints(
-        lambda op, tensors, alone, **given: scoring(source).score(**tensors, **given)
+    serve = scoring(source).create_endpoints(
+        lambda op, tensors, is_unbatched, **given: scoring(source).score(**tensors, **given)
     )[REWARD_MODEL]
     sentences = np.array([[b"a"], [b"b"]], dtype=object)
     rewards = serve({"sentences": sentences})["rewards"]
@@ -80,9 +80,9 @@ def test_reward_endpoint_answers_nan_for_an_abstention():
 
 def test_client_distinguishes_abstention_from_failed_scoring(client):
     wire = {"rewards": np.array([[math.nan], [1.0]], dtype=np.float32)}
-    assert scores_in(wire).tolist() == [ABSTAINED, 1.0]
+    assert parse_scores(wire).tolist() == [ABSTAINED, 1.0]
     parts = wire | {"reward_parts": np.zeros((2, 2), dtype=np.float32)}
-    assert scores_in(parts).tolist() == [[ABSTAINED, 0.0, 0.0], [1.0, 0.0, 0.0]]
+    assert parse_scores(parts).tolist() == [[ABSTAINED, 0.0, 0.0], [1.0, 0.0, 0.0]]
 
     def answer(prompts):
         return refused_error("ScoringError") if 1 in prompts else [math.nan, 1.0]

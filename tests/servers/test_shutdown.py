@@ -28,8 +28,8 @@ from aligner.servers.wire_protocol import (
     CONTROL,
     CRITIC_INFER,
     CRITIC_TRAIN,
-    array_text,
-    text_array,
+    decode_text,
+    encode_text,
 )
 from aligner.triton_cleanup import kill_processes, remove_triton_files
 from tests.servers.bad_requests import good
@@ -80,8 +80,8 @@ def connection(role: RunningRole) -> Connection:
 
 def ask(server: Connection, op: str) -> dict[str, object]:
     return json.loads(
-        array_text(
-            server.infer(CONTROL, {"request": text_array(json.dumps({"op": op}))}, 20)["response"]
+        decode_text(
+            server.infer(CONTROL, {"request": encode_text(json.dumps({"op": op}))}, 20)["response"]
         )
     )
 

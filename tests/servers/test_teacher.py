@@ -11,12 +11,12 @@ import torch
 
 from aligner.config.compose import compose_config
 from aligner.data.model_directory import prepare_model
-from aligner.data.types import TaughtTokens
+from aligner.data.types import TeacherTopK
 from aligner.errors import ConfigError
 from aligner.schema.teacher_sources import TeacherSource, teacher_shares
 from aligner.servers.rank_commands import Command
 from aligner.servers.remote_client import RemoteError, TeacherClient
-from aligner.servers.teacher_server import Teacher, serve_teacher
+from aligner.servers.teacher_server import TeacherRank, serve_teacher
 from aligner.servers.validation import Limits, validate
 from aligner.servers.wire_protocol import TEACHER_LOGPROBS, RequestError
 from tests.megatron.jobs import TEMPERATURE
@@ -98,13 +98,13 @@ def test_top_k_logprobs_of_tp2_teacher_equal_transformers(server, directory):
             temperature=TEMPERATURE,
             top_k=count,
         )
-        taught = TaughtTokens.unpacked(client.logprobs(TOKENS, LENGTHS, PROMPTS, [{}] * 3).result())
+        taught = TeacherTopK.unpack(client.logprobs(TOKENS, LENGTHS, PROMPTS, [{}] * 3).result())
         client.close()
         count = min(count, 72)
         best = expected.topk(count)
         assert taught.ids.dtype == torch.int32 and taught.ids.shape == (3, 11, count)
         assert torch.equal(taught.ids[inside].long(), best.indices[inside])
-        assert not taught.packed()[~inside].any()
+        assert not taught.pack()[~inside].any()
         torch.testing.assert_close(
             taught.outcomes[inside][:, :-1], best.values[inside], rtol=1e-4, atol=1e-4
         )
@@ -198,8 +198,8 @@ class Successors:
 
 @pytest.mark.promise("teacher-server-logprobs")
 def test_joined_requests_get_individual_answers():
-    handler = Teacher([Successors()], ONE, 72).logprobs  # type: ignore[list-item]
-    join = handler.join  # type: ignore[attr-defined]
+    handler = TeacherRank([Successors()], ONE, 72).logprobs  # type: ignore[list-item]
+    join = handler.batcher  # type: ignore[attr-defined]
     widths = (5, 9, 6)
     commands = [
         Command(
@@ -208,7 +208,7 @@ def test_joined_requests_get_individual_answers():
         )
         for width in widths
     ]
-    whole = join.joined(commands)
+    whole = join.batch(commands)
     parts = join.split(handler(**whole.tensors, **whole.arguments), commands)
     for part, command in zip(parts, commands, strict=True):
         assert torch.equal(part, handler(**command.tensors))
@@ -216,12 +216,12 @@ def test_joined_requests_get_individual_answers():
 
 
 def test_requests_with_different_temperatures_are_not_joined():
-    join = Teacher([Successors()], ONE, 72).logprobs.join  # type: ignore[list-item, attr-defined]
+    join = TeacherRank([Successors()], ONE, 72).logprobs.batcher  # type: ignore[list-item, attr-defined]
     tensors = {"tokens": torch.ones(1, 3, dtype=torch.int64), "lengths": torch.tensor([3])}
     warm, cold = (
         Command("teacher_logprobs", tensors, {"temperature": value}) for value in (1.0, 0.5)
     )
-    assert join.kind(warm) != join.kind(cold)
+    assert join.batch_key(warm) != join.batch_key(cold)
 
 
 def test_teacher_with_different_tokenizer_is_refused(tmp_path, directory):
@@ -264,7 +264,7 @@ def test_teacher_shares_follow_task_and_weights():
 
 def test_mixture_is_weighted_mean_and_skips_unassigned_rows():
     models = [Scaled(1.0), Scaled(10.0)]
-    handler = Teacher(models, SEVERAL, 72).logprobs  # type: ignore[arg-type]
+    handler = TeacherRank(models, SEVERAL, 72).logprobs  # type: ignore[arg-type]
     tokens, lengths, prompts = (
         torch.arange(15).view(3, 5),
         torch.tensor([5, 4, 5]),
@@ -287,14 +287,16 @@ def test_prompt_task_selects_teacher_over_the_wire(client, directory):
 
 
 def test_prompt_without_teacher_is_refused():
-    serve = Teacher([], SEVERAL[1:], 72).endpoints(lambda *_, **__: None)[TEACHER_LOGPROBS]  # type: ignore[arg-type, return-value]
+    serve = TeacherRank([], SEVERAL[1:], 72).create_endpoints(lambda *_, **__: None)[
+        TEACHER_LOGPROBS
+    ]  # type: ignore[arg-type, return-value]
     arrays = {"tokens": TOKENS[:1].numpy(), "sequence_lengths": LENGTHS[:1, None].numpy()}
     with pytest.raises(RequestError, match="no teacher for a prompt with task=None"):
         serve(arrays)
 
 
 def test_top_k_of_row_with_several_teachers_is_refused():
-    serve = Teacher([], SEVERAL, 72).endpoints(lambda *_, **__: None)[TEACHER_LOGPROBS]  # type: ignore[arg-type, return-value]
+    serve = TeacherRank([], SEVERAL, 72).create_endpoints(lambda *_, **__: None)[TEACHER_LOGPROBS]  # type: ignore[arg-type, return-value]
     arrays = {
         "tokens": TOKENS[:1].numpy(),
         "sequence_lengths": LENGTHS[:1, None].numpy(),
@@ -307,8 +309,8 @@ def test_top_k_of_row_with_several_teachers_is_refused():
 
 def test_top_k_logprobs_survive_packing():
     ids = torch.tensor([[[2**24 - 1, 3], [0, 49151]]], dtype=torch.int32)
-    taught = TaughtTokens(torch.randn(1, 2), ids, torch.randn(1, 2, 3))
-    found = TaughtTokens.unpacked(taught.packed())
+    taught = TeacherTopK(torch.randn(1, 2), ids, torch.randn(1, 2, 3))
+    found = TeacherTopK.unpack(taught.pack())
     assert torch.equal(found.ids, ids) and found.ids.dtype == torch.int32
     assert torch.equal(found.logprobs, taught.logprobs) and torch.equal(
         found.outcomes, taught.outcomes

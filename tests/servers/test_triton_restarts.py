@@ -16,7 +16,7 @@ from aligner.errors import AlignerError
 from aligner.schema import PortsConfig
 from aligner.servers.critic_client import CriticClient, RunId, UpdateJournal
 from aligner.servers.restart_budget import RestartBudget
-from aligner.servers.triton_host import TritonHost, _triton_arguments, _write_model
+from aligner.servers.triton_host import TritonHost, _build_triton_arguments, _write_model
 from tests.servers.roles import RunningRole
 from tests.servers.test_recovery import Expected, check_updates
 
@@ -89,7 +89,7 @@ def test_triton_arguments_keep_spaces_in_paths():
         def server_args(self) -> dict[str, object]:
             return {"log-file": "/a run/x.log", "backend-config": ["a,b=c", "d"], "load-model": "*"}
 
-    assert _triton_arguments(ServerConfig()) == [
+    assert _build_triton_arguments(ServerConfig()) == [
         "--disable-auto-complete-config",
         "--pinned-memory-pool-byte-size=0",
         "--log-file=/a run/x.log",
@@ -110,7 +110,7 @@ def test_request_queued_before_triton_restart_is_cancelled():
         return tensors
 
     async def restart_triton() -> None:
-        answer = host._answering(serve, concurrent=1)
+        answer = host._create_infer_function(serve, concurrent=1)
         requests = [asyncio.create_task(answer([{"number": number}])) for number in (1, 2)]
         await asyncio.to_thread(begun.wait, 30)
 

@@ -15,14 +15,14 @@ from aligner.servers.triton_host import TritonHost
 
 def test_exit_code_of_each_crashed_start_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTriton reports the exit of Triton a moment after Triton's process has ended."""
-    monkeypatch.setattr(triton_host, "_triton_processes", list)
+    monkeypatch.setattr(triton_host, "_list_triton_processes", list)
     host = TritonHost("127.0.0.1", PortsConfig(), 16)
     host._triton = MagicMock()  # PyTriton, which would start tritonserver
     crash = (None, False, -signal.SIGABRT)
 
     for _ in range(2):
         host._run_triton()
-        report = threading.Timer(0.05, host._note_triton_exit, crash)
+        report = threading.Timer(0.05, host._record_triton_exit, crash)
         report.start()
-        assert host._may_start_again(is_late=False)
+        assert host._should_retry_start(is_late=False)
         report.join()

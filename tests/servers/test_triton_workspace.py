@@ -17,7 +17,7 @@ def test_workspace_moves_to_tmp_if_home_path_is_unusable(
 ) -> None:
     home = tmp_path / name
     monkeypatch.setattr("pytriton.constants.PYTRITON_HOME", home)
-    monkeypatch.setattr("aligner.servers.triton_host._LONGEST", len(str(tmp_path)) + 20)
+    monkeypatch.setattr("aligner.servers.triton_host._MAX_PATH_LENGTH", len(str(tmp_path)) + 20)
     workspace = create_workspace()
     try:
         assert workspace.path.is_relative_to(home if name == "plain" else Path("/tmp"))

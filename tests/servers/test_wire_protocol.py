@@ -16,7 +16,7 @@ from aligner.data.types import Sample
 from aligner.engines.engine_protocol import SamplingOptions
 from aligner.placement.addresses import Endpoint
 from aligner.servers import remote_client, wire_protocol
-from aligner.servers.generator_client import request_arrays
+from aligner.servers.generator_client import build_generate_request
 from aligner.servers.remote_client import Connection, RefusedError, TransportError
 from aligner.servers.validation import Limits, validate
 from aligner.servers.wire_protocol import (
@@ -29,7 +29,7 @@ from aligner.servers.wire_protocol import (
     TEACHER_LOGPROBS,
     EndpointError,
     RequestError,
-    told_error,
+    parse_error,
 )
 from tests.servers.bad_requests import REFUSED, REFUSED_BY_TRITON, good, spoil
 
@@ -65,7 +65,7 @@ def test_every_request_tensor_has_a_wire_dtype():
     assert GENERATE in endpoints
     assert {
         spec.dtype for endpoint in endpoints for spec in endpoint.inputs
-    } <= remote_client._DATATYPES.keys()
+    } <= remote_client._TRITON_DATATYPES.keys()
 
 
 def test_episode_round_trips_and_bad_branches_are_refused():
@@ -97,14 +97,14 @@ def test_episode_round_trips_and_bad_branches_are_refused():
     begun = [
         Sample(4, at, torch.tensor([7, 8]), 2, none, none.long(), "unfinished") for at in range(4)
     ]
-    taken = wire_protocol.with_responses(begun, wire_protocol.response_tensors(samples))
+    taken = wire_protocol.responses_from_tensors(begun, wire_protocol.responses_to_tensors(samples))
     for one, other in zip(samples, taken, strict=True):
         assert torch.equal(one.tokens, other.tokens) and one.finish_reason == other.finish_reason
         assert torch.equal(one.weight_versions, other.weight_versions) and len(one.branches) == len(
             other.branches
         )
         assert one.prompt_length == other.prompt_length and torch.equal(
-            other.asked, torch.tensor([7, 8])
+            other.initial_prompt, torch.tensor([7, 8])
         )
         if one.drawn is not None and one.rewards is not None:
             assert other.drawn is not None and other.rewards is not None
@@ -115,10 +115,10 @@ def test_episode_round_trips_and_bad_branches_are_refused():
         torch.equal(taken[1].branches[1].tokens, branch.tokens)
         and taken[3].finish_reason == "unfinished"
     )
-    request = request_arrays(taken, 4, SamplingOptions(8), weight_version=1)
+    request = build_generate_request(taken, 4, SamplingOptions(8), weight_version=1)
     validate(GENERATE, request, LIMITS)
     arrays = {name: torch.tensor(array) for name, array in request.items() if name != "options"}
-    assert [len(each.branches) for each in wire_protocol.with_responses(begun, arrays)] == [
+    assert [len(each.branches) for each in wire_protocol.responses_from_tensors(begun, arrays)] == [
         0,
         2,
         0,
@@ -162,14 +162,14 @@ def test_agent_prompt_replaces_requested_prompt():
     )
     longer = replace(plain, sample_index=1, tokens=torch.tensor([1, 2, 3, 9]), prompt_length=3)
     begun = [Sample(4, at, prompt, 2, none, none.long(), "unfinished") for at in range(2)]
-    taken = wire_protocol.with_responses(
-        begun, wire_protocol.response_tensors([plain, longer], [prompt, prompt])
+    taken = wire_protocol.responses_from_tensors(
+        begun, wire_protocol.responses_to_tensors([plain, longer], [prompt, prompt])
     )
     assert [sample.prompt_length for sample in taken] == [2, 3]
     assert torch.equal(taken[0].tokens, plain.tokens) and torch.equal(
         taken[1].tokens, longer.tokens
     )
-    assert "read" not in wire_protocol.response_tensors([plain, plain], [prompt, prompt])
+    assert "read" not in wire_protocol.responses_to_tensors([plain, plain], [prompt, prompt])
 
 
 def test_invalid_kept_ids_or_expert_routing_is_refused():
@@ -215,7 +215,11 @@ def test_expert_routing_is_valid_with_longer_unstarted_prompt():
     begun = Sample(0, 0, torch.arange(5), 3, torch.zeros(2), torch.zeros(2).long(), "unfinished")
     begun = replace(begun, routes=torch.zeros(4, 2, 2, dtype=torch.uint8))
     waiting = Sample(1, 0, torch.arange(20), 20, none, none.long(), "unfinished")
-    validate(GENERATE, request_arrays([begun, waiting], 1, SamplingOptions(8, routes=True)), LIMITS)
+    validate(
+        GENERATE,
+        build_generate_request([begun, waiting], 1, SamplingOptions(8, routes=True)),
+        LIMITS,
+    )
 
 
 def test_required_tensors_equal_nemo_aligner_tensors():
@@ -249,25 +253,25 @@ def test_error_is_parsed_from_triton_traceback():
         "Model execute error: Traceback…\naligner.servers.wire_protocol.EndpointError:"
         f" {error}\n\n\nAt:\n  model.py(501)\n"
     )
-    assert told_error(wrapped) == (
+    assert parse_error(wrapped) == (
         "RequestError",
         'two\nlines with "quotes" and EndpointError: in it',
     )
-    assert told_error("unexpected inference input") == ("Triton", "unexpected inference input")
+    assert parse_error("unexpected inference input") == ("Triton", "unexpected inference input")
 
 
 @pytest.mark.parametrize("message", ["ä" * 50_000, "\x01" * 50_000, "\\" * 50_000])
 def test_long_error_is_shortened_in_the_middle(message):
     error = EndpointError(RequestError(f"begin {message} end"))
     assert len(str(error).encode()) < 1600
-    kind, told = told_error(f"EndpointError: {error}\n\nAt:")
+    kind, told = parse_error(f"EndpointError: {error}\n\nAt:")
     assert kind == "RequestError"
     assert re.fullmatch(r"begin .* … \d{5} characters omitted … .* end", told, re.DOTALL)
 
 
 def test_error_with_invalid_unicode_is_escaped():
     error = EndpointError(RequestError("op \ud800"))
-    assert told_error(f"EndpointError: {error}") == ("RequestError", r"op \ud800")
+    assert parse_error(f"EndpointError: {error}") == ("RequestError", r"op \ud800")
 
 
 def test_request_above_token_or_text_limit_is_refused():
@@ -302,7 +306,7 @@ def test_request_above_token_or_text_limit_is_refused():
 )
 def test_triton_internal_failure_is_transport_error(message):
     connection = Connection("critic", Endpoint("host", 1, 2, 3))
-    error = connection._told(
+    error = connection._to_remote_error(
         CRITIC_INFER, InferenceServerException(message, status="StatusCode.INTERNAL"), 1.0
     )
     assert isinstance(error, TransportError)
@@ -314,7 +318,7 @@ def test_endpoint_error_wrapped_by_triton_is_refused_error():
     message = (
         f"Model execute error: Traceback ...\naligner.servers.wire_protocol.EndpointError: {told}"
     )
-    error = connection._told(
+    error = connection._to_remote_error(
         CRITIC_INFER, InferenceServerException(message, status="StatusCode.INTERNAL"), 1.0
     )
     assert (

@@ -126,7 +126,7 @@ def test_asynchronous_episodes_do_not_depend_on_timing(beside: Finished, tmp_pat
         }
     )
     assert any(
-        sample.finish_reason == "unfinished" and sample.drawn_count < len(sample.response)
+        sample.finish_reason == "unfinished" and sample.generated_token_count < len(sample.response)
         for sample in unfinished_samples
     )
     slower = ("environment.arguments.delay_s=0.2", "+environment.arguments.spread=3")

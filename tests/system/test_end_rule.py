@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from aligner.launcher.status import read_status
-from aligner.paths import complete_steps
+from aligner.paths import find_complete_steps
 from benchmarks.runs import checkpoint_differences, repeatable, run_to_end
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -35,7 +35,7 @@ def test_run_ends_at_target_and_continues_without_it(tmp_path: Path) -> None:
         f" run.end_at=reward/mean:{TARGET}"
     )
     assert f"\n{why}\n" in run.out and why in run.paths.log("trainer", 0).read_text()
-    assert complete_steps(run.paths.checkpoints) == [last]
+    assert find_complete_steps(run.paths.checkpoints) == [last]
     status = read_status(run.paths.root)
     assert (status.state, status.resumable, status.exit_code, status.note) == (
         "finished",

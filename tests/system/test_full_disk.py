@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from aligner.paths import complete_steps
+from aligner.paths import find_complete_steps
 from benchmarks.runs import Launch, checkpoint_differences, repeatable, run_to_end
 from tests.small_disk import small_disk
 
@@ -41,7 +41,7 @@ def test_full_disk_stops_the_run_and_it_resumes(tmp_path: Path) -> None:
             run.report()
         )
         assert "Traceback" not in run.error, run.report()
-        complete = complete_steps(run.paths.checkpoints)
+        complete = find_complete_steps(run.paths.checkpoints)
         assert complete and complete[-1] < STEPS, "the disk was to be full after some checkpoints"
         disk.enlarge("200m")
         resumed = run_to_end(directory, *given, "run.resume=true", experiment=EXPERIMENT)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from aligner.observability.sample_files import read_samples, sample_steps
-from aligner.paths import complete_steps
+from aligner.paths import find_complete_steps
 from benchmarks.faults import BESIDE
 from benchmarks.runs import Finished, Launch, run_to_end
 from tests.system.test_agents import OVERRIDES as EPISODES
@@ -77,7 +77,7 @@ def test_repeatedly_killed_run_stores_each_sample_once(name: str, tmp_path: Path
         launch.wait_for_step(4, 300)
         time.sleep(0.05)  # the trainer is writing a checkpoint
         launch.rank("trainer", 0).send_signal(signal.SIGKILL)
-    done = complete_steps(killed / "checkpoints")
+    done = find_complete_steps(killed / "checkpoints")
     assert set(range(1, max(done, default=0) + 1)) <= set(sample_steps(killed))
     run = run_to_end(killed, *overrides, *COMMON, "run.resume=auto", experiment=experiment)
     assert run.code == 0, run.report()

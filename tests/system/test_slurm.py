@@ -21,7 +21,7 @@ from aligner.config.compose import compose_config, load_config, save_config
 from aligner.launcher.slurm.submit import render_script
 from aligner.launcher.status import read_status
 from aligner.observability.metrics import read_metrics
-from aligner.paths import RunPaths, complete_steps
+from aligner.paths import RunPaths, find_complete_steps
 from benchmarks.runs import REPOSITORY, checkpoint_differences, repeatable
 from tests.slurm_cluster import NODES, SlurmCluster, why_not
 
@@ -91,7 +91,7 @@ class Job:
     def wait_for_checkpoint(self) -> None:
         """Wait until a checkpoint is complete; it is written while the next steps run."""
         deadline = time.monotonic() + _TIMEOUT_S
-        while not complete_steps(self.paths.checkpoints):
+        while not find_complete_steps(self.paths.checkpoints):
             assert time.monotonic() < deadline, self.log
             time.sleep(0.05)
 
@@ -357,7 +357,7 @@ allocation = read_allocation(layout)
 look = "import os; from aligner.launcher.rank_environment import adopt_environment; adopt_environment()"
 look += "; print(os.environ['CUDA_VISIBLE_DEVICES'])"
 for role, ranks in (("trainer", 2), ("critic", 2)):
-    place, nodes = layout.places[role], allocation.nodes[role]
+    place, nodes = layout.placements[role], allocation.nodes[role]
     command = srun_command(config, role, place, nodes, ranks, None, role, [sys.executable, "-c", look])
     world = task_environment(ranks, place.ranks_per_node, nodes.address, 1, 1)
     subprocess.run(command, env={**os.environ, **world, **configured_environment(config, role, place)}, check=True)

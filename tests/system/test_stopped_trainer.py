@@ -17,7 +17,7 @@ import pytest
 
 from aligner.config.compose import load_config, save_config
 from aligner.observability.metrics import read_metrics
-from aligner.paths import RunPaths, complete_steps
+from aligner.paths import RunPaths, find_complete_steps
 from benchmarks.runs import REPOSITORY, checkpoint_differences, repeatable, run_to_end
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
@@ -100,7 +100,7 @@ def test_fenced_trainer_writes_nothing(
         assert reached < STEPS - 10
         with trainer(paths) as new:
             # The new trainer has removed the checkpoints of the old trainer.
-            wait_for(lambda: min(complete_steps(paths.checkpoints)) > reached, new)
+            wait_for(lambda: min(find_complete_steps(paths.checkpoints)) > reached, new)
             old.send_signal(signal.SIGCONT)
             error = old.communicate(timeout=60)[1]
             assert new.communicate(timeout=60) and new.returncode == 0
@@ -110,6 +110,6 @@ def test_fenced_trainer_writes_nothing(
         and "Traceback" not in error
     )
     assert repeatable(read_metrics(paths.metrics)) == repeatable(expected.metrics)
-    assert complete_steps(paths.checkpoints) == [STEPS - 4, STEPS - 2, STEPS]
+    assert find_complete_steps(paths.checkpoints) == [STEPS - 4, STEPS - 2, STEPS]
     assert checkpoint_differences(expected.paths, paths, STEPS, "policy") == []
     assert not [path for path in paths.root.rglob("*") if path.name.endswith(".tmp")]

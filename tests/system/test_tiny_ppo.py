@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 from aligner.data.model_directory import check_model_directory
 from aligner.errors import RESUMABLE
 from aligner.observability.metrics import read_records
-from aligner.paths import complete_steps
+from aligner.paths import find_complete_steps
 from benchmarks.fault_draws import GROUPS, random_faults
 from benchmarks.faults import flip_bit, run_disturbed
 from benchmarks.runs import (
@@ -263,7 +263,7 @@ def test_killed_run_resumes_from_timed_checkpoint(undisturbed: Finished, tmp_pat
     )
     with Launch(directory, *given) as launch:
         launch.wait_for_step(3)
-    saved, before = complete_steps(launch.paths.checkpoints), launch.paths.metrics.read_text()
+    saved, before = find_complete_steps(launch.paths.checkpoints), launch.paths.metrics.read_text()
     assert saved[-1] >= 1  # complete before the next step's metrics are written
     again = run_to_end(directory, *given)
     assert again.metrics[0] == json.loads(before.splitlines()[0]), (

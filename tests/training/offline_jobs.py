@@ -14,9 +14,9 @@ from torch import Tensor
 
 from aligner.data.examples import Demonstration, LabeledAnswer, LabeledSteps, Preference, RunData
 from aligner.data.prompts import ExampleStream
-from aligner.data.teacher_scores import TeacherScores, complete, part_name, write_part
+from aligner.data.teacher_scores import TeacherScores, part_name, write_index, write_part
 from aligner.data.tokenizer import Tokenizer
-from aligner.data.types import TaughtTokens
+from aligner.data.types import TeacherTopK
 from aligner.errors import STOP_SIGNAL
 from aligner.megatron import world as worlds
 from aligner.megatron.value_model import build_reward_model
@@ -37,7 +37,7 @@ from aligner.schema import (
     RunConfig,
     TeacherConfig,
 )
-from aligner.servers.reward_server import build_scoring
+from aligner.servers.reward_server import build_reward_rank
 from aligner.training.offline import OfflineTrainer, TeacherScorer, demonstration_rows
 from aligner.training.setup import build_task, build_trainer
 from tests.megatron.jobs import Slices, gradients, slices
@@ -75,7 +75,7 @@ def examples(task: str) -> list[Any]:
             demonstration = answered(prompt, 9 - index)
             # Some are conversations with other turns between the learned tokens.
             learned = torch.arange(demonstration.tokens.numel()) % 3 != 0 if index % 2 else None
-            made.append(replace(demonstration, learned=learned))
+            made.append(replace(demonstration, response_mask=learned))
         elif task == "kto":
             made.append(LabeledAnswer(answered(prompt, 2 + index), is_desirable=index % 3 == 0))
         elif task == "steps":
@@ -95,7 +95,7 @@ def examples(task: str) -> list[Any]:
 def teacher_logits(made: Sequence[Demonstration]) -> Tensor:
     """Return random teacher logits of all learned tokens, float64 [M, V]."""
     generator = torch.Generator().manual_seed(21)
-    count = sum(int(each.is_learned.sum()) for each in made)
+    count = sum(int(each.loss_mask.sum()) for each in made)
     return 2 * torch.randn(count, VOCABULARY, generator=generator, dtype=torch.float64)
 
 
@@ -107,7 +107,7 @@ def with_scores(
     logprobs, ids = every.topk(5)
     rest = every.scatter(-1, ids, -torch.inf).logsumexp(-1, keepdim=True)
     rows = demonstration_rows(made, pad_token_id=0)
-    taught = TaughtTokens(
+    taught = TeacherTopK(
         torch.zeros(rows.mask.shape),
         torch.zeros(*rows.mask.shape, 5).int(),
         torch.zeros(*rows.mask.shape, 6),
@@ -119,9 +119,9 @@ def with_scores(
     directory.mkdir(parents=True)
     write_part(directory / part_name(1, 1), rows, taught)
     (directory / "teacher.json").write_text("{}")
-    complete(directory, 1, 5, vocabulary, directory / "teacher.json")
+    write_index(directory, 1, 5, vocabulary, directory / "teacher.json")
     scores = TeacherScores(directory)
-    return [replace(each, taught=scores.find(each.tokens, each.is_learned)) for each in made]
+    return [replace(each, teacher_row=scores.find(each.tokens, each.loss_mask)) for each in made]
 
 
 def configuration(
@@ -200,7 +200,7 @@ def served_scores(directory: str, answers: Sequence[Demonstration]) -> list[floa
         model=ModelConfig(path=directory),
         reward=RewardConfig(kind="model", path=directory, micro_batch_tokens=32),
     )
-    scoring = build_scoring(config, lambda path: build_reward_model(config, path, world))
+    scoring = build_reward_rank(config, lambda path: build_reward_model(config, path, world))
     rows = demonstration_rows(answers, pad_token_id=0)
     prompts = torch.tensor([answer.prompt_length for answer in answers])
     scores = scoring.score(rows.tokens, rows.lengths, prompts)["rewards"].tolist()
@@ -263,6 +263,6 @@ def score(
     before = trainer.resume(())
     trainer.run()
     rows = demonstration_rows(made, pad_token_id=0)
-    taught = trainer.model.taught(rows.tokens, rows.lengths, 5, VOCABULARY, mask=rows.mask)
+    taught = trainer.model.top_k_logprobs(rows.tokens, rows.lengths, 5, VOCABULARY, mask=rows.mask)
     worlds.shutdown()
     return trainer.stop.last - before, taught.ids[rows.mask], taught.outcomes[rows.mask]

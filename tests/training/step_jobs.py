@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from aligner.config.compose import compose_config
-from aligner.data import claim
-from aligner.data.claim import take_run, write_as
+from aligner.data import fencing
+from aligner.data.fencing import claim_run, set_writer_claim
 from aligner.data.model_directory import prepare_model
 from aligner.data.prompts import open_prompts
 from aligner.data.tokenizer import Tokenizer
@@ -85,7 +85,7 @@ def _reset_claim_afterwards(job: Callable[P, T]) -> Callable[P, T]:
         try:
             return job(*args, **kwargs)
         finally:
-            claim._own = None
+            fencing._writer_claim = None
 
     return run
 
@@ -108,7 +108,7 @@ def critic_warmup(
     tokenizer = Tokenizer(prepare_model(config))
     world = worlds.initialize(config.actor.parallel, config.seed, timeout_s=120)
     if world.rank == 0:
-        write_as(config, take_run(config))
+        set_writer_claim(config, claim_run(config))
     critic: Any = _CountingCritic()
     reward: Any = _EvenTokens()
     reward.wait_ready = critic.wait_ready
@@ -176,7 +176,7 @@ def steps(overrides: list[str], count: int) -> list[dict[str, float]]:
     config = compose_config(overrides)
     prepare_model(config)
     tokenizer = Tokenizer(prepare_model(config))
-    write_as(config, take_run(config))
+    set_writer_claim(config, claim_run(config))
     world = worlds.initialize(config.actor.parallel, config.seed, timeout_s=120)
     teacher = _Halves() if config.has_teacher else None
     services: Any = Services(None, _EvenTokens(), teacher=teacher)  # type: ignore[arg-type]

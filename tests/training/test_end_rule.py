@@ -8,7 +8,7 @@ import pytest
 
 from aligner.errors import AlignerError
 from aligner.observability.metrics import read_metrics
-from aligner.paths import RunPaths, early_end
+from aligner.paths import RunPaths, read_early_end
 from aligner.schema import CheckpointConfig, Config, RunConfig
 from aligner.training.end_rule import EndRule
 from tests.training import loop_jobs
@@ -118,7 +118,7 @@ def evaluated(root: Path) -> list[int]:
 def test_ended_run_evaluates_and_saves_last_step(pool: WorkerPool, tmp_path: Path) -> None:
     assert scripted(pool, tmp_path, end_kl=0.45) == [1, 2, 3, 4, 5, 6]
     assert (
-        early_end(RunPaths(tmp_path))
+        read_early_end(RunPaths(tmp_path))
         == "ended after step 6: kl/reference 0.5 is above run.end_kl=0.45"
     )
     assert (
@@ -131,7 +131,7 @@ def test_ended_run_evaluates_and_saves_last_step(pool: WorkerPool, tmp_path: Pat
 
 def test_run_below_its_bounds_completes_all_steps(pool: WorkerPool, tmp_path: Path) -> None:
     assert scripted(pool, tmp_path, end_kl=5.0, end_at="eval/score:0.95") == list(range(1, 11))
-    assert early_end(RunPaths(tmp_path)) is None
+    assert read_early_end(RunPaths(tmp_path)) is None
 
 
 def test_initial_policy_sets_baseline_but_ends_no_run(pool: WorkerPool, tmp_path: Path) -> None:
@@ -149,25 +149,25 @@ def test_stopped_run_ends_at_the_same_step(
     for stop in stops:
         given = {"resume": "auto"} if told else {"resume": "auto", "stop_after": stop}
         steps += scripted(pool, tmp_path, stop if told else None, **given, **WITHOUT_GAIN)
-        assert early_end(RunPaths(tmp_path)) is None
+        assert read_early_end(RunPaths(tmp_path)) is None
     steps += scripted(pool, tmp_path, resume="auto", **WITHOUT_GAIN)
     assert steps == list(range(1, 10))
     reason = "eval/score has not improved since the value 0.5 (run.end_without_gain=2)"
-    assert early_end(RunPaths(tmp_path)) == f"ended after step 9: {reason}"
+    assert read_early_end(RunPaths(tmp_path)) == f"ended after step 9: {reason}"
 
 
 def test_run_stopped_before_evaluation_ends_on_resume(pool: WorkerPool, tmp_path: Path) -> None:
     assert scripted(pool, tmp_path, 9, **WITHOUT_GAIN) == list(range(1, 10))
-    assert evaluated(tmp_path) == [0, 3, 6] and early_end(RunPaths(tmp_path)) is None
+    assert evaluated(tmp_path) == [0, 3, 6] and read_early_end(RunPaths(tmp_path)) is None
     assert scripted(pool, tmp_path, resume="true", **WITHOUT_GAIN) == []
-    assert evaluated(tmp_path) == [0, 3, 6, 9] and early_end(RunPaths(tmp_path)) is not None
+    assert evaluated(tmp_path) == [0, 3, 6, 9] and read_early_end(RunPaths(tmp_path)) is not None
 
 
 def test_ended_run_resumes_only_with_another_key(pool: WorkerPool, tmp_path: Path) -> None:
     assert scripted(pool, tmp_path, end_at="eval/score:0.5") == [1, 2, 3]
-    why = early_end(RunPaths(tmp_path))
+    why = read_early_end(RunPaths(tmp_path))
     assert why == "ended after step 3: eval/score 0.5 has reached run.end_at=eval/score:0.5"
     assert scripted(pool, tmp_path, resume="true", end_at="eval/score:0.5") == []
-    assert early_end(RunPaths(tmp_path)) == why
+    assert read_early_end(RunPaths(tmp_path)) == why
     assert scripted(pool, tmp_path, resume="true") == list(range(4, 11))
-    assert early_end(RunPaths(tmp_path)) is None
+    assert read_early_end(RunPaths(tmp_path)) is None

@@ -11,7 +11,7 @@ import torch
 
 from aligner.data.model_directory import read_shape
 from aligner.data.prompts import open_evaluation_prompts
-from aligner.data.tokenizer import Tokenizer, character_tokenizer
+from aligner.data.tokenizer import Tokenizer, build_character_tokenizer
 from aligner.errors import ConfigError
 from aligner.schema import Config, DataConfig, EvaluationConfig
 from aligner.schema.evaluation_suites import Suite, evaluation_suites
@@ -26,7 +26,7 @@ PROMPTS = ["abc", "hello", "1+1="]
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = save_llama(tmp_path_factory.mktemp("llama"), tied=True)
-    character_tokenizer(read_shape(directory)).save(str(directory / "tokenizer.json"))
+    build_character_tokenizer(read_shape(directory)).save(str(directory / "tokenizer.json"))
     return directory
 
 

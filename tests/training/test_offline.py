@@ -17,7 +17,7 @@ from aligner.data.checkpoint_files import CheckpointReader
 from aligner.data.examples import Demonstration, LabeledSteps
 from aligner.data.export import export, find_source
 from aligner.data.model_directory import read_shape
-from aligner.data.tokenizer import character_tokenizer
+from aligner.data.tokenizer import build_character_tokenizer
 from aligner.models.model_source import NORMALIZATION
 from aligner.observability.metrics import read_metrics
 from aligner.paths import RunPaths
@@ -49,7 +49,7 @@ Found = dict[str, dict[str, Any]]
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = save_llama(tmp_path_factory.mktemp("llama"), tied=True)
-    character_tokenizer(read_shape(directory)).save(str(directory / "tokenizer.json"))
+    build_character_tokenizer(read_shape(directory)).save(str(directory / "tokenizer.json"))
     return directory
 
 
@@ -67,7 +67,7 @@ def pad_rows(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
 def learned_places(answer: Demonstration) -> Tensor:
     """Return the positions of the learned tokens, int64 [R]."""
     places = torch.arange(answer.prompt_length, len(answer.tokens))
-    return places if answer.learned is None else places[answer.learned[places]]
+    return places if answer.response_mask is None else places[answer.response_mask[places]]
 
 
 def answer_logprobs(model: Any, answers: list[Demonstration]) -> Tensor:
@@ -376,7 +376,7 @@ def test_served_reward_model_keeps_normalization(
     export(find_source(paths.root), tmp_path / "model")
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model").eval()
     trained = CheckpointReader(paths.checkpoint(4, "reward_model"))
-    assert torch.equal(model.score.weight, trained.whole("score.weight"))
+    assert torch.equal(model.score.weight, trained.read_weight("score.weight"))
     normalizer = RewardNormalizer(**json.loads((tmp_path / "model" / NORMALIZATION).read_text()))
     # The stream contains all answers except those of the held-out pairs.
     stream = offline_jobs.run_data(examples("reward_model"), held_out=2, shuffle=True).examples

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from aligner.algorithms.selections import all_pairs, kept_responses
+from aligner.algorithms.selections import all_pairs, rejection_sampled_rows
 from aligner.config.compose import compose_config
 from aligner.data.examples import open_demonstrations, open_preferences
 from aligner.data.model_directory import prepare_model
@@ -168,8 +168,8 @@ def test_sampled_pair_is_read_with_same_tokens(llama, tmp_path) -> None:
         ]
     rows, model = demonstration_rows(read, llama.pad_token_id), ModelSource("judge", Weighted())
     assert torch.equal(
-        model.raw(ScoringBatch(list, rows.tokens, rows.lengths)),
-        model.raw(ScoringBatch(list, batch.tokens, batch.lengths)),
+        model.compute_raw_scores(ScoringBatch(list, rows.tokens, rows.lengths)),
+        model.compute_raw_scores(ScoringBatch(list, batch.tokens, batch.lengths)),
     )
     # Samples of another model: the texts are tokenized, and get the end token of this model.
     pairs = open_preferences(
@@ -180,10 +180,10 @@ def test_sampled_pair_is_read_with_same_tokens(llama, tmp_path) -> None:
 
 def test_kept_responses_respect_mode_and_min_score() -> None:
     scores = torch.tensor([1.0, 3.0, 3.0, 0.0, 0.5, 0.0, 2.0, 2.0, 2.0])
-    assert kept_responses(scores, 3, "all", None).tolist() == list(range(9))
-    assert kept_responses(scores, 3, "all", 2.0).tolist() == [1, 2, 6, 7, 8]
-    assert kept_responses(scores, 3, "best", None).tolist() == [1, 4, 6]
-    assert kept_responses(scores, 3, "best", 1.0).tolist() == [1, 6]
+    assert rejection_sampled_rows(scores, 3, "all", None).tolist() == list(range(9))
+    assert rejection_sampled_rows(scores, 3, "all", 2.0).tolist() == [1, 2, 6, 7, 8]
+    assert rejection_sampled_rows(scores, 3, "best", None).tolist() == [1, 4, 6]
+    assert rejection_sampled_rows(scores, 3, "best", 1.0).tolist() == [1, 6]
 
 
 def test_demonstration_is_chosen_over_other_texts(llama, tmp_path) -> None:
@@ -199,7 +199,7 @@ def test_demonstration_is_chosen_over_other_texts(llama, tmp_path) -> None:
         f'{{"prompt": "ab", "response": "7", "response_tokens": {llama.encode("7").tolist()}}}\n'
     )
     source = DataConfig(path=str(tmp_path / "data.jsonl"), shuffle=False)
-    demonstrated, truncated = open_prompts(source, llama, 1, answers=True).take(0, 2)
+    demonstrated, truncated = open_prompts(source, llama, 1, include_responses=True).take(0, 2)
     assert demonstrated.metadata == {
         "response": "12",
         "by": "me",
@@ -230,7 +230,7 @@ def test_demonstration_is_chosen_over_other_texts(llama, tmp_path) -> None:
     ], "as it was drawn, else with an end"
     (tmp_path / "data.jsonl").write_text('{"prompt": "ab"}\n')
     with pytest.raises(ConfigError, match=r"data\.jsonl:1: record lacks field `response`"):
-        open_prompts(source, llama, 1, answers=True)
+        open_prompts(source, llama, 1, include_responses=True)
 
 
 def test_responses_keep_masks_of_generated_tokens(llama, tmp_path) -> None:
@@ -265,7 +265,7 @@ def test_responses_keep_masks_of_generated_tokens(llama, tmp_path) -> None:
         branch.tokens.tolist(),
         length,
     ), "a branch with what it read"
-    assert (read.tokens.tolist(), read.learned.tolist()) == (
+    assert (read.tokens.tolist(), read.response_mask.tolist()) == (
         episode.tokens.tolist(),
         [False, False, True, False],
     )

@@ -13,14 +13,14 @@ from aligner.data.tokenizer import Tokenizer
 from aligner.data.tokenizer_files import read_tokenizer
 from aligner.data.types import Prompt, Sample, collate
 from aligner.paths import RunPaths
-from aligner.rewards.final_answers import final_answer
+from aligner.rewards.final_answers import extract_final_answer
 from aligner.rewards.scorers import ScoringRequest, resolve_scorer
 from aligner.rewards.sources import CombinedReward, TextSource
 from aligner.rollout.rollout_builder import RolloutBatch
 from aligner.rollout.services import PendingRows
 from aligner.schema import DataConfig
 from aligner.schema.reward_sources import FunctionSource
-from aligner.servers.reward_server import Scoring
+from aligner.servers.reward_server import RewardRank
 from aligner.servers.validation import Limits
 from aligner.training.evaluator import scoring_requests
 from aligner.training.preference_sampling import PairWriter, preferences
@@ -32,7 +32,7 @@ ANSWERS = (" four", "four", " a\n b", "\n4")
 
 def samples(tokenizer: Tokenizer) -> list[Sample]:
     """Return one sample per answer to the same prompt, with an end-of-sequence token."""
-    prompt = tokenizer.encode("2+2=", begins=True)
+    prompt = tokenizer.encode("2+2=", add_bos=True)
     found = []
     for index, text in enumerate(ANSWERS):
         response = torch.cat([tokenizer.encode_after("2+2=", prompt, text), torch.tensor([2])])
@@ -63,14 +63,14 @@ def test_reward_server_scores_text_after_prompt(tmp_path: Path, kind: str) -> No
 
     source = FunctionSource(name="own", key="reward", function="")
     reward = CombinedReward([(source, TextSource("own", score))])
-    scoring = Scoring(reward, read_tokenizer(tmp_path), Limits(600, 64, 4096))
+    scoring = RewardRank(reward, read_tokenizer(tmp_path), Limits(600, 64, 4096))
     scoring.score(batch.tokens, batch.lengths, batch.prompt_lengths)
 
     assert [(each.prompt, each.response) for each in requests] == [
         ("2+2=", answer) for answer in ANSWERS
     ]
     for row, answer in enumerate(ANSWERS):
-        place = scoring._token_at(
+        place = scoring._find_token(
             batch.tokens, batch.lengths, batch.prompt_lengths, row, len(answer)
         )
         assert tokenizer.decode(batch.tokens[row, : place + 1]) == "2+2=" + answer
@@ -80,7 +80,7 @@ def test_reward_server_scores_text_after_prompt(tmp_path: Path, kind: str) -> No
 @pytest.mark.parametrize("kind", KINDS)
 def test_evaluation_scores_text_after_prompt(tmp_path: Path, kind: str) -> None:
     tokenizer = model(tmp_path, kind)
-    prompt = Prompt(0, "2+2=", tokenizer.encode("2+2=", begins=True))
+    prompt = Prompt(0, "2+2=", tokenizer.encode("2+2=", add_bos=True))
     drawn = samples(tokenizer)
     requests = scoring_requests([prompt] * len(drawn), drawn, tokenizer)
 
@@ -91,7 +91,7 @@ def test_evaluation_scores_text_after_prompt(tmp_path: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("answer", ("4", "The answer is 4.", r"\boxed{4}", "#### 4", "5"))
 def test_leading_space_of_a_response_does_not_change_its_score(answer: str) -> None:
-    """Checks exact_match, gsm8k and `final_answer`, which math compares."""
+    """Checks exact_match, gsm8k and `extract_final_answer`, which math compares."""
     for function in ("exact_match", "gsm8k"):
         scorer = resolve_scorer(function, "reward.function")
         alone, behind = (
@@ -99,7 +99,7 @@ def test_leading_space_of_a_response_does_not_change_its_score(answer: str) -> N
             for text in (answer, f" {answer}")
         )
         assert alone == behind
-    assert final_answer(answer) == final_answer(f" {answer}")
+    assert extract_final_answer(answer) == extract_final_answer(f" {answer}")
 
 
 @pytest.mark.parametrize("uses_tokens", [True, False])
@@ -109,7 +109,7 @@ def test_sampled_preferences_are_read_back_with_the_same_tokens(
 ) -> None:
     """Checks reading from the stored token ids and from the texts alone."""
     tokenizer = model(tmp_path, kind)
-    prompt = Prompt(0, "2+2=", tokenizer.encode("2+2=", begins=True))
+    prompt = Prompt(0, "2+2=", tokenizer.encode("2+2=", add_bos=True))
     drawn = samples(tokenizer)
     none = PendingRows(())
     rollout = RolloutBatch([prompt] * len(drawn), drawn, collate(drawn, 0), none, none)

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from aligner.data import claim
+from aligner.data import fencing
 from aligner.data.checkpoint_files import Entry, Manifest, Piece
-from aligner.data.checksums import sealed
+from aligner.data.checksums import seal
 from aligner.data.model_directory import TensorEntry, write_safetensors
 from aligner.errors import AlignerError
 from aligner.paths import RunPaths
@@ -139,7 +139,7 @@ def test_manifest_lists_contents_and_other_format_is_refused(tmp_path):
     ):
         kept.newest()
     for text in (
-        sealed(json.dumps(manifest | {"format": 0})),
+        seal(json.dumps(manifest | {"format": 0})),
         '{\n "format": 0,\n "aligner": "0.1"\n}',
     ):
         file.write_text(text)
@@ -277,7 +277,7 @@ def test_undeletable_checkpoint_is_reported_and_deleted_later(tmp_path, caplog):
 
 
 def test_superseded_trainer_changes_no_files(tmp_path, monkeypatch):
-    monkeypatch.setattr(claim, "_own", None)
+    monkeypatch.setattr(fencing, "_writer_claim", None)
     kept = checkpoints(tmp_path, keep=1)
     for step in (2, 4):
         commit_whole(kept, step)
@@ -286,8 +286,8 @@ def test_superseded_trainer_changes_no_files(tmp_path, monkeypatch):
     for name in ("preferences", "responses"):
         (tmp_path / f"{name}.jsonl.unfinished").write_text('{"step": 1}\n')
     pairs = PairWriter(RunPaths(tmp_path), None)
-    claim.write_as(kept._config, claim.take_run(kept._config))
-    claim.take_run(kept._config)
+    fencing.set_writer_claim(kept._config, fencing.claim_run(kept._config))
+    fencing.claim_run(kept._config)
     before = {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")}
     changes = [
         *(lambda: kept.set_damaged_aside(0), lambda: kept.commit(TrainingState(6, 0.05, 6, 48))),

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from aligner.config.compose import compose_config
-from aligner.data.pass_rates import Draw, PassRates
+from aligner.data.pass_rates import PassRates, PromptOutcome
 from aligner.data.types import Experience, Prompt, Sample, collate, collate_episodes
 from aligner.errors import AlignerError
 from aligner.rollout.rollout_builder import RolloutBatch
@@ -291,7 +291,14 @@ def test_branches_follow_samples_of_scored_prompts():
     values = PendingRows((future(torch.arange(9.0)[:, None].repeat(1, 3)),), torch.arange(9))
     whole = RolloutBatch(prompts, samples, collate_episodes(samples, 0), scores, values)
     scored = whole.scored()
-    assert scored.batch.places.tolist() == [0, 1, 2, 3, 1, 1] and scored.batch.groups.tolist() == [
+    assert scored.batch.episode_indices.tolist() == [
+        0,
+        1,
+        2,
+        3,
+        1,
+        1,
+    ] and scored.batch.groups.tolist() == [
         1,
         1,
         2,
@@ -361,10 +368,16 @@ def test_announcement_reports_epochs_and_ratio_warning():
 
 def test_draw_metrics_report_epochs_and_pass_rates():
     """Two of four prompts were sampled before, one of them twice; a new one has no score."""
-    before = PassRates.none(4).after([Draw(0, 1, 0, 2, 2.0), Draw(1, 0, 0, 2, 0.0)], memory=1.0)
-    before = before.after([Draw(4, 1, 1, 2, 1.0)], memory=1.0)
-    draws = [Draw(5, 0, 1, 2, 0.0), Draw(6, 3, 1, 0, 0.0), Draw(7, 1, 1, 2, 1.0)]
-    metrics = draw_metrics(draws, before, before.after(draws, memory=1.0))
+    before = PassRates.empty(4).with_outcomes(
+        [PromptOutcome(0, 1, 0, 2, 2.0), PromptOutcome(1, 0, 0, 2, 0.0)], memory=1.0
+    )
+    before = before.with_outcomes([PromptOutcome(4, 1, 1, 2, 1.0)], memory=1.0)
+    draws = [
+        PromptOutcome(5, 0, 1, 2, 0.0),
+        PromptOutcome(6, 3, 1, 0, 0.0),
+        PromptOutcome(7, 1, 1, 2, 1.0),
+    ]
+    metrics = draw_metrics(draws, before, before.with_outcomes(draws, memory=1.0))
     assert metrics == {
         "data/epoch": 2.0,
         "data/repetitions": 1.0,
@@ -373,8 +386,10 @@ def test_draw_metrics_report_epochs_and_pass_rates():
         "data/always_passed": 0.0,
         "data/never_passed": 0.5,
     }
-    unscored = [Draw(0, 2, 0, 0, 0.0)]
-    assert draw_metrics(unscored, PassRates.none(4), PassRates.none(4).after(unscored, 1.0)) == {
+    unscored = [PromptOutcome(0, 2, 0, 0, 0.0)]
+    assert draw_metrics(
+        unscored, PassRates.empty(4), PassRates.empty(4).with_outcomes(unscored, 1.0)
+    ) == {
         "data/epoch": 0.25,
         "data/repetitions": 0.0,
         "data/drawn_fraction": 1.0,

@@ -16,7 +16,7 @@ from aligner.config.compose import compose_config
 from aligner.data.model_directory import prepare_model
 from aligner.data.tokenizer import Tokenizer
 from aligner.data.types import Experience, Prompt, Sample, collate_episodes
-from aligner.files import unfinished
+from aligner.files import temporary_path
 from aligner.observability.sample_files import SampleFiles, read_samples
 from aligner.paths import RunPaths
 from aligner.rollout.rollout_builder import RolloutBatch
@@ -198,7 +198,7 @@ def test_write_error_is_raised_when_step_settles(tokenizer: Tokenizer, tmp_path:
         [prompt], samples, collate_episodes(samples, tokenizer.pad_token_id), pending, pending
     )
     directory = RunPaths(tmp_path).sample_files
-    unfinished(directory / "step_000002.parquet").mkdir(parents=True)
+    temporary_path(directory / "step_000002.parquet").mkdir(parents=True)
     recorder = SampleRecorder(
         SampleFiles(directory, 8), tokenizer, lambda prompt: (0, 0), ["reward"]
     )

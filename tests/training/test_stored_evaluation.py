@@ -13,7 +13,7 @@ import torch
 
 from aligner import cli
 from aligner.data.model_directory import read_shape
-from aligner.data.tokenizer import Tokenizer, character_tokenizer
+from aligner.data.tokenizer import Tokenizer, build_character_tokenizer
 from tests.agents.test_generate import save_critic
 from tests.megatron import families
 from tests.rewards.judge_server import judging, says
@@ -29,7 +29,7 @@ Evaluate = Callable[..., tuple[int, str, str]]
 
 def save(family: str, directory: Path) -> Path:
     families.save(family, directory)
-    character_tokenizer(read_shape(directory)).save(str(directory / "tokenizer.json"))
+    build_character_tokenizer(read_shape(directory)).save(str(directory / "tokenizer.json"))
     return directory
 
 

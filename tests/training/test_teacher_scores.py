@@ -15,8 +15,8 @@ from aligner.checks.check import check
 from aligner.config.compose import compose_config
 from aligner.data.examples import Demonstration, open_run_data
 from aligner.data.model_directory import prepare_model, read_shape
-from aligner.data.teacher_scores import TeacherScores, taught_rows
-from aligner.data.tokenizer import Tokenizer, character_tokenizer
+from aligner.data.teacher_scores import TeacherScores, assemble_teacher_scores
+from aligner.data.tokenizer import Tokenizer, build_character_tokenizer
 from aligner.errors import ConfigError
 from aligner.observability.metrics import read_metrics
 from aligner.paths import RunPaths
@@ -34,7 +34,7 @@ LAYOUTS = {"single": {}, "tp2": {"tensor": 2}, "pp2": {"pipeline": 2}}
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = save_llama(tmp_path_factory.mktemp("teacher"), tied=True, seed=5)
-    character_tokenizer(read_shape(directory)).save(str(directory / "tokenizer.json"))
+    build_character_tokenizer(read_shape(directory)).save(str(directory / "tokenizer.json"))
     return directory
 
 
@@ -54,10 +54,10 @@ def test_stored_scores_equal_the_teachers_logprobs(
     scores = TeacherScores(paths.teacher_scores)
     scores.require_undamaged()
     found = [
-        row for each in made[::-1] if (row := scores.find(each.tokens, each.is_learned)) is not None
+        row for each in made[::-1] if (row := scores.find(each.tokens, each.loss_mask)) is not None
     ]
     rows = demonstration_rows(made[::-1], pad_token_id=0)
-    taught = taught_rows(found, rows.mask)
+    taught = assemble_teacher_scores(found, rows.mask)
     backwards = torch.cat(list(reversed(ids.split([row.count for row in found[::-1]]))))
     assert torch.equal(taught.ids[rows.mask], backwards) and not taught.ids[~rows.mask].any()
     expected_outcomes = torch.cat(
@@ -67,8 +67,8 @@ def test_stored_scores_equal_the_teachers_logprobs(
     model = LlamaForCausalLM.from_pretrained(teacher, dtype=torch.float64)
     for place, each in enumerate(made[::-1]):
         with torch.no_grad():
-            every = model(each.tokens[None]).logits[0, :-1].log_softmax(-1)[each.is_learned[1:]]
-        of_row, at = found[place].read(), each.tokens[1:][each.is_learned[1:]]
+            every = model(each.tokens[None]).logits[0, :-1].log_softmax(-1)[each.loss_mask[1:]]
+        of_row, at = found[place].read(), each.tokens[1:][each.loss_mask[1:]]
         torch.testing.assert_close(
             of_row[0].double(), every.gather(-1, at[:, None])[:, 0], rtol=1e-4, atol=1e-5
         )
@@ -97,7 +97,7 @@ def test_resumed_scoring_continues_after_last_part(
     )
     made, scores = examples("sft"), TeacherScores(paths.teacher_scores)
     assert sum(
-        row.count for each in made if (row := scores.find(each.tokens, each.is_learned))
+        row.count for each in made if (row := scores.find(each.tokens, each.loss_mask))
     ) == len(ids)
 
 
@@ -105,10 +105,10 @@ def test_row_lookup_uses_tokens_and_learned_mask(tmp_path: Path) -> None:
     made = offline_jobs.with_scores(examples("taught"), tmp_path / "scores")
     scores, some = TeacherScores(tmp_path / "scores"), made[1]
     assert all(
-        each.taught == scores.find(each.tokens, each.is_learned) is not None for each in made
+        each.teacher_row == scores.find(each.tokens, each.loss_mask) is not None for each in made
     )
-    assert scores.find(some.tokens, replace(some, learned=None).is_learned) is None
-    assert scores.find(torch.cat([some.tokens[:-1], some.tokens[-1:] + 1]), some.is_learned) is None
+    assert scores.find(some.tokens, replace(some, response_mask=None).loss_mask) is None
+    assert scores.find(torch.cat([some.tokens[:-1], some.tokens[-1:] + 1]), some.loss_mask) is None
 
 
 def test_damaged_scores_are_refused(tmp_path: Path) -> None:
@@ -168,8 +168,8 @@ def test_record_without_scores_is_refused_or_skipped(
     data = open_run_data(
         replace(student, data=replace(student.data, skip_bad_records=True)), tokenizer
     )
-    (only,) = data.examples.examples()
-    assert only.taught is not None and only.taught.count == 2
+    (only,) = data.examples.iterate_examples()
+    assert only.teacher_row is not None and only.teacher_row.count == 2
 
 
 def test_other_tokenizer_is_refused(student: Config) -> None:

@@ -16,8 +16,14 @@ from aligner.errors import ConfigError
 from aligner.observability.metrics import RecordWriter, read_metrics
 from aligner.observability.trace import read_spans
 from aligner.paths import RunPaths
-from aligner.view.figures import PANELS, Plot, metric_plots, thinned, timeline_plots
-from aligner.view.rendering import plotly_script
+from aligner.view.figures import (
+    PANELS,
+    Plot,
+    average_bins,
+    build_metric_plots,
+    build_timeline_plots,
+)
+from aligner.view.rendering import find_plotly_script
 from aligner.view.saved_page import write_report
 from tests.observability.traces import checked_trace
 from tests.view.written_runs import HOSTILE, PHASES, STEPS, begin, write_metrics, write_timeline
@@ -49,13 +55,16 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunPaths:
 
 def plots(paths: RunPaths) -> dict[str, int]:
     """Return the expected number of traces of each plot on a run's page."""
-    drawn = [*timeline_plots(read_spans(paths)), *metric_plots(read_metrics(paths.metrics))]
+    drawn = [
+        *build_timeline_plots(read_spans(paths)),
+        *build_metric_plots(read_metrics(paths.metrics)),
+    ]
     return {plot.key: len(plot.traces) for plot in drawn}
 
 
 def page_without_plotly(page: Path) -> str:
     """Return the page without the plotting library."""
-    return page.read_text().replace(plotly_script().read_text(), "")
+    return page.read_text().replace(find_plotly_script().read_text(), "")
 
 
 def plots_of(page: str) -> set[str]:
@@ -95,7 +104,7 @@ def test_trace_is_written_with_report(run: RunPaths) -> None:
 
 
 def test_utilization_excludes_waiting_time(run: RunPaths) -> None:
-    utilization = find_plot(timeline_plots(read_spans(run)), "utilization")
+    utilization = find_plot(build_timeline_plots(read_spans(run)), "utilization")
     assert [note["text"] for note in utilization.layout["annotations"]] == [
         "<b>20 %</b>",
         "<b>40 %</b>",
@@ -117,12 +126,12 @@ def test_utilization_excludes_waiting_time(run: RunPaths) -> None:
 def test_staleness_shares_add_up_in_every_step(
     run: RunPaths, times: int, expected: dict[str, list[float]]
 ) -> None:
-    shares = find_plot(metric_plots(read_metrics(run.metrics) * times), "staleness_shares")
+    shares = find_plot(build_metric_plots(read_metrics(run.metrics) * times), "staleness_shares")
     assert {bar["name"]: bar["y"] for bar in shares.traces} == expected
 
 
 def test_length_plot_shows_lengths_excluded_from_training(run: RunPaths) -> None:
-    drawn, learned = find_plot(metric_plots(read_metrics(run.metrics)), "lengths").traces
+    drawn, learned = find_plot(build_metric_plots(read_metrics(run.metrics)), "lengths").traces
     assert (drawn["name"], drawn["x"], drawn["y"]) == ("generated", ["2", "5-8"], [45, 30])
     assert (learned["name"], learned["x"], learned["y"]) == ("trained on", ["2", "5-8"], [45, 0])
 
@@ -172,8 +181,8 @@ def test_many_steps_are_plotted_as_means() -> None:
         {"step": step, "reward/mean": step, **({"eval/score": 1.0} if step == 4 else {})}
         for step in range(1, 8)
     ]
-    assert thinned(metrics, 7) == (metrics, 1)
-    assert thinned(metrics, 3) == (
+    assert average_bins(metrics, 7) == (metrics, 1)
+    assert average_bins(metrics, 3) == (
         [
             {"step": 3, "reward/mean": 2.0},
             {"step": 6, "reward/mean": 5.0, "eval/score": 1.0},

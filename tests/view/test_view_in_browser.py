@@ -13,7 +13,7 @@ import pytest
 
 from aligner.observability.metrics import MetricsWriter, read_metrics
 from aligner.observability.trace import read_spans
-from aligner.view.figures import PANELS, metric_plots, timeline_plots
+from aligner.view.figures import PANELS, build_metric_plots, build_timeline_plots
 from aligner.view.saved_page import write_report
 from tests.view.browser import browsing, tab
 from tests.view.served import Viewer, serving
@@ -152,7 +152,10 @@ def test_report_draws_every_plot_without_network(browser: Browser, tmp_path: Pat
     write_report(paths.root)
     expected = {
         plot.key: len(plot.traces)
-        for plot in [*timeline_plots(read_spans(paths)), *metric_plots(read_metrics(paths.metrics))]
+        for plot in [
+            *build_timeline_plots(read_spans(paths)),
+            *build_metric_plots(read_metrics(paths.metrics)),
+        ]
     }
     with tab(browser, height=8_000) as opened:
         opened.open(paths.report.as_uri())

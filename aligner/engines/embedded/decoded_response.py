@@ -89,7 +89,7 @@ class DecodedResponse:
         kept = None
         counts = [0 if ids is FULL_VOCABULARY else len(ids) for ids in self.kept]
         if any(counts):
-            kept = KeptTokens.in_order(torch.tensor(counts), torch.cat(self.kept))
+            kept = KeptTokens.from_counts(torch.tensor(counts), torch.cat(self.kept))
         return Completion(
             tokens=torch.tensor(self.tokens[self.input_tokens :], dtype=torch.int64),
             logprobs=torch.tensor(self.logprobs, dtype=torch.float32),

@@ -77,7 +77,7 @@ class EmbeddedEngine(GenerationEngine):
                 " ranks, got None"
             )
         if settings.exact:
-            batch_invariant.require(shape)
+            batch_invariant.require_batch_invariance(shape)
         super().__init__(shape, settings, weight_format(settings, device))
         self._seed, self._device, self._shared = seed, torch.device(device), shared
         self._dtype = self.weight_format.dtype

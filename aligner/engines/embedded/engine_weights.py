@@ -15,7 +15,7 @@ from torch import Tensor
 
 from aligner.errors import AlignerError
 from aligner.models.shape import ModelShape
-from aligner.models.weight_slices import TensorSpec, cut_shape, engine_slices, weight_table
+from aligner.models.weight_slices import TensorSpec, compute_engine_slices, cut_shape, weight_table
 from aligner.schema import EngineParallelConfig
 
 _ALIGNMENT = 64
@@ -84,8 +84,8 @@ def parameters(shape: ModelShape, tensor: int, rank: int = 0) -> tuple[Parameter
     """
     table = weight_table(shape)
     layout = EngineParallelConfig(tensor=tensor)
-    slices = engine_slices(table, layout, rank)
-    largest = engine_slices(table, layout, 0)
+    slices = compute_engine_slices(table, layout, rank)
+    largest = compute_engine_slices(table, layout, 0)
     parts: dict[str, list[Part]] = {}
     filled: dict[tuple[str, int | None], int] = {}
     for spec in table:

@@ -123,7 +123,7 @@ def _truncate(weights: Tensor, total: Tensor, options: SamplingOptions) -> Tenso
 def _kept(weights: Tensor) -> KeptTokens:
     """The tokens of each row [B, V] that can be drawn."""
     inside = weights > 0
-    return KeptTokens.in_order(inside.sum(-1), inside.nonzero()[:, 1].int())
+    return KeptTokens.from_counts(inside.sum(-1), inside.nonzero()[:, 1].int())
 
 
 def _invert(chunks: Tensor, cumulative: Tensor, target: Tensor) -> Tensor:

@@ -100,6 +100,6 @@ class Drawing:
                 drawn[2] = kept.counts
             if scores is not None:
                 if kept is not None:
-                    scores.masked_fill_(~kept.among(scores.shape[1]), float("-inf"))
+                    scores.masked_fill_(~kept.to_mask(scores.shape[1]), float("-inf"))
                 drawn[1] = batch_invariant.logprobs(scores, drawn[0].long())
         return self._machine.decoder.broadcast(drawn), kept

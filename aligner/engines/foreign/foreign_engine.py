@@ -24,9 +24,9 @@ from aligner.models.shape import ModelShape
 from aligner.models.weight_slices import (
     Slice,
     TensorSpec,
+    compute_engine_slices,
     cut_shape,
-    engine_slices,
-    stored_tensors,
+    group_by_stored_tensor,
     weight_table,
 )
 from aligner.resharding.weight_update import WeightFormat
@@ -264,8 +264,10 @@ class StreamedUpdate:
         )
         to = engine.weight_format
         self._specs = {spec.name: spec for spec in engine._table}
-        self._slices = engine_slices(engine._table, to.layout, engine._rank, to.vocabulary_multiple)
-        self._missing = stored_tensors(engine._table)
+        self._slices = compute_engine_slices(
+            engine._table, to.layout, engine._rank, to.vocabulary_multiple
+        )
+        self._missing = group_by_stored_tensor(engine._table)
         self._views: dict[str, Tensor] = {}
         self._written: dict[str, Tensor] = {}
         self._overwrites = False

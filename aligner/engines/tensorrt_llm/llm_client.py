@@ -18,7 +18,7 @@ from aligner.engines.tensorrt_llm.llm_arguments import (
 )
 from aligner.errors import AlignerError
 from aligner.models.shape import ModelShape
-from aligner.paths import environment
+from aligner.paths import replaced_environment
 from aligner.schema import EngineConfig
 
 NAME = "TensorRT-LLM"
@@ -90,7 +90,7 @@ class TensorRTLLMClient(Client):
         super().__init__(NAME, settings.tensorrt_llm.timeout_s)
         self._workers, self._update_timeout_s = settings.parallel.tensor, settings.update_timeout_s
         with ending_on_failure(NAME, self.shutdown):
-            with environment(worker_environment(os.environ, devices)):
+            with replaced_environment(worker_environment(os.environ, devices)):
                 package = load_package()  # which starts MPI where a launcher's variables ask for it
                 arguments = llm_arguments(llm_keywords(), directory, shape, settings, dtype)
                 self._tags = memory_tags() if settings.sleep else ((), ())

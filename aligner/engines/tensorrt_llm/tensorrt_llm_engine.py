@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.multiprocessing.reductions import reduce_tensor
 
-from aligner.data.model_directory import assemble
+from aligner.data.model_directory import assemble_stored_tensors
 from aligner.engines.engine_protocol import SamplingOptions
 from aligner.engines.foreign.foreign_engine import ForeignEngine, Piece
 from aligner.engines.foreign.gpu_places import gpu_places
@@ -83,7 +83,7 @@ class TensorRTLLMEngine(ForeignEngine):
     def _share(self, pieces: Sequence[Piece]) -> dict[str, Any]:
         parts = {piece.spec.name: piece.tensor for piece in pieces}
         self._shared = dict(
-            assemble([piece.spec for piece in pieces], lambda spec: parts[spec.name])
+            assemble_stored_tensors([piece.spec for piece in pieces], lambda spec: parts[spec.name])
         )
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # the workers read the memory itself

@@ -21,7 +21,7 @@ from aligner.engines.vllm.program.weight_memory import (
 from aligner.engines.vllm.program_client import NAME, VLLMClient
 from aligner.models.shape import ModelShape
 from aligner.schema import EngineConfig
-from aligner.vllm_environment import vllm_python
+from aligner.vllm_environment import find_vllm_python
 
 
 class VLLMEngine(ForeignEngine):
@@ -58,7 +58,7 @@ class VLLMEngine(ForeignEngine):
         )
 
         def start() -> None:
-            python = vllm_python(settings.vllm)
+            python = find_vllm_python(settings.vllm)
             self._replica.client = VLLMClient(
                 python, directory, self._shape, settings, seed, takes.dtype, gpus
             )

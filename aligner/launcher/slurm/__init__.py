@@ -1,1 +1,1 @@
-"""Runs as Slurm jobs: the job's script, its submission, and what watches the roles inside it."""
+"""Runs as Slurm jobs: the batch script, its submission, and the supervisor inside the job."""

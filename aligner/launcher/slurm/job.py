@@ -1,5 +1,7 @@
-"""`aligner supervise`: the run inside its Slurm job, from the batch script on the trainer's first
-node."""
+"""`aligner supervise`: the supervisor of a run inside its Slurm job.
+
+The batch script calls it on the first node of the trainer.
+"""
 
 from dataclasses import replace
 from functools import partial
@@ -11,27 +13,32 @@ from aligner.config.compose import load_config
 from aligner.errors import AlignerError, ConfigError
 from aligner.launcher.processes import Interrupts
 from aligner.launcher.slurm.job_steps import SlurmSteps, read_allocation
-from aligner.launcher.slurm.slurm_commands import PATIENT, slurm_command
+from aligner.launcher.slurm.slurm_commands import RETRY_ATTEMPTS, slurm_command
 from aligner.launcher.supervisor import Supervisor
 from aligner.paths import RunPaths
 from aligner.placement.slurm_layout import slurm_layout
 
-_PATIENCE_S = 60.0
-"""For whoever submitted the job, and what is left of its start before this one, to let go of the
-run directory."""
+# Seconds to wait until `aligner launch`, which submitted the job, or processes of an earlier start
+# of the job release the run directory.
+_LOCK_TIMEOUT_S = 60.0
 
+# Error of `scontrol requeue` for a job that is already requeued: Slurm may have requeued it because
+# of a preemption, or the answer to an earlier attempt was lost.
 _PENDING = "Job is pending execution"
-"""What scontrol says of a job that is queued again: Slurm, which preempts it, may be first, or an
-answer of its be lost."""
 
 
 def supervise(directory: Path) -> None:
-    """Run what a run directory's configuration says on the job's nodes; raises what
-    `aligner.launcher.local.launch` does.
+    """Run the configuration of a run directory on the nodes of this Slurm job.
 
-    It resumes where it can. Told to stop, it takes a checkpoint and has the job queued again,
-    unless cluster.slurm.requeue is false; so it does, without a checkpoint, where Slurm has ended
-    the trainer.
+    The run resumes from its last checkpoint, if it has one. After a stop request, the run saves a
+    checkpoint, and the job is requeued unless `cluster.slurm.requeue` is false. If Slurm itself
+    ended the trainer, the job is requeued, too, without a new checkpoint.
+
+    Args:
+        directory: The run directory.
+
+    Raises:
+        AlignerError: See `aligner.launcher.local.launch`, also for the other errors.
     """
     paths = RunPaths(directory.absolute())
     config = load_config(paths.config)
@@ -41,30 +48,43 @@ def supervise(directory: Path) -> None:
             " `aligner launch`"
         )
     config = replace(config, run=replace(config.run, resume="auto", dir=str(paths.root)))
-    console, requeue = Console(width=120), config.cluster.slurm.requeue
-    how = (
+    # A log file has no terminal width.
+    console = Console(width=120)
+    should_requeue = config.cluster.slurm.requeue
+    resume_hint = (
         "Slurm requeues the job, which resumes the run"
-        if requeue
+        if should_requeue
         else f"resume the run with: sbatch {paths.job_script}"
     )
-    with Interrupts(console, how) as interrupts:
+    with Interrupts(console, resume_hint) as interrupts:
         layout = slurm_layout(config)
         allocation = read_allocation(layout)
         count = allocation.requeues
-        again = f" (requeued {count} time{'s' * (count > 1)})" if count else ""
-        print(f"job {allocation.job}{again}; run directory: {directory}", flush=True)
+        requeue_text = f" (requeued {count} time{'s' * (count > 1)})" if count else ""
+        print(f"job {allocation.job}{requeue_text}; run directory: {directory}", flush=True)
         hosts = {group: nodes.address for group, nodes in allocation.nodes.items()}
-        again_later = partial(_requeue, allocation.job) if requeue else None
+        requeue_job = partial(_requeue, allocation.job) if should_requeue else None
         make_ranks = partial(SlurmSteps, layout, allocation)
         Supervisor(
-            config, console, interrupts, make_ranks, hosts, allocation.job, again_later, _PATIENCE_S
+            config,
+            console,
+            interrupts,
+            make_ranks,
+            hosts,
+            allocation.job,
+            requeue_job,
+            _LOCK_TIMEOUT_S,
         ).run()
 
 
 def _requeue(job: str) -> None:
-    """Have the job queued again. Slurm ends its steps and, a little later, this process for it."""
+    """Requeue the job. Slurm then ends the job's steps and, a little later, this process.
+
+    Raises:
+        AlignerError: Slurm rejected the command or did not answer.
+    """
     try:
-        slurm_command("scontrol", "requeue", job, attempts=PATIENT, done=_PENDING)
+        slurm_command("scontrol", "requeue", job, attempts=RETRY_ATTEMPTS, success_text=_PENDING)
     except AlignerError as error:
         raise AlignerError(
             f"the run has stopped, but its job could not be requeued: {error}"

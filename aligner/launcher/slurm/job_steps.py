@@ -1,5 +1,7 @@
-"""The nodes of a run's Slurm job, and its ranks there: a job step, one `srun`, for each start of a
-role."""
+"""The nodes of a run's Slurm job, and the ranks on them.
+
+Each start of a role or server group is one job step, started with `srun`.
+"""
 
 import contextlib
 import math
@@ -14,43 +16,52 @@ from pathlib import Path
 
 from aligner.errors import AlignerError
 from aligner.launcher.heartbeats import heartbeat_environment
-from aligner.launcher.rank_environment import DEVICES, FreePorts, role_command, world_environment
+from aligner.launcher.rank_environment import (
+    DEVICES,
+    FreePorts,
+    build_role_command,
+    world_environment,
+)
 from aligner.launcher.rank_heartbeat import IS_TASK, STACKS_SIGNAL
-from aligner.launcher.ranks import Rank, Ranks, log_of
+from aligner.launcher.ranks import Rank, Ranks, prepare_log
 from aligner.launcher.slurm.slurm_commands import (
-    host_names,
-    node_addresses,
+    expand_host_names,
     output_pattern,
+    read_node_addresses,
     slurm_command,
 )
 from aligner.paths import run_paths
-from aligner.placement.local_devices import numbers
+from aligner.placement.local_devices import parse_numbers
 from aligner.placement.roles import configured_threads, role_ranks
 from aligner.placement.slurm_layout import (
-    Layout,
-    Place,
+    JobLayout,
+    RolePlacement,
     container_image,
     container_mounts,
     slurm_role,
 )
 from aligner.schema import Config
 
+# Seconds between two checks while the steps end.
 _POLL_S = 0.2
+# Seconds to wait for the end of killed steps.
 _KILL_TIMEOUT_S = 30.0
-_TELL_AGAIN_S = 2.0
-_ENDED = re.compile(r"^srun: error: \S+: tasks? ([\d,-]+): (.*)$", re.MULTILINE)
+# Minimum seconds between two identical signals to a step.
+_RESEND_S = 2.0
+# Message of srun for each task that ended with an error: task numbers and reason.
+_TASK_EXITS = re.compile(r"^srun: error: \S+: tasks? ([\d,-]+): (.*)$", re.MULTILINE)
+# Names that srun uses for the signals that end tasks.
 _SIGNALS = {signal.strsignal(number): number for number in signal.Signals} | {
     "Out Of Memory": signal.SIGKILL
 }
-"""What srun calls the signals that end tasks."""
-_USUAL = re.compile(
+# Messages of srun about ended tasks, and about the tasks that it ends because of them. The
+# supervisor reports the exits of ranks itself.
+_ROUTINE_MESSAGES = re.compile(
     r"^srun: (error: \S+: tasks? [\d,-]+: (?!Out Of Memory)|launch/slurm: |(Force"
     r" )?Terminat(ing|ed) StepId="
     r"|Job step aborted: ).*$",
     re.MULTILINE,
 )
-"""What srun says of tasks that have ended by themselves, which is told of the ranks, or when it
-ends others for that."""
 
 
 @dataclass(frozen=True)
@@ -58,29 +69,37 @@ class Nodes:
     """The nodes of one role or server group."""
 
     component: int | None
-    """Its number in a heterogeneous job; None where the job is not one."""
+    """Index of the component in a heterogeneous job; None for other jobs."""
     names: tuple[str, ...]
-    """As Slurm has them."""
+    """Names of the nodes in Slurm."""
     address: str
-    """Where the first of them is reached: rank 0 is there."""
+    """Address of the first node, where rank 0 runs."""
     cpus: int = 1
-    """Of a node, as many as the job has on each."""
+    """Number of CPUs that the job has on each node."""
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """The job, and where in it each role and server group is."""
+    """A running job, and the nodes of each of its roles and server groups."""
 
     job: str
-    """Number that Slurm's commands take, that of the whole job."""
+    """Number of the whole job, for Slurm's commands."""
     nodes: Mapping[str, Nodes]
     requeues: int = 0
-    """How often the job was queued again before this start of it."""
+    """Number of times that the job was requeued before this start."""
 
 
-def read_allocation(layout: Layout, environment: Mapping[str, str] = os.environ) -> Allocation:
-    """From what Slurm has set in a job's environment. Raises AlignerError outside a job, or in one
-    of another shape."""
+def read_allocation(layout: JobLayout, environment: Mapping[str, str] = os.environ) -> Allocation:
+    """Return the allocation of the current job from Slurm's environment variables.
+
+    Args:
+        layout: Placement of the roles.
+        environment: Environment variables of the job.
+
+    Raises:
+        AlignerError: This process is not in a Slurm job, or the job has a different number of
+            nodes.
+    """
     job = environment.get("SLURM_JOB_ID")
     if job is None:
         raise AlignerError(
@@ -89,47 +108,56 @@ def read_allocation(layout: Layout, environment: Mapping[str, str] = os.environ)
         )
     is_heterogeneous = "SLURM_HET_SIZE" in environment
 
-    def of_components(variable: str) -> list[str]:
-        each = [f"{variable}_HET_GROUP_{index}" for index in range(len(layout.components))]
-        return [environment.get(name, "") for name in (each if is_heterogeneous else [variable])]
+    def read_variable(variable: str) -> list[str]:
+        """Return the value of a Slurm variable for each component; missing values are empty."""
+        variables = [f"{variable}_HET_GROUP_{index}" for index in range(len(layout.components))]
+        return [
+            environment.get(name, "") for name in (variables if is_heterogeneous else [variable])
+        ]
 
-    names = [host_names(text) if text else [] for text in of_components("SLURM_JOB_NODELIST")]
-    # The fewest of a list such as 64(x2),32, which is two times 64 and once 32.
-    counts = [
-        re.findall(r"(?:^|,)(\d+)", text) for text in of_components("SLURM_JOB_CPUS_PER_NODE")
+    names = [
+        expand_host_names(text) if text else [] for text in read_variable("SLURM_JOB_NODELIST")
     ]
-    cpus = [min(map(int, part), default=1) for part in counts]
-    given, wanted = [len(part) for part in names], [part.nodes for part in layout.components]
-    if given != wanted:
+    # The value is a list such as 64(x2),32 for nodes with 64, 64 and 32 CPUs; use the minimum.
+    counts = [
+        re.findall(r"(?:^|,)(\d+)", text) for text in read_variable("SLURM_JOB_CPUS_PER_NODE")
+    ]
+    cpus = [min(map(int, component_names), default=1) for component_names in counts]
+    actual = [len(component_names) for component_names in names]
+    required = [component_names.nodes for component_names in layout.components]
+    if actual != required:
         raise AlignerError(
-            f"the Slurm job's components have {given} nodes, but the configuration requires"
-            f" {wanted}"
+            f"the Slurm job's components have {actual} nodes, but the configuration requires"
+            f" {required}"
         )
-    whole = {
+    addresses = {
         name: address
-        for part in names
-        for name, address in zip(part, node_addresses(part), strict=True)
+        for component_names in names
+        for name, address in zip(component_names, read_node_addresses(component_names), strict=True)
     }
 
-    def nodes(place: Place) -> Nodes:
-        part = names[place.component]
-        own = tuple(part[index] for index in place.node_range)
+    def nodes(placement: RolePlacement) -> Nodes:
+        component_names = names[placement.component]
+        group_names = tuple(component_names[index] for index in placement.node_range)
         return Nodes(
-            place.component if is_heterogeneous else None, own, whole[own[0]], cpus[place.component]
+            placement.component if is_heterogeneous else None,
+            group_names,
+            addresses[group_names[0]],
+            cpus[placement.component],
         )
 
     requeues = int(environment.get("SLURM_RESTART_COUNT", "0"))
     return Allocation(
-        job, {group: nodes(place) for group, place in layout.places.items()}, requeues
+        job, {group: nodes(placement) for group, placement in layout.placements.items()}, requeues
     )
 
 
 @dataclass(eq=False)
 class TaskRank(Rank):
-    """One rank of a step."""
+    """A rank that is a task of a job step."""
 
     messages: Path
-    """What srun itself says of the step."""
+    """File with the messages of srun about the step."""
 
     @property
     def is_local(self) -> bool:
@@ -139,98 +167,112 @@ class TaskRank(Rank):
     @property
     def starter_messages(self) -> str:
         """See `Rank`."""
-        said = (
-            _USUAL.sub("", self.messages.read_text(errors="replace"))
+        text = (
+            _ROUTINE_MESSAGES.sub("", self.messages.read_text(errors="replace"))
             if self.messages.exists()
             else ""
         )
-        return "\n".join(line for line in said.splitlines() if line)
+        return "\n".join(line for line in text.splitlines() if line)
 
 
 @dataclass(eq=False)
 class Step:
-    """The ranks of one `srun`, and what it says of them; it does not end before all of them
-    have."""
+    """The ranks of one `srun` process.
+
+    The process runs until all of its tasks have ended.
+    """
 
     name: str
     process: subprocess.Popen[bytes]
     messages: Path
-    """The file that srun's own messages go to, of this step alone."""
+    """File with the messages of this srun process only."""
     ranks: Sequence[TaskRank]
-    _told: dict[signal.Signals, float] = field(default_factory=dict)
+    _last_sent: dict[signal.Signals, float] = field(default_factory=dict)
+    """Time at which each signal was last sent to the step."""
 
     @property
     def is_running(self) -> bool:
-        """Whether srun has not ended yet."""
+        """Whether srun is running."""
         return self.process.poll() is None
 
-    def is_to_be_told(self, number: signal.Signals) -> bool:
-        """Whether this signal is due: Slurm's controller, which passes it on, is not asked for one
-        several times a second."""
+    def should_send(self, number: signal.Signals) -> bool:
+        """Return whether a signal may be sent now, and record that it is sent.
+
+        Slurm's controller forwards the signals, and should not receive several requests per second.
+        """
         now = time.monotonic()
-        if now - self._told.get(number, -math.inf) < _TELL_AGAIN_S:
+        if now - self._last_sent.get(number, -math.inf) < _RESEND_S:
             return False
-        self._told[number] = now
+        self._last_sent[number] = now
         return True
 
     def poll(self) -> None:
-        """Note which ranks have ended, and how. Those of which srun says nothing have ended well
-        once it has ended."""
+        """Record the exits of ranks that srun reports.
+
+        When srun has ended, ranks without a message have exited with code 0.
+        """
         if all(rank.exit_code is not None for rank in self.ranks):
             return
         code = self.process.poll()
-        for place, (tasks, how) in enumerate(
-            _ENDED.findall(self.messages.read_text(errors="replace"))
+        for index, (tasks, reason) in enumerate(
+            _TASK_EXITS.findall(self.messages.read_text(errors="replace"))
         ):
-            for task in numbers(tasks):
+            for task in parse_numbers(tasks):
                 if task < len(self.ranks):
-                    # In the order in which srun tells: what comes first is likelier to be the
-                    # cause.
-                    self.ranks[task].note_end(_task_code(how), time.monotonic() + place * 1e-6)
+                    # Keep the order of srun's messages: an earlier exit is more likely the cause.
+                    self.ranks[task].record_exit(
+                        _parse_exit_code(reason), time.monotonic() + index * 1e-6
+                    )
         if code is not None:
-            told = any(rank.exit_code for rank in self.ranks)
+            has_failed_rank = any(rank.exit_code for rank in self.ranks)
             for rank in self.ranks:
-                rank.note_end(0 if told or code == 0 else code, time.monotonic())
+                rank.record_exit(0 if has_failed_rank or code == 0 else code, time.monotonic())
 
 
 class SlurmSteps(Ranks):
-    """The ranks of a run as tasks of its job's steps."""
+    """The ranks of a run as tasks of job steps. See `Ranks`."""
 
     def __init__(
-        self, layout: Layout, allocation: Allocation, config: Config, ports: FreePorts
+        self, layout: JobLayout, allocation: Allocation, config: Config, ports: FreePorts
     ) -> None:
-        self._layout, self._allocation, self._config, self._ports = (
-            layout,
-            allocation,
-            config,
-            ports,
-        )
+        """Prepare to start steps.
+
+        Args:
+            layout: Placement of the roles.
+            allocation: The nodes of the current job.
+            config: The run's configuration.
+            ports: Free ports for the process groups.
+        """
+        self._layout = layout
+        self._allocation = allocation
+        self._config = config
+        self._ports = ports
         self._steps: list[Step] = []
         self._started = 0
 
     def start(self, role: str, restarts: int = 0) -> Sequence[TaskRank]:
         """See `Ranks`."""
-        place, nodes, ranks = self._place(role)
+        placement, nodes, ranks = self._find_placement(role)
         self._started += 1
         name = f"{role}-{self._started}"
-        # As on one machine: the node's cores, as many as the job has, shared by the ranks there.
-        sharing = self._layout.components[place.component].ranks_per_node
-        threads = configured_threads(self._config) or max(1, nodes.cpus // sharing)
-        cores = None if self._layout.is_shared(place) else threads
-        # the image's own
+        # Like on one machine, the ranks of a node share the cores that the job has on the node.
+        ranks_on_node = self._layout.components[placement.component].ranks_per_node
+        threads = configured_threads(self._config) or max(1, nodes.cpus // ranks_on_node)
+        cores = None if self._layout.is_shared(placement) else threads
+        # In a container, use the image's own installation of aligner.
         program = None if container_image(self._config, role) is None else ("aligner",)
-        command = role_command(role, run_paths(self._config).config, program)
+        command = build_role_command(role, run_paths(self._config).config, program)
         environment = {
             **task_environment(
-                ranks, place.ranks_per_node, nodes.address, next(self._ports), threads
+                ranks, placement.ranks_per_node, nodes.address, next(self._ports), threads
             ),
-            **configured_environment(self._config, role, place),
+            **configured_environment(self._config, role, placement),
             **heartbeat_environment(self._config, role, ranks),
         }
-        logs = [log_of(self._config, role, rank, restarts) for rank in range(ranks)]
+        logs = [prepare_log(self._config, role, rank, restarts) for rank in range(ranks)]
         for log in logs:
-            log.touch()  # of a step that does not come to be, too
-        # A job that is queued again keeps its number, and what was said of its earlier starts.
+            log.touch()  # the log must also exist if the step never starts
+        # A requeued job keeps its number. The number of requeues separates the files of its starts.
         messages = logs[0].with_name(
             f"srun-{self._allocation.job}-{self._allocation.requeues}-{name}.log"
         )
@@ -240,7 +282,7 @@ class SlurmSteps(Ranks):
         ]
         with messages.open("wb") as output:
             process = subprocess.Popen(
-                srun_command(self._config, role, place, nodes, ranks, cores, name, command),
+                srun_command(self._config, role, placement, nodes, ranks, cores, name, command),
                 env={**os.environ, **environment},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -257,7 +299,7 @@ class SlurmSteps(Ranks):
 
     @property
     def start_delay_s(self) -> float:
-        """See `Ranks`: a step may wait for its nodes, and download its image."""
+        """See `Ranks`. A step may wait for its nodes and download its image."""
         return self._config.server.start_timeout_s
 
     def poll(self) -> None:
@@ -266,13 +308,16 @@ class SlurmSteps(Ranks):
             step.poll()
 
     def send(self, number: signal.Signals, ranks: Sequence[Rank]) -> None:
-        """See `Ranks`. Not through srun, which dies of the signal to stop before its tasks run, and
-        kills them at SIGTERM."""
-        self._signal(number, self._of(ranks))
+        """See `Ranks`.
+
+        The signal is not sent to srun itself: the stop signal ends srun while its tasks are
+        starting, and SIGTERM makes srun kill the tasks.
+        """
+        self._signal(number, self._find_steps(ranks))
 
     def kill(self, ranks: Sequence[Rank]) -> bool:
-        """See `Ranks`. Slurm itself ends all that came of a step."""
-        steps = self._of(ranks)
+        """See `Ranks`. Slurm itself ends all processes of a step."""
+        steps = self._find_steps(ranks)
         if any(step.is_running for step in steps):
             self._signal(signal.SIGKILL, steps)
             return False
@@ -295,69 +340,92 @@ class SlurmSteps(Ranks):
             step.process.wait()
 
     def _signal(self, number: signal.Signals, steps: Sequence[Step]) -> None:
-        """A signal to all tasks of steps that run. One that Slurm refuses ends nothing: what must
-        get it is told again."""
-        running = {step.name for step in steps if step.is_running and step.is_to_be_told(number)}
+        """Send a signal to all tasks of the given steps that are running.
+
+        A failure of Slurm's command is ignored, because callers repeat important signals.
+        """
+        running = {step.name for step in steps if step.is_running and step.should_send(number)}
         if not running:
             return
-        # Components of a heterogeneous job have numbers of their own.
-        parts = [
+        # Each component of a heterogeneous job has its own number.
+        component_jobs = [
             os.environ.get(f"SLURM_JOB_ID_HET_GROUP_{index}")
             for index in range(len(self._layout.components))
         ]
-        jobs = ",".join(part for part in parts if part) or self._allocation.job
+        jobs = ",".join(job for job in component_jobs if job) or self._allocation.job
         with contextlib.suppress(AlignerError):
-            listed = slurm_command(
+            listing = slurm_command(
                 "squeue", "--noheader", "--steps", f"--jobs={jobs}", "--format=%i %j"
             )
-            if chosen := [
+            if step_ids := [
                 line.split()[0]
-                for line in listed.splitlines()
+                for line in listing.splitlines()
                 if line.split(maxsplit=1)[1] in running
             ]:
-                slurm_command("scancel", f"--signal={_signal_text(number)}", *chosen)
+                slurm_command("scancel", f"--signal={_signal_text(number)}", *step_ids)
 
-    def _of(self, ranks: Sequence[Rank]) -> list[Step]:
+    def _find_steps(self, ranks: Sequence[Rank]) -> list[Step]:
+        """Return the steps that contain any of the given ranks."""
         return [step for step in self._steps if any(rank in ranks for rank in step.ranks)]
 
-    def _place(self, role: str) -> tuple[Place, Nodes, int]:
+    def _find_placement(self, role: str) -> tuple[RolePlacement, Nodes, int]:
+        """Return the placement, the nodes and the number of ranks of a role or server group.
+
+        `prepare` has one rank, on the first node of the trainer.
+        """
         if role != "prepare":
             return (
-                self._layout.places[role],
+                self._layout.placements[role],
                 self._allocation.nodes[role],
                 role_ranks(self._config)[role],
             )
-        place, nodes = self._layout.places["trainer"], self._allocation.nodes["trainer"]
-        return replace(place, nodes=1, ranks_per_node=1), replace(nodes, names=nodes.names[:1]), 1
+        placement = self._layout.placements["trainer"]
+        nodes = self._allocation.nodes["trainer"]
+        return (
+            replace(placement, nodes=1, ranks_per_node=1),
+            replace(nodes, names=nodes.names[:1]),
+            1,
+        )
 
 
 def srun_command(
     config: Config,
     role: str,
-    place: Place,
+    placement: RolePlacement,
     nodes: Nodes,
     ranks: int,
     cores: int | None,
     name: str,
     command: Sequence[str],
 ) -> list[str]:
-    """`srun` of all ranks of a role or server group. `cores` are each rank's own; None where groups
-    share nodes."""
-    slurm, settings, paths = config.cluster.slurm, slurm_role(config, role), run_paths(config)
+    """Return the `srun` command that starts all ranks of a role or server group.
+
+    Args:
+        config: The run's configuration.
+        role: Role or server group.
+        placement: Its placement in the job.
+        nodes: Its nodes.
+        ranks: Number of ranks.
+        cores: Number of cores reserved for each rank; None if several groups share the nodes.
+        name: Name of the step.
+        command: Command of each rank.
+    """
+    slurm = config.cluster.slurm
+    settings = slurm_role(config, role)
+    paths = run_paths(config)
     flags = [
         f"--job-name={name}",
-        "--export=ALL",  # also in a job that was submitted with less
+        "--export=ALL",  # the job itself may have been submitted with a restricted environment
         *([f"--het-group={nodes.component}"] if nodes.component is not None else []),
         f"--nodes={len(nodes.names)}",
         f"--nodelist={','.join(nodes.names)}",
         f"--ntasks={ranks}",
-        f"--ntasks-per-node={place.ranks_per_node}",
-        # Where steps share nodes Slurm would bind each of them to the same first cores.
+        f"--ntasks-per-node={placement.ranks_per_node}",
+        # Slurm would bind all steps that share a node to the same first cores.
         *(["--whole", "--cpu-bind=none"] if cores is None else [f"--cpus-per-task={cores}"]),
-        "--distribution=block",  # ranks that stand side by side in a layout share a node
-        "--overlap",  # steps of several roles may be on a node
-        # The supervisor ends the others: a rank that says why, or that still writes its last, is
-        # not cut short.
+        "--distribution=block",  # neighboring ranks share a node
+        "--overlap",  # steps of several roles may share a node
+        # The supervisor ends the other ranks, so that a rank can finish writing its error message.
         "--kill-on-bad-exit=0",
         f"--wait={config.cluster.collective_timeout_s:.0f}",
         "--unbuffered",
@@ -371,37 +439,46 @@ def srun_command(
             f"--container-workdir={slurm.workdir or paths.root}",
             "--container-mount-home" if slurm.mount_home else "--no-container-mount-home",
         ]
-    # A rank that is still starting would die of the signal to stop; a trainer takes it when it can
-    # heed it.
-    heedless = ("sh", "-c", "trap '' USR1; exec \"$@\"", "sh")
-    return ["srun", *flags, *slurm.srun, *settings.srun, *heedless, *command]
+    # The stop signal would kill a rank that is still starting. The shell ignores the signal for the
+    # rank, until the trainer installs a handler.
+    ignoring_stop_signal = ("sh", "-c", "trap '' USR1; exec \"$@\"", "sh")
+    return ["srun", *flags, *slurm.srun, *settings.srun, *ignoring_stop_signal, *command]
 
 
 def task_environment(
     ranks: int, ranks_per_node: int, master: str, master_port: int, threads: int
 ) -> dict[str, str]:
-    """What tasks find in their environment; which rank each is they learn from Slurm."""
+    """Return the environment variables that all tasks of a step have in common.
+
+    Each task reads its rank from Slurm's variables. See `world_environment` for the arguments.
+    """
     return {IS_TASK: "1", **world_environment(ranks, ranks_per_node, master, master_port, threads)}
 
 
-def configured_environment(config: Config, role: str, place: Place) -> Mapping[str, str]:
-    """What the configuration adds to a role's environment."""
+def configured_environment(
+    config: Config, role: str, placement: RolePlacement
+) -> Mapping[str, str]:
+    """Return the environment variables of a role that follow from the configuration."""
     settings = slurm_role(config, role)
-    chosen = {} if place.devices is None else {DEVICES: ",".join(map(str, place.devices))}
-    given = {**config.cluster.slurm.environment, **settings.environment}
-    return chosen | {name: str(value) for name, value in given.items()}
+    devices = {} if placement.devices is None else {DEVICES: ",".join(map(str, placement.devices))}
+    variables = {**config.cluster.slurm.environment, **settings.environment}
+    return devices | {name: str(value) for name, value in variables.items()}
 
 
 def _signal_text(number: signal.Signals) -> str:
-    """Return a signal as `scancel` reads it: Slurm has no name for `STACKS_SIGNAL`."""
+    """Return a signal in the form that `scancel` expects; Slurm has no name for `STACKS_SIGNAL`."""
     return str(number.value) if number == STACKS_SIGNAL else number.name.removeprefix("SIG")
 
 
-def _task_code(how: str) -> int:
-    """What srun says of a task's end as an exit code, negative for a signal."""
-    if code := re.match(r"Exited with exit code (\d+)", how):
-        return int(code[1])
+def _parse_exit_code(reason: str) -> int:
+    """Return the exit code in a message of srun about an ended task, negative for a signal."""
+    if match := re.match(r"Exited with exit code (\d+)", reason):
+        return int(match[1])
     return next(
-        (-number for text, number in _SIGNALS.items() if text is not None and how.startswith(text)),
+        (
+            -number
+            for text, number in _SIGNALS.items()
+            if text is not None and reason.startswith(text)
+        ),
         1,
     )

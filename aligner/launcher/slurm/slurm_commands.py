@@ -1,4 +1,4 @@
-"""Slurm's own commands."""
+"""Functions that call Slurm's commands, with retries and error messages."""
 
 import itertools
 import shutil
@@ -9,20 +9,25 @@ from pathlib import Path
 
 from aligner.errors import AlignerError, ConfigError
 
+# Timeout of a command in seconds.
 TIMEOUT_S = 60
+# Pause before the first retry in seconds; it doubles with each retry.
 _FIRST_PAUSE_S = 1.0
-_FORGOTTEN = "Invalid job id"  # what squeue says of a job that has ended minutes ago
-PATIENT = 5
-"""Attempts of what a job that runs cannot do without."""
+# Error of squeue for a job that ended some minutes ago.
+_UNKNOWN_JOB = "Invalid job id"
+RETRY_ATTEMPTS = 5
+"""Number of attempts of a command that a running job depends on."""
 
 
 class NoAnswerError(AlignerError):
-    """The controller has not answered a command: whether it did what it was asked is not known."""
+    """Slurm did not answer a command, so it is unknown whether the command took effect."""
 
 
 def output_pattern(directory: Path, name: str) -> str:
-    """Return a path for `--output` of sbatch and srun, in which Slurm replaces symbols such as `%j`
-    only in `name`."""
+    """Return a path for the option `--output` of sbatch and srun.
+
+    Slurm replaces symbols such as `%j` only in `name`; percent signs in `directory` are escaped.
+    """
     return f"{str(directory).replace('%', '%%')}/{name}"
 
 
@@ -30,16 +35,26 @@ def slurm_command(
     name: str,
     *arguments: str,
     attempts: int = 1,
-    done: str | None = None,
+    success_text: str | None = None,
     environment: Mapping[str, str] | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> str:
-    """What the command prints. Raises ConfigError where it is not installed, AlignerError with its
-    message when it fails.
+    """Run a Slurm command and return its standard output.
 
-    A busy controller fails commands: of several `attempts` each waits twice as long as the one
-    before. An error with `done` in it is none: what is asked for is so already, as after an attempt
-    whose answer was lost.
+    Args:
+        name: Name of the command, for example `squeue`.
+        arguments: Arguments of the command.
+        attempts: Number of attempts. A busy controller lets commands fail, so the pauses between
+            the attempts double.
+        success_text: An error that contains this text counts as success and returns ''. An earlier
+            attempt whose answer was lost may already have had the desired effect.
+        environment: Environment of the command; None for that of this process.
+        timeout_s: Timeout of each attempt in seconds.
+
+    Raises:
+        ConfigError: The command is not installed.
+        NoAnswerError: Slurm's controller did not answer in time.
+        AlignerError: The command failed; the error contains its message.
     """
     if shutil.which(name) is None:
         raise ConfigError(
@@ -47,9 +62,9 @@ def slurm_command(
         )
     for attempt in itertools.count():
         try:
-            return _printed((name, *arguments), environment, timeout_s)
+            return _run_command((name, *arguments), environment, timeout_s)
         except AlignerError as error:
-            if done is not None and done in str(error):
+            if success_text is not None and success_text in str(error):
                 break
             if attempt + 1 >= attempts:
                 raise
@@ -57,61 +72,68 @@ def slurm_command(
     return ""
 
 
-def _printed(
+def _run_command(
     command: Sequence[str], environment: Mapping[str, str] | None, timeout_s: float
 ) -> str:
+    """Run a command once, and return its standard output. See `slurm_command` for the errors."""
     try:
-        ended = subprocess.run(
+        result = subprocess.run(
             command, capture_output=True, text=True, check=False, timeout=timeout_s, env=environment
         )
     except subprocess.TimeoutExpired:
         raise NoAnswerError(f"{' '.join(command)}: no answer within {timeout_s:g} s") from None
-    if ended.returncode:
+    if result.returncode:
         lines = (
             line.partition("error: ")[2] or line
-            for line in (ended.stderr or ended.stdout).strip().splitlines()
+            for line in (result.stderr or result.stdout).strip().splitlines()
         )
-        said = "; ".join(lines) or f"exited with code {ended.returncode} without a message"
-        # the command itself has waited for the controller
-        kind = NoAnswerError if "timed out" in said else AlignerError
-        raise kind(f"{command[0]}: {said}")
-    return ended.stdout.strip()
+        message = "; ".join(lines) or f"exited with code {result.returncode} without a message"
+        # The command reports its own timeout if it has waited for the controller in vain.
+        error_type = NoAnswerError if "timed out" in message else AlignerError
+        raise error_type(f"{command[0]}: {message}")
+    return result.stdout.strip()
 
 
 def is_in_queue(job: str, timeout_s: float) -> bool | None:
-    """Whether a job waits, or runs; None where that is not known: its last processes still end, or
-    Slurm does not answer."""
+    """Return whether a job is waiting or running.
+
+    The result is None if this is unknown, because Slurm does not answer or the job's last processes
+    are still ending.
+    """
     try:
         states = slurm_command(
             "squeue", "--noheader", f"--jobs={job}", "--format=%T", timeout_s=timeout_s
         ).split()
     except AlignerError as error:
-        return False if _FORGOTTEN in str(error) else None
+        return False if _UNKNOWN_JOB in str(error) else None
     return None if "COMPLETING" in states else bool(states)
 
 
-def job_of(script: Path) -> str | None:
-    """The number of this user's job with that batch script, one that waits or runs; None where
-    there is none."""
+def find_job(script: Path) -> str | None:
+    """Return the number of this user's waiting or running job with the given batch script.
+
+    The result is None without such a job.
+    """
     for line in slurm_command("squeue", "--me", "--noheader", "--format=%i %o").splitlines():
-        number, _, queued = line.strip().partition(" ")
-        if Path(queued).resolve() == script.resolve():
-            return number.partition("+")[0]  # of a heterogeneous job's component
+        number, _, queued_script = line.strip().partition(" ")
+        if Path(queued_script).resolve() == script.resolve():
+            # A component of a heterogeneous job has a number such as 17+1.
+            return number.partition("+")[0]
     return None
 
 
-def host_names(hosts: str) -> list[str]:
-    """The names that a list such as n[1-3] stands for."""
-    return slurm_command("scontrol", "show", "hostnames", hosts, attempts=PATIENT).split()
+def expand_host_names(hosts: str) -> list[str]:
+    """Return the host names that a list such as `n[1-3]` denotes."""
+    return slurm_command("scontrol", "show", "hostnames", hosts, attempts=RETRY_ATTEMPTS).split()
 
 
-def node_addresses(hosts: Sequence[str]) -> list[str]:
-    """Where the nodes are reached by the others."""
-    described = slurm_command(
-        "scontrol", "show", "node", "--oneliner", ",".join(hosts), attempts=PATIENT
+def read_node_addresses(hosts: Sequence[str]) -> list[str]:
+    """Return the address of each node in the cluster's network, in the given order."""
+    nodes_text = slurm_command(
+        "scontrol", "show", "node", "--oneliner", ",".join(hosts), attempts=RETRY_ATTEMPTS
     )
-    found = {}
-    for line in described.splitlines():
+    addresses = {}
+    for line in nodes_text.splitlines():
         fields = dict(field.partition("=")[::2] for field in line.split())
-        found[fields["NodeName"]] = fields["NodeAddr"]
-    return [found[host] for host in hosts]
+        addresses[fields["NodeName"]] = fields["NodeAddr"]
+    return [addresses[host] for host in hosts]

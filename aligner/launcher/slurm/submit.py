@@ -1,5 +1,7 @@
-"""`aligner launch cluster=slurm`: the run's batch script, checked and queued; nothing is left of a
-run that is refused."""
+"""`aligner launch cluster=slurm`: check a run, render its batch script, and submit the job.
+
+If the configuration or Slurm rejects the run, no files are left behind.
+"""
 
 import contextlib
 import os
@@ -15,11 +17,11 @@ from aligner.config.prerequisites import RunPlan
 from aligner.config.resume import check_directory, dated
 from aligner.errors import STOP_SIGNAL, AlignerError, ConfigError
 from aligner.files import write_file
-from aligner.launcher.run_directory import locked, refuse_locked
+from aligner.launcher.run_directory import lock_directory, require_unlocked
 from aligner.launcher.slurm.slurm_commands import (
     TIMEOUT_S,
     NoAnswerError,
-    job_of,
+    find_job,
     output_pattern,
     slurm_command,
 )
@@ -29,20 +31,25 @@ from aligner.placement.addresses import create_access_key
 from aligner.placement.slurm_layout import Component, slurm_layout, slurm_role
 from aligner.schema import Config
 
-_OF_THE_CLUSTER = ("SLURM_CONF", "SLURM_CLUSTERS")
-# so long `sbatch` may take: it tries again by itself where the controller is busy
-_QUEUEING_S = 600.0
+# Variables that select the cluster, in contrast to those of a job in which `aligner launch` runs.
+_CLUSTER_VARIABLES = ("SLURM_CONF", "SLURM_CLUSTERS")
+# Timeout of `sbatch` in seconds: it retries by itself while the controller is busy.
+_SUBMIT_TIMEOUT_S = 600.0
 
 
-def checked_script(plan: RunPlan, described: ExpectedInputs = NOTHING_EXPECTED) -> str:
-    """The run's batch script. Raises ConfigError for all that is known to be wrong before Slurm is
-    asked.
+def render_checked_script(plan: RunPlan, expected_inputs: ExpectedInputs = NOTHING_EXPECTED) -> str:
+    """Check a run, and return its batch script.
 
-    `described` are model directories that need not be there: those of a script that is only looked
-    at.
+    Args:
+        plan: The run and its prerequisite experiments.
+        expected_inputs: Model directories that need not exist yet, for a script that is only
+            printed.
+
+    Raises:
+        ConfigError: The configuration has an error that is known without asking Slurm.
     """
-    plan.check(described)
-    if missing := ", ".join(first.name for first in plan.missing):
+    plan.check(expected_inputs)
+    if missing := ", ".join(prerequisite.name for prerequisite in plan.missing):
         raise ConfigError(
             f"{missing}: the run needs the result of this experiment, which has not run yet. A"
             f" Slurm job does not run prerequisite experiments; launch {missing} first"
@@ -51,37 +58,48 @@ def checked_script(plan: RunPlan, described: ExpectedInputs = NOTHING_EXPECTED) 
 
 
 def submit(plan: RunPlan) -> None:
-    """Queue the run, and print its job and how to follow it.
+    """Submit the run as a job, and print the job id and the commands to follow and stop it.
 
-    Raises ConfigError where Slurm refuses the job, with Slurm's own message; the run directory is
-    then as it was before. Where it is not known whether the job is queued, the directory stays as
-    the job needs it.
+    If it is unknown whether Slurm accepted the job, the run directory keeps the files that the job
+    needs.
+
+    Args:
+        plan: The run and its prerequisite experiments.
+
+    Raises:
+        ConfigError: The configuration is invalid or Slurm rejected the job, with Slurm's message.
+            The run directory is unchanged.
+        NoAnswerError: It is unknown whether the job was submitted.
     """
-    config, paths = plan.config, run_paths(plan.config)
-    refuse_locked(paths.root)
-    script = checked_script(plan)
+    config = plan.config
+    paths = run_paths(plan.config)
+    require_unlocked(paths.root)
+    script = render_checked_script(plan)
     print(f"run directory: {paths.root}", flush=True)
-    with tempfile.TemporaryDirectory() as place:  # before anything is written where the run will be
-        file = Path(place) / "job.sh"
+    # Let Slurm check the script before anything is written to the run directory.
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory) / "job.sh"
         file.write_text(script)
         _sbatch("--test-only", str(file))
-    with locked(paths.root, mode=PRIVATE):
-        # It has no lock yet, and starts with what it finds here. Slurm is asked: a job may have
-        # been queued in other ways.
-        if (queued := job_of(paths.job_script)) is not None:
-            how = f"wait until the job ends, or cancel the job with `scancel {queued}`"
-            raise ConfigError(f"run.dir={paths.root}: already queued as job {queued}; {how}")
+    with lock_directory(paths.root, mode=PRIVATE):
+        # A job that is still waiting holds no lock, and will start with the files of this
+        # directory. Only Slurm knows the job, which may have been submitted by hand.
+        if (queued_job := find_job(paths.job_script)) is not None:
+            instructions = f"wait until the job ends, or cancel the job with `scancel {queued_job}`"
+            raise ConfigError(
+                f"run.dir={paths.root}: already queued as job {queued_job}; {instructions}"
+            )
         check_directory(config)
         config = dated(config)
-        with _undone_when_refused(paths):
+        with _restore_if_rejected(paths):
             paths.logs.mkdir(parents=True, exist_ok=True)
-            cache_directory().mkdir(parents=True, exist_ok=True)  # containers mount it
+            cache_directory().mkdir(parents=True, exist_ok=True)  # a container mounts it
             save_config(config, paths.config)
             create_access_key(config)
             write_file(paths.job_script, script)
-            job = _queued(paths, config)
-        paths.status.unlink(missing_ok=True)  # that of the start before this one
-    then = (
+            job = _submit_job(paths, config)
+        paths.status.unlink(missing_ok=True)  # belongs to an earlier launch
+    resume_text = (
         "then the job is requeued"
         if config.cluster.slurm.requeue
         else f"resume with `sbatch {paths.job_script}`"
@@ -92,59 +110,72 @@ def submit(plan: RunPlan) -> None:
         f"log:    {paths.job_log(job)}",
         f"follow: tail -F {paths.job_log(job)}",
         f"status: squeue --jobs={job}; aligner status {paths.root}",
-        f"stop:   scancel --batch --signal=USR1 {job}   # saves a checkpoint; {then}",
+        f"stop:   scancel --batch --signal=USR1 {job}   # saves a checkpoint; {resume_text}",
         f"end:    scancel {job}   # without a checkpoint",
         sep="\n",
     )
 
 
 @contextlib.contextmanager
-def _undone_when_refused(paths: RunPaths) -> Iterator[None]:
-    """The run directory is as it was before, unless the block succeeds, or may have."""
-    before = {*paths.root.iterdir()}
-    written_over = {
-        file: file.read_bytes() for file in (paths.config, paths.job_script) if file in before
+def _restore_if_rejected(paths: RunPaths) -> Iterator[None]:
+    """Restore the run directory if the block fails.
+
+    The directory keeps its new files if the block succeeds, or if it is unknown whether it
+    succeeded.
+    """
+    files_before = {*paths.root.iterdir()}
+    overwritten = {
+        file: file.read_bytes() for file in (paths.config, paths.job_script) if file in files_before
     }
     try:
         yield
     except NoAnswerError:
         raise
     except BaseException:
-        for path in {*paths.root.iterdir()} - before:
+        for path in {*paths.root.iterdir()} - files_before:
             if path.is_dir():
                 shutil.rmtree(path)
             else:
                 path.unlink()
-        for file, content in written_over.items():
+        for file, content in overwritten.items():
             write_file(file, content)
         raise
 
 
-def _queued(paths: RunPaths, config: Config) -> str:
-    """The number of the job, which is queued now."""
+def _submit_job(paths: RunPaths, config: Config) -> str:
+    """Submit the job, and return its number.
+
+    Raises:
+        NoAnswerError: It is unknown whether the job was submitted.
+    """
     try:
-        printed = _sbatch("--parsable", str(paths.job_script), timeout_s=_QUEUEING_S)
+        printed = _sbatch("--parsable", str(paths.job_script), timeout_s=_SUBMIT_TIMEOUT_S)
     except (NoAnswerError, KeyboardInterrupt) as error:
         raise NoAnswerError(
             f"{str(error) or 'interrupted'}: it is unknown whether the job was queued. Check with"
             f" `squeue --me --name={config.run.name}`; if the job is not queued, launch again with"
             " run.resume=auto"
         ) from error
-    return printed.splitlines()[-1].partition(";")[0]  # without the cluster that a federation adds
+    # A federation appends the name of the cluster: 1234;cluster.
+    return printed.splitlines()[-1].partition(";")[0]
 
 
 def _sbatch(*arguments: str, timeout_s: float = TIMEOUT_S) -> str:
-    """What it prints. Raises ConfigError with Slurm's message where it refuses, NoAnswerError where
-    it says nothing."""
-    # What a shell inside another job has of that one, such as how its tasks are bound, is not for
-    # this one.
-    kept = {
+    """Run `sbatch` and return its standard output.
+
+    Raises:
+        ConfigError: Slurm rejected the job; the error contains Slurm's message.
+        NoAnswerError: Slurm did not answer.
+    """
+    # A shell inside another job has that job's variables, such as its task binding, which would
+    # change the options of this job.
+    environment = {
         name: value
         for name, value in os.environ.items()
-        if not name.startswith("SLURM_") or name in _OF_THE_CLUSTER
+        if not name.startswith("SLURM_") or name in _CLUSTER_VARIABLES
     }
     try:
-        return slurm_command("sbatch", *arguments, environment=kept, timeout_s=timeout_s)
+        return slurm_command("sbatch", *arguments, environment=environment, timeout_s=timeout_s)
     except (ConfigError, NoAnswerError):
         raise
     except AlignerError as error:
@@ -152,22 +183,27 @@ def _sbatch(*arguments: str, timeout_s: float = TIMEOUT_S) -> str:
 
 
 def render_script(config: Config) -> str:
-    """A script for `sbatch`, of a heterogeneous job where roles need it. Raises ConfigError where
-    roles cannot be placed."""
-    first, *others = slurm_layout(config).components
+    """Return a script for `sbatch`, of a heterogeneous job if the roles need one.
+
+    Raises:
+        ConfigError: A role cannot be placed on the nodes.
+    """
+    prerequisite, *others = slurm_layout(config).components
     lines = [
         "#!/usr/bin/env bash",
         f"# aligner: run {config.run.name}, experiment {config.run.experiment}.",
     ]
-    lines += [_directive(flag) for flag in (*_job_flags(config), *_component_flags(config, first))]
+    lines += [
+        _directive(flag) for flag in (*_job_flags(config), *_component_flags(config, prerequisite))
+    ]
     for component in others:
         lines += ["#SBATCH hetjob", *map(_directive, _component_flags(config, component))]
-    # What tells a job to stop may come before the supervisor can take it, and would end the script.
+    # Ignore the stop signal until the supervisor handles it; otherwise, it would end the script.
     lines += ["set -eo pipefail", f"trap '' {STOP_SIGNAL.name.removeprefix('SIG')}"]
-    # One cache for all, wherever `sbatch` is called: in a container the home is another, and so
-    # would be the cache.
+    # Use one cache on all nodes. In a container, the home directory, and therefore the default
+    # cache, is a different one.
     lines += [f"export ALIGNER_CACHE={shlex.quote(str(cache_directory().absolute()))}"]
-    # The shell becomes the supervisor: Slurm's signal to the script is a signal to it.
+    # `exec` replaces the shell by the supervisor, which then receives Slurm's signal to the script.
     supervise = shlex.join(
         (sys.executable, "-m", "aligner", "supervise", str(run_paths(config).root))
     )
@@ -175,27 +211,30 @@ def render_script(config: Config) -> str:
 
 
 def _job_flags(config: Config) -> Iterator[str]:
-    """Of the job as a whole; Slurm reads them with the first component."""
-    slurm, paths = config.cluster.slurm, run_paths(config)
+    """Yield the options of the whole job, which Slurm reads with the first component."""
+    slurm = config.cluster.slurm
+    paths = run_paths(config)
     yield f"--job-name={config.run.name}"
     yield f"--chdir={Path.cwd()}"  # paths of the configuration may be relative
     log = paths.job_log("%j")
     yield f"--output={output_pattern(log.parent, log.name)}"
-    yield "--open-mode=append"  # a job that is queued again goes on with its log
+    yield "--open-mode=append"  # a requeued job appends to its log
     yield f"--signal=B:{STOP_SIGNAL.name.removeprefix('SIG')}@{slurm.grace_s}"
     yield "--requeue" if slurm.requeue else "--no-requeue"
 
 
 def _component_flags(config: Config, component: Component) -> Iterator[str]:
-    slurm, role = config.cluster.slurm, slurm_role(config, component.role)
+    """Yield the options of one component of the job."""
+    slurm = config.cluster.slurm
+    role = slurm_role(config, component.role)
     yield f"--nodes={component.nodes}"
     yield f"--ntasks-per-node={component.ranks_per_node}"
     if config.cluster.threads_per_rank is not None:
         yield f"--cpus-per-task={config.cluster.threads_per_rank}"
     if component.devices_per_node:
-        device = "--gres=gpu:" if slurm.gpus == "gres" else "--gpus-per-node="
-        yield f"{device}{component.devices_per_node}"
-    named = {
+        option = "--gres=gpu:" if slurm.gpus == "gres" else "--gpus-per-node="
+        yield f"{option}{component.devices_per_node}"
+    optional_flags = {
         "account": slurm.account,
         "partition": role.partition or slurm.partition,
         "qos": slurm.qos,
@@ -203,11 +242,12 @@ def _component_flags(config: Config, component: Component) -> Iterator[str]:
         "constraint": role.constraint or slurm.constraint,
         "time": slurm.time,
     }
-    yield from (f"--{name}={value}" for name, value in named.items() if value is not None)
+    yield from (f"--{name}={value}" for name, value in optional_flags.items() if value is not None)
     yield from slurm.sbatch
     yield from role.sbatch
 
 
 def _directive(flag: str) -> str:
+    """Return an option as a line of a batch script."""
     name, equals, value = flag.partition("=")
     return f"#SBATCH {name}{equals}{shlex.quote(value) if value else ''}"

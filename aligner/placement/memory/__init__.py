@@ -1,1 +1,1 @@
-"""How much memory every role needs on one device, by arithmetic alone: docs/memory.md."""
+"""Calculation of the device memory of each role from the configuration (`docs/memory.md`)."""

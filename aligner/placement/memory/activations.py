@@ -1,13 +1,13 @@
-"""What a pipeline stage holds while a model is trained, or only asked: what its layers keep, and
-what an operation needs.
+"""Activation memory of a pipeline stage, in training and in scoring.
 
-The accounting is that of Korthikanti et al. 2022, "Reducing Activation Recomputation in Large
-Transformer Models" (sections 4.1 and 4.2): what each operator saves, and how tensor and sequence
-parallelism cut it. It differs from their s·b·h·(34/t + 5·a·s/(h·t)) bytes where our layers do:
-attention is fused and keeps no scores, there is no dropout, keys and values may have fewer heads
-than queries, feed-forward networks may be gated, and micro-batches are packed, so that it is tokens
-that are counted. How many micro-batches are in flight is section 4.2.3: as many as there are stages
-behind, and (P-1)/(P·m) more for the interleaved schedule of m chunks (Narayanan et al. 2021).
+The accounting follows sections 4.1 and 4.2 of Korthikanti et al. 2022, "Reducing Activation
+Recomputation in Large Transformer Models": the tensors that each operator saves for the backward
+pass, and how tensor and sequence parallelism shard them. The result differs from their s·b·h·(34/t
++ 5·a·s/(h·t)) bytes per layer because our layers differ: attention is fused and saves no scores,
+there is no dropout, keys and values may have fewer heads than queries, feed-forward networks may be
+gated, and micro-batches are packed, so that tokens are counted instead of sequences. The number of
+micro-batches in flight follows their section 4.2.3: one per stage from this one to the last, and
+(P-1)/(P·m) more for the interleaved schedule with m chunks (Narayanan et al. 2021).
 """
 
 import math
@@ -19,71 +19,81 @@ from aligner.placement.roles import Device
 from aligner.schema import MegatronModelConfig, ParallelConfig, TrainedModelConfig
 
 FP32 = 4
+# Number of logits that a CPU processes at a time (`megatron/logprobs.py`).
 _CPU_BLOCK = 1 << 21
-"""Logits that a CPU works on at a time: `megatron/logprobs.py`."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A decoder layer on one rank. Its properties are bytes a token of the rank's micro-batches."""
+    """Saved activations of a decoder layer on one rank.
+
+    The public properties are bytes per token of the rank's micro-batches.
+    """
 
     shape: ModelShape
     layout: ParallelConfig
     device: Device
     row: int
-    """Tokens of the longest sequence: as long are the rows that attention computes on."""
+    """Tokens of the longest sequence, which is the length of the rows in attention."""
     tokens: int
-    """Of a micro-batch, on one context rank."""
+    """Tokens of a micro-batch on one context rank."""
 
     @property
-    def input(self) -> float:
-        """The residual stream, all that recompute=full keeps."""
-        return self.device.itemsize * self._stream
+    def residual(self) -> float:
+        """The residual stream, which is all that `recompute=full` saves."""
+        return self.device.itemsize * self._residual_width
 
     @property
-    def outside(self) -> float:
-        """All but what the attention core keeps, but with its inputs: what recompute=selective
-        keeps."""
+    def outside_core(self) -> float:
+        """All activations except those of the attention core.
+
+        This includes the inputs of the attention core. `recompute=selective` saves these
+        activations.
+        """
         norm_inputs = 1 if self.shape.parallel_residual else 2
-        # Between a feed-forward network's matrices lie what is activated and what the second takes.
-        dense = self.device.itemsize * self._activated / self.layout.tensor
-        network = self._experts if self.shape.num_experts else dense
-        attended = self.device.itemsize * self._heads[0]
+        # A feed-forward network saves the input of the activation function and its output.
+        dense = self.device.itemsize * self._activation_width / self.layout.tensor
+        network = self._expert_bytes if self.shape.num_experts else dense
+        attention_output = self.device.itemsize * self._head_widths[0]
         return (
-            (norm_inputs + 2) * self.input
+            (norm_inputs + 2) * self.residual
             + self.core_inputs
-            + self._normed_heads
-            + attended
+            + self._norm_bytes
+            + attention_output
             + network
         )
 
     @property
     def core_inputs(self) -> float:
-        """Queries, keys and values as one matrix gives them; queries once more where they do not
-        lie in one piece there."""
-        queries, keys = self._heads
-        apart = self.shape.num_kv_heads > self.layout.tensor and not self.device.gpus
-        again = queries + keys if self.shape.qk_norm else queries if apart else 0
-        return self.device.itemsize * (queries + 2 * keys + again)
+        """Queries, keys and values, the output of one matmul.
+
+        Normalized or non-contiguous tensors are saved once more.
+        """
+        queries, keys = self._head_widths
+        needs_copy = self.shape.num_kv_heads > self.layout.tensor and not self.device.gpus
+        extra = queries + keys if self.shape.qk_norm else queries if needs_copy else 0
+        return self.device.itemsize * (queries + 2 * keys + extra)
 
     @property
     def core(self) -> float:
-        """Rotated queries and keys, and values as they came; over rows of a sequence each, these
-        rows and the result too."""
-        (queries, keys), everywhere = self._heads, self.layout.context
-        if everywhere > 1:  # keys and values of all context ranks
-            numbers = queries + 2 * keys * everywhere
+        """Activations that the attention core saves.
+
+        These are rotated queries and keys, values, and one fp32 number per head. If sequences are
+        rows of a batch, the rows and the output are saved, too.
+        """
+        queries, keys = self._head_widths
+        context_ranks = self.layout.context
+        if context_ranks > 1:  # each rank gathers the keys and values of all context ranks
+            width = queries + 2 * keys * context_ranks
         else:
-            numbers = (
-                queries + 2 * keys + (queries + keys if self.shape.position == "rotary" else 0)
-            )
-        if not self._over_trees:
-            numbers += 2 * queries + 2 * keys * everywhere + self._mask
-        return self.device.itemsize * numbers + FP32 * self.shape.num_heads / self.layout.tensor
+            width = queries + 2 * keys + (queries + keys if self.shape.position == "rotary" else 0)
+        if not self._uses_tree_attention:
+            width += 2 * queries + 2 * keys * context_ranks + self._mask_width
+        return self.device.itemsize * width + FP32 * self.shape.num_heads / self.layout.tensor
 
     @property
-    def _over_trees(self) -> bool:
-        """As `megatron/runner.py` has it."""
+    def _uses_tree_attention(self) -> bool:
+        """Whether rows may share their common prefix in attention, see `megatron/runner.py`."""
         shape = self.shape
         return (
             not self.device.gpus
@@ -93,33 +103,40 @@ class Layer:
         )
 
     @property
-    def _stream(self) -> float:
+    def _residual_width(self) -> float:
+        """Width of the residual stream on this rank."""
         return self.shape.hidden_size / (self.layout.tensor if self.layout.sequence else 1)
 
     @property
-    def _heads(self) -> tuple[float, float]:
-        """Numbers of the rank's queries, and of its keys; values are as many."""
+    def _head_widths(self) -> tuple[float, float]:
+        """Widths of the rank's queries and of its keys; values are as wide as keys."""
         width = self.shape.head_dim / self.layout.tensor
         return self.shape.num_heads * width, self.shape.num_kv_heads * width
 
     @property
-    def _normed_heads(self) -> float:
-        """What norms of queries and keys keep."""
-        queries, keys = self._heads
+    def _norm_bytes(self) -> float:
+        """Bytes that the norms of queries and keys save."""
+        queries, keys = self._head_widths
         return self.device.itemsize * (queries + keys) if self.shape.qk_norm else 0
 
     @property
-    def _mask(self) -> float:
-        """Numbers: context ranks tell each query which keys it sees; a window is one mask for all
-        rows of a micro-batch."""
+    def _mask_width(self) -> float:
+        """Elements of the attention mask per token.
+
+        With context parallelism, each query has a mask over all keys. A sliding window has one mask
+        for all rows of a micro-batch.
+        """
         if self.layout.context > 1:
             return self.row
         window = self.shape.sliding_window
         return self.row**2 / self.tokens if window is not None and window < self.row else 0
 
     @property
-    def _activated(self) -> int:
-        """Numbers. Gate and up are two; on GPUs the activated gate is kept too."""
+    def _activation_width(self) -> int:
+        """Elements that a feed-forward network saves around its activation function.
+
+        A gated network has two inputs, gate and up. On GPUs, the activated gate is saved, too.
+        """
         fused = (
             self.shape.activation == "silu" and not self.shape.linear_bias and not self.device.gpus
         )
@@ -127,84 +144,97 @@ class Layer:
         return parts * self.shape.ffn_hidden_size
 
     @property
-    def _experts(self) -> float:
-        """A copy of the token for each of its experts, and what lies inside these, which are taken
-        to be used evenly."""
-        inside = self.layout.expert_tensor_size
-        copies = self.shape.experts_per_token * inside / self.layout.tensor
-        weighted = self.shape.ffn_hidden_size if self.device.gpus else 0
-        numbers = self.shape.hidden_size + (self._activated + weighted) / inside
-        choice = (FP32 + 1) * self.shape.num_experts + 4 * FP32 * self.shape.experts_per_token
-        return self.device.itemsize * copies * numbers + choice / self.layout.tensor
+    def _expert_bytes(self) -> float:
+        """Bytes of a mixture-of-experts network, if the experts are used evenly."""
+        tensor_ranks = self.layout.expert_tensor_size
+        # Each token is copied for each of its experts.
+        copies = self.shape.experts_per_token * tensor_ranks / self.layout.tensor
+        weighted_width = self.shape.ffn_hidden_size if self.device.gpus else 0
+        width = self.shape.hidden_size + (self._activation_width + weighted_width) / tensor_ranks
+        router_bytes = (FP32 + 1) * self.shape.num_experts + 4 * FP32 * self.shape.experts_per_token
+        return self.device.itemsize * copies * width + router_bytes / self.layout.tensor
 
 
 @dataclass(frozen=True)
-class Load:
-    """How many tokens a model is given at a time."""
+class BatchLoad:
+    """Numbers of tokens that a model processes at a time."""
 
-    micro_batch: int
-    """Of a micro-batch, on all context ranks together."""
+    micro_batch_tokens: int
+    """Tokens of a micro-batch on all context ranks together."""
     total: int
-    """Of all micro-batches that a data rank has in one update."""
-    longest: int
-    """Of a sequence."""
+    """Tokens of all micro-batches of a data rank in one update."""
+    longest_tokens: int
+    """Tokens of the longest sequence."""
 
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes on a device at the fullest moment of an update."""
+    """Bytes on a device at the time of an update with the largest memory use."""
 
     saved: int
-    """What autograd keeps, of all micro-batches in flight."""
+    """Tensors that autograd saves for all micro-batches in flight."""
     outputs: int
-    """What the schedule keeps of what went to the next stage."""
+    """Outputs to the next stage, which the schedule keeps."""
     work: int
-    """Of the operation that needs the most beside them."""
+    """Temporary tensors of the operation that needs the most."""
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Sum of all parts, in bytes."""
         return self.saved + self.outputs + self.work
 
 
 @dataclass(frozen=True)
-class Stage:
-    """A pipeline stage of a model, with its load."""
+class StageActivations:
+    """Activation memory of a pipeline stage of a model, for a given batch size."""
 
     shape: ModelShape
     head: Head
     settings: MegatronModelConfig
     stage: int
-    load: Load
+    load: BatchLoad
     device: Device
 
-    def training(self) -> Activations:
-        """Of an update."""
+    def training_activations(self) -> Activations:
+        """Return the activation memory of a training update."""
         assert isinstance(self.settings, TrainedModelConfig)
-        layer, recompute = self._layer, self.settings.recompute
-        in_flight, again = self._tokens_in_flight, 0.0
-        whole = layer.outside - layer.core_inputs + layer.core
-        kept = {"none": whole, "selective": layer.outside, "full": layer.input}
-        if recompute != "none":  # what is computed anew is there for one layer of one micro-batch
-            again = self._tokens * (whole - layer.input if recompute == "full" else layer.core)
+        layer = self._layer
+        recompute = self.settings.recompute
+        in_flight = self._tokens_in_flight
+        recomputed = 0.0
+        all_bytes = layer.outside_core - layer.core_inputs + layer.core
+        saved_bytes = {"none": all_bytes, "selective": layer.outside_core, "full": layer.residual}
+        # Recomputed activations exist for one layer and one micro-batch at a time.
+        if recompute != "none":
+            recomputed = self._tokens * (
+                all_bytes - layer.residual if recompute == "full" else layer.core
+            )
         saved = (
             in_flight
-            * kept[recompute]
+            * saved_bytes[recompute]
             * sum(map(len, stage_layers(self.shape.num_layers, self._layout, self.stage)))
         )
-        work, sent = self._backward_work, self._layout.virtual_pipeline
-        if self.stage == 0:
-            work = max(work, self._embedding * self.device.itemsize)  # its gradient is made whole
-        if self._is_last:
-            # The head's part is gone when the first layer is computed anew.
-            again, work, sent = max(again, self._head_kept), max(work, self._head_work), sent - 1
-        return Activations(int(saved + again), int(in_flight * layer.input * sent), int(work))
 
-    def scoring(self) -> int:
-        """Of a forward pass without gradients."""
+        work = self._backward_work_bytes
+        sent_chunks = self._layout.virtual_pipeline
+        if self.stage == 0:
+            work = max(work, self._embedding_width * self.device.itemsize)  # a dense gradient
+        if self._is_last:
+            # The head's tensors are freed before the first layer is recomputed.
+            recomputed = max(recomputed, self._head_saved_bytes)
+            work = max(work, self._head_work_bytes)
+            sent_chunks = sent_chunks - 1
+        return Activations(
+            int(saved + recomputed), int(in_flight * layer.residual * sent_chunks), int(work)
+        )
+
+    def scoring_bytes(self) -> int:
+        """Return the bytes of a forward pass without gradients."""
         work = forward_work(self.shape, self._layout.tensor, self._tokens, self.device.itemsize)
         if self._is_last and self.head == "vocabulary":
-            work = max(work, self._hidden + self._logits * (FP32 + self.device.itemsize))
+            work = max(
+                work, self._hidden_bytes + self._chunk_logits * (FP32 + self.device.itemsize)
+            )
         return int(work)
 
     @property
@@ -217,82 +247,105 @@ class Stage:
 
     @property
     def _tokens(self) -> int:
-        """Of a micro-batch, on one context rank."""
-        return math.ceil(min(self.load.micro_batch, self.load.total) / self._layout.context)
+        """Tokens of a micro-batch on one context rank."""
+        return math.ceil(min(self.load.micro_batch_tokens, self.load.total) / self._layout.context)
 
     @property
     def _tokens_in_flight(self) -> int:
-        """Of all micro-batches whose backward pass is still to come, counted by whole stages of
-        layers."""
-        after, chunks = self._layout.pipeline - self.stage - 1, self._layout.virtual_pipeline
-        held = after + 1.0
+        """Tokens of all micro-batches whose backward pass is pending, counted in complete stages.
+
+        With m chunks per stage, a stage first runs 2·(P-p-1) + (m-1)·P forward passes of single
+        chunks (Narayanan et al. 2021).
+        """
+        later_stages = self._layout.pipeline - self.stage - 1
+        chunks = self._layout.virtual_pipeline
+        micro_batches = later_stages + 1.0
         if chunks > 1:
-            held = (2 * after + (chunks - 1) * self._layout.pipeline + 1) / chunks
-        return math.ceil(min(held * self.load.micro_batch, self.load.total) / self._layout.context)
+            micro_batches = (2 * later_stages + (chunks - 1) * self._layout.pipeline + 1) / chunks
+        return math.ceil(
+            min(micro_batches * self.load.micro_batch_tokens, self.load.total)
+            / self._layout.context
+        )
 
     @property
     def _layer(self) -> Layer:
-        return Layer(self.shape, self._layout, self.device, self.load.longest, self._tokens)
+        return Layer(self.shape, self._layout, self.device, self.load.longest_tokens, self._tokens)
 
     @property
-    def _hidden(self) -> float:
-        """Bytes of whole hidden states of a micro-batch."""
+    def _hidden_bytes(self) -> float:
+        """Bytes of the complete hidden states of a micro-batch."""
         return self._tokens * self.device.itemsize * self.shape.hidden_size
 
     @property
-    def _embedding(self) -> float:
-        """Numbers of the rank's part of the vocabulary's table."""
+    def _embedding_width(self) -> float:
+        """Elements of the rank's shard of the embedding."""
         return self.shape.vocab_size * self.shape.hidden_size / self._layout.tensor
 
     @property
-    def _logits(self) -> float:
-        """Numbers of a chunk of logits."""
+    def _chunk_logits(self) -> float:
+        """Elements of a chunk of logits."""
         chunk = min(self._tokens, getattr(self.settings, "logprob_chunk_tokens", self._tokens))
         return chunk * self.shape.vocab_size / self._layout.tensor
 
     @property
-    def _head_kept(self) -> float:
-        """Bytes that the last norm and the head keep: the states that are projected, and logits of
-        the last chunk."""
-        norm = self._tokens * self._layer.input
+    def _head_saved_bytes(self) -> float:
+        """Bytes that the last norm and the head save.
+
+        These are the hidden states that are projected, and the logits of the last chunk.
+        """
+        norm = self._tokens * self._layer.residual
         if self.head == "scalar":
-            return norm + self._tokens * self._layer.input
-        return norm + self._hidden + FP32 * self._logits
+            return norm + self._tokens * self._layer.residual
+        return norm + self._hidden_bytes + FP32 * self._chunk_logits
 
     @property
-    def _head_work(self) -> float:
-        """Gradients of the states and, in 16 bits, a chunk's of the projection; and the entropy's
-        part of the logits."""
+    def _head_work_bytes(self) -> float:
+        """Bytes of temporary tensors of the head's backward pass.
+
+        These are the gradients of the hidden states and of the logits and, with 16 bits, a chunk's
+        gradient of the projection.
+        """
         if self.head == "scalar":
-            return self._hidden
-        narrow = self.device.itemsize if self.device.itemsize < FP32 else 0
-        logits = self._logits if self.device.gpus else min(self._logits, _CPU_BLOCK)
-        return self._hidden + self._embedding * narrow + logits * (FP32 + narrow)
+            return self._hidden_bytes
+        narrow_itemsize = self.device.itemsize if self.device.itemsize < FP32 else 0
+        logits = self._chunk_logits if self.device.gpus else min(self._chunk_logits, _CPU_BLOCK)
+        return (
+            self._hidden_bytes
+            + self._embedding_width * narrow_itemsize
+            + logits * (FP32 + narrow_itemsize)
+        )
 
     @property
-    def _backward_work(self) -> float:
-        """Gradients on both sides of an activation function, a matrix's input, gathered, and its
-        gradient."""
-        inside = _feed_forward(self.shape) / self._layout.tensor
-        cut = self._layout.expert_tensor_size if self.shape.num_experts else self._layout.tensor
+    def _backward_work_bytes(self) -> float:
+        """Bytes of temporary tensors of a layer's backward pass.
+
+        These are gradients on both sides of the activation function, the gathered input of a
+        matrix, and the matrix's gradient.
+        """
+        inner_width = _feed_forward_width(self.shape) / self._layout.tensor
+        shards = self._layout.expert_tensor_size if self.shape.num_experts else self._layout.tensor
         matrix = (
             self.shape.hidden_size
             * (2 if self.shape.gated else 1)
             * self.shape.ffn_hidden_size
-            / cut
+            / shards
         )
         return self.device.itemsize * (
-            self._tokens * (2 * self.shape.hidden_size + 1.5 * inside) + matrix
+            self._tokens * (2 * self.shape.hidden_size + 1.5 * inner_width) + matrix
         )
 
 
 def forward_work(shape: ModelShape, tensor: int, tokens: int, itemsize: int) -> float:
-    """Bytes of a layer's pass without gradients: residual stream, a norm's output, and both sides
-    of the activation."""
-    return tokens * itemsize * (4 * shape.hidden_size + 2 * _feed_forward(shape) / tensor)
+    """Return the bytes of temporary tensors of a layer's forward pass without gradients.
+
+    These are the residual stream, the output of a norm, and both sides of the activation function.
+    """
+    return tokens * itemsize * (4 * shape.hidden_size + 2 * _feed_forward_width(shape) / tensor)
 
 
-def _feed_forward(shape: ModelShape) -> int:
-    """Numbers a token behind the first matrix of a feed-forward network, or of all the token's
-    experts'."""
+def _feed_forward_width(shape: ModelShape) -> int:
+    """Return the elements per token after the first matrix of a feed-forward network.
+
+    For a mixture of experts, this is the sum over all experts of the token.
+    """
     return (2 if shape.gated else 1) * shape.ffn_hidden_size * max(1, shape.experts_per_token)

@@ -1,11 +1,11 @@
-"""What a trained model keeps between steps: weights, gradients and optimizer state, by pipeline
-stage.
+"""Memory that a trained model needs between steps: weights, gradients and optimizer state.
 
-Megatron keeps a gradient in fp32 for every trained weight. bf16 weights have a fp32 main copy
-beside Adam's two moments, so that a trained weight takes 2 + 4 + 12 bytes: the 18 of
-megatron-core's own account of its distributed optimizer, which cuts the last 12 over the data and
-context ranks: 6 + 12/d (ZeRO-1, Rajbhandari et al. 2020). fp32 weights are their own main copy.
-Muon keeps one number of a matrix's weight where Adam keeps two moments.
+Megatron stores a gradient in fp32 for each trained weight. bf16 weights have an fp32 main copy in
+addition to Adam's two moments. A trained weight therefore takes 2 + 4 + 12 bytes, which are the 18
+bytes in megatron-core's documentation of its distributed optimizer. The distributed optimizer
+shards the last 12 bytes over the d data and context ranks, which gives 6 + 12/d bytes (ZeRO-1,
+Rajbhandari et al. 2020). fp32 weights are their own main copy. Muon stores one number for each
+weight of a matrix, in place of Adam's two moments.
 """
 
 import math
@@ -17,9 +17,9 @@ from aligner.models.shape import ModelShape
 from aligner.models.weight_slices import (
     Head,
     TensorSpec,
-    adapter_map,
-    adapter_table,
-    engine_slices,
+    build_adapter_map,
+    build_adapter_table,
+    compute_engine_slices,
     frozen_names,
     is_layer_matrix,
     stage_layers,
@@ -28,48 +28,63 @@ from aligner.models.weight_slices import (
 from aligner.placement.roles import Device
 from aligner.schema import EngineParallelConfig, LoraConfig, ParallelConfig, TrainedModelConfig
 
-_GRADIENT, _MAIN_COPY, _MOMENT = 4, 4, 4
-"""Bytes a trained weight."""
+# Bytes per trained weight.
+_GRADIENT = 4
+_MAIN_COPY = 4
+_MOMENT = 4
 
 
 @dataclass(frozen=True)
-class Numbers:
-    """How many numbers of a model lie in a part of it, by how tensor parallelism treats them."""
+class WeightCounts:
+    """Number of weights in a part of a model, by their treatment in tensor parallelism."""
 
-    cut: int = 0
-    """Cut over the tensor ranks."""
-    whole: int = 0
-    """On every tensor rank."""
-    experts: int = 0
-    """Cut over the experts' own tensor ranks, and by expert."""
+    sharded: int = 0
+    """Weights that are sharded over the tensor ranks."""
+    replicated: int = 0
+    """Weights that every tensor rank has."""
+    expert: int = 0
+    """Weights of experts, sharded over expert ranks and the experts' own tensor ranks."""
 
-    def __add__(self, other: "Numbers") -> "Numbers":
-        return Numbers(self.cut + other.cut, self.whole + other.whole, self.experts + other.experts)
+    def __add__(self, other: "WeightCounts") -> "WeightCounts":
+        return WeightCounts(
+            self.sharded + other.sharded,
+            self.replicated + other.replicated,
+            self.expert + other.expert,
+        )
 
-    def dense(self, layout: ParallelConfig) -> int:
-        """Of those outside experts, how many a rank holds."""
-        return self.cut // layout.tensor + self.whole
+    def dense_on_rank(self, layout: ParallelConfig) -> int:
+        """Return the number of a rank's weights outside of experts."""
+        return self.sharded // layout.tensor + self.replicated
 
-    def of_experts(self, layout: ParallelConfig) -> int:
-        """Of those of experts."""
-        return self.experts // (layout.expert * layout.expert_tensor_size)
+    def expert_on_rank(self, layout: ParallelConfig) -> int:
+        """Return the number of a rank's expert weights."""
+        return self.expert // (layout.expert * layout.expert_tensor_size)
 
 
 @dataclass(frozen=True)
-class Census:
-    """A model's weights, and those of them that are trained, by decoder layer and outside the
-    layers."""
+class ModelCounts:
+    """Number of weights of a model by decoder layer, and outside of the layers."""
 
-    layers: tuple[Numbers, ...]
-    first: Numbers
-    last: Numbers
-    """Of the last stage; what the first holds too, a tied embedding, is in both."""
-    tied: Numbers
-    """That is held once where first and last stage are one."""
+    layers: tuple[WeightCounts, ...]
+    """Weights of each decoder layer."""
+    first: WeightCounts
+    """Weights outside of the layers on the first pipeline stage."""
+    last: WeightCounts
+    """Weights outside of the layers on the last pipeline stage.
 
-    def stage(self, layout: ParallelConfig, stage: int) -> Numbers:
-        """What the ranks of a pipeline stage hold together."""
-        total = Numbers()
+    A tied embedding is in `first` and in `last`.
+    """
+    tied: WeightCounts
+    """Tied weights, which exist once if the first stage is also the last one."""
+
+    def count_stage(self, layout: ParallelConfig, stage: int) -> WeightCounts:
+        """Return the weights of all ranks of a pipeline stage.
+
+        Args:
+            layout: Layout of the model.
+            stage: Index of the pipeline stage.
+        """
+        total = WeightCounts()
         for chunk in stage_layers(len(self.layers), layout, stage):
             total = sum((self.layers[layer] for layer in chunk), total)
         total = total + self.first if stage == 0 else total
@@ -77,65 +92,83 @@ class Census:
             return total
         total = total + self.last
         return (
-            Numbers(total.cut - self.tied.cut, total.whole, total.experts) if stage == 0 else total
+            WeightCounts(total.sharded - self.tied.sharded, total.replicated, total.expert)
+            if stage == 0
+            else total
         )
 
 
-def _census(table: Iterable[TensorSpec], num_layers: int) -> Census:
-    layers, first, last, tied = [Numbers()] * num_layers, Numbers(), Numbers(), Numbers()
+def _count_table(table: Iterable[TensorSpec], num_layers: int) -> ModelCounts:
+    """Return the counts of the weights in a table."""
+    layers = [WeightCounts()] * num_layers
+    first = WeightCounts()
+    last = WeightCounts()
+    tied = WeightCounts()
     for spec in table:
         if spec.expert is not None:
-            numbers = Numbers(experts=spec.numel)
+            numbers = WeightCounts(expert=spec.numel)
         else:
-            numbers = Numbers(whole=spec.numel) if spec.axis is None else Numbers(cut=spec.numel)
+            numbers = (
+                WeightCounts(replicated=spec.numel)
+                if spec.axis is None
+                else WeightCounts(sharded=spec.numel)
+            )
         if spec.layer is not None:
             layers[spec.layer] += numbers
             continue
         first = first + numbers if "first" in spec.stages else first
         last = last + numbers if "last" in spec.stages else last
         tied = tied + numbers if len(spec.stages) > 1 else tied
-    return Census(tuple(layers), first, last, tied)
+    return ModelCounts(tuple(layers), first, last, tied)
 
 
 @lru_cache(maxsize=64)
-def weight_census(
+def count_weights(
     shape: ModelShape, head: Head, frozen: Collection[str] = (), *, matrices: bool = False
-) -> Census:
-    """All of a model's weights but those that the patterns freeze, or the layers' `matrices`
-    alone."""
+) -> ModelCounts:
+    """Return the counts of a model's weights.
+
+    Args:
+        shape: Dimensions of the model.
+        head: Head of the model.
+        frozen: Name patterns of weights to exclude.
+        matrices: Whether to count only the matrices of decoder layers, which Muon trains.
+    """
     table = weight_table(shape, head)
-    left_out = frozen_names(table, tuple(frozen)) if frozen else frozenset()
-    chosen = (spec for spec in table if spec.name not in left_out)
-    return _census(
-        (spec for spec in chosen if is_layer_matrix(spec) or not matrices), shape.num_layers
+    excluded = frozen_names(table, tuple(frozen)) if frozen else frozenset()
+    included = (spec for spec in table if spec.name not in excluded)
+    return _count_table(
+        (spec for spec in included if is_layer_matrix(spec) or not matrices), shape.num_layers
     )
 
 
 @lru_cache(maxsize=64)
-def _adapter_census(shape: ModelShape, rank: int, targets: tuple[str, ...]) -> Census:
-    """All of them are matrices of layers."""
+def _count_adapters(shape: ModelShape, rank: int, targets: tuple[str, ...]) -> ModelCounts:
+    """Return the counts of a model's LoRA weights, all of which are matrices of layers."""
     lora = LoraConfig(rank=rank, targets=list(targets))
-    return _census(adapter_table(adapter_map(weight_table(shape), lora)), shape.num_layers)
+    return _count_table(
+        build_adapter_table(build_adapter_map(weight_table(shape), lora)), shape.num_layers
+    )
 
 
 @dataclass(frozen=True)
-class States:
-    """Bytes on a device of a pipeline stage, from step to step."""
+class ModelStates:
+    """Bytes per device of a pipeline stage that a trained model needs between steps."""
 
     weights: int
     gradients: int
     optimizer: int
     on_host: int
-    """Optimizer state in host memory (optimizer.offload_fraction)."""
+    """Optimizer state in host memory (`optimizer.offload_fraction`)."""
     snapshot: int
-    """Of a checkpoint, in host memory until it is written."""
+    """Copy of a checkpoint in host memory, until it is written."""
 
 
-def frozen_weights(
+def frozen_weight_bytes(
     shape: ModelShape, head: Head, layout: ParallelConfig, stage: int, device: Device
 ) -> int:
-    """Bytes of the weights of a model that is not trained."""
-    return device.itemsize * _on_rank(weight_census(shape, head).stage(layout, stage), layout)
+    """Return the bytes of a frozen model's weights on a rank of a pipeline stage."""
+    return device.itemsize * _on_rank(count_weights(shape, head).count_stage(layout, stage), layout)
 
 
 def trained_states(
@@ -146,91 +179,110 @@ def trained_states(
     device: Device,
     *,
     steps: bool = True,
-) -> States:
-    """Of a model that is trained.
+) -> ModelStates:
+    """Return the memory of a trained model on a rank of a pipeline stage.
 
-    `steps` is false where the optimizer is made but never takes a step, and so has no moments, and
-    nothing is saved.
+    Args:
+        shape: Dimensions of the model.
+        head: Head of the model.
+        settings: The model's section of the configuration.
+        stage: Index of the pipeline stage.
+        device: Device of the model.
+        steps: Whether the optimizer takes steps. Without steps, there are no moments and no
+            checkpoints.
     """
     layout = settings.parallel
-    base, frozen = weight_census(shape, head), tuple(settings.frozen)
-    held, changed = (
-        base.stage(layout, stage),
-        weight_census(shape, head, frozen).stage(layout, stage),
-    )
-    matrices = weight_census(shape, head, frozen, matrices=True).stage(layout, stage)
+    base = count_weights(shape, head)
+    frozen = tuple(settings.frozen)
+    weights = base.count_stage(layout, stage)
+    trained = count_weights(shape, head, frozen).count_stage(layout, stage)
+    matrices = count_weights(shape, head, frozen, matrices=True).count_stage(layout, stage)
     lora = getattr(settings, "lora", None)
     if lora is not None and lora.rank:
-        changed = matrices = _adapter_census(shape, lora.rank, tuple(lora.targets)).stage(
+        trained = matrices = _count_adapters(shape, lora.rank, tuple(lora.targets)).count_stage(
             layout, stage
         )
-        held = held + changed
-    main, moments = (
-        (_MAIN_COPY if device.itemsize < _GRADIENT else 0),
-        (2 * _MOMENT if steps else 0),
+        weights = weights + trained
+    main_copy = _MAIN_COPY if device.itemsize < _GRADIENT else 0
+    moments = 2 * _MOMENT if steps else 0
+    # Checkpoints contain main weights and moments in fp32, and frozen weights in their own dtype.
+    saved = _optimizer_share(trained, layout)
+    optimizer = (saved if settings.optimizer.distributed else _on_rank(trained, layout)) * (
+        main_copy + moments
     )
-    # Main weights and moments are saved in fp32, what is not trained as it is.
-    saved = _share(changed, layout)
-    kept = (saved if settings.optimizer.distributed else _on_rank(changed, layout)) * (
-        main + moments
+    snapshot = (_MAIN_COPY + 2 * _MOMENT) * saved + device.itemsize * (
+        _optimizer_share(weights, layout) - saved
     )
-    snapshot = (_MAIN_COPY + 2 * _MOMENT) * saved + device.itemsize * (_share(held, layout) - saved)
+    # Muon has one moment for each weight of a matrix.
     if settings.optimizer.kind == "muon":
-        kept -= _on_rank(matrices, layout) * moments // 2
-        snapshot -= _share(matrices, layout) * _MOMENT
-    offloaded = int(kept * settings.optimizer.offload_fraction) if device.gpus else 0
-    return States(
-        weights=device.itemsize * _on_rank(held, layout),
-        gradients=_GRADIENT * _on_rank(changed, layout),
-        optimizer=kept - offloaded,
+        optimizer -= _on_rank(matrices, layout) * moments // 2
+        snapshot -= _optimizer_share(matrices, layout) * _MOMENT
+    offloaded = int(optimizer * settings.optimizer.offload_fraction) if device.gpus else 0
+    return ModelStates(
+        weights=device.itemsize * _on_rank(weights, layout),
+        gradients=_GRADIENT * _on_rank(trained, layout),
+        optimizer=optimizer - offloaded,
         on_host=offloaded,
         snapshot=snapshot if steps else 0,
     )
 
 
-def _on_rank(numbers: Numbers, layout: ParallelConfig) -> int:
-    return numbers.dense(layout) + numbers.of_experts(layout)
+def _on_rank(counts: WeightCounts, layout: ParallelConfig) -> int:
+    """Return the number of weights on a rank."""
+    return counts.dense_on_rank(layout) + counts.expert_on_rank(layout)
 
 
-def _share(numbers: Numbers, layout: ParallelConfig) -> int:
-    """Of what a rank and its replicas hold alike, a rank's part."""
-    dense, experts = numbers.dense(layout), numbers.of_experts(layout)
+def _optimizer_share(counts: WeightCounts, layout: ParallelConfig) -> int:
+    """Return the number of a rank's weights that the rank's part of a sharded optimizer covers.
+
+    The optimizer is sharded over all ranks that have the same weights.
+    """
+    dense = counts.dense_on_rank(layout)
+    expert = counts.expert_on_rank(layout)
     ranks = layout.tensor * layout.data * layout.context
     replicas = ranks // (layout.expert * layout.expert_tensor_size)
-    return math.ceil(dense / (layout.data * layout.context)) + math.ceil(experts / replicas)
+    return math.ceil(dense / (layout.data * layout.context)) + math.ceil(expert / replicas)
 
 
 @lru_cache(maxsize=64)
-def engine_weights(shape: ModelShape, tensor: int) -> int:
-    """Weights of a rank of an engine that is cut over so many tensor ranks."""
+def count_engine_weights(shape: ModelShape, tensor: int) -> int:
+    """Return the number of weights on a rank of an engine with `tensor` tensor ranks."""
     table = weight_table(shape)
-    slices = engine_slices(table, EngineParallelConfig(tensor=tensor), 0)
+    slices = compute_engine_slices(table, EngineParallelConfig(tensor=tensor), 0)
     return sum(spec.numel // (1 if slices[spec.name].axis is None else tensor) for spec in table)
 
 
 @lru_cache(maxsize=64)
-def largest_tensor(shape: ModelShape) -> int:
-    """Numbers in the model's largest weight."""
+def count_largest_tensor(shape: ModelShape) -> int:
+    """Return the number of elements of the model's largest weight."""
     return max(spec.numel for spec in weight_table(shape))
 
 
-def shared_weights(
+def count_shared_weights(
     shape: ModelShape, layout: ParallelConfig, stage: int, engine_tensor: int
 ) -> int:
-    """Of an engine's weights, how many a trainer's rank holds cut the same way
-    (engine.update=shared).
+    """Return how many of an engine's weights a trainer's rank stores in the same form.
 
-    megatron-core interleaves query, key and value, and the engine stacks experts: those are never
-    the same.
+    With `engine.update=shared`, the engine uses these weights without a copy. megatron-core
+    interleaves query, key and value, and the engine stacks experts, so those are never shared.
+
+    Args:
+        shape: Dimensions of the model.
+        layout: Layout of the trainer.
+        stage: Pipeline stage of the trainer's rank.
+        engine_tensor: Tensor-parallel size of the engine.
     """
-    held = _shareable(shape).stage(layout, stage)
-    return held.dense(layout) if layout.tensor == engine_tensor else held.whole
+    shareable = _count_shareable(shape).count_stage(layout, stage)
+    return (
+        shareable.dense_on_rank(layout) if layout.tensor == engine_tensor else shareable.replicated
+    )
 
 
 @lru_cache(maxsize=64)
-def _shareable(shape: ModelShape) -> Census:
+def _count_shareable(shape: ModelShape) -> ModelCounts:
+    """Return the counts of the weights that trainer and engine store in the same form."""
     parts = ("whole", "gate", "up")
     table = weight_table(shape)
-    return _census(
+    return _count_table(
         (spec for spec in table if spec.part in parts and spec.expert is None), shape.num_layers
     )

@@ -1,4 +1,8 @@
-"""How much memory each role needs on one device, phase by phase, and the table of it."""
+"""The device memory of each role in each of its phases.
+
+`memory_table` shows it for `aligner validate`, and `memory_problems` compares it with
+`cluster.device_memory_gib`.
+"""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -18,13 +22,13 @@ from aligner.models.model_source import (
 )
 from aligner.models.shape import ModelShape
 from aligner.models.weight_slices import Head
-from aligner.placement.memory.activations import Load, Stage, forward_work
+from aligner.placement.memory.activations import BatchLoad, StageActivations, forward_work
 from aligner.placement.memory.model_states import (
-    States,
-    engine_weights,
-    frozen_weights,
-    largest_tensor,
-    shared_weights,
+    ModelStates,
+    count_engine_weights,
+    count_largest_tensor,
+    count_shared_weights,
+    frozen_weight_bytes,
     trained_states,
 )
 from aligner.placement.roles import device_of, has_generator, role_of, server_ranks, uses_gpus
@@ -36,14 +40,17 @@ from aligner.schema.derived import (
     samples_learned_from,
 )
 
-_PROMPT_TOKENS = 8192
-"""Of prompts that the embedded engine runs in one pass: `engines/embedded/scheduler.py`."""
+# Maximum number of prompt tokens in one prefill of the embedded engine
+# (`engines/embedded/generation.py`).
+_PREFILL_TOKENS = 8192
 
 
 @dataclass(frozen=True)
 class Phase:
-    """What a role holds on a device while it does one of the things that it does in turn, in
-    bytes."""
+    """Memory in bytes that a role needs on a device during one of its phases.
+
+    The phases of a role, such as training and generation, do not overlap.
+    """
 
     name: str
     weights: int = 0
@@ -51,11 +58,13 @@ class Phase:
     optimizer: int = 0
     activations: int = 0
     cache: int = 0
+    """KV cache."""
     engine: int = 0
+    """Weights of the engine, and buffers of the weight sync."""
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Sum of all parts, in bytes."""
         return (
             self.weights
             + self.gradients
@@ -68,49 +77,62 @@ class Phase:
 
 @dataclass(frozen=True)
 class RoleMemory:
-    """A role's fullest device."""
+    """Memory of a role on the device that needs the most."""
 
     role: str
     phases: tuple[Phase, ...]
     stages: int = 1
+    """Number of pipeline stages."""
     stage: int = 0
-    """Its pipeline stage."""
+    """Pipeline stage of the device."""
     host: int = 0
-    """Bytes in host memory of one rank, and of its engine's worker, at most: copies of weights,
-    offloaded optimizer state, a checkpoint that is being written."""
+    """Maximum bytes in host memory of one rank and its engine's worker process.
+
+    Host memory contains copies of weights, offloaded optimizer state, and checkpoints that are
+    being written.
+    """
 
     @property
     def peak(self) -> Phase:
-        """The phase that needs the most."""
+        """The phase that needs the most memory."""
         return max(self.phases, key=lambda phase: phase.total)
 
 
 def memory_needs(
     config: Config, shape: ModelShape, expected: ExpectedInputs = NOTHING_EXPECTED
 ) -> tuple[RoleMemory, ...]:
-    """Every role that has a model; the configuration must be one that `check` accepts."""
+    """Return the memory of each role that has a model.
+
+    Args:
+        config: A valid configuration.
+        shape: Dimensions of the policy.
+        expected: Dimensions of models that do not exist yet.
+    """
     roles = [
-        _fullest(
-            [_trainer(config, shape, stage) for stage in range(config.actor.parallel.pipeline)]
+        _select_fullest(
+            [
+                _trainer_memory(config, shape, stage)
+                for stage in range(config.actor.parallel.pipeline)
+            ]
         )
     ]
     if has_generator(config):
-        roles.append(_generator(config, shape))
+        roles.append(_generator_memory(config, shape))
     rewards = list(reward_shapes(config, expected).values())
     if config.algorithm.has_critic:
-        critic, stages = (
-            critic_shape(config, shape, expected),
-            range(config.critic.parallel.pipeline),
+        critic = critic_shape(config, shape, expected)
+        stages = range(config.critic.parallel.pipeline)
+        roles.append(
+            _select_fullest([_critic_memory(config, critic, rewards, stage) for stage in stages])
         )
-        roles.append(_fullest([_critic(config, critic, rewards, stage) for stage in stages]))
     if rewards and not config.critic_scores:
-        roles += _frozen(config, "reward", "scoring", config.reward, rewards, "scalar")
+        roles += _frozen_role(config, "reward", "scoring", config.reward, rewards, "scalar")
     if teachers := list(teacher_shapes(config, shape, expected).values()):
-        roles += _frozen(config, "teacher", "logprobs", config.teacher, teachers, "vocabulary")
+        roles += _frozen_role(config, "teacher", "logprobs", config.teacher, teachers, "vocabulary")
     return tuple(roles)
 
 
-def _frozen(
+def _frozen_role(
     config: Config,
     role: str,
     phase: str,
@@ -118,78 +140,106 @@ def _frozen(
     shapes: Sequence[ModelShape],
     head: Head,
 ) -> Iterator[RoleMemory]:
-    """A role whose models are only asked, once for each of its replicas, which are alike."""
+    """Yield the memory of each replica of a role with frozen models; all replicas are equal."""
     stages = range(settings.parallel.pipeline)
-    fullest = _fullest(
-        [RoleMemory(role, (_asked(config, phase, settings, shapes, head, at),)) for at in stages]
+    fullest = _select_fullest(
+        [
+            RoleMemory(role, (_frozen_phase(config, phase, settings, shapes, head, index),))
+            for index in stages
+        ]
     )
     yield from (
         replace(fullest, role=server) for server in server_ranks(config) if role_of(server) == role
     )
 
 
-def _fullest(stages: Sequence[RoleMemory]) -> RoleMemory:
-    stage = max(range(len(stages)), key=lambda at: stages[at].peak.total)
+def _select_fullest(stages: Sequence[RoleMemory]) -> RoleMemory:
+    """Return the memory of the pipeline stage that needs the most."""
+    stage = max(range(len(stages)), key=lambda index: stages[index].peak.total)
     return replace(stages[stage], stages=len(stages), stage=stage)
 
 
-def _trainer(config: Config, shape: ModelShape, stage: int) -> RoleMemory:
-    actor, trainer = config.actor, config.algorithm.trainer
+def _trainer_memory(config: Config, shape: ModelShape, stage: int) -> RoleMemory:
+    """Return the memory of a trainer rank of a pipeline stage."""
+    actor = config.actor
+    trainer = config.algorithm.trainer
     head: Head = "vocabulary"
     if trainer == "reward_model":
-        shape, head = first_layers(config, shape), "scalar"
+        shape = first_layers(config, shape)
+        head = "scalar"
     device = device_of(config, actor.precision)
-    part = Stage(shape, head, actor, stage, _load(config, actor, minibatch=True), device)
+    activations = StageActivations(
+        shape, head, actor, stage, _batch_load(config, actor, minibatch=True), device
+    )
     states = trained_states(shape, head, actor, stage, device, steps=config.algorithm.learns)
-    phases, host = [], states.on_host + states.snapshot
-    with_reference, weights = replace(states, weights=2 * states.weights), states.weights
-    has_copy = has_reference(config) and not actor.lora.rank
-    if has_copy and actor.reference_on_device:
+    phases = []
+    host = states.on_host + states.snapshot
+    weights = states.weights
+    with_reference = replace(states, weights=2 * weights)
+    has_reference_copy = has_reference(config) and not actor.lora.rank
+    if has_reference_copy and actor.reference_on_device:
         states = with_reference
     if config.algorithm.learns:
-        phases.append(_held("training", states, part.training().total))
-    if has_copy:
-        # Initial weights that are in host memory come to the device, where the policy's stay.
-        asking = replace(part, load=_load(config, actor)).scoring()
-        phases.append(_held("reference", with_reference, asking))
+        phases.append(_state_phase("training", states, activations.training_activations().total))
+    if has_reference_copy:
+        # The reference model's weights are copied from host memory to the device, in addition to
+        # the policy's weights.
+        scoring_work = replace(activations, load=_batch_load(config, actor)).scoring_bytes()
+        phases.append(_state_phase("reference", with_reference, scoring_work))
         host += 0 if actor.reference_on_device else weights
     if config.algorithm.generates and not has_generator(config):
-        phases = [*_with_engine(config, shape, stage, _held("generation", states, 0), phases)]
+        phases = [*_add_engine(config, shape, stage, _state_phase("generation", states, 0), phases)]
         if config.engine.kind == "tensorrt_llm" and config.engine.sleep:
-            # which it copies there also when the weights are published anew
+            # The sleeping engine copies its weights to host memory, also during a weight sync.
             host += phases[-1].engine
-        host += _packed(config, shape)
+        host += _packed_weight_bytes(config, shape)
     if has_generator(config):
-        host += _snapshots(config, weights)
-        # Weights are sent beside whatever the trainer does, staged in a bucket.
+        host += _snapshot_bytes(config, weights)
+        # Weights are sent during all phases of the trainer, through a bucket.
         phases = [
             replace(phase, engine=min(config.engine.bucket_mib << 20, weights)) for phase in phases
         ]
-    return RoleMemory("trainer", tuple(phases) or (_held("weight sync", states, 0),), host=host)
+    return RoleMemory(
+        "trainer", tuple(phases) or (_state_phase("weight sync", states, 0),), host=host
+    )
 
 
-def _with_engine(
-    config: Config, shape: ModelShape, stage: int, alone: Phase, phases: Sequence[Phase]
+def _add_engine(
+    config: Config, shape: ModelShape, stage: int, trainer_phase: Phase, phases: Sequence[Phase]
 ) -> Iterator[Phase]:
-    """The trainer's phases with an engine on its devices, which sleeps in all but its own if it
-    ever does."""
-    engine = engine_memory(config, shape, stage=stage, beside=alone.total)
-    asleep = config.engine.sleep and uses_gpus(config)
+    """Yield the trainer's phases with a colocated engine.
+
+    With `engine.sleep`, the engine needs memory only in its own phases, generation and weight sync.
+
+    Args:
+        config: The run's configuration.
+        shape: Dimensions of the policy.
+        stage: Pipeline stage of the trainer.
+        trainer_phase: The trainer's memory during generation.
+        phases: The trainer's other phases.
+    """
+    engine = engine_memory(config, shape, stage=stage, other_bytes=trainer_phase.total)
+    is_sleeping = config.engine.sleep and uses_gpus(config)
     for phase in phases:
-        yield phase if asleep else replace(phase, engine=engine.weights, cache=engine.cache)
-    # one that wakes to take new weights has no room for keys and values yet
-    cache = 0 if asleep else engine.cache
-    yield replace(alone, name="weight sync", engine=engine.weights + engine.transfer, cache=cache)
-    yield replace(alone, engine=engine.weights, cache=engine.cache, activations=engine.work)
+        yield phase if is_sleeping else replace(phase, engine=engine.weights, cache=engine.cache)
+    # An engine that wakes for new weights has not allocated its KV cache yet.
+    cache = 0 if is_sleeping else engine.cache
+    yield replace(
+        trainer_phase, name="weight sync", engine=engine.weights + engine.transfer, cache=cache
+    )
+    yield replace(trainer_phase, engine=engine.weights, cache=engine.cache, activations=engine.work)
 
 
-def _held(name: str, states: States, activations: int) -> Phase:
+def _state_phase(name: str, states: ModelStates, activations: int) -> Phase:
+    """Return a phase of a trained model."""
     return Phase(name, states.weights, states.gradients, states.optimizer, activations)
 
 
-def _snapshots(config: Config, weights: int) -> int:
-    """Copies of weights on their way to the generator: of the newest version and of all back to the
-    one that serves."""
+def _snapshot_bytes(config: Config, weights: int) -> int:
+    """Return the bytes of weight copies that wait for their transfer to the generator.
+
+    These are the newest version and all versions back to the one that the generator uses.
+    """
     actor, engine = (
         device_of(config, precision).itemsize
         for precision in (config.actor.precision, config.engine.precision)
@@ -199,126 +249,155 @@ def _snapshots(config: Config, weights: int) -> int:
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """Bytes on one of its devices."""
+    """Memory of an engine on one device, in bytes."""
 
     weights: int
-    """With the spare copy of update=atomic."""
+    """Weights, with the spare copy of `engine.update=atomic`."""
     transfer: int
-    """While new weights arrive: buckets, and what another program takes from there."""
+    """Buffers of a weight sync: the bucket, and tensors for an engine in another process."""
     cache: int
+    """KV cache."""
     work: int
-    """Of a pass over prompts, or of drawing tokens."""
+    """Temporary tensors of a prefill or of sampling."""
 
 
 def engine_memory(
-    config: Config, shape: ModelShape, *, stage: int = 0, beside: int = 0
+    config: Config, shape: ModelShape, *, stage: int = 0, other_bytes: int = 0
 ) -> EngineMemory:
-    """Of a rank of the engine, on a device where `beside` bytes are held by others.
+    """Return the memory of an engine's rank.
 
-    Of a colocated engine `stage` is the trainer's pipeline stage on that device.
+    Args:
+        config: The run's configuration.
+        shape: Dimensions of the policy.
+        stage: Pipeline stage of the trainer on the same device, for a colocated engine.
+        other_bytes: Bytes that other components use on the device.
     """
     engine = config.engine
     device = device_of(config, engine.precision)
-    tensor, itemsize, bucket = engine.parallel.tensor, device.itemsize, engine.bucket_mib << 20
-    weights = itemsize * engine_weights(shape, tensor)
+    tensor = engine.parallel.tensor
+    itemsize = device.itemsize
+    bucket = engine.bucket_mib << 20
+
+    weights = itemsize * count_engine_weights(shape, tensor)
     if engine.update == "shared":
-        weights -= itemsize * shared_weights(shape, config.actor.parallel, stage, tensor)
-    # An engine that sleeps drops its weights, and what comes next has nothing to be atomic with.
+        weights -= itemsize * count_shared_weights(shape, config.actor.parallel, stage, tensor)
+    # An engine that sleeps has freed its weights before a sync, so it needs no spare copy.
     if engine.update == "atomic" and not engine.sleep:
         weights *= 2
-    tokens, transfer = (
-        min(_PROMPT_TOKENS, rows_at_once(config) * config.data.max_prompt_tokens),
-        min(bucket, weights),
-    )
+
+    tokens = min(_PREFILL_TOKENS, concurrent_rows(config) * config.data.max_prompt_tokens)
+    transfer = min(bucket, weights)
     if engine.kind == "tensorrt_llm":
         tokens = engine.tensorrt_llm.max_num_tokens
-    # whole tensors, which the program takes from there; of vLLM slices, packed once more
+    # Engines in another process read complete tensors. vLLM reads slices, which are packed in a
+    # second buffer.
     if engine.kind != "embedded":
-        cut, copies = (tensor, 2) if engine.kind == "vllm" else (1, 1)
+        shards, copies = (tensor, 2) if engine.kind == "vllm" else (1, 1)
         transfer += copies * max(
-            min(bucket, itemsize * engine_weights(shape, cut)),
-            itemsize * largest_tensor(shape) // cut,
+            min(bucket, itemsize * count_engine_weights(shape, shards)),
+            itemsize * count_largest_tensor(shape) // shards,
         )
-    logits = rows_at_once(config) * shape.vocab_size * (4 + itemsize / tensor)
+    logits = concurrent_rows(config) * shape.vocab_size * (4 + itemsize / tensor)
     work = int(max(forward_work(shape, tensor, tokens, itemsize), logits))
-    held = weights + transfer + work + beside
-    return EngineMemory(weights, transfer, _cache(config, shape, itemsize, held), work)
+    used_bytes = weights + transfer + work + other_bytes
+    return EngineMemory(weights, transfer, _cache_bytes(config, shape, itemsize, used_bytes), work)
 
 
-def _cache(config: Config, shape: ModelShape, itemsize: int, held: int) -> int:
-    """Keys and values: as many as are used, or as another program takes in advance, beside so many
-    bytes held."""
-    engine, memory = config.engine, config.cluster.device_memory_gib
-    row = (longest_sequence(config) - 1) * cache_bytes_per_token(
+def _cache_bytes(config: Config, shape: ModelShape, itemsize: int, used_bytes: int) -> int:
+    """Return the bytes of the KV cache.
+
+    External engines reserve a share of the memory in advance; the embedded engine allocates what it
+    uses.
+
+    Args:
+        config: The run's configuration.
+        shape: Dimensions of the policy.
+        itemsize: Bytes of a number.
+        used_bytes: Bytes of the device that are used for other purposes.
+    """
+    engine = config.engine
+    memory = config.cluster.device_memory_gib
+    row_bytes = (longest_sequence(config) - 1) * cache_bytes_per_token(
         shape, engine.parallel.tensor, itemsize
     )
     limit = None if engine.kv_cache_mib is None else engine.kv_cache_mib << 20
     if engine.kind != "embedded" and limit is not None:
         return limit
     if engine.kind == "vllm" and memory is not None and uses_gpus(config):
-        return max(row, int(memory * 2**30 * engine.vllm.memory_fraction) - held)
+        return max(row_bytes, int(memory * 2**30 * engine.vllm.memory_fraction) - used_bytes)
     if engine.kind == "vllm":
-        return engine.batch_size * row
+        return engine.batch_size * row_bytes
     if engine.kind == "tensorrt_llm" and memory is not None:
-        return max(row, int((memory * 2**30 - held) * engine.tensorrt_llm.free_memory_fraction))
-    used = rows_at_once(config) * row
-    return used if limit is None else min(used, limit)
+        return max(
+            row_bytes, int((memory * 2**30 - used_bytes) * engine.tensorrt_llm.free_memory_fraction)
+        )
+    needed = concurrent_rows(config) * row_bytes
+    return needed if limit is None else min(needed, limit)
 
 
-def rows_at_once(config: Config) -> int:
-    """Sequences that a rank decodes at a time: of one rollout micro-batch, as one is drawn after
-    another, ahead or in turn."""
+def concurrent_rows(config: Config) -> int:
+    """Return the number of sequences that a rank of the engine decodes concurrently, at most.
+
+    The engine generates one rollout micro-batch after the other.
+    """
     rollout = config.rollout
     samples = (rollout.prompts_per_micro_batch + rollout.spare_prompts) * rollout.samples_per_prompt
-    if config.evaluation.every:  # how many prompts it has is not known here
+    if config.evaluation.every:  # the number of evaluation prompts is not known here
         return config.engine.batch_size
     return min(config.engine.batch_size, math.ceil(samples / config.engine.parallel.data))
 
 
-def _generator(config: Config, shape: ModelShape) -> RoleMemory:
+def _generator_memory(config: Config, shape: ModelShape) -> RoleMemory:
+    """Return the memory of a generator rank."""
     engine = engine_memory(config, shape)
     phases = (
         Phase("generation", activations=engine.work, cache=engine.cache, engine=engine.weights),
         Phase("weight sync", cache=engine.cache, engine=engine.weights + engine.transfer),
     )
-    kept = 0
-    # what they are changes of
+    base_bytes = 0
+    # To send only changes, the rank keeps the previous weights.
     if config.engine.kind == "vllm" and config.engine.publish == "changes":
-        kept = device_of(config, config.engine.precision).itemsize * engine_weights(shape, 1)
-    return RoleMemory("generator", phases, host=kept + _packed(config, shape))
+        base_bytes = device_of(config, config.engine.precision).itemsize * count_engine_weights(
+            shape, 1
+        )
+    return RoleMemory("generator", phases, host=base_bytes + _packed_weight_bytes(config, shape))
 
 
-def _packed(config: Config, shape: ModelShape) -> int:
-    """The copy of the engine's matrices that products on CPUs read, at most."""
-    engine, device = config.engine, device_of(config, config.engine.precision)
-    packs = engine.kind == "embedded" and engine.packed_weights and not engine.exact
+def _packed_weight_bytes(config: Config, shape: ModelShape) -> int:
+    """Return the bytes of the packed copy of the engine's matrices for matmuls on CPUs."""
+    engine = config.engine
+    device = device_of(config, engine.precision)
+    is_packed = engine.kind == "embedded" and engine.packed_weights and not engine.exact
     return (
-        device.itemsize * engine_weights(shape, engine.parallel.tensor)
-        if packs and not device.gpus
+        device.itemsize * count_engine_weights(shape, engine.parallel.tensor)
+        if is_packed and not device.gpus
         else 0
     )
 
 
-def _critic(
+def _critic_memory(
     config: Config, shape: ModelShape, rewards: Sequence[ModelShape], stage: int
 ) -> RoleMemory:
+    """Return the memory of a critic rank of a pipeline stage."""
     critic = config.critic
     device = device_of(config, critic.precision)
     states = trained_states(shape, "scalar", critic, stage, device)
-    training = Stage(
-        shape, "scalar", critic, stage, _load(config, critic, minibatch=True), device
-    ).training()
-    phases, host = [_held("training", states, training.total)], states.on_host + states.snapshot
+    training_activations = StageActivations(
+        shape, "scalar", critic, stage, _batch_load(config, critic, minibatch=True), device
+    ).training_activations()
+    phases = [_state_phase("training", states, training_activations.total)]
+    host = states.on_host + states.snapshot
     if critic.with_reward and rewards:
         settings = replace(config.reward, parallel=critic.parallel)
-        scoring = _asked(config, "scoring", settings, rewards, "scalar", stage)
-        # Critic and reward models take turns: of the critic the optimizer's state stays.
-        phases.append(replace(scoring, optimizer=states.optimizer))
-        host += scoring.weights + states.weights  # one goes out before the other comes in
+        scoring_phase = _frozen_phase(config, "scoring", settings, rewards, "scalar", stage)
+        # Critic and reward models are on the device in turn. Only the critic's optimizer state
+        # stays on the device all the time.
+        phases.append(replace(scoring_phase, optimizer=states.optimizer))
+        host += scoring_phase.weights + states.weights  # both are in host memory during the swap
     return RoleMemory("critic", tuple(phases), host=host)
 
 
-def _asked(
+def _frozen_phase(
     config: Config,
     name: str,
     settings: MegatronModelConfig,
@@ -326,18 +405,29 @@ def _asked(
     head: Head,
     stage: int,
 ) -> Phase:
-    """Frozen models, all there at once and asked in turn."""
-    device, load = device_of(config, settings.precision), _load(config, settings)
-    weights = sum(frozen_weights(shape, head, settings.parallel, stage, device) for shape in shapes)
+    """Return a phase in which all given frozen models are on the device and are called in turn."""
+    device = device_of(config, settings.precision)
+    load = _batch_load(config, settings)
+    weights = sum(
+        frozen_weight_bytes(shape, head, settings.parallel, stage, device) for shape in shapes
+    )
     activations = max(
-        Stage(shape, head, settings, stage, load, device).scoring() for shape in shapes
+        StageActivations(shape, head, settings, stage, load, device).scoring_bytes()
+        for shape in shapes
     )
     return Phase(name, weights, activations=activations)
 
 
-def _load(config: Config, settings: MegatronModelConfig, *, minibatch: bool = False) -> Load:
-    """Of all rows of a step, or of a minibatch of them, shared by the data ranks; each may be as
-    long as the longest."""
+def _batch_load(
+    config: Config, settings: MegatronModelConfig, *, minibatch: bool = False
+) -> BatchLoad:
+    """Return the token counts of a model's batches, with every sequence at its maximum length.
+
+    Args:
+        config: The run's configuration.
+        settings: The model's section of the configuration.
+        minibatch: Whether the batch is a minibatch of a training step instead of all of its rows.
+    """
     rollout = config.rollout
     if not config.algorithm.generates:
         rows = config.data.batch_size * rows_together(config)
@@ -348,52 +438,53 @@ def _load(config: Config, settings: MegatronModelConfig, *, minibatch: bool = Fa
     else:
         rows = rollout.prompts_per_step * rollout.samples_per_prompt
     longest = longest_sequence(config)
-    return Load(
+    return BatchLoad(
         settings.micro_batch_tokens, math.ceil(rows / settings.parallel.data) * longest, longest
     )
 
 
 COLUMNS = ("weights", "gradients", "optimizer", "activations", "cache", "engine", "total")
+# Shorter headings, so that the table fits into 80 characters.
 _HEADINGS = {
     "gradients": "grads",
     "optimizer": "optim.",
     "activations": "act.",
     "cache": "KV",
 }
-"""Of columns with longer names, so that the table fits into 80 characters."""
-GIB, _MIB = 2**30, 2**20
+GIB = 2**30
+_MIB = 2**20
 
 
 def memory_table(config: Config, needs: tuple[RoleMemory, ...]) -> Table:
-    """A line for each phase of each role, on the fullest of its devices."""
+    """Return a table with a line for each phase of each role."""
     limit = config.cluster.device_memory_gib
     unit = GIB if limit is not None or max(role.peak.total for role in needs) >= GIB else _MIB
-    of = "" if limit is None else f" (limit {limit:g})"
-    title = f"memory per device in {'GiB' if unit == GIB else 'MiB'}{of}"
-    # Narrow, for it has many columns: without lines between them.
+    limit_text = "" if limit is None else f" (limit {limit:g})"
+    title = f"memory per device in {'GiB' if unit == GIB else 'MiB'}{limit_text}"
+    # No lines between the columns, so that all of them fit.
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0)
     for column in ("role", "stage", "phase"):
         table.add_column(column, no_wrap=True)
     for column in (*COLUMNS, "host"):
         table.add_column(_HEADINGS.get(column, column), justify="right", min_width=5, no_wrap=True)
 
-    def cell(size: int) -> str:
+    def format_size(size: int) -> str:
         return f"{size / unit:.1f}" if size else "-"
 
     for role in needs:
-        first = (
+        role_cells = (
             role.role,
             f"{role.stage}/{role.stages}" if role.stages > 1 else "",
-            cell(role.host),
+            format_size(role.host),
         )
         for phase in role.phases:
-            name, stage, host = first if phase is role.phases[0] else ("", "", "")
+            name, stage, host = role_cells if phase is role.phases[0] else ("", "", "")
             style = "bold" if phase is role.peak else None
             table.add_row(
                 name,
                 stage,
                 phase.name,
-                *(cell(getattr(phase, column)) for column in COLUMNS),
+                *(format_size(getattr(phase, column)) for column in COLUMNS),
                 host,
                 style=style,
             )
@@ -401,26 +492,28 @@ def memory_table(config: Config, needs: tuple[RoleMemory, ...]) -> Table:
 
 
 def memory_problems(config: Config, shape: ModelShape, expected: ExpectedInputs) -> Iterator[str]:
-    """One line for each role that needs more than `cluster.device_memory_gib`; nothing where that
-    is not given."""
+    """Yield an error for each role that needs more than `cluster.device_memory_gib`.
+
+    Nothing is checked if this key is null.
+    """
     limit = config.cluster.device_memory_gib
     if limit is None:
         return
     for role in memory_needs(config, shape, expected):
-        if role.peak.total <= limit * GIB or "." in role.role:  # replicas are alike
+        if role.peak.total <= limit * GIB or "." in role.role:  # all replicas of a role are equal
             continue
-        where = f" (pipeline stage {role.stage})" if role.stages > 1 else ""
+        stage_text = f" (pipeline stage {role.stage})" if role.stages > 1 else ""
         parts = ((column, getattr(role.peak, column)) for column in COLUMNS[:-1])
-        held = ", ".join(f"{column} {size / GIB:.1f}" for column, size in parts if size)
+        parts_text = ", ".join(f"{column} {size / GIB:.1f}" for column, size in parts if size)
         yield (
             f"cluster.device_memory_gib={limit:g}: too small for the {role.role}, which needs"
-            f" {role.peak.total / GIB:.1f} GiB per device during {role.peak.name}{where}: {held};"
-            f" to reduce memory use, try {_what_helps(config, role.role)}"
+            f" {role.peak.total / GIB:.1f} GiB per device during {role.peak.name}{stage_text}:"
+            f" {parts_text}; to reduce memory use, try {_suggest_keys(config, role.role)}"
         )
 
 
-def _what_helps(config: Config, role: str) -> str:
-    """The keys by which a role takes less of a device."""
+def _suggest_keys(config: Config, role: str) -> str:
+    """Return the keys with which a role needs less device memory."""
     section = {"trainer": "actor", "generator": "engine"}.get(role, role)
     keys = [
         f"more ranks in {section}.parallel.tensor"

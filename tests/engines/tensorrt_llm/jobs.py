@@ -50,7 +50,7 @@ def _publisher(
 ) -> Publisher:
     plan = plan_resharding(shape, actor.world.layout, engine.weight_format.layout)
     labels = [f"rank {rank}" for rank in range(actor.world.size)]
-    link = Link.of_world(labels, timeout=timedelta(seconds=30), generation=generation)
+    link = Link.from_default_group(labels, timeout=timedelta(seconds=30), generation=generation)
     return Publisher(
         plan,
         link,

@@ -20,7 +20,11 @@ from aligner.engines.engine_loop import SingleResponses, finish
 from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions
 from aligner.engines.foreign import client
 from aligner.engines.tensorrt_llm import llm_arguments
-from aligner.engines.tensorrt_llm.llm_client import environment, gpu_index, worker_environment
+from aligner.engines.tensorrt_llm.llm_client import (
+    gpu_index,
+    replaced_environment,
+    worker_environment,
+)
 from aligner.engines.tensorrt_llm.tensorrt_llm_engine import TensorRTLLMEngine
 from aligner.errors import AlignerError, ConfigError
 from aligner.schema import EngineConfig, TensorRTLLMConfig
@@ -426,7 +430,7 @@ def test_worker_environment_has_gpus_but_no_launcher_variables():
 
 def test_environment_is_restored_after_error(monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    with pytest.raises(RuntimeError), environment({"ONLY": "this"}):
+    with pytest.raises(RuntimeError), replaced_environment({"ONLY": "this"}):
         assert dict(os.environ) == {"ONLY": "this"}
         raise RuntimeError
     assert os.environ["SLURM_JOB_ID"] == "7"

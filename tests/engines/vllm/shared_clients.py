@@ -16,10 +16,11 @@ from aligner.engines.vllm import vllm_engine
 from aligner.engines.vllm.program_client import NAME, VLLMClient
 from aligner.models.shape import ModelShape
 from aligner.schema import EngineConfig
-from aligner.vllm_environment import vllm_place
+from aligner.vllm_environment import default_vllm_directory
 
 INSTALLED = pytest.mark.skipif(
-    not (vllm_place() / "package").is_file(), reason="`aligner install-vllm` was not run"
+    not (default_vllm_directory() / "package").is_file(),
+    reason="`aligner install-vllm` was not run",
 )
 """Marker of a test that inspects the installed vLLM."""
 NEEDED = (pytest.mark.slow, INSTALLED)

@@ -27,7 +27,7 @@ from aligner.engines.engine_protocol import (
 )
 from aligner.engines.vllm.vllm_engine import VLLMEngine
 from aligner.errors import AlignerError, EngineGone
-from aligner.models.weight_slices import stored_tensors, weight_table
+from aligner.models.weight_slices import group_by_stored_tensor, weight_table
 from aligner.schema import EngineParallelConfig
 from tests.engines import engines
 from tests.engines.vllm.shared_clients import NEEDED
@@ -67,7 +67,7 @@ def assert_refused(engine: VLLMEngine, message: str, value: float = 0.5, **other
     update = engine.begin_update(7)
     try:
         with pytest.raises(AlignerError, match=message):
-            for name in stored_tensors(engine._table):
+            for name in group_by_stored_tensor(engine._table):
                 update.views([name])[name].fill_(value)
                 update.load([name])
             update.commit()
