@@ -14,8 +14,8 @@ from aligner.algorithms.selections import SELECTIONS, Select
 from aligner.data.types import Experience, ScoredSamples, Stats
 from aligner.errors import AlignerError, ConfigError
 from aligner.schema import AlgorithmConfig
-from aligner.schema.options import callable_place
 from aligner.user_code import imported
+from aligner.values import callable_place
 
 _log = logging.getLogger(__name__)
 

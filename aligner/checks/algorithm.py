@@ -6,8 +6,8 @@ from aligner.models.model_source import ExpectedInputs
 from aligner.models.shape import ModelShape
 from aligner.schema import AlgorithmConfig, Config
 from aligner.schema.derived import GROUPED, rows_together, samples_learned_from
-from aligner.schema.options import callable_place
 from aligner.schema.reward_sources import has_step_rewards
+from aligner.values import callable_place
 
 OWN_TARGET = ("copg", "dpo", "cross_entropy")
 """Losses that take no advantages."""

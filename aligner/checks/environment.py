@@ -8,7 +8,7 @@ from aligner.models.shape import ModelShape
 from aligner.schema import Config
 from aligner.schema.conditions import value_text
 from aligner.schema.environment import MATCHING, PYTHON, TOOLS, EnvironmentConfig
-from aligner.schema.options import callable_place
+from aligner.values import callable_place
 
 
 def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs) -> Iterator[str]:

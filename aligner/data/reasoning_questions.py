@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from aligner.errors import AlignerError, ConfigError
-from aligner.schema.reasoning_tasks import MOST_QUESTIONS
+from aligner.schema.data import MOST_QUESTIONS
 
 _HELD_OUT_SHARE = 8
 _MOST_TRIES = 64

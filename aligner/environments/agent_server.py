@@ -19,7 +19,7 @@ from aligner.environments.openai_protocol import (
     parsed,
 )
 from aligner.environments.openai_server import OpenAIServer, models_response
-from aligner.schema.options import is_finite_number
+from aligner.values import is_finite_number
 
 _Handler = Callable[[AgentSession, Request], Awaitable[Response]]
 

@@ -14,8 +14,8 @@ from typing import Any
 
 from aligner.environments.tool_protocol import ToolFailed
 from aligner.errors import ConfigError
-from aligner.schema.options import callable_place
 from aligner.user_code import imported
+from aligner.values import callable_place
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,10 @@ from aligner.models.shape import ModelShape
 from aligner.paths import cache_directory, run_paths
 from aligner.schema import Config, ModelConfig
 from aligner.schema.data_sources import FUNCTION
-from aligner.schema.options import is_finite_number
 from aligner.schema.references import read_paths
 from aligner.schema.reward_sources import ModelSource, model_sources, reward_sources
 from aligner.schema.teacher_sources import TeacherSource, teacher_sources
+from aligner.values import is_finite_number
 
 ExpectedInputs = Mapping[str, ModelShape | None]
 """Directories that other experiments will have made when the run starts, with the shapes of those

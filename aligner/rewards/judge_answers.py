@@ -10,8 +10,8 @@ from itertools import combinations
 from typing import Any
 
 from aligner.rewards.scorers import ScoringError, ScoringRequest
-from aligner.schema.options import is_finite_number
 from aligner.schema.templates import filled
+from aligner.values import is_finite_number
 
 _VERDICT = re.compile(r"VERDICT:\W*(A|B|TIE)\b", re.IGNORECASE)
 _ONLY_VERDICT = re.compile(r"\W*(A|B|TIE)\W*", re.IGNORECASE)

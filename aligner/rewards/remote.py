@@ -7,7 +7,7 @@ from typing import Any
 
 from aligner.rewards.http_endpoint import HttpEndpoint
 from aligner.rewards.scorers import ScoringError, ScoringRequest
-from aligner.schema.options import is_finite_number
+from aligner.values import is_finite_number
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ from aligner.errors import AlignerError, ConfigError, UnavailableError
 from aligner.extras import lacking
 from aligner.rewards.math_checker import require_math_verify
 from aligner.rewards.verifiers import Rule, Unverifiable
-from aligner.schema.options import callable_place
 from aligner.schema.scoring_functions import FUNCTIONS, RULES, function_place, function_problem
 from aligner.user_code import imported
+from aligner.values import callable_place
 
 
 @dataclass(frozen=True)

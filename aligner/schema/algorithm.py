@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from aligner.schema.options import CALLABLE, callable_place, option, section
+from aligner.schema.options import CALLABLE, option, section
+from aligner.values import callable_place
 
 
 @dataclass

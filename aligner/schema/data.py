@@ -5,6 +5,13 @@ from typing import Any
 
 from aligner.schema.options import option, section
 
+LARGEST_SEED = 2**10 - 1
+"""Largest seed of a task of reasoning_gym."""
+MOST_QUESTIONS = 2**16
+"""Maximum number of questions of a task of reasoning_gym."""
+TASK = "task"
+"""Record field with the name of the task; reward weights and teachers can depend on it."""
+
 
 @dataclass
 class CurriculumConfig:

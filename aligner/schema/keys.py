@@ -11,7 +11,8 @@ from typing import Any
 
 from aligner.schema import Config
 from aligner.schema.conditions import Condition, Term, parse_condition
-from aligner.schema.options import CALLABLE, callable_place, is_finite_number
+from aligner.schema.options import CALLABLE
+from aligner.values import callable_place, is_finite_number
 
 MASK = "***"
 """Stands for a value that is kept secret."""

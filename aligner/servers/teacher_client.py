@@ -11,7 +11,7 @@ from torch import Tensor
 
 from aligner.data.taught_tokens import TaughtTokens
 from aligner.placement.addresses import Access, Endpoint
-from aligner.schema.reasoning_tasks import TASK
+from aligner.schema.data import TASK
 from aligner.servers.remote_client import RemoteClient, RemoteFuture, wide
 from aligner.servers.wire_protocol import TEACHER_LOGPROBS
 

@@ -19,6 +19,7 @@ OF_SCHEMA = {
     "conditions",
     "data_sources",
     "derived",
+    "entries",
     "keys",
     "options",
     "reasoning_tasks",

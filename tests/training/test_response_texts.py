@@ -61,7 +61,7 @@ def test_reward_server_scores_text_after_prompt(tmp_path: Path, kind: str) -> No
         requests.extend(given)
         return [0.0] * len(given)
 
-    source = FunctionSource(name="own", key="reward", function="")
+    source = FunctionSource(name="own", key="reward", function="own:score")
     reward = CombinedReward([(source, TextSource("own", score))])
     scoring = Scoring(reward, read_tokenizer(tmp_path), Limits(600, 64, 4096))
     scoring.score(batch.tokens, batch.lengths, batch.prompt_lengths)
