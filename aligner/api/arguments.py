@@ -11,11 +11,13 @@ from pathlib import Path
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
-from aligner.config.compose import AUTOMATIC, default_name, group_options
-from aligner.config.overrides import flat_keys, known_key, parse_override
+from aligner.config.compose import AUTOMATIC, default_name
+from aligner.config.conf_files import flat_keys, group_directories, group_options
+from aligner.config.overrides import parse_override
 from aligner.errors import ConfigError
 from aligner.files import write_file
 from aligner.paths import PRIVATE, RunPaths
+from aligner.schema.keys import known_key
 from aligner.schema.scoring_functions import function_problem
 
 if TYPE_CHECKING:
@@ -125,7 +127,7 @@ def place_records(
 
     Raises ConfigError where a run is there already that has others.
     """
-    options = group_options(config_directory)
+    options = group_options(group_directories(config_directory))
     parsed = [parse_override(text, options) for text in overrides]
     given = {override.key_or_group: str(override.value()) for override in parsed}
     name = given.get("run.name") or default_name(given.get("experiment", AUTOMATIC))

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from aligner.api.arguments import Records, launch_arguments, place_records
 from aligner.api.child_command import ChildCommand
 from aligner.api.live_output import LiveOutput, live_output
-from aligner.config.compose import group_options, load_config
+from aligner.config.compose import load_config
+from aligner.config.conf_files import group_directories, group_options
 from aligner.errors import AlignerError, ConfigError
 from aligner.exit_codes import STOP_SIGNAL, error_of
 from aligner.launcher.launcher_state import read_state
@@ -54,7 +55,8 @@ def launch(
     Raises ConfigError, with nothing left behind, for what `aligner launch` refuses.
     """
     directory = None if config_dir is None else Path(config_dir)
-    asked = launch_arguments(model, algorithm, reward, data, keys, group_options(directory))
+    options = group_options(group_directories(directory))
+    asked = launch_arguments(model, algorithm, reward, data, keys, options)
     texts, file = (*asked.overrides, *overrides), None
     if asked.records is not None:
         file, more = place_records(asked.records, texts, directory)

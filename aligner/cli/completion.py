@@ -4,7 +4,7 @@ of groups."""
 import argparse
 
 from aligner.cli.command_table import OVERRIDES_COMPLETION, build_parser
-from aligner.config.compose import group_options
+from aligner.config.conf_files import group_directories, group_options
 from aligner.schema.keys import schema_keys
 
 # bash takes `=` for the end of a word, so that the word before the cursor is looked up in the line,
@@ -36,7 +36,8 @@ def print_completion(parsed: argparse.Namespace) -> None:
 def _words() -> list[str]:
     """Overrides that can be told in advance: the built-in options of each group, and the choices of
     keys that have some."""
-    groups = [f"{group}={name}" for group, names in group_options().items() for name in names]
+    options = group_options(group_directories(None))
+    groups = [f"{group}={name}" for group, names in options.items() for name in names]
     return groups + [
         f"{key.name}={choice}"
         for key in schema_keys().values()

@@ -179,7 +179,7 @@ class _Translation:
         if isinstance(explanation, dict):
             return f"{self.key}.{entry}={self.entries[entry]}: {explanation[_PROBLEM]}"
         path = ".".join(str(part) for part in location)
-        return f"{self.key}.{path}={error['input']}: {_problem(error)}"
+        return f"{self.key}.{path}={error['input']}: {value_problem(error)}"
 
     def unknown(self, entry: str) -> str:
         """Return the line about an entry that the model does not have."""
@@ -209,14 +209,14 @@ class _Translation:
         return next(chosen, None)
 
 
-def _problem(error: ErrorDetails) -> str:
+def value_problem(error: ErrorDetails) -> str:
     """Return what is wrong with a value, in words."""
     kind, context = error["type"], error.get("ctx", {})
     if kind in _TYPE_PROBLEMS:
         return _TYPE_PROBLEMS[kind]
     if kind in _BOUND_PROBLEMS:
         constraint, comparison = _BOUND_PROBLEMS[kind]
-        return f"{comparison} {context[constraint]:g}"
+        return f"{comparison} {context[constraint]:.10g}"
     if kind == "literal_error":
         choices = re.findall("'([^']*)'", context["expected"])
         return f"allowed: {', '.join(choices)}"

@@ -32,6 +32,7 @@ OF_SCHEMA |= {
     "scoring_functions",
     "teacher_sources",
     "templates",
+    "validation",
 }
 """Schema files that do not belong to a single section."""
 

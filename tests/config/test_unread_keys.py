@@ -16,7 +16,8 @@ import pytest
 
 from aligner.checks.check import check
 from aligner.cli import main
-from aligner.config.compose import built_in_directory, compose_config, unread_notes
+from aligner.config.compose import compose_config, unread_notes
+from aligner.config.conf_files import built_in_directory
 from aligner.errors import ConfigError
 from aligner.schema import Config
 from aligner.schema.conditions import Term, parse_condition
@@ -567,6 +568,28 @@ def satisfying_value(term: Term) -> object:
     return {"true": True, "false": False, "null": None, "*:*": "module:callable"}.get(
         term.values[0], term.values[0]
     )
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "actor.parallel.last_stage_layers",
+        "rollout.max_deferrals",
+        "reward.path",
+        "reward.timeout_s",
+        "evaluation.samples",
+        "engine.tensorrt_llm.timeout_s",
+    ],
+)
+def test_null_is_accepted_for_an_unread_key(key: str) -> None:
+    config = compose_config(["experiment=tiny_ppo", f"{key}=null"])
+    assert not is_read(config, key)
+    assert value_at(config, key) == schema_keys()[key].default
+
+
+def test_null_is_refused_for_a_read_key_with_its_type() -> None:
+    with pytest.raises(ConfigError, match=r"^run\.steps=null: expected int, got null$"):
+        compose_config(["experiment=tiny_ppo", "run.steps=null"])
 
 
 def test_all_ineffective_overrides_are_listed() -> None:

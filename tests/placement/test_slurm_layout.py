@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aligner.checks import cluster
-from aligner.config.compose import built_in_directory, compose_config
+from aligner.config.compose import compose_config
+from aligner.config.conf_files import built_in_directory
 from aligner.errors import ConfigError
 from aligner.placement.roles import role_ranks
 from aligner.placement.slurm_layout import Place, slurm_layout
