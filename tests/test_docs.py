@@ -232,7 +232,7 @@ def test_metrics_page_names_every_metric() -> None:
 
 
 def test_viewer_describes_every_metric() -> None:
-    histograms = {"response/drawn", "response/learned"}  # one plot with its own description
+    histograms = {"response/generated", "response/trained"}  # one plot with its own description
     names = (metric_names() | BUILT_METRICS) - histograms
     complete = [f"policy{name}" if name.startswith("/") else name for name in names]
     assert [name for name in complete if not describe_metric(name)] == []

@@ -87,8 +87,8 @@ def _agent_problems(config: Config) -> Iterator[str]:
             "a turn may end at any token",
         ),
         "rollout.stop_at_eos": (rollout.stop_at_eos, True, "no token would end a turn"),
-        "algorithm.replay_routes": (
-            config.algorithm.replay_routes,
+        "algorithm.routing_replay": (
+            config.algorithm.routing_replay,
             False,
             "branches do not record expert routing",
         ),

@@ -35,12 +35,14 @@ from aligner.config.conf_files import (
     group_options,
     option_values,
     read_yaml,
+    report_old_key,
 )
 from aligner.config.overrides import check_read, current_values, given_keys, parse_override
 from aligner.errors import ConfigError
 from aligner.files import write_file
 from aligner.schema import Config
 from aligner.schema.keys import MASK, check_key, known_key, schema_keys, unmet, value_at
+from aligner.schema.renamed import with_current_keys
 from aligner.schema.validation import InvalidKeys, KeyProblem, section_line, validated
 
 AUTOMATIC = "automatic"
@@ -160,7 +162,7 @@ def load_config(path: Path) -> Config:
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: the configuration must be a mapping of keys to values")
     try:
-        return _validated(OmegaConf.create(values))
+        return _validated(OmegaConf.create(with_current_keys(values)))
     except (ConfigError, OmegaConfBaseException) as error:
         raise ConfigError(f"{path}: {_explain(error)}") from error
 
@@ -234,8 +236,10 @@ def _apply(override: Override, node: DictConfig) -> None:
     key, value = override.key_or_group, override.value()
     if value is None and key in schema_keys() and not schema_keys()[key].allows_null:
         return  # `check_read` refuses the value if the run reads the key
-    if known_key(key) is None and not isinstance(value, dict):
-        raise ConfigError(section_line(key, value))
+    if known_key(key) is None:
+        if not isinstance(value, dict):
+            raise ConfigError(section_line(key, value))
+        value = with_current_keys(value, key, report_old_key)
     is_new = override.is_add() or override.is_force_add()
     OmegaConf.update(node, key, value, merge=True, force_add=is_new)
 

@@ -3,6 +3,7 @@ the user's own, and what each file sets."""
 
 import functools
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from omegaconf import OmegaConf
 
 from aligner.errors import ConfigError
 from aligner.schema.keys import known_key
+from aligner.schema.renamed import RENAMED_KEYS, current_key, with_current_keys
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _PACKAGE_HEADER = re.compile(r"\s*#\s*@package\s+(\S+)")
@@ -127,8 +129,14 @@ def _read_option(file: Path, changed_ns: int) -> tuple[dict[str, Any], str | Non
         raise ConfigError(
             f"{file}: expected a mapping of keys to values, got {type(content).__name__}"
         )
-    package = _PACKAGE_HEADER.match(file.read_text(encoding="utf-8"))
-    return content or {}, package[1] if package else None
+    header = _PACKAGE_HEADER.match(file.read_text(encoding="utf-8"))
+    package = header[1] if header else None
+    section = "" if package == "_global_" else file.parent.name
+
+    def report(key: str) -> None:
+        report_old_key(key, f"{file}: ")
+
+    return with_current_keys(content or {}, section, report), package
 
 
 def built_in_directory() -> Path:
@@ -221,12 +229,22 @@ def defining_option(
     return None
 
 
+@functools.cache
+def report_old_key(key: str, where: str = "") -> None:
+    """Print, once in a process, that a key has another name now."""
+    print(
+        f"aligner: warning: {where}{key} is now {RENAMED_KEYS[key]}; the next release no longer"
+        " accepts the old name",
+        file=sys.stderr,
+    )
+
+
 def flat_keys(prefix: str, content: Mapping[str, Any]) -> dict[str, Any]:
     """Return the dotted keys of nested sections with their values; a mapping of the user's own
     entries is one value."""
     found: dict[str, Any] = {}
     for name, value in content.items():
-        key = f"{prefix}{name}"
+        key = current_key(f"{prefix}{name}")
         is_section = isinstance(value, dict) and known_key(key) is None
         found |= flat_keys(f"{key}.", value) if is_section else {key: value}
     return found

@@ -11,17 +11,22 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
-from aligner.config.conf_files import chosen_options, flat_keys, option_values
+from aligner.config.conf_files import chosen_options, flat_keys, option_values, report_old_key
 from aligner.errors import ConfigError
 from aligner.schema import Config
 from aligner.schema.conditions import Term, value_text
 from aligner.schema.keys import check_key, is_read, known_key, schema_keys, unmet, value_at
+from aligner.schema.renamed import RENAMED_KEYS
 from aligner.schema.validation import type_line
 
 
 def parse_override(text: str, options: Mapping[str, list[str]]) -> Override:
     """One override, its key known to exist."""
     key = text.partition("=")[0].lstrip("+~")
+    if key in RENAMED_KEYS:
+        report_old_key(key)
+        text = text.replace(key, RENAMED_KEYS[key], 1)
+        key = RENAMED_KEYS[key]
     if "=" not in text and not text.startswith("~"):
         hint = f"; did you mean experiment={text}?" if text in options["experiment"] else ""
         raise ConfigError(f"{text}: expected an override key=value{hint}")

@@ -286,7 +286,7 @@ def _demonstration(
 ) -> Demonstration:
     limit = data.max_response_tokens
     allowed = f"data.max_response_tokens={limit}"
-    if data.drawn_tokens:
+    if data.generated_tokens:
         drawn = drawn_tokens(record.values, answer, record.origin, tokenizer)
         if drawn is not None:
             within(drawn, record.text(answer), answer, record.origin, limit, allowed)
@@ -370,7 +370,7 @@ def _conversation(
     """Return a demonstration that learns all answers of a conversation, each with its end-of-turn
     token; of a response with stored token ids, only these are learned."""
     if (
-        data.drawn_tokens
+        data.generated_tokens
         and drawn_tokens(record.values, answer, record.origin, tokenizer) is not None
     ):
         return _demonstration(record, answer, tokenizer, data)

@@ -47,7 +47,7 @@ class PassRates:
     last_pass: Tensor
     """int64 [N]: the pass over its source in which that was last, from 0; -1 before the first"""
     samples: Tensor
-    """float64 [N]: its samples that have a score, earlier ones by what `data.curriculum.memory`
+    """float64 [N]: its samples that have a score, earlier ones by what `data.curriculum.decay`
     leaves of them"""
     passed: Tensor
     """float64 [N]: of these, those that have passed"""
@@ -208,4 +208,4 @@ class DrawRule:
         if target is None or math.isnan(rate):
             return 1.0
         near = (rate / target) ** (2 * target) * ((1 - rate) / (1 - target)) ** (2 * (1 - target))
-        return max(self.curriculum.least_chance, near)
+        return max(self.curriculum.min_probability, near)

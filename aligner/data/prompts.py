@@ -137,7 +137,7 @@ def open_evaluation_prompts(
     def parse(record: Record) -> Prompt:
         if "reference" in record.values:
             record.text("reference")
-        if not data.drawn_tokens:
+        if not data.generated_tokens:
             values = {
                 name: value for name, value in record.values.items() if name != "reference_tokens"
             }
@@ -505,7 +505,7 @@ def drawn_tokens(
     if text not in (said, tokenizer.decode_after(tokens, tokens)):
         raise BadRecord(
             f"{origin}: `{field}` and `{name}` differ: this model's tokenizer decodes the tokens to"
-            f" {said!r}. If another model generated the tokens, set data.drawn_tokens=false or"
+            f" {said!r}. If another model generated the tokens, set data.generated_tokens=false or"
             f" remove field `{field}`"
         )
     return torch.tensor(tokens, dtype=torch.int64)

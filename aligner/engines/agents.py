@@ -65,7 +65,7 @@ class AgentEngine:
     ) -> "AgentEngine":
         """With an endpoint and processes of its own. Raises ConfigError where there is no such
         agent, and AlignerError."""
-        server = AgentServer(settings.endpoint_host, settings.most_characters)
+        server = AgentServer(settings.endpoint_host, settings.max_characters)
         server.start()
         try:
             agents = EnvironmentPool.of_agents(settings)

@@ -19,6 +19,7 @@ from aligner.errors import AlignerError
 from aligner.files import append, write_file
 from aligner.paths import RunPaths
 from aligner.schema import LoggingConfig
+from aligner.schema.renamed import with_current_metrics
 
 Record = Mapping[str, float]
 """A step's metrics by name; where it stands for itself, with its `step`."""
@@ -191,8 +192,8 @@ def with_records(
     steps: list[dict[str, float]], records: Sequence[dict[str, float]]
 ) -> list[dict[str, float]]:
     """Metrics by step, and what was read behind them: more of the last step, further steps, or
-    steps that were done again."""
-    for record in records:
+    steps that were done again. Metrics of older runs get their present names."""
+    for record in map(with_current_metrics, records):
         while steps and steps[-1]["step"] > record["step"]:
             steps.pop()
         if steps and steps[-1]["step"] == record["step"]:

@@ -13,7 +13,7 @@ from aligner.errors import ConfigError
 from aligner.schema import Config, EvaluationConfig
 from aligner.schema.entries import Entries, parse_entries, section_field
 
-_SHARED = ("every", "beside", "suites")
+_SHARED = ("every", "asynchronous", "suites")
 """Keys of the section that are about all suites."""
 _OWN = ("path", "fields", "prompts", "questions", "group_by", "judge")
 """Those that a suite does not take from the section."""

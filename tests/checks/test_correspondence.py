@@ -24,6 +24,7 @@ OF_SCHEMA = {
     "options",
     "reasoning_tasks",
     "references",
+    "renamed",
     "reward_sources",
 }
 OF_SCHEMA |= {

@@ -68,7 +68,7 @@ IDLE: tuple[tuple[str, str, str, str], ...] = (
     ),
     ("tiny_ppo", "data.max_response_tokens=8", "algorithm.trainer=online", ANSWERS),
     ("tiny_ppo", "data.end_of_sequence=false", "algorithm.trainer=online", ANSWERS),
-    ("tiny_ppo", "data.drawn_tokens=false", "algorithm.trainer=online", ANSWERS),
+    ("tiny_ppo", "data.generated_tokens=false", "algorithm.trainer=online", ANSWERS),
     (
         "arithmetic_sft",
         "data.normalization=x.jsonl",

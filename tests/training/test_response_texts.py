@@ -125,7 +125,7 @@ def test_sampled_preferences_are_read_back_with_the_same_tokens(
     responses = [json.loads(line) for line in writer.paths.responses.read_text().splitlines()]
     assert [each["response"] for each in responses] == list(ANSWERS)
 
-    settings = {"shuffle": False, "drawn_tokens": uses_tokens}
+    settings = {"shuffle": False, "generated_tokens": uses_tokens}
     data = DataConfig(path=str(writer.paths.preferences), **settings)
     (pair,) = open_preferences(data, tokenizer, 1).take(0, 1)
     assert torch.equal(pair.chosen.tokens, drawn[0].tokens)
