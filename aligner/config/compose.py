@@ -234,8 +234,6 @@ def _quoted(text: str) -> str:
 def _apply(override: Override, node: DictConfig) -> None:
     """Change a composition as an override says."""
     key, value = override.key_or_group, override.value()
-    if value is None and key in schema_keys() and not schema_keys()[key].allows_null:
-        return  # `check_read` refuses the value if the run reads the key
     if known_key(key) is None:
         if not isinstance(value, dict):
             raise ConfigError(section_line(key, value))

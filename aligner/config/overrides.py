@@ -15,9 +15,8 @@ from aligner.config.conf_files import chosen_options, flat_keys, option_values, 
 from aligner.errors import ConfigError
 from aligner.schema import Config
 from aligner.schema.conditions import Term, value_text
-from aligner.schema.keys import check_key, is_read, known_key, schema_keys, unmet, value_at
+from aligner.schema.keys import check_key, known_key, schema_keys, unmet, value_at
 from aligner.schema.renamed import RENAMED_KEYS
-from aligner.schema.validation import type_line
 
 
 def parse_override(text: str, options: Mapping[str, list[str]]) -> Override:
@@ -99,10 +98,8 @@ def check_read(
         if key in groups and not isinstance(value, dict):
             values = {} if key == "experiment" else option_values(directories, key, str(value))
             idle = {str(override.input_line): _unmet_by_option(config, values, given)}
-        elif value is None and key in schema_keys():
-            if not schema_keys()[key].allows_null and is_read(config, key):
-                problems.append(type_line(key, None))
-            continue
+        elif value is None:
+            continue  # a key without effect may be null
         elif known_key(key) is not None:
             idle = {str(override.input_line).lstrip("+"): _unmet_by(config, key)}
         else:
@@ -110,6 +107,7 @@ def check_read(
             idle = {
                 f"{name}={value_text(entry)}": _unmet_by(config, name)
                 for name, entry in keys.items()
+                if entry is not None
             }
         for shown, terms in idle.items():
             if terms:

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -27,7 +27,7 @@ from aligner.errors import ConfigError
 from aligner.schema import Config
 from aligner.schema.conditions import value_text
 from aligner.schema.entries import section_field, value_problem
-from aligner.schema.keys import check_key, schema_keys
+from aligner.schema.keys import check_key, is_read, schema_keys
 from aligner.schema.options import CALLABLE
 from aligner.values import callable_place
 
@@ -59,15 +59,28 @@ class _Section(BaseModel):
 def validated(values: Mapping[str, Any]) -> Config:
     """Return the configuration with the values of nested sections, converted to the keys' types.
 
+    A key that the run does not read may always be null; it then has its default.
+
     Raises:
         InvalidKeys: A key is unknown, or its value has a wrong type or is not allowed.
     """
+    nulls = [
+        name
+        for name, key in schema_keys().items()
+        if not key.allows_null and _is_null(values, name)
+    ]
+    given = values
+    for name in nulls:
+        given = _without(given, name.split("."))
     try:
-        model = _section_model(Config).model_validate(values)
+        model = _section_model(Config).model_validate(given)
     except ValidationError as error:
         found = {_key_problem(problem, values): None for problem in error.errors()}
         raise InvalidKeys(tuple(found)) from error
     config: Config = _as_dataclass(Config, model)
+
+    if read_nulls := [name for name in nulls if is_read(config, name)]:
+        raise InvalidKeys(tuple(KeyProblem(name, type_line(name, None)) for name in read_nulls))
     return config
 
 
@@ -77,6 +90,23 @@ def value_problems(config: Config) -> Iterator[str]:
         validated(dataclasses.asdict(config))
     except InvalidKeys as error:
         yield str(error)
+
+
+def _is_null(values: Any, key: str) -> bool:
+    """Return whether nested values have null at a dotted key."""
+    for part in key.split("."):
+        if not isinstance(values, Mapping) or part not in values:
+            return False
+        values = values[part]
+    return values is None
+
+
+def _without(values: Mapping[str, Any], path: Sequence[str]) -> Mapping[str, Any]:
+    """Return nested values without the key at a path."""
+    name, *rest = path
+    if rest:
+        return {**values, name: _without(values[name], rest)}
+    return {key: value for key, value in values.items() if key != name}
 
 
 @functools.cache

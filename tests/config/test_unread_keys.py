@@ -587,9 +587,25 @@ def test_null_is_accepted_for_an_unread_key(key: str) -> None:
     assert value_at(config, key) == schema_keys()[key].default
 
 
-def test_null_is_refused_for_a_read_key_with_its_type() -> None:
+def test_null_of_a_section_and_of_a_file_is_accepted(tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    file = tmp_path / "experiment" / "mine.yaml"
+    file.write_text("# @package _global_\ndefaults: [tiny_ppo]\nrollout: {max_deferrals: null}\n")
+    given = ["experiment=mine", "data={batch_size: null, held_out: null}"]
+    assert compose_config(given, tmp_path).rollout.max_deferrals == 1
+
+
+def test_null_is_refused_for_read_keys_with_their_types(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^run\.steps=null: expected int, got null$"):
         compose_config(["experiment=tiny_ppo", "run.steps=null"])
+    (tmp_path / "experiment").mkdir()
+    file = tmp_path / "experiment" / "mine.yaml"
+    file.write_text("# @package _global_\ndefaults: [tiny_ppo]\nrollout: {top_k: null}\n")
+    with pytest.raises(
+        ConfigError,
+        match=r"^rollout\.top_k=null: expected int, got null \(in experiment/mine\.yaml\)$",
+    ):
+        compose_config(["experiment=mine"], tmp_path)
 
 
 def test_all_ineffective_overrides_are_listed() -> None:
