@@ -35,8 +35,8 @@ from aligner.models.shape import ModelShape
 from aligner.placement.memory.role_memory import memory_problems
 from aligner.schema import Config
 from aligner.schema.evaluation_suites import suite_problems
+from aligner.schema.key_validation import value_problems
 from aligner.schema.keys import only_read
-from aligner.schema.validation import value_problems
 
 SectionCheck = Callable[[Config, ModelShape | None, ExpectedInputs], Iterator[str]]
 """One line for each thing about a section that does not fit other sections, the model (None where

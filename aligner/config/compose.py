@@ -41,9 +41,9 @@ from aligner.config.overrides import check_read, current_values, given_keys, par
 from aligner.errors import ConfigError
 from aligner.files import write_file
 from aligner.schema import Config
+from aligner.schema.key_validation import InvalidKeys, KeyProblem, section_line, validated
 from aligner.schema.keys import MASK, check_key, known_key, schema_keys, unmet, value_at
 from aligner.schema.renamed import with_current_keys
-from aligner.schema.validation import InvalidKeys, KeyProblem, section_line, validated
 
 AUTOMATIC = "automatic"
 """The root of a run without an experiment, and its name."""

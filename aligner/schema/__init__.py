@@ -2,7 +2,7 @@
 
 Every key a user may write is a field here; a field's metadata holds its help text and, where it has
 them, the allowed `choices` or its bounds (`minimum`, `above`, `maximum`, `below`).
-`schema.validation` enforces them, `docs/configuration.md` lists them.
+`schema.key_validation` enforces them, `docs/configuration.md` lists them.
 """
 
 from dataclasses import dataclass

@@ -33,7 +33,7 @@ OF_SCHEMA |= {
     "scoring_functions",
     "teacher_sources",
     "templates",
-    "validation",
+    "key_validation",
 }
 """Schema files that do not belong to a single section."""
 
