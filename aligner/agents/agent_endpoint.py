@@ -35,7 +35,7 @@ from aligner.data.tool_calls import ToolCall
 from aligner.data.types import Completion
 from aligner.errors import AlignerError
 from aligner.schema.environment import EnvironmentConfig
-from aligner.schema.options import is_finite_number
+from aligner.values import is_finite_number
 
 _log = logging.getLogger(__name__)
 

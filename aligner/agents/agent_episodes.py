@@ -173,7 +173,7 @@ class AgentEpisodes:
     ) -> "AgentEpisodes":
         """With an endpoint and processes of its own. Raises ConfigError where there is no such
         agent, and AlignerError."""
-        server = AgentServer(settings.endpoint_host, settings.most_characters)
+        server = AgentServer(settings.endpoint_host, settings.max_characters)
         server.start()
         try:
             agents = EnvironmentPool.of_agents(settings)

@@ -13,8 +13,8 @@ from typing import Any
 import psutil
 
 from aligner.errors import ConfigError
-from aligner.schema.options import callable_place
 from aligner.user_code import import_object
+from aligner.values import callable_place
 
 _BEGIN_S = 30.0
 

@@ -130,7 +130,7 @@ class EnvironmentPool:
         memory_bytes = None if settings.memory_mib is None else settings.memory_mib * _MIB
         self._limits = settings
         self._settings = WorkerSettings(
-            module, name, dict(arguments), settings.most_characters, memory_bytes
+            module, name, dict(arguments), settings.max_characters, memory_bytes
         )
         self._journal, self._keeps = journal or EpisodeJournal(), journal is not None
         self._episodes: dict[str, _Episode] = {}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from aligner.errors import AlignerError
-from aligner.schema.options import is_finite_number
+from aligner.values import is_finite_number
 
 Observation = str | list[dict[str, str]]
 """A text, or messages that each have a `role` and a `content`, a tool's also a `name` and the

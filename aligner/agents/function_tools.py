@@ -14,8 +14,8 @@ from typing import Any
 
 from aligner.agents.tool_protocol import ToolFailed
 from aligner.errors import ConfigError
-from aligner.schema.options import callable_place
 from aligner.user_code import import_object
+from aligner.values import callable_place
 
 
 @dataclass(frozen=True)

@@ -110,7 +110,7 @@ def with_tool_arguments(
         "timeout_s": settings.tool_timeout_s,
         "most_calls": settings.tool_calls,
         "tool_characters": settings.tool_characters,
-        "most_characters": settings.most_characters,
+        "most_characters": settings.max_characters,
         "isolation": isolation,
         "python": asdict(settings.python),
     }

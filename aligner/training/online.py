@@ -115,7 +115,7 @@ class OnlineTrainer(TrainingLoop):
         """Have what the step's samples scored decide what is drawn next; metrics of it."""
         data, before = self.config.data, self.pass_rates
         drawn = sampled.draws(self.prompts.locate, data.pass_threshold)
-        self.pass_rates = before.with_outcomes(drawn, data.curriculum.memory)
+        self.pass_rates = before.with_outcomes(drawn, data.curriculum.decay)
         self.pipeline.pass_rates = self.pass_rates
         return draw_metrics(drawn, before, self.pass_rates)
 
@@ -174,7 +174,8 @@ class OnlineTrainer(TrainingLoop):
         )
         if batch.routes is not None:
             asked = self._asks_before_update(step)
-            stats["mismatch/routes"] = differing if asked else self.policy.runner.routing_mismatch
+            mismatch = differing if asked else self.policy.runner.routing_mismatch
+            stats["mismatch/expert_routing"] = mismatch
         if step >= self.config.algorithm.policy_starts_after:
             self.kl_controller.update(sequence_kl(experience), len(experience.tokens))
         return stats, experience
@@ -326,8 +327,8 @@ class OnlineTrainer(TrainingLoop):
 
     def begin_evaluation(self, step: int) -> bool:
         """Have the generator draw the responses behind the samples that the same weights draw,
-        where `evaluation.beside`."""
-        if self.evaluations is None or not self.config.evaluation.beside:
+        where `evaluation.asynchronous`."""
+        if self.evaluations is None or not self.config.evaluation.asynchronous:
             return False
         self.evaluations.begin(step, self.pipeline.draw_beside(self.evaluations.draw))
         return True

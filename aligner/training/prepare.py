@@ -17,9 +17,9 @@ from aligner.errors import ConfigError
 from aligner.rewards.scorers import resolve_scorer
 from aligner.rewards.verifiers import CHECKED_VERIFIERS, check_answers
 from aligner.schema import Config
+from aligner.schema.data import TASK
 from aligner.schema.evaluation_suites import evaluated_suites, evaluation_suites
 from aligner.schema.keys import only_read
-from aligner.schema.reasoning_tasks import TASK
 from aligner.schema.reward_sources import (
     FunctionSource,
     JudgeSource,

@@ -247,7 +247,7 @@ def build_rollout_builder(
         config.rollout,
         replace(
             build_options(config.rollout, policy.runner.shape),
-            routes=config.algorithm.replay_routes,
+            routes=config.algorithm.routing_replay,
         ),
         policy.runner.shape.pad_token_id,
         dynamic_sampling_rounds=config.algorithm.dynamic_sampling_rounds,

@@ -113,10 +113,10 @@ def draw_metrics(
 
     `data/epoch`: how many passes over the prompts have been taken with the last of these, of
     several sources over as many prompts as they have together; `data/repetitions`: how often a
-    prompt of the step was drawn before, in the mean; `data/drawn_fraction`: the share of the stream
-    so far that was drawn, the others being passed over. Of the prompts that have samples so far
-    `data/pass_rate` is the mean pass rate, `data/always_passed` and `data/never_passed` are the
-    shares of those whose samples all passed, or none.
+    prompt of the step was sampled before, in the mean; `data/sampled_fraction`: the share of the
+    stream so far that was sampled, the others being passed over. Of the prompts that have samples
+    so far `data/pass_rate` is the mean pass rate, `data/always_passed` and `data/never_passed` are
+    the shares of those whose samples all passed, or none.
     """
     positions, earlier = (
         1 + max(draw.position for draw in draws),
@@ -125,7 +125,7 @@ def draw_metrics(
     metrics = {
         "data/epoch": positions / len(after.drawn),
         "data/repetitions": sum(earlier) / len(draws),
-        "data/drawn_fraction": int(after.drawn.sum()) / positions,
+        "data/sampled_fraction": int(after.drawn.sum()) / positions,
     }
     rates = after.compute_rates()
     if len(known := rates[~rates.isnan()]):
@@ -231,11 +231,11 @@ def rollout_metrics(
     sampling has kept; scores are those of all that have one. `rollout/skipped` counts the prompts
     that could not be drawn or scored, `rollout/skipped_fraction` is their share of
     `prompts_per_step`, and `rollout/deferred` counts the prompts that were left to later steps,
-    where they may be; `rollout/guessed` and `rollout/accepted_fraction` are the tokens that the
-    engine of rank 0 guessed, and the share of them that was drawn; `episode/turns` are the policy's
-    turns in an episode, `episode/branches` its branches, and `episode/environment_s` is how long
-    one of rank 0's waited for its environment, all turns together; `response/drawn_to_…` are the
-    lengths of all that were generated. Lengths count what was drawn, without branches. Raises
+    where they may be; `rollout/draft_tokens` is the number of draft tokens of rank 0's engine, and
+    `rollout/accepted_fraction` the accepted share of them; `episode/turns` are the policy's turns
+    in an episode, `episode/branches` its branches, and `episode/environment_s` is how long
+    one of rank 0's waited for its environment, all turns together; `response/generated_to_…` are
+    the lengths of all that were generated. Lengths count generated tokens, without branches. Raises
     AlignerError when more were skipped than the settings allow.
     """
     scores, parts, samples = (
@@ -264,11 +264,11 @@ def rollout_metrics(
     guessed, accepted = rollout.guesses
     if guessed:
         counts |= {
-            "rollout/guessed": float(guessed),
+            "rollout/draft_tokens": float(guessed),
             "rollout/accepted_fraction": accepted / guessed,
         }
     lengths = [sample.generated_token_count for sample in samples]
-    counts |= length_counts("response/drawn", [*lengths, *rollout.left_out])
+    counts |= length_counts("response/generated", [*lengths, *rollout.left_out])
     if branches := sum(len(sample.branches) for sample in samples):
         counts["episode/branches"] = branches / len(samples)
     if rollout.environment_s is not None:
@@ -299,7 +299,7 @@ def experience_metrics(experience: Experience) -> dict[str, float]:
     that drew each token, however old, against the newest; `mismatch/fraction_above_1pct`, the share
     of tokens whose probability ratio, engine over trainer, is off from 1 by more than 1%.
     `distill/reverse_kl` is the policy's KL to its teacher, estimated from the samples, a token in
-    the mean, and `distill/response_reverse_kl` a response. `response/learned_to_…` are the lengths
+    the mean, and `distill/response_reverse_kl` a response. `response/trained_to_…` are the lengths
     of the responses that are learned from.
     """
     mask = experience.mask
@@ -324,7 +324,7 @@ def experience_metrics(experience: Experience) -> dict[str, float]:
             metrics["value/explained_variance"] = 1 - errors.var(unbiased=False) / returns.var(
                 unbiased=False
             )
-    lengths = length_counts("response/learned", mask.sum(1).tolist())
+    lengths = length_counts("response/trained", mask.sum(1).tolist())
     return {name: float(value) for name, value in metrics.items()} | lengths
 
 

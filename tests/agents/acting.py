@@ -106,7 +106,7 @@ def pool_of(
         "episodes_per_worker": 8,
         "deadline_s": 20.0,
         "retries": 0,
-        "most_characters": 1000,
+        "max_characters": 1000,
     } | settings
     return EnvironmentPool(
         f"{__name__}:{kind}", {"log": str(log)}, EnvironmentConfig(**chosen), journal

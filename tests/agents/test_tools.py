@@ -162,12 +162,12 @@ def test_long_results_are_truncated_and_extra_calls_refused():
         and long.endswith("xxx")
         and "characters left out" in long
     )
-    many = run_calls(*[call("multiply", a=2, b=2)] * 500, tool_calls=2, most_characters=40_000)
+    many = run_calls(*[call("multiply", a=2, b=2)] * 500, tool_calls=2, max_characters=40_000)
     assert many[:2] == ["4", "4"] and set(many[2:]) == {
         "Error: the call was not carried out, a turn may have 2"
     }
     shared = run_calls(
-        *[call("flood", characters=90_000)] * 4, tool_characters=90_000, most_characters=2_000
+        *[call("flood", characters=90_000)] * 4, tool_characters=90_000, max_characters=2_000
     )
     assert all(200 < len(each) < 500 for each in shared)
 

@@ -150,9 +150,9 @@ def test_speculation_is_refused_with_routing_replay():
     from aligner.checks.engine import _drawing_problems
 
     config = compose_config(
-        ["experiment=arithmetic", "algorithm.replay_routes=true", "engine.speculation.tokens=4"]
+        ["experiment=arithmetic", "algorithm.routing_replay=true", "engine.speculation.tokens=4"]
     )
     (problem,) = _drawing_problems(config)
     assert problem.startswith(
-        "engine.speculation.tokens=4: is not supported with algorithm.replay_routes=true"
+        "engine.speculation.tokens=4: is not supported with algorithm.routing_replay=true"
     )
