@@ -1,7 +1,6 @@
 """An episode under way: what the policy has drawn and read in it, and whether another environment
 repeats what it was told."""
 
-import itertools
 import logging
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -37,151 +36,156 @@ from aligner.schema.environment import EnvironmentConfig
 
 
 @dataclass
-class OpenEpisode:
-    """An episode that is not over: one sequence after another, of which the last one still
-    grows."""
+class EpisodeState:
+    """The state of an episode that is in progress: its sequences, of which the last one grows."""
 
     name: str
     request: GenerationRequest
-    begun: Sample | None
-    """What the episode goes on from, until its environment has gone through all of it once more."""
+    partial: Sample | None
+    """The partial rollout that the episode continues, until the replay has reached its end."""
     branches: list[Sample] = field(default_factory=list)
-    """The sequences before the one that grows."""
+    """The earlier sequences."""
     sample: Sample | None = None
-    """The sequence as it was at the end of the last turn; None before its first one."""
+    """The current sequence at the end of its last turn; None before the first turn."""
     turn: Tensor | None = None
-    """The last turn's tokens, its end among them."""
-    told: int = 0
-    """Response tokens up to where that turn ends, or the next one begins."""
+    """int64 [R]: the tokens of the last turn, including its end."""
+    position: int = 0
+    """Number of response tokens of the current sequence up to the end of the last turn, or up to
+    the begin of the next turn."""
     turns: int = 0
+    """Number of turns in all sequences."""
     conversation: Conversation | None = None
-    """As it was when the policy last had to answer; None where it is no chat's."""
+    """The chat messages before the last turn; None without messages."""
     rewards: list[tuple[int, float]] = field(default_factory=list)
-    """In this sequence, by the response token that each was given for, a turn's last one."""
+    """Rewards of the current sequence: the index of the turn's last response token, the reward."""
 
     @property
     def is_replayed(self) -> bool:
-        """Whether the sample that it goes on from has what the environment is about to say."""
-        begun = self.begun
-        return begun is not None and (
-            len(self.branches) < len(begun.branches) or self.told < len(begun.response)
+        """Whether the partial rollout contains the environment's next observation."""
+        partial = self.partial
+        return partial is not None and (
+            len(self.branches) < len(partial.branches) or self.position < len(partial.response)
         )
 
-    def worded(self, messages: Messages, chat: ChatTurns) -> list[int] | NewBranch:
-        """The tokens of messages that came behind the last turn, or why they cannot be appended to
-        it.
+    def render_messages(self, messages: Messages, chat: ChatTurns) -> list[int] | NewBranch:
+        """Return the tokens of an observation's chat messages.
 
-        Raises AlignerError where the prompt is none of messages, and where no message can stand
-        behind the turn.
+        Returns a `NewBranch` if the messages cannot be appended to the generated tokens.
+
+        Raises:
+            AlignerError: The prompt does not consist of messages, or the chat template accepts no
+                message after the last turn.
         """
         assert self.turn is not None
         if self.conversation is None:
-            asked = self.request.prompt.metadata
+            metadata = self.request.prompt.metadata
             self.conversation = chat.begin(
-                asked.get("messages", ()), asked.get("tools"), asked.get("chat_template_kwargs")
+                metadata.get("messages", ()),
+                metadata.get("tools"),
+                metadata.get("chat_template_kwargs"),
             )
             if not torch.equal(self.conversation.tokens, self.request.prompt.tokens):
                 raise AlignerError(
                     "the environment returned chat messages, but the prompt is plain text; the"
                     " prompt must consist of chat messages"
                 )
-        begun = len(self.conversation.tokens) + len(self.turn)
-        found = chat.append_turn(self.conversation, self.turn, messages)
-        if isinstance(found, NewBranch):
-            return found
-        self.conversation = found
-        return found.tokens[begun:].tolist()
+        length = len(self.conversation.tokens) + len(self.turn)
+        conversation = chat.append_turn(self.conversation, self.turn, messages)
+        if isinstance(conversation, NewBranch):
+            return conversation
+        self.conversation = conversation
+        return conversation.tokens[length:].tolist()
 
-    def act(self, sample: Sample) -> Tensor:
-        """The sequence has had a further turn, whose tokens are returned."""
-        self.turn = sample.response[self.told :]
-        self.sample, self.turns, self.told = sample, self.turns + 1, len(sample.response)
+    def append_turn(self, sample: Sample) -> Tensor:
+        """Replace the current sequence by `sample`, which has one more turn; return its tokens."""
+        self.turn = sample.response[self.position :]
+        self.sample = sample
+        self.turns += 1
+        self.position = len(sample.response)
         return self.turn
 
-    def hear(self, found: list[int] | NewBranch) -> None:
-        """The policy is told these tokens, or reads the whole conversation anew in a branch."""
-        if isinstance(found, NewBranch):
+    def append_observation(self, observation: list[int] | NewBranch) -> None:
+        """Move behind the observation's tokens, or start the sequence of a new branch."""
+        if isinstance(observation, NewBranch):
             self.branches.append(self.complete("stop", branches=()))
-            self.sample, self.told, self.rewards, self.conversation = (
-                None,
-                0,
-                [],
-                found.conversation,
-            )
+            self.sample = None
+            self.position = 0
+            self.rewards = []
+            self.conversation = observation.conversation
         else:
-            self.told += len(found)
+            self.position += len(observation)
 
     def complete(self, reason: FinishReason, branches: tuple[Sample, ...] | None = None) -> Sample:
-        """The sequence up to its last turn, with these branches or all."""
+        """Return the sequence up to its last turn, with `branches`, or with all if None."""
         assert self.sample is not None
-        return self._told(replace(self.sample, finish_reason=reason), branches)
+        return self._add_rewards(replace(self.sample, finish_reason=reason), branches)
 
     @property
-    def begun_sequence(self) -> Sample:
-        """The sequence that grows, as far as the continued sample contains it."""
-        assert self.begun is not None
-        return replace(self.begun.sequences[len(self.branches)], branches=(), rewards=None)
+    def partial_sequence(self) -> Sample:
+        """The current sequence as far as the partial rollout contains it."""
+        assert self.partial is not None
+        return replace(self.partial.sequences[len(self.branches)], branches=(), rewards=None)
 
     def unfinished(self) -> Sample:
-        """Return the episode as it is, for a later step to continue."""
-        if self.begun is not None:
-            return self.begun
+        """Return the episode as a partial rollout, which a later step can continue."""
+        if self.partial is not None:
+            return self.partial
         sample = self.sample or unfinished_sample(replace(self.request, begun=None))
-        return self._told(replace(sample, finish_reason="unfinished"), None)
+        return self._add_rewards(replace(sample, finish_reason="unfinished"), None)
 
-    def repeats(self, found: list[int] | NewBranch) -> bool:
-        """Whether the sample that it goes on from has the same there, and the same rewards
-        before."""
-        assert self.begun is not None
-        begun, *following = self.begun.sequences[len(self.branches) :]
-        had = torch.zeros(len(begun.response)) if begun.rewards is None else begun.rewards
-        if not torch.equal(had[: self.told], self._rewards(self.told)):
+    def matches_replay(self, observation: list[int] | NewBranch) -> bool:
+        """Return whether the partial rollout contains this observation next, and the same rewards
+        before it."""
+        assert self.partial is not None
+        sequence, *later = self.partial.sequences[len(self.branches) :]
+        rewards = sequence.rewards
+        if rewards is None:
+            rewards = torch.zeros(len(sequence.response))
+        if not torch.equal(rewards[: self.position], self._sum_rewards(self.position)):
             return False
-        is_at_end = self.told == len(begun.response)
-        if isinstance(found, NewBranch):
-            following = following if is_at_end else []
-            return any(
-                torch.equal(found.conversation.tokens, each.tokens[: each.prompt_length])
-                for each in following[:1]
-            )
-        given = itertools.takewhile(
-            lambda at: not is_drawn(begun, at), range(self.told, len(begun.response))
-        )
-        return (
-            not is_at_end
-            and found == begun.response[self.told : self.told + len([*given])].tolist()
-        )
 
-    def next_turn(self, ends: Collection[int]) -> Sample | None:
-        """The sequence up to the end of the turn that follows in the sample that it goes on from;
-        None where that has no end.
+        is_at_end = self.position == len(sequence.response)
+        if isinstance(observation, NewBranch):
+            if not is_at_end or not later:
+                return False
+            prompt = later[0].tokens[: later[0].prompt_length]
+            return torch.equal(observation.conversation.tokens, prompt)
 
-        `ends` are the tokens that end a turn.
+        end = self.position
+        while end < len(sequence.response) and not is_generated(sequence, end):
+            end += 1
+        return not is_at_end and observation == sequence.response[self.position : end].tolist()
+
+    def next_turn(self, stop_token_ids: Collection[int]) -> Sample | None:
+        """Return the partial rollout's sequence up to the end of its next turn.
+
+        Returns None if the turn has no end there, because generation was interrupted.
         """
-        assert self.begun is not None
-        begun, *following = self.begun.sequences[len(self.branches) :]
-        last = len(begun.response) if following else None
-        places = range(self.told, len(begun.response))
-        ended = next(
-            (at + 1 for at in places if int(begun.response[at]) in ends and is_drawn(begun, at)),
-            last,
-        )
-        if ended is None:
-            return None
-        return replace(begun.truncate(ended, "stop"), branches=(), rewards=None)
+        assert self.partial is not None
+        sequence, *later = self.partial.sequences[len(self.branches) :]
+        length = len(sequence.response)
+        for index in range(self.position, length):
+            token = int(sequence.response[index])
+            if token in stop_token_ids and is_generated(sequence, index):
+                length = index + 1
+                break
+        else:
+            if not later:
+                return None
+        return replace(sequence.truncate(length, "stop"), branches=(), rewards=None)
 
-    def _told(self, sample: Sample, branches: tuple[Sample, ...] | None) -> Sample:
-        """The sample with what the environment has given, and with these branches or all."""
-        rewards = self._rewards(len(sample.response))
-        return replace(
-            sample, rewards=rewards, branches=tuple(self.branches) if branches is None else branches
-        )
+    def _add_rewards(self, sample: Sample, branches: tuple[Sample, ...] | None) -> Sample:
+        """Return the sample with the environment's rewards, and with `branches`, or with all."""
+        rewards = self._sum_rewards(len(sample.response))
+        if branches is None:
+            branches = tuple(self.branches)
+        return replace(sample, rewards=rewards, branches=branches)
 
-    def _rewards(self, tokens: int) -> Tensor:
-        """What the environment has given for the sequence, float32 [tokens]."""
+    def _sum_rewards(self, tokens: int) -> Tensor:
+        """Return the environment's rewards of the current sequence, float32 [tokens]."""
         rewards = torch.zeros(tokens)
-        for token, reward in self.rewards:
-            rewards[token] += reward
+        for index, reward in self.rewards:
+            rewards[index] += reward
         return rewards
 
 
@@ -201,9 +205,9 @@ def branch_prompt(request: GenerationRequest, read: Tensor, options: SamplingOpt
     return unfinished_sample(GenerationRequest(prompt, request.sample_index))
 
 
-def is_drawn(sample: Sample, at: int) -> bool:
-    """Whether the model drew a response token."""
-    return sample.drawn is None or bool(sample.drawn[at])
+def is_generated(sample: Sample, index: int) -> bool:
+    """Return whether the model generated a response token, in contrast to an observation."""
+    return sample.drawn is None or bool(sample.drawn[index])
 
 
 _log = logging.getLogger(__name__)
@@ -276,7 +280,7 @@ class EnvironmentEpisodes:
             sample = (request.prompt.id, request.sample_index)
             numbers[sample] += 1
             name = episode_name(*sample, numbers[sample])
-            episode = OpenEpisode(name, request, request.begun)
+            episode = EpisodeState(name, request, request.begun)
             loop.spawn(index, _EpisodeRun(self, loop, index, episode, options).run())
         return loop
 
@@ -299,7 +303,7 @@ class _EpisodeRun:
         source: EnvironmentEpisodes,
         loop: EngineLoop,
         index: int,
-        episode: OpenEpisode,
+        episode: EpisodeState,
         options: SamplingOptions,
     ) -> None:
         self._source = source
@@ -334,12 +338,12 @@ class _EpisodeRun:
                 answer, self._index, is_replayed=episode.is_replayed
             )
             if episode.turn is not None:
-                episode.rewards.append((episode.told - 1, outcome.reward))
+                episode.rewards.append((episode.position - 1, outcome.reward))
 
             if episode.is_replayed:
                 sequence = self._replay(outcome)
             else:
-                episode.begun = None
+                episode.partial = None
                 if self._is_over(outcome):
                     return episode.complete("stop" if outcome.done else "length")
                 try:
@@ -352,12 +356,12 @@ class _EpisodeRun:
 
             if sequence.finish_reason == "unfinished":
                 sequence = await self._generate(sequence)
-                episode.begun = None
+                episode.partial = None
                 if sequence.finish_reason == "unfinished":
                     episode.sample = sequence
                     return episode.unfinished()
 
-            turn = episode.act(sequence)
+            turn = episode.append_turn(sequence)
             if sequence.finish_reason == "length":
                 return episode.complete("length")
             answer = self._source.environments.step(episode.name, self._action(sequence, turn))
@@ -379,7 +383,7 @@ class _EpisodeRun:
             current = episode.sample or unfinished_sample(replace(episode.request, begun=None))
             limit = self._limit(current)
             sequence = with_observation(current, observation, limit)
-        episode.hear(observation)
+        episode.append_observation(observation)
         return sequence
 
     def _replay(self, outcome: Outcome) -> Sample:
@@ -393,21 +397,21 @@ class _EpisodeRun:
             observation = self._observation(outcome.observation)
         except AlignerError as error:
             raise EpisodeLost(f"episode {episode.name} cannot be resumed: {error}") from error
-        if self._is_over(outcome) or not episode.repeats(observation):
+        if self._is_over(outcome) or not episode.matches_replay(observation):
             raise EpisodeLost(
                 f"episode {episode.name} cannot be resumed: on replay, its environment"
                 f" returned a different answer after {episode.turns} turns: {outcome}. The answers"
                 " of an environment must depend only on task, seed and actions"
             )
-        episode.hear(observation)
-        return episode.next_turn(self._ends) or episode.begun_sequence
+        episode.append_observation(observation)
+        return episode.next_turn(self._ends) or episode.partial_sequence
 
     async def _generate(self, sequence: Sample) -> Sample:
         """Generate a turn."""
         episode = self._episode
         used = len(sequence.response)
         turn_limit = min(
-            self._limit(sequence), episode.told + self._source.settings.max_turn_tokens
+            self._limit(sequence), episode.position + self._source.settings.max_turn_tokens
         )
         sampling = replace(
             self._options,
@@ -417,10 +421,12 @@ class _EpisodeRun:
         request = episode.request
         key = RequestKey(request.prompt.id, request.sample_index, sequence.prompt_length)
         if episode.branches:
-            # no two sequences of an episode may use the same random numbers, also if they read the
-            # same tokens
-            repeats = 0 if episode.told else len(episode.branches)
-            key = replace(key, stream_start=sequence.prompt_length + episode.told, repeats=repeats)
+            # Two sequences of an episode must not use the same random numbers, even if they read
+            # the same tokens.
+            repeats = 0 if episode.position else len(episode.branches)
+            key = replace(
+                key, stream_start=sequence.prompt_length + episode.position, repeats=repeats
+            )
         completion = await self._loop.generate(
             sequence.tokens, sampling, key=key, is_continued=True
         )
@@ -459,7 +465,7 @@ class _EpisodeRun:
             before = prompt.tokens if episode.sample is None else episode.sample.tokens
             return self._source.tokenizer.encode_observation(before, observation).tolist()
         if episode.turn is not None:
-            return episode.worded(observation, self._source.chat)
+            return episode.render_messages(observation, self._source.chat)
         if observation:
             raise AlignerError(
                 f"reset returned {len(observation)} chat messages; the first messages come from the"
