@@ -1,4 +1,4 @@
-"""Keys and values of the sequences that are being decoded, within a memory budget."""
+"""KV cache of the sequences that the embedded engine decodes, within a memory budget."""
 
 from dataclasses import dataclass
 
@@ -11,16 +11,28 @@ from aligner.models.shape import ModelShape
 
 @dataclass(frozen=True)
 class CacheSize:
-    """How many sequences of how many tokens fit."""
+    """Dimensions of the KV cache: number of sequences, and number of tokens of each sequence."""
 
     rows: int
+    """Number of sequences."""
     columns: int
+    """Maximum number of tokens of a sequence."""
 
 
 def fit(token_bytes: int, columns: int, most_rows: int, budget_mib: int | None) -> CacheSize:
-    """As many rows of `columns` tokens as the budget holds, up to `most_rows`.
+    """Compute the size of a KV cache within the memory budget.
 
-    Raises AlignerError when it does not hold one.
+    Args:
+        token_bytes: Bytes of the KV cache per token, over all layers, on this rank.
+        columns: Maximum number of tokens of a sequence.
+        most_rows: Maximum number of sequences.
+        budget_mib: Value of `engine.kv_cache_mib`; None means no limit.
+
+    Returns:
+        A size of `columns` columns and as many rows as the budget allows, at most `most_rows`.
+
+    Raises:
+        AlignerError: The budget is too small for one sequence.
     """
     if budget_mib is None:
         return CacheSize(most_rows, columns)
@@ -35,9 +47,10 @@ def fit(token_bytes: int, columns: int, most_rows: int, budget_mib: int | None) 
 
 
 class Cache:
-    """Row r, column t holds token t of the sequence that has the row.
+    """KV cache of one tensor-parallel rank: row r, column t holds token t of the sequence in row r.
 
-    Its memory stays from one generation to the next, cut into rows as the next one needs them.
+    The memory is kept between generations. Each generation divides it into the rows and columns
+    that it needs.
     """
 
     def __init__(
@@ -49,19 +62,37 @@ class Cache:
         *,
         by_token: bool = False,
     ) -> None:
-        """`by_token`: the heads of a token lie together, as `sliced_attention` reads them; else the
-        tokens of a head do."""
+        """Create an empty cache; `resize` allocates the memory.
+
+        Args:
+            shape: Dimensions of the model.
+            tensor: Number of tensor-parallel ranks.
+            device: Device of the memory.
+            dtype: Data type of keys and values.
+            by_token: Whether all heads of a token are contiguous in memory, as `sliced_attention`
+                requires. Otherwise all tokens of a head are contiguous.
+        """
         self._leading = (2, shape.num_layers)
         self._trailing = (shape.num_kv_heads // tensor, shape.head_dim)
         self._by_token = by_token
         self._storage = torch.empty(0, device=device, dtype=dtype)
         self.size = CacheSize(0, 0)
+        """Current number of rows and columns."""
         self.keys = self.values = torch.empty(0)
-        """[layers, rows, KV heads, columns, head dim]"""
+        """Keys, [layers, rows, KV heads, columns, head dim]; `values` has the same shape.
+
+        This is the shape in both memory layouts.
+        """
 
     def resize(self, size: CacheSize) -> bool:
-        """Cut into rows and columns, for other sequences than those it holds; says whether tensors
-        moved or changed shape."""
+        """Divide the memory into rows and columns.
+
+        A new size discards the sequences in the cache.
+
+        Returns:
+            Whether the size has changed. Tensors may then have moved, and recorded CUDA graphs are
+            invalid.
+        """
         if size == self.size:
             return False
         heads, width = self._trailing
@@ -69,29 +100,37 @@ class Cache:
         shape = (*self._leading, size.rows, *inner, width)
         elements = torch.Size(shape).numel()
         if elements > self._storage.numel():
-            self.free()  # first: both together may not fit
-            # what is masked is multiplied with 0, and may not be NaN
+            # The old and the new storage may not fit into memory at the same time.
+            self.free()
+            # Attention multiplies masked values by 0, so uninitialized memory must not contain NaN.
             self._storage = self._storage.new_zeros(elements)
-        both = self._storage[:elements].view(shape)
-        self.keys, self.values = both.transpose(3, 4) if self._by_token else both
+        keys_and_values = self._storage[:elements].view(shape)
+        self.keys, self.values = (
+            keys_and_values.transpose(3, 4) if self._by_token else keys_and_values
+        )
         self.size = size
         return True
 
     def free(self) -> None:
-        """Give the memory back."""
+        """Free the memory of the cache."""
         self._storage = self._storage.new_empty(0)
         self.size = CacheSize(0, 0)
         self.keys = self.values = torch.empty(0)
 
     def clear(self) -> None:
-        """Forget numbers that are not finite, which would outlive the sequences that they came
-        from."""
+        """Fill the cache with zeros.
+
+        Otherwise NaN and infinite values would remain in the memory after their sequences have
+        ended, and would reach other sequences: attention multiplies masked values by 0, and 0 * NaN
+        is NaN.
+        """
         self._storage.zero_()
 
     def copy_rows(self, sources: list[int], targets: list[int], width: int) -> None:
-        """Copy the first `width` columns of some rows over others."""
+        """Copy the first `width` columns of the rows `sources` to the rows `targets`."""
         for tensor in (self.keys, self.values):
-            if len(sources) == 1:  # without a copy between them
+            # A single row is copied directly; indexing with lists makes a temporary copy.
+            if len(sources) == 1:
                 tensor[:, targets[0], :, :width] = tensor[:, sources[0], :, :width]
             else:
                 tensor[:, targets, :, :width] = tensor[:, sources, :, :width]
@@ -99,7 +138,14 @@ class Cache:
     def write_prompts(
         self, layer: int, rows: list[int], copies: Tensor, keys: Tensor, values: Tensor
     ) -> None:
-        """Row `rows[i]` begins with prompt `copies[i]`; keys and values [U, KV heads, P, head
-        dim]."""
+        """Write the keys and values of prompts at the start of their rows.
+
+        Args:
+            layer: Index of the layer.
+            rows: Indices of the rows to write, of length C.
+            copies: Index of the prompt of each row, int64 [C].
+            keys: Keys of the prompts, [U, KV heads, P, head dim].
+            values: Values of the prompts, [U, KV heads, P, head dim].
+        """
         self.keys[layer, rows, :, : keys.shape[2]] = keys[copies]
         self.values[layer, rows, :, : values.shape[2]] = values[copies]

@@ -69,7 +69,9 @@ class Step:
     width: int = 1
     """Number of tokens per decoding row: 1, or more with speculative decoding."""
     rows: list[int] | None = None
-    """Indices of the decoding rows in the KV cache, in ascending order; None means the first rows.
+    """Indices of the decoding rows in the KV cache, in ascending order.
+
+    None means the first rows of the cache.
     """
     scores: bool = True
     """Whether the pass computes logits."""
@@ -118,7 +120,9 @@ class _Geometry:
     spans: Spans | None
     """Part of the KV cache that each row reads; None unless the decoder is sliced."""
     at: tuple[Tensor, Tensor] | None
-    """Index of the prompt and position of every prompt token, int64 [N] each; None without prompts.
+    """Prompt index and position of every prompt token, int64 [N] each.
+
+    None if the step has no prompts.
     """
     visible: Tensor | None
     """Attention mask of the prompts, bool [P, P]; True marks the keys to which a query attends.
@@ -173,8 +177,8 @@ class Decoder:
         self._heads = shape.num_heads // tensor
         self._kv_heads = shape.num_kv_heads // tensor
         self._activation = _ACTIVATIONS[shape.activation]
-        # Some checkpoints store query, key and value fused, interleaved by KV head. The engine keeps
-        # the order of the checkpoint's file.
+        # Some checkpoints store query, key and value in one tensor, interleaved by KV head. The
+        # engine keeps the order of the checkpoint's file.
         self._interleaved = any(
             "linear_qkv" in spec.parameter and spec.part == "whole" for spec in weight_table(shape)
         )
@@ -207,6 +211,7 @@ class Decoder:
         x = self._embed(tokens, positions)
         for layer in range(self._shape.num_layers):
             x = self._layer(layer, x, step, geometry, cache)
+
         rows = len(step.tokens)
         if prompts is not None:
             # Only the last token of a prompt has a next token to predict.
@@ -242,7 +247,7 @@ class Decoder:
         return tensor
 
     def _prepare(self, step: Step, cache: Cache) -> tuple[Tensor, Tensor, _Geometry]:
-        """Return all tokens and positions of a step, decoding rows first, and the step's geometry."""
+        """Return the tokens and positions of a step, decoding rows first, and its geometry."""
         tokens = step.tokens
         positions = step.positions
         prompts = step.prompts
@@ -269,6 +274,7 @@ class Decoder:
 
         rotation = None
         if self._frequencies is not None:
+            # Angles need float32: bfloat16 cannot represent large positions exactly.
             angles = positions[:, None, None].float() * self._frequencies
             dtype = self._weights["embedding.word_embeddings.weight"].dtype
             rotation = angles.cos().to(dtype), angles.sin().to(dtype)
@@ -311,7 +317,8 @@ class Decoder:
         hidden = hidden.view(-1, step.width, step.columns)
         if self.exact:
             return ~hidden
-        # `_attend_rows` stacks the queries that share a KV head, hence one mask row per query head.
+        # `_attend_rows` stacks the queries that share a KV head, so the mask of a token is repeated
+        # for each of these queries.
         dtype = self._weights["embedding.word_embeddings.weight"].dtype
         mask = torch.zeros(hidden.shape, device=hidden.device, dtype=dtype).masked_fill_(
             hidden, float("-inf")
@@ -319,7 +326,7 @@ class Decoder:
         return mask.repeat_interleave(self._heads // self._kv_heads, 1)[:, None]
 
     def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Look up the token embeddings, and add the learned position embeddings if there are any."""
+        """Look up the token embeddings, and add the model's learned position embeddings, if any."""
         table = self._weights["embedding.word_embeddings.weight"]
         if self._tensor == 1:
             x = F.embedding(tokens, table)
@@ -365,6 +372,7 @@ class Decoder:
                 + self._mlp(self._norm(x, name + "pre_mlp_layernorm"), name + "mlp.", step)
             )
         x = x + attended
+        # The sum above is a new tensor, so the in-place addition overwrites nothing else.
         return x.add_(self._mlp(self._norm(x, name + "pre_mlp_layernorm"), name + "mlp.", step))
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
@@ -470,8 +478,8 @@ class Decoder:
                 .transpose(1, 2)
                 .reshape(rows * width, -1)
             )
-        # Stack the queries that share a KV head, so that the kernel reads each key once: [B, KV heads,
-        # width * queries of a KV head, head dim].
+        # Stack the queries that share a KV head, so that the kernel reads each key once. The shape
+        # is [B, KV heads, width * queries of a KV head, head dim].
         grouped = query.reshape(rows, width, self._kv_heads, -1, size).transpose(1, 2).flatten(2, 3)
         attended = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask)
         return attended.unflatten(2, (width, -1)).transpose(1, 2).reshape(rows * width, -1)
@@ -550,6 +558,7 @@ class Decoder:
             weights = weights / weights.sum(-1, keepdim=True)
 
         output = torch.zeros_like(x)
+        # `slot` is the expert's rank among the K experts of a token, which selects its weight.
         for expert in range(shape.num_experts):
             token, slot = (experts == expert).nonzero(as_tuple=True)
             if len(token):

@@ -1,9 +1,12 @@
-"""The embedded engine's storage of weights: fused matrices, seen from outside as Hugging Face
-tensors, and its updates.
+"""Weight storage of the embedded engine, and its weight updates.
 
-The family's weight table says which tensors make up which parameter, so that no family has code
-here. A parameter holds its parts below one another (query, key and value; gate and up), outputs
-first; the experts of a layer are stacked.
+The engine stores fused matrices: query, key and value in one parameter, gate and up projection in
+another, and the experts of a layer stacked. For weight updates, it exposes the parts of these
+parameters as views with the names and orientation of the Hugging Face checkpoint.
+
+The weight table of the model family defines which tensors form which parameter. This module
+therefore contains no code for individual families. A parameter has the shape [outputs, inputs], and
+its parts are concatenated along the outputs.
 """
 
 import math
@@ -18,49 +21,61 @@ from aligner.models.shape import ModelShape
 from aligner.models.weight_slices import TensorSpec, compute_engine_slices, cut_shape, weight_table
 from aligner.schema import EngineParallelConfig
 
+# Alignment of a parameter in the storage, in elements. It aligns parameters to the cache lines and
+# vector instructions of all processors.
 _ALIGNMENT = 64
-"""Elements: every parameter begins on a line of any cache, and fit for any vector instruction."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor of the table as rows of a parameter, of one expert's where they are stacked."""
+    """Tensor of the weight table as a range of rows of a parameter.
+
+    If the parameter stacks experts, the rows belong to the tensor's expert.
+    """
 
     spec: TensorSpec
+    """Entry of the tensor in the weight table."""
     shape: tuple[int, ...]
-    """This rank's slice, outputs first."""
+    """Shape of this rank's slice, outputs first."""
     start: int
-    """First row in the parameter."""
+    """Index of the first row in the parameter."""
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """One of the decoder's tensors, by megatron-core's name, and the parts that it holds."""
+    """One of the decoder's tensors on one rank, and the parts that it consists of."""
 
     name: str
+    """megatron-core name of the parameter, without the expert's index."""
     shape: tuple[int, ...]
+    """Shape on this rank, including padding; the first dimension of stacked experts is the expert.
+    """
     parts: tuple[Part, ...]
+    """Parts of the parameter, in the order of the weight table."""
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """Return the number of elements."""
         return math.prod(self.shape)
 
     @property
     def aligned(self) -> int:
-        """Elements that it takes in a storage."""
+        """Return the number of elements in the storage, rounded up to the alignment."""
         return -(-self.numel // _ALIGNMENT) * _ALIGNMENT
 
     @property
     def has_padding(self) -> bool:
-        """Whether it has rows that belong to no part: padding of the vocabulary."""
+        """Return whether the parameter has rows of vocabulary padding, which belong to no part."""
         last = self.parts[-1]
         return last.spec.expert is None and last.start + last.shape[0] < self.shape[0]
 
     @property
     def as_trained(self) -> bool:
-        """Whether megatron-core holds the same parameter the same way: it interleaves query, key
-        and value."""
+        """Return whether megatron-core stores the parameter with the same layout.
+
+        This is false for query, key and value from separate tensors, which megatron-core
+        interleaves by KV head, and for stacked experts.
+        """
         return all(
             part.spec.part in ("whole", "gate", "up") and part.spec.expert is None
             for part in self.parts
@@ -68,7 +83,10 @@ class Parameter:
 
 
 def stacked_name(spec: TensorSpec) -> str:
-    """The name of the parameter that holds a tensor, all experts' under one."""
+    """Return the name of the parameter that contains a tensor.
+
+    All experts of a layer share one name, without the expert's index.
+    """
     return (
         spec.parameter
         if spec.expert is None
@@ -77,38 +95,53 @@ def stacked_name(spec: TensorSpec) -> str:
 
 
 def parameters(shape: ModelShape, tensor: int, rank: int = 0) -> tuple[Parameter, ...]:
-    """What a rank of `tensor` tensor-parallel ranks stores, in the table's order.
+    """Return the parameters that one rank stores, in the order of the weight table.
 
-    The parameters of all ranks are of one shape. If `tensor` does not divide the vocabulary, the
-    last rank's embedding and head have more rows than tokens.
+    A parameter has the same shape on all ranks. If the number of ranks does not divide the
+    vocabulary, the embedding and the output layer of the last ranks have padding rows.
+
+    Args:
+        shape: Dimensions of the model.
+        tensor: Number of tensor-parallel ranks.
+        rank: Index of the rank among them.
     """
     table = weight_table(shape)
     layout = EngineParallelConfig(tensor=tensor)
     slices = compute_engine_slices(table, layout, rank)
     largest = compute_engine_slices(table, layout, 0)
+
     parts: dict[str, list[Part]] = {}
-    filled: dict[tuple[str, int | None], int] = {}
+    # Number of rows that the parts so far occupy, by parameter and expert.
+    row_counts: dict[tuple[str, int | None], int] = {}
     for spec in table:
-        cut, name = slices[spec.name], stacked_name(spec)
+        cut = slices[spec.name]
+        name = stacked_name(spec)
         local = cut_shape(spec.shape, cut.axis, cut.start, cut.stop)
         local = local[::-1] if spec.transposed else local
+        # The slice of rank 0 is the largest; every rank reserves as many rows.
         full = largest[spec.name]
         stored = cut_shape(spec.shape, full.axis, full.start, full.stop)
         stored = stored[::-1] if spec.transposed else stored
-        start = filled.get((name, spec.expert), 0)
-        filled[name, spec.expert] = start + stored[0]
+        start = row_counts.get((name, spec.expert), 0)
+        row_counts[name, spec.expert] = start + stored[0]
         parts.setdefault(name, []).append(Part(spec, local, start))
-    found: list[Parameter] = []
-    for name, held in parts.items():
-        rows = filled[name, held[0].spec.expert]
-        stacked = () if held[0].spec.expert is None else (shape.num_experts,)
-        found.append(Parameter(name, (*stacked, rows, *held[0].shape[1:]), tuple(held)))
-    return tuple(found)
+
+    rank_parameters: list[Parameter] = []
+    for name, name_parts in parts.items():
+        rows = row_counts[name, name_parts[0].spec.expert]
+        stacked = () if name_parts[0].spec.expert is None else (shape.num_experts,)
+        rank_parameters.append(
+            Parameter(name, (*stacked, rows, *name_parts[0].shape[1:]), tuple(name_parts))
+        )
+    return tuple(rank_parameters)
 
 
 class EngineWeights:
-    """One tensor-parallel rank's share of the model: one block of memory, and names for its
-    parts."""
+    """Weights of one tensor-parallel rank: one block of memory, and named views of it.
+
+    Attributes:
+        storage: Memory of all parameters that are not shared, in one dimension.
+    """
 
     def __init__(
         self,
@@ -117,22 +150,34 @@ class EngineWeights:
         dtype: torch.dtype,
         shared: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """Uninitialised, but for `shared`: parameters that somebody else stores, and changes, by
-        megatron-core's name."""
-        outside = {
+        """Allocate uninitialized memory for the parameters; padding is filled with zeros.
+
+        Args:
+            layout: Parameters of this rank (see `parameters`).
+            device: Device of the memory.
+            dtype: Data type of the memory.
+            shared: Parameters that another object owns and updates, by their megatron-core names. A
+                shared parameter takes no memory here if megatron-core stores it with the same
+                layout.
+        """
+        external = {
             parameter.name: shared[parameter.name]
             for parameter in layout
             if shared and parameter.as_trained and parameter.name in shared
         }
-        size = sum(parameter.aligned for parameter in layout if parameter.name not in outside)
+        size = sum(parameter.aligned for parameter in layout if parameter.name not in external)
         self.storage = torch.empty(size, device=device, dtype=dtype)
         self.tensors: dict[str, Tensor] = {}
-        """By megatron-core's name, in the decoder's shape."""
+        """Parameters by their megatron-core names, in the decoder's shape."""
         self.views: dict[str, Tensor] = {}
-        """By Hugging Face name, this rank's slice in Hugging Face's orientation; writable."""
+        """Writable views of this rank's slices by their Hugging Face names.
+
+        Each view has the orientation of the Hugging Face tensor.
+        """
+
         begin = 0
         for parameter in layout:
-            whole = outside.get(parameter.name)
+            whole = external.get(parameter.name)
             if whole is None:
                 whole = self.storage.narrow(0, begin, parameter.numel).view(parameter.shape)
                 begin += parameter.aligned
@@ -140,37 +185,62 @@ class EngineWeights:
                     whole.zero_()
             self.tensors[parameter.name] = whole
             for part in parameter.parts:
-                one = whole if part.spec.expert is None else whole[part.spec.expert]
-                rows = one.narrow(0, part.start, part.shape[0])
+                matrix = whole if part.spec.expert is None else whole[part.spec.expert]
+                rows = matrix.narrow(0, part.start, part.shape[0])
                 self.views[part.spec.name] = rows.T if part.spec.transposed else rows
 
 
 class EmbeddedUpdate:
-    """A `WeightUpdate` whose views are the storage that will serve: nothing is held twice, nothing
-    moves at the end."""
+    """Weight update that writes directly into the engine's storage (see `WeightUpdate`).
+
+    The update needs no second copy of the weights, and `commit` moves no data.
+    """
 
     def __init__(
         self, version: int, views: Mapping[str, Tensor], end: Callable[[bool], None]
     ) -> None:
-        """`end` is told, once, whether the update succeeded."""
+        """Open an update.
+
+        Args:
+            version: Version of the new weights.
+            views: Writable views of the engine's weights by their Hugging Face names.
+            end: Callback that is called once, with whether the update succeeded.
+        """
         self.version = version
-        self._views, self._missing, self._end = views, dict.fromkeys(views), end
+        self._views = views
+        # A dictionary is used as an ordered set.
+        self._missing = dict.fromkeys(views)
+        self._end = end
         self._open = True
 
     def views(self, names: Sequence[str]) -> Mapping[str, Tensor]:
-        """Where to write these tensors: this rank's slices of those that there are."""
+        """Return writable views of this rank's slices of the named tensors.
+
+        Names of tensors that the engine does not have are omitted.
+
+        Raises:
+            AlignerError: The update is closed.
+        """
         self._check_open()
         return {name: self._views[name] for name in names if name in self._views}
 
     def load(self, names: Sequence[str]) -> None:
-        """These tensors have been written."""
+        """Mark tensors as written.
+
+        Raises:
+            AlignerError: The update is closed.
+        """
         self._check_open()
         for name in names:
             self._missing.pop(name, None)
 
     def commit(self) -> None:
-        """The new weights serve. Raises AlignerError, and stays open, when some were never
-        written."""
+        """Close the update and put the new weights into use.
+
+        Raises:
+            AlignerError: Some tensors were never written, and the update stays open; or the update
+                is already closed.
+        """
         self._check_open()
         if self._missing:
             raise AlignerError(
@@ -181,11 +251,15 @@ class EmbeddedUpdate:
         self._end(True)
 
     def abort(self) -> None:
-        """The old weights, where they still are, go on serving."""
+        """Close the update without the new weights; do nothing if it is already closed.
+
+        The engine continues to use the old weights, except where the update has overwritten them.
+        """
         if self._open:
             self._open = False
             self._end(False)
 
     def _check_open(self) -> None:
+        """Raise AlignerError if the update is closed."""
         if not self._open:
             raise AlignerError(f"the weight update to version {self.version} is already closed")

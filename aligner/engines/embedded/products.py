@@ -1,5 +1,8 @@
-"""Matrix products with the model's weights, on CPUs with copies of them in the order in which
-oneDNN reads them."""
+"""Matmuls with the model's weights.
+
+On CPUs, the matmuls can use packed copies of the weights, which have the memory layout that oneDNN
+reads.
+"""
 
 from collections.abc import Mapping
 
@@ -9,41 +12,58 @@ from torch import Tensor
 
 from aligner.models import batch_invariant
 
+# Minimum number of rows of a matmul with packed weights. With AVX-512, a matmul with a single row
+# takes half the time with packed weights; without AVX-512 it takes longer.
 _FEWEST_ROWS = 1 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 2
-"""One row alone with a packed weight takes half of the time with AVX-512, and longer without."""
+# Number of rows for which weights are packed; packed weights work for any other number too.
 _ROWS = 256
-"""The number of rows that weights are packed for; they serve any other as well."""
 
 
 class Products:
-    """x @ weight.T + bias for the weights that serve, by megatron-core's names without `.weight`
-    and `.bias`."""
+    """Matmuls x @ weight.T + bias with the engine's current weights.
+
+    Weights are identified by their megatron-core names without `.weight` and `.bias`.
+    """
 
     def __init__(self, *, exact: bool, packed: bool) -> None:
-        """`exact` is `engine.exact`; `packed`: multiply on CPUs with packed copies, which are made
-        when first used."""
+        """Create an object without weights.
+
+        Args:
+            exact: Whether to use batch-invariant kernels (`engine.exact`); packed copies are then
+                disabled.
+            packed: Whether to multiply with packed copies on CPUs. A copy is made when its weight
+                is first used.
+        """
         self._plain = batch_invariant.linear if exact else F.linear
         self._packed_dtypes = _packed_dtypes() if packed and not exact else ()
         self._packed: dict[str, Tensor] = {}
         self._weights: Mapping[str, Tensor] = {}
 
     def use(self, weights: Mapping[str, Tensor]) -> None:
-        """Compute with these from now on. To be called again when their values have changed."""
+        """Set the weights, and discard the packed copies of the previous ones.
+
+        Call this method again whenever the values of the weights change.
+        """
         self._weights = weights
         self._packed.clear()
 
     def linear(self, x: Tensor, name: str, *, with_bias: bool = True) -> Tensor:
-        """x [N, inputs] to [N, outputs], with a bias where the layer has one."""
-        weight, bias = (
-            self._weights[name + ".weight"],
-            (self._weights.get(name + ".bias") if with_bias else None),
-        )
+        """Compute a linear layer, from x [N, inputs] to [N, outputs].
+
+        Args:
+            x: Inputs [N, inputs].
+            name: Name of the layer's weights.
+            with_bias: Whether to add the layer's bias, if it has one.
+        """
+        weight = self._weights[name + ".weight"]
+        bias = self._weights.get(name + ".bias") if with_bias else None
         if (
             len(x) < _FEWEST_ROWS
             or weight.device.type != "cpu"
             or weight.dtype not in self._packed_dtypes
         ):
             return self._plain(x, weight, bias)
+
         packed = self._packed.get(name)
         if packed is None:
             packed = self._packed[name] = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS)
@@ -51,14 +71,23 @@ class Products:
         return product
 
     def expert(self, x: Tensor, name: str, index: int) -> Tensor:
-        """The same with one of the experts' weights, [experts, outputs, inputs], which are never
-        packed."""
+        """Compute a linear layer of one expert, from x [N, inputs] to [N, outputs].
+
+        The weights of all experts are stacked, [experts, outputs, inputs], and are never packed.
+
+        Args:
+            x: Inputs [N, inputs].
+            name: Name of the stacked weights.
+            index: Index of the expert.
+        """
         return self._plain(x, self._weights[name + ".weight"][index], None)
 
 
 def _packed_dtypes() -> tuple[torch.dtype, ...]:
-    """What oneDNN multiplies by packed weights here: bfloat16 where the processor has instructions
-    for it."""
+    """Return the data types for which oneDNN supports packed weights on this machine.
+
+    bfloat16 is included only if the processor has instructions for it.
+    """
     if not torch.backends.mkldnn.is_available():
         return ()
     has_bf16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()

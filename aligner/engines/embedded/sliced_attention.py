@@ -1,10 +1,12 @@
-"""Attention of one new token a row that reads of the cache what each row has, and none of what is
-masked.
+"""Attention of one new token per row that reads only the tokens that each row has.
 
-By the kernel behind `torch.nn.attention.varlen` (FlashAttention-2, Dao 2023), which torch has for
-half precision on GPUs: a row's keys begin where its row of the cache does, and `seqused_k` says how
-many there are. Everything that changes from step to step is in tensors, so that one recorded step
-serves whatever lengths the rows have.
+A masked kernel would read all columns of the KV cache. This module instead calls the
+variable-length kernel behind `torch.nn.attention.varlen` (FlashAttention-2, Dao 2023), which torch
+provides for half precision on GPUs. The start of a row's keys is the start of the row in the cache,
+and `seqused_k` is their number.
+
+Everything that changes from step to step is stored in tensors. One recorded CUDA graph therefore
+works for all lengths of the rows.
 """
 
 from dataclasses import dataclass
@@ -14,25 +16,30 @@ from torch import Tensor
 
 from aligner.models.shape import ModelShape
 
+# Maximum head dim that the kernel supports.
 _WIDEST_HEAD = 256
 
 
 @dataclass(frozen=True)
 class Spans:
-    """What of the cache, seen as one sequence of all its rows' tokens, the rows of a step read."""
+    """Part of the KV cache that each row of a step reads.
+
+    The kernel sees the cache as one sequence that concatenates the tokens of all rows.
+    """
 
     starts: Tensor
-    """int32 [R + 1]: where each row's tokens begin, and one more entry, which is not read"""
+    """Index of each row's first token in that sequence, int32 [R + 1]; the last entry is not read.
+    """
     lengths: Tensor
-    """int32 [R]: how many there are of each"""
+    """Number of tokens of each row, int32 [R]."""
     queries: Tensor
-    """int32 [R + 1]: 0 to R, one query a row"""
+    """Index of each row's first query, int32 [R + 1]: 0 to R, as every row has one query."""
     columns: int
-    """The cache's: no row has more tokens."""
+    """Number of columns of the cache, which is the maximum number of tokens of a row."""
 
 
 def can_slice(shape: ModelShape, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the kernel is there for such a model."""
+    """Return whether the kernel supports the model's head dim, the device and the data type."""
     is_half = dtype in (torch.bfloat16, torch.float16)
     return (
         device.type == "cuda"
@@ -43,20 +50,36 @@ def can_slice(shape: ModelShape, device: torch.device, dtype: torch.dtype) -> bo
 
 
 def spans(rows: Tensor, lengths: Tensor, columns: int) -> Spans:
-    """Those of a step that reads the first `lengths` int32 [R] tokens of the cache's `rows` int64
-    [R]."""
+    """Return the spans of a step.
+
+    Args:
+        rows: Rows of the KV cache that the step decodes, int64 [R].
+        lengths: Number of tokens that the step reads of each row, from the row's start, int32 [R].
+        columns: Number of columns of the KV cache.
+    """
     starts = torch.cat((rows, rows[-1:] + 1)) * columns
     queries = torch.arange(len(rows) + 1, device=rows.device, dtype=torch.int32)
     return Spans(starts.int(), lengths, queries, columns)
 
 
 def attend(query: Tensor, keys: Tensor, values: Tensor, spans: Spans, window: int | None) -> Tensor:
-    """query [R, heads, head dim] over [rows, KV heads, columns, head dim] that lie by token: [R,
-    heads * head dim].
+    """Compute the attention of one query per row over the row's tokens.
 
-    A token sees itself and those before it, of the last `window` tokens where there is one.
+    A query attends to its own token, which is the last one of its row, and to the tokens before it.
+
+    Args:
+        query: [R, heads, head dim].
+        keys: [rows, KV heads, columns, head dim], stored by token (see `Cache`).
+        values: [rows, KV heads, columns, head dim], stored by token.
+        spans: Spans of the step.
+        window: Number of tokens of the sliding window, including the query's own; None means no
+            window.
+
+    Returns:
+        The attention output [R, heads * head dim].
     """
-    by_token = [each.transpose(1, 2).flatten(0, 1) for each in (keys, values)]
+    # The result is [rows * columns, KV heads, head dim], a view, since the memory has this order.
+    by_token = [tensor.transpose(1, 2).flatten(0, 1) for tensor in (keys, values)]
     attended: Tensor = torch.ops.aten._flash_attention_forward(
         query,
         *by_token,
@@ -68,7 +91,7 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, spans: Spans, window: in
         False,
         False,
         seqused_k=spans.lengths,
-        # A window counts the tokens before a query and those after it, of which there are none.
+        # The kernel's window excludes the query's own token, and no token comes after it.
         window_size_left=None if window is None else window - 1,
         window_size_right=None if window is None else 0,
     )[0]

@@ -1,33 +1,44 @@
-"""Guesses at a response's next tokens, which one pass checks together (`engine.speculation`).
+"""Draft tokens for speculative decoding (`engine.speculation`).
 
-Prompt lookup: what followed the same few tokens the last time, in prompt or response (Saxena 2023,
-"Prompt Lookup Decoding").
+The draft method is prompt lookup: it proposes the tokens that followed the same n-gram at its last
+occurrence in the prompt or the response (Saxena 2023, "Prompt Lookup Decoding"). One forward pass
+verifies all draft tokens.
 """
 
 from collections.abc import Sequence
 
 
 class Lookup:
-    """Of one growing sequence: what came after each run of `ngram` tokens."""
+    """Prompt lookup in one growing sequence: an index of its n-grams."""
 
     def __init__(self, ngram: int) -> None:
+        """Create an empty index of runs of `ngram` tokens."""
         self._ngram = ngram
         self._after: dict[tuple[int, ...], int] = {}
+        """Position after the last occurrence of each n-gram."""
         self._seen = ngram
-        """Places up to this one are known by what is before them."""
+        """Position up to which the n-grams are indexed; they end before that position."""
 
     def draft(self, tokens: Sequence[int], most: int) -> list[int]:
-        """The next `most` tokens by what followed these the last time, none where they are new.
+        """Return `most` draft tokens, or none if the last n-gram has not occurred before.
 
-        tokens: those of the call before, and more behind.
+        Args:
+            tokens: All tokens of the sequence. They must start with the tokens of the previous
+                call.
+            most: Number of draft tokens.
         """
-        for place in range(self._seen, len(tokens)):
-            self._after[tuple(tokens[place - self._ngram : place])] = place
+        # The n-gram that ends the sequence is not indexed yet: it has no next token, and the lookup
+        # below must find its previous occurrence.
+        for position in range(self._seen, len(tokens)):
+            self._after[tuple(tokens[position - self._ngram : position])] = position
         self._seen = max(self._seen, len(tokens))
-        last = self._after.get(tuple(tokens[-self._ngram :]))
-        if last is None:
+
+        start = self._after.get(tuple(tokens[-self._ngram :]))
+        if start is None:
             return []
-        sequence = [*tokens[last : last + most]]
-        for at in range(most):  # where it ends, what was guessed goes on: a loop
-            sequence.append(sequence[at])
-        return sequence[:most]
+
+        # If the sequence ends within the draft, the draft repeats its own tokens periodically.
+        draft_tokens = [*tokens[start : start + most]]
+        for index in range(most):
+            draft_tokens.append(draft_tokens[index])
+        return draft_tokens[:most]

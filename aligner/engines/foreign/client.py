@@ -1,5 +1,8 @@
-"""A program's engine, seen from one that is not asynchronous: every call here waits for its
-answer."""
+"""Synchronous client of an external engine, whose own client is asynchronous.
+
+The asynchronous client runs on an event loop in a thread of its own. Every method of `Client`
+submits a coroutine to this event loop and waits for the result.
+"""
 
 import asyncio
 import atexit
@@ -15,13 +18,20 @@ from aligner.errors import AlignerError
 
 T = TypeVar("T")
 
+# Timeout for cancelling the tasks of an event loop that is being closed, in seconds.
 _CLOSE_S = 10.0
-"""How long a loop that is closed has for cancelling what runs there."""
 
 
 @contextlib.contextmanager
 def ending_on_failure(name: str, end: Callable[[], None]) -> Iterator[None]:
-    """Call `end` when the block raises; when that fails too, the error tells both."""
+    """Call `end` if the block raises, and re-raise the error.
+
+    If `end` fails too, the context manager raises AlignerError with both messages instead.
+
+    Args:
+        name: Name of the engine, for the error message.
+        end: Function that shuts the engine down.
+    """
     try:
         yield
     except BaseException as error:
@@ -35,26 +45,36 @@ def ending_on_failure(name: str, end: Callable[[], None]) -> Iterator[None]:
 
 
 class EventLoop:
-    """An event loop on a thread of its own."""
+    """Event loop that runs in a daemon thread of its own."""
 
     def __init__(self, name: str) -> None:
+        """Start the thread, which gets the name `name`."""
         self._name = name
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
 
     def submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Start `work` there."""
+        """Start a coroutine on the event loop, and return its future."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def run(self, what: str, work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
-        """Run `work` there and wait for its result. Raises AlignerError naming `what` when that
-        takes longer."""
+        """Run a coroutine on the event loop, and return its result.
+
+        Args:
+            what: Description of the work, for the error message.
+            work: Coroutine to run.
+            timeout_s: Timeout in seconds; None means no timeout.
+
+        Raises:
+            AlignerError: The timeout has passed; the coroutine is cancelled.
+        """
         future = self.submit(work)
         try:
             return future.result(timeout_s)
         except concurrent.futures.TimeoutError as error:
-            if future.done():  # the work's own
+            # The coroutine itself raised a timeout error.
+            if future.done():
                 raise
             future.cancel()
             raise AlignerError(f"{self._name} timed out after {timeout_s:g} s: {what}") from error
@@ -63,8 +83,10 @@ class EventLoop:
             raise
 
     def close(self) -> None:
-        """Cancel what runs there and end the thread. A loop that is blocked can not be ended: it
-        goes with the process."""
+        """Cancel all tasks of the event loop, and end its thread.
+
+        A blocked event loop cannot be closed. Its thread then ends with the process.
+        """
         stopping = self.submit(_cancel_others())
         if stopping not in concurrent.futures.wait([stopping], _CLOSE_S).done:
             return
@@ -75,6 +97,7 @@ class EventLoop:
 
 
 async def _cancel_others() -> None:
+    """Cancel all tasks of the running event loop except the current one."""
     tasks = asyncio.all_tasks() - {asyncio.current_task()}
     for task in tasks:
         task.cancel()
@@ -82,60 +105,96 @@ async def _cancel_others() -> None:
 
 
 class Client(ABC):
-    """One instance of the engine and its workers, which end with this process if not before."""
+    """Client of one engine instance and its workers.
+
+    The workers end with this process at the latest. Subclasses start the engine in their
+    constructor and set `_responder`.
+    """
 
     _responder: Responder
 
     def __init__(self, name: str, timeout_s: float) -> None:
-        """`name` is the engine's, for messages; an answer may take `timeout_s`."""
-        self._name, self._timeout_s = name, timeout_s
-        self._end = contextlib.ExitStack()  # all of it is tried, whatever fails of it
+        """Start the event loop, and register `shutdown` for the exit of this process.
+
+        Args:
+            name: Name of the engine, for messages.
+            timeout_s: Timeout of a call to the engine, in seconds.
+        """
+        self._name = name
+        self._timeout_s = timeout_s
+        # An ExitStack calls all of its callbacks, even if some of them raise.
+        self._end = contextlib.ExitStack()
         self._loop = EventLoop(name)
         self._end.callback(self._loop.close)
         atexit.register(self.shutdown)
 
     def start(self, responses: Sequence[Response]) -> list[Any]:
-        """One task for each response, done when it is complete."""
+        """Start the generation of responses.
+
+        Returns:
+            One task per response, which is done when the response is complete.
+        """
         return self._loop.run(
             "submitting requests", self._responder.start(responses), self._timeout_s
         )
 
     def cancel(self, responses: Mapping[Any, Response]) -> None:
-        """Drop responses, by their tasks."""
+        """Cancel the generation of responses, which are given by their tasks."""
         self._loop.run("canceling requests", self._responder.cancel(responses), self._timeout_s)
 
     def wait(self, tasks: Sequence[Any]) -> None:
-        """Return when a task is done, when none can be, or after a moment, in which weights may
-        come."""
+        """Wait until at least one task is done.
+
+        The method also returns if no task can complete before the next call of `admit`, or after a
+        short time, so that the caller can check for new weights.
+        """
         self._loop.run("generating", self._responder.wait(tasks))
 
     def hold(self, *, interrupts: bool) -> None:
-        """Let responses be finished or interrupted; none goes on until `admit`."""
+        """Pause generation until the next call of `admit`.
+
+        Args:
+            interrupts: Whether responses in flight are interrupted; they keep their tokens and
+                continue later. Otherwise the method waits until they are complete.
+        """
         self._loop.run("pausing generation", self._responder.hold(interrupts=interrupts))
 
     def interrupt(self) -> None:
-        """Have responses under way stop where they are and go on from there, so that what was drawn
-        of them is known."""
+        """Interrupt all responses in flight, and let them continue from their tokens.
+
+        After the call, the tokens generated so far are known.
+        """
         self._loop.run("interrupting responses", self._responder.interrupt(), self._timeout_s)
 
     def admit(self, version: int) -> None:
-        """Responses go on; `version` stamps the tokens that they draw."""
+        """Resume generation.
+
+        Args:
+            version: Version of the weights, which is recorded for each token generated from now on.
+        """
         self._loop.run("resuming generation", self._responder.admit(version), self._timeout_s)
 
     @abstractmethod
     def update_weights(self, handles: Mapping[str, Any] | None) -> None:
-        """Load the tensors that the ranks share by these handles; None ends an update and forgets
-        keys and values."""
+        """Load the tensors that the ranks share, or finish a weight update.
+
+        Args:
+            handles: Handles of the shared memory; None finishes the update and clears the KV cache.
+        """
 
     @abstractmethod
     def release(self) -> None:
-        """Free the memory of the model and of keys and values, which are forgotten."""
+        """Free the memory of the model and of the KV cache, whose contents are lost."""
 
     @abstractmethod
     def resume(self, *, cache: bool) -> None:
-        """Take back the memory of keys and values, or the model's."""
+        """Allocate memory again after `release`.
+
+        Args:
+            cache: Whether to allocate the memory of the KV cache; otherwise that of the model.
+        """
 
     def shutdown(self) -> None:
-        """End the workers; once is enough."""
+        """End the workers and the event loop; further calls have no effect."""
         atexit.unregister(self.shutdown)
         self._end.close()

@@ -1,4 +1,7 @@
-"""Which GPUs a replica's ranks have, for a program of another's that is to run on the same ones."""
+"""GPUs of a replica's ranks.
+
+An external engine needs this information to start its workers on the same GPUs.
+"""
 
 import os
 import socket
@@ -12,10 +15,14 @@ from aligner.errors import AlignerError
 
 
 def gpu_places(replica: Replica, device: torch.device) -> list[dict[str, Any]]:
-    """Of each rank of the replica what CUDA_VISIBLE_DEVICES calls its GPU (`name`), and its `uuid`
-    (GPU-…). Collective.
+    """Return the GPU of each rank of the replica, in rank order. Collective.
 
-    Raises AlignerError where the ranks are on several machines.
+    Returns:
+        One dictionary per rank: `host` is the host name, `name` is the GPU's name in
+        CUDA_VISIBLE_DEVICES, and `uuid` is its UUID (GPU-…).
+
+    Raises:
+        AlignerError: The ranks run on several machines.
     """
     places = replica.gather("finding the GPU of each rank", lambda: _place(device, replica.rank))
     if len(hosts := sorted({place["host"] for place in places})) > 1:
@@ -27,15 +34,26 @@ def gpu_places(replica: Replica, device: torch.device) -> list[dict[str, Any]]:
 
 
 def gpu_name(environ: Mapping[str, str], ordinal: int) -> str:
-    """What CUDA_VISIBLE_DEVICES calls this process's `ordinal`-th GPU: the machine's index, or a
-    UUID."""
+    """Return the name that CUDA_VISIBLE_DEVICES gives to a GPU of this process.
+
+    This is the index of the GPU on the machine, or a UUID.
+
+    Args:
+        environ: Environment variables of the process.
+        ordinal: Index of the GPU among the visible ones.
+    """
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     return visible.split(",")[ordinal] if visible else str(ordinal)
 
 
 def _place(device: torch.device, rank: int) -> dict[str, str]:
-    """This rank's. CPUs, which only a stand-in for a program on GPUs has, are counted by rank."""
-    name, uuid = str(rank), f"CPU-{rank}"
+    """Return this rank's entry of `gpu_places`.
+
+    A rank without a GPU gets the names of a CPU with the rank's number. Only tests have such ranks,
+    with a substitute for the external engine.
+    """
+    name = str(rank)
+    uuid = f"CPU-{rank}"
     if device.type == "cuda":
         ordinal = torch.cuda.current_device() if device.index is None else device.index
         name = gpu_name(os.environ, ordinal)

@@ -1,5 +1,8 @@
-"""The arguments of TensorRT-LLM's client, by what the installed release knows: it refuses keywords
-that it does not know."""
+"""Keyword arguments of TensorRT-LLM's client, adapted to the installed release.
+
+TensorRT-LLM raises an error for keywords that it does not know, and releases differ in their
+keywords.
+"""
 
 import importlib
 import inspect
@@ -16,18 +19,23 @@ from aligner.models.shape import ModelShape
 from aligner.schema import EngineConfig
 
 WORKER_EXTENSION = "aligner.engines.tensorrt_llm.worker.AlignerWorker"
+# Keywords that are omitted if the installed release does not accept them.
 _OPTIONAL = (
     *("max_input_len", "sampler_type", "cuda_graph_config", "skip_tokenizer_init"),
     *("enable_chunked_prefill", "stream_interval"),
 )
+# Memory tag of the KV cache; all other tags belong to the model and the executor.
 _KV_CACHE = "kv_cache"
-"""The tag of the memory of keys and values; the others are the model's and the executor's."""
+# Modules that contain `ExecutorMemoryType`, those of newer releases first.
 _MEMORY_TYPES = ("tensorrt_llm.llmapi.llm_args", "tensorrt_llm._torch.virtual_memory")
-"""Where releases keep `ExecutorMemoryType`, newer ones first."""
 
 
 def load_package() -> ModuleType:
-    """TensorRT-LLM. Raises AlignerError where it is not installed, or has no `AsyncLLM`."""
+    """Import TensorRT-LLM.
+
+    Raises:
+        AlignerError: TensorRT-LLM cannot be imported, or has no `AsyncLLM`.
+    """
     try:
         package = importlib.import_module("tensorrt_llm")
     except ImportError as error:
@@ -44,45 +52,60 @@ def load_package() -> ModuleType:
 
 
 def find(path: str) -> Any:
-    """The object at a dotted path: attributes of the longest prefix that is a module. None where
-    there is none."""
+    """Return the object at a dotted path, or None if it does not exist.
+
+    The longest prefix of the path that can be imported is the module; the other names are
+    attributes.
+    """
     names = path.split(".")
     for end in range(len(names), 0, -1):
         try:
-            found: Any = importlib.import_module(".".join(names[:end]))
+            target: Any = importlib.import_module(".".join(names[:end]))
         except ImportError:
             continue
         for name in names[end:]:
-            found = getattr(found, name, None)
-        return found
+            target = getattr(target, name, None)
+        return target
     return None
 
 
 def keywords(call: Any, fields: Any = None) -> Mapping[str, Any]:
-    """The keywords that a class or function takes, with their defaults (`inspect.Parameter.empty`:
-    none).
+    """Return the keyword parameters of a class or function, with their defaults.
 
-    The fields of a pydantic model count, its own and those of `fields`, the model that **kwargs are
-    checked with.
+    The default of a required parameter is `inspect.Parameter.empty`.
+
+    Args:
+        call: Class or function. If it is a pydantic model, its fields are included.
+        fields: Pydantic model that validates the **kwargs of `call`; its fields are included too.
     """
-    several = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-    found = {
+    variadic = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    defaults = {
         name: parameter.default
         for name, parameter in inspect.signature(call).parameters.items()
-        if parameter.kind not in several and name != "self"
+        if parameter.kind not in variadic and name != "self"
     }
     for model in (call, fields):
         for name, field in getattr(model, "model_fields", {}).items():
             required = getattr(field, "is_required", bool)()
-            found[name] = inspect.Parameter.empty if required else field.default
-    return found
+            # A field without a method `is_required` counts as optional: `bool()` is False.
+            defaults[name] = inspect.Parameter.empty if required else field.default
+    return defaults
 
 
 def known(
     what: str, arguments: Mapping[str, Any], accepted: Collection[str], *, optional: Collection[str]
 ) -> dict[str, Any]:
-    """The arguments that are accepted. Raises AlignerError naming those that are not, unless they
-    are `optional`."""
+    """Return the arguments that the installed release accepts.
+
+    Args:
+        what: Name of the class or function, for the error message.
+        arguments: Arguments by keyword.
+        accepted: Accepted keywords.
+        optional: Keywords that may be omitted if they are not accepted.
+
+    Raises:
+        AlignerError: Arguments that are not optional are not accepted; the message names them.
+    """
     missing = [name for name in arguments if name not in accepted and name not in optional]
     if missing:
         raise AlignerError(
@@ -93,13 +116,23 @@ def known(
 
 
 def llm_keywords() -> frozenset[str]:
-    """What `AsyncLLM` accepts; `backend` is, although it is no field."""
+    """Return the keywords that `AsyncLLM` accepts.
+
+    `backend` is included, since `AsyncLLM` accepts it although it is not a field of its arguments.
+    """
     fields = find("tensorrt_llm.llmapi.llm_args.TorchLlmArgs")
     return frozenset(keywords(find("tensorrt_llm.AsyncLLM"), fields)) | {"backend"}
 
 
 def sleep_arguments(accepted: Collection[str]) -> dict[str, Any]:
-    """What lets this release give memory back. Raises AlignerError where nothing does."""
+    """Return the arguments that enable the release of GPU memory.
+
+    Args:
+        accepted: Keywords that `AsyncLLM` accepts.
+
+    Raises:
+        AlignerError: The installed release cannot release GPU memory.
+    """
     if "sleep_config" in accepted:
         return {"sleep_config": find("tensorrt_llm.llmapi.llm_args.SleepConfig")()}
     if "enable_sleep" in accepted:
@@ -111,31 +144,45 @@ def sleep_arguments(accepted: Collection[str]) -> dict[str, Any]:
 
 
 def memory_tags() -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """What memory is released by: the tags of the model and the executor, and those of keys and
-    values."""
-    kinds = next(
-        (kinds for path in _MEMORY_TYPES if (kinds := find(f"{path}.ExecutorMemoryType"))), None
+    """Return the tags with which TensorRT-LLM releases GPU memory.
+
+    Returns:
+        The tags of the model and the executor, and the tags of the KV cache.
+
+    Raises:
+        AlignerError: The installed release has no `ExecutorMemoryType`.
+    """
+    memory_types = next(
+        (kind for path in _MEMORY_TYPES if (kind := find(f"{path}.ExecutorMemoryType"))), None
     )
-    if kinds is None:
+    if memory_types is None:
         raise AlignerError(
             "engine.sleep=true: this release of TensorRT-LLM has no ExecutorMemoryType; set"
             " engine.sleep=false"
         )
-    tags = [kind.value for kind in kinds if not kind.value.startswith("_")]
+    # Tags with a leading underscore are internal.
+    tags = [
+        memory_type.value for memory_type in memory_types if not memory_type.value.startswith("_")
+    ]
     return tuple(tag for tag in tags if tag != _KV_CACHE), tuple(
         tag for tag in tags if tag == _KV_CACHE
     )
 
 
 def cache_tokens(shape: ModelShape, settings: EngineConfig, dtype: torch.dtype) -> int | None:
-    """Tokens whose keys and values fit into a rank's `engine.kv_cache_mib`; None without a limit.
+    """Return the number of tokens that fit into `engine.kv_cache_mib` on each rank.
 
-    Raises ConfigError when the longest sequence does not fit.
+    Returns:
+        The number of tokens; None if `engine.kv_cache_mib` is not set.
+
+    Raises:
+        ConfigError: The longest sequence does not fit.
     """
     if settings.kv_cache_mib is None:
         return None
     token_bytes = cache_bytes_per_token(shape, settings.parallel.tensor, dtype.itemsize)
-    tokens, context = (settings.kv_cache_mib << 20) // token_bytes, shape.max_positions
+    tokens = (settings.kv_cache_mib << 20) // token_bytes
+    context = shape.max_positions
     if tokens < context:
         raise ConfigError(
             f"engine.kv_cache_mib={settings.kv_cache_mib}: has room for {tokens} tokens, but the"
@@ -153,11 +200,19 @@ def llm_arguments(
     settings: EngineConfig,
     dtype: torch.dtype,
 ) -> dict[str, Any]:
-    """Keywords for AsyncLLM, of those that this release accepts.
+    """Return the keyword arguments for `AsyncLLM` that the installed release accepts.
 
-    Weights are not read from `directory`, which gives the configuration alone: they are published.
-    Raises AlignerError for what it lacks and can not be left out, ConfigError for a cache that is
-    too small.
+    Args:
+        accepted: Keywords that `AsyncLLM` accepts.
+        directory: Model directory, from which only the configuration is read; the weights arrive by
+            weight sync.
+        shape: Dimensions of the model.
+        settings: Section `engine` of the configuration.
+        dtype: Data type of the model.
+
+    Raises:
+        AlignerError: The installed release does not accept a required argument.
+        ConfigError: The KV cache is too small for the longest sequence.
     """
     tokens = cache_tokens(shape, settings, dtype)
     limit = (
@@ -165,8 +220,8 @@ def llm_arguments(
         if tokens is None
         else {"max_tokens": tokens}
     )
-    graphs = find("tensorrt_llm.llmapi.CudaGraphConfig")
-    wanted = {
+    cuda_graph_config = find("tensorrt_llm.llmapi.CudaGraphConfig")
+    arguments = {
         "model": str(directory),
         "backend": "pytorch",
         "load_format": "dummy",
@@ -174,7 +229,7 @@ def llm_arguments(
         "dtype": str(dtype).removeprefix("torch."),
         "tensor_parallel_size": settings.parallel.tensor,
         "max_seq_len": shape.max_positions,
-        # else 1024: an interrupted response is sent again behind its prompt
+        # The default is 1024, but the input of a resumed response includes its generated tokens.
         "max_input_len": shape.max_positions,
         "max_batch_size": settings.batch_size,
         "max_num_tokens": settings.tensorrt_llm.max_num_tokens,
@@ -184,7 +239,7 @@ def llm_arguments(
             enable_block_reuse=True, **limit
         ),
         "cuda_graph_config": (
-            graphs(max_batch_size=settings.batch_size, enable_padding=True)
+            cuda_graph_config(max_batch_size=settings.batch_size, enable_padding=True)
             if settings.cuda_graphs
             else None
         ),
@@ -192,5 +247,5 @@ def llm_arguments(
         "ray_worker_extension_cls": WORKER_EXTENSION,
     }
     if settings.sleep:
-        wanted |= sleep_arguments(accepted)
-    return known("AsyncLLM", wanted, accepted, optional=_OPTIONAL)
+        arguments |= sleep_arguments(accepted)
+    return known("AsyncLLM", arguments, accepted, optional=_OPTIONAL)

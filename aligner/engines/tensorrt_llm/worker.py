@@ -1,12 +1,18 @@
-"""What this package adds to TensorRT-LLM's workers, which import it by name; it can be imported
-where TensorRT-LLM is."""
+"""Worker extension for TensorRT-LLM.
+
+TensorRT-LLM's workers import this module by its name. It can be imported only where TensorRT-LLM is
+installed.
+"""
 
 from tensorrt_llm.llmapi.rlhf_utils import WorkerExtension
 
 
 class AlignerWorker(WorkerExtension):
-    """Mixed into a worker, whose `engine` it uses; no name here may be one of the worker's."""
+    """Mixin for a TensorRT-LLM worker, whose attribute `engine` it uses.
+
+    No name in this class may occur in the worker's own class.
+    """
 
     def forget_prefixes(self) -> None:
-        """Keys and values of earlier prompts are not used again."""
+        """Reset the prefix cache, so that the KV cache of earlier prompts is not reused."""
         self.engine.reset_prefix_cache()

@@ -1,2 +1,4 @@
-"""What runs in the environment of vLLM: nothing here imports aligner, which imports `weight_memory`
-alone of it."""
+"""Program that runs vLLM in vLLM's own Python environment.
+
+Nothing here imports aligner. aligner imports only `weight_memory` from this package.
+"""

@@ -1,4 +1,7 @@
-"""How the program ends all that it has started, with nothing but the standard library."""
+"""Termination of all processes that the program has started.
+
+The module uses only the standard library.
+"""
 
 import contextlib
 import os
@@ -6,37 +9,47 @@ import signal
 import time
 from pathlib import Path
 
+# Part of the command line of Python's resource tracker, a process that removes the shared memory of
+# killed processes. It exits by itself after the processes that it tracks.
 _TRACKER = b"multiprocessing.resource_tracker"
-"""The process that removes shared memory of those that were killed; it ends by itself behind them.
-"""
 
 
 def end_group(within_s: float) -> None:
-    """End every process of this one's group but itself, and those that track shared memory: they
-    end behind it."""
-    for kill, seconds in ((signal.SIGTERM, within_s), (signal.SIGKILL, 1.0)):
-        end = time.monotonic() + seconds
-        while others := [each for each in _members(os.getpgrp()) if not _is_tracker(each)]:
-            for each in others:
+    """Terminate all other processes of this process group: first with SIGTERM, then with SIGKILL.
+
+    Python's resource trackers are left alone, since they exit by themselves after their processes.
+
+    Args:
+        within_s: Time until SIGKILL, in seconds. The function then waits one more second at most.
+    """
+    for signal_number, seconds in ((signal.SIGTERM, within_s), (signal.SIGKILL, 1.0)):
+        deadline = time.monotonic() + seconds
+        # The signal is repeated, since the group's processes may start new ones in the meantime.
+        while others := [process for process in _members(os.getpgrp()) if not _is_tracker(process)]:
+            for process in others:
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(each, kill)
-            if time.monotonic() > end:
+                    os.kill(process, signal_number)
+            if time.monotonic() > deadline:
                 break
             time.sleep(0.05)
 
 
 def _members(group: int) -> list[int]:
-    """Its living processes, without this one."""
-    found = []
-    for place in Path("/proc").glob("[0-9]*"):
+    """Return the ids of the living processes of a process group, without this process."""
+    processes = []
+    for directory in Path("/proc").glob("[0-9]*"):
+        # A process may exit while its file is read.
         with contextlib.suppress(OSError, IndexError):
-            state, _, its_group = (place / "stat").read_text().rpartition(")")[2].split()[:3]
-            if int(its_group) == group and state not in "ZX" and int(place.name) != os.getpid():
-                found.append(int(place.name))
-    return found
+            # The command in parentheses may contain spaces. After it come state, parent and group.
+            state, _, its_group = (directory / "stat").read_text().rpartition(")")[2].split()[:3]
+            # Z is a zombie, X is a dead process.
+            if int(its_group) == group and state not in "ZX" and int(directory.name) != os.getpid():
+                processes.append(int(directory.name))
+    return processes
 
 
 def _is_tracker(process: int) -> bool:
+    """Return whether a process is a resource tracker; False if the process has exited."""
     with contextlib.suppress(OSError):
         return _TRACKER in Path(f"/proc/{process}/cmdline").read_bytes()
     return False

@@ -1,10 +1,10 @@
-"""The memory by which weights reach vLLM's workers, for both ends of that way: it imports torch
-alone.
+"""Shared memory that transfers weights to vLLM's workers.
 
-A rank of the replica packs its slices of tensors one behind another and makes a handle of JSON
-values, by which the worker in its place opens the same memory: the machine's, or that of the GPU
-that they share, over CUDA IPC. The worker copies what it takes before it answers, and the memory is
-the rank's again.
+Both sides of the transfer use this module, which imports only torch. A rank of the replica packs
+its slices of tensors into one block of memory, and creates a handle of JSON values. The worker of
+the same tensor-parallel rank opens the same memory with this handle. The memory is host memory, or
+memory of the GPU that both processes use, opened with CUDA IPC. The worker copies the tensors
+before it answers; the rank may then free the memory or use it again.
 """
 
 import base64
@@ -18,69 +18,75 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+# Alignment of a tensor in the memory, in bytes; sufficient for every data type.
 _ALIGNED = 16
-"""Bytes at a multiple of which a tensor begins, so that it may be of any type."""
+# Number of 32-bit words that a checksum processes at a time, by type of device. The words should
+# fit into the cache of a CPU, and be enough to occupy a GPU.
 _SUMMED = {"cpu": 1 << 17, "cuda": 1 << 24}
-"""Words that a checksum looks at in one go: what stays in a processor's cache, or what keeps a GPU
-busy."""
 
 
 class Memory(Protocol):
-    """What a sender shares."""
+    """Memory of the sender that another process can open."""
 
     bytes: Tensor
-    """Of its own, uint8 [n]."""
+    """Contents of the memory, uint8 [n]."""
 
     def share(self) -> dict[str, Any]:
-        """A handle by which `opened` opens it."""
+        """Return a handle of JSON values, with which `opened` opens the memory."""
 
     def close(self) -> None:
-        """Nobody will open it any more, nor look into it."""
+        """Release the memory; no other process may open or read it afterwards."""
 
 
 class HostMemory:
-    """The machine's, opened by a path; gone with the process that made it at the latest. Who has
-    opened it keeps it."""
+    """Host memory, which another process opens by a path.
+
+    Other processes can open the memory until it is closed, or until the process that created it
+    exits. A process that has opened it may use it even after that.
+    """
 
     kind = "host"
 
     def __init__(self, size: int) -> None:
+        """Allocate `size` bytes."""
         self._descriptor = os.memfd_create("aligner-weights")
         self._path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
         self.bytes = torch.from_file(self._path, shared=True, size=size, dtype=torch.uint8)
 
     def share(self) -> dict[str, Any]:
-        """See `Memory`."""
+        """Return a handle; see `Memory.share`."""
         return {"kind": self.kind, "path": self._path, "size": len(self.bytes)}
 
     def close(self) -> None:
-        """See `Memory`."""
+        """Release the memory; see `Memory.close`."""
         os.close(self._descriptor)
         del self.bytes
 
     @staticmethod
     def open(handle: Mapping[str, Any], device: torch.device) -> Tensor:
-        """Bytes [n], for a reader on any device."""
+        """Return the bytes [n] in host memory, for a reader on any device."""
         return torch.from_file(handle["path"], shared=False, size=handle["size"], dtype=torch.uint8)
 
 
 class DeviceMemory:
-    """A GPU's, which another process on that GPU opens over CUDA IPC.
+    """Memory of a GPU, which another process on the same GPU opens with CUDA IPC.
 
-    torch frees it when the reader has let go of it. Where none opens it, since its update fails,
-    the memory stays taken as long as this process lives.
+    torch frees the memory after the reader has released it. If no reader opens it, because the
+    update fails, the memory stays allocated until this process exits.
     """
 
     kind = "cuda"
 
     def __init__(self, device: torch.device, size: int) -> None:
+        """Allocate `size` bytes on a GPU."""
         self.bytes = torch.empty(size, dtype=torch.uint8, device=device)
 
     def share(self) -> dict[str, Any]:
-        """See `Memory`."""
+        """Return a handle; see `Memory.share`."""
         device = self.bytes.device
-        torch.cuda.synchronize(device)  # the reader waits for no event
-        _, allocation, size, start, counter, place, _, _ = (
+        # The reader does not wait for a CUDA event, so the contents must be complete now.
+        torch.cuda.synchronize(device)
+        _, allocation, size, start, counter, counter_offset, _, _ = (
             self.bytes.untyped_storage()._share_cuda_()
         )
         handle = [
@@ -88,55 +94,80 @@ class DeviceMemory:
             size,
             start,
             base64.b64encode(counter).decode(),
-            place,
+            counter_offset,
         ]
         return {"kind": self.kind, "device": device_uuid(device), "handle": handle}
 
     def close(self) -> None:
-        """See `Memory`."""
+        """Release the memory; see `Memory.close`."""
         del self.bytes
         torch.cuda.ipc_collect()
 
     @staticmethod
     def open(handle: Mapping[str, Any], device: torch.device) -> Tensor:
-        """Bytes [n] where they are, for a reader on `device`. Raises ValueError naming both GPUs
-        where it is another one."""
-        if (mine := device_uuid(device)) != (theirs := handle["device"]):
+        """Return the bytes [n] on the GPU, without a copy.
+
+        Args:
+            handle: Handle of the memory.
+            device: The reader's GPU.
+
+        Raises:
+            ValueError: The memory is on another GPU than the reader; the message names both.
+        """
+        if (worker_gpu := device_uuid(device)) != (sender_gpu := handle["device"]):
             raise ValueError(
-                f"the trainer's weights are in the memory of {theirs}, but this vLLM worker runs on"
-                f" {mine}; both must use the same GPU"
+                f"the trainer's weights are in the memory of {sender_gpu}, but this vLLM worker"
+                f" runs on {worker_gpu}; both must use the same GPU"
             )
-        allocation, size, start, counter, place = handle["handle"]
-        allocation, counter = base64.b64decode(allocation), base64.b64decode(counter)
-        opened = torch.UntypedStorage._new_shared_cuda(
-            device.index, allocation, size, start, counter, place, b"", False
+        allocation, size, start, counter, counter_offset = handle["handle"]
+        allocation = base64.b64decode(allocation)
+        counter = base64.b64decode(counter)
+        storage = torch.UntypedStorage._new_shared_cuda(
+            device.index, allocation, size, start, counter, counter_offset, b"", False
         )
-        return torch.empty(0, dtype=torch.uint8, device=opened.device).set_(opened)
+        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 @dataclass(frozen=True)
 class Placed:
-    """A piece of a checkpoint's tensor: what begins at `start` along `axis`; all of it where `axis`
-    is None."""
+    """Slice of a tensor of the checkpoint.
+
+    If `axis` is None, the slice is the whole tensor.
+    """
 
     name: str
+    """Name of the tensor in the checkpoint."""
     shape: Sequence[int]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     axis: int | None
+    """Dimension along which the tensor is sliced."""
     start: int
+    """Index of the slice's start along `axis`."""
     piece: Tensor
+    """The slice."""
 
 
 class SharedPieces:
-    """Pieces of tensors that another process of this machine opens by `handle`."""
+    """Slices of tensors, packed into memory that another process can open.
+
+    Attributes:
+        handle: JSON values that contain the handle of the memory, the slices' positions, and a
+            checksum.
+    """
 
     def __init__(self, pieces: Sequence[Placed], memory_of: Callable[[int], Memory]) -> None:
-        """Those of one tensor are neighbours. `memory_of` so many bytes is where they are
-        packed."""
+        """Pack the slices into new memory.
+
+        Args:
+            pieces: Slices of tensors. All slices of one tensor must be adjacent.
+            memory_of: Function that allocates memory of a given number of bytes.
+        """
+        # Name, data type, shape, axis and start of each slice, its own shape, and its first byte.
         entries: list[tuple[str, str, list[int], int | None, int, list[int], int]] = []
         size = 0
         for placed in pieces:
-            piece, kind = placed.piece, str(placed.piece.dtype).removeprefix("torch.")
+            piece = placed.piece
+            kind = str(placed.piece.dtype).removeprefix("torch.")
             entries.append(
                 (
                     placed.name,
@@ -149,34 +180,42 @@ class SharedPieces:
                 )
             )
             size += -(-piece.nbytes // _ALIGNED) * _ALIGNED
+
         self._memory = memory_of(size)
         packed = self._memory.bytes
         for (_, kind, *_, shape, begin), placed in zip(entries, pieces, strict=True):
             tensor_at(packed, kind, shape, begin).copy_(placed.piece.detach())
-        sent = checksum(packed)
+
+        packed_checksum = checksum(packed)
         self.handle: dict[str, Any] = {
             "memory": self._memory.share(),
             "pieces": entries,
-            "checksum": sent,
+            "checksum": packed_checksum,
         }
 
     def close(self) -> None:
-        """It has been answered, or never will be."""
+        """Release the memory, after the reader has answered or when no reader will open it."""
         self._memory.close()
 
 
 def taken(
     memory: Tensor, pieces: Iterable[Sequence[Any]], device: torch.device
 ) -> Iterator[tuple[str, Tensor]]:
-    """Copies of a handle's tensors on `device`, by name and of the whole shape: NaN where a piece
-    has not come.
+    """Yield copies of a handle's tensors on `device`, with their names.
 
-    So whoever cuts them otherwise than the sender has no number that could be taken for a weight.
+    Every tensor has its whole shape, and contains NaN outside the transferred slices. If a reader
+    slices tensors differently from the sender, the NaN values reveal the weights that it lacks.
+
+    Args:
+        memory: Contents of the memory, uint8 [n].
+        pieces: Entry `pieces` of the handle (see `SharedPieces`).
+        device: Device of the copies.
     """
-    for name, of_one in itertools.groupby(pieces, key=lambda entry: entry[0]):
+    for name, tensor_pieces in itertools.groupby(pieces, key=lambda entry: entry[0]):
         whole: Tensor | None = None
-        for _, kind, shape, axis, start, part, begin in of_one:
+        for _, kind, shape, axis, start, part, begin in tensor_pieces:
             piece = tensor_at(memory, kind, part, begin)
+            # The slice is the whole tensor.
             if list(part) == list(shape):
                 whole = piece.to(device, copy=True)
                 break
@@ -189,18 +228,33 @@ def taken(
 
 @contextlib.contextmanager
 def opened(memory: Mapping[str, Any], device: torch.device) -> Iterator[Tensor]:
-    """Bytes [n] that another process shares by this handle, while a reader on `device` copies what
-    it takes of them."""
-    kinds = {each.kind: each for each in (HostMemory, DeviceMemory)}
+    """Open another process's memory in a `with` block, and yield its bytes [n].
+
+    When the block ends, all copies from the memory to `device` are complete, so the sender may
+    release it.
+
+    Args:
+        memory: Handle from `Memory.share`.
+        device: Device to which the reader copies tensors.
+    """
+    classes = {memory_class.kind: memory_class for memory_class in (HostMemory, DeviceMemory)}
     try:
-        yield kinds[memory["kind"]].open(memory, device)
+        yield classes[memory["kind"]].open(memory, device)
     finally:
         if device.type == "cuda":
-            torch.cuda.synchronize(device)  # the copies are made
+            # Wait for the reader's copies.
+            torch.cuda.synchronize(device)
 
 
 def tensor_at(memory: Tensor, kind: str, shape: Sequence[int], start: int) -> Tensor:
-    """The tensor of a type, by its name, and a shape that begins at a byte of memory."""
+    """Return a view of memory as a tensor.
+
+    Args:
+        memory: uint8 [n].
+        kind: Name of the data type in torch, such as `bfloat16`.
+        shape: Shape of the tensor.
+        start: Index of the tensor's first byte.
+    """
     dtype = getattr(torch, kind)
     return (
         memory[start : start + torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape)
@@ -208,20 +262,25 @@ def tensor_at(memory: Tensor, kind: str, shape: Sequence[int], start: int) -> Te
 
 
 def checksum(memory: Tensor) -> int:
-    """Of bytes [n], n a multiple of four: the sum of 32-bit words, each times its place, modulo
-    2**64.
+    """Return a checksum of bytes [n], where n is a multiple of four.
 
-    It is the same wherever and in whichever order it is added up. Up to 16 GiB it is another one
-    when any word differs, or any two have changed places.
+    The checksum is the sum of all 32-bit words, each multiplied by its index (starting at 1),
+    modulo 2**64. It does not depend on the device or on the order of the sum. For at most 16 GiB,
+    it changes if any single word changes, or if any two different words are exchanged.
     """
-    words, count = memory.view(torch.int32), _SUMMED[memory.device.type]
-    places = torch.arange(1, count + 1, device=memory.device)
+    words = memory.view(torch.int32)
+    count = _SUMMED[memory.device.type]
+    indices = torch.arange(1, count + 1, device=memory.device)
     total = torch.zeros((), dtype=torch.int64, device=memory.device)
-    for before, some in enumerate(words.split(count)):
-        total += (some * places[: len(some)]).sum() + before * count * some.sum()
+    for block_index, block in enumerate(words.split(count)):
+        # Products of int32 and int64 are int64. Overflow wraps around, which is the modulo 2**64.
+        total += (block * indices[: len(block)]).sum() + block_index * count * block.sum()
     return int(total) % 2**64
 
 
 def device_uuid(device: torch.device | int) -> str:
-    """A GPU's name that is the same in every process of this machine, whatever it sees of it."""
+    """Return the UUID of a GPU.
+
+    The UUID is the same in all processes of this machine, whichever GPUs are visible to them.
+    """
     return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
