@@ -845,7 +845,7 @@ def read_token_ids(
     if text not in (decoded_text, tokenizer.decode_after(tokens, tokens)):
         raise BadRecord(
             f"{origin}: `{field}` and `{name}` differ: this model's tokenizer decodes the tokens to"
-            f" {decoded_text!r}. If another model generated the tokens, set data.generated_tokens=false"
-            f" or remove field `{field}`"
+            f" {decoded_text!r}. If another model generated the tokens, set"
+            f" data.generated_tokens=false or remove field `{field}`"
         )
     return torch.tensor(tokens, dtype=torch.int64)
