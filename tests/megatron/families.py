@@ -285,7 +285,10 @@ def overlapped_steps(
         early[0] += before is None and group.grad_reduce_handle is not None
 
     gpt_model.DistributedDataParallelConfig = functools.partial(make, bucket_size=4000)
-    _ParamAndGradBucketGroup.register_grad_ready, megatron_optimizer._wait_for_groups = counted, counted_wait
+    _ParamAndGradBucketGroup.register_grad_ready, megatron_optimizer._wait_for_groups = (
+        counted,
+        counted_wait,
+    )
     try:
         chosen = {
             "optimizer": {"overlap_grad_reduce": True, **optimizer},
