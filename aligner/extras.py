@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 EXTRAS = {
     "server": ("pytriton", "aiohttp"),
-    "agents": ("starlette", "uvicorn", "pydantic"),
+    "agents": ("starlette", "uvicorn"),
     "demo": ("transformers", "gguf", "accelerate", "vaderSentiment"),
     "datasets": ("datasets",),
     "figures": ("matplotlib",),

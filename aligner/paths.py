@@ -77,7 +77,7 @@ class RunPaths:
         """The critic's updates since its last checkpoint."""
         self.episodes = root / "episodes"
         """Answers of environments to episodes, one directory per process; see
-        `aligner.environments.episode_journal`."""
+        `aligner.agents.episode_journal`."""
         self.judge = root / "judge"
         """Cache of the judges' answers, kept when training begins again; see
         `aligner.rewards.judge`."""

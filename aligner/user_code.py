@@ -1,9 +1,18 @@
 """Import of user code that a configuration names; user code may raise any exception."""
 
 import importlib
+import logging
 from typing import Any
 
 from aligner.errors import ConfigError
+
+_log = logging.getLogger(__name__)
+
+# Modules that configurations name, and their new places. The old names work for one release.
+_MOVED_MODULES = {
+    f"aligner.environments.{name}": f"aligner.agents.{name}"
+    for name in ("gymnasium_environment", "tool_environment")
+}
 
 
 def import_object(module: str, name: str) -> Any:
@@ -13,6 +22,10 @@ def import_object(module: str, name: str) -> Any:
         ConfigError: If the import fails or the attribute is missing. The message contains only the
             reason; the caller adds the configuration key.
     """
+    if module in _MOVED_MODULES:
+        new_module = _MOVED_MODULES[module]
+        _log.warning("%s has moved to %s; the old name will be removed", module, new_module)
+        module = new_module
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:

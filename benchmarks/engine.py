@@ -7,7 +7,7 @@ side tries both and is measured with the faster one. All sides sample for the sa
 
 First, all responses have the same length. Then lengths are mixed (uniform): transformers decodes a
 batch until its longest response is complete, while the embedded engine uses continuous batching. No
-side knows the lengths in advance; they stand for the stop tokens of a trained model.
+side knows the lengths in finish; they stand for the stop tokens of a trained model.
 
 `gemm_fraction` is the time of the GEMMs of a decode step alone, on the same cores with the same
 batch size, as a share of the step time. Figures are medians over `--repeats`; ratios are computed
@@ -89,9 +89,9 @@ class Replica:
         serve."""
         import torch
 
+        from aligner.agents.generate import load
         from aligner.data.export import find_source
         from aligner.engines.embedded.embedded_engine import EmbeddedEngine
-        from aligner.engines.generate import load
         from aligner.models.weight_slices import weight_table
         from aligner.schema import EngineConfig, SpeculationConfig
 
@@ -172,6 +172,7 @@ class Replica:
         import torch
 
         from aligner.data.types import Prompt
+        from aligner.engines.engine_loop import SingleResponses
         from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions
 
         requests = [
@@ -185,13 +186,13 @@ class Replica:
             )
             if index // work.samples % self._replicas == self._replica
         ]
-        generation = self._engine.start(
+        generation = SingleResponses(self._engine).start(
             requests, SamplingOptions(max(work.lengths), greedy=self._greedy)
         )
         found = []
         while not generation.done:
             first, begin, passes = (
-                next(iter(generation._rows), None),
+                next(iter(self._engine._scheduler._rows), None),
                 time.perf_counter(),
                 self._prompt_passes,
             )
@@ -208,8 +209,8 @@ class VLLM:
     def __init__(self, directory: str, model: str, batch: int, precision: str) -> None:
         import dataclasses
 
+        from aligner.agents.generate import load
         from aligner.data.export import find_source
-        from aligner.engines.generate import load
         from aligner.engines.vllm.vllm_engine import VLLMEngine
         from aligner.schema import EngineConfig
 
@@ -229,7 +230,8 @@ class VLLM:
         import torch
 
         from aligner.data.types import Prompt
-        from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions, advance
+        from aligner.engines.engine_loop import SingleResponses, finish
+        from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions
 
         prompts = [torch.tensor(prompt) for prompt in work.prompts(self._shape.vocab_size)]
         requests = [
@@ -239,7 +241,7 @@ class VLLM:
             for index, (prompt, length) in enumerate(zip(prompts, work.lengths, strict=True))
         ]
         begin = time.perf_counter()
-        advance(self._engine.start(requests, SamplingOptions(max(work.lengths))))
+        finish(SingleResponses(self._engine).start(requests, SamplingOptions(max(work.lengths))))
         return time.perf_counter() - begin
 
 

@@ -88,7 +88,7 @@ BESIDE = (
 """Samples are drawn beside training, and come with what each token was drawn among."""
 EPISODES = (
     *("algorithm=ppo_decoupled", "model.source=random", "engine.exact=true", "evaluation.every=0"),
-    *("environment.target=tests.engines.teller:Teller", "+environment.arguments.turns=3"),
+    *("environment.target=tests.agents.teller:Teller", "+environment.arguments.turns=3"),
     *("+environment.arguments.delay_s=0.05", "environment.workers=2", "environment.retries=9"),
     *("rollout.max_staleness=2", "rollout.spare_prompts=4", "rollout.prompts_per_step=16"),
     *("rollout.max_response_tokens=40", "rollout.top_p=1.0"),
@@ -98,7 +98,7 @@ AGENTS = (
     *("algorithm=ppo_decoupled", "model.source=random", "engine.exact=true", "evaluation.every=0"),
     *(
         "environment.target=null",
-        "environment.agent=tests.engines.agents:calculates_slowly",
+        "environment.agent=tests.agents.openai_agents:calculates_slowly",
         "environment.workers=2",
     ),
     *(
@@ -109,7 +109,7 @@ AGENTS = (
     ),
 )
 """After `BESIDE`."""
-_ENVIRONMENT = "aligner.environments.environment_worker"
+_ENVIRONMENT = "aligner.agents.environment_worker"
 _PATIENCE = (
     *("run.max_restarts=9", "server.max_restarts=9", "cluster.stop_timeout_s=5"),
     *("server.start_timeout_s=600", "server.request_timeout_s=900"),

@@ -39,7 +39,13 @@ _SPLIT = (
     "engine.parallel.tensor=2",
     "engine.parallel.data=2",
 )
-_CALCULATOR = ("experiment=calculator", "run.steps=10", "evaluation.every=10")
+# Without `engine.exact`, log-probs depend on which answers of environments arrive together.
+_CALCULATOR = (
+    "experiment=calculator",
+    "run.steps=10",
+    "evaluation.every=10",
+    "engine.exact=true",
+)
 _KILLED = "killed_and_resumed"
 RUNS: Mapping[str, Sequence[str]] = {
     "tiny_ppo": _PPO,
@@ -53,7 +59,6 @@ RUNS: Mapping[str, Sequence[str]] = {
         "algorithm=grpo",
         "environment.target=null",
         "environment.agent=benchmarks.calculator_agent:run",
-        "engine.exact=true",
     ),
     **{
         f"arithmetic_{name}": (*_SUMS, f"algorithm={name}")

@@ -74,14 +74,14 @@ class Ours:
     """The embedded engine, and environments in a worker process."""
 
     def __init__(self, directory: str, precision: str) -> None:
+        from aligner.agents.environment_pool import EnvironmentPool
+        from aligner.agents.episodes import EnvironmentEpisodes
+        from aligner.agents.generate import load
         from aligner.data.export import find_source
         from aligner.data.tokenizer import Tokenizer
         from aligner.engines.embedded.embedded_engine import EmbeddedEngine
-        from aligner.engines.embedded.generation import EmbeddedGeneration
+        from aligner.engines.embedded.token_drawing import Drawing
         from aligner.engines.engine_protocol import GenerationEngine
-        from aligner.engines.episodes import EpisodeEngine
-        from aligner.engines.generate import load
-        from aligner.environments.environment_pool import EnvironmentPool
         from aligner.models.model_source import directory_shape
         from aligner.schema import EngineConfig
         from aligner.schema.environment import EnvironmentConfig
@@ -97,12 +97,12 @@ class Ours:
         self._pool = EnvironmentPool.of(settings)
         self._pool.start()
         assert isinstance(engine, GenerationEngine)
-        self._engine = EpisodeEngine(
+        self._engine = EnvironmentEpisodes(
             engine, self._pool, Tokenizer(Path(directory)), settings, seed=1
         )
         self._forward_s = self._sampling_s = 0.0
         self._prefilled = 0
-        forward, draw = engine._machine.forward, EmbeddedGeneration._draw
+        forward, choose = engine._machine.forward, Drawing._choose
 
         def forwarded(step: Any, cache: Any) -> Any:
             begin = time.perf_counter()
@@ -112,14 +112,14 @@ class Ours:
             self._prefilled += 0 if step.scores else len(step.tokens)
             return logits
 
-        def sampled(generation: Any, share: Any, width: int) -> Any:
+        def sampled(*arguments: Any) -> Any:
             begin = time.perf_counter()
-            drawn = draw(generation, share, width)
+            chosen = choose(*arguments)
             self._sampling_s += time.perf_counter() - begin
-            return drawn
+            return chosen
 
         engine._machine.forward = forwarded
-        EmbeddedGeneration._draw = sampled  # type: ignore[method-assign]
+        Drawing._choose = sampled  # type: ignore[method-assign]
 
     def episodes(self, work: Work) -> Taken:
         """Draw them."""

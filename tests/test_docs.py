@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from aligner.cli.command_table import COMMANDS
-from aligner.config.compose import group_options
+from aligner.config.conf_files import group_directories, group_options
 from aligner.rewards.judge import COUNTS as JUDGE_COUNTS
 from aligner.schema.keys import schema_keys
 from aligner.version import __version__
@@ -118,7 +118,7 @@ def options_of(name: str) -> set[str]:
 
 
 def test_keys_in_migration_page_exist() -> None:
-    keys, groups = schema_keys(), group_options()
+    keys, groups = schema_keys(), group_options(group_directories(None))
     named = set()
     for line in (DOCS / "migrating.md").read_text().splitlines():
         cells = line.split(" | ")
@@ -232,7 +232,7 @@ def test_metrics_page_names_every_metric() -> None:
 
 
 def test_viewer_describes_every_metric() -> None:
-    histograms = {"response/drawn", "response/learned"}  # one plot with its own description
+    histograms = {"response/generated", "response/trained"}  # one plot with its own description
     names = (metric_names() | BUILT_METRICS) - histograms
     complete = [f"policy{name}" if name.startswith("/") else name for name in names]
     assert [name for name in complete if not describe_metric(name)] == []

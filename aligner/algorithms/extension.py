@@ -18,8 +18,8 @@ from aligner.algorithms.selections import SELECTIONS, CustomSelection
 from aligner.data.types import Experience, ScoredSamples, Stats
 from aligner.errors import AlignerError, ConfigError
 from aligner.schema import AlgorithmConfig
-from aligner.schema.options import callable_place
 from aligner.user_code import import_object
+from aligner.values import callable_place
 
 _log = logging.getLogger(__name__)
 

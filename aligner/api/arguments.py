@@ -19,12 +19,14 @@ from pathlib import Path
 from types import FunctionType
 from typing import IO, TYPE_CHECKING, Any
 
-from aligner.config.compose import AUTOMATIC, default_name, group_options
-from aligner.config.overrides import flat_keys, known_key, parse_override
+from aligner.config.compose import AUTOMATIC, default_name
+from aligner.config.conf_files import flat_keys, group_directories, group_options
+from aligner.config.overrides import parse_override
 from aligner.errors import ConfigError, error_from_exit_code
 from aligner.files import write_file
 from aligner.observability.logs import ERROR_PREFIX
 from aligner.paths import PRIVATE, RunPaths
+from aligner.schema.keys import known_key
 from aligner.schema.scoring_functions import function_problem
 
 if TYPE_CHECKING:
@@ -271,7 +273,7 @@ def write_records(
     Raises:
         ConfigError: The directory contains a run with other records.
     """
-    options = group_options(config_directory)
+    options = group_options(group_directories(config_directory))
     parsed = [parse_override(text, options) for text in overrides]
     values = {override.key_or_group: str(override.value()) for override in parsed}
     name = values.get("run.name") or default_name(values.get("experiment", AUTOMATIC))

@@ -21,7 +21,8 @@ from rich.table import Table
 from rich.text import Text
 
 from aligner.api.arguments import ChildCommand, Records, launch_arguments, write_records
-from aligner.config.compose import group_options, load_config
+from aligner.config.compose import load_config
+from aligner.config.conf_files import group_directories, group_options
 from aligner.errors import STOP_SIGNAL, AlignerError, ConfigError, error_from_exit_code
 from aligner.launcher.run_directory import read_state
 from aligner.launcher.status import ENDED_STATES, RunStatus, describe_status, read_status
@@ -216,7 +217,8 @@ def launch(
         ```
     """
     directory = None if config_dir is None else Path(config_dir)
-    arguments = launch_arguments(model, algorithm, reward, data, keys, group_options(directory))
+    options = group_options(group_directories(directory))
+    arguments = launch_arguments(model, algorithm, reward, data, keys, options)
     texts = (*arguments.overrides, *overrides)
     records_file = None
     if arguments.records is not None:

@@ -6,8 +6,8 @@ from aligner.models.model_source import ExpectedInputs
 from aligner.models.shape import ModelShape
 from aligner.schema import AlgorithmConfig, Config
 from aligner.schema.derived import GROUPED, rows_together, samples_learned_from
-from aligner.schema.options import callable_place
 from aligner.schema.reward_sources import has_step_rewards
+from aligner.values import callable_place
 
 OWN_TARGET = ("copg", "dpo", "cross_entropy")
 """Losses that take no advantages."""
@@ -149,18 +149,18 @@ def _loss_problems(settings: AlgorithmConfig, *, has_teacher: bool) -> Iterator[
 
 
 def _replay_problems(config: Config, model: ModelShape | None) -> Iterator[str]:
-    if not config.algorithm.replay_routes:
+    if not config.algorithm.routing_replay:
         return
     if model is not None and not model.num_experts:
         yield (
-            "algorithm.replay_routes=true: requires a mixture-of-experts model, but the model has"
-            " no experts; set algorithm.replay_routes=false"
+            "algorithm.routing_replay=true: requires a mixture-of-experts model, but the model has"
+            " no experts; set algorithm.routing_replay=false"
         )
     if config.engine.kind != "embedded":
         yield (
-            "algorithm.replay_routes=true: is not supported with"
+            "algorithm.routing_replay=true: is not supported with"
             f" engine.kind={config.engine.kind}, which does not return expert routing; set"
-            " algorithm.replay_routes=false, or use engine=embedded"
+            " algorithm.routing_replay=false, or use engine=embedded"
         )
 
 

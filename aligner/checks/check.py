@@ -35,7 +35,8 @@ from aligner.models.shape import ModelShape
 from aligner.placement.memory.role_memory import memory_problems
 from aligner.schema import Config
 from aligner.schema.evaluation_suites import suite_problems
-from aligner.schema.keys import only_read, schema_keys, value_at
+from aligner.schema.key_validation import value_problems
+from aligner.schema.keys import only_read
 
 SectionCheck = Callable[[Config, ModelShape | None, ExpectedInputs], Iterator[str]]
 """One line for each thing about a section that does not fit other sections, the model (None where
@@ -71,7 +72,7 @@ def check(
     Raises ConfigError with one line for each thing that is wrong.
     """
     # Bounds come first: the checks after them divide by these numbers.
-    _raise_all(_bounds(config))
+    _raise_all(_value_problems(config))
     config = only_read(config)
     expected = {**expected, **random_reward_models(config)}
     shape, problems = None, []
@@ -95,9 +96,6 @@ def _raise_all(problems: Iterable[str]) -> None:
         raise ConfigError("\n".join(found))
 
 
-def _bounds(config: Config) -> Iterator[str]:
-    for name, key in schema_keys().items():
-        value = value_at(config, name)
-        if problem := key.bound_problem(value):
-            yield f"{name}={value}: {problem}"
+def _value_problems(config: Config) -> Iterator[str]:
+    yield from value_problems(config)
     yield from suite_problems(config.evaluation)

@@ -86,12 +86,12 @@ def _drawing_problems(config: Config) -> Iterator[str]:
     """How tokens are drawn, against what the engine can do and tell."""
     rollout = config.rollout
     if config.engine.kind == "embedded":
-        if config.engine.speculation.tokens and config.algorithm.replay_routes:
+        if config.engine.speculation.tokens and config.algorithm.routing_replay:
             draft_tokens = config.engine.speculation.tokens
             yield (
                 f"engine.speculation.tokens={draft_tokens}: is not supported with"
-                " algorithm.replay_routes=true, which records the expert routing of one token at a"
-                " time; set engine.speculation.tokens=0 or algorithm.replay_routes=false"
+                " algorithm.routing_replay=true, which records the expert routing of one token at a"
+                " time; set engine.speculation.tokens=0 or algorithm.routing_replay=false"
             )
         return
     if rollout.min_p and config.engine.kind == "tensorrt_llm":

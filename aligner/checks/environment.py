@@ -8,7 +8,7 @@ from aligner.models.shape import ModelShape
 from aligner.schema import Config
 from aligner.schema.conditions import value_text
 from aligner.schema.environment import MATCHING, PYTHON, TOOLS, EnvironmentConfig
-from aligner.schema.options import callable_place
+from aligner.values import callable_place
 
 
 def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs) -> Iterator[str]:
@@ -87,8 +87,8 @@ def _agent_problems(config: Config) -> Iterator[str]:
             "a turn may end at any token",
         ),
         "rollout.stop_at_eos": (rollout.stop_at_eos, True, "no token would end a turn"),
-        "algorithm.replay_routes": (
-            config.algorithm.replay_routes,
+        "algorithm.routing_replay": (
+            config.algorithm.routing_replay,
             False,
             "branches do not record expert routing",
         ),

@@ -39,7 +39,7 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
 def _online_problems(config: Config, expected: ExpectedInputs) -> Iterator[str]:
     for suite in evaluation_suites(config):
         yield from _suite_problems(config, suite, expected)
-    if config.evaluation.every and config.evaluation.beside:
+    if config.evaluation.every and config.evaluation.asynchronous:
         yield from _beside_problems(config)
 
 
@@ -80,7 +80,7 @@ def _suite_problems(config: Config, suite: Suite, expected: ExpectedInputs) -> I
 
 def _beside_problems(config: Config) -> Iterator[str]:
     """Why a step cannot be evaluated beside the one after it."""
-    key, run = "evaluation.beside=true", config.run
+    key, run = "evaluation.asynchronous=true", config.run
     if not config.rollout.steps_ahead:
         ahead = "engine.placement=server rollout.max_staleness=1"
         yield f"{key}: requires a generator that generates while the policy trains; set {ahead}"

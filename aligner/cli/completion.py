@@ -6,7 +6,7 @@ The scripts complete commands, options, files, and options of configuration grou
 import argparse
 
 from aligner.cli.command_table import OVERRIDES_COMPLETION, build_parser
-from aligner.config.compose import group_options
+from aligner.config.conf_files import group_directories, group_options
 from aligner.schema.keys import schema_keys
 
 # bash splits words at `=`, so the function reads the word before the cursor from the line itself,
@@ -37,7 +37,8 @@ def print_completion(parsed: argparse.Namespace) -> None:
 
 def _words() -> list[str]:
     """Return overrides to complete: options of the built-in groups, and choices of keys."""
-    groups = [f"{group}={name}" for group, names in group_options().items() for name in names]
+    options = group_options(group_directories(None))
+    groups = [f"{group}={name}" for group, names in options.items() for name in names]
     return groups + [
         f"{key.name}={choice}"
         for key in schema_keys().values()

@@ -91,7 +91,7 @@ def validate(parsed: argparse.Namespace) -> None:
         )
         print(f"prerequisite experiment {prerequisite.name} ({prerequisite.gives}): {state}")
     if plan.config.environment.has_tools:
-        from aligner.environments.tool_catalogue import describe_tools  # imports torch
+        from aligner.agents.tool_catalogue import describe_tools  # imports torch
 
         for line in describe_tools(plan.config.environment):
             print(line)

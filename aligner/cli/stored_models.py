@@ -22,12 +22,12 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from aligner.agents.generate import Progress as GenerationProgress
+from aligner.agents.generate import generate, plan_job
 from aligner.config.compose import compose_config
 from aligner.data.export import export, find_source, parse_size
 from aligner.data.prompts import read_prompts
 from aligner.data.records import Record
-from aligner.engines.generate import Progress as GenerationProgress
-from aligner.engines.generate import generate, plan_job
 from aligner.errors import ConfigError
 from aligner.extras import lacking
 from aligner.launcher.processes import terminate_with_launcher
@@ -112,7 +112,7 @@ def serve_model(parsed: argparse.Namespace) -> None:
     """Serve a model with an OpenAI-compatible endpoint until Ctrl-C, after printing its address."""
     if lack := lacking("agents"):
         raise ConfigError(f"aligner serve-model: {lack}")
-    from aligner.engines.model_endpoint import ModelEndpoint  # requires the extra `agents`
+    from aligner.agents.model_endpoint import ModelEndpoint  # requires the extra `agents`
 
     endpoint = ModelEndpoint(
         find_source(parsed.source), _build_engine_config(parsed), parsed.host, parsed.port

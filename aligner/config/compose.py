@@ -1,47 +1,50 @@
-"""From command-line overrides to a checked-for-type `Config`, and to and from a run's
-`config.yaml`."""
+"""From command-line overrides to a validated `Config`, and to and from a run's `config.yaml`."""
 
-import contextlib
 import dataclasses
 import functools
 import os
 import pickle
 import re
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import typing
+from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import yaml
-from hydra import compose, initialize_config_dir
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra import compose, initialize
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.types import Override
+from hydra.core.plugins import Plugins
 from hydra.errors import ConfigCompositionException, HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import (
     ConfigAttributeError,
     ConfigKeyError,
+    InterpolationResolutionError,
     MissingMandatoryValue,
     OmegaConfBaseException,
 )
 
-from aligner.config.overrides import (
-    check_key,
-    check_read,
-    current_values,
-    given_keys,
+from aligner.config.conf_files import (
+    ConfSource,
+    defining_option,
+    group_directories,
+    group_options,
     option_values,
-    parse_override,
+    read_yaml,
+    report_old_key,
 )
+from aligner.config.overrides import check_read, current_values, given_keys, parse_override
 from aligner.errors import ConfigError
 from aligner.files import write_file
 from aligner.schema import Config
-from aligner.schema.keys import MASK, schema_keys, schema_sections, unmet, value_at
+from aligner.schema.key_validation import InvalidKeys, KeyProblem, section_line, validated
+from aligner.schema.keys import MASK, check_key, known_key, schema_keys, unmet, value_at
+from aligner.schema.renamed import with_current_keys
 
-_PACKAGE = Path(__file__).resolve().parent.parent
 AUTOMATIC = "automatic"
 """The root of a run without an experiment, and its name."""
 _WITHOUT_EXPERIMENT = (
@@ -53,17 +56,6 @@ _HYDRAS_OWN_GROUPS = [
     for group in ("launcher", "sweeper", "help", "hydra_help", "hydra_logging", "job_logging")
 ]
 """Groups of Hydra's command line, without which a composition takes a sixth less time."""
-_NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
-
-
-def built_in_directory() -> Path:
-    """Where `conf/` is: inside the package when installed from a wheel, beside it in a checkout."""
-    for candidate in (_PACKAGE / "conf", _PACKAGE.parent / "conf"):
-        if (candidate / "config.yaml").is_file():
-            return candidate
-    raise ConfigError(
-        f"conf/config.yaml not found in {_PACKAGE} or its parent directory; reinstall aligner"
-    )
 
 
 def compose_config(overrides: Sequence[str], config_directory: Path | None = None) -> Config:
@@ -75,8 +67,8 @@ def compose_config(overrides: Sequence[str], config_directory: Path | None = Non
     `aligner.config.defaults`. Raises ConfigError for whatever is unknown, of the wrong type or
     missing, and for overrides that the run does not read.
     """
-    directories = _directories(config_directory)
-    options = _group_options(directories)
+    directories = group_directories(config_directory)
+    options = group_options(directories)
     parsed = [parse_override(text, options) for text in overrides]
     keys = {override.key_or_group for override in parsed}
     experiment = next(
@@ -88,8 +80,8 @@ def compose_config(overrides: Sequence[str], config_directory: Path | None = Non
             f"experiment=NAME is missing; experiments: {', '.join(options['experiment'])};"
             f" {_WITHOUT_EXPERIMENT}"
         )
-    named = [override for override in parsed if override.key_or_group in options]
-    config = _compose("config" if "experiment" in keys else AUTOMATIC, parsed, directories, named)
+    root = "config" if "experiment" in keys else AUTOMATIC
+    config = _compose(root, parsed, directories, options)
     check_read(config, parsed, options, directories)
     if (
         "experiment" not in keys
@@ -111,8 +103,8 @@ def keys_given(
 ) -> frozenset[str]:
     """The keys to which the command line of a composed configuration, or its experiment, gives
     values."""
-    directories = _directories(config_directory)
-    options = _group_options(directories)
+    directories = group_directories(config_directory)
+    options = group_options(directories)
     return given_keys(
         [parse_override(text, options) for text in overrides],
         options,
@@ -121,19 +113,12 @@ def keys_given(
     )
 
 
-def _directories(config_directory: Path | None) -> list[Path]:
-    """Those that hold groups: the built-in ones', and the user's own."""
-    return [
-        built_in_directory(),
-        *([] if config_directory is None else [_user_directory(config_directory)]),
-    ]
-
-
 def unread_notes(config: Config, config_directory: Path | None = None) -> list[str]:
     """A line for each reason for which the run does not read keys that its experiment's file
     sets."""
     found: dict[str, list[str]] = {}
-    for key in option_values(_directories(config_directory), "experiment", config.run.experiment):
+    directories = group_directories(config_directory)
+    for key in option_values(directories, "experiment", config.run.experiment):
         known = schema_keys()[key]
         if value_at(config, key) != known.default and (terms := unmet(config, known.read)):
             found.setdefault(current_values(config, terms), []).append(key)
@@ -173,235 +158,151 @@ def load_config(path: Path) -> Config:
     """Read a run's `config.yaml`. Raises ConfigError if it is missing or not valid."""
     if not path.is_file():
         raise ConfigError(f"{path}: no such configuration file")
+    values = read_yaml(path)
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: the configuration must be a mapping of keys to values")
     try:
-        with _times_as_text():
-            return _as_config(OmegaConf.unsafe_merge(pickle.loads(_schema()), OmegaConf.load(path)))
-    # OmegaConf raises OSError for a file that is a number.
-    except (
-        OmegaConfBaseException,
-        yaml.YAMLError,
-        UnicodeDecodeError,
-        RecursionError,
-        OSError,
-    ) as error:
+        return _validated(OmegaConf.create(with_current_keys(values)))
+    except (ConfigError, OmegaConfBaseException) as error:
         raise ConfigError(f"{path}: {_explain(error)}") from error
 
 
-def _user_directory(directory: Path) -> Path:
-    if not directory.is_dir():
-        raise ConfigError(f"--config-dir {directory}: no such directory")
-    return directory.resolve()
-
-
-def group_options(config_directory: Path | None = None) -> dict[str, list[str]]:
-    """Options of every group, built-in and the user's own, by group name; an option that both
-    define is an error."""
-    return _group_options(_directories(config_directory))
-
-
-def _group_options(directories: Iterable[Path]) -> dict[str, list[str]]:
-    """Options of every group, by group name; an option that two directories define is an error."""
-    found: dict[tuple[str, str], Path] = {}
-    for directory in directories:
-        for file in sorted(directory.glob("*/*.yaml")):
-            option = (file.parent.name, file.stem)
-            if option in found:
-                raise ConfigError(
-                    f"{file}: {option[0]}={option[1]} already exists in {found[option].parent};"
-                    " rename your file"
-                )
-            found[option] = file
-    groups: dict[str, list[str]] = {}
-    for group, name in sorted(found):
-        groups.setdefault(group, []).append(name)
-    return groups
-
-
 def _compose(
-    root: str, overrides: Sequence[Override], directories: Sequence[Path], named: Sequence[Override]
+    root: str, overrides: Sequence[Override], directories: Sequence[Path], groups: Collection[str]
 ) -> Config:
-    """The composition of what these directories have, from a root; `named` are the overrides that
-    name groups."""
-    options = tuple(
-        str(override.input_line) for override in named if not isinstance(override.value(), dict)
-    )
-    named_options = " ".join(str(override.input_line) for override in named)
+    """Return the validated composition of a root, of the options of groups and of overrides."""
+    named = [override for override in overrides if override.key_or_group in groups]
+    options = [override for override in named if not isinstance(override.value(), dict)]
+    changes = [override for override in overrides if override not in options]
+    chosen = tuple(str(override.input_line) for override in options)
+    # The files of a user may change during the lifetime of this process.
+    composed = _composed if len(directories) == 1 else _composed.__wrapped__
+    typed = " ".join(str(override.input_line) for override in named)
     try:
-        with _times_as_text():
-            # A user's files may change while this process lives.
-            composed = _composed if len(directories) == 1 else _composed.__wrapped__
-            node = pickle.loads(composed(root, options, tuple(directories)))
-            values = [override for override in overrides if override.input_line not in options]
-            # as Hydra's compose() does last
-            ConfigLoaderImpl._apply_overrides_to_config(values, node)
-            return _as_config(node)
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+        node, choices = pickle.loads(composed(root, chosen, tuple(directories)))
+        for override in changes:
+            _apply(override, node)
+        return _validated(node)
+    except InvalidKeys as error:
+        keys = [override.key_or_group for override in changes]
+        lines = [_line(problem, keys, choices, directories) for problem in error.problems]
+        raise ConfigError("\n".join(lines)) from error
+    except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_explain(error)) from error
-    # Of the rest Hydra does not say in which file it is.
+    # Hydra does not say in which file these errors are.
     except RecursionError as error:
-        raise ConfigError(
-            f"{named_options}: circular defaults, or keys nested too deeply"
-        ) from error
-    except UnicodeDecodeError as error:
-        files = [
-            str(file)
-            for directory in directories
-            for file in directory.glob("*/*.yaml")
-            if not _is_text(file)
-        ]
-        raise ConfigError(f"{', '.join(files)}: {_explain(error)}") from error
+        raise ConfigError(f"{typed}: circular defaults, or keys nested too deeply") from error
     except (ValueError, OSError) as error:
-        raise ConfigError(f"{named_options}: {_explain(error)}") from error
-
-
-def _is_text(file: Path) -> bool:
-    try:
-        file.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        return False
-    return True
-
-
-@contextlib.contextmanager
-def _times_as_text() -> Iterator[None]:
-    """A time such as 12:00:00 is read as it is written, as on the command line: YAML 1.1 has it as
-    a number to the base 60."""
-    constructors = yaml.constructor.SafeConstructor.yaml_constructors  # of OmegaConf's loader, too
-    numbers = {tag: constructors[tag] for tag in _NUMBERS}
-
-    def as_text(construct: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda loader, node: node.value if ":" in node.value else construct(loader, node)
-
-    constructors.update({tag: as_text(construct) for tag, construct in numbers.items()})
-    try:
-        yield
-    finally:
-        constructors.update(numbers)
+        raise ConfigError(f"{typed}: {_explain(error)}") from error
 
 
 @functools.lru_cache(512)
 def _composed(root: str, options: tuple[str, ...], directories: tuple[Path, ...]) -> bytes:
-    """Return the composition of a root and options of groups, pickled, the fast way to copy it.
+    """Return the composition of a root and options of groups on top of the schema's defaults, and
+    the chosen option of each group.
 
-    Types are checked once, in the result. To check them in each file takes twice as long, and is
-    done where something is wrong: those errors name the file.
+    Both are pickled, which is the fastest way to copy them.
     """
-    try:
-        untyped = _composed_by_hydra(root, options, directories, schema={})
-        node = OmegaConf.unsafe_merge(pickle.loads(_schema()), untyped)
-        OmegaConf.set_struct(node, True)  # as Hydra does
-    except (HydraException, OmegaConfBaseException):
-        node = _composed_by_hydra(root, options, directories, schema=pickle.loads(_schema()))
-    return pickle.dumps(node)
-
-
-def _composed_by_hydra(
-    root: str, options: Sequence[str], directories: Sequence[Path], schema: Any
-) -> DictConfig:
-    search = [f"file://{directory}" for directory in directories[1:]]
-    quoted = ",".join("'" + path.replace("\\", "\\\\").replace("'", "\\'") + "'" for path in search)
-    overrides = [f"hydra.searchpath=[{quoted}]", *_HYDRAS_OWN_GROUPS, *options]
-
-    ConfigStore.instance().store(name="schema", node=schema)
+    Plugins.instance().register(ConfSource)
+    # Hydra looks for the root before it has the search path.
+    ConfigStore.instance().store(name=root, node=read_yaml(directories[0] / f"{root}.yaml"))
+    search_path = ",".join(_quoted(f"{ConfSource.scheme()}://{path}") for path in directories)
+    overrides = [f"hydra.searchpath=[{search_path}]", *_HYDRAS_OWN_GROUPS, *options]
     GlobalHydra.instance().clear()
-    with initialize_config_dir(config_dir=str(directories[0]), version_base="1.3"):
-        return compose(root, overrides=overrides)
+    with initialize(config_path=None, version_base="1.3"):
+        composed = compose(root, overrides=overrides, return_hydra_config=True)
+    with open_dict(composed):
+        hydra = composed.pop("hydra")
+
+    choices = {str(group): name for group, name in hydra.runtime.choices.items() if name}
+    node = OmegaConf.unsafe_merge(pickle.loads(_defaults()), composed)
+    OmegaConf.set_struct(node, True)  # a mapping gets new entries only with +KEY=VALUE
+    return pickle.dumps((node, choices))
 
 
 @functools.cache
-def _schema() -> bytes:
-    """What OmegaConf makes of the schema, in a tenth of a second; pickled, the fast way to copy."""
-    return pickle.dumps(OmegaConf.structured(Config))
+def _defaults() -> bytes:
+    return pickle.dumps(OmegaConf.create(dataclasses.asdict(Config())))
 
 
-def _as_config(node: Any) -> Config:
-    config = OmegaConf.to_object(node)
-    if not isinstance(config, Config):
-        raise ConfigError("the configuration must be a mapping of keys to values")
-    written: Config = _with_choices(config)
-    return written
+def _quoted(text: str) -> str:
+    """Return a text as a quoted value of Hydra's override grammar."""
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"
 
 
-def _with_choices(section: Any) -> Any:
-    """A section with true and false, which YAML does not take for words, as such where words are
-    allowed that are so."""
-    changed: dict[str, Any] = {}
-    for field in dataclasses.fields(section):
-        value = getattr(section, field.name)
-        if dataclasses.is_dataclass(value):
-            changed[field.name] = _with_choices(value)
-        elif value in ("True", "False") and value.lower() in field.metadata["choices"]:
-            changed[field.name] = value.lower()
-    return dataclasses.replace(section, **changed)
+def _apply(override: Override, node: DictConfig) -> None:
+    """Change a composition as an override says."""
+    key, value = override.key_or_group, override.value()
+    if known_key(key) is None:
+        if not isinstance(value, dict):
+            raise ConfigError(section_line(key, value))
+        value = with_current_keys(value, key, report_old_key)
+    is_new = override.is_add() or override.is_force_add()
+    OmegaConf.update(node, key, value, merge=True, force_add=is_new)
 
 
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
+def _validated(node: DictConfig) -> Config:
+    values = OmegaConf.to_container(node, resolve=True, throw_on_missing=True)
+    return validated(typing.cast(dict[str, Any], values))
+
+
+def _line(
+    problem: KeyProblem,
+    overridden: Sequence[str],
+    choices: Mapping[str, str],
+    directories: Sequence[Path],
+) -> str:
+    """Return the line of a problem, with the file that sets the key unless an override does."""
+    key = problem.key
+    experiment = choices.get("experiment")
+    if key.partition(".")[0] == "experiment":
+        return (
+            "the first line must be `# @package _global_`, followed by the keys (in"
+            f" experiment/{experiment}.yaml)"
+        )
+    if any(key == name or key.startswith(f"{name}.") for name in overridden):
+        return problem.line
+    # The keys of an experiment take precedence over those of the groups.
+    ordered = {group: name for group, name in choices.items() if group != "experiment"}
+    if experiment is not None:
+        ordered["experiment"] = experiment
+    option = defining_option(directories, key, ordered)
+    return problem.line if option is None else f"{problem.line} (in {option}.yaml)"
 
 
 def _explain(error: BaseException) -> str:
-    """One line about what Hydra, OmegaConf or the YAML reader refused: key, value, expected
-    type."""
+    """Return one line about an error of Hydra, OmegaConf or a validation."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OmegaConfBaseException) and cause.full_key:
+            return _explain_key(cause)
+        cause = cause.__cause__ or cause.__context__
     where = ""
+    message = str(error).partition("Config search path")[0]
     if isinstance(error, ConfigCompositionException) and (
-        file := re.match(r"In '([^']+)'", str(error))
+        file := re.match(r"In '([^']+)': (\w+ raised while composing config:)?", message)
     ):
         where = f" (in {file[1]}.yaml)"
-    message = re.sub(
-        r"^In '[^']+': (\w+ raised while composing config:)?",
-        "",
-        str(error).partition("Config search path")[0],
-    )
-    for cause in _causes(error):
-        if isinstance(cause, OmegaConfBaseException) and cause.full_key:
-            if where and cause.full_key == "experiment":
-                return f"the first line must be `# @package _global_`, followed by the keys{where}"
-            return _explain_key(cause) + where
+        message = message.removeprefix(file[0])
     return " ".join(message.split()) + where
 
 
 def _explain_key(error: OmegaConfBaseException) -> str:
-    key, message = str(error.full_key), str(error).partition("\n")[0]
+    """Return one line about an error of OmegaConf at a key."""
+    key = str(error.full_key)
+    message = str(error).partition("\n")[0]
     if isinstance(error, (ConfigKeyError, ConfigAttributeError)):
         try:
             check_key(key)
         except ConfigError as unknown:
             return str(unknown)
         return f"{key}: no such entry; add it with +{key}=VALUE"
-    known = schema_keys().get(key)
-    if known is None:
-        sections = {section.name for section in schema_sections()}
-        if key in sections:
-            return (
-                f"{key}={error.value}: is a section; set a key of this section, such as"
-                f" {_first_key(key)}=…"
-            )
-        return f"{key}: {message}"
-    if "Interpolation" in type(error).__name__:
+    if isinstance(error, InterpolationResolutionError):
         return f"{key}: {message}; write a literal ${{ as \\${{"
     if isinstance(error, MissingMandatoryValue):
         return f"{key}=???: requires a value; set {key}=VALUE"
-    expected = known.type_name.replace(" | None", " or null")
-    if error.value is None:
-        return f"{key}=null: expected {expected}, got null"
-    if known.is_mapping:
-        return (
-            f"{key}={error.value}: expected a mapping; write {key}={{NAME: VALUE}}, or add one"
-            f" entry with +{key}.NAME=VALUE"
-        )
-    if known.type_name.startswith("list") and not isinstance(error.value, (dict, list)):
-        return (
-            f"{key}={error.value}: expected {expected}, got a single value; write"
-            f" {key}=[{error.value}]"
-        )
-    value = str(error.value).lower() if isinstance(error.value, bool) else error.value
-    return f"{key}={value}: expected {expected}, got {type(error.value).__name__}"
-
-
-def _first_key(section: str) -> str:
-    return next(name for name in schema_keys() if name.startswith(section + "."))
+    return f"{key}: {message}"
 
 
 def default_name(experiment: str = AUTOMATIC) -> str:
@@ -450,8 +351,8 @@ def _started_name(directory: Path) -> str | None:
     if not file.is_file():
         return None
     try:
-        return str(yaml.safe_load(file.read_text())["run"]["name"])
-    except (yaml.YAMLError, LookupError, TypeError, UnicodeDecodeError) as error:
+        return str(read_yaml(file)["run"]["name"])
+    except (ConfigError, LookupError, TypeError) as error:
         raise ConfigError(f"{file}: not the configuration of a run: {error}") from error
 
 

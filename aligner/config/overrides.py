@@ -7,20 +7,25 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
+from aligner.config.conf_files import chosen_options, flat_keys, option_values, report_old_key
 from aligner.errors import ConfigError
 from aligner.schema import Config
 from aligner.schema.conditions import Term, value_text
-from aligner.schema.keys import schema_keys, schema_sections, unmet, value_at
+from aligner.schema.keys import check_key, known_key, schema_keys, unmet, value_at
+from aligner.schema.renamed import RENAMED_KEYS
 
 
 def parse_override(text: str, options: Mapping[str, list[str]]) -> Override:
     """One override, its key known to exist."""
     key = text.partition("=")[0].lstrip("+~")
+    if key in RENAMED_KEYS:
+        report_old_key(key)
+        text = text.replace(key, RENAMED_KEYS[key], 1)
+        key = RENAMED_KEYS[key]
     if "=" not in text and not text.startswith("~"):
         hint = f"; did you mean experiment={text}?" if text in options["experiment"] else ""
         raise ConfigError(f"{text}: expected an override key=value{hint}")
@@ -78,34 +83,6 @@ def quote_text(override: str) -> str:
     return f'{name}="{escaped}"'
 
 
-def check_key(key: str, groups: Iterable[str] = ()) -> None:
-    """Raise ConfigError, with the nearest key, unless `key` is a key, a section or an entry of a
-    mapping."""
-    sections = {section.name for section in schema_sections() if section.name}
-    if key in sections or known_key(key) is not None:
-        return
-    raise ConfigError(
-        f"{key}: unknown key; {_suggestion(key, [*schema_keys(), *sections, *groups])}"
-    )
-
-
-def _suggestion(key: str, candidates: Sequence[str]) -> str:
-    parent, _, last = key.rpartition(".")
-    if parent in candidates:
-        siblings = sorted(
-            name.rpartition(".")[2] for name in candidates if name.rpartition(".")[0] == parent
-        )
-        close = difflib.get_close_matches(last, siblings, n=1)
-        return (
-            f"did you mean {parent}.{close[0]}?"
-            if close
-            else f"allowed in {parent}: {', '.join(siblings)}"
-        )
-    same = [name for name in candidates if name.rpartition(".")[2] == last]
-    close = same if same and not parent else difflib.get_close_matches(key, candidates, n=1)
-    return f"did you mean {' or '.join(close)}?" if close else "see docs/configuration.md"
-
-
 def check_read(
     config: Config,
     overrides: Iterable[Override],
@@ -121,6 +98,8 @@ def check_read(
         if key in groups and not isinstance(value, dict):
             values = {} if key == "experiment" else option_values(directories, key, str(value))
             idle = {str(override.input_line): _unmet_by_option(config, values, given)}
+        elif value is None:
+            continue  # a key without effect may be null
         elif known_key(key) is not None:
             idle = {str(override.input_line).lstrip("+"): _unmet_by(config, key)}
         else:
@@ -128,6 +107,7 @@ def check_read(
             idle = {
                 f"{name}={value_text(entry)}": _unmet_by(config, name)
                 for name, entry in keys.items()
+                if entry is not None
             }
         for shown, terms in idle.items():
             if terms:
@@ -147,25 +127,6 @@ def current_values(config: Config, terms: Iterable[Term]) -> str:
     )
 
 
-def option_values(directories: Sequence[Path], group: str, name: str) -> dict[str, Any]:
-    """The keys that a group's option sets in its file, and in those of the same group that it
-    begins with."""
-    files = [directory / group / f"{name}.yaml" for directory in directories]
-    text = next((file.read_text(encoding="utf-8") for file in files if file.is_file()), "")
-    content = yaml.safe_load(text) or {}
-    defaults = [
-        default
-        for default in content.pop("defaults", [])
-        if isinstance(default, str) and default != "_self_"
-    ]
-    first = {
-        key: value
-        for default in defaults
-        for key, value in option_values(directories, group, default).items()
-    }
-    return first | flat_keys("" if text.startswith("# @package _global_") else f"{group}.", content)
-
-
 def given_keys(
     overrides: Iterable[Override],
     groups: Collection[str],
@@ -177,7 +138,7 @@ def given_keys(
 
     Options that the experiment's file chooses with `override /GROUP: NAME` count as its own.
     """
-    chosen = _chosen_options(directories, experiment)
+    chosen = chosen_options(directories, experiment)
     given = set(option_values(directories, "experiment", experiment))
     for override in overrides:
         key, value = override.key_or_group, override.value()
@@ -192,49 +153,6 @@ def given_keys(
     for group, name in chosen.items():
         given |= set(option_values(directories, group, name))
     return frozenset(given)
-
-
-def _chosen_options(directories: Sequence[Path], experiment: str) -> dict[str, str]:
-    """The options that an experiment's file, and those that it begins with, choose of other
-    groups."""
-    files = [directory / "experiment" / f"{experiment}.yaml" for directory in directories]
-    text = next((file.read_text(encoding="utf-8") for file in files if file.is_file()), "")
-    found: dict[str, str] = {}
-    for default in (yaml.safe_load(text) or {}).get("defaults", []):
-        if isinstance(default, str):
-            found |= _chosen_options(directories, default) if default != "_self_" else {}
-        else:
-            found |= {
-                str(group).rpartition("/")[2]: str(name)
-                for group, name in default.items()
-                if name is not None
-            }
-    return found
-
-
-def flat_keys(prefix: str, content: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of nested sections with their values; a mapping of the user's own entries is one
-    value."""
-    found: dict[str, Any] = {}
-    for name, value in content.items():
-        key = f"{prefix}{name}"
-        found |= (
-            flat_keys(f"{key}.", value)
-            if isinstance(value, dict) and known_key(key) is None
-            else {key: value}
-        )
-    return found
-
-
-def known_key(name: str) -> str | None:
-    """The key of the schema that a name is, or an entry of; None for any other."""
-    keys = schema_keys()
-    if name in keys:
-        return name
-    return next(
-        (key for key, known in keys.items() if known.is_mapping and name.startswith(f"{key}.")),
-        None,
-    )
 
 
 def _unmet_by(config: Config, name: str) -> tuple[Term, ...]:

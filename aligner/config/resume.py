@@ -13,6 +13,7 @@ from aligner.errors import ConfigError
 from aligner.paths import LOCK, RECORDS, RunPaths, can_resume, run_paths
 from aligner.schema import Config
 from aligner.schema.keys import schema_keys, schema_sections, value_at
+from aligner.schema.renamed import current_key
 
 MAY_CHANGE: tuple[tuple[str, str], ...] = (
     ("run.steps", "may only increase; the learning-rate schedule then ends at the new last step"),
@@ -165,7 +166,8 @@ def is_unused(paths: RunPaths) -> bool:
 
 
 def _changes(config: Config, started: Config) -> Iterator[str]:
-    if unknown := [name for name in config.run.changes if not _is_key(name)]:
+    intended = [current_key(name) for name in config.run.changes]
+    if unknown := [name for name in intended if not _is_key(name)]:
         yield (
             f"run.changes: unknown keys: {', '.join(unknown)}; docs/configuration.md lists all keys"
         )
@@ -175,7 +177,7 @@ def _changes(config: Config, started: Config) -> Iterator[str]:
     found = [
         f"  {key}: {_shown(own, key)} -> {_shown(given, key)}"
         for key in changed
-        if key in fixed or not _may_change(key, own.get(key), given.get(key), config.run.changes)
+        if key in fixed or not _may_change(key, own.get(key), given.get(key), intended)
     ]
     if not found:
         return

@@ -149,7 +149,8 @@ def build_conversation(
         return _build_chat_conversation(
             sample,
             prompt.metadata,
-            [answer for answer in answers if isinstance(answer, list)],
+            # An empty text, which `reset` may return, keeps its place: answers belong to turns.
+            [answer if isinstance(answer, list) else [] for answer in answers],
             tokenizer,
             get_chat_turns(),
         )

@@ -337,7 +337,7 @@ def _read_demonstration(
     """
     limit = data.max_response_tokens
     allowed = f"data.max_response_tokens={limit}"
-    if data.drawn_tokens:
+    if data.generated_tokens:
         stored_ids = read_token_ids(record.values, answer, record.origin, tokenizer)
         if stored_ids is not None:
             check_length(stored_ids, record.get_text(answer), answer, record.origin, limit, allowed)
@@ -435,7 +435,7 @@ def _read_conversation(
     only the response is trained on. See `_read_demonstration` for the arguments.
     """
     if (
-        data.drawn_tokens
+        data.generated_tokens
         and read_token_ids(record.values, answer, record.origin, tokenizer) is not None
     ):
         return _read_demonstration(record, answer, tokenizer, data)

@@ -55,7 +55,7 @@ class PassRates:
     """Number of the last epoch in which each prompt was selected, from 0, int64 [N]; -1 if it was
     not selected yet."""
     samples: Tensor
-    """Number of samples with a score, float64 [N]. `data.curriculum.memory` discounts older
+    """Number of samples with a score, float64 [N]. `data.curriculum.decay` discounts older
     samples."""
     passed: Tensor
     """Number of these samples that have passed, float64 [N], with the same discount."""
@@ -82,7 +82,7 @@ class PassRates:
         Args:
             outcomes: The outcomes of the step's prompts.
             memory: The factor on a prompt's earlier samples when it gets new scores, 0 to 1
-                (`data.curriculum.memory`).
+                (`data.curriculum.decay`).
         """
         tensors = (
             self.drawn.clone(),
@@ -238,7 +238,7 @@ class PromptSelector:
         It is 1 without a target, without a pass rate, and at the target t, and decreases on both
         sides of the target:
 
-            (p/t)^(2t) ((1-p)/(1-t))^(2(1-t)), at least `data.curriculum.least_chance`
+            (p/t)^(2t) ((1-p)/(1-t))^(2(1-t)), at least `data.curriculum.min_probability`
 
         For t = 1/2 this is 4p(1-p), which is proportional to the learnability p(1-p) of Foster et
         al. 2025, "Learning to Reason at the Frontier of Learnability", the variance of the event
@@ -249,4 +249,4 @@ class PromptSelector:
             return 1.0
         # (p/t)^(2t) ((1-p)/(1-t))^(2(1-t))
         weight = (rate / target) ** (2 * target) * ((1 - rate) / (1 - target)) ** (2 * (1 - target))
-        return max(self.curriculum.least_chance, weight)
+        return max(self.curriculum.min_probability, weight)

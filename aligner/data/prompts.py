@@ -363,7 +363,7 @@ def open_evaluation_prompts(
         # Check the reference response here: later users rely on a text and valid token ids.
         if "reference" in record.values:
             record.get_text("reference")
-        if not data.drawn_tokens:
+        if not data.generated_tokens:
             values = {
                 name: value for name, value in record.values.items() if name != "reference_tokens"
             }
@@ -845,7 +845,7 @@ def read_token_ids(
     if text not in (decoded_text, tokenizer.decode_after(tokens, tokens)):
         raise BadRecord(
             f"{origin}: `{field}` and `{name}` differ: this model's tokenizer decodes the tokens to"
-            f" {decoded_text!r}. If another model generated the tokens, set data.drawn_tokens=false"
-            f" or remove field `{field}`"
+            f" {decoded_text!r}. If another model generated the tokens, set"
+            f" data.generated_tokens=false or remove field `{field}`"
         )
     return torch.tensor(tokens, dtype=torch.int64)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from aligner.errors import AlignerError, ConfigError
-from aligner.schema.reasoning_tasks import MOST_QUESTIONS
+from aligner.schema.data import MOST_QUESTIONS
 
 # One question in eight is held out for evaluation.
 _HELD_OUT_DIVISOR = 8

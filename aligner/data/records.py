@@ -19,8 +19,8 @@ from aligner.child_function import ChildFunction, ChildLost, ChildRaised
 from aligner.errors import ConfigError
 from aligner.schema import DataConfig
 from aligner.schema.data_sources import FUNCTION, DataSource, data_sources, is_dataset
-from aligner.schema.options import is_finite_number
 from aligner.schema.templates import filled, optional_fields, template_fields, without_empty
+from aligner.values import is_finite_number
 
 Example = TypeVar("Example")
 _SUFFIXES = ("jsonl", "txt")

@@ -282,6 +282,29 @@ class Sample:
             )
 
 
+CompletionReason = Literal["stop", "length", "interrupted"]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """The generated tokens of one call of `generate`."""
+
+    tokens: Tensor
+    """int64 [R]"""
+    logprobs: Tensor
+    """float32 [R]: log-probs at the sampling temperature"""
+    weight_versions: Tensor
+    """int64 [R]: the weight version that generated each token"""
+    finish_reason: CompletionReason
+    """`stop`: the last token is a stop token; `length`: `max_new_tokens` is reached; `interrupted`:
+    the engine was asked to return what it has (partial rollout)."""
+    kept: KeptTokens | None = None
+    """[R]: sampling support of each token; None: the full vocabulary everywhere"""
+    routes: Tensor | None = None
+    """uint8 or int16 [T+R-1, L, K]: expert routing of all T input and R generated tokens but the
+    last; None if it was not requested"""
+
+
 def create_empty_samples(prompts: Sequence[Prompt], samples_per_prompt: int) -> list[Sample]:
     """Return unfinished samples without response tokens; the samples of a prompt are adjacent."""
     empty = torch.empty(0)

@@ -1,35 +1,21 @@
 """The engine that a configuration asks for, and what draws episodes by it."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from aligner.checks.engine import engine_kind_problems, engine_machine_problems
-from aligner.data.tokenizer import Tokenizer
-from aligner.engines.engine_protocol import (
-    BeginsGenerations,
-    DrawsEpisodes,
-    GenerationEngine,
-    SpanListener,
-)
-from aligner.engines.episodes import EpisodeEngine
-from aligner.engines.led_engine import LedEngine
-from aligner.environments.environment_pool import EnvironmentPool
-from aligner.environments.episode_journal import EpisodeJournal
-from aligner.environments.tool_catalogue import list_tools, with_tool_arguments
-from aligner.environments.tool_protocol import ListedTool
+from aligner.engines.engine_protocol import GenerationEngine, SpanListener
 from aligner.errors import ConfigError
 from aligner.models.shape import ModelShape
-from aligner.paths import run_paths
-from aligner.schema import Config, EngineConfig
+from aligner.schema import EngineConfig
 
 if TYPE_CHECKING:
-    from aligner.engines.agents import AgentEngine
+    pass
 
 
 def build_engine(
@@ -71,74 +57,3 @@ def build_engine(
     from aligner.engines.embedded.embedded_engine import EmbeddedEngine
 
     return EmbeddedEngine(shape, settings, rank, seed, group, device, shared, listener)
-
-
-def build_episodes(
-    config: Config,
-    engine: GenerationEngine,
-    tokenizer: Tokenizer,
-    role: Literal["trainer", "generator"],
-    rank: int,
-    group: ProcessGroup | None,
-    listener: SpanListener | None = None,
-    tools: Sequence[ListedTool] | None = None,
-) -> tuple[BeginsGenerations, DrawsEpisodes | None]:
-    """What draws episodes on this rank of the engine's, and of each replica's first rank what is
-    the caller's to close.
-
-    Arguments as for `build_engine`; `tools` are the environment's, None where nobody has listed
-    them yet; the listener is told when environments were asked. Raises ConfigError where these, or
-    agents, cannot be made.
-    """
-    if group is not None and rank % config.engine.parallel.tensor:
-        return LedEngine(engine, group, None), None
-    means: EpisodeEngine | AgentEngine
-    if config.environment.has_agent:
-        means = _agents(config, engine, tokenizer, f"{role}-{rank}")
-    else:
-        means = _environments(config, engine, tokenizer, f"{role}-{rank}", listener, tools)
-    if group is None:
-        return means, means
-    return LedEngine(engine, group, lambda told: replace(means, engine=told)), means
-
-
-def _environments(
-    config: Config,
-    engine: GenerationEngine,
-    tokenizer: Tokenizer,
-    process: str,
-    listener: SpanListener | None,
-    tools: Sequence[ListedTool] | None,
-) -> EpisodeEngine:
-    tools = list_tools(config.environment) if tools is None else tools
-    environments = EnvironmentPool.of(
-        with_tool_arguments(config.environment, tools, tokenizer), _journal(config, process)
-    )
-    environments.listener = listener
-    environments.start()
-    return EpisodeEngine(
-        engine,
-        environments,
-        tokenizer,
-        config.environment,
-        config.seed,
-        by_steps=config.rollout.spare_prompts > 0,
-    )
-
-
-def _journal(config: Config, process: str) -> EpisodeJournal | None:
-    """A process's own; None without checkpoints, where nothing goes on from what was said."""
-    is_kept = config.checkpoint.every or config.checkpoint.every_minutes
-    return EpisodeJournal(run_paths(config).episodes / process) if is_kept else None
-
-
-def _agents(
-    config: Config, engine: GenerationEngine, tokenizer: Tokenizer, process: str
-) -> "AgentEngine":
-    # What the agents extra brings, which `aligner.checks.environment` asks for.
-    from aligner.engines.agents import AgentEngine
-
-    context = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-    return AgentEngine.begin(
-        engine, tokenizer, config.environment, config.seed, context, _journal(config, process)
-    )

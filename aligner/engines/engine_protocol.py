@@ -1,133 +1,179 @@
-"""What is asked of a generation engine: requests and how they are drawn, the weights it takes, and
-the protocol."""
+"""The generation interface: `await engine.generate(tokens, sampling, key=...)` for every engine.
 
-import itertools
+`GenerationEngine` is the base class of the embedded, vLLM and TensorRT-LLM engines. Single
+responses, episodes of environments, agents, evaluation, `aligner generate` and `aligner
+serve-model` are coroutines that call `generate`; `aligner.engines.engine_loop` runs such coroutines
+together with the steps of an engine.
+"""
+
+import asyncio
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from aligner.data.types import Prompt, Sample
+from aligner.data.types import Completion, Prompt, Sample
 from aligner.errors import AlignerError
 from aligner.models.shape import ModelShape
 from aligner.resharding.weight_update import WeightFormat, WeightUpdate
 from aligner.schema import EngineConfig, EngineParallelConfig
 
 SpanListener = Callable[[str, float, float], None]
-"""Told what an engine did, by name, from when to when in seconds of `time.perf_counter`."""
+"""Called with the name of an engine's activity, its begin and its end in seconds of
+`time.perf_counter`."""
 
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How responses are drawn. Log-probs are those of the whole distribution at `temperature`, but
-    with `renormalize`."""
+    """Sampling parameters of a request.
+
+    Log-probs are those of the full distribution at `temperature`, except with `renormalize`.
+    """
 
     max_new_tokens: int
     temperature: float = 1.0
     top_k: int = 0
-    """Draw among the k most probable tokens; 0: among all."""
+    """Number of most probable tokens to sample from; 0: all."""
     top_p: float = 1.0
-    """Draw among the fewest most probable tokens whose probabilities sum to at least this."""
+    """Probability mass of the most probable tokens to sample from; 1: all."""
     min_p: float = 0.0
-    """Draw among tokens whose probability at `temperature` is at least this share of the greatest
-    one's."""
+    """Minimum probability of a token at `temperature`, relative to the most probable token."""
     renormalize: bool = False
-    """Where tokens are left out, log-probs are those of the distribution over the others, and
-    samples tell which these are."""
+    """If top-k, top-p or min-p exclude tokens, compute log-probs over the sampling support, and
+    return the support."""
     min_new_tokens: int = 0
-    """No stop token is drawn before so many tokens."""
+    """Number of tokens before the first stop token is allowed."""
     greedy: bool = False
-    """Take the most probable token."""
+    """Select the most probable token."""
     stop_token_ids: tuple[int, ...] = ()
-    """A response ends with the first of these, which it includes."""
+    """A response ends with the first of these tokens, and includes it."""
     routes: bool = False
-    """Tell the experts that were chosen for each token: of mixtures of experts alone, by an engine
-    that can."""
+    """Return the expert routing of every token; mixture-of-experts models only."""
 
     def __post_init__(self) -> None:
-        wrong = [
-            text
-            for good, text in (
-                (
-                    self.max_new_tokens >= 1,
-                    f"max_new_tokens={self.max_new_tokens}: must be at least 1",
-                ),
-                (
-                    0 <= self.min_new_tokens <= self.max_new_tokens,
-                    (
-                        f"min_new_tokens={self.min_new_tokens}: must be between 0 and"
-                        f" max_new_tokens={self.max_new_tokens}"
-                    ),
-                ),
-                (
-                    self.temperature > 0,
-                    (
-                        f"temperature={self.temperature}: must be above 0; for the most probable"
-                        " token use greedy decoding"
-                    ),
-                ),
-                (
-                    self.top_k >= 0,
-                    f"top_k={self.top_k}: must be at least 0; 0 disables top-k",
-                ),
-                (0 < self.top_p <= 1, f"top_p={self.top_p}: must be above 0 and at most 1"),
-                (
-                    0 <= self.min_p <= 1,
-                    f"min_p={self.min_p}: must be at least 0 and at most 1; 0 disables min-p",
-                ),
-            )
-            if not good
-        ]
-        if wrong:
-            raise AlignerError("\n".join(wrong))
+        rules = (
+            (self.max_new_tokens >= 1, f"max_new_tokens={self.max_new_tokens}: must be at least 1"),
+            (
+                0 <= self.min_new_tokens <= self.max_new_tokens,
+                f"min_new_tokens={self.min_new_tokens}: must be between 0 and"
+                f" max_new_tokens={self.max_new_tokens}",
+            ),
+            (
+                self.temperature > 0,
+                f"temperature={self.temperature}: must be above 0; for the most probable"
+                " token use greedy decoding",
+            ),
+            (self.top_k >= 0, f"top_k={self.top_k}: must be at least 0; 0 disables top-k"),
+            (0 < self.top_p <= 1, f"top_p={self.top_p}: must be above 0 and at most 1"),
+            (
+                0 <= self.min_p <= 1,
+                f"min_p={self.min_p}: must be at least 0 and at most 1; 0 disables min-p",
+            ),
+        )
+        problems = [message for is_valid, message in rules if not is_valid]
+        if problems:
+            raise AlignerError("\n".join(problems))
 
     @property
     def truncates(self) -> bool:
-        """Whether tokens are left out of what is drawn from."""
+        """Whether top-k, top-p or min-p exclude tokens."""
         return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
     @property
     def tells_kept(self) -> bool:
-        """Whether samples tell what each token was drawn among."""
+        """Whether completions contain the sampling support of each token."""
         return self.truncates and self.renormalize
+
+    def is_batchable_with(self, other: "SamplingOptions") -> bool:
+        """Return whether both differ at most in their token limits, so that one batch can hold
+        both."""
+        same_limits = replace(
+            self, max_new_tokens=other.max_new_tokens, min_new_tokens=other.min_new_tokens
+        )
+        return same_limits == other
 
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One response wanted: the prompt, and which of its samples this is."""
+    """One sample to generate: a prompt, and the index of the sample among the prompt's samples."""
 
     prompt: Prompt
     sample_index: int
     max_new_tokens: int | None = None
-    """A limit of this response's own, below the options'."""
+    """Maximum number of response tokens of this sample, if lower than that of the options."""
     begun: Sample | None = None
-    """This sample, unfinished: its response goes on, with the random numbers that would have come
-    next."""
-    turn_tokens: int | None = None
-    """Most tokens of a turn of a response of several, which `TurnGeneration.go_on` tells what comes
-    after each."""
-    waits: bool = False
-    """Whether the first turn waits for `go_on` too."""
-    asked_before: int | None = None
-    """For an agent's turns and for branches: how often the episode has asked for a response to the
-    same tokens before, or so many that none has the same number. Their random numbers follow from
-    the tokens that each turn reads, the first one's from this too, not from its place in the
-    response. None: it is neither.
-    """
+    """The unfinished sample (partial rollout) to continue."""
 
     def limit(self, options: SamplingOptions) -> int:
-        """Most tokens of the response."""
-        most = options.max_new_tokens
-        return most if self.max_new_tokens is None else min(self.max_new_tokens, most)
+        """Return the maximum number of response tokens."""
+        if self.max_new_tokens is None:
+            return options.max_new_tokens
+        return min(self.max_new_tokens, options.max_new_tokens)
+
+
+@dataclass(frozen=True)
+class RequestKey:
+    """Identity of a call of `generate`. With the seed it determines the random stream.
+
+    The stream belongs to a prompt's sample and begins at input token `stream_start`, so that a call
+    that continues a response after an interruption uses the random numbers that would have come
+    next. Calls of agents, and branches of episodes, also mix the digest of the first `stream_start`
+    input tokens and `repeats` into the stream, because their order may differ between runs.
+    """
+
+    prompt_id: int
+    sample_index: int
+    stream_start: int
+    """Number of input tokens before the random stream begins."""
+    repeats: int | None = None
+    """How often the episode has requested a completion of the same tokens before; None if the
+    stream depends only on prompt, sample and position."""
+
+    @property
+    def order(self) -> tuple[int, int, int, int]:
+        """The sort key for requests that are known at the start of an engine step."""
+        return self.prompt_id, self.sample_index, self.stream_start, self.repeats or 0
+
+
+@dataclass(eq=False)
+class EngineRequest:
+    """A pending call of `generate` inside an engine."""
+
+    tokens: Tensor
+    """int64 [T]"""
+    sampling: SamplingOptions
+    key: RequestKey
+    is_continued: bool = False
+    """Whether a later request may begin with these tokens and the completion: its KV cache then
+    stays resident as long as no other request needs the memory."""
+    future: "Future[Completion]" = field(default_factory=Future)
+
+    @property
+    def total_tokens(self) -> int:
+        """Maximum length of input and completion."""
+        return len(self.tokens) + self.sampling.max_new_tokens
+
+    def resolve(self, completion: Completion) -> None:
+        """Deliver the completion, unless the caller was cancelled."""
+        if not self.future.done():
+            self.future.set_result(completion)
+
+    def fail(self, error: Exception) -> None:
+        """Deliver an error, unless the caller was cancelled."""
+        if not self.future.done():
+            self.future.set_exception(error)
 
 
 def request_problems(
     requests: Sequence[GenerationRequest], options: SamplingOptions, shape: ModelShape
 ) -> list[str]:
-    """One line for each thing that is wrong, each naming its prompt; the samples of a prompt share
-    their lines."""
+    """Return one message per invalid request, with the prompt's id; the samples of a prompt share
+    their messages."""
     problems = [problem for request in requests for problem in _problems(request, options, shape)]
     if unknown := [token for token in options.stop_token_ids if not 0 <= token < shape.vocab_size]:
         problems.append(
@@ -141,7 +187,9 @@ def request_problems(
 
 
 def _problems(request: GenerationRequest, options: SamplingOptions, shape: ModelShape) -> list[str]:
-    prompt, tokens, limit = request.prompt, request.prompt.tokens, request.limit(options)
+    prompt = request.prompt
+    tokens = prompt.tokens
+    limit = request.limit(options)
     if not len(tokens):
         return [f"prompt {prompt.id} is empty; must have at least one token"]
     problems = []
@@ -154,7 +202,7 @@ def _problems(request: GenerationRequest, options: SamplingOptions, shape: Model
             f"prompt {prompt.id}: max_new_tokens={limit} must be at least"
             f" {max(1, options.min_new_tokens)}"
         )
-    if request.begun is not None and len(request.begun.response) >= limit and not request.waits:
+    if request.begun is not None and len(request.begun.response) >= limit:
         problems.append(
             f"prompt {prompt.id}: the partial response of sample {request.sample_index} has"
             f" {len(request.begun.response)} tokens already, but max_new_tokens={limit}"
@@ -203,170 +251,187 @@ def weight_format(settings: EngineConfig, device: torch.device | str) -> WeightF
     return WeightFormat(layout, dtype, None)
 
 
-class Generation(Protocol):
-    """Responses under way. Between two steps the weights may change."""
-
-    @property
-    def done(self) -> bool:
-        """Whether every response is complete."""
-
-    def step(self) -> list[tuple[int, Sample]]:
-        """Go on; returns the responses that are complete now, each with its place among the
-        requests.
-
-        May return none. Raises AlignerError when the engine has no weights, or sleeps.
-        """
-
-    def unfinished(self) -> list[tuple[int, Sample]]:
-        """The responses that are not complete as they are now, each with its place among the
-        requests.
-
-        Raises AlignerError where the engine cannot tell.
-        """
-
-    def cancel(self) -> None:
-        """Drop what is not complete."""
-
-
-class TurnGeneration(Generation, Protocol):
-    """Responses of an engine's, which may be told to go on."""
-
-    def go_on(self, place: int, tokens: Sequence[int]) -> None:
-        """Have a complete response take a further turn, after tokens that it is given. It is of the
-        request at that place.
-
-        Raises AlignerError where no room is left for a token to be drawn.
-        """
-
-    def add(self, request: GenerationRequest) -> int:
-        """Begin another response, at once; its place is the next number after those of the requests
-        and of what was added.
-
-        Raises AlignerError for one that needs more room than any of those that the generation was
-        started with, and where the engine cannot.
-        """
-
-    def leave(self, place: int) -> None:
-        """A complete response, of the request at that place, will not be told to go on."""
-
-
-class BeginsGenerations(Protocol):
-    """An engine, or what has one draw more than single responses."""
-
-    def start(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> Generation:
-        """As `GenerationEngine.start`."""
-
-
-class BeginsTurns(Protocol):
-    """An engine, or what passes on what it is asked."""
-
-    @property
-    def version(self) -> int | None:
-        """As `GenerationEngine.version`."""
-
-    def start(
-        self, requests: Sequence[GenerationRequest], options: SamplingOptions
-    ) -> TurnGeneration:
-        """As `GenerationEngine.start`."""
-
-
-class DrawsEpisodes(BeginsGenerations, Protocol):
-    """What has an engine draw episodes."""
-
-    def forget(self, first: int) -> None:
-        """Drop what was said in the episodes of prompts before the `first` of the stream. Raises
-        OSError."""
-
-    def take_waits(self) -> float | None:
-        """Seconds that an episode waited for its environment, in the mean of those begun since the
-        call before.
-
-        None without any, and where it is not known.
-        """
-
-    def close(self) -> None:
-        """End what answers the policy."""
-
-
-def advance(generation: Generation, steps: int | None = None) -> dict[int, Sample]:
-    """Take `steps`, or all that there are; the responses that they completed, by their places among
-    the requests."""
-    samples: dict[int, Sample] = {}
-    for _ in itertools.count() if steps is None else range(steps):
-        if generation.done:
-            break
-        samples |= generation.step()
-    return samples
-
-
 class GenerationEngine(ABC):
-    """A generator of samples, one object per engine rank: what each offers, and refuses in the same
-    words.
+    """Base class of the engines; one object per engine rank.
 
-    Ownership: the caller decides which replica gets which requests; all tensor-parallel ranks of a
-    replica make the same calls in the same order and return the same samples.
+    Rank 0 of a replica schedules: `generate`, `reserve`, `step`, `interrupt` and `release` are
+    called there only, and the replica's other ranks execute the same steps in `follow`. Methods
+    that concern weights and memory are collective over the replica's tensor-parallel ranks.
     """
 
     def __init__(
         self, shape: ModelShape, settings: EngineConfig, weight_format: WeightFormat
     ) -> None:
-        self._shape, self._settings = shape, settings
+        self._shape = shape
+        self._settings = settings
         self.weight_format = weight_format
-        """How it takes new weights."""
+        """The format in which the engine receives new weights."""
         self._why_no_weights = "no weight sync has completed yet"
-        self._generation: Generation | None = None
         self._incoming: int | None = None
         """Version of the open update."""
         self._asleep = False
+        self._arrivals: list[EngineRequest] = []
+        self._arrivals_lock = threading.Lock()
+        self.wake_up = threading.Event()
+        """Set when a request arrives, for a loop that waits because the engine has no work."""
+
+    async def generate(
+        self,
+        tokens: Tensor,
+        sampling: SamplingOptions,
+        *,
+        key: RequestKey,
+        is_continued: bool = False,
+    ) -> Completion:
+        """Generate a completion of `tokens`.
+
+        May be called from any thread and event loop; somebody else has to run the engine's steps
+        (`EngineLoop`).
+
+        Args:
+            tokens: int64 [T], the input: the prompt, and everything that follows it so far.
+            sampling: Sampling parameters. Requests in flight must agree in all but the token
+                limits; others wait.
+            key: Identity of the request, which determines its random stream.
+            is_continued: Keep the KV cache resident for a later request that begins with these
+                tokens and the completion, until `release`.
+
+        Raises:
+            AlignerError: The request is invalid, or the engine failed.
+        """
+        return await asyncio.wrap_future(self.submit(tokens, sampling, key, is_continued).future)
+
+    def submit(
+        self,
+        tokens: Tensor,
+        sampling: SamplingOptions,
+        key: RequestKey,
+        is_continued: bool = False,
+    ) -> EngineRequest:
+        """Queue a request for the next step; `generate` awaits its future. Thread-safe."""
+        request = EngineRequest(tokens, sampling, key, is_continued)
+        if problem := self._unsupported(request):
+            request.fail(AlignerError(problem))
+            return request
+        with self._arrivals_lock:
+            self._arrivals.append(request)
+        self.wake_up.set()
+        return request
 
     @property
     @abstractmethod
     def version(self) -> int | None:
-        """Version of the weights that serve; None before the first update, while they are
-        overwritten, after that failed, and after a sleep that dropped them."""
+        """Version of the current weights.
 
-    @abstractmethod
-    def start(
-        self, requests: Sequence[GenerationRequest], options: SamplingOptions
-    ) -> TurnGeneration:
-        """Begin one sample per request. A sample depends on (seed, prompt id, sample index) and the
-        weights alone.
-
-        Raises AlignerError, before anything is generated, naming every request that can not be
-        served; or while an earlier generation is neither done nor cancelled.
+        None before the first update, while the weights are overwritten, after that failed, and
+        after a sleep that dropped them.
         """
 
+    @property
+    def leads(self) -> bool:
+        """Whether this is the first rank of its replica."""
+        return True
+
+    def check(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> None:
+        """Check samples before any of them is generated.
+
+        Raises:
+            AlignerError: The engine has no weights or sleeps; or some samples cannot be generated:
+                the message names every one.
+        """
+        self._check_awake("generate")
+        self._check_weights()
+        if self.has_work:
+            raise AlignerError(
+                "the engine is already generating; finish or cancel the earlier generation first"
+            )
+        if problems := request_problems(requests, options, self._shape):
+            raise AlignerError("\n".join(problems))
+
+    def check_branch(self, prompt_id: int) -> None:  # noqa: B027  (most engines can)
+        """Raise AlignerError if the engine cannot generate a branch of an episode of the prompt."""
+
+    def reserve(self, sequences: int, tokens: int) -> None:  # noqa: B027  (optional)
+        """Prepare the KV cache for `sequences` sequences of at most `tokens` tokens.
+
+        A caller that knows its requests in advance calls it before the first one, while the engine
+        has no work. Raises AlignerError if the memory does not suffice.
+        """
+
+    @property
+    @abstractmethod
+    def has_work(self) -> bool:
+        """Whether a request is queued or in flight."""
+
+    @abstractmethod
+    def step(self) -> None:
+        """Run one engine step, and deliver the completions that it finishes.
+
+        Requests that are known at the start of the step are admitted in the order of their keys.
+        Raises AlignerError if the engine has no weights or sleeps, or if the step fails.
+        """
+
+    @abstractmethod
+    def interrupt(self) -> None:
+        """Deliver all requests in flight as they are, with the finish reason `interrupted`."""
+
+    @abstractmethod
+    def release(self, prompt_id: int, sample_index: int) -> None:
+        """Free the KV cache that is resident for later requests of a sample: its episode has
+        ended."""
+
+    def follow(self) -> None:  # noqa: B027  (engines whose other ranks have no steps)
+        """Execute the commands of rank 0 of the replica until it ends the turn (`end_turn`); on the
+        other ranks.
+
+        Raises AlignerError as the command did on rank 0.
+        """
+
+    def end_turn(self, message: Any = None) -> Any:
+        """On rank 0, let the other ranks return from `follow`. Returns rank 0's JSON `message` on
+        every rank."""
+        return message
+
     def take_guesses(self) -> tuple[int, int]:
-        """Tokens that were guessed since the call before (`engine.speculation`), and how many of
-        them were drawn."""
+        """Return the numbers of draft tokens, and of accepted draft tokens, since the last call
+        (`engine.speculation`)."""
         return 0, 0
 
     @abstractmethod
     def begin_update(self, version: int) -> WeightUpdate:
-        """Open an update to new weights; they serve, and stamp the tokens drawn, from its `commit`
-        on.
+        """Open an update to new weights, which serve from its `commit` on.
 
         Until then, and after an `abort`, the engine keeps its version if it holds both; an engine
-        that overwrites its weights has none from the first one on until a commit. Responses that it
-        finds half-way are finished under the old weights, or go on under the new ones, as
-        `engine.in_flight` says. Raises AlignerError when another update is open or the engine
-        sleeps.
+        that overwrites its weights has none from the first tensor on until the commit. Requests in
+        flight finish on the old weights or continue on the new ones, as `engine.in_flight` says.
+        Raises AlignerError if another update is open or the engine sleeps.
         """
 
     @abstractmethod
     def sleep(self) -> None:
-        """Free the device memory of keys and values, and of the weights, which are dropped.
+        """Free the device memory of the KV cache and of the weights, which are dropped.
 
-        Raises AlignerError while responses are under way. Sleeping twice is sleeping.
+        Raises AlignerError while requests are in flight. A second call has no effect.
         """
 
     @abstractmethod
     def wake(self) -> None:
-        """Take the memory back. The weights have to be published again."""
+        """Allocate the memory again. The weights have to be synced again."""
 
     @abstractmethod
     def shutdown(self) -> None:
-        """End the processes that the engine started, if any; it is not used again."""
+        """Stop the processes that the engine started, if any. The engine is not used again."""
+
+    def _unsupported(self, request: EngineRequest) -> str | None:
+        """Return why this engine cannot serve a request; None if it can."""
+        return None
+
+    def _take_arrivals(self) -> list[EngineRequest]:
+        """Return the requests that arrived since the last call, in the order of their keys."""
+        with self._arrivals_lock:
+            arrivals = self._arrivals
+            self._arrivals = []
+        return sorted(arrivals, key=lambda request: request.key.order)
 
     def _check_weights(self) -> None:
         if self.version is None:
@@ -375,14 +440,6 @@ class GenerationEngine(ABC):
     def _check_awake(self, what: str) -> None:
         if self._asleep:
             raise AlignerError(f"the engine is asleep and cannot {what}; wake the engine first")
-
-    def _check_may_start(self) -> None:
-        self._check_awake("generate")
-        self._check_weights()
-        if self._generation is not None and not self._generation.done:
-            raise AlignerError(
-                "the engine is already generating; finish or cancel the earlier generation first"
-            )
 
     def _check_may_update(self, version: int) -> None:
         self._check_awake("update its weights")
@@ -398,7 +455,7 @@ class GenerationEngine(ABC):
                 f"the engine cannot sleep: the weight update to version {self._incoming} is open;"
                 " commit or abort it first"
             )
-        if self._generation is not None and not self._generation.done:
+        if self.has_work:
             raise AlignerError(
                 "the engine cannot sleep: finish or cancel the responses in flight first"
             )

@@ -10,13 +10,8 @@ from torch import Tensor
 
 from aligner.data.collectives import gather_json, gather_samples, is_distributed
 from aligner.data.types import Prompt, Sample
-from aligner.engines.engine_protocol import (
-    BeginsGenerations,
-    Generation,
-    GenerationRequest,
-    SamplingOptions,
-    advance,
-)
+from aligner.engines.engine_loop import SamplesInFlight, StartsSamples, finish
+from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions
 from aligner.errors import AlignerError
 from aligner.schema import EngineParallelConfig
 
@@ -62,7 +57,7 @@ def replica_group(
 
 
 def generate_in_parts(
-    engine: BeginsGenerations,
+    engine: StartsSamples,
     layout: EngineParallelConfig,
     rank: int,
     samples: Sequence[Sample],
@@ -89,7 +84,7 @@ def generate_in_parts(
     # Every replica takes equally many: the last ones draw the last sample again.
     mine = [*places, *places[-1:] * (share * layout.data - len(places))][first : first + share]
     drawn: dict[int, Sample] = {}
-    generation: Generation | None = None
+    generation: SamplesInFlight | None = None
     try:
         while not enough.is_met(lacking):
             if generation is not None:
@@ -99,7 +94,7 @@ def generate_in_parts(
                 generation = generation or engine.start(
                     [_request(samples[place]) for place in mine], options
                 )
-                drawn |= advance(generation, steps)
+                drawn |= finish(generation, steps)
             except AlignerError as raised:
                 error = raised
             lacking.zero_()
@@ -110,7 +105,7 @@ def generate_in_parts(
         if generation is None:
             return list(samples)
         if len(drawn) < share:
-            drawn |= generation.unfinished()
+            drawn |= generation.interrupt()
     finally:
         if generation is not None:
             generation.cancel()

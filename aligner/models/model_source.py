@@ -42,10 +42,10 @@ from aligner.models.weight_slices import weight_table
 from aligner.paths import cache_directory, run_paths
 from aligner.schema import Config, ModelConfig
 from aligner.schema.data_sources import FUNCTION
-from aligner.schema.options import is_finite_number
 from aligner.schema.references import map_paths, read_paths
 from aligner.schema.reward_sources import ModelSource, model_sources, reward_sources
 from aligner.schema.teacher_sources import TeacherSource, teacher_sources
+from aligner.values import is_finite_number
 
 ExpectedInputs = Mapping[str, ModelShape | None]
 """Paths that will exist when the run starts, for example results of other experiments. The values

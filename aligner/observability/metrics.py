@@ -22,6 +22,7 @@ from aligner.errors import AlignerError
 from aligner.files import append_to_file, write_file
 from aligner.paths import RunPaths
 from aligner.schema import LoggingConfig
+from aligner.schema.renamed import with_current_metrics
 
 Record = Mapping[str, float]
 """A step's metrics by name; a record that is not passed together with its step contains it as
@@ -232,9 +233,10 @@ def merge_records(
     """Append records to the metrics of steps, and return `steps`, which is changed in place.
 
     A record of the last step is merged into it. A record of an earlier step, which a resumed run
-    has trained again, replaces this step and all later steps.
+    has trained again, replaces this step and all later steps. Metrics of older runs get their
+    current names.
     """
-    for record in records:
+    for record in map(with_current_metrics, records):
         while steps and steps[-1]["step"] > record["step"]:
             steps.pop()
         if steps and steps[-1]["step"] == record["step"]:

@@ -101,11 +101,11 @@ def slurm_layout(config: Config) -> JobLayout:
     roles = list(dict.fromkeys(role_of(group) for group in ("trainer", *groups)))
     if problems := [*_role_problems(config, roles)]:
         raise ConfigError("\n".join(problems))
-    hosts = [role for role in roles if slurm_role(config, role).beside is None]
+    hosts = [role for role in roles if slurm_role(config, role).shares_nodes_with is None]
     placements: dict[str, RolePlacement] = {}
     for role in roles:
         placements |= _place_role(
-            config, role, hosts.index(slurm_role(config, role).beside or role)
+            config, role, hosts.index(slurm_role(config, role).shares_nodes_with or role)
         )
     components = []
     for index, host in enumerate(hosts):
@@ -125,22 +125,17 @@ def _role_problems(config: Config, roles: list[str]) -> Iterator[str]:
     for role in roles:
         settings = slurm_role(config, role)
         key = f"cluster.slurm.roles.{role}"
-        if settings.beside is not None:
-            if settings.beside not in roles:
-                yield (
-                    f"{key}.beside={settings.beside}: the run has no such role; must be one of"
-                    f" {', '.join(roles)}"
-                )
-            elif settings.beside == role or slurm_role(config, settings.beside).beside is not None:
-                yield (
-                    f"{key}.beside={settings.beside}: must be another role whose own `beside` is"
-                    " null"
-                )
+        host = settings.shares_nodes_with
+        if host is not None:
+            given = f"{key}.shares_nodes_with={host}"
+            if host not in roles:
+                yield f"{given}: the run has no such role; must be one of {', '.join(roles)}"
+            elif host == role or slurm_role(config, host).shares_nodes_with is not None:
+                yield f"{given}: must be another role whose own `shares_nodes_with` is null"
             if settings.nodes is not None:
                 yield (
-                    f"{key}.nodes={settings.nodes}: is not supported with"
-                    f" {key}.beside={settings.beside}, which places the role on the nodes of"
-                    f" {settings.beside}; remove one of the two settings"
+                    f"{key}.nodes={settings.nodes}: is not supported with {given}, which places"
+                    f" the role on the nodes of {host}; remove one of the two settings"
                 )
         try:
             _configured_devices(config, role)
@@ -271,8 +266,8 @@ def _check_shared_nodes(config: Config, host: str, placements: Mapping[str, Role
         key = f"cluster.slurm.roles.{role}"
         if placement.node_range[-1] >= nodes:
             raise ConfigError(
-                f"{key}.beside={host}: requires {placement.node_range[-1] + 1} nodes, but {host}"
-                f" has {nodes}"
+                f"{key}.shares_nodes_with={host}: requires {placement.node_range[-1] + 1} nodes,"
+                f" but {host} has {nodes}"
             )
         if not _needs_device(config, group) or not is_divided:
             continue

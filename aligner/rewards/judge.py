@@ -26,9 +26,9 @@ from aligner.errors import ConfigError
 from aligner.paths import PRIVATE, RunPaths
 from aligner.rewards.remote import HttpEndpoint, RateLimiter
 from aligner.rewards.scorers import ScorerUnavailable, ScoringError, ScoringRequest
-from aligner.schema.options import is_finite_number
 from aligner.schema.reward_sources import JudgeSource
 from aligner.schema.templates import filled
+from aligner.values import is_finite_number
 
 _VERDICT = re.compile(r"VERDICT:\W*(A|B|TIE)\b", re.IGNORECASE)
 _ONLY_VERDICT = re.compile(r"\W*(A|B|TIE)\W*", re.IGNORECASE)

@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from aligner.rewards.scorers import ScorerUnavailable, ScoringError, ScoringRequest
-from aligner.schema.options import is_finite_number
+from aligner.values import is_finite_number
 
 # Pause before the first retry, and upper bound of the pauses, in seconds. Each pause is twice the
 # previous one.

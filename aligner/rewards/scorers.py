@@ -20,9 +20,9 @@ from aligner.errors import AlignerError, ConfigError, UnavailableError
 from aligner.extras import lacking
 from aligner.rewards.math_comparison import require_math_verify
 from aligner.rewards.verifiers import Rule, Unverifiable
-from aligner.schema.options import callable_place
 from aligner.schema.scoring_functions import FUNCTIONS, RULES, function_place, function_problem
 from aligner.user_code import import_object
+from aligner.values import callable_place
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,8 @@ from typing import Protocol
 
 from aligner.data.collectives import broadcast_samples
 from aligner.data.types import Sample
-from aligner.engines.engine_protocol import (
-    BeginsGenerations,
-    DrawsEpisodes,
-    GenerationEngine,
-    SamplingOptions,
-)
+from aligner.engines.engine_loop import SampleSource, SingleResponses, StartsSamples
+from aligner.engines.engine_protocol import GenerationEngine, SamplingOptions
 from aligner.engines.replicas import STEPS_A_PART, Enough, generate_in_parts, run_through
 from aligner.resharding.publisher import RemotePublisher
 from aligner.rollout.services import together
@@ -66,10 +62,8 @@ class ColocatedSampler:
     rank: int
     sleeps: bool = False
     """Whether the engine gives its memory back between steps."""
-    episodes: BeginsGenerations | None = None
-    """What draws where there is an environment."""
-    means: DrawsEpisodes | None = None
-    """What this rank has of them to close."""
+    episodes: SampleSource | None = None
+    """The source of episodes; None for single responses."""
 
     def sample(
         self,
@@ -80,9 +74,9 @@ class ColocatedSampler:
     ) -> list[Sample]:
         """As `Sampler`."""
         steps = None if enough is None else STEPS_A_PART
-        engine: BeginsGenerations = self.engine if self.episodes is None else self.episodes
+        source: StartsSamples = self.episodes or SingleResponses(self.engine)
         parts = generate_in_parts(
-            engine,
+            source,
             self.layout,
             self.rank,
             samples,
@@ -101,17 +95,17 @@ class ColocatedSampler:
 
     def forget(self, first: int) -> None:
         """As `Sampler`."""
-        if self.means is not None:
-            self.means.forget(first)
+        if self.episodes is not None:
+            self.episodes.forget(first)
 
     def take_waits(self) -> float | None:
         """As `Sampler`."""
-        return None if self.means is None else self.means.take_waits()
+        return None if self.episodes is None else self.episodes.take_waits()
 
     def close(self) -> None:
         """As `Sampler`."""
-        if self.means is not None:
-            self.means.close()
+        if self.episodes is not None:
+            self.episodes.close()
         self.engine.shutdown()
 
 

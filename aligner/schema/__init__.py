@@ -1,8 +1,8 @@
 """The schema of every file under `conf/`: names, types, defaults, bounds and meaning.
 
 Every key a user may write is a field here; a field's metadata holds its help text and, where it has
-them, the allowed `choices` or its bounds (`minimum`, `above`, `maximum`, `below`). `checks/`
-enforces them, `docs/configuration.md` lists them.
+them, the allowed `choices` or its bounds (`minimum`, `above`, `maximum`, `below`).
+`schema.key_validation` enforces them, `docs/configuration.md` lists them.
 """
 
 from dataclasses import dataclass

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from aligner.schema.options import CALLABLE, callable_place, option, section
+from aligner.schema.options import CALLABLE, option, section
+from aligner.values import callable_place
 
 
 @dataclass
@@ -241,7 +242,7 @@ class AlgorithmConfig:
         choices=("truncate", "drop"),
         read=".truncated_importance!=none",
     )
-    replay_routes: bool = option(
+    routing_replay: bool = option(
         False,
         "Whether the policy and the reference use the engine's expert routing of each token for"
         " log-probs and updates (routing replay). Only for mixture-of-experts models.",

@@ -20,7 +20,7 @@ class SlurmRoleConfig:
         " replicas need, with `devices` or `cluster.devices_per_node` devices per node.",
         minimum=1,
     )
-    beside: str | None = option(
+    shares_nodes_with: str | None = option(
         None,
         "Role whose nodes this role shares, on separate devices; null means separate nodes for"
         " this role.",

@@ -5,6 +5,13 @@ from typing import Any
 
 from aligner.schema.options import option, section
 
+LARGEST_SEED = 2**10 - 1
+"""Largest seed of a task of reasoning_gym."""
+MOST_QUESTIONS = 2**16
+"""Maximum number of questions of a task of reasoning_gym."""
+TASK = "task"
+"""Record field with the name of the task; reward weights and teachers can depend on it."""
+
 
 @dataclass
 class CurriculumConfig:
@@ -33,14 +40,14 @@ class CurriculumConfig:
         above=0,
         below=1,
     )
-    least_chance: float = option(
+    min_probability: float = option(
         0.1,
         "Minimum sampling probability of a prompt, regardless of its pass rate.",
         above=0,
         maximum=1,
         read=".target!=null",
     )
-    memory: float = option(
+    decay: float = option(
         1.0,
         "Decay factor for the weight of earlier samples in a prompt's pass rate, applied each"
         " time the prompt is sampled again. 1: all samples of the run count equally; 0: only the"
@@ -177,7 +184,7 @@ class DataConfig:
         choices=("last", "all"),
         read="algorithm.trainer=sft|teacher_scores",
     )
-    drawn_tokens: bool = option(
+    generated_tokens: bool = option(
         True,
         "Whether to use the generated token ids that are stored with a response, without"
         " appending an end-of-sequence token. False tokenizes the text of the response instead;"

@@ -2,16 +2,23 @@
 with weights."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from aligner.errors import ConfigError
 from aligner.schema import DataConfig
-from aligner.schema.options import is_finite_number, key_hint
+from aligner.schema.entries import Entries, Text, Weight, parse_entries
 from aligner.schema.reasoning_tasks import reasoning_tasks
 
-_ENTRIES = ("path", "weight", "fields")
+
+class DataEntries(Entries):
+    """Entries of `data.sources.NAME`."""
+
+    path: Text
+    weight: Weight = 1.0
+    fields: dict[str, Any] | None = None
+    """aligner's field names to the data's own; None means `data.fields`."""
 
 
 @dataclass(frozen=True)
@@ -36,28 +43,38 @@ class DataSource:
 
 
 def data_sources(data: DataConfig) -> tuple[DataSource, ...]:
-    """The sources, in the configuration's order; none where the prompts are given in place.
+    """Return the sources, in the configuration's order; none if the prompts are in `data.prompts`.
 
-    Raises ConfigError with one line for each thing that is wrong.
+    Raises:
+        ConfigError: One line for each problem of the sources.
     """
     if data.tasks and data.path is None and not data.sources:
         return task_sources(data, None)
+
     problems = list(_misplaced(data))
-    problems += [
-        problem for key, entries in _entries(data) for problem in _source_problems(key, entries)
-    ]
+    sources = []
+    if data.path is not None:
+        sources.append(
+            DataSource("data", Path(data.path), 1.0, data.fields, data.function_timeout_s)
+        )
+    for name, entries in data.sources.items():
+        try:
+            sources.append(_source(f"data.sources.{name}", entries, data))
+        except ConfigError as error:
+            problems.append(str(error))
     if problems:
         raise ConfigError("\n".join(problems))
-    return tuple(
-        DataSource(
-            key,
-            Path(entries["path"]),
-            float(entries.get("weight", 1.0)),
-            entries.get("fields", data.fields),
-            data.function_timeout_s,
-        )
-        for key, entries in _entries(data)
+    return tuple(sources)
+
+
+def _source(key: str, entries: Any, data: DataConfig) -> DataSource:
+    parsed: DataEntries = parse_entries(
+        DataEntries, key, entries, expected="path and optionally weight and fields"
     )
+    fields = data.fields if parsed.fields is None else parsed.fields
+    if problems := list(fields_problems(f"{key}.fields", fields)):
+        raise ConfigError("\n".join(problems))
+    return DataSource(key, Path(parsed.path), parsed.weight, fields, data.function_timeout_s)
 
 
 def task_sources(data: DataConfig, held_out: int | None) -> tuple[DataSource, ...]:
@@ -79,8 +96,8 @@ def task_sources(data: DataConfig, held_out: int | None) -> tuple[DataSource, ..
     }
     sources = []
     for place, task in enumerate(tasks):
-        arguments = asdict(task) | shared | {"questions": held_out or task.questions}
-        del arguments["weight"], arguments["fields"]
+        arguments = task.model_dump(exclude={"weight", "fields"}) | shared
+        arguments["questions"] = held_out or task.questions
         names = task.fields or data.fields
         key = f"data.tasks[{place}]"
         sources.append(
@@ -116,37 +133,6 @@ def _misplaced(data: DataConfig) -> Iterator[str]:
             " or data.prompts=[…]"
         )
     yield from fields_problems("data.fields", data.fields)
-
-
-def _entries(data: DataConfig) -> Iterator[tuple[str, Any]]:
-    if data.path is not None:
-        yield "data", {"path": data.path}
-    for name, entries in data.sources.items():
-        yield f"data.sources.{name}", entries
-
-
-def _source_problems(key: str, entries: Any) -> Iterator[str]:
-    if not isinstance(entries, Mapping):
-        yield (
-            f"{key}={entries}: expected a mapping with path and optionally weight and fields, got"
-            f" {type(entries).__name__}"
-        )
-        return
-    for entry, value in entries.items():
-        if entry not in _ENTRIES:
-            hint = key_hint(key, entry, _ENTRIES, f"allowed in {key}: {', '.join(_ENTRIES)}")
-            yield f"{key}.{entry}: unknown key; {hint}"
-        elif entry == "fields":
-            yield from fields_problems(f"{key}.fields", value)
-        elif entry == "path" and (not isinstance(value, str) or not value):
-            yield f"{key}.path={value}: expected a string, got {type(value).__name__}"
-        elif entry == "weight" and not (is_finite_number(value) and value > 0):
-            yield (
-                f"{key}.weight={value}: must be a finite number above 0; remove the source if it"
-                " should not be used"
-            )
-    if "path" not in entries:
-        yield f"{key}.path: missing"
 
 
 def fields_problems(key: str, fields: Any) -> Iterator[str]:

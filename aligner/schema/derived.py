@@ -1,7 +1,7 @@
 """Quantities that follow from several keys."""
 
 from aligner.schema import Config, EvaluationConfig
-from aligner.schema.options import callable_place
+from aligner.values import callable_place
 
 GROUPED = ("rloo", "grpo", "grpo_steps", "dr_grpo")
 """Estimators that compare the samples of a prompt."""

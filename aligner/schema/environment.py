@@ -115,7 +115,7 @@ class EnvironmentConfig:
         minimum=0,
         read=_SET,
     )
-    most_characters: int = option(
+    max_characters: int = option(
         100_000,
         "Maximum length in characters of an environment's answer, or of one request from an agent.",
         minimum=1,

@@ -19,7 +19,7 @@ class EvaluationConfig:
         " evaluations only at these checkpoints.",
         minimum=0,
     )
-    beside: bool = option(
+    asynchronous: bool = option(
         False,
         "Whether evaluations run asynchronously, concurrently with the next training step."
         " Requires asynchronous rollouts (`rollout.max_staleness` above 0).",
@@ -89,5 +89,5 @@ class EvaluationConfig:
         {},
         "Additional evaluations, reported as `eval/NAME/…`. The value is a mapping from each"
         " name to `path` or `prompts`, and optionally other keys of this section except `every`"
-        " and `beside`.",
+        " and `asynchronous`.",
     )

@@ -1,21 +1,29 @@
 """What a run is evaluated on: prompts of `evaluation` itself, and suites that have names."""
 
 import re
+import typing
 import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
+
+from pydantic import create_model
 
 from aligner.errors import ConfigError
 from aligner.schema import Config, EvaluationConfig
-from aligner.schema.keys import schema_keys
-from aligner.schema.options import key_hint
+from aligner.schema.entries import Entries, parse_entries, section_field
 
-_SHARED = ("every", "beside", "suites")
+_SHARED = ("every", "asynchronous", "suites")
 """Keys of the section that are about all suites."""
 _OWN = ("path", "fields", "prompts", "questions", "group_by", "judge")
 """Those that a suite does not take from the section."""
-_ENTRIES = tuple(one.name for one in fields(EvaluationConfig) if one.name not in _SHARED)
+_FIELDS: dict[str, Any] = {
+    name: (hint, section_field(EvaluationConfig, name))
+    for name, hint in typing.get_type_hints(EvaluationConfig).items()
+    if name not in _SHARED
+}
+_SuiteEntries = create_model("_SuiteEntries", __base__=Entries, **_FIELDS)
+"""Entries of a suite: the keys of `evaluation` that are about one suite."""
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 
@@ -99,17 +107,13 @@ def _problems(name: str, entries: Any) -> Iterator[str]:
             f"{key}: the name of a suite is part of metric names; it must consist of letters,"
             " digits, _ and -, and must not be score"
         )
-    if not isinstance(entries, Mapping):
-        yield (
-            f"{key}={entries}: expected a mapping with path or prompts, got"
-            f" {type(entries).__name__}"
-        )
-        return
-    for entry, value in entries.items():
-        if entry in _SHARED:
-            yield f"{key}.{entry}: applies to all suites; set evaluation.{entry}"
-        elif entry not in _ENTRIES:
-            hint = key_hint(key, entry, _ENTRIES, f"allowed in {key}: {', '.join(_ENTRIES)}")
-            yield f"{key}.{entry}: unknown key; {hint}"
-        elif problem := schema_keys()[f"evaluation.{entry}"].value_problem(value):
-            yield f"{key}.{entry}={value}: {problem}"
+    own = entries
+    if isinstance(entries, Mapping):
+        for entry in _SHARED:
+            if entry in entries:
+                yield f"{key}.{entry}: applies to all suites; set evaluation.{entry}"
+        own = {entry: value for entry, value in entries.items() if entry not in _SHARED}
+    try:
+        parse_entries(_SuiteEntries, key, own, expected="path or prompts")
+    except ConfigError as error:
+        yield str(error)

@@ -1,17 +1,17 @@
 """The schema as a flat list of dotted keys, for error messages, checks and the reference page."""
 
 import dataclasses
-import math
+import difflib
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
+from aligner.errors import ConfigError
 from aligner.schema import Config
 from aligner.schema.conditions import Condition, Term, parse_condition
-from aligner.schema.options import CALLABLE, callable_place, is_finite_number
 
 MASK = "***"
 """Stands for a value that is kept secret."""
@@ -36,47 +36,10 @@ class Key:
     is_mapping: bool
     """Entries below the key are the user's own (`model.config.hidden_size`)."""
 
-    def value_problem(self, value: Any) -> str | None:
-        """What is wrong with a value that no schema was asked about, as of an entry of a mapping:
-        its type, or its bounds."""
-        kind = self.type_name.removesuffix(" | None")
-        if value is None and kind != self.type_name:
-            return None
-        if kind == "float" and not is_finite_number(value):
-            return "must be a finite number"
-        if kind == "int" and (not isinstance(value, int) or isinstance(value, bool)):
-            return "must be an integer"
-        if kind == "bool" and not isinstance(value, bool):
-            return "must be true or false"
-        if kind == "str" and not (isinstance(value, str) and value):
-            return f"expected a string, got {type(value).__name__}"
-        if kind == "list[str]" and not (
-            isinstance(value, list) and all(isinstance(one, str) for one in value)
-        ):
-            return "must be a list of strings"
-        if self.is_mapping and not isinstance(value, Mapping):
-            return f"expected a mapping, got {type(value).__name__}"
-        return self.bound_problem(value)
-
-    def bound_problem(self, value: Any) -> str | None:
-        """What is wrong with a value that is not one of the choices, not finite or out of
-        bounds."""
-        if value is None:
-            return None
-        is_own = CALLABLE in self.choices and callable_place(value) is not None
-        if self.choices and value not in self.choices and not is_own:
-            return f"allowed: {', '.join(self.choices)}"
-        if isinstance(value, float) and not math.isfinite(value):
-            return "must be a finite number"
-        if self.minimum is not None and value < self.minimum:
-            return f"must be at least {self.minimum:g}"
-        if self.above is not None and value <= self.above:
-            return f"must be above {self.above:g}"
-        if self.maximum is not None and value > self.maximum:
-            return f"must be at most {self.maximum:.10g}"
-        if self.below is not None and value >= self.below:
-            return f"must be below {self.below:g}"
-        return None
+    @property
+    def allows_null(self) -> bool:
+        """Whether null is a value of the key."""
+        return self.type_name.endswith(" | None")
 
 
 @dataclass(frozen=True)
@@ -148,6 +111,45 @@ def schema_sections() -> tuple[Section, ...]:
 def schema_keys() -> dict[str, Key]:
     """Every key of the schema by its dotted name."""
     return {key.name: key for section in schema_sections() for key in section.keys}
+
+
+def known_key(name: str) -> str | None:
+    """The key of the schema that a name is, or an entry of; None for any other."""
+    keys = schema_keys()
+    if name in keys:
+        return name
+    return next(
+        (key for key, known in keys.items() if known.is_mapping and name.startswith(f"{key}.")),
+        None,
+    )
+
+
+def check_key(key: str, groups: Iterable[str] = ()) -> None:
+    """Raise ConfigError, with the nearest key, unless `key` is a key, a section or an entry of a
+    mapping."""
+    sections = {section.name for section in schema_sections() if section.name}
+    if key in sections or known_key(key) is not None:
+        return
+    raise ConfigError(
+        f"{key}: unknown key; {_suggestion(key, [*schema_keys(), *sections, *groups])}"
+    )
+
+
+def _suggestion(key: str, candidates: Sequence[str]) -> str:
+    parent, _, last = key.rpartition(".")
+    if parent in candidates:
+        siblings = sorted(
+            name.rpartition(".")[2] for name in candidates if name.rpartition(".")[0] == parent
+        )
+        close = difflib.get_close_matches(last, siblings, n=1)
+        return (
+            f"did you mean {parent}.{close[0]}?"
+            if close
+            else f"allowed in {parent}: {', '.join(siblings)}"
+        )
+    same = [name for name in candidates if name.rpartition(".")[2] == last]
+    close = same if same and not parent else difflib.get_close_matches(key, candidates, n=1)
+    return f"did you mean {' or '.join(close)}?" if close else "see docs/configuration.md"
 
 
 def value_at(config: Config, name: str) -> Any:

@@ -2,7 +2,6 @@
 it."""
 
 import difflib
-import sys
 from collections.abc import Collection
 from dataclasses import field
 from typing import Any
@@ -46,22 +45,6 @@ def section(kind: type, read: Read | None = None, **keys: Read) -> Any:
     common.
     """
     return field(default_factory=kind, metadata={"read": read, "keys": keys})
-
-
-def callable_place(name: str) -> tuple[str, str] | None:
-    """The module of a `module:callable`, and what it is called there; None for any other name."""
-    module, _, function = name.partition(":")
-    return (module, function) if module and function else None
-
-
-def is_finite_number(value: Any) -> bool:
-    """Whether it is a number, and one that a float holds. Compared, not converted: an integer may
-    be too large."""
-    return (
-        isinstance(value, (int, float))
-        and not isinstance(value, bool)
-        and abs(value) <= sys.float_info.max
-    )
 
 
 def key_hint(section: str, entry: object, allowed: Collection[str], otherwise: str) -> str:

@@ -1,123 +1,78 @@
 """Tasks of reasoning_gym that prompts are made of, as the configuration says: `data.tasks`."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field
 
 from aligner.errors import ConfigError
-from aligner.schema.options import is_finite_number, key_hint
-
-LARGEST_SEED, MOST_QUESTIONS = 2**10 - 1, 2**16
-TASK = "task"
-"""The field of a prompt's record that names its task, by which rewards weigh and teachers are
-chosen."""
+from aligner.schema.data import LARGEST_SEED, MOST_QUESTIONS
+from aligner.schema.entries import Entries, Text, Weight, allowed_entries, explained, parse_entries
 
 
-@dataclass(frozen=True)
-class ReasoningTask:
-    """A task, and which of its questions."""
-
-    name: str
-    weight: float = 1.0
-    questions: int = 1000
-    """So many are learned from, pass by pass."""
-    seed: int = 0
-    difficulty: tuple[int, int] | None = None
-    """The level of its curriculum at the first question and at the last; None: the task's own
-    defaults."""
-    config: Mapping[str, Any] = field(default_factory=dict)
-    """The task's own settings."""
-    fields: Mapping[str, str] = field(default_factory=dict)
-    """Our name of a record's field to that of `reasoning_questions.questions`; none: `data.fields`.
-    """
+def _as_pair(difficulty: Any) -> Any:
+    """Return (level, level) for a single level."""
+    return (difficulty, difficulty) if isinstance(difficulty, int) else difficulty
 
 
-_ENTRIES = tuple(entry.name for entry in fields(ReasoningTask))
+_Level = Annotated[int, Field(ge=0, strict=True)]
+
+
+class ReasoningTask(Entries):
+    """A task, and which of its questions are asked."""
+
+    name: Text = explained("must be the name of a task")
+    weight: Weight = 1.0
+    questions: int = explained(
+        f"must be an integer from 1 to {MOST_QUESTIONS}", default=1000, ge=1, le=MOST_QUESTIONS
+    )
+    """Number of different questions that are trained on."""
+    seed: int = explained(
+        f"must be an integer from 0 to {LARGEST_SEED}", default=0, ge=0, le=LARGEST_SEED
+    )
+    difficulty: Annotated[tuple[_Level, _Level] | None, BeforeValidator(_as_pair)] = explained(
+        "must be a level (an integer, at least 0), or two levels, [FIRST, LAST]",
+        default=None,
+        strict=False,
+    )
+    """Levels of the task's curriculum at the first and the last question; None means the task's
+    own defaults."""
+    config: dict[str, Any] = explained(
+        "must be a mapping of the task's settings", default_factory=dict
+    )
+    fields: dict[str, str] = explained(
+        "must be a mapping from aligner's field names to the record's", default_factory=dict
+    )
+    """aligner's field names to those of `reasoning_questions.questions`; empty means
+    `data.fields`."""
+
+
+ReasoningTask.unknown_hint = (
+    f"allowed: {', '.join(allowed_entries(ReasoningTask))}; put the task's settings in config"
+)
 
 
 def reasoning_tasks(tasks: Sequence[Any]) -> tuple[ReasoningTask, ...]:
-    """The tasks of `data.tasks`, each a name or a mapping. Raises ConfigError with one line for
-    each thing that is wrong."""
-    entries = [{"name": task} if isinstance(task, str) else task for task in tasks]
-    if problems := [
-        problem
-        for place, entry in enumerate(entries)
-        for problem in _problems(f"data.tasks[{place}]", entry)
-    ]:
-        raise ConfigError("\n".join(problems))
-    return tuple(
-        ReasoningTask(**(entry | {"difficulty": _levels(entry.get("difficulty"))}))
-        for entry in entries
-    )
+    """Return the tasks of `data.tasks`, each of which is a name or a mapping.
 
-
-def _levels(difficulty: Any) -> tuple[int, int] | None:
-    if difficulty is None:
-        return None
-    return (
-        (difficulty, difficulty) if isinstance(difficulty, int) else (difficulty[0], difficulty[1])
-    )
-
-
-def _problems(key: str, entry: Any) -> Iterator[str]:
-    if not isinstance(entry, Mapping):
-        yield (
-            f"{key}={entry}: expected the name of a task, or a mapping with name, got"
-            f" {type(entry).__name__}"
-        )
-        return
-    if "name" not in entry:
-        yield f"{key}.name: missing"
-    for name, value in entry.items():
-        if name not in _ENTRIES:
-            hint = key_hint(
-                key,
-                name,
-                _ENTRIES,
-                f"allowed: {', '.join(_ENTRIES)}; put the task's settings in config",
+    Raises:
+        ConfigError: One line for each problem of the tasks.
+    """
+    problems = []
+    parsed = []
+    for place, task in enumerate(tasks):
+        key = f"data.tasks[{place}]"
+        entries = {"name": task} if isinstance(task, str) else task
+        if not isinstance(entries, Mapping):
+            problems.append(
+                f"{key}={task}: expected the name of a task, or a mapping with name, got"
+                f" {type(task).__name__}"
             )
-            yield f"{key}.{name}: unknown key; {hint}"
-        elif wanted := _wanted(name, value):
-            yield f"{key}.{name}={value}: must be {wanted}"
-
-
-def _wanted(name: str, value: Any) -> str | None:
-    """What an entry must be, where it is not."""
-    if name == "name":
-        return None if isinstance(value, str) and value else "the name of a task"
-    if name == "weight":
-        return (
-            None
-            if is_finite_number(value) and value > 0
-            else "a finite number above 0; remove the task if it should not be used"
-        )
-    if name == "questions":
-        return (
-            None
-            if _is_level(value) and 0 < value <= MOST_QUESTIONS
-            else f"an integer from 1 to {MOST_QUESTIONS}"
-        )
-    if name == "seed":
-        return (
-            None
-            if _is_level(value) and value <= LARGEST_SEED
-            else f"an integer from 0 to {LARGEST_SEED}"
-        )
-    if name == "fields":
-        good = isinstance(value, Mapping) and all(
-            isinstance(theirs, str) for theirs in value.values()
-        )
-        return None if good else "a mapping from aligner's field names to the record's"
-    if name == "config":
-        return None if isinstance(value, Mapping) else "a mapping of the task's settings"
-    levels = [value] if not isinstance(value, list) else value
-    good = value is None or (
-        len(levels) in (1, 2)
-        and all(map(_is_level, levels))
-        and (value is not levels or len(levels) == 2)
-    )
-    return None if good else "a level (an integer, at least 0), or two levels, [FIRST, LAST]"
-
-
-def _is_level(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+            continue
+        try:
+            parsed.append(parse_entries(ReasoningTask, key, entries, expected="name"))
+        except ConfigError as error:
+            problems.append(str(error))
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return tuple(parsed)

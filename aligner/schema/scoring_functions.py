@@ -3,7 +3,7 @@ is imported."""
 
 from collections.abc import Mapping
 
-from aligner.schema.options import callable_place
+from aligner.values import callable_place
 
 FUNCTIONS: Mapping[str, str] = {
     "digit_fraction": "aligner.rewards.scorers:digit_fraction",

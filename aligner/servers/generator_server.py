@@ -15,16 +15,13 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from aligner.agents.episode_source import build_episodes
 from aligner.data.model_directory import read_shape
 from aligner.data.tokenizer import build_run_tokenizer
 from aligner.data.types import Prompt, Sample, create_empty_samples
-from aligner.engines.build import build_engine, build_episodes
-from aligner.engines.engine_protocol import (
-    BeginsGenerations,
-    DrawsEpisodes,
-    GenerationEngine,
-    SamplingOptions,
-)
+from aligner.engines.build import build_engine
+from aligner.engines.engine_loop import SampleSource, SingleResponses, StartsSamples
+from aligner.engines.engine_protocol import GenerationEngine, SamplingOptions
 from aligner.engines.replicas import (
     STEPS_A_PART,
     Enough,
@@ -80,15 +77,13 @@ def serve_generator(config: Config) -> None:
         device=device,
         context=config.data.max_prompt_tokens + config.rollout.max_response_tokens,
     )
-    episode_engine = environments = None
+    episodes = None
     if config.environment.draws_episodes:
         tokenizer = build_run_tokenizer(config, directory)
-        episode_engine, environments = build_episodes(
-            config, engine, tokenizer, "generator", rank, group
-        )
+        episodes = build_episodes(config, engine, tokenizer, "generator", rank)
 
     receiver = build_weight_receiver(config, shape, engine, rank, device)
-    generator = GeneratorRank(config, engine, receiver, rank, episode_engine, environments)
+    generator = GeneratorRank(config, engine, receiver, rank, episodes)
     limits = compute_model_limits(config, directory, shape.vocab_size)
     serve_role(
         "generator",
@@ -100,8 +95,8 @@ def serve_generator(config: Config) -> None:
     )
 
     # The role has stopped in order: release the environments and the engine.
-    if environments is not None:
-        environments.close()
+    if episodes is not None:
+        episodes.close()
     engine.shutdown()
     dist.destroy_process_group()
 
@@ -138,8 +133,7 @@ class GeneratorRank:
         engine: GenerationEngine,
         receiver: WeightReceiver,
         rank: int,
-        episode_engine: BeginsGenerations | None = None,
-        environments: DrawsEpisodes | None = None,
+        episodes: SampleSource | None = None,
     ) -> None:
         """Store the engine and its surroundings.
 
@@ -148,16 +142,14 @@ class GeneratorRank:
             engine: The generation engine.
             receiver: Receives the trainer's weights for the engine.
             rank: This rank's index among the engine's ranks.
-            episode_engine: Engine for episodes with an environment; None generates single
-                responses.
-            environments: On the first rank of each replica, the engine that owns the environments.
+            episodes: The source of episodes; None generates single responses.
         """
         self._layout = config.engine.parallel
         self._engine = engine
         self._receiver = receiver
         self._rank = rank
-        self._sampling_engine = episode_engine or engine
-        self._environments = environments
+        self._episodes = episodes
+        self._source: StartsSamples = episodes or SingleResponses(engine)
         self._can_interrupt = config.engine.in_flight == "interrupt"
 
     @property
@@ -221,8 +213,8 @@ class GeneratorRank:
                 f"the generator has {engine_state}, but the request requires version"
                 f" {weight_version} or newer"
             )
-        if self._environments is not None and first_prompt is not None:
-            self._environments.forget(first_prompt)
+        if self._episodes is not None and first_prompt is not None:
+            self._episodes.forget(first_prompt)
 
         prompts = [
             Prompt(id=prompt_id, text="", tokens=row[:length], metadata=fields)
@@ -237,7 +229,7 @@ class GeneratorRank:
 
         samples = create_empty_samples(prompts, samples_per_prompt)
         parts = generate_in_parts(
-            self._sampling_engine,
+            self._source,
             self._layout,
             self._rank,
             responses_from_tensors(samples, partial_rollouts) if partial_rollouts else samples,

@@ -29,7 +29,7 @@ from tritonclient.utils import InferenceServerException
 from aligner.data.types import ABSTAINED, TeacherTopK
 from aligner.errors import AlignerError, UnansweredError
 from aligner.placement.addresses import GRPC_KEY_HEADER, Access, Endpoint
-from aligner.schema.reasoning_tasks import TASK
+from aligner.schema.data import TASK
 from aligner.servers.wire_protocol import (
     CONTROL,
     REQUEST_NUMBER,

@@ -7,8 +7,10 @@ from datetime import timedelta
 
 from torch.distributed import ProcessGroup
 
+from aligner.agents.episode_source import build_episodes
+from aligner.agents.tool_protocol import ListedTool
 from aligner.data.tokenizer import Tokenizer
-from aligner.engines.build import build_engine, build_episodes
+from aligner.engines.build import build_engine
 from aligner.engines.engine_protocol import (
     GenerationEngine,
     SamplingOptions,
@@ -16,7 +18,6 @@ from aligner.engines.engine_protocol import (
     weight_format,
 )
 from aligner.engines.replicas import replica_group
-from aligner.environments.tool_protocol import ListedTool
 from aligner.megatron.policy import Policy
 from aligner.models.model_source import model_directory
 from aligner.models.shape import ModelShape
@@ -56,12 +57,10 @@ def build_engine_ends(
     group = replica_group(layout, rank, timedelta(seconds=config.cluster.collective_timeout_s))
     with policy.runner.reserve_optimizer_memory():
         engine = _colocated_engine(config, policy, group, listener)
-    episodes = means = None
+    episodes = None
     if config.environment.draws_episodes:
-        episodes, means = build_episodes(
-            config, engine, tokenizer, "trainer", rank, group, listener, tools
-        )
-    sampler = ColocatedSampler(engine, layout, rank, config.engine.sleep, episodes, means)
+        episodes = build_episodes(config, engine, tokenizer, "trainer", rank, listener, tools)
+    sampler = ColocatedSampler(engine, layout, rank, config.engine.sleep, episodes)
     return sampler, _colocated_publisher(config, policy, engine)
 
 

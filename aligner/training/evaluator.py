@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from aligner.agents.tool_catalogue import tool_schemas
+from aligner.agents.tool_protocol import ListedTool
 from aligner.algorithms.evaluation_scores import (
     evaluation_metrics,
     group_metrics,
@@ -29,8 +31,6 @@ from aligner.data.prompts import open_evaluation_prompts, read_token_ids
 from aligner.data.tokenizer import Tokenizer
 from aligner.data.types import ABSTAINED, Prompt, Sample, collate
 from aligner.engines.engine_protocol import SamplingOptions
-from aligner.environments.tool_catalogue import tool_schemas
-from aligner.environments.tool_protocol import ListedTool
 from aligner.errors import AlignerError
 from aligner.files import write_file
 from aligner.megatron.policy import Policy

@@ -137,7 +137,7 @@ class OnlineTrainer(TrainingLoop):
         data = self.config.data
         earlier_rates = self.pass_rates
         outcomes = sampled.draws(self.prompts.locate, data.pass_threshold)
-        self.pass_rates = earlier_rates.with_outcomes(outcomes, data.curriculum.memory)
+        self.pass_rates = earlier_rates.with_outcomes(outcomes, data.curriculum.decay)
         self.pipeline.pass_rates = self.pass_rates
         return draw_metrics(outcomes, earlier_rates, self.pass_rates)
 
@@ -212,7 +212,7 @@ class OnlineTrainer(TrainingLoop):
 
         if batch.routes is not None:
             is_computed_before_update = self._asks_before_update(step)
-            stats["mismatch/routes"] = (
+            stats["mismatch/expert_routing"] = (
                 routing_mismatch
                 if is_computed_before_update
                 else self.policy.runner.routing_mismatch
@@ -395,8 +395,8 @@ class OnlineTrainer(TrainingLoop):
 
     def begin_evaluation(self, step: int) -> bool:
         """Queue the evaluation's generation after the samples of the same weights, with
-        `evaluation.beside`."""
-        if self.evaluations is None or not self.config.evaluation.beside:
+        `evaluation.asynchronous`."""
+        if self.evaluations is None or not self.config.evaluation.asynchronous:
             return False
         self.evaluations.begin(step, self.pipeline.draw_beside(self.evaluations.draw))
         return True

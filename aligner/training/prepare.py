@@ -4,6 +4,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from aligner.agents.tool_catalogue import list_tools, tool_schemas, with_tool_arguments
 from aligner.algorithms.extension import require_functions
 from aligner.data.examples import open_run_data
 from aligner.data.model_directory import prepare_model, read_shape
@@ -12,14 +13,13 @@ from aligner.data.teacher_scores import TeacherScores
 from aligner.data.tokenizer import Tokenizer, build_run_tokenizer, check_end_tokens
 from aligner.data.tokenizer_files import read_tokenizer_files
 from aligner.data.types import Prompt
-from aligner.environments.tool_catalogue import list_tools, tool_schemas, with_tool_arguments
 from aligner.errors import ConfigError
 from aligner.rewards.scorers import resolve_scorer
 from aligner.rewards.verifiers import CHECKED_VERIFIERS, check_answers
 from aligner.schema import Config
+from aligner.schema.data import TASK
 from aligner.schema.evaluation_suites import evaluated_suites, evaluation_suites
 from aligner.schema.keys import only_read
-from aligner.schema.reasoning_tasks import TASK
 from aligner.schema.reward_sources import (
     FunctionSource,
     JudgeSource,

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from aligner.agents.tool_catalogue import list_tools, tool_schemas
+from aligner.agents.tool_protocol import ListedTool
 from aligner.algorithms.kl import KLController
 from aligner.algorithms.online_algorithm import build_online_algorithm, build_shaping
 from aligner.data.examples import LabeledSteps, RunData, open_run_data
@@ -13,8 +15,6 @@ from aligner.data.pass_rates import PassRates
 from aligner.data.prompts import PromptStream, open_prompts
 from aligner.data.run_inputs import compute_input_checksums
 from aligner.data.tokenizer import Tokenizer, build_run_tokenizer
-from aligner.environments.tool_catalogue import list_tools, tool_schemas
-from aligner.environments.tool_protocol import ListedTool
 from aligner.errors import ConfigError
 from aligner.megatron import world as worlds
 from aligner.megatron.policy import FrozenPolicy, Policy
@@ -273,7 +273,7 @@ def build_rollout_builder(
         config.rollout,
         replace(
             build_options(config.rollout, policy.runner.shape),
-            routes=config.algorithm.replay_routes,
+            routes=config.algorithm.routing_replay,
         ),
         policy.runner.shape.pad_token_id,
         dynamic_sampling_rounds=config.algorithm.dynamic_sampling_rounds,

@@ -123,7 +123,7 @@ def draw_metrics(
     * `data/epoch`: number of passes over the prompts, including this step; with several sources,
       the position in the stream divided by the total number of prompts.
     * `data/repetitions`: mean number of times that a prompt of the step was sampled before.
-    * `data/drawn_fraction`: fraction of the stream so far that was sampled; the rest was skipped.
+    * `data/sampled_fraction`: fraction of the stream so far that was sampled; the rest was skipped.
     * `data/pass_rate`: mean pass rate of the prompts that have samples.
     * `data/always_passed`, `data/never_passed`: fractions of these prompts for which all samples
       passed, or none.
@@ -133,7 +133,7 @@ def draw_metrics(
     metrics = {
         "data/epoch": positions / len(after.drawn),
         "data/repetitions": sum(earlier_counts) / len(draws),
-        "data/drawn_fraction": int(after.drawn.sum()) / positions,
+        "data/sampled_fraction": int(after.drawn.sum()) / positions,
     }
 
     rates = after.compute_rates()
@@ -258,13 +258,13 @@ def rollout_metrics(
     * `rollout/skipped`: number of prompts that could not be generated or scored;
       `rollout/skipped_fraction` is their fraction of `prompts_per_step`.
     * `rollout/deferred`: number of prompts carried over to later steps, if this is allowed.
-    * `rollout/guessed`: number of draft tokens of rank 0's engine; `rollout/accepted_fraction` is
+    * `rollout/draft_tokens`: number of draft tokens of rank 0's engine; `rollout/accepted_fraction` is
       the fraction that was accepted.
     * `episode/turns`: mean number of the policy's turns per episode; `episode/branches` is the mean
       number of its branches.
     * `episode/environment_s`: time in seconds, per episode of rank 0, spent waiting for the
       environment in all turns together.
-    * `response/drawn_to_…`: histogram of the lengths of all generated samples.
+    * `response/generated_to_…`: histogram of the lengths of all generated samples.
 
     Lengths count generated tokens, without branches.
 
@@ -303,12 +303,12 @@ def rollout_metrics(
     guessed, accepted = rollout.guesses
     if guessed:
         counts |= {
-            "rollout/guessed": float(guessed),
+            "rollout/draft_tokens": float(guessed),
             "rollout/accepted_fraction": accepted / guessed,
         }
 
     lengths = [sample.generated_token_count for sample in samples]
-    counts |= length_counts("response/drawn", [*lengths, *rollout.left_out])
+    counts |= length_counts("response/generated", [*lengths, *rollout.left_out])
 
     if branches := sum(len(sample.branches) for sample in samples):
         counts["episode/branches"] = branches / len(samples)
@@ -350,7 +350,7 @@ def experience_metrics(experience: Experience) -> dict[str, float]:
     * `distill/reverse_kl`: estimate from the samples of the policy's KL to its teacher, mean per
       token; `distill/response_reverse_kl` is the mean per response.
     * `value/explained_variance`: 1 - Var(return - value) / Var(return).
-    * `response/learned_to_…`: histogram of the lengths of the responses used for training.
+    * `response/trained_to_…`: histogram of the lengths of the responses used for training.
     """
     mask = experience.mask
     mismatch = torch.where(mask, experience.engine_logprobs - experience.old_logprobs, 0.0)
@@ -379,7 +379,7 @@ def experience_metrics(experience: Experience) -> dict[str, float]:
                 unbiased=False
             )
 
-    lengths = length_counts("response/learned", mask.sum(1).tolist())
+    lengths = length_counts("response/trained", mask.sum(1).tolist())
     return {name: float(value) for name, value in metrics.items()} | lengths
 
 

@@ -7,14 +7,14 @@ from pathlib import Path
 
 from torch import Tensor
 
+from aligner.agents import generate
+from aligner.agents.generate import Job, Progress
 from aligner.algorithms.evaluation_scores import evaluation_metrics, judge_metrics, perplexity
 from aligner.data.conversations import decode_response
 from aligner.data.export import Source
 from aligner.data.prompts import read_token_ids
 from aligner.data.tokenizer_files import read_tokenizer
 from aligner.data.types import ABSTAINED, Prompt, Sample, collate
-from aligner.engines import generate
-from aligner.engines.generate import Job, Progress
 from aligner.errors import ConfigError
 from aligner.paths import cache_directory
 from aligner.rewards.judge import JudgeMeter, open_judge

@@ -57,7 +57,7 @@ _FRESH_COLOR = (156, 195, 230)
 _STALE_COLOR = (176, 86, 143)
 _STALENESS_PREFIX = "staleness/share_"
 # Prefixes of the metrics that count response lengths, with the names of their bars.
-_LENGTH_PREFIXES = {"response/drawn_to_": "generated", "response/learned_to_": "trained on"}
+_LENGTH_PREFIXES = {"response/generated_to_": "generated", "response/trained_to_": "trained on"}
 # Prefixes of metrics that have special plots instead of curves.
 _SPECIAL_PREFIXES = (*_LENGTH_PREFIXES, _STALENESS_PREFIX)
 _SECONDS = "seconds"  # not the name of a metric: those contain a /

@@ -137,17 +137,17 @@ def compose(*overrides):
             "algorithm.kept_fields: `reward` is already a field of the stored responses",
         ),
         (
-            ["algorithm.replay_routes=true"],
+            ["algorithm.routing_replay=true"],
             (
-                "algorithm.replay_routes=true: requires a mixture-of-experts model, but the model"
+                "algorithm.routing_replay=true: requires a mixture-of-experts model, but the model"
                 " has no experts; set"
             ),
         ),
         (
-            ["algorithm.replay_routes=true", "engine=tensorrt_llm"],
+            ["algorithm.routing_replay=true", "engine=tensorrt_llm"],
             (
-                "algorithm.replay_routes=true: is not supported with engine.kind=tensorrt_llm,"
-                " which does not return expert routing; set algorithm.replay_routes=false, or use"
+                "algorithm.routing_replay=true: is not supported with engine.kind=tensorrt_llm,"
+                " which does not return expert routing; set algorithm.routing_replay=false, or use"
             ),
         ),
         (

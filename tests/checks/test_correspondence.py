@@ -19,10 +19,12 @@ OF_SCHEMA = {
     "conditions",
     "data_sources",
     "derived",
+    "entries",
     "keys",
     "options",
     "reasoning_tasks",
     "references",
+    "renamed",
     "reward_sources",
 }
 OF_SCHEMA |= {
@@ -31,6 +33,7 @@ OF_SCHEMA |= {
     "scoring_functions",
     "teacher_sources",
     "templates",
+    "key_validation",
 }
 """Schema files that do not belong to a single section."""
 

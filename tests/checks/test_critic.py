@@ -125,9 +125,8 @@ def test_learning_rate_of_frozen_head_is_refused(tmp_path: Path) -> None:
         "critic.head_learning_rate=0.001: has no effect, because critic.frozen=['score.*']"
         " freezes the head; remove one of the two settings" in found
     )
-    assert "critic.head_learning_rate=-1.0: must be at least 0" in expect_error(
+    with pytest.raises(ConfigError, match=r"critic\.head_learning_rate=-1\.0: must be at least 0"):
         compose(tmp_path, "critic.head_learning_rate=-1")
-    )
 
 
 def test_absent_critic_gets_shape_of_policy(

@@ -107,7 +107,7 @@ def test_key_incompatible_with_episodes_is_refused(overrides, message):
 AGENTS = [
     "experiment=tiny_ppo",
     "rollout.stop_at_eos=true",
-    "environment.agent=tests.engines.agents:calculates",
+    "environment.agent=tests.agents.openai_agents:calculates",
 ]
 
 

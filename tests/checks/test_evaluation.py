@@ -21,7 +21,7 @@ from aligner.schema import (
 from aligner.schema.derived import draws_greedily
 
 ASYNCHRONOUS = {"rollout": RolloutConfig(max_staleness=1)}
-BESIDE = EvaluationConfig(every=3, prompts=["a"], beside=True)
+BESIDE = EvaluationConfig(every=3, prompts=["a"], asynchronous=True)
 JUDGE = {"judge_url": "http://localhost:8000/v1", "judge_model": "tester"}
 
 
@@ -175,12 +175,12 @@ def test_valid_evaluation_settings_are_accepted(trainer: str, sections: dict[str
         (
             "online",
             {"evaluation": BESIDE},
-            "evaluation.beside=true: requires a generator that generates while the policy trains",
+            "evaluation.asynchronous=true: requires a generator that generates while the policy trains",
         ),
         (
             "online",
             ASYNCHRONOUS | {"evaluation": BESIDE, "run": RunConfig(end_at="eval/score:1")},
-            "beside=true: is not supported with run.end_at=eval/sc",
+            "asynchronous=true: is not supported with run.end_at=eval/sc",
         ),
         (
             "online",

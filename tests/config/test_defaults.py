@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from aligner.checks.check import check
-from aligner.config.compose import built_in_directory, compose_config, keys_given
+from aligner.config.compose import compose_config, keys_given
+from aligner.config.conf_files import built_in_directory
 from aligner.config.defaults import SIZES, UNREAD, choose, size_of
 from aligner.config.prerequisites import plan_run
 from aligner.config.situation import Choice, DataStatistics, Situation

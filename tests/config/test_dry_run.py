@@ -12,7 +12,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from aligner.checks.check import check
-from aligner.config.compose import built_in_directory, compose_config
+from aligner.config.compose import compose_config
+from aligner.config.conf_files import built_in_directory
 from aligner.config.dry_run.dry_run_plan import plan_dry_run, tiny_run, with_present_data
 from aligner.config.dry_run.tiny_models import Models
 from aligner.config.prerequisites import plan_run

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from aligner.checks.check import check
-from aligner.config.compose import built_in_directory, compose_config
+from aligner.config.compose import compose_config
+from aligner.config.conf_files import built_in_directory
 from aligner.config.prerequisites import plan_run
 from aligner.errors import ConfigError
 from aligner.launcher.slurm.submit import render_script

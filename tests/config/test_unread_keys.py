@@ -16,7 +16,8 @@ import pytest
 
 from aligner.checks.check import check
 from aligner.cli import main
-from aligner.config.compose import built_in_directory, compose_config, unread_notes
+from aligner.config.compose import compose_config, unread_notes
+from aligner.config.conf_files import built_in_directory
 from aligner.errors import ConfigError
 from aligner.schema import Config
 from aligner.schema.conditions import Term, parse_condition
@@ -67,7 +68,7 @@ IDLE: tuple[tuple[str, str, str, str], ...] = (
     ),
     ("tiny_ppo", "data.max_response_tokens=8", "algorithm.trainer=online", ANSWERS),
     ("tiny_ppo", "data.end_of_sequence=false", "algorithm.trainer=online", ANSWERS),
-    ("tiny_ppo", "data.drawn_tokens=false", "algorithm.trainer=online", ANSWERS),
+    ("tiny_ppo", "data.generated_tokens=false", "algorithm.trainer=online", ANSWERS),
     (
         "arithmetic_sft",
         "data.normalization=x.jsonl",
@@ -567,6 +568,44 @@ def satisfying_value(term: Term) -> object:
     return {"true": True, "false": False, "null": None, "*:*": "module:callable"}.get(
         term.values[0], term.values[0]
     )
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "actor.parallel.last_stage_layers",
+        "rollout.max_deferrals",
+        "reward.path",
+        "reward.timeout_s",
+        "evaluation.samples",
+        "engine.tensorrt_llm.timeout_s",
+    ],
+)
+def test_null_is_accepted_for_an_unread_key(key: str) -> None:
+    config = compose_config(["experiment=tiny_ppo", f"{key}=null"])
+    assert not is_read(config, key)
+    assert value_at(config, key) == schema_keys()[key].default
+
+
+def test_null_of_a_section_and_of_a_file_is_accepted(tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    file = tmp_path / "experiment" / "mine.yaml"
+    file.write_text("# @package _global_\ndefaults: [tiny_ppo]\nrollout: {max_deferrals: null}\n")
+    given = ["experiment=mine", "data={batch_size: null, held_out: null}"]
+    assert compose_config(given, tmp_path).rollout.max_deferrals == 1
+
+
+def test_null_is_refused_for_read_keys_with_their_types(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^run\.steps=null: expected int, got null$"):
+        compose_config(["experiment=tiny_ppo", "run.steps=null"])
+    (tmp_path / "experiment").mkdir()
+    file = tmp_path / "experiment" / "mine.yaml"
+    file.write_text("# @package _global_\ndefaults: [tiny_ppo]\nrollout: {top_k: null}\n")
+    with pytest.raises(
+        ConfigError,
+        match=r"^rollout\.top_k=null: expected int, got null \(in experiment/mine\.yaml\)$",
+    ):
+        compose_config(["experiment=mine"], tmp_path)
 
 
 def test_all_ineffective_overrides_are_listed() -> None:

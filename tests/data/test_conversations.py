@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,11 +15,12 @@ import torch
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from aligner.config.compose import compose_config
+from aligner.data.conversations import build_conversation
 from aligner.data.examples import Demonstration, open_demonstrations, open_preferences
 from aligner.data.model_directory import prepare_model
 from aligner.data.prompts import open_evaluation_prompts, open_prompts, read_prompts, to_prompt
 from aligner.data.tokenizer import Tokenizer, read_tokenizer
-from aligner.data.types import Sample, collate
+from aligner.data.types import Prompt, Sample, collate
 from aligner.errors import ConfigError
 from aligner.rewards.sources import CombinedReward, ModelSource
 from aligner.rollout.rollout_builder import RolloutBatch
@@ -539,4 +541,39 @@ def test_records_with_tools_use_tool_use_template(
     assert [prompt.text for prompt in open_prompts(data, tokenizer, 1).take(0, 2)] == [
         "plain",
         "add",
+    ]
+
+
+class _Turns:
+    """A chat format whose turns are rendered as their first token."""
+
+    def begin(self, *_: object) -> None:
+        """Start a conversation."""
+
+    def parse_turn(self, conversation: None, turn: torch.Tensor) -> SimpleNamespace:
+        return SimpleNamespace(messages=[{"role": "assistant", "content": f"turn {int(turn[0])}"}])
+
+
+@pytest.mark.parametrize("reset_answer", ["", []], ids=["empty text", "no messages"])
+def test_environment_messages_follow_the_turn_they_answer(reset_answer: object) -> None:
+    question = {"role": "user", "content": "question"}
+    answer = {"role": "user", "content": "answer"}
+    sample = Sample(
+        prompt_id=0,
+        sample_index=0,
+        tokens=torch.tensor([5, 1, 9, 2]),
+        prompt_length=1,
+        engine_logprobs=torch.zeros(3),
+        weight_versions=torch.ones(3, dtype=torch.int64),
+        finish_reason="stop",
+        drawn=torch.tensor([True, False, True]),
+    )
+    prompt = Prompt(0, "question", torch.tensor([5]), {"messages": [question]})
+    answers: list[Any] = [reset_answer, [answer], []]
+    record = build_conversation(sample, prompt, answers, None, _Turns)  # type: ignore[arg-type]
+    assert [message["content"] for message in record["messages"]] == [
+        "question",
+        "turn 1",
+        "answer",
+        "turn 2",
     ]

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
+from aligner.agents.generate import plan_job
 from aligner.cli import main
 from aligner.data.examples import open_demonstrations
 from aligner.data.export import Source
 from aligner.data.model_directory import read_shape
 from aligner.data.tokenizer import Tokenizer, check_end_tokens, report_end_tokens
 from aligner.data.tokenizer_files import read_tokenizer_files
-from aligner.engines.generate import plan_job
 from aligner.errors import ConfigError
 from aligner.schema import DataConfig
 from tests.data.tokenizer_kinds import CHATML, KINDS, write_kind

@@ -478,7 +478,10 @@ def test_recorded_response_tokens_are_kept(plain, data):
     (demonstration,) = open_demonstrations(data(cut), plain, 1).take(0, 1)
     # A truncated response gets no EOS token.
     assert demonstration.tokens[demonstration.prompt_length :].tolist() == tokens
-    for settings, record in (({"drawn_tokens": False}, cut), ({}, {**cut, "tokens": len(tokens)})):
+    for settings, record in (
+        ({"generated_tokens": False}, cut),
+        ({}, {**cut, "tokens": len(tokens)}),
+    ):
         (demonstration,) = open_demonstrations(data(record, **settings), plain, 1).take(0, 1)
         assert demonstration.tokens[demonstration.prompt_length :].tolist() == [*tokens, end]
 
@@ -514,7 +517,7 @@ def test_sft_on_episode_learns_generated_tokens_only(plain, data):
             [4, 5],
             (
                 "`chosen_tokens` and `chosen` differ: this model's tokenizer .* set"
-                " data.drawn_tokens=false"
+                " data.generated_tokens=false"
             ),
         ),
         ([10**6], "field `chosen_tokens` must be a non-empty list of token ids from 0 to"),

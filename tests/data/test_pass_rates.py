@@ -133,7 +133,7 @@ def test_too_few_prompts_in_range_raises():
 
 
 def test_sampling_frequency_equals_configured_chance():
-    prompts = stream(5, target=0.5, least_chance=0.05)
+    prompts = stream(5, target=0.5, min_probability=0.05)
     taken, end = prompts.select(5, 4000, of_rates([0.0, 0.1, 0.5, 0.8, NAN]))
     counts, passes = Counter(int(prompt.text) for prompt in taken), (end - 5) / 5
     for example, chance in enumerate([0.05, 4 * 0.1 * 0.9, 1.0, 4 * 0.8 * 0.2, 1.0]):
@@ -149,7 +149,7 @@ def test_sampling_frequency_equals_configured_chance():
 
 @pytest.mark.parametrize("target", [0.2, 0.5, 0.9])
 def test_sampling_chance_peaks_at_target(target):
-    rule = PromptSelector(CurriculumConfig(target=target, least_chance=1e-9), 1)
+    rule = PromptSelector(CurriculumConfig(target=target, min_probability=1e-9), 1)
     chances = [rule.selection_probability(number / 100) for number in range(101)]
     assert max(range(101), key=chances.__getitem__) == round(100 * target) and max(
         chances

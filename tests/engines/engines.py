@@ -17,11 +17,19 @@ from torch import Tensor
 from aligner.data.model_directory import read_slices
 from aligner.data.types import Prompt, Sample
 from aligner.engines.embedded.embedded_engine import EmbeddedEngine
+from aligner.engines.engine_loop import (
+    SingleResponses,
+    finish,
+    unfinished_sample,
+    with_completion,
+    with_observation,
+)
 from aligner.engines.engine_protocol import (
+    EngineRequest,
     GenerationEngine,
     GenerationRequest,
+    RequestKey,
     SamplingOptions,
-    advance,
 )
 from aligner.engines.vllm.vllm_engine import VLLMEngine
 from aligner.models.hugging_face import read_config
@@ -169,12 +177,73 @@ def generate(
     engine: GenerationEngine, requests: Sequence[GenerationRequest], options: SamplingOptions
 ) -> list[Sample]:
     """Generate one sample per request, in the order of the requests."""
-    generation = engine.start(requests, options)
+    generation = SingleResponses(engine).start(requests, options)
     try:
-        samples = advance(generation)
+        samples = finish(generation)
     finally:
         generation.cancel()
     return [samples[index] for index in range(len(requests))]
+
+
+class Turns:
+    """Responses of several turns, whose observations are given by the test."""
+
+    def __init__(
+        self,
+        engine: GenerationEngine,
+        requests: Sequence[GenerationRequest],
+        options: SamplingOptions,
+        turn_tokens: int,
+    ) -> None:
+        self._engine = engine
+        self._requests = requests
+        self._options = options
+        self._turn_tokens = turn_tokens
+        self._in_flight: dict[int, EngineRequest] = {}
+        self._samples: dict[int, Sample] = {}
+        engine.check([], options)
+        longest = max(len(each.prompt.tokens) + each.limit(options) for each in requests)
+        engine.reserve(len(requests), longest)
+        for place, request in enumerate(requests):
+            self._submit(place, unfinished_sample(request))
+
+    def _submit(self, place: int, sample: Sample) -> None:
+        request, used = self._requests[place], len(sample.response)
+        generated = sample.split_turns()[-1] if sample.drawn is not None else sample.response
+        turn_left = self._turn_tokens - len(generated) * (len(sample.split_turns()) % 2)
+        left = min(request.limit(self._options) - used, turn_left)
+        self._samples[place] = sample
+        self._in_flight[place] = self._engine.submit(
+            sample.tokens,
+            dataclasses.replace(self._options, max_new_tokens=left),
+            RequestKey(request.prompt.id, request.sample_index, sample.prompt_length),
+            is_continued=True,
+        )
+
+    def go_on(self, place: int, observation: Sequence[int]) -> None:
+        """Continue a response after its observation."""
+        limit = self._requests[place].limit(self._options)
+        self._submit(place, with_observation(self._samples[place], observation, limit))
+
+    def step(self) -> list[tuple[int, Sample]]:
+        """Run one engine step, and return the responses whose turn is complete."""
+        self._engine.step()
+        return self._collect()
+
+    def interrupt(self) -> list[tuple[int, Sample]]:
+        self._engine.interrupt()
+        return self._collect()
+
+    @property
+    def done(self) -> bool:
+        return not self._in_flight
+
+    def _collect(self) -> list[tuple[int, Sample]]:
+        complete = [place for place, each in self._in_flight.items() if each.future.done()]
+        for place in complete:
+            completion = self._in_flight.pop(place).future.result()
+            self._samples[place] = with_completion(self._samples[place], completion)
+        return [(place, self._samples[place]) for place in sorted(complete)]
 
 
 def load_directory(engine: EmbeddedEngine, directory: Path, version: int = 0) -> None:

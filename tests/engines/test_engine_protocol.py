@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from aligner.data.types import Prompt, create_empty_samples
+from aligner.engines.engine_loop import SingleResponses
 from aligner.engines.engine_protocol import GenerationEngine, GenerationRequest, SamplingOptions
 from aligner.errors import AlignerError
 from tests.engines import engines
@@ -129,7 +130,7 @@ def test_sampling_support_is_returned_or_refused(engine, kind, model, keys):
             )
             message = f"TensorRT-LLM: {requested} is supported by only some releases"
         with pytest.raises(AlignerError, match=re.escape(f"{message}; set engine.kind=embedded")):
-            engine.start(requests(), options)
+            SingleResponses(engine).start(requests(), options)
         return
     for sample in generate(engine, requests(2), options):
         assert sample.kept is not None
@@ -212,7 +213,7 @@ def test_steps_return_each_response_once_with_its_index(engine, kind):
         dataclasses.replace(one, max_new_tokens=limit)
         for one, limit in zip(requests(), (9, 1, 4, 2), strict=True)
     ]
-    generation = engine.start(wanted, SamplingOptions(9))
+    generation = SingleResponses(engine).start(wanted, SamplingOptions(9))
     found: dict[int, Any] = {}
     while not generation.done:
         for place, sample in generation.step():
@@ -246,7 +247,7 @@ def _half_way(engine: GenerationEngine) -> Any:
         dataclasses.replace(one, max_new_tokens=limit)
         for one, limit in zip(requests(), limits, strict=True)
     ]
-    generation = engine.start(wanted, SamplingOptions(30, greedy=True))
+    generation = SingleResponses(engine).start(wanted, SamplingOptions(30, greedy=True))
     found: dict[int, Any] = {}
     while not found:
         found |= generation.step()
@@ -259,7 +260,7 @@ def test_partial_rollouts_continue_in_new_generation(engine, kind, model):
     for _ in range(TRIES):
         generation, _ = _half_way(engine)
         begun = create_empty_samples(prompts(), 1)
-        for place, sample in generation.unfinished():
+        for place, sample in generation.interrupt():
             begun[place] = sample
         generation.cancel()
         if all(0 < len(response(sample)) < 30 for sample in begun[1:]):
@@ -357,7 +358,7 @@ def test_invalid_sampling_option_is_refused(options, message):
 
 def test_stop_token_outside_vocabulary_is_refused(engine):
     with pytest.raises(AlignerError, match=r"stop_token_ids=\[500\]"):
-        engine.start(requests(), SamplingOptions(4, stop_token_ids=(1, 500)))
+        SingleResponses(engine).start(requests(), SamplingOptions(4, stop_token_ids=(1, 500)))
 
 
 def test_engine_without_weights_refuses_requests(bare):
@@ -367,9 +368,9 @@ def test_engine_without_weights_refuses_requests(bare):
 
 
 def test_second_generation_is_refused_until_cancel(engine):
-    generation = engine.start(requests(), SamplingOptions(20))
+    generation = SingleResponses(engine).start(requests(), SamplingOptions(20))
     with pytest.raises(AlignerError, match="already generating"):
-        engine.start(requests(), SamplingOptions(2))
+        SingleResponses(engine).start(requests(), SamplingOptions(2))
     with pytest.raises(AlignerError, match="finish or cancel the responses in flight"):
         engine.sleep()
     generation.cancel()
@@ -380,7 +381,7 @@ def test_second_generation_is_refused_until_cancel(engine):
 
 def test_generation_cancelled_at_start_is_discarded(engine):
     for _ in range(5):
-        engine.start(requests(8), SamplingOptions(20)).cancel()
+        SingleResponses(engine).start(requests(8), SamplingOptions(20)).cancel()
     assert len(generate(engine, requests(), SamplingOptions(2))) == 4
 
 

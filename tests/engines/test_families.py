@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from aligner.data.collectives import broadcast_samples
 from aligner.data.types import Prompt, Sample, collate
 from aligner.engines.embedded.embedded_engine import EmbeddedEngine
 from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions
@@ -41,7 +42,7 @@ def sample_and_score(directory: str, tensor: int) -> tuple[list[Sample], float]:
     options = SamplingOptions(
         max(NEW_TOKENS), temperature=jobs.TEMPERATURE, routes=bool(shape.num_experts)
     )
-    samples = generate(engine, requests, options)
+    samples = broadcast_samples(generate(engine, requests, options))
     batch = collate(samples, pad_token_id=0)
     scored = jobs.policy(directory, {"data": tensor}).logprobs(batch.tokens, batch.lengths)
     return samples, float(torch.where(batch.mask, scored - batch.engine_logprobs, 0.0).abs().max())

@@ -14,6 +14,7 @@ from aligner.data.types import Prompt, Sample
 from aligner.engines.embedded.cache import CacheSize
 from aligner.engines.embedded.decoder import Step
 from aligner.engines.embedded.embedded_engine import EmbeddedEngine
+from aligner.engines.engine_loop import SingleResponses
 from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions
 from aligner.errors import AlignerError
 from aligner.schema import EngineConfig
@@ -142,7 +143,7 @@ def test_prompt_is_prefilled_once_for_all_its_samples(directory):
 
 def test_responses_are_returned_as_they_complete(directory):
     engine = make_engine(directory)
-    generation = engine.start(mixed_requests(1), OPTIONS)
+    generation = SingleResponses(engine).start(mixed_requests(1), OPTIONS)
     steps = []
     while not generation.done:
         steps.append([(index, len(response(sample))) for index, sample in generation.step()])
@@ -182,9 +183,9 @@ def test_transferred_partial_rollouts_continue_unchanged(directory, rows, steps)
     again."""
     engine, requests = make_engine(directory, batch_size=rows), mixed_requests()
     expected = generate(make_engine(directory), requests, OPTIONS)
-    generation = engine.start(requests, OPTIONS)
+    generation = SingleResponses(engine).start(requests, OPTIONS)
     samples = dict(pair for _ in range(steps) for pair in generation.step())
-    begun = dict(generation.unfinished())
+    begun = dict(generation.interrupt())
     generation.cancel()
     assert sorted([*samples, *begun]) == list(range(len(requests)))
     assert {len(sample.response) for sample in begun.values()} >= ({0, 2} if rows == 3 else {steps})
@@ -200,12 +201,14 @@ def test_transferred_partial_rollouts_continue_unchanged(directory, rows, steps)
 
 def test_partial_rollout_at_length_limit_is_refused(directory):
     engine, request = make_engine(directory), make_requests()[0]
-    generation = engine.start([request], OPTIONS)
+    generation = SingleResponses(engine).start([request], OPTIONS)
     generation.step(), generation.step()
-    ((_, begun),) = generation.unfinished()
+    ((_, begun),) = generation.interrupt()
     generation.cancel()
     with pytest.raises(AlignerError, match="sample 0 has 2 tokens already, but max_new_tokens=2"):
-        engine.start([dataclasses.replace(request, begun=begun)], SamplingOptions(2))
+        SingleResponses(engine).start(
+            [dataclasses.replace(request, begun=begun)], SamplingOptions(2)
+        )
 
 
 def begin(engine: EmbeddedEngine, directory: Path, version: int, in_flight="finish"):
@@ -226,7 +229,7 @@ def test_interrupted_responses_continue_with_new_weights(directory, other_direct
     before, after = (
         generate(make_engine(path), requests, OPTIONS) for path in (directory, other_directory)
     )
-    generation = engine.start(requests, OPTIONS)
+    generation = SingleResponses(engine).start(requests, OPTIONS)
     samples = dict(pair for _ in range(5) for pair in generation.step())
     begin(engine, other_directory, 1, "interrupt").commit()
     while not generation.done:
@@ -261,7 +264,7 @@ def test_finish_update_applies_only_to_waiting_responses(directory, other_direct
     before, after = (
         generate(make_engine(path), requests, OPTIONS) for path in (directory, other_directory)
     )
-    generation = engine.start(requests, OPTIONS)
+    generation = SingleResponses(engine).start(requests, OPTIONS)
     generation.step()
     begin(engine, other_directory, 1, "finish").commit()
     samples: dict[int, Sample] = {}
@@ -336,7 +339,7 @@ def test_sleep_frees_memory_and_refuses_requests_until_wake(directory):
     before = generate(engine, make_requests(), OPTIONS)
     begin(engine, directory, 1).commit()
     held = engine_bytes(engine)
-    generation = engine.start(make_requests(), OPTIONS)
+    generation = SingleResponses(engine).start(make_requests(), OPTIONS)
     with pytest.raises(AlignerError, match="finish or cancel the responses in flight"):
         engine.sleep()
     generation.cancel()
@@ -361,9 +364,9 @@ def test_sleep_frees_memory_and_refuses_requests_until_wake(directory):
 
 def test_second_generation_is_refused_until_cancel(directory):
     engine = make_engine(directory)
-    first = engine.start(make_requests(), OPTIONS)
+    first = SingleResponses(engine).start(make_requests(), OPTIONS)
     with pytest.raises(AlignerError, match="already generating"):
-        engine.start(make_requests(), OPTIONS)
+        SingleResponses(engine).start(make_requests(), OPTIONS)
     first.cancel()
     assert first.done
     assert len(generate(engine, make_requests(), OPTIONS)) == 5
@@ -457,7 +460,7 @@ def test_nan_weights_are_reported_and_replaceable(directory):
 def test_failed_step_can_be_retried(directory):
     engine = make_engine(directory, batch_size=7)
     expected = generate(make_engine(directory), make_requests(2), OPTIONS)
-    generation = engine.start(make_requests(2), OPTIONS)
+    generation = SingleResponses(engine).start(make_requests(2), OPTIONS)
     samples = dict(pair for _ in range(3) for pair in generation.step())
     forward = engine._machine.forward
 

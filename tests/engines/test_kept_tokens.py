@@ -19,6 +19,7 @@ from aligner.algorithms.online_algorithm import build_online_algorithm
 from aligner.config.compose import compose_config
 from aligner.data.types import Prompt, Sample, SampleBatch, collate, create_empty_samples
 from aligner.engines.embedded.embedded_engine import EmbeddedEngine
+from aligner.engines.engine_loop import SingleResponses
 from aligner.engines.engine_protocol import SamplingOptions
 from aligner.engines.replicas import generate_in_parts, replica_group, run_through
 from aligner.megatron import world as worlds
@@ -76,7 +77,7 @@ def draw(directory: str, tensor: int, names: list[tuple[str, bool]]) -> list[lis
     return [
         run_through(
             generate_in_parts(
-                engine,
+                SingleResponses(engine),
                 layout,
                 rank,
                 create_empty_samples(prompts, 2),
@@ -265,12 +266,12 @@ def assert_support_of_models(models: list[Any], samples: list[Sample]) -> None:
 def test_transferred_response_keeps_its_support(directories, rows):
     requests = mixed_requests()
     engine = make_engine(directories[0], batch_size=rows)
-    generation = engine.start(requests, TRUNCATED)
+    generation = SingleResponses(engine).start(requests, TRUNCATED)
     samples = dict(pair for _ in range(5) for pair in generation.step())
-    begun = dict(generation.unfinished())
+    begun = dict(generation.interrupt())
     generation.cancel()
     wanted = [dataclasses.replace(requests[place], begun=sample) for place, sample in begun.items()]
-    going_on = engine.start(wanted, TRUNCATED)
+    going_on = SingleResponses(engine).start(wanted, TRUNCATED)
     places = list(begun)
     while not going_on.done:
         samples |= {places[at]: sample for at, sample in going_on.step()}
@@ -283,7 +284,7 @@ def test_transferred_response_keeps_its_support(directories, rows):
 @pytest.mark.promise("support-of-interrupted-responses")
 def test_interrupted_response_keeps_support_of_each_version(directories):
     engine, samples = make_engine(directories[0], batch_size=7), {}
-    generation = engine.start(mixed_requests(), TRUNCATED)
+    generation = SingleResponses(engine).start(mixed_requests(), TRUNCATED)
     for _ in range(4):
         samples |= generation.step()
     begin(engine, directories[1], 1, "interrupt").commit()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from aligner.data.types import Prompt, Sample
+from aligner.engines.engine_loop import SingleResponses
 from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions
 from aligner.errors import AlignerError
 from tests.engines.engines import generate, prompts, requests
@@ -116,7 +117,7 @@ def expected_of_versions(models: list[Any], sample: Sample) -> Tensor:
 @pytest.mark.parametrize("steps", [1, 5])
 def test_prefill_keeps_routing_of_the_generating_version(directory, other_directory, steps):
     engine = make_engine(directory, batch_size=3)
-    generation = engine.start(small_requests(), OPTIONS)
+    generation = SingleResponses(engine).start(small_requests(), OPTIONS)
     samples = dict(pair for _ in range(steps) for pair in generation.step())
     begin(engine, other_directory, 1, "interrupt").commit()
     while not generation.done:
@@ -132,7 +133,7 @@ def test_late_sample_has_prompt_routing_of_new_weights(directory, other_director
     prompt = Prompt(0, "", torch.arange(2, 9))
     wanted = [GenerationRequest(prompt, index, limit) for index, limit in enumerate((3, 12, 6))]
     engine = make_engine(directory, batch_size=2)
-    generation = engine.start(wanted, OPTIONS)
+    generation = SingleResponses(engine).start(wanted, OPTIONS)
     samples = dict(generation.step())
     begin(engine, other_directory, 1, "interrupt").commit()
     while not generation.done:
@@ -153,9 +154,9 @@ def test_late_sample_has_prompt_routing_of_new_weights(directory, other_director
 @pytest.mark.parametrize("renewed", [False, True])
 def test_transferred_responses_keep_their_routing(directory, other_directory, rows, steps, renewed):
     engine, wanted = make_engine(directory, batch_size=rows), small_requests()
-    generation = engine.start(wanted, OPTIONS)
+    generation = SingleResponses(engine).start(wanted, OPTIONS)
     samples = dict(pair for _ in range(steps) for pair in generation.step())
-    begun = dict(generation.unfinished())
+    begun = dict(generation.interrupt())
     generation.cancel()
     assert all((sample.routes is None) == (not len(sample.response)) for sample in begun.values())
     if renewed:
@@ -169,7 +170,7 @@ def test_transferred_responses_keep_their_routing(directory, other_directory, ro
 
 def test_failed_step_leaves_no_routing(directory):
     engine = make_engine(directory, batch_size=3)
-    generation = engine.start(small_requests(), OPTIONS)
+    generation = SingleResponses(engine).start(small_requests(), OPTIONS)
     samples: dict[int, Sample] = {}
     forward, runs = engine._machine.forward, 0
 

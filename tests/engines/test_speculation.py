@@ -11,6 +11,7 @@ import torch
 from aligner.config.compose import compose_config
 from aligner.data.types import Sample
 from aligner.engines.embedded.speculation import Lookup
+from aligner.engines.engine_loop import SingleResponses
 from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions
 from aligner.schema import SpeculationConfig
 from tests.engines.engines import generate
@@ -129,13 +130,13 @@ def test_speculation_equals_plain_after_update_and_transfer(directory):
     found = []
     for speculation in (SpeculationConfig(), GUESSES):
         engine = make_engine(directory, batch_size=3, speculation=speculation)
-        generation, samples = engine.start(requests(), options), {}
+        generation, samples = SingleResponses(engine).start(requests(), options), {}
         for _ in range(4):
             samples |= generation.step()
         begin(engine, directory, 1, "interrupt").commit()
         for _ in range(4):
             samples |= generation.step()
-        begun = dict(generation.unfinished())
+        begun = dict(generation.interrupt())
         generation.cancel()
         rest = [
             dataclasses.replace(requests()[place], begun=sample) for place, sample in begun.items()
@@ -149,9 +150,9 @@ def test_speculation_is_refused_with_routing_replay():
     from aligner.checks.engine import _drawing_problems
 
     config = compose_config(
-        ["experiment=arithmetic", "algorithm.replay_routes=true", "engine.speculation.tokens=4"]
+        ["experiment=arithmetic", "algorithm.routing_replay=true", "engine.speculation.tokens=4"]
     )
     (problem,) = _drawing_problems(config)
     assert problem.startswith(
-        "engine.speculation.tokens=4: is not supported with algorithm.replay_routes=true"
+        "engine.speculation.tokens=4: is not supported with algorithm.routing_replay=true"
     )

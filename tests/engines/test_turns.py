@@ -10,14 +10,15 @@ import torch
 
 from aligner.data.types import Prompt, Sample, collate
 from aligner.engines.embedded.embedded_engine import EmbeddedEngine
-from aligner.engines.embedded.generation import EmbeddedGeneration
 from aligner.engines.embedded.row_table import RowTable
-from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions
+from aligner.engines.embedded.scheduler import Scheduler
+from aligner.engines.engine_loop import unfinished_sample, with_completion
+from aligner.engines.engine_protocol import GenerationRequest, RequestKey, SamplingOptions
 from aligner.errors import AlignerError
 from aligner.megatron import world as worlds
 from aligner.models.model_source import directory_shape
 from aligner.schema import EngineConfig
-from tests.engines.engines import load_directory
+from tests.engines.engines import Turns, load_directory
 from tests.megatron import families, jobs
 
 LENGTHS = (3, 9, 3, 20, 6, 2)
@@ -50,12 +51,12 @@ def episodes(
         seed=2,
     )
     load_directory(engine, Path(directory))
-    requests = [GenerationRequest(prompt, 0, turn_tokens=TURN) for prompt in prompts]
-    generation = engine.start(
-        requests,
+    generation = Turns(
+        engine,
+        [GenerationRequest(prompt, 0) for prompt in prompts],
         SamplingOptions(LIMIT, temperature=0.8, top_p=0.9, renormalize=True, stop_token_ids=STOPS),
+        TURN,
     )
-    assert isinstance(generation, EmbeddedGeneration)
     done: dict[int, Sample] = {}
     turns, due, step = dict.fromkeys(range(len(prompts)), 0), list[tuple[int, int]](), 0
     while len(done) < len(prompts):
@@ -68,7 +69,7 @@ def episodes(
         for when, place in [each for each in due if each[0] <= step]:
             due.remove((when, place))
             if forgets:
-                generation._table.forget()
+                engine._scheduler._forget_resident()
             generation.go_on(place, observation_of(turns[place], place))
         step += 1
     return [done[place] for place in range(len(prompts))]
@@ -139,27 +140,28 @@ def test_row_of_finished_response_is_freed(directory):
     )
     load_directory(engine, Path(directory))
     prompts = [Prompt(at, "", torch.tensor([4, 8, 15 + at])) for at in range(3)]
-    generation = engine.start(
-        [GenerationRequest(prompt, 0, turn_tokens=3) for prompt in prompts], SamplingOptions(20)
-    )
+    requests = [GenerationRequest(prompt, 0) for prompt in prompts]
+    generation = Turns(engine, requests, SamplingOptions(20), 3)
     while not (complete := generation.step()):
         pass
     assert [place for place, _ in complete] == [0, 1]
-    generation.leave(1)
+    engine.release(1, 0)
     while not generation.step():
         pass
-    assert 0 in generation._table and 2 in generation._table
+    scheduler = engine._scheduler
+    assert [*scheduler._resident] == [(0, 0), (2, 0)]
+    assert all(each in scheduler._table for (each,) in scheduler._resident.values())
 
 
 def test_resident_rows_are_not_prefilled_again(directory, monkeypatch):
     engines = []
-    start = EmbeddedGeneration._plan
+    start = Scheduler._plan
 
     def counted(self, rows, guesses, beginning):
         engines.append(sum(len(one.prompt) + len(one.tokens) for one in beginning))
         return start(self, rows, guesses, beginning)
 
-    monkeypatch.setattr(EmbeddedGeneration, "_plan", counted)
+    monkeypatch.setattr(Scheduler, "_plan", counted)
     episodes(directory, 6, delays=2)
     assert sum(engines) == sum(LENGTHS)
 
@@ -188,13 +190,14 @@ def test_weight_update_evicts_kv_cache_between_turns(directory):
             directory_shape(Path(directory), "model.path"), EngineConfig(exact=True), 0, seed=2
         )
         load_directory(engine, Path(directory))
-        request = GenerationRequest(Prompt(0, "", torch.tensor([4, 8, 15])), 0, turn_tokens=TURN)
-        generation = engine.start([request], SamplingOptions(LIMIT, stop_token_ids=STOPS))
+        request = GenerationRequest(Prompt(0, "", torch.tensor([4, 8, 15])), 0)
+        options = SamplingOptions(LIMIT, stop_token_ids=STOPS)
+        generation = Turns(engine, [request], options, TURN)
         while not (complete := generation.step()):
             pass
         if updates:
             load_directory(engine, Path(directory))
-            assert 0 not in generation._table
+            assert not engine._scheduler._resident
         generation.go_on(0, observation_of(0, 0))
         while not (complete := generation.step()):
             pass
@@ -207,9 +210,8 @@ def test_turn_without_room_is_refused(directory):
         directory_shape(Path(directory), "model.path"), EngineConfig(), 0, seed=2
     )
     load_directory(engine, Path(directory))
-    generation = engine.start(
-        [GenerationRequest(Prompt(7, "", torch.tensor([4])), 1, turn_tokens=3)], SamplingOptions(8)
-    )
+    request = GenerationRequest(Prompt(7, "", torch.tensor([4])), 1)
+    generation = Turns(engine, [request], SamplingOptions(8), 3)
     while not generation.step():
         pass
     with pytest.raises(
@@ -235,7 +237,7 @@ def test_transferred_turn_continues_unchanged(directory, turns):
         )
         load_directory(engine, Path(directory))
         options, prompt = SamplingOptions(LIMIT), Prompt(0, "", torch.tensor([4, 8, 15]))
-        generation = engine.start([GenerationRequest(prompt, 0, turn_tokens=TURN)], options)
+        generation = Turns(engine, [GenerationRequest(prompt, 0)], options, TURN)
         for turn in range(turns):
             while not generation.step():
                 pass
@@ -243,13 +245,11 @@ def test_transferred_turn_continues_unchanged(directory, turns):
         for _ in range(2):
             assert not generation.step()
         if hands_over:
-            [(_, begun)] = generation.unfinished()
-            generation.cancel()
+            [(_, begun)] = generation.interrupt()
             if begun.drawn is None:
                 begun = replace(begun, drawn=torch.ones(len(begun.response), dtype=torch.bool))
-            generation = engine.start(
-                [GenerationRequest(prompt, 0, begun=begun, turn_tokens=TURN)], options
-            )
+            request = GenerationRequest(prompt, 0, begun=begun)
+            generation = Turns(engine, [request], options, TURN)
         while not (complete := generation.step()):
             pass
         ends.append(complete[0][1])
@@ -273,46 +273,43 @@ def generate_branches(directory: str, *, goes_on: bool, first: int) -> dict[int,
         seed=2,
     )
     load_directory(engine, Path(directory))
-    room = GenerationRequest(Prompt(7, "", torch.tensor([3])), 0, waits=True)
-    generation = engine.start([room], SamplingOptions(LIMIT, stop_token_ids=STOPS))
-    assert isinstance(generation, EmbeddedGeneration)
+    engine.reserve(4, LIMIT + 1)
+    options = SamplingOptions(TURN, stop_token_ids=STOPS)
 
-    def add(read: list[int], asked_before: int = 0) -> int:
+    def generate(read: list[int], repeats: int = 0) -> Sample:
+        key = RequestKey(7, 0, len(read), repeats)
+        request = engine.submit(torch.tensor(read), options, key, is_continued=True)
+        while not request.future.done():
+            engine.step()
         prompt = Prompt(7, "", torch.tensor(read))
-        return generation.add(
-            GenerationRequest(
-                prompt, 0, LIMIT - len(read), turn_tokens=TURN, asked_before=asked_before
-            )
-        )
+        sample = unfinished_sample(GenerationRequest(prompt, 0))
+        return with_completion(sample, request.future.result())
 
-    place = add([5, 4, 3])
-    found = dict[int, Sample]()
-    while not generation.done:
-        found |= dict(generation.step())
-    read = found[place].tokens.tolist()
-    behind: dict[int, Sample] = {0: found[place]}
+    behind = {0: generate([5, 4, 3])}
+    read = behind[0].tokens.tolist()
     for which in (first, 3 - first):
-        if goes_on and which == first:
-            generation.go_on(place, [which])
-            at = place
-        else:
-            at = add([*read, which])
-        while not generation.done:
-            for other, sample in generation.step():
-                behind |= {which: sample} if other == at else {}
-    again = add([*read, 1], asked_before=1)
-    while not generation.done:
-        behind.update((3, sample) for at, sample in generation.step() if at == again)
-    # One token more than the capacity of the cache, which is a prompt of one token and LIMIT - 1
-    # tokens.
-    refused = (
-        "a new branch of the episode needs KV cache for 41 tokens, but the cache has room for 40"
-    )
-    with pytest.raises(AlignerError, match=refused):
-        generation.add(
-            GenerationRequest(Prompt(7, "", torch.tensor([5, 4])), 0, LIMIT, asked_before=0)
-        )
+        if not goes_on:
+            engine.release(7, 0)
+        behind[which] = generate([*read, which])
+    behind[3] = generate([*read, 1], repeats=1)
     return behind
+
+
+def test_request_longer_than_rows_waits_for_next_batch(directory):
+    engine = EmbeddedEngine(
+        directory_shape(Path(directory), "model.path"), EngineConfig(batch_size=4), 0, seed=2
+    )
+    load_directory(engine, Path(directory))
+    engine.reserve(4, 20)
+    short = engine.submit(torch.tensor([5]), SamplingOptions(4), RequestKey(8, 0, 1))
+    engine.step()
+    long = engine.submit(torch.tensor([5, 4]), SamplingOptions(LIMIT), RequestKey(7, 0, 2))
+    while not short.future.done():
+        engine.step()
+    assert not long.future.done() and engine._machine.cache.size.columns == 19
+    while not long.future.done():
+        engine.step()
+    assert len(long.future.result().tokens) == LIMIT
 
 
 def test_branch_does_not_depend_on_kv_cache_reuse(directory):

@@ -164,7 +164,9 @@ def test_job_step_runs_on_the_nodes_of_its_role(tmp_path: Path) -> None:
 def test_shared_node_job_steps_are_not_bound_to_cores(tmp_path: Path) -> None:
     beside = ("cluster.slurm.roles.trainer.devices=0-5", "cluster.slurm.roles.critic.devices=6-7")
     steps = {
-        role: step_of(tmp_path, role, 1, *beside, "cluster.slurm.roles.critic.beside=trainer")
+        role: step_of(
+            tmp_path, role, 1, *beside, "cluster.slurm.roles.critic.shares_nodes_with=trainer"
+        )
         for role in ("trainer", "critic", "reward")
     }
     for role in ("trainer", "critic"):
@@ -208,7 +210,10 @@ def test_role_environment_overrides_common_variables(tmp_path: Path) -> None:
             "+cluster.slurm.environment.B=2",
             "+cluster.slurm.roles.critic.environment.B=3",
         ),
-        *("cluster.slurm.roles.critic.devices=6-7", "cluster.slurm.roles.critic.beside=trainer"),
+        *(
+            "cluster.slurm.roles.critic.devices=6-7",
+            "cluster.slurm.roles.critic.shares_nodes_with=trainer",
+        ),
         *("cluster.slurm.roles.trainer.devices=0-3",),
     )
     places = slurm_layout(made).placements

@@ -17,6 +17,7 @@ from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketG
 from torch import Tensor
 
 from aligner.megatron import gpt_model, layers
+from aligner.megatron import optimizer as megatron_optimizer
 from aligner.megatron import world as worlds
 from aligner.models.model_source import directory_shape
 from aligner.models.weight_slices import Slice, weight_table
@@ -271,7 +272,7 @@ def overlapped_steps(
         gpt_model.DistributedDataParallelConfig,
         _ParamAndGradBucketGroup.register_grad_ready,
     )
-    wait = optimizer._wait
+    wait = megatron_optimizer._wait_for_groups
     early, waits = [0], [0]
 
     def counted_wait(groups: Sequence[Any]) -> None:
@@ -284,7 +285,10 @@ def overlapped_steps(
         early[0] += before is None and group.grad_reduce_handle is not None
 
     gpt_model.DistributedDataParallelConfig = functools.partial(make, bucket_size=4000)
-    _ParamAndGradBucketGroup.register_grad_ready, optimizer._wait = counted, counted_wait
+    _ParamAndGradBucketGroup.register_grad_ready, megatron_optimizer._wait_for_groups = (
+        counted,
+        counted_wait,
+    )
     try:
         chosen = {
             "optimizer": {"overlap_grad_reduce": True, **optimizer},
@@ -296,7 +300,7 @@ def overlapped_steps(
             make,
             start,
         )
-        optimizer._wait = wait
+        megatron_optimizer._wait_for_groups = wait
 
 
 def assert_same_bits(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:

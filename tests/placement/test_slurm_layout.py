@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aligner.checks import cluster
-from aligner.config.compose import built_in_directory, compose_config
+from aligner.config.compose import compose_config
+from aligner.config.conf_files import built_in_directory
 from aligner.errors import ConfigError
 from aligner.placement.roles import role_ranks
 from aligner.placement.slurm_layout import RolePlacement, slurm_layout
@@ -64,7 +65,7 @@ def test_role_without_gpus_requests_no_devices() -> None:
 def test_roles_share_nodes_by_ranges_of_devices() -> None:
     found = layout(
         *("actor.parallel.data=6", f"{NODES}.trainer.devices=0-5", "critic.parallel.data=2"),
-        *(f"{NODES}.critic.beside=trainer", f"{NODES}.critic.devices=6-7"),
+        *(f"{NODES}.critic.shares_nodes_with=trainer", f"{NODES}.critic.devices=6-7"),
     )
     assert [
         (part.role, part.nodes, part.ranks_per_node, part.devices_per_node)
@@ -82,7 +83,7 @@ def test_function_on_trainer_nodes_uses_no_device() -> None:
         "algorithm=grpo",
         "actor.parallel.data=16",
         "engine.parallel.data=16",
-        f"{NODES}.reward.beside=trainer",
+        f"{NODES}.reward.shares_nodes_with=trainer",
     )
     assert [
         (part.nodes, part.ranks_per_node, part.devices_per_node) for part in found.components
@@ -162,25 +163,25 @@ def test_ranks_per_node_do_not_exceed_devices(
             "cluster.slurm.roles.trainer.nodes=2: 32 ranks cannot be distributed",
         ),
         (
-            [f"{NODES}.critic.beside=critic"],
+            [f"{NODES}.critic.shares_nodes_with=critic"],
             (
-                "cluster.slurm.roles.critic.beside=critic: must be another role whose own `beside` is"
-                " null"
+                "cluster.slurm.roles.critic.shares_nodes_with=critic: must be another role whose"
+                " own `shares_nodes_with` is null"
             ),
         ),
         (
-            [f"{NODES}.critic.beside=generator"],
+            [f"{NODES}.critic.shares_nodes_with=generator"],
             (
-                "roles.critic.beside=generator: the run has no such role; must be one of trainer,"
-                " critic, reward"
+                "roles.critic.shares_nodes_with=generator: the run has no such role; must be one"
+                " of trainer, critic, reward"
             ),
         ),
         (
-            [f"{NODES}.critic.beside=trainer", f"{NODES}.critic.nodes=1"],
+            [f"{NODES}.critic.shares_nodes_with=trainer", f"{NODES}.critic.nodes=1"],
             "which places the role on the nodes of trainer; remove",
         ),
         (
-            [f"{NODES}.critic.beside=trainer"],
+            [f"{NODES}.critic.shares_nodes_with=trainer"],
             "cluster.slurm.roles.trainer.devices=null: must list devices",
         ),
         (
@@ -204,7 +205,7 @@ def test_ranks_per_node_do_not_exceed_devices(
         ),
         (
             [
-                f"{NODES}.critic.beside=trainer",
+                f"{NODES}.critic.shares_nodes_with=trainer",
                 f"{NODES}.critic.devices='0'",
                 f"{NODES}.trainer.devices='0'",
             ],

@@ -29,11 +29,12 @@ from aligner.rewards.judge import (
 )
 from aligner.rewards.remote import HttpEndpoint, RateLimiter
 from aligner.rewards.scorers import ScorerUnavailable, ScoringError, ScoringRequest, call_scorer
+from aligner.schema import RewardConfig
 from aligner.schema.reward_sources import JudgeSource
 from tests.rewards.judge_server import JudgeServer, Reply, judging, likely, says
 
 REQUESTS = [ScoringRequest("2+2=", response, {"answer": "4"}) for response in ("4", "5", "four")]
-PATTERN = JudgeSource.judge_pattern
+PATTERN = RewardConfig.judge_pattern
 
 
 def judge_of(server: JudgeServer, directory: Path, **settings: object) -> Judge:
@@ -188,9 +189,9 @@ def test_compare_returns_none_for_unreadable_verdicts(
         requests = [REQUESTS[1], REQUESTS[2], REQUESTS[0], ScoringRequest("2+2=", "6")]
         wins = judge.compare(requests, others)
         assert wins == [(0.0, 0.0), (1.0, 0.0), None, (0.5, 0.5)]
-        assert len(server.asked) == 4 + 2 * JudgeSource.judge_tries
+        assert len(server.asked) == 4 + 2 * RewardConfig.judge_tries
         assert judge.compare(requests, others) == wins  # unreadable answers are cached
-        assert len(server.asked) == 4 + 2 * JudgeSource.judge_tries
+        assert len(server.asked) == 4 + 2 * RewardConfig.judge_tries
     assert nonzero_counts(tmp_path)["unreadable"] == 2
     with (
         judging(lambda *_: Reply(401, b"no")) as server,

@@ -189,7 +189,9 @@ def test_text_source_follows_its_settings():
     assert remote == TextSource(
         "judge", RemoteScorer("http://judge:5000/get_reward", 7), skip_special_tokens=False
     )
-    unknown = FunctionSource(name="digits", key="reward.sources.digits", function="digits")
+    unknown = FunctionSource.model_construct(
+        name="digits", key="reward.sources.digits", function="digits"
+    )
     with pytest.raises(
         ConfigError,
         match=r"reward\.sources\.digits\.function=digits: must be one of digit_fraction",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -49,7 +49,7 @@ def character_tokenizer() -> Tokenizer:
 
 
 def source(**numbers: Any) -> FunctionSource:
-    return FunctionSource(name="steps", key="reward", function="", **numbers)
+    return FunctionSource(name="steps", key="reward", function="own:steps", **numbers)
 
 
 def dots(requests):
@@ -87,7 +87,7 @@ def test_step_rewards_are_at_end_tokens_of_steps():
     parts = [
         (source(weight=2.0, gain=3.0, bias=-1.0), StepSource("steps", dots)),
         (
-            replace(source(), name="whole"),
+            source().model_copy(update={"name": "whole"}),
             TextSource("whole", lambda requests: [10.0] * len(requests)),
         ),
     ]
@@ -108,7 +108,7 @@ def test_task_weight_0_gives_no_step_rewards():
     parts = [
         (source(task_weights={"chat": 0.0}), StepSource("steps", dots)),
         (
-            replace(source(), name="whole"),
+            source().model_copy(update={"name": "whole"}),
             TextSource("whole", lambda requests: [10.0] * len(requests)),
         ),
     ]

@@ -121,7 +121,7 @@ def test_steps_may_be_async_and_abstain():
 
 
 def source(name: str, **more: object) -> FunctionSource:
-    return FunctionSource(name=name, key=f"reward.sources.{name}", function="mine", **more)  # type: ignore[arg-type]
+    return FunctionSource(name=name, key=f"reward.sources.{name}", function="own:mine", **more)  # type: ignore[arg-type]
 
 
 def fixed_source(name: str, *given: float | None) -> TextSource:

@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import torch
 
-from aligner.data.types import Prompt, Sample
+from aligner.data.types import Completion, Prompt, Sample
+from tests.agents.scripted import Scripted
 
 
 class Stream:
@@ -68,60 +69,41 @@ class Digits:
         pass
 
 
-class Writer:
+class Writer(Scripted):
     """An engine whose responses have random lengths; the token at position t is 10 + t."""
 
     def __init__(self, seed):
-        self.seed, self.version = seed, 0
+        super().__init__(says=lambda turn, tokens: [])
+        self.seed = seed
+        self._writing = {}
 
     def length(self, prompt_id, index):
         return random.Random(f"{self.seed} {prompt_id} {index}").choice((1, 3, 5, 9, 40))
 
-    def start(self, requests, options):
-        return _Writing(self, requests)
-
-    def take_guesses(self):
-        return 0, 0
-
-    def shutdown(self):
-        pass
-
-
-class _Writing:
-    def __init__(self, engine, requests):
-        self.engine, self.requests = engine, requests
-        self.versions = {
-            place: [] if request.begun is None else request.begun.weight_versions.tolist()
-            for place, request in enumerate(requests)
-        }
-
     @property
-    def done(self):
-        return not self.versions
+    def has_work(self):
+        return bool(self._arrivals or self._writing)
 
     def step(self):
-        complete = []
-        for place, versions in list(self.versions.items()):
-            versions.append(self.engine.version)
-            request = self.requests[place]
-            if len(versions) == self.engine.length(request.prompt.id, request.sample_index):
-                complete.append((place, self._sample(place, "stop")))
-                del self.versions[place]
-        return complete
+        self._writing |= {request: [] for request in self._take_arrivals()}
+        for request, versions in list(self._writing.items()):
+            versions.append(self.version)
+            key = request.key
+            written = len(request.tokens) - key.stream_start + len(versions)
+            if written == self.length(key.prompt_id, key.sample_index):
+                self._deliver(request, "stop")
 
-    def unfinished(self):
-        return [(place, self._sample(place, "unfinished")) for place in self.versions]
+    def interrupt(self):
+        self._writing |= {request: [] for request in self._take_arrivals()}
+        for request in list(self._writing):
+            self._deliver(request, "interrupted")
 
-    def cancel(self):
-        self.versions = {}
-
-    def _sample(self, place, reason):
-        prompt, versions = self.requests[place].prompt, self.versions[place]
-        tokens = torch.cat([prompt.tokens, torch.arange(10, 10 + len(versions))])
-        index, drawn = self.requests[place].sample_index, torch.tensor(versions, dtype=torch.int64)
-        return Sample(
-            prompt.id, index, tokens, len(prompt.tokens), torch.zeros(len(versions)), drawn, reason
-        )
+    def _deliver(self, request, reason):
+        versions = self._writing.pop(request)
+        begin = 10 + len(request.tokens) - request.key.stream_start
+        tokens = torch.arange(begin, begin + len(versions))
+        versions = torch.tensor(versions, dtype=torch.int64)
+        request.resolve(Completion(tokens, torch.zeros(len(tokens)), versions, reason))
 
 
 def _now(answer):

@@ -136,7 +136,7 @@ def weighted_scores(reward_directory: str, texts: list[str]) -> list[Any]:
         ]
 
     def settings(name: str, **numbers: float) -> FunctionSource:
-        return FunctionSource(name=name, key="reward", function="", **numbers)
+        return FunctionSource(name=name, key="reward", function="own:score", **numbers)
 
     sources = ModelSource("judge", model), TextSource("length", length)
     reward = CombinedReward(

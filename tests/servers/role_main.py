@@ -63,7 +63,7 @@ def scoring(
     source: RewardSource, limits: Limits = LIMITS, tokenizer: Tokenizer | None = None
 ) -> RewardRank:
     """Return the scoring service of one source, without shaping."""
-    settings = FunctionSource(name="lengths", key="reward", function="")
+    settings = FunctionSource(name="lengths", key="reward", function="own:score")
     return RewardRank(
         CombinedReward([(settings, source)]), tokenizer or character_tokenizer(), limits
     )

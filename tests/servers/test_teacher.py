@@ -180,10 +180,10 @@ def test_invalid_temperature_or_single_token_row_is_refused(value):
         )
 
 
-ONE = (TeacherSource("teacher", "path"),)
+ONE = (TeacherSource(key="teacher", path="path"),)
 SEVERAL = (
-    TeacherSource("teacher.sources.all", "path"),
-    TeacherSource("teacher.sources.sums", "other", weight=3.0, tasks=("sums", "products")),
+    TeacherSource(key="teacher.sources.all", path="path"),
+    TeacherSource(key="teacher.sources.sums", path="other", weight=3.0, tasks=("sums", "products")),
 )
 
 

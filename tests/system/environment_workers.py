@@ -14,7 +14,7 @@ def kill_environments(launch: Launch) -> int:
     killed = 0
     for process in launch.processes():
         with contextlib.suppress(psutil.Error):
-            if "aligner.environments.environment_worker" in " ".join(process.cmdline()):
+            if "aligner.agents.environment_worker" in " ".join(process.cmdline()):
                 process.kill()
                 killed += 1
     return killed

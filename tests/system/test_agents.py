@@ -22,7 +22,7 @@ OVERRIDES = (
     "algorithm=grpo",
     "algorithm.minibatches=1",
     "model.source=random",
-    "environment.target=tests.engines.teller:Teller",
+    "environment.target=tests.agents.teller:Teller",
     "+environment.arguments.turns=3",
     "+environment.arguments.delay_s=0.05",
     "environment.workers=2",
@@ -166,7 +166,7 @@ def test_killed_launcher_with_episodes_keeps_weights(beside: Finished, tmp_path:
 def test_resumed_run_replays_recorded_tool_answers(tmp_path: Path) -> None:
     live = (
         *OVERRIDES,
-        "environment.target=tests.engines.teller:Fickle",
+        "environment.target=tests.agents.teller:Fickle",
         "checkpoint.every=4",
         "run.steps=6",
     )

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from aligner.data.collectives import samples_from_tensors
 from aligner.data.types import Sample
 from benchmarks.runs import Finished, Launch, run_to_end
-from tests.engines.test_branches import forgetful_model
+from tests.agents.test_branches import forgetful_model
 from tests.system.environment_workers import kill_environments
 from tests.system.test_agents import assert_identical
 
@@ -30,7 +30,7 @@ OVERRIDES = (
     ),
     *("model.source=directory", "data.max_prompt_tokens=12", "data.long_prompts=error"),
     *(
-        "environment.target=tests.engines.teller:Caller",
+        "environment.target=tests.agents.teller:Caller",
         "environment.max_turn_tokens=20",
         "environment.max_turns=6",
     ),

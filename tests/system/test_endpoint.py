@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.runs import Finished, Launch, checkpoint_differences, repeatable, run_to_end
-from tests.engines.calling_model import saved
+from tests.agents.calling_model import saved
 from tests.system.environment_workers import kill_environments
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -21,7 +21,7 @@ OVERRIDES = (
     "algorithm.minibatches=1",
     "model.source=random",
     "environment.target=null",
-    "environment.agent=tests.engines.agents:calculates",
+    "environment.agent=tests.agents.openai_agents:calculates",
     "environment.retries=5",
     "rollout.prompts_per_step=8",
     "reward.function=digit_fraction",
@@ -38,7 +38,7 @@ OVERRIDES = (
 BESIDE = (
     *OVERRIDES,
     *(
-        "environment.agent=tests.engines.agents:calculates_slowly",
+        "environment.agent=tests.agents.openai_agents:calculates_slowly",
         "engine.placement=server",
         "rollout.max_staleness=1",
     ),
@@ -162,7 +162,7 @@ def test_agent_program_is_trained_and_evaluated(tmp_path: Path) -> None:
         "model.source=directory",
         f"model.path={model}",
         f"data.path={data}",
-        f"environment.agent_command=[{sys.executable},-m,tests.engines.agents]",
+        f"environment.agent_command=[{sys.executable},-m,tests.agents.openai_agents]",
         "environment.max_turn_tokens=80",
         "data.max_prompt_tokens=200",
         "rollout.max_response_tokens=400",

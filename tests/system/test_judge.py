@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.runs import Launch, run_to_end
-from tests.engines.calling_model import saved
-from tests.engines.serving_model import served
+from tests.agents.calling_model import saved
+from tests.agents.serving_model import served
 from tests.rewards.judge_server import JudgeServer, Reply, judging, says
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 STEPS, SEED = 6, 2
 OVERRIDES = (
     *BESIDE,
-    *("evaluation.every=2", "evaluation.prompts=[one,two,three]", "evaluation.beside=true"),
+    *("evaluation.every=2", "evaluation.prompts=[one,two,three]", "evaluation.asynchronous=true"),
     "+evaluation.suites.digits={prompts: [four, five], samples: 2, function: digit_fraction}",
     "actor.parallel.data=2",
     "data.curriculum.target=0.3",
@@ -92,7 +92,7 @@ def test_suspended_reward_and_critic_are_replaced(undisturbed: Finished, tmp_pat
 
 
 def test_asynchronous_evaluation_equals_synchronous(undisturbed: Finished, tmp_path: Path) -> None:
-    between = run_to_end(tmp_path / "run", *OVERRIDES, "evaluation.beside=false")
+    between = run_to_end(tmp_path / "run", *OVERRIDES, "evaluation.asynchronous=false")
     for metric in ("eval/score", "eval/digits/pass@2"):
         assert [step["step"] for step in between.metrics if metric in step] == [0, 2, 4, 6]
     assert repeatable(between.metrics) == repeatable(undisturbed.metrics)

@@ -376,7 +376,10 @@ def test_roles_on_shared_node_see_own_devices(slurm: SlurmCluster, tmp_path: Pat
             "critic.parallel.data=2",
         ),
         *("cluster.slurm.roles.trainer.devices=0-3", "cluster.slurm.roles.critic.devices=6-7"),
-        *("cluster.slurm.roles.critic.beside=trainer", "cluster.slurm.roles.reward.beside=trainer"),
+        *(
+            "cluster.slurm.roles.critic.shares_nodes_with=trainer",
+            "cluster.slurm.roles.reward.shares_nodes_with=trainer",
+        ),
         "cluster.slurm.roles.reward.devices='5'",
     )
     config = compose_config(given)

@@ -48,7 +48,7 @@ def test_step_rewards_give_returns_and_resumed_run_is_equal(
         assert row["advantage"] == [sum(digits[place:]) for place in range(len(digits))]
     scores = read_samples(run.paths.root)["score"].to_pylist()
     assert scores == [sum(map(str.isdigit, row["text"])) for row in rows]
-    assert run.metrics[-1]["data/repetitions"] > 0 and run.metrics[-1]["data/drawn_fraction"] <= 1
+    assert run.metrics[-1]["data/repetitions"] > 0 and run.metrics[-1]["data/sampled_fraction"] <= 1
 
     stopped = run_to_end(tmp_path / "stopped" / "run", *GIVEN, "run.stop_after=2")
     resumed = run_to_end(stopped.paths.root, *GIVEN, "run.resume=true")

@@ -15,7 +15,7 @@ import pytest
 from aligner.data.tool_calls import ToolCall
 from benchmarks.peer_environment import installed_python
 from benchmarks.runs import REPOSITORY, run_to_end
-from tests.engines.calling_model import called, saved
+from tests.agents.calling_model import called, saved
 
 PYTHON, EXAMPLES = installed_python("verifiers"), REPOSITORY / "docs" / "examples"
 pytestmark = [

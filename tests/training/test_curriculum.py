@@ -19,7 +19,7 @@ RUN = [
     "data.pass_threshold=0.5",
     "data.curriculum.between=[0.2,0.8]",
     "data.curriculum.target=0.5",
-    "data.curriculum.memory=0.5",
+    "data.curriculum.decay=0.5",
 ]
 
 
@@ -55,7 +55,7 @@ def test_curriculum_skips_and_repeats_prompts(whole):
     ], "eight prompts, each new in the first pass"
     assert epochs == sorted(epochs) and epochs[-1] > STEPS * 4 / 8, "prompts are passed over"
     assert repetitions[2] >= 1 and repetitions[-1] > 1
-    assert [step["data/drawn_fraction"] for step in found] == [
+    assert [step["data/sampled_fraction"] for step in found] == [
         4 * done / (8 * epochs[done - 1]) for done in range(1, STEPS + 1)
     ]
     assert all(0 < step["data/pass_rate"] < 1 for step in found)

@@ -173,7 +173,7 @@ def test_sampled_pair_is_read_with_same_tokens(llama, tmp_path) -> None:
     )
     # Samples of another model: the texts are tokenized, and get the end token of this model.
     pairs = open_preferences(
-        DataConfig(path=str(paths.preferences), shuffle=False, drawn_tokens=False), llama, 1
+        DataConfig(path=str(paths.preferences), shuffle=False, generated_tokens=False), llama, 1
     ).take(0, 2)
     assert [pair.chosen.tokens[-1] for pair in pairs] == [first, first]
 

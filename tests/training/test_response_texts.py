@@ -61,7 +61,7 @@ def test_reward_server_scores_text_after_prompt(tmp_path: Path, kind: str) -> No
         requests.extend(given)
         return [0.0] * len(given)
 
-    source = FunctionSource(name="own", key="reward", function="")
+    source = FunctionSource(name="own", key="reward", function="own:score")
     reward = CombinedReward([(source, TextSource("own", score))])
     scoring = RewardRank(reward, read_tokenizer(tmp_path), Limits(600, 64, 4096))
     scoring.score(batch.tokens, batch.lengths, batch.prompt_lengths)
@@ -125,7 +125,7 @@ def test_sampled_preferences_are_read_back_with_the_same_tokens(
     responses = [json.loads(line) for line in writer.paths.responses.read_text().splitlines()]
     assert [each["response"] for each in responses] == list(ANSWERS)
 
-    settings = {"shuffle": False, "drawn_tokens": uses_tokens}
+    settings = {"shuffle": False, "generated_tokens": uses_tokens}
     data = DataConfig(path=str(writer.paths.preferences), **settings)
     (pair,) = open_preferences(data, tokenizer, 1).take(0, 1)
     assert torch.equal(pair.chosen.tokens, drawn[0].tokens)

@@ -32,12 +32,12 @@ def test_routing_replay_reduces_mismatch(pool, tmp_path, minibatches):
     for replayed in (False, True):
         more = [
             f"run.dir={tmp_path / str(replayed)}",
-            *(["algorithm.replay_routes=true"] if replayed else []),
+            *(["algorithm.routing_replay=true"] if replayed else []),
         ]
         (runs[replayed],) = pool.run(step_jobs.steps, 1, [*overrides, *more], 2)
     for without, replayed in zip(runs[False], runs[True], strict=True):
-        assert "mismatch/routes" not in without
-        assert 0 < replayed["mismatch/routes"] < 0.2
+        assert "mismatch/expert_routing" not in without
+        assert 0 < replayed["mismatch/expert_routing"] < 0.2
         assert replayed["mismatch/logprob_abs"] < without["mismatch/logprob_abs"]
         # The learning rate is tiny, so an update or a reference model with other expert routing
         # would be visible here.

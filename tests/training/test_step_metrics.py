@@ -64,7 +64,7 @@ def metrics_of_ratios(engine_over_trainer: list[float]) -> dict[str, float]:
 def test_mismatch_covers_only_response_tokens():
     metrics = metrics_of_ratios([1.0, 1.009, 1.011, 0.989])
     assert metrics["mismatch/fraction_above_1pct"] == 0.5
-    assert metrics["response/learned_to_4"] == 1
+    assert metrics["response/trained_to_4"] == 1
     logs = [math.log(ratio) for ratio in (1.009, 1.011, 0.989)]
     assert metrics["mismatch/logprob_abs"] == pytest.approx(sum(map(abs, logs)) / 4, rel=1e-4)
     assert metrics["mismatch/kl"] == pytest.approx(
@@ -181,13 +181,13 @@ def test_unscored_prompts_are_counted_and_limited():
     assert [prompt.id for prompt in scored.prompts] == [0, 0, 2, 2]
     metrics = rollout_metrics(scored, settings)
     # Samples that dynamic sampling dropped, and samples without a score, were also generated.
-    assert (metrics["response/drawn_to_1"], metrics["response/drawn_to_8"]) == (6.0, 2.0)
+    assert (metrics["response/generated_to_1"], metrics["response/generated_to_8"]) == (6.0, 2.0)
     assert (metrics["reward/mean"], metrics["rollout/skipped"], metrics["rollout/deferred"]) == (
         1.0,
         3.0,
         1.0,
     )
-    assert (metrics["rollout/guessed"], metrics["rollout/accepted_fraction"]) == (8.0, 0.25)
+    assert (metrics["rollout/draft_tokens"], metrics["rollout/accepted_fraction"]) == (8.0, 0.25)
     # Four of six samples have a score; only these count as kept.
     assert (metrics["rollout/skipped_fraction"], metrics["rollout/kept_fraction"]) == (
         3 / 12,
@@ -381,7 +381,7 @@ def test_draw_metrics_report_epochs_and_pass_rates():
     assert metrics == {
         "data/epoch": 2.0,
         "data/repetitions": 1.0,
-        "data/drawn_fraction": 6 / 8,
+        "data/sampled_fraction": 6 / 8,
         "data/pass_rate": (4 / 6 + 0) / 2,
         "data/always_passed": 0.0,
         "data/never_passed": 0.5,
@@ -392,5 +392,5 @@ def test_draw_metrics_report_epochs_and_pass_rates():
     ) == {
         "data/epoch": 0.25,
         "data/repetitions": 0.0,
-        "data/drawn_fraction": 1.0,
+        "data/sampled_fraction": 1.0,
     }

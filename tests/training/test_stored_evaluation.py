@@ -14,7 +14,7 @@ import torch
 from aligner import cli
 from aligner.data.model_directory import read_shape
 from aligner.data.tokenizer import Tokenizer, build_character_tokenizer
-from tests.engines.test_generate import save_critic
+from tests.agents.test_generate import save_critic
 from tests.megatron import families
 from tests.rewards.judge_server import judging, says
 

@@ -24,7 +24,10 @@ SHARES = (
     {"staleness/share_0": 1.0},
     {"staleness/share_0": 0.25, "staleness/share_1": 0.5, "staleness/share_10": 0.25},
 )
-LENGTHS = ({"response/drawn_to_2": 3.0, "response/learned_to_2": 3.0}, {"response/drawn_to_8": 2.0})
+LENGTHS = (
+    {"response/generated_to_2": 3.0, "response/trained_to_2": 3.0},
+    {"response/generated_to_8": 2.0},
+)
 """SHARES and LENGTHS alternate between steps: a key that a step lacks must count as 0."""
 
 _NUMBERS = ("engine_logprob", "trainer_logprob", "reference_logprob", "advantage")

@@ -127,7 +127,7 @@ def lengths(config: Config) -> Values:
     # A response that is labeled step by step is all of its steps, of which each is cut by itself.
     longest_record = 64 if config.algorithm.trainer == "reward_model" else 16
     return {
-        "data.drawn_tokens": False,  # they are another tokenizer's
+        "data.generated_tokens": False,  # they are another tokenizer's
         "teacher.scores": None,
         # the template that stands for the model's tells no turns apart
         "data.learned_turns": "last",

@@ -1,40 +1,77 @@
-"""A response that the embedded engine decodes: what there is of it, its row of the cache, and its
-random numbers."""
+"""A request in the embedded engine: its tokens, its row of the KV cache, and its random
+numbers."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from aligner.engines.embedded.sampling import renew, turn_uniforms
+from aligner.data.types import Completion, CompletionReason, KeptTokens
+from aligner.engines.embedded.sampling import request_uniforms
 from aligner.engines.embedded.speculation import Lookup
-from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions
-from aligner.engines.partial_response import PartialResponse
+from aligner.engines.engine_protocol import EngineRequest
+
+FULL_VOCABULARY = torch.empty(0, dtype=torch.int32)
+"""The sampling support of a token that was sampled from the full vocabulary."""
 
 
 @dataclass(eq=False)
-class DecodedResponse(PartialResponse):
-    """A response so far, and what the engine keeps of it beside that."""
+class DecodedResponse:
+    """A request in the embedded engine.
 
-    index: int = 0
-    """Among the requests."""
+    `prompt` are the input tokens before the random stream begins, `tokens` everything behind them:
+    first the rest of the input, then the generated tokens.
+    """
+
+    request: EngineRequest
+    prompt: tuple[int, ...]
+    tokens: list[int]
+    numbers: np.ndarray | None
+    """float64 [limit]: uniform random numbers, entry t for `tokens[t]`; None for greedy decoding"""
+    limit: int
+    """Maximum number of `tokens`."""
+    min_tokens: int
+    """Number of `tokens` before the first stop token is allowed."""
+    input_tokens: int
+    """Number of `tokens` that belong to the input."""
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    kept: list[Tensor] = field(default_factory=list)
+    """int32: sampling support of each generated token; empty if it was not requested."""
+    finish_reason: CompletionReason | None = None
+    routes: list[Tensor] = field(default_factory=list)
+    """[n, L, K] each: expert routing of consecutive tokens from the prompt's first on."""
     row: int = -1
-    """Of the cache, where it has one in use."""
-    held: int = 0
-    """Whose keys and values that has, when a turn begins."""
-    prompt: tuple[int, ...] = ()
-    numbers: np.ndarray | None = None
-    """float64 [limit]: what its tokens are drawn with"""
+    """Row of the KV cache, while it has one."""
+    cached: int = 0
+    """Number of tokens whose keys and values are in the row when the request resumes it."""
     lookup: Lookup | None = None
-    """Where its next tokens are guessed."""
+    """Source of draft tokens."""
     read: Tensor | None = None
-    """The routes of its tokens, or of the prompt at least, when their keys and values were
-    computed: [n, L, K]"""
+    """[n, L, K]: expert routing of the tokens that were prefilled, of the prompt at least."""
+
+    @classmethod
+    def begin(cls, request: EngineRequest, seed: int) -> "DecodedResponse":
+        """Return the state of a request before its first generated token."""
+        tokens = request.tokens.tolist()
+        start = request.key.stream_start
+        limit = request.total_tokens - start
+        numbers = None if request.sampling.greedy else request_uniforms(seed, request, limit)
+        return cls(
+            request,
+            prompt=tuple(tokens[:start]),
+            tokens=tokens[start:],
+            numbers=numbers,
+            limit=limit,
+            min_tokens=len(tokens) - start + request.sampling.min_new_tokens,
+            input_tokens=len(tokens) - start,
+        )
 
     @property
     def length(self) -> int:
-        """Prompt and response, in tokens."""
+        """Number of tokens of input and completion."""
         return len(self.prompt) + len(self.tokens)
 
     @property
@@ -42,21 +79,27 @@ class DecodedResponse(PartialResponse):
         """The last token so far."""
         return self.tokens[-1] if self.tokens else self.prompt[-1]
 
+    @property
+    def is_new(self) -> bool:
+        """Whether nothing follows the prompt yet."""
+        return not self.tokens
+
+    def completion(self) -> Completion:
+        """Return what has been generated so far."""
+        kept = None
+        counts = [0 if ids is FULL_VOCABULARY else len(ids) for ids in self.kept]
+        if any(counts):
+            kept = KeptTokens.from_counts(torch.tensor(counts), torch.cat(self.kept))
+        return Completion(
+            tokens=torch.tensor(self.tokens[self.input_tokens :], dtype=torch.int64),
+            logprobs=torch.tensor(self.logprobs, dtype=torch.float32),
+            weight_versions=torch.tensor(self.versions, dtype=torch.int64),
+            finish_reason=self.finish_reason or "interrupted",
+            kept=kept,
+            routes=torch.cat(self.routes) if self.routes else None,
+        )
+
 
 def in_order(responses: Iterable[DecodedResponse]) -> list[DecodedResponse]:
-    """In the order of their rows."""
+    """Return responses in the order of their rows."""
     return sorted(responses, key=lambda response: response.row)
-
-
-def begin(
-    index: int, request: GenerationRequest, options: SamplingOptions, seed: int
-) -> DecodedResponse:
-    """The response to a request at this place, of as much as the request has begun."""
-    limit = request.limit(options)
-    prompt = tuple(request.prompt.tokens.tolist())
-    numbers = None if options.greedy else turn_uniforms(seed, request, prompt, limit)
-    response = DecodedResponse(request, limit, index=index, prompt=prompt, numbers=numbers)
-    response.take_begun(options)
-    if request.begun is not None:
-        renew(numbers, seed, request, response.tokens[: len(response.drawn)])
-    return response

@@ -1,26 +1,30 @@
 """The embedded generation engine: a decoder in plain PyTorch that runs wherever the trainer
 does."""
 
+import contextlib
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from aligner.data.types import Prompt
+from aligner.data.collectives import broadcast_json
 from aligner.engines.embedded.cache import Cache, CacheSize, fit
+from aligner.engines.embedded.decoded_response import DecodedResponse
 from aligner.engines.embedded.decoder import Decoder, Prompts, Step
 from aligner.engines.embedded.engine_machine import Machine
 from aligner.engines.embedded.engine_weights import EmbeddedUpdate, EngineWeights, parameters
-from aligner.engines.embedded.generation import EmbeddedGeneration
 from aligner.engines.embedded.graphs import GraphedForward
+from aligner.engines.embedded.scheduler import Scheduler
 from aligner.engines.embedded.sliced_attention import can_slice
 from aligner.engines.engine_protocol import (
+    EngineRequest,
     GenerationEngine,
-    GenerationRequest,
+    RequestKey,
     SamplingOptions,
     SpanListener,
-    request_problems,
     weight_format,
 )
 from aligner.errors import AlignerError, ConfigError
@@ -97,7 +101,14 @@ class EmbeddedEngine(GenerationEngine):
             steps_per_sync=steps,
         )
         self._token_bytes = cache_bytes_per_token(shape, tensor, self._dtype.itemsize)
-        self._generation: EmbeddedGeneration | None = None
+        self._group = group
+        self._is_first = rank % tensor == 0
+        self._turn_message: Any = None
+        self._scheduler = Scheduler(self._machine, seed)
+        self._is_reserved = False
+        """Whether the KV cache has the size that `reserve` asked for."""
+        self._released: list[tuple[int, int]] = []
+        """Samples whose resident rows the other ranks have not freed yet."""
         self._spare: EngineWeights | None = None
         """The other set of weights: an atomic update is written into it, and the two change places.
         """
@@ -108,18 +119,128 @@ class EmbeddedEngine(GenerationEngine):
         """Version of the weights that serve."""
         return self._machine.version
 
-    def start(
-        self, requests: Sequence[GenerationRequest], options: SamplingOptions
-    ) -> EmbeddedGeneration:
-        """Begin one sample per request; collective over the replica's tensor-parallel ranks, as
-        every step is."""
-        self._check_may_start()
-        if problems := request_problems(requests, options, self._shape):
-            raise AlignerError("\n".join(problems))
-        if requests:
-            self._reserve(requests, options)
-        self._generation = EmbeddedGeneration(self._machine, requests, options, self._seed)
-        return self._generation
+    @property
+    def leads(self) -> bool:
+        """See `GenerationEngine.leads`."""
+        return self._is_first
+
+    @property
+    def has_work(self) -> bool:
+        """See `GenerationEngine.has_work`."""
+        return bool(self._arrivals) or self._scheduler.has_work
+
+    def reserve(self, sequences: int, tokens: int) -> None:
+        """Size the KV cache for `sequences` sequences of at most `tokens` tokens, within
+        `engine.batch_size` and `engine.kv_cache_mib`."""
+        self._command("reserve", sequences=sequences, tokens=tokens)
+        self._reserve(sequences, tokens)
+
+    def step(self) -> None:
+        """See `GenerationEngine.step`."""
+        arrivals = self._take_arrivals()
+        released = self._released
+        self._released = []
+        if self._group is not None:
+            requests = [_to_json(request) for request in arrivals]
+            self._command("step", requests=requests, released=released)
+        self._check_awake("generate")
+        self._execute_step(arrivals)
+
+    def interrupt(self) -> None:
+        """See `GenerationEngine.interrupt`."""
+        arrivals = self._take_arrivals()
+        self._command("interrupt")
+        for response in self._scheduler.interrupt():
+            response.request.resolve(response.completion())
+        for request in arrivals:
+            request.resolve(DecodedResponse.begin(request, self._seed).completion())
+
+    def fail_all(self, error: Exception) -> None:
+        """Drop all requests in flight; their callers receive the error."""
+        arrivals = self._take_arrivals()
+        self._command("interrupt")
+        in_flight = [response.request for response in self._scheduler.interrupt()]
+        for request in [*in_flight, *arrivals]:
+            request.fail(error)
+
+    def release(self, prompt_id: int, sample_index: int) -> None:
+        """See `GenerationEngine.release`."""
+        self._scheduler.release(prompt_id, sample_index)
+        if self._group is not None:
+            self._released.append((prompt_id, sample_index))
+
+    def _reserve(self, sequences: int, tokens: int) -> None:
+        self._resize_cache(sequences, tokens)
+        self._is_reserved = True
+
+    def follow(self) -> None:
+        """Execute the steps of the replica's rank 0; see `GenerationEngine.follow`."""
+        while (command := broadcast_json(None, group=self._group))["do"] != "end_turn":
+            with contextlib.suppress(AlignerError):  # rank 0 raises it too, and reports it
+                self._execute(command)
+        self._turn_message = command["message"]
+
+    def end_turn(self, message: Any = None) -> Any:
+        """See `GenerationEngine.end_turn`."""
+        if self._group is None:
+            return message
+        if self._is_first:
+            self._command("end_turn", message=message)
+            return message
+        return self._turn_message
+
+    def _command(self, name: str, **arguments: Any) -> None:
+        """Have the replica's other ranks execute a command, which this rank executes next."""
+        if self._group is not None:
+            broadcast_json({"do": name, **arguments}, group=self._group)
+
+    def _execute(self, command: dict[str, Any]) -> None:
+        if command["do"] == "reserve":
+            self._reserve(command["sequences"], command["tokens"])
+        elif command["do"] == "interrupt":
+            self._scheduler.interrupt()
+        else:
+            for prompt_id, sample_index in command["released"]:
+                self._scheduler.release(prompt_id, sample_index)
+            self._execute_step([_from_json(request) for request in command["requests"]])
+
+    def _execute_step(self, arrivals: Sequence[EngineRequest]) -> None:
+        self._scheduler.queue(arrivals)
+        self._make_room(self._scheduler.next_batch())
+        self._scheduler.join_batch()
+        for response in self._scheduler.step():
+            response.request.resolve(response.completion())
+
+    def _make_room(self, requests: Sequence[EngineRequest]) -> None:
+        """Enlarge the KV cache for the requests of a new batch, if nobody reserved it for them.
+
+        A request that does not fit alone fails.
+        """
+        size = self._machine.cache.size
+        longest = 0
+        count = 0
+        for request in requests:
+            try:
+                self._fitting_size(1, request.total_tokens)
+            except AlignerError as error:
+                self._scheduler.drop(request)
+                request.fail(error)
+                continue
+            longest = max(longest, request.total_tokens - 1)
+            count += 1
+        rows = min(count, self._settings.batch_size)
+        if longest > size.columns or (rows > size.rows and not self._is_reserved):
+            self._resize_cache(max(count, size.rows), max(longest, size.columns) + 1)
+            self._is_reserved = False
+
+    def _unsupported(self, request: EngineRequest) -> str | None:
+        length = request.total_tokens
+        if length <= self._shape.max_positions:
+            return None
+        return (
+            f"prompt {request.key.prompt_id}: input and completion have up to {length} tokens, but"
+            f" the model has {self._shape.max_positions} positions"
+        )
 
     def next_logits(self, prompts: Sequence[Tensor]) -> Tensor:
         """float32 [N, V] on the host: what the token after each of these prompts, int64 [P], is
@@ -128,12 +249,13 @@ class EmbeddedEngine(GenerationEngine):
         Raises AlignerError for prompts that do not fit, and where the engine has no weights or is
         generating.
         """
-        options = SamplingOptions(max_new_tokens=1)
-        requests = [
-            GenerationRequest(Prompt(place, "", tokens), 0) for place, tokens in enumerate(prompts)
-        ]
-        self.start(requests, options).cancel()
-        found, machine = [], self._machine
+        self._check_awake("generate")
+        self._check_weights()
+        if self.has_work:
+            raise AlignerError("the engine is generating; wait until its requests are complete")
+        self.reserve(len(prompts), 1 + max(map(len, prompts)))
+        found = []
+        machine = self._machine
         none = torch.zeros(0, dtype=torch.int64, device=self._device)
         rows = max(1, min(machine.cache.size.rows, _PASS_TOKENS // max(map(len, prompts))))
         for first in range(0, len(prompts), rows):
@@ -212,14 +334,19 @@ class EmbeddedEngine(GenerationEngine):
         self._machine.decoder.use(weights.tensors)
         return weights
 
-    def _reserve(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> None:
-        """Make the cache hold rows for these requests' longest sequence; its last token needs
-        none."""
-        longest = (
-            max(len(request.prompt.tokens) + request.limit(options) for request in requests) - 1
-        )
-        wanted, budget = min(self._settings.batch_size, len(requests)), self._settings.kv_cache_mib
-        size = fit(self._token_bytes, longest, wanted, budget)
+    def _fitting_size(self, sequences: int, tokens: int) -> CacheSize:
+        """Return the size of a KV cache for `sequences` sequences, or as many as the memory holds;
+        the last token of a sequence needs no cache. Raises AlignerError if it holds none."""
+        wanted = min(self._settings.batch_size, sequences)
+        return fit(self._token_bytes, tokens - 1, wanted, self._settings.kv_cache_mib)
+
+    def _resize_cache(self, sequences: int, tokens: int) -> None:
+        """Allocate the KV cache."""
+        self._scheduler.clear_rows()
+        longest = tokens - 1
+        wanted = min(self._settings.batch_size, sequences)
+        budget = self._settings.kv_cache_mib
+        size = self._fitting_size(sequences, tokens)
         if self._graphs is not None:
             # Graphs know the cache's shape: a larger one serves as well, and a new one is made for
             # like lengths too.
@@ -234,6 +361,7 @@ class EmbeddedEngine(GenerationEngine):
                 size = rounded
         if self._machine.cache.resize(size):
             self._forget_graphs()
+            self._scheduler.clear_rows()
 
     def _end_update(self, target: EngineWeights, version: int, ok: bool) -> None:
         in_place = target is self._weights
@@ -261,13 +389,33 @@ class EmbeddedEngine(GenerationEngine):
 
     def _settle(self) -> None:
         """Before the weights change: no response may go on with keys and values of the old ones."""
-        if self._generation is None:
-            return
         if self._settings.in_flight == "finish":
-            self._generation.finish_rows()
+            self._scheduler.finish_rows()
         else:
-            self._generation.restart_rows()
+            self._scheduler.restart_rows()
 
     def _forget_graphs(self) -> None:
         if self._graphs is not None:
             self._graphs.forget()
+
+
+def _to_json(request: EngineRequest) -> dict[str, Any]:
+    """Return a request as JSON, for the other ranks of a replica."""
+    return {
+        "tokens": request.tokens.tolist(),
+        "sampling": asdict(request.sampling),
+        "key": asdict(request.key),
+        "is_continued": request.is_continued,
+    }
+
+
+def _from_json(fields: dict[str, Any]) -> EngineRequest:
+    """Return the request of `_to_json`."""
+    sampling = fields["sampling"]
+    stops = tuple(sampling.pop("stop_token_ids"))
+    return EngineRequest(
+        torch.tensor(fields["tokens"], dtype=torch.int64),
+        SamplingOptions(**sampling, stop_token_ids=stops),
+        RequestKey(**fields["key"]),
+        fields["is_continued"],
+    )

@@ -10,7 +10,7 @@ import xxhash
 from torch import Tensor
 
 from aligner.data.types import KeptTokens
-from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions
+from aligner.engines.engine_protocol import EngineRequest, SamplingOptions
 
 _CHUNK = 128
 """Vocabulary entries whose probabilities are summed first, so that only one chunk a row is looked
@@ -28,29 +28,15 @@ def uniforms(
     return np.random.Generator(bits).random(count)
 
 
-def turn_uniforms(
-    seed: int, request: GenerationRequest, read: Sequence[int], count: int
-) -> np.ndarray:
-    """float64 [count]: the first numbers for what a response draws after these tokens, its prompt's
-    and those behind it."""
+def request_uniforms(seed: int, request: EngineRequest, count: int) -> np.ndarray:
+    """Return the random numbers of a request, float64 [count]: entry t belongs to the token at
+    position `stream_start` + t of input and completion."""
+    key = request.key
     turn: tuple[int, ...] = ()
-    if request.asked_before is not None:
-        repeats = request.asked_before if len(read) == len(request.prompt.tokens) else 0
-        turn = (xxhash.xxh3_128_intdigest(np.array(read, dtype=np.int64).tobytes()), repeats)
-    return uniforms(seed, request.prompt.id, request.sample_index, count, turn)
-
-
-def renew(
-    numbers: np.ndarray | None, seed: int, request: GenerationRequest, tokens: Sequence[int]
-) -> None:
-    """Have what an agent's response, or a branch, draws behind these tokens of its own hang on what
-    it has read.
-
-    In place, [limit].
-    """
-    if numbers is not None and request.asked_before is not None:
-        read = [*request.prompt.tokens.tolist(), *tokens]
-        numbers[len(tokens) :] = turn_uniforms(seed, request, read, len(numbers) - len(tokens))
+    if key.repeats is not None:
+        read = request.tokens[: key.stream_start].numpy().astype(np.int64, copy=False)
+        turn = (xxhash.xxh3_128_intdigest(read.tobytes()), key.repeats)
+    return uniforms(seed, key.prompt_id, key.sample_index, count, turn)
 
 
 def choose(

@@ -7,12 +7,11 @@ import torch
 from torch import Tensor
 
 from aligner.data.types import KeptTokens
-from aligner.engines.embedded.decoded_response import DecodedResponse
+from aligner.engines.embedded.decoded_response import FULL_VOCABULARY, DecodedResponse
 from aligner.engines.embedded.decoder import Step
 from aligner.engines.embedded.engine_machine import Machine
 from aligner.engines.embedded.sampling import choose
 from aligner.engines.engine_protocol import SamplingOptions
-from aligner.engines.partial_response import NO_IDS
 from aligner.models import batch_invariant
 
 Drawn = tuple[list[int], list[float], list[Tensor]]
@@ -37,7 +36,7 @@ class Drawing:
             share, self._numbers(rows, step.width), self._may_stop(rows, step.width)
         )
         tokens, logprobs, counts = drawn
-        each = [NO_IDS] * len(share)
+        each = [FULL_VOCABULARY] * len(share)
         if self._options.tells_kept:
             empty = torch.empty(int(counts.sum()), dtype=torch.int32, device=self._machine.device)
             ids = self._machine.decoder.broadcast(empty if kept is None else kept.ids)
@@ -59,7 +58,7 @@ class Drawing:
             found.append(drawn)
             step = step.followed_by(drawn[0].long())
         tokens, logprobs, _ = torch.stack(found, -1).flatten(1)
-        return tokens.long().tolist(), logprobs.float().tolist(), [NO_IDS] * len(tokens)
+        return tokens.long().tolist(), logprobs.float().tolist(), [FULL_VOCABULARY] * len(tokens)
 
     def _numbers(self, rows: Sequence[DecodedResponse], count: int) -> Tensor | None:
         """The random numbers of each row's next `count` tokens, float64 [R * count]; None where
@@ -75,11 +74,12 @@ class Drawing:
     def _may_stop(self, rows: Sequence[DecodedResponse], count: int) -> Tensor | None:
         """Whether each of these tokens may be a stop token, bool [R * count]; None where all
         may."""
-        least = self._options.min_new_tokens
-        if all(len(row.tokens) >= least for row in rows):
+        if all(len(row.tokens) >= row.min_tokens for row in rows):
             return None
-        lengths = [len(row.tokens) + ahead for row in rows for ahead in range(count)]
-        return torch.tensor([length >= least for length in lengths], device=self._machine.device)
+        allowed = [
+            len(row.tokens) + ahead >= row.min_tokens for row in rows for ahead in range(count)
+        ]
+        return torch.tensor(allowed, device=self._machine.device)
 
     def _choose(
         self, share: Tensor, numbers: Tensor | None, may_stop: Tensor | None

@@ -13,7 +13,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from aligner.engines.engine_protocol import SamplingOptions
 from aligner.engines.foreign.responses import Responder, Response
 from aligner.errors import AlignerError
 
@@ -129,14 +128,14 @@ class Client(ABC):
         self._end.callback(self._loop.close)
         atexit.register(self.shutdown)
 
-    def start(self, responses: Sequence[Response], options: SamplingOptions) -> list[Any]:
+    def start(self, responses: Sequence[Response]) -> list[Any]:
         """Start the generation of responses.
 
         Returns:
             One task per response, which is done when the response is complete.
         """
         return self._loop.run(
-            "submitting requests", self._responder.start(responses, options), self._timeout_s
+            "submitting requests", self._responder.start(responses), self._timeout_s
         )
 
     def cancel(self, responses: Mapping[Any, Response]) -> None:

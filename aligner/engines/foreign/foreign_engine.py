@@ -11,13 +11,14 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from aligner.engines.engine_protocol import (
+    EngineRequest,
     GenerationEngine,
     GenerationRequest,
     SamplingOptions,
-    request_problems,
 )
 from aligner.engines.foreign.client import Client
-from aligner.engines.foreign.replica import Replica, ReplicaGeneration
+from aligner.engines.foreign.replica import Replica
+from aligner.engines.foreign.responses import Response
 from aligner.errors import AlignerError
 from aligner.models.shape import ModelShape
 from aligner.models.weight_slices import (
@@ -89,6 +90,8 @@ class ForeignEngine(GenerationEngine):
         )
         self._version: int | None = None
         self._cache_asleep = False
+        self._in_flight: dict[Any, Response] = {}
+        """Requests in flight by the tasks of the client, on the first rank."""
 
     @property
     def version(self) -> int | None:
@@ -96,24 +99,78 @@ class ForeignEngine(GenerationEngine):
         overwrote them."""
         return self._version
 
-    def start(
-        self, requests: Sequence[GenerationRequest], options: SamplingOptions
-    ) -> ReplicaGeneration:
-        """Begin one sample per request. Raises AlignerError, before anything is generated, for what
-        can not be served."""
-        self._check_may_start()
-        if refused := self._refused(requests, options):
+    @property
+    def leads(self) -> bool:
+        """See `GenerationEngine.leads`."""
+        return self._replica.rank == 0
+
+    def check(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> None:
+        """See `GenerationEngine.check`."""
+        if refused := self._refused(options):
             raise AlignerError(f"{self._replica.name}: {refused}; set engine.kind=embedded")
-        if problems := request_problems(requests, options, self._shape):
-            raise AlignerError("\n".join(problems))
-        self._generation = ReplicaGeneration(self._replica, self._check_weights, requests, options)
-        return self._generation
+        super().check(requests, options)
+
+    def check_branch(self, prompt_id: int) -> None:
+        """Raise AlignerError: the random numbers of a branch could not differ from those of the
+        episode's other sequences."""
+        raise AlignerError(
+            f"{self._replica.name}: episode branches are not supported (prompt"
+            f" {prompt_id}); set engine.kind=embedded"
+        )
+
+    @property
+    def has_work(self) -> bool:
+        """See `GenerationEngine.has_work`."""
+        return bool(self._arrivals or self._in_flight)
+
+    def step(self) -> None:
+        """Wait a moment for completions.
+
+        Raises AlignerError if there is none and the engine has no weights to continue with.
+        """
+        client = self._client
+        self._start(self._take_arrivals())
+        if not any(task.done() for task in self._in_flight):
+            self._check_weights()
+            client.wait(list(self._in_flight))
+        for task in [task for task in self._in_flight if task.done()]:
+            response = self._in_flight.pop(task)
+            task.result()
+            response.request.resolve(response.completion())
+
+    def interrupt(self) -> None:
+        """See `GenerationEngine.interrupt`."""
+        client = self._client
+        self._start(self._take_arrivals())
+        in_flight = self._in_flight
+        self._in_flight = {}
+        client.interrupt()
+        completions = [(each.request, each.completion()) for each in in_flight.values()]
+        client.cancel(in_flight)
+        for request, completion in completions:
+            request.resolve(completion)
+
+    def release(self, prompt_id: int, sample_index: int) -> None:
+        """Do nothing: the program frees its prefix cache itself."""
+
+    def end_turn(self, message: Any = None) -> Any:
+        """See `GenerationEngine.end_turn`."""
+        return self._replica.share(message)
+
+    @property
+    def _client(self) -> Client:
+        client = self._replica.client
+        assert client is not None, "only the first rank of a replica drives the program"
+        return client
+
+    def _start(self, requests: Sequence[EngineRequest]) -> None:
+        if requests:
+            responses = [Response(request) for request in requests]
+            self._in_flight |= dict(zip(self._client.start(responses), responses, strict=True))
 
     @abstractmethod
-    def _refused(
-        self, requests: Sequence[GenerationRequest], options: SamplingOptions
-    ) -> str | None:
-        """What of it the program can not do."""
+    def _refused(self, options: SamplingOptions) -> str | None:
+        """Return which sampling parameter the program does not support; None if it supports all."""
 
     @abstractmethod
     def _share(self, pieces: Sequence[Piece]) -> dict[str, Any]:

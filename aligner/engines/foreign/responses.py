@@ -4,13 +4,14 @@ on later."""
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 
-from aligner.engines.engine_protocol import SamplingOptions
-from aligner.engines.partial_response import PartialResponse
+from aligner.data.types import Completion, CompletionReason
+from aligner.engines.engine_protocol import EngineRequest, SamplingOptions
 from aligner.errors import AlignerError, EngineGone
 
 
@@ -33,12 +34,31 @@ _MOMENT_S = 0.1
 
 
 @dataclass(eq=False)
-class Response(PartialResponse):
-    """A response so far, and what draws it."""
+class Response:
+    """A request that another program's engine serves, and its tokens so far."""
 
+    request: EngineRequest
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    finish_reason: CompletionReason | None = None
     output: Any = None
-    """The engine's, while it draws tokens."""
+    """The engine's output object, while it generates."""
     cancelled: bool = False
+
+    @property
+    def limit(self) -> int:
+        """Maximum number of tokens."""
+        return self.request.sampling.max_new_tokens
+
+    def completion(self) -> Completion:
+        """Return the tokens so far."""
+        return Completion(
+            tokens=torch.tensor(self.tokens, dtype=torch.int64),
+            logprobs=torch.tensor(self.logprobs, dtype=torch.float32),
+            weight_versions=torch.tensor(self.versions, dtype=torch.int64),
+            finish_reason=self.finish_reason or "interrupted",
+        )
 
 
 Draw = Callable[[list[int], Response, SamplingOptions, int, int], Output]
@@ -104,11 +124,9 @@ class Responder:
                 f" ({self._timeout_key})"
             ) from error
 
-    async def start(
-        self, responses: Sequence[Response], options: SamplingOptions
-    ) -> list[asyncio.Task[None]]:
+    async def start(self, responses: Sequence[Response]) -> list[asyncio.Task[None]]:
         """One task for each response, done when it is complete."""
-        tasks = [asyncio.create_task(self._complete(response, options)) for response in responses]
+        tasks = [asyncio.create_task(self._complete(response)) for response in responses]
         for task in tasks:
             self._tasks.add(task)
             task.add_done_callback(self._ended)
@@ -155,24 +173,25 @@ class Responder:
                 f" {self._timeout_s:g} s ({self._timeout_key})"
             )
 
-    async def _complete(self, response: Response, options: SamplingOptions) -> None:
+    async def _complete(self, response: Response) -> None:
         while response.finish_reason is None and not response.cancelled:
             await self._admits.wait()
             try:
-                await self._draw(response, options)
+                await self._draw(response)
             except EngineGone:
                 raise
             except Exception as error:
-                request = response.request
+                key = response.request.key
                 raise AlignerError(
-                    f"prompt {request.prompt.id}, sample {request.sample_index}: {error}"
+                    f"prompt {key.prompt_id}, sample {key.sample_index}: {error}"
                 ) from error
 
-    async def _draw(self, response: Response, options: SamplingOptions) -> None:
+    async def _draw(self, response: Response) -> None:
         """One request to the engine: to the response's end, to its least length, or until it is
         interrupted."""
+        options = response.request.sampling
         short_by = 0 if self._has_least else max(0, options.min_new_tokens - len(response.tokens))
-        tokens = [*response.request.prompt.tokens.tolist(), *response.tokens]
+        tokens = [*response.request.tokens.tolist(), *response.tokens]
         output = self._draw_from(tokens, response, options, _seed(self._seed, response), short_by)
         response.output, self._heard = output, time.monotonic()
         self._drawing.add(response)
@@ -193,7 +212,7 @@ class Responder:
         response.versions += [self._version] * len(tokens)
         if tokens and not short_by and tokens[-1] in options.stop_token_ids:
             response.finish_reason = "stop"
-        elif len(response.tokens) >= response.turn_limit:
+        elif len(response.tokens) >= response.limit:
             response.finish_reason = "length"
 
     def _drawn(self, completion: Any, interrupted: bool) -> tuple[list[int], list[float]]:
@@ -239,5 +258,7 @@ class Responder:
 def _seed(seed: int, response: Response) -> int:
     """A request's seed: another one for every sample, and for the rest of an interrupted one."""
     request = response.request
-    entropy = [seed, request.prompt.id, request.sample_index, len(response.tokens)]
+    key = request.key
+    position = len(request.tokens) - key.stream_start + len(response.tokens)
+    entropy = [seed, key.prompt_id, key.sample_index, position]
     return int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0]) >> 1

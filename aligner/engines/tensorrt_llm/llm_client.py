@@ -155,7 +155,7 @@ class TensorRTLLMClient(Client):
         """
         stops = list(options.stop_token_ids)
         sampling = self._sampling_params(
-            max_tokens=most or response.turn_limit - len(response.tokens),
+            max_tokens=most or response.limit - len(response.tokens),
             temperature=options.temperature,
             top_k=1 if options.greedy else options.top_k,
             top_p=None if options.greedy else options.top_p,

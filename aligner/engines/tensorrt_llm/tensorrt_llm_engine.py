@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from torch.multiprocessing.reductions import reduce_tensor
 
 from aligner.data.model_directory import assemble_stored_tensors
-from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions
+from aligner.engines.engine_protocol import SamplingOptions
 from aligner.engines.foreign.foreign_engine import ForeignEngine, Piece
 from aligner.engines.foreign.gpu_places import gpu_places
 from aligner.engines.tensorrt_llm.llm_client import NAME, TensorRTLLMClient, gpu_index
@@ -68,9 +68,7 @@ class TensorRTLLMEngine(ForeignEngine):
 
         self._replica.lead("starting TensorRT-LLM", start)
 
-    def _refused(
-        self, requests: Sequence[GenerationRequest], options: SamplingOptions
-    ) -> str | None:
+    def _refused(self, options: SamplingOptions) -> str | None:
         if options.min_p or options.tells_kept:
             requested = (
                 f"min_p={options.min_p:g}"

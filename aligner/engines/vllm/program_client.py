@@ -377,7 +377,7 @@ class VLLMClient(Client):
     def _draw(
         self, tokens: list[int], response: Response, options: SamplingOptions, seed: int, most: int
     ) -> Request:
-        """Start the generation of a response, up to the limit of its turn.
+        """Start the generation of a response, up to its maximum number of tokens.
 
         Args:
             tokens: Prompt and the tokens generated so far.
@@ -386,7 +386,7 @@ class VLLMClient(Client):
             seed: Seed of this request.
             most: Unused; vLLM supports a minimum number of tokens itself.
         """
-        max_tokens = response.turn_limit - len(response.tokens)
+        max_tokens = response.limit - len(response.tokens)
         min_tokens = max(0, options.min_new_tokens - len(response.tokens))
         return self._program.draw(
             tokens,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
-from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions, weight_format
+from aligner.engines.engine_protocol import SamplingOptions, weight_format
 from aligner.engines.foreign.foreign_engine import ForeignEngine, Piece
 from aligner.engines.foreign.gpu_places import gpu_places
 from aligner.engines.vllm.program.weight_memory import (
@@ -65,9 +65,7 @@ class VLLMEngine(ForeignEngine):
 
         self._replica.lead("starting vLLM", start)
 
-    def _refused(
-        self, requests: Sequence[GenerationRequest], options: SamplingOptions
-    ) -> str | None:
+    def _refused(self, options: SamplingOptions) -> str | None:
         if options.tells_kept:
             return "returning the sampling support (kept token ids) is not supported"
         if options.routes:

@@ -41,7 +41,7 @@ from aligner.schema.derived import (
 )
 
 # Maximum number of prompt tokens in one prefill of the embedded engine
-# (`engines/embedded/generation.py`).
+# (`engines/embedded/scheduler.py`).
 _PREFILL_TOKENS = 8192
 
 

@@ -87,6 +87,7 @@ def publish_and_generate(
                 name: (cut, part.numpy())
                 for name, (cut, part) in jobs.slices(actor.runner.weights).items()
             },
+            "leads": engine.leads,
             "samples": [
                 (engines.response(sample), sample.engine_logprobs.tolist()) for sample in samples
             ],

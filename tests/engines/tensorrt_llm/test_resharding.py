@@ -44,16 +44,18 @@ def test_worker_weights_equal_trainer_weights_bitwise(pool, directory, tensor, d
         not np.array_equal(engines_weights[0][name], stored.numpy())
         for name, stored in engines.file_tensors(directory).items()
     )
-    assert all(result["versions"] == {1} for result in results)
+    leading = [result for result in results if result["leads"]]
+    assert len(leading) == data
+    assert all(result["versions"] == {1} for result in leading)
     assert all(result["takes"][0] == result["takes"][1] for result in results)
-    # Samples do not depend on rank or layout, and every rank of a replica returns them.
-    assert all(result["samples"] == results[0]["samples"] for result in results)
+    # Samples do not depend on the replica or its layout; the first rank of a replica returns them.
+    assert all(result["samples"] == leading[0]["samples"] for result in leading)
     model = engines.reference_model(directory)
     model.load_state_dict(
         {name: torch.from_numpy(whole) for name, whole in engines_weights[0].items()}, strict=False
     )
     wanted = [engines.greedy(model, prompt.tokens, 6) for prompt in engines.prompts()]
-    assert all(result["greedy"] == wanted for result in results)
+    assert all(result["greedy"] == wanted for result in leading)
 
 
 def test_failed_weight_collection_names_rank_on_all_ranks(pool, directory):
@@ -68,11 +70,12 @@ def test_failed_weight_collection_names_rank_on_all_ranks(pool, directory):
 
 
 def test_failed_worker_fails_update_on_all_ranks(pool, directory):
-    for outcome in pool.run(jobs.publish_to_a_broken_worker, 2, directory, {"tensor": 2}, 2):
+    outcomes = pool.run(jobs.publish_to_a_broken_worker, 2, directory, {"tensor": 2}, 2)
+    for outcome in outcomes:
         assert "RuntimeError: out of memory" in outcome["publish"]
         assert outcome["version"] is None
         assert (
             "the weight update to version 2 failed after it had started to overwrite the old"
             " weights; sync weights to the engine again" in outcome["generate"]
         )
-        assert outcome["again"] == [3, 3]
+    assert outcomes[0]["again"] == [3, 3]

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions, advance
+from aligner.engines.engine_loop import SingleResponses, finish
+from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions
 from aligner.engines.foreign import client
 from aligner.engines.tensorrt_llm import llm_arguments
 from aligner.engines.tensorrt_llm.llm_client import (
@@ -377,11 +378,11 @@ def test_engine_without_tokens_times_out(directory, monkeypatch):
         await asyncio.sleep(60)
 
     monkeypatch.setattr("tests.engines.tensorrt_llm.fake.Output._draw", hang)
-    generation = engine.start(requests(), GREEDY)
+    generation = SingleResponses(engine).start(requests(), GREEDY)
     with pytest.raises(
         AlignerError, match=r"generated no token for any of 4 responses within 0\.3 s"
     ):
-        advance(generation)
+        finish(generation)
     engine.shutdown()
 
 
@@ -393,16 +394,21 @@ def test_interrupted_response_resamples_unreported_tokens(directory):
     engine, _ = start(directory, settings)
     publish(engine, directory, 0)
     model, (short, *others) = engines.reference_model(directory), requests()
-    generation = engine.start(
+    generation = SingleResponses(engine).start(
         [dataclasses.replace(short, max_new_tokens=6), *others], SamplingOptions(30, greedy=True)
     )
     found = generation.step()
     assert [place for place, _ in found] == [0]
-    held = [len(response(sample)) for _, sample in generation.unfinished()]
-    assert all(count % 4 == 0 for count in held) and any(held)
-    found = advance(generation)
-    for place, request in enumerate(others, 1):
-        assert response(found[place]) == greedy(model, request.prompt.tokens, 30)
+    begun = [sample for _, sample in sorted(generation.interrupt(), key=lambda pair: pair[0])]
+    lengths = [len(response(sample)) for sample in begun]
+    assert all(count % 4 == 0 for count in lengths) and any(lengths)
+    rest = [
+        dataclasses.replace(request, begun=sample)
+        for request, sample in zip(others, begun, strict=True)
+    ]
+    samples = engines.generate(engine, rest, SamplingOptions(30, greedy=True))
+    for request, sample in zip(others, samples, strict=True):
+        assert response(sample) == greedy(model, request.prompt.tokens, 30)
     engine.shutdown()
 
 

@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 
 from aligner.data.types import Prompt, Sample, collate
+from aligner.engines.engine_loop import SingleResponses, finish
 from aligner.engines.engine_protocol import (
     GenerationEngine,
     GenerationRequest,
     SamplingOptions,
-    advance,
 )
 from aligner.engines.vllm.vllm_engine import VLLMEngine
 from aligner.errors import AlignerError, EngineGone
@@ -212,10 +212,10 @@ def test_killed_vllm_is_reported_and_cleaned_up(directory, engine):
     """`tests/system/test_vllm_run.py` kills a worker of vLLM."""
     leader = _leader(engine)
     shared = _shared_memory(leader)
-    generation = engine.start(engines.requests(), SamplingOptions(30))
+    generation = SingleResponses(engine).start(engines.requests(), SamplingOptions(30))
     os.kill(leader, signal.SIGKILL)
     with pytest.raises(EngineGone, match="vLLM: its process was killed by SIGKILL"):
-        advance(generation)
+        finish(generation)
     engine.shutdown()
     _assert_gone(leader, shared)
 

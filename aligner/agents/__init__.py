@@ -1,0 +1,1 @@
+"""Environments, agents and their OpenAI-compatible endpoint: episodes of several turns."""

@@ -1,0 +1,84 @@
+"""The source of a run's episodes: environments, or agents."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
+
+from aligner.agents.environment_pool import EnvironmentPool
+from aligner.agents.episode_journal import EpisodeJournal
+from aligner.agents.episodes import EnvironmentEpisodes
+from aligner.agents.tool_catalogue import list_tools, with_tool_arguments
+from aligner.agents.tool_protocol import ListedTool
+from aligner.data.tokenizer import Tokenizer
+from aligner.engines.engine_loop import FollowsEpisodes, SampleSource
+from aligner.engines.engine_protocol import GenerationEngine, SpanListener
+from aligner.paths import run_paths
+from aligner.schema import Config
+
+if TYPE_CHECKING:
+    from aligner.agents.agent_episodes import AgentEpisodes
+
+
+def build_episodes(
+    config: Config,
+    engine: GenerationEngine,
+    tokenizer: Tokenizer,
+    role: Literal["trainer", "generator"],
+    rank: int,
+    listener: SpanListener | None = None,
+    tools: Sequence[ListedTool] | None = None,
+) -> SampleSource:
+    """Return the source of this rank's episodes, which the caller has to close.
+
+    Arguments as for `build_engine`; `tools` are the environment's, None if they have not been
+    listed yet; the listener is called with the times of environment calls. The ranks of a replica
+    other than the first have no environments: they execute the first rank's engine steps. Raises
+    ConfigError if environments or agents cannot be started.
+    """
+    if not engine.leads:
+        return FollowsEpisodes(engine)
+    process = f"{role}-{rank}"
+    if config.environment.has_agent:
+        return _agents(config, engine, tokenizer, process)
+    return _environments(config, engine, tokenizer, process, listener, tools)
+
+
+def _environments(
+    config: Config,
+    engine: GenerationEngine,
+    tokenizer: Tokenizer,
+    process: str,
+    listener: SpanListener | None,
+    tools: Sequence[ListedTool] | None,
+) -> EnvironmentEpisodes:
+    tools = list_tools(config.environment) if tools is None else tools
+    environments = EnvironmentPool.of(
+        with_tool_arguments(config.environment, tools, tokenizer), _journal(config, process)
+    )
+    environments.listener = listener
+    environments.start()
+    return EnvironmentEpisodes(
+        engine,
+        environments,
+        tokenizer,
+        config.environment,
+        config.seed,
+        by_steps=config.rollout.spare_prompts > 0,
+    )
+
+
+def _journal(config: Config, process: str) -> EpisodeJournal | None:
+    """A process's own; None without checkpoints, where nothing goes on from what was said."""
+    is_kept = config.checkpoint.every or config.checkpoint.every_minutes
+    return EpisodeJournal(run_paths(config).episodes / process) if is_kept else None
+
+
+def _agents(
+    config: Config, engine: GenerationEngine, tokenizer: Tokenizer, process: str
+) -> "AgentEpisodes":
+    # What the agents extra brings, which `aligner.checks.environment` asks for.
+    from aligner.agents.agent_episodes import AgentEpisodes
+
+    context = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    return AgentEpisodes.begin(
+        engine, tokenizer, config.environment, config.seed, context, _journal(config, process)
+    )

@@ -1,0 +1,138 @@
+"""Agents that send invalid requests, and record the answers."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from openai import APIStatusError, OpenAI
+
+from tests.agents.openai_agents import TOOLS
+
+
+def send_request(url: str, key: str, body: bytes | None) -> tuple[int, Any]:
+    """Send a request, a GET if `body` is None, and return the status and the JSON of the answer."""
+    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+    try:
+        with urllib.request.urlopen(
+            urllib.request.Request(url, body, headers), timeout=30
+        ) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+def pokes(task: dict[str, Any], base_url: str, api_key: str) -> None:
+    """Send invalid requests one after another, then a valid one."""
+    user = {"role": "user", "content": "why?"}
+    chats = {
+        "garbage": b"{",
+        "no object": b"[1]",
+        "no messages": {"messages": []},
+        "no role": {"messages": [{"content": "why?"}]},
+        "image": {
+            "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]
+        },
+        "bad call": {"messages": [user, {"role": "assistant", "tool_calls": [{}]}, user]},
+        "none": {"messages": [user], "n": 0},
+        "format": {"messages": [user], "response_format": {"type": "json_object"}},
+        "forced": {"messages": [user], "tools": TOOLS, "tool_choice": "required"},
+        "half a character": b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
+        "megabytes": {"messages": [{"role": "user", "content": "x" * 3_000_000}]},
+        "too long": {"messages": [{"role": "user", "content": "x" * 5_000}]},
+    }
+    answers = {}
+    for name, body in chats.items():
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        answers[name] = send_request(f"{base_url}/chat/completions", api_key, content)
+    right = json.dumps({"messages": [user]}).encode()
+    answers["another's key"] = send_request(f"{base_url}/chat/completions", "sk-other", right)
+    answers["another's address"] = send_request(
+        f"{base_url.replace('/0-0-0/', '/0-0-9/')}/chat/completions", api_key, right
+    )
+    answers["no such path"] = send_request(f"{base_url}/embeddings", api_key, right)
+    answers["no such method"] = send_request(f"{base_url}/chat/completions", api_key, None)
+    answers["no token"] = send_request(
+        f"{base_url}/completions", api_key, json.dumps({"prompt": [10**6]}).encode()
+    )
+    answers["no reward"] = send_request(f"{base_url}/reward", api_key, b'{"reward": "NaN"}')
+    answers["models"] = send_request(f"{base_url}/models", api_key, None)
+    answers["right"] = send_request(f"{base_url}/chat/completions", api_key, right)
+    Path(task["log"]).write_text(json.dumps(answers))
+
+
+def streams(task: dict[str, Any], base_url: str, api_key: str) -> None:
+    """Request answers plain and streamed, as chat and as completion."""
+    own = OpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+    messages: list[Any] = [{"role": "user", "content": "why 0?"}]
+    chunks = list(
+        own.chat.completions.create(
+            model="any",
+            messages=messages,
+            tools=TOOLS,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    choices = [choice for chunk in chunks for choice in chunk.choices]
+    calls = [call for choice in choices for call in choice.delta.tool_calls or []]
+    text = own.completions.create(model="any", prompt="<|user|>", logprobs=0, max_tokens=4).choices[
+        0
+    ]
+    streamed = own.completions.create(model="any", prompt="yes", stream=True, max_tokens=4)
+    stopped = own.chat.completions.create(
+        model="any", messages=messages, tools=TOOLS, stop=["look"], n=2
+    ).choices
+    content = {
+        "finish": choices[-1].finish_reason,
+        "called": [
+            [call.function.name, call.function.arguments] for call in calls if call.function
+        ],
+        "usage": [chunk.usage.completion_tokens for chunk in chunks if chunk.usage],
+        "text": [text.text, text.finish_reason, text.logprobs.tokens if text.logprobs else None],
+        "streamed": "".join(choice.text for chunk in streamed for choice in chunk.choices),
+        "stopped": [[choice.message.content, choice.finish_reason] for choice in stopped],
+    }
+    Path(task["log"]).write_text(json.dumps(content))
+
+
+def leaves(task: dict[str, Any], base_url: str, api_key: str) -> None:
+    """Disconnect before the answer, and send the request again."""
+    place = urlsplit(base_url)
+    body = json.dumps({"messages": [{"role": "user", "content": "why?"}], "max_tokens": 60})
+    headers = {"Authorization": f"Bearer {api_key}"}
+    for _ in range(3):
+        connection = http.client.HTTPConnection(place.netloc)
+        connection.request("POST", f"{place.path}/chat/completions", body, headers)
+        connection.close()
+    OpenAI(base_url=base_url, api_key=api_key).chat.completions.create(
+        model="any", messages=[{"role": "user", "content": "why?"}], max_tokens=60
+    )
+
+
+def after_the_end(task: dict[str, Any], base_url: str, api_key: str) -> None:
+    """Use an endpoint after its episode: the second agent sends a request to the first agent's
+    address."""
+    own, file = OpenAI(base_url=base_url, api_key=api_key, max_retries=0), Path(task["log"])
+    own.completions.create(model="any", prompt="yes", max_tokens=2)
+    if task["at"] == 0:
+        file.write_text(json.dumps([base_url, api_key]))
+        return
+    end = time.monotonic() + 20
+    while time.monotonic() < end:
+        time.sleep(0.1)
+        if not file.exists() or not file.read_text():
+            continue
+        try:
+            OpenAI(
+                base_url=json.loads(file.read_text())[0], api_key=json.loads(file.read_text())[1]
+            ).models.list()
+        except APIStatusError as error:
+            file.with_suffix(".told").write_text(str(error.status_code))
+            return

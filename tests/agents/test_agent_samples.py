@@ -1,0 +1,98 @@
+"""Conversion of an agent's turns, in any order, to samples with branches."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aligner.agents.agent_endpoint import AgentTurn
+from aligner.agents.agent_episodes import episode_sample
+from aligner.data.types import Completion, Prompt, Sample
+from aligner.engines.engine_protocol import GenerationRequest
+
+REQUEST = GenerationRequest(Prompt(3, "", torch.tensor([1]), {"answer": "yes"}), 2)
+TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=3)
+
+
+def turn(read: list[int], generated: list[int], reason: str = "stop") -> AgentTurn:
+    logprobs = torch.tensor([-len(read) - 0.5, *(-1000.0 - at for at in range(1, len(generated)))])
+    versions = torch.full((len(generated),), 7)
+    response = Completion(torch.tensor(generated), logprobs, versions, reason)  # type: ignore[arg-type]
+    return AgentTurn(torch.tensor(read), response, None, (), "")
+
+
+@st.composite
+def episodes(draw: st.DrawFn) -> list[AgentTurn]:
+    """Generate turns that start a new sequence or continue any earlier turn; two may continue the
+    same turn."""
+    turns: list[AgentTurn] = []
+    for _ in range(draw(st.integers(1, 8))):
+        before: list[int] = []
+        if turns and draw(st.booleans()):
+            parent = draw(st.sampled_from(turns))
+            before = [*parent.read.tolist(), *parent.drawn.tolist()]
+        given = draw(TOKENS) if not before else draw(st.lists(st.integers(0, 2), max_size=2))
+        turns.append(turn([*before, *given], draw(TOKENS)))
+    return turns
+
+
+def stretches(sample: Sample) -> list[tuple[list[int], list[int], list[float]]]:
+    """Return each turn's preceding tokens, its tokens and its log-probs.
+
+    The first log-prob of a turn encodes the number of preceding tokens, which separates adjacent
+    turns.
+    """
+    marks = (
+        torch.ones(len(sample.response), dtype=torch.bool) if sample.drawn is None else sample.drawn
+    )
+    found: list[tuple[list[int], list[int], list[float]]] = []
+    for at, (token, logprob) in enumerate(
+        zip(sample.response.tolist(), sample.engine_logprobs.tolist(), strict=True)
+    ):
+        if not marks[at]:
+            continue
+        read = sample.tokens[: sample.prompt_length + at].tolist()
+        if logprob == -len(read) - 0.5:  # first token of its turn
+            found.append((read, [], []))
+        found[-1][1].append(token)
+        found[-1][2].append(logprob)
+    return found
+
+
+@given(episodes(), st.randoms())
+def test_each_turn_is_in_one_sequence_in_any_order(turns, shuffled):
+    sample = episode_sample(REQUEST, turns, 0.5, is_cut=False)
+    assert sample is not None and sample.rewards is not None and float(sample.rewards.sum()) == 0.5
+    assert (sample.prompt_id, sample.sample_index, sample.metadata) == (3, 2, {"answer": "yes"})
+    parts = sorted(part for each in (sample, *sample.branches) for part in stretches(each))
+    expected = [
+        (each.read.tolist(), each.drawn.tolist(), each.response.logprobs.tolist()) for each in turns
+    ]
+    assert parts == sorted(expected)
+    shuffled.shuffle(turns)
+    other = episode_sample(REQUEST, turns, 0.5, is_cut=False)
+    assert other is not None and len(other.branches) == len(sample.branches)
+    for one, same in zip((sample, *sample.branches), (other, *other.branches), strict=True):
+        assert torch.equal(one.tokens, same.tokens) and one.prompt_length == same.prompt_length
+
+
+def test_main_sequence_has_most_turns() -> None:
+    loop = [turn([1], [2]), turn([1, 2, 0], [2]), turn([1, 2, 0, 2, 0], [2], "length")]
+    aside = [turn([1, 2, 1, 1, 1, 1, 1, 1, 1], [0]), turn([0], [1])]
+    sample = episode_sample(REQUEST, [*aside, *loop], 0.0, is_cut=False)
+    assert (
+        sample is not None
+        and sample.tokens.tolist() == [1, 2, 0, 2, 0, 2]
+        and sample.prompt_length == 1
+    )
+    assert [each.tokens.tolist() for each in sample.branches] == [
+        [1, 2, 1, 1, 1, 1, 1, 1, 1, 0],
+        [0, 1],
+    ]
+    assert sample.finish_reason == "length" and {
+        each.finish_reason for each in sample.branches
+    } == {"stop"}
+    cut = episode_sample(REQUEST, aside, 0.0, is_cut=True)
+    assert cut is not None and cut.finish_reason == "length"
+    assert episode_sample(REQUEST, [], 0.0, is_cut=False) is None

@@ -1,0 +1,102 @@
+"""Messages that a client sends back match the original ones according to the configured rules."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from aligner.agents.message_matching import compared, template_messages
+from aligner.agents.openai_protocol import Refused
+from aligner.schema.environment import MATCHING
+
+
+def call(arguments: str, name: str = "look") -> dict[str, Any]:
+    calls = [
+        {"id": "000010000", "type": "function", "function": {"name": name, "arguments": arguments}}
+    ]
+    return {"role": "assistant", "content": None, "tool_calls": calls}
+
+
+def text(content: Any, role: str = "assistant", **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **more}
+
+
+@pytest.mark.parametrize(
+    ("said", "sent", "rule"),
+    [
+        (call('{"at": "é", "b": 1}'), call(json.dumps({"b": 1, "at": "é"})), "arguments"),
+        (text("<think>\nwhy\n</think>\n\nyes"), text("yes"), "reasoning"),
+        (text("why\n</think>\n\nyes"), text("yes", reasoning_content="why"), "reasoning"),
+        (text(" yes\n\nno"), text("yes no "), "whitespace"),
+    ],
+)
+def test_rewritten_message_matches_only_by_its_rule(said, sent, rule):
+    assert compared(said, [rule]) == compared(sent, [rule])
+    others = [each for each in MATCHING if each != rule]
+    assert compared(said, others) != compared(sent, others)
+
+
+@pytest.mark.parametrize(
+    ("said", "sent"),
+    [
+        (
+            text("yes"),
+            text(
+                [{"type": "text", "text": "y"}, {"type": "text", "text": "es"}],
+                refusal=None,
+                audio=None,
+            ),
+        ),
+        (call("{}"), {**call("{}"), "content": "", "function_call": None}),
+    ],
+)
+def test_client_fields_do_not_affect_matching(said, sent):
+    assert compared(said, []) == compared(sent, [])
+
+
+@pytest.mark.parametrize(
+    ("said", "sent"),
+    [
+        (text("yes"), text("yes", role="user")),
+        (text("yes"), text("no")),
+        (call("{}"), call("{}", name="find")),
+        (call('{"at": 1}'), call('{"at": 2}')),
+        (text("<think>why</think>yes", role="user"), text("yes", role="user")),
+        (
+            {"role": "tool", "content": "1", "tool_call_id": "a"},
+            {"role": "tool", "content": "1", "tool_call_id": "b"},
+        ),
+    ],
+)
+def test_different_messages_do_not_match(said, sent):
+    assert compared(said, MATCHING) != compared(sent, MATCHING)
+
+
+def test_template_messages_have_parsed_arguments():
+    sent = [
+        text([{"type": "text", "text": "yes"}], role="user", name=None),
+        call('{"at": 1}'),
+        call("no JSON"),
+    ]
+    found = template_messages(sent)
+    assert found[0] == {"role": "user", "content": "yes"}
+    assert found[1]["content"] == "" and found[1]["tool_calls"][0]["function"]["arguments"] == {
+        "at": 1
+    }
+    assert found[2]["tool_calls"][0]["function"]["arguments"] == "no JSON"
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"content": "yes"},
+        text(7),
+        text([{"type": "image_url"}]),
+        {"role": "assistant", "tool_calls": ["look"]},
+    ],
+)
+def test_malformed_or_non_text_message_is_refused(message):
+    with pytest.raises(Refused, match=r"messages\.0"):
+        template_messages([message])
