@@ -258,8 +258,8 @@ def rollout_metrics(
     * `rollout/skipped`: number of prompts that could not be generated or scored;
       `rollout/skipped_fraction` is their fraction of `prompts_per_step`.
     * `rollout/deferred`: number of prompts carried over to later steps, if this is allowed.
-    * `rollout/draft_tokens`: number of draft tokens of rank 0's engine; `rollout/accepted_fraction` is
-      the fraction that was accepted.
+    * `rollout/draft_tokens`: number of draft tokens of rank 0's engine;
+      `rollout/accepted_fraction` is the fraction that was accepted.
     * `episode/turns`: mean number of the policy's turns per episode; `episode/branches` is the mean
       number of its branches.
     * `episode/environment_s`: time in seconds, per episode of rank 0, spent waiting for the
