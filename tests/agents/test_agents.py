@@ -180,25 +180,15 @@ def test_agent_samples_ignore_order_of_parallel_requests(models):
 )
 def test_replica_samples_of_agents_equal_one_rank(pool, models, name, tasks):
     alone, _ = episodes(models["qwen"], tasks, agent(name))
-    first, second = pool.run(samples_of, 2, models["qwen"], tasks, agent(name))
-    for one, *others in zip(alone, first, second, strict=True):
-        for other in others:
-            assert (
-                len(one.branches) == len(other.branches)
-                and one.finish_reason == other.finish_reason
-            )
-            assert torch.equal(one.rewards.nan_to_num(9.0), other.rewards.nan_to_num(9.0))
-            for mine, its in zip((one, *one.branches), (other, *other.branches), strict=True):
-                assert (
-                    torch.equal(mine.tokens, its.tokens) and mine.prompt_length == its.prompt_length
-                )
-                torch.testing.assert_close(
-                    mine.engine_logprobs, its.engine_logprobs, atol=1e-5, rtol=0
-                )
-    assert all(
-        torch.equal(one.engine_logprobs, two.engine_logprobs)
-        for one, two in zip(first, second, strict=True)
-    )
+    first, _ = pool.run(samples_of, 2, models["qwen"], tasks, agent(name))
+    for one, other in zip(alone, first, strict=True):
+        assert len(one.branches) == len(other.branches)
+        assert one.finish_reason == other.finish_reason
+        assert torch.equal(one.rewards.nan_to_num(9.0), other.rewards.nan_to_num(9.0))
+        for mine, its in zip((one, *one.branches), (other, *other.branches), strict=True):
+            assert torch.equal(mine.tokens, its.tokens)
+            assert mine.prompt_length == its.prompt_length
+            torch.testing.assert_close(mine.engine_logprobs, its.engine_logprobs, atol=1e-5, rtol=0)
 
 
 def test_agent_command_yields_scored_samples(models):

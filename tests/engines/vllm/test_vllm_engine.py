@@ -135,12 +135,8 @@ def test_logprobs_equal_megatron_after_refused_updates(pool, tmp_path):
     for parameter in model.parameters():
         parameter.data = parameter.data.flip(-1).contiguous()
     model.save_pretrained(directories[1])
-    versions, *others = pool.run(generate_then_kill_workers, 2, directories, timeout=500)
-    for version, (directory, samples) in enumerate(zip(directories, versions, strict=True)):
-        for other in others:
-            assert [sample.tokens.tolist() for sample in other[version]] == [
-                sample.tokens.tolist() for sample in samples
-            ]
+    versions, _ = pool.run(generate_then_kill_workers, 2, directories, timeout=500)
+    for directory, samples in zip(directories, versions, strict=True):
         batch = collate(samples, pad_token_id=0)
         for tensor in (1, 2):
             for found in pool.run(scored, tensor, str(directory), samples, tensor):
