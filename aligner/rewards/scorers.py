@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from aligner.child_function import ChildFunction, ChildLost, ChildRaised, ChildTooSlow
 from aligner.errors import AlignerError, ConfigError, UnavailableError
 from aligner.extras import lacking
-from aligner.rewards.math_comparison import require_math_verify
+from aligner.rewards.math_checker import require_math_verify
 from aligner.rewards.verifiers import Rule, Unverifiable
 from aligner.schema.scoring_functions import FUNCTIONS, RULES, function_place, function_problem
 from aligner.user_code import import_object

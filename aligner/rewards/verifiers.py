@@ -14,7 +14,7 @@ from aligner.errors import AlignerError, ConfigError
 from aligner.rewards.answer_forms import parse_choice, parse_clock, parse_exact_number, parse_words
 from aligner.rewards.answer_text import is_comparable, normalize_answer
 from aligner.rewards.final_answers import extract_final_number, extract_gold_answer
-from aligner.rewards.math_comparison import MathChecker
+from aligner.rewards.math_checker import MathChecker
 
 CHECKED_VERIFIERS = ("gsm8k", "math")
 """Verifiers that parse answers, so that `check_answers` can check the answers of records."""

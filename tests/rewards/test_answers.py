@@ -19,7 +19,7 @@ from aligner.rewards.final_answers import (
     extract_final_number,
     extract_gold_answer,
 )
-from aligner.rewards.math_comparison import MathChecker
+from aligner.rewards.math_checker import MathChecker
 from aligner.rewards.verifiers import check_answers, gsm8k, is_plain, math
 
 TABLE = [json.loads(line) for line in (Path(__file__).parent / "answers.jsonl").open()]

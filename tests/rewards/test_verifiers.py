@@ -9,7 +9,7 @@ import pytest
 
 from aligner.errors import AlignerError, ConfigError
 from aligner.rewards.final_answers import extract_final_number
-from aligner.rewards.math_comparison import MathChecker
+from aligner.rewards.math_checker import MathChecker
 from aligner.rewards.scorers import ScoringError, ScoringRequest, call_scorer, resolve_scorer
 
 
