@@ -1,21 +1,24 @@
-"""Properties of single values. Worker processes import this module without the schema, which keeps
-their start fast."""
+"""Properties of single values.
+
+Worker processes import this module without the schema, so that the processes start fast.
+"""
 
 import sys
 from typing import Any
 
 
 def callable_place(name: str) -> tuple[str, str] | None:
-    """Return the module and the attribute of `module:callable`; None for any other name."""
+    """Return the module and the attribute of a name `module:callable`.
+
+    Returns None if the name has another form. The module is not imported.
+    """
     module, _, function = name.partition(":")
     return (module, function) if module and function else None
 
 
 def is_finite_number(value: Any) -> bool:
-    """Return whether a value is a number that a float can hold.
-
-    The value is compared and not converted, because an integer may be too large for a float.
-    """
+    """Return whether a value is a number that a float can hold; booleans are not numbers here."""
+    # The value is compared, not converted: float() raises OverflowError for a large integer.
     return (
         isinstance(value, (int, float))
         and not isinstance(value, bool)

@@ -44,14 +44,15 @@ _CORRECTIONS = {
     "proximal_rloo": ("algorithm.ratio_against=sampler",),
     "rloo": ("algorithm.truncated_importance=sequence",),
 }
-"""What has an algorithm account for the age of samples; the others weigh each token."""
+"""Overrides with which an algorithm corrects for staleness. All other algorithms use truncated
+importance weights per token."""
 _CLOSE = 0.05
 _PROMPTS = 64
-"""Prompts of one optimizer step in the off-policy study."""
+"""Number of prompts per optimizer step in the off-policy study."""
 
 
 def online_algorithms() -> list[str]:
-    """The options of `algorithm` that learn from the policy's own samples and their scores."""
+    """Return the values of `algorithm` that train on the policy's own samples and their scores."""
     names = {
         path.stem
         for path in (REPOSITORY / "conf/algorithm").glob("*.yaml")
@@ -63,7 +64,8 @@ def online_algorithms() -> list[str]:
 def metrics_of(
     experiment: str, algorithm: str, overrides: Sequence[str], timeout_s: float
 ) -> tuple[list[dict[str, float]], float]:
-    """The metrics of a whole run, of which nothing stays, and its seconds."""
+    """Run an experiment in a temporary directory, and return its metrics and its duration in
+    seconds."""
     directory = Path(tempfile.mkdtemp(prefix="aligner-algorithms-"))
     try:
         start = time.monotonic()
@@ -80,7 +82,8 @@ def metrics_of(
 
 
 def measure(algorithm: str, overrides: Sequence[str], timeout_s: float) -> dict[str, Any]:
-    """One run's figures."""
+    """Train `experiment=arithmetic` with an algorithm, and return pass@1 before and after, and
+    times."""
     metrics, seconds = metrics_of(EXPERIMENT, algorithm, overrides, timeout_s)
     passed = [step["eval/pass@1"] for step in metrics if "eval/pass@1" in step]
     steps = [step for step in metrics if "time/step" in step]
@@ -97,8 +100,10 @@ def measure(algorithm: str, overrides: Sequence[str], timeout_s: float) -> dict[
 
 
 def drawn_at_once(count: int, updates: int) -> tuple[str, ...]:
-    """Overrides with which the samples of so many minibatches are drawn at once, at the same
-    updates and samples in all."""
+    """Return overrides with which each step generates the samples of `count` minibatches at once.
+
+    The numbers of updates and of samples in the run do not depend on `count`.
+    """
     return (
         f"run.steps={updates // count}",
         f"rollout.prompts_per_step={_PROMPTS * count}",
@@ -108,8 +113,10 @@ def drawn_at_once(count: int, updates: int) -> tuple[str, ...]:
 
 
 def drawn_beside(algorithm: str, age: int, *, corrected: bool = True) -> tuple[str, ...]:
-    """Overrides with which samples are drawn beside training, up to so many versions old, whose age
-    counts or not."""
+    """Return overrides for asynchronous training with a maximum staleness of `age` weight versions.
+
+    `corrected` selects whether the loss corrects for staleness.
+    """
     correction = (
         _CORRECTIONS.get(algorithm, ("algorithm.truncated_importance=token",)) if age else ()
     )
@@ -121,7 +128,7 @@ def drawn_beside(algorithm: str, age: int, *, corrected: bool = True) -> tuple[s
 def off_policy(
     algorithms: Sequence[str], updates: int, seeds: Sequence[int], timeout_s: float
 ) -> Iterator[dict[str, Any]]:
-    """The off-policy study, a run at a time."""
+    """Run the off-policy study, and yield the figures of each run."""
     for seed in seeds:
         for count in MINIBATCHES:
             for algorithm in algorithms:
@@ -142,7 +149,7 @@ def beside(
     uncorrected: bool,
     timeout_s: float,
 ) -> Iterator[dict[str, Any]]:
-    """Generation in turn with training and beside it, a run at a time."""
+    """Run the study of synchronous and asynchronous training, and yield the figures of each run."""
     for seed in seeds:
         for algorithm in algorithms:
             for age in staleness:
@@ -153,8 +160,8 @@ def beside(
 
 
 def are_close(rows: Sequence[dict[str, Any]]) -> bool:
-    """Whether every corrected algorithm beside training ends, on average over its seeds, where it
-    does in turn."""
+    """Return whether the mean pass@1 over seeds of every corrected algorithm in asynchronous
+    training is close to that of its synchronous training."""
     passed: dict[tuple[str, int], list[float]] = defaultdict(list)
     for row in rows:
         if row["corrected"]:
@@ -167,7 +174,7 @@ def are_close(rows: Sequence[dict[str, Any]]) -> bool:
 
 
 def table(rows: Sequence[dict[str, Any]], title: str) -> Table:
-    """The figures, a row a run."""
+    """Return a table of the figures, with one row per run."""
     shown = Table(title=title, title_justify="left")
     names = [name for name in rows[0] if name != "kl"]
     for name in names:
@@ -183,7 +190,8 @@ def table(rows: Sequence[dict[str, Any]], title: str) -> Table:
 
 
 def draw(rows: Sequence[dict[str, Any]], file: Path) -> None:
-    """Held-out pass@1 over N, a line an algorithm, the mean over seeds with its range."""
+    """Plot held-out pass@1 over N, with one line per algorithm: the mean over seeds, and the
+    range."""
     figure, axes = vector_plots().subplots(figsize=(6, 4))
     for algorithm in dict.fromkeys(row["algorithm"] for row in rows):
         counts = sorted({row["minibatches"] for row in rows})
@@ -257,7 +265,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object per run")
     parsed = parser.parse_args()
     seeds = range(parsed.first_seed, parsed.first_seed + parsed.seeds)
-    timeout_s = 60 * max(parsed.minutes, 1) * 3  # a first run trains the start too
+    timeout_s = 60 * max(parsed.minutes, 1) * 3  # the first run also trains the SFT model
     if parsed.off_policy:
         runs = off_policy(parsed.algorithms or OFF_POLICY, parsed.updates, seeds, timeout_s)
     elif parsed.beside:
@@ -265,7 +273,7 @@ def main() -> int:
             parsed.algorithms or BESIDE, parsed.staleness, seeds, parsed.uncorrected, timeout_s
         )
     else:
-        # what all start from
+        # Train and cache the SFT model before the runs are timed.
         measure("rloo", ("run.steps=1", "actor.optimizer.warmup_steps=0"), timeout_s)
         runs = (
             measure(algorithm, (), timeout_s)

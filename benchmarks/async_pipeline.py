@@ -45,12 +45,13 @@ COMMON = (
     ),
 )
 BOUND = {"training": (8, 8, 32), "balanced": (3, 4, 192), "generation": (2, 2, 384)}
-"""Prompts a step, samples a prompt and tokens a response, by what takes longer."""
+"""Prompts per step, samples per prompt and tokens per response of each workload, by its slower
+phase."""
 _WARM_UP, _COOL_DOWN = 3, 1
 
 
 def workload(bound: str, max_staleness: int, steps: int) -> tuple[str, ...]:
-    """Overrides of a run that such work takes longest in."""
+    """Return the overrides of a run of a workload; `bound` is its slower phase."""
     prompts, samples, tokens = BOUND[bound]
     return (
         *COMMON,
@@ -63,7 +64,8 @@ def workload(bound: str, max_staleness: int, steps: int) -> tuple[str, ...]:
 
 
 def phases(bound: str, max_staleness: int, steps: int) -> dict[str, float]:
-    """Mean seconds of a step, its generation and its publish."""
+    """Run a workload, and return the mean times of a step, of generation and of weight sync in
+    seconds."""
     place = Path(tempfile.mkdtemp(prefix="aligner-async-"))
     try:
         run = run_to_end(place / "run", *workload(bound, max_staleness, steps), timeout_s=600)
@@ -77,7 +79,8 @@ def phases(bound: str, max_staleness: int, steps: int) -> dict[str, float]:
 
 
 def compared(apart: Mapping[str, float], together: Mapping[str, float]) -> dict[str, float]:
-    """A run beside training against one in turn."""
+    """Compare the phases of a synchronous run (`apart`) with those of an asynchronous run
+    (`together`)."""
     training = apart["step"] - apart["generate"] - apart["reshard"]
     ideal = max(apart["generate"], training)
     return {
@@ -96,8 +99,10 @@ def compared(apart: Mapping[str, float], together: Mapping[str, float]) -> dict[
 def measure(
     bound: str, staleness: Sequence[int], steps: int, repeats: int
 ) -> Iterator[dict[str, Any]]:
-    """The figures of one workload, by staleness; `waited_s` is what a step of the trainer waits for
-    samples."""
+    """Run one workload, and yield its figures for each maximum staleness.
+
+    `waited_s` is the time for which a step of the trainer waits for samples.
+    """
     runs = [{each: phases(bound, each, steps) for each in (0, *staleness)} for _ in range(repeats)]
     for max_staleness in staleness:
         found = [compared(run[0], run[max_staleness]) for run in runs]

@@ -48,8 +48,8 @@ PEAKS = {
     "A100-SXM4-80GB": (312e12, 2.04e12),
     "B200": (2250e12, 8e12),
 }
-"""Of devices whose name has this in it: dense bf16 FLOP/s, and bytes/s of memory, as NVIDIA's data
-sheets have them."""
+"""Peak dense bf16 FLOP/s and memory bandwidth in bytes/s, from NVIDIA's data sheets, by a part of
+the device's name."""
 PARTS = ("train", "decode", "publish", "grpo")
 TRAINED = ("llama_1b", "llama_8b_8_layers")
 SERVED = "llama_8b"
@@ -61,7 +61,7 @@ Result = dict[str, Any]
 
 @contextmanager
 def stored(model: str, precision: str) -> Iterator[str]:
-    """The directory of one of the models, with a tokenizer."""
+    """Write a model and its tokenizer to a temporary directory, and yield the directory."""
     with tempfile.TemporaryDirectory() as directory:
         write_model(directory, model, precision)
         write_tokenizer(directory, model)
@@ -69,17 +69,17 @@ def stored(model: str, precision: str) -> Iterator[str]:
 
 
 def told(name: str, figures: list[float]) -> Result:
-    """Their median, least and most."""
+    """Return median, minimum and maximum of measurements."""
     return {name: median(figures), f"{name}_least": min(figures), f"{name}_most": max(figures)}
 
 
 def share(work: float, peak: float | None, seconds: float) -> float | None:
-    """Of the peak; None where that is not known."""
+    """Return the achieved rate as a share of the device's peak; None if the peak is unknown."""
     return None if peak is None else work / peak / seconds
 
 
 def product_weights(shape: ModelShape) -> int:
-    """Weights of the linear layers and the head, with which every token is multiplied once."""
+    """Return the number of weights of the linear layers and the output layer."""
     heads = shape.head_dim * (2 * shape.num_heads + 2 * shape.num_kv_heads)
     return (
         shape.num_layers * shape.hidden_size * (heads + 3 * shape.ffn_hidden_size)
@@ -88,8 +88,10 @@ def product_weights(shape: ModelShape) -> int:
 
 
 def step_flops(shape: ModelShape, rows: int, tokens: int) -> float:
-    """Of a forward and a backward pass over rows of so many tokens: 6 a weight and token, and
-    causal attention."""
+    """Return the FLOPs of a forward and backward pass over `rows` sequences of `tokens` tokens.
+
+    They consist of 6 FLOPs per weight and token, and causal attention.
+    """
     attention = 6 * shape.num_layers * shape.num_heads * shape.head_dim * tokens
     return float(rows * tokens * (6 * product_weights(shape) + attention))
 
@@ -100,7 +102,7 @@ def train(model: str, precision: str, flops: float | None, args: argparse.Namesp
     seconds, products = [], []
     with stored(model, precision) as directory:
         with Group(ONE, functools.partial(Ours, directory, ONE, budget, precision)) as group:
-            for _ in range(2):  # the first ones allocate
+            for _ in range(2):  # the first steps allocate memory
                 group.call("step", lengths)
             for _ in range(args.repeats):
                 seconds.append(group.call("step", lengths))
@@ -156,7 +158,7 @@ def decode(
     with Group(ONE, make) as group:
         for batch in args.batches:
             work = Responses((args.new_tokens,) * batch, 1, args.prompt_tokens)
-            group.call("generate", work)  # the first allocates, and records
+            group.call("generate", work)  # allocates memory, and records CUDA graphs
             seconds = [group.call("generate", work) for _ in range(args.repeats)]
             steps = [group.call("decoding_step", work) for _ in range(args.repeats)]
             yield {

@@ -27,20 +27,20 @@ from benchmarks.runs import run_to_end
 
 STUDENT = "model.path=experiment:arithmetic_student_sft"
 _SAMPLES = 256
-"""Of a step: `experiment=arithmetic` has 64 prompts of 4."""
+"""Number of samples per step; `experiment=arithmetic` has 64 prompts with 4 samples each."""
 _TIMEOUT_S = 3600.0
 
 Curve = list[dict[str, float]]
-"""Steps, the seconds of all steps so far, and pass@1 after them."""
+"""Points of a curve: the step, the time of all steps up to it in seconds, and pass@1 after it."""
 
 
 def online(experiment: str, directory: Path, steps: int, every: int, *overrides: str) -> Curve:
-    """The curve of a run that evaluates itself."""
+    """Run an online experiment with evaluations, and return its curve."""
     lengths = (f"run.steps={steps}", f"evaluation.every={every}")
     run = run_to_end(directory, *lengths, *overrides, experiment=experiment, timeout_s=_TIMEOUT_S)
     curve, seconds = [], 0.0
     for step in run.metrics:
-        if "time/step" in step:  # the first evaluation has none
+        if "time/step" in step:  # the evaluation before training has no step
             seconds += step["time/step"] - step.get("time/evaluate", 0.0)
         if "eval/pass@1" in step:
             curve.append({"step": step["step"], "seconds": seconds, "pass@1": step["eval/pass@1"]})
@@ -50,8 +50,11 @@ def online(experiment: str, directory: Path, steps: int, every: int, *overrides:
 def imitation(
     directory: Path, steps: int, every: int, seed: int, *overrides: str
 ) -> tuple[Curve, float]:
-    """The curve of a student that imitates the teacher's own answers, each once, and the seconds of
-    drawing these."""
+    """Train a student with SFT on the teacher's responses, each of which it sees once.
+
+    Returns:
+        The student's curve, and the time to generate the responses in seconds.
+    """
     drawn = run_to_end(
         *(
             directory / "answers",
@@ -94,7 +97,8 @@ def imitation(
 
 
 def pass_at_1(model: Path, asked: Sequence[dict[str, str]]) -> float:
-    """How many of these a stored policy gets right, greedily."""
+    """Return the share of the records in `asked` that a stored policy answers correctly with greedy
+    decoding."""
     answers = aligner.generate(model, asked, greedy=True, max_new_tokens=5)
     return sum(
         answer["response"] == one["answer"] for answer, one in zip(answers, asked, strict=True)
@@ -102,7 +106,7 @@ def pass_at_1(model: Path, asked: Sequence[dict[str, str]]) -> float:
 
 
 def ways(directory: Path, steps: int, every: int, seed: int) -> Iterator[dict[str, Any]]:
-    """Each way to learn, with its curve."""
+    """Train the student in each way, and yield the name of the way and its curve."""
     same, rate = f"seed={seed}", "actor.optimizer.learning_rate=1e-3"
     taught = online("arithmetic_distillation", directory / "taught", steps, every, same)
     yield {"way": "on-policy distillation", "curve": taught}
@@ -122,12 +126,12 @@ def ways(directory: Path, steps: int, every: int, seed: int) -> Iterator[dict[st
 
 
 def reached(curve: Curve, target: float) -> dict[str, float] | None:
-    """Where a curve first comes to the target; None: nowhere."""
+    """Return the first point of a curve that reaches the target; None if no point does."""
     return next((point for point in curve if point["pass@1"] >= target), None)
 
 
 def shown(way: dict[str, Any], target: float) -> str:
-    """A way's outcome in a line."""
+    """Return one line that summarizes the result of a way."""
     found, best = reached(way["curve"], target), max(point["pass@1"] for point in way["curve"])
     told = "not reached" if found is None else f"step {found['step']:.0f}, {found['seconds']:.1f} s"
     drawing = (

@@ -7,7 +7,7 @@ side tries both and is measured with the faster one. All sides sample for the sa
 
 First, all responses have the same length. Then lengths are mixed (uniform): transformers decodes a
 batch until its longest response is complete, while the embedded engine uses continuous batching. No
-side knows the lengths in finish; they stand for the stop tokens of a trained model.
+side knows the lengths in advance; they stand for the stop tokens of a trained model.
 
 `gemm_fraction` is the time of the GEMMs of a decode step alone, on the same cores with the same
 batch size, as a share of the step time. Figures are medians over `--repeats`; ratios are computed
@@ -56,14 +56,14 @@ SHORTEST, LONGEST = 8, 64
 
 @dataclass(frozen=True)
 class Work:
-    """Responses to generate: each one's length; `samples` in a row have the same prompt."""
+    """Responses to generate. Each group of `samples` adjacent responses has the same prompt."""
 
     lengths: tuple[int, ...]
     samples: int
     prompt_tokens: int
 
     def prompts(self, vocabulary: int) -> list[list[int]]:
-        """The token ids of each response's prompt."""
+        """Return the token ids of the prompt of each response."""
         draw = random.Random(0)
         count = -(-len(self.lengths) // self.samples)
         prompts = [
@@ -73,7 +73,11 @@ class Work:
 
 
 class Replica:
-    """One engine replica; its share of the work is every so-many-th run of a prompt's samples."""
+    """One replica of the embedded engine.
+
+    Of `way.processes` replicas, replica i generates the samples of every prompt whose index modulo
+    the number of replicas is i.
+    """
 
     def __init__(
         self,
@@ -85,8 +89,8 @@ class Replica:
         guesses: int = 0,
         device: str = "cpu",
     ) -> None:
-        """With the weights of a directory; None: with random ones, which are made where they
-        serve."""
+        """Build the engine with the weights in `directory`; None: with random weights, created on
+        the device."""
         import torch
 
         from aligner.agents.generate import load
@@ -124,21 +128,21 @@ class Replica:
         }
 
     def generate(self, work: Work) -> float:
-        """Seconds."""
+        """Generate this replica's responses, and return the time in seconds."""
         begin = time.perf_counter()
         self._steps(work)
         return time.perf_counter() - begin
 
     def decoding_step(self, work: Work) -> float:
-        """Seconds of a step in which every row draws a token and no prompt is run."""
+        """Return the mean time in seconds of a decode step that prefills no prompt."""
         steps = [
             (seconds, drawn) for seconds, drawn, ran_prompts in self._steps(work) if not ran_prompts
         ]
         return sum(seconds for seconds, _ in steps) / sum(drawn for _, drawn in steps)
 
     def products(self) -> float:
-        """Seconds of one decoding step's matrix products as the engine does them, and nothing
-        else."""
+        """Return the time in seconds of the GEMMs of one decode step alone, computed as in the
+        engine."""
         import torch
 
         tables = {"embedding.position_embeddings.weight"}
@@ -167,8 +171,8 @@ class Replica:
         self._prompt_passes += 1
 
     def _steps(self, work: Work) -> list[tuple[float, int, bool]]:
-        """Of each step the seconds, the tokens that a row has drawn, and whether prompts were
-        run."""
+        """Run all steps, and return for each step its time in seconds, the number of tokens per
+        row, and whether it prefilled prompts."""
         import torch
 
         from aligner.data.types import Prompt
@@ -204,7 +208,7 @@ class Replica:
 
 
 class VLLM:
-    """vLLM as our engine drives it."""
+    """vLLM with the settings of engine=vllm."""
 
     def __init__(self, directory: str, model: str, batch: int, precision: str) -> None:
         import dataclasses
@@ -226,7 +230,7 @@ class VLLM:
         load(self._engine, find_source(Path(directory)))
 
     def generate(self, work: Work) -> float:
-        """Seconds."""
+        """Generate all responses, and return the time in seconds."""
         import torch
 
         from aligner.data.types import Prompt
@@ -246,7 +250,7 @@ class VLLM:
 
 
 class Peer:
-    """transformers' generate."""
+    """transformers' `generate`, in batches of a fixed size."""
 
     def __init__(self, directory: str, batch: int, precision: str) -> None:
         import torch
@@ -259,7 +263,7 @@ class Peer:
         ).eval()
 
     def generate(self, work: Work) -> float:
-        """Seconds."""
+        """Generate all responses, and return the time in seconds."""
         import torch
 
         prompts = torch.tensor(work.prompts(self._model.config.vocab_size))
@@ -282,11 +286,11 @@ class Peer:
 
 
 def best_way(ways: Sequence[Way], make: Callable[[Way], Callable[[], Any]], work: Work) -> Way:
-    """The way that takes the fewest seconds."""
+    """Return the fastest way to generate the responses."""
 
     def seconds(way: Way) -> float:
         with Group(way, make(way)) as group:
-            # allocates
+            # The first call allocates memory.
             group.call(
                 "generate", Work((2,) * CORES * work.samples, work.samples, work.prompt_tokens)
             )
@@ -321,7 +325,7 @@ def measure(args: argparse.Namespace, directory: str) -> dict[str, Any]:
             side: stack.enter_context(Group(way, make(way))) for side, (way, make) in sides.items()
         }
         if "vllm" in groups:
-            groups["vllm"].call("generate", equal)  # the first compiles something
+            groups["vllm"].call("generate", equal)  # the first call compiles kernels
         for _ in range(args.repeats):
             for name, work in (("equal", equal), ("mixed", mixed)):
                 for side, group in groups.items():
@@ -342,7 +346,7 @@ def measure_guesses(args: argparse.Namespace, directory: str) -> dict[str, Any]:
             for count in seconds
         }
         for group in groups.values():
-            group.call("generate", work)  # the first allocates
+            group.call("generate", work)  # the first call allocates memory
         for _ in range(args.repeats):
             for count, group in groups.items():
                 seconds[count].append(group.call("generate", work))

@@ -1,4 +1,4 @@
-"""Random faults: which process of a run is disturbed, how, and when."""
+"""Choose random faults: the process of a run, the fault, and the time."""
 
 from __future__ import annotations
 
@@ -16,30 +16,31 @@ GROUPS = {
     "environment": ("generator",),
     "endpoint": ("generator",),
 }
-"""What is disturbed for each --role."""
+"""Groups of processes that each value of --role disturbs."""
 RANKS = {"trainer": 2, "critic": 2}
-"""Of the groups that have more than one."""
+"""Number of ranks of the groups that have more than one."""
 _HELPERS = ("", "gateway", "tritonserver")
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that happens to a rank of the trainer or of a server group, to a helper of it, or
-    to the launcher."""
+    """A fault of a rank of the trainer or of a server group, of a helper process of a rank, or of
+    the launcher."""
 
     action: str
-    """kill, stop, pause, write, or flip."""
+    """One of kill, stop, pause, write and flip."""
     group: str
-    """`launcher` for the launcher itself."""
+    """Group of the rank, or `launcher`."""
     rank: int
     step: int
-    """After so many steps."""
+    """Number of completed steps after which the fault is due."""
     delay_s: float
-    """And so many seconds."""
+    """Delay after that step in seconds."""
     helper: str = ""
-    """Part of the command line of a process that the rank has started; empty for itself."""
+    """Part of the command line of a helper process that the rank has started; empty for the rank
+    itself."""
     draw: float = 0.5
-    """Which byte, or for how long: from 0 to 1."""
+    """Random number from 0 to 1 that selects the byte to flip, or the duration of a pause."""
 
     def __str__(self) -> str:
         what = self.group if self.group == "launcher" else f"{self.group} rank {self.rank}"
@@ -54,10 +55,17 @@ def random_faults(
     ranks: Mapping[str, int],
     action: str = "kill",
 ) -> list[Fault]:
-    """One fault a group, in the order in which they come, before the last of `steps` steps of about
-    `step_s` seconds.
+    """Return one random fault per group, in the order of their times.
 
-    Successive seeds take a group's ranks in turn.
+    All faults are due before the last step. Successive seeds select the ranks of a group in turn.
+
+    Args:
+        seed: Seed of the random times.
+        groups: Groups to disturb.
+        steps: Number of steps of the run.
+        step_s: Approximate time of a step in seconds.
+        ranks: Number of ranks of the groups that have more than one.
+        action: Action of all faults.
     """
     draw = random.Random(seed)
     moments = [(group, draw.randrange(1, steps - 1), draw.uniform(0, step_s)) for group in groups]
@@ -69,7 +77,7 @@ def random_faults(
 
 
 def mixed_faults(seed: int, steps: int, step_s: float) -> list[Fault]:
-    """Two faults of any kind."""
+    """Return two faults of random actions and processes."""
     draw, faults = random.Random(seed), []
     for step in sorted(draw.sample(range(1, steps - 2), 2)):
         action = draw.choice(

@@ -85,7 +85,7 @@ BESIDE = (
     ),
     "rollout.top_p=0.95",
 )
-"""Samples are drawn beside training, and come with what each token was drawn among."""
+"""Overrides of a run that is asynchronous and records the sampling support of each token."""
 EPISODES = (
     *("algorithm=ppo_decoupled", "model.source=random", "engine.exact=true", "evaluation.every=0"),
     *("environment.target=tests.agents.teller:Teller", "+environment.arguments.turns=3"),
@@ -93,7 +93,7 @@ EPISODES = (
     *("rollout.max_staleness=2", "rollout.spare_prompts=4", "rollout.prompts_per_step=16"),
     *("rollout.max_response_tokens=40", "rollout.top_p=1.0"),
 )
-"""After `BESIDE`."""
+"""Further overrides, after `BESIDE`, of a run with episodes of an environment."""
 AGENTS = (
     *("algorithm=ppo_decoupled", "model.source=random", "engine.exact=true", "evaluation.every=0"),
     *(
@@ -108,51 +108,53 @@ AGENTS = (
         "rollout.top_p=1.0",
     ),
 )
-"""After `BESIDE`."""
+"""Further overrides, after `BESIDE`, of a run with agents."""
 _ENVIRONMENT = "aligner.agents.environment_worker"
 _PATIENCE = (
     *("run.max_restarts=9", "server.max_restarts=9", "cluster.stop_timeout_s=5"),
     *("server.start_timeout_s=600", "server.request_timeout_s=900"),
 )
 _WATCH = ("server.health_timeout_s=15", "cluster.heartbeat_timeout_s=15")
-"""Where processes are stopped, which is to be noticed soon. A busy machine may take others for
-stopped, at little cost."""
+"""Short timeouts for runs with stopped processes. On a busy machine, a process that is only slow
+may be restarted too, which costs little."""
 _PAUSES_S = (1.0, 6.0)
 _LONGEST_FILE = 2**16
-"""That a rank can still write: its log, no checkpoint."""
+"""Size in bytes up to which a rank with a write fault can write a file: enough for its log, but not
+for a checkpoint."""
 _WRITE_ERROR = os.strerror(errno.EFBIG)
 _TIMEOUT_S = 300.0
 _LONGEST_S = 3600.0
-"""For a run that is not disturbed, on a machine however busy."""
+"""Timeout in seconds of an undisturbed run, sufficient on a busy machine."""
 _TIMES_LONGER = 10
-"""That a run with faults may take than one without, at least `_TIMEOUT_S`."""
+"""Timeout of a run with faults, as a multiple of the time of an undisturbed run; at least
+`_TIMEOUT_S`."""
 _DRAWS = 4
-"""Of a seed's faults, where they come too late."""
+"""Number of attempts per seed, with other random times, if faults come too late."""
 _NEXT_DRAW = 1_000_000
 _LOOK_S = 0.05
 _ORPHANS_S = 15.0
-"""For what a killed launcher has left to end."""
+"""Time in seconds in which the processes of a killed launcher must exit."""
 _COLUMNS = ("seed", "faults", "restarts", "exit code", "added s", "outcome")
 
 
 @dataclass(frozen=True)
 class Disturbed:
-    """A run with faults."""
+    """A completed run with faults."""
 
     run: Finished
     restarts: int
-    """Groups that the launcher has started again, and launches after the first."""
+    """Number of restarts of groups by the launcher, plus the number of launches after the first."""
     done: tuple[tuple[Fault, int], ...]
-    """What has been done, and after how many steps."""
+    """Injected faults, each with the number of completed steps at its time."""
     flipped: tuple[str, ...]
-    """Files of which a bit was flipped."""
+    """Names of the files in which a bit was flipped."""
     faults: Sequence[Fault]
-    """What was to be done."""
+    """Planned faults."""
 
     @property
     def in_time(self) -> bool:
-        """Whether every fault came while there were steps to train: a server that ends later is not
-        missed."""
+        """Whether all faults were injected before the last step: a server that is killed later is
+        not missed."""
         steps = len(self.run.metrics)
         return len(self.done) == len(self.faults) and all(
             at_step < steps for _, at_step in self.done
@@ -166,8 +168,10 @@ def run_disturbed(
     experiment: str = "tiny_ppo",
     timeout_s: float = _TIMEOUT_S,
 ) -> Disturbed:
-    """A run with these faults, to its end, each life of it within `timeout_s`. Only processes of
-    this run are touched."""
+    """Run an experiment with faults to its end, and launch it again where a fault ends it.
+
+    Each launch has the timeout `timeout_s`. Only processes of this run are disturbed.
+    """
     done: list[tuple[Fault, int]] = []
     waiting, restarts, flipped, least = deque(faults), 0, list[str](), 0
     while True:
@@ -196,16 +200,16 @@ def run_disturbed(
             return Disturbed(run, restarts, tuple(done), tuple(flipped), faults)
         if ends.action == "flip":
             flipped.append(_flip(run.paths, ends.draw))
-        # a resumed run is past what was done before when it trains
+        # Inject the next fault only after the resumed run has passed the step of the last one.
         restarts, least = restarts + 1, launch.steps + 1
         overrides = (*overrides, "run.resume=auto")
 
 
 def _inject(launch: Launch, fault: Fault) -> bool:
-    """Have it happen, as soon as the process that it is to happen to is there; False where the run
-    has ended by then."""
+    """Inject a fault as soon as its process exists. Return False if the run ends first."""
     while not launch.has_ended:
-        with contextlib.suppress(psutil.NoSuchProcess):  # an earlier fault's is being started again
+        # The process may just be restarted after an earlier fault.
+        with contextlib.suppress(psutil.NoSuchProcess):
             _do(launch, fault)
             return True
         time.sleep(_LOOK_S)
@@ -213,7 +217,7 @@ def _inject(launch: Launch, fault: Fault) -> bool:
 
 
 def _do(launch: Launch, fault: Fault) -> None:
-    """Raises psutil.NoSuchProcess."""
+    """Inject a fault now. Raises psutil.NoSuchProcess if its process does not exist."""
     if fault.group == "launcher":
         launch.interrupt(signal.SIGKILL if fault.action == "kill" else signal.SIGUSR1)
         return
@@ -241,7 +245,7 @@ def _do(launch: Launch, fault: Fault) -> None:
 
 
 def _flip(paths: RunPaths, draw: float) -> str:
-    """Flip a bit of the newest checkpoint or the journal; the file's name."""
+    """Flip a bit of the newest checkpoint or of the journal, and return the name of the file."""
     files = _saved_files(paths)
     place = draw * len(files)
     file = files[int(place)]
@@ -250,7 +254,7 @@ def _flip(paths: RunPaths, draw: float) -> str:
 
 
 def _saved_files(paths: RunPaths) -> list[Path]:
-    """What is not empty of the newest checkpoint and the journal."""
+    """Return the non-empty files of the newest checkpoint and of the journal."""
     newest = paths.checkpoints / f"step_{find_complete_steps(paths.checkpoints)[-1]}"
     return sorted(
         file
@@ -260,22 +264,22 @@ def _saved_files(paths: RunPaths) -> list[Path]:
 
 
 def flip_bit(file: Path, place: float, bit: int) -> None:
-    """Flip one at a place from 0 to 1 of the file."""
+    """Flip one bit of a file; `place`, from 0 to 1, selects the byte."""
     content = bytearray(file.read_bytes())
     content[int(place * len(content))] ^= 1 << bit
     file.write_bytes(content)
 
 
 def training_s(run: Finished) -> float:
-    """Seconds that the steps took; those before the first one vary with the machine's other
-    work."""
+    """Return the time of all steps in seconds, without start-up, whose time varies with the load of
+    the machine."""
     return sum(step["time/step"] for step in run.metrics)
 
 
 def outcome(
     run: Finished, expected: Finished, steps: int, flipped: Sequence[str], left: Sequence[str]
 ) -> str:
-    """identical, refused or FAILED."""
+    """Return the outcome of a run: identical, refused or FAILED."""
     if left:
         return "FAILED"
     if run.code == 0 and repeatable(run.metrics) == repeatable(expected.metrics):
@@ -296,7 +300,7 @@ def measure_flips(
     show: Any,
     experiment: str,
 ) -> bool:
-    """Whether no run has failed that went on with a flipped bit."""
+    """Resume a stopped run with one flipped bit after another, and return whether no run failed."""
     with Launch(directory / "stopped", *given, experiment=experiment) as launch:
         launch.wait_for_step(steps // 2, _LONGEST_S)
         launch.interrupt(signal.SIGUSR1)
@@ -332,7 +336,7 @@ def measure_flips(
 
 @dataclass(frozen=True)
 class Campaign:
-    """What is done to whom, in runs of what."""
+    """Faults to inject, and configuration of the runs into which they are injected."""
 
     action: str
     role: str
@@ -341,18 +345,17 @@ class Campaign:
 
     @property
     def groups(self) -> tuple[str, ...]:
-        """Those that are disturbed."""
+        """Groups of processes to disturb."""
         return GROUPS["all"] if self.action in ("mixed", "flips") else GROUPS[self.role]
 
     @property
     def experiment(self) -> str:
-        """Of the runs."""
+        """Name of the experiment of the runs."""
         return "calculator" if self.episodes or self.role == "endpoint" else "tiny_ppo"
 
     @property
     def beside(self) -> tuple[str, ...]:
-        """Overrides of a run whose samples are drawn beside training; none where they are drawn in
-        turn."""
+        """Overrides of an asynchronous run; none if the run is synchronous."""
         if self.role == "endpoint":
             return BESIDE + AGENTS
         if self.episodes:
@@ -361,12 +364,12 @@ class Campaign:
 
     @property
     def ranks(self) -> dict[str, int]:
-        """Of the groups that have more than one."""
+        """Number of ranks of the groups that have more than one."""
         return RANKS if self.beside else {"critic": RANKS["critic"]}
 
     @property
     def overrides(self) -> tuple[str, ...]:
-        """Of the runs."""
+        """Overrides of the runs."""
         return (
             *(
                 f"run.stop_after={self.steps}",
@@ -385,7 +388,8 @@ class Campaign:
         )
 
     def faults(self, draw: int, step_s: float) -> list[Fault]:
-        """Those of a draw."""
+        """Return the faults of a random draw; `step_s` is the approximate time of a step in
+        seconds."""
         if self.action == "mixed":
             return mixed_faults(draw, self.steps, step_s)
         faults = random_faults(draw, self.groups, self.steps, step_s, self.ranks, self.action)
@@ -397,7 +401,8 @@ class Campaign:
 
 
 def measure(campaign: Campaign, seeds: range, directory: Path, show: Any) -> bool:
-    """Whether no run has failed; `show` is given each seed's figures."""
+    """Run a campaign, call `show` with the figures of each seed, and return whether no run
+    failed."""
     directory.mkdir(exist_ok=True)
     given, experiment, started = campaign.overrides, campaign.experiment, time.monotonic()
     expected = run_to_end(
@@ -427,7 +432,7 @@ def measure(campaign: Campaign, seeds: range, directory: Path, show: Any) -> boo
 def measured(
     campaign: Campaign, draw: int, expected: Finished, directory: Path, longest_s: float
 ) -> dict[str, Any]:
-    """A draw's figures."""
+    """Run an experiment with the faults of one random draw, and return its figures."""
     faults, started = campaign.faults(draw, expected.metrics[-1]["time/step"]), time.monotonic()
     with Leftovers(directory) as leftovers:
         disturbed = run_disturbed(
@@ -454,9 +459,11 @@ def measured(
 
 
 def _measure_pauses(directory: Path, seed: int) -> bool:
-    """Whether the campaign of `benchmarks.pauses` has passed; prints its progress to standard error
-    and its figures as JSON."""
-    steps = 3 * sum(pauses.COUNTS.values())  # some pass before the next fault
+    """Run the campaign of `benchmarks.pauses`, and return whether it passed.
+
+    The function prints the progress to standard error, and the figures as JSON to standard output.
+    """
+    steps = 3 * sum(pauses.COUNTS.values())  # some steps pass between faults
     return pauses.measure_pauses(
         directory,
         pause_overrides(steps),
@@ -468,8 +475,10 @@ def _measure_pauses(directory: Path, seed: int) -> bool:
 
 
 def _measure_starts(directory: Path, roles: Sequence[str], show: Any) -> bool:
-    """Whether the campaign of `benchmarks.start_faults` has passed; prints its progress to standard
-    error."""
+    """Run the campaign of `benchmarks.start_faults`, and return whether it passed.
+
+    The function prints the progress to standard error.
+    """
     return start_faults.measure_starts(
         directory,
         [*BESIDE, *start_faults.start_overrides()],
@@ -480,7 +489,7 @@ def _measure_starts(directory: Path, roles: Sequence[str], show: Any) -> bool:
 
 
 def pause_overrides(steps: int) -> list[str]:
-    """Return the overrides of a run with all roles, for pauses."""
+    """Return the overrides of a run with all roles for the campaign of pauses."""
     return [
         *("run.name=run", f"run.steps={steps}", f"checkpoint.every={steps}"),
         *BESIDE,
@@ -489,7 +498,7 @@ def pause_overrides(steps: int) -> list[str]:
 
 
 def table_row(figures: dict[str, Any]) -> list[str]:
-    """A run's figures as a table shows them."""
+    """Return the cells of a run's row in the table of results."""
     if "stops" in figures:
         return [
             str(figures["run"]),
@@ -578,7 +587,7 @@ def main() -> None:
         else:
             table.add_row(*table_row(figures))
 
-    # as Ctrl-C does, it ends the run under way
+    # SIGTERM ends the current run as Ctrl-C does.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with tempfile.TemporaryDirectory() as temporary:

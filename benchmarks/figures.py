@@ -8,14 +8,16 @@ from typing import Any
 
 
 def paired(name: str, above: Sequence[float], below: Sequence[float]) -> dict[str, float]:
-    """The median of paired measurements' ratios, under this name, and the least and most of
-    them."""
+    """Return median, minimum and maximum of the ratios of paired measurements, under `name`."""
     ratios = [one / other for one, other in zip(above, below, strict=True)]
     return {name: median(ratios), f"{name}_least": min(ratios), f"{name}_most": max(ratios)}
 
 
 def vector_plots() -> Any:
-    """matplotlib's pyplot, to be saved as SVG. Raises ImportError without the figures extra."""
+    """Return matplotlib's pyplot, configured for reproducible SVG files.
+
+    Raises ImportError if the figures extra is not installed.
+    """
     import matplotlib
 
     matplotlib.use("svg")

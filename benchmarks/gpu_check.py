@@ -36,8 +36,8 @@ from benchmarks.runs import REPOSITORY, python_path
 
 DEVICE = os.environ.get("ALIGNER_DEVICE", "cuda")
 GPU, CUDA = "GPU", "CUDA"
-"""What a check needs: the device that is checked, or CUDA itself, for which a CPU is no stand-in;
-`8 GPUs` are so many."""
+"""Devices that a check may need: the device of this run (`GPU`), or CUDA, which a CPU cannot
+replace. A check that needs several GPUs names their number, such as `8 GPUs`."""
 _MANY = " GPUs"
 PACKAGES = (
     "torch",
@@ -51,33 +51,33 @@ PACKAGES = (
 )
 TIMEOUT_S = 540
 _TAIL = 400
-"""Characters of what a check that failed said last."""
+"""Number of characters of a failed check's output that are reported."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """A command that succeeds where what it is named after works."""
+    """A check: a command that succeeds if the part of aligner that `name` describes works."""
 
     name: str
     command: tuple[str, ...]
     needs: tuple[str, ...] = ()
-    """Modules, `GPU` or `CUDA`, without which it is absent."""
+    """Modules and devices (`GPU`, `CUDA`, `8 GPUs`) without which the check is absent."""
     tells: bool = False
-    """Whether its output is figures, a JSON object a line, to be kept."""
+    """Whether the output of the command consists of figures to record, one JSON object per line."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a check came to."""
+    """Result of a check."""
 
     name: str
     device: str
     result: str
-    """pass, fail or absent"""
+    """One of pass, fail and absent."""
     why: str = ""
     seconds: float = 0.0
     figures: tuple[dict[str, Any], ...] = ()
-    """What it has measured."""
+    """Figures that the check has measured."""
 
 
 def _tests(name: str, *arguments: str, needs: Sequence[str] = ()) -> Check:
@@ -89,7 +89,7 @@ def _tests(name: str, *arguments: str, needs: Sequence[str] = ()) -> Check:
 
 
 def _run(name: str, *overrides: str, needs: Sequence[str] = ()) -> Check:
-    """A short run; {place} becomes a directory that goes with the check."""
+    """Return a check that launches a short run; `{place}` stands for a temporary directory."""
     return Check(
         name,
         (sys.executable, "-m", "aligner", "launch", *overrides, "run.dir={place}/run"),
@@ -98,8 +98,10 @@ def _run(name: str, *overrides: str, needs: Sequence[str] = ()) -> Check:
 
 
 def _measured(part: str, needs: Sequence[str] = ()) -> Check:
-    """Figures of `benchmarks.device`; on a CPU, and of a tiny model, they say only that they can be
-    had."""
+    """Return a check that runs a part of `benchmarks.device`.
+
+    On a CPU it uses a tiny model, and the figures only show that the benchmark works.
+    """
     small: tuple[str, ...] = (
         "--model",
         "tiny",
@@ -129,7 +131,7 @@ def _measured(part: str, needs: Sequence[str] = ()) -> Check:
     )
 
 
-# files of samples would need pyarrow
+# Writing samples to files would require pyarrow.
 _SERVED = ("experiment=tiny_ppo", "algorithm=grpo", "logging.samples_mib=0")
 _LAYOUT = tuple(f"actor.parallel.{way}=2" for way in ("tensor", "pipeline", "data"))
 _GENERATOR = (
@@ -174,7 +176,7 @@ CHECKS = (
 
 
 def lacking(check: Check) -> list[str]:
-    """What of its needs is not here."""
+    """Return the modules and devices that a check needs and this machine lacks."""
     modules = [need for need in check.needs if need not in (GPU, CUDA) and not need.endswith(_MANY)]
     missing = [module for module in modules if importlib.util.find_spec(module) is None]
     many = [
@@ -193,7 +195,7 @@ def lacking(check: Check) -> list[str]:
 
 
 def gpus() -> int:
-    """GPUs that torch finds; 0 without torch."""
+    """Return the number of GPUs that torch finds; 0 without torch."""
     if importlib.util.find_spec("torch") is None:
         return 0
     import torch
@@ -202,7 +204,7 @@ def gpus() -> int:
 
 
 def carry_out(check: Check) -> Outcome:
-    """Run a check, or tell what it lacks."""
+    """Run a check, or report it as absent if this machine lacks something that it needs."""
     if missing := lacking(check):
         return Outcome(check.name, DEVICE, "absent", f"missing: {', '.join(missing)}")
     environment = {**os.environ, "PYTHONPATH": python_path(), "ALIGNER_DEVICE": DEVICE}
@@ -223,7 +225,7 @@ def carry_out(check: Check) -> Outcome:
             )
             said, failed = f"{done.stdout}\n{done.stderr}", done.returncode != 0
         except subprocess.TimeoutExpired as late:
-            # bytes, even of text
+            # The output of `TimeoutExpired` is bytes even with `text=True`.
             before = [(part or b"").decode(errors="replace") for part in (late.stdout, late.stderr)]
             said, failed = "\n".join([*before, f"timed out after {TIMEOUT_S} s"]), True
     seconds = round(time.perf_counter() - begin, 1)
@@ -235,7 +237,7 @@ def carry_out(check: Check) -> Outcome:
 
 
 def _shown(figures: dict[str, Any]) -> str:
-    """What matters most of a line of figures."""
+    """Return the most important figures of a line of output as text."""
     names = (
         "batch",
         "tokens_per_s",
@@ -251,7 +253,7 @@ def _shown(figures: dict[str, Any]) -> str:
 
 
 def versions() -> str:
-    """The device, and what is installed of what matters."""
+    """Return the name of the device and the versions of the relevant packages."""
     name = "CPU"
     if DEVICE == "cuda" and gpus():
         import torch
@@ -267,14 +269,14 @@ def versions() -> str:
 
 
 def passed_before(output: Path) -> dict[str, Outcome]:
-    """The checks that have passed on this device, by name."""
+    """Return the checks that have passed on this device according to a file of results, by name."""
     lines = output.read_text().splitlines() if output.exists() else []
     outcomes = [Outcome(**json.loads(line)) for line in lines]
     return {each.name: each for each in outcomes if each.result == "pass" and each.device == DEVICE}
 
 
 def table(outcomes: Sequence[Outcome]) -> Table:
-    """One line a check."""
+    """Return a table of the results, with one row per check."""
     shown = Table("check", "result", "seconds", "why", title=versions(), title_justify="left")
     for each in outcomes:
         shown.add_row(each.name, each.result, f"{each.seconds:g}" if each.seconds else "", each.why)

@@ -31,7 +31,8 @@ _TOKENS = 24
 
 
 def first_layers(teacher: Path, directory: Path, layers: int) -> Path:
-    """A model directory with a teacher's first layers, and all of what is outside its layers."""
+    """Write a model directory with a teacher's first layers, embeddings and output layer, and
+    return it."""
     directory.mkdir()
     for file in teacher.iterdir():
         if file.suffix != ".safetensors" and file.name != "config.json":
@@ -49,7 +50,8 @@ def first_layers(teacher: Path, directory: Path, layers: int) -> Path:
 
 
 def held_out(teacher: Path) -> list[list[int]]:
-    """Token ids of openings that nothing is trained on, with what the teacher writes to them."""
+    """Return token ids of prompts that are not used for training, each with the teacher's
+    response."""
     from transformers import AutoTokenizer
 
     openings = compose_config(["experiment=smollm2_rlhf"]).evaluation.prompts[:16]
@@ -61,7 +63,7 @@ def held_out(teacher: Path) -> list[list[int]]:
 
 @torch.no_grad()
 def forward_kl(teacher: Path, student: Path, rows: Sequence[Sequence[int]]) -> float:
-    """KL(teacher ‖ student) in nats, the mean over these tokens."""
+    """Return KL(teacher ‖ student) in nats, as the mean over all tokens of `rows`."""
     from transformers import AutoModelForCausalLM
 
     tokens = torch.tensor(rows)

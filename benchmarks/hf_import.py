@@ -53,7 +53,8 @@ def make_shape(hidden: int, layers: int, vocabulary: int) -> ModelShape:
 
 
 def write_model(shape: ModelShape, directory: Path) -> None:
-    """One file a layer, and one for what is outside the layers."""
+    """Write random weights to one file per layer, and one file for all weights outside the
+    layers."""
     files: dict[str, dict[str, torch.Tensor]] = {}
     for spec in weight_table(shape):
         file = f"model-{'outside' if spec.layer is None else spec.layer}.safetensors"
@@ -65,14 +66,14 @@ def write_model(shape: ModelShape, directory: Path) -> None:
 
 
 def own_memory() -> int:
-    """Bytes of anonymous memory of this process."""
+    """Return the anonymous memory of this process in bytes."""
     status = Path("/proc/self/status").read_text()
     return int(status.split("RssAnon:")[1].split()[0]) << 10
 
 
 @contextmanager
 def peak_memory(result: list[int], interval_s: float = 0.001) -> Iterator[None]:
-    """Append the largest `own_memory` seen while the block runs."""
+    """Append the largest `own_memory` that occurs while the block runs to `result`."""
     peak, done = own_memory(), threading.Event()
 
     def watch() -> None:

@@ -27,7 +27,8 @@ _REPEATS = 5
 
 
 def step_samples(tokenizer: Tokenizer, prompts: int, each: int, tokens: int) -> StepSamples:
-    """As many responses of so many random tokens, and what would have been learned from them."""
+    """Return the samples of a step: `each` responses of `tokens` random tokens per prompt, with
+    random training data."""
     chance = torch.Generator().manual_seed(0)
 
     def drawn(count: int) -> torch.Tensor:

@@ -21,16 +21,16 @@ _PLACES = (
     "tmp/python_env_*",
 )
 _MAKER = re.compile(r"pytrtion(\d+)-|aligner-server-\d+-(\d+)-")
-"""Names that tell the process id of who has made them."""
+"""File names that contain the process id of their creator."""
 _LOOK_S = 0.5
 
 
 class Leftovers:
-    """Watches, while the `with` block runs, which of the files that appear are used by processes of
-    the run in `directory`.
+    """Finds the files that a run leaves behind. A context manager.
 
-    Who has made a file cannot be told when its process has ended, and processes of other runs are
-    killed, too.
+    While the block runs, a thread records which new files are used by processes of the run in
+    `directory`. The creator of a file cannot be determined after its process has exited, and other
+    runs on the machine may leave files behind as well.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -38,7 +38,7 @@ class Leftovers:
         self._before = _present()
         self._own: set[Path] = set()
         self._is_own: dict[psutil.Process, bool] = {}
-        """Whether a process is of the run."""
+        """Whether each process belongs to the run."""
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="leftovers", daemon=True)
 
@@ -56,7 +56,7 @@ class Leftovers:
         self._thread.join()
 
     def left(self) -> list[str]:
-        """What the run has left behind, now that it has ended."""
+        """Return the files of the run that still exist. Call it after the run has ended."""
         return sorted(str(path) for path in self._own if path.exists())
 
     def _watch(self) -> None:
@@ -80,8 +80,8 @@ def _present() -> set[Path]:
 
 
 def _used(process: psutil.Process) -> str:
-    """What a process has mapped, what it was started with, and what it says is its own
-    (`aligner.triton_cleanup`)."""
+    """Return the memory maps and the command line of a process, and the paths that it claims
+    (`aligner.triton_cleanup`), as one text."""
     claims = Path("/dev/shm").glob(f"aligner-server-*-{process.pid}-*/paths")
     files = [Path(f"/proc/{process.pid}/maps"), *claims]
     return "\n".join([*(file.read_text() for file in files), *process.cmdline()])

@@ -76,20 +76,23 @@ MODELS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }
-"""Hugging Face configurations of Llamas."""
+"""Hugging Face configurations of Llama models, by name."""
 MODELS["llama_8b_8_layers"] = {**MODELS["llama_8b"], "num_hidden_layers": 8}
 
 
 def shape_of(model: str) -> ModelShape:
-    """The shape of one of the models."""
+    """Return the dimensions of a model."""
     return read_config(
         {"architectures": ["LlamaForCausalLM"], "hidden_act": "silu", **MODELS[model]}, model
     )
 
 
 def write_model(directory: str, model: str, precision: str = "fp32") -> None:
-    """Write one of the models, with random weights; in a process of its own, for transformers'
-    threads end with it."""
+    """Write a model with random weights to a directory.
+
+    A separate process writes it, because the threads of transformers would otherwise remain. Raises
+    SystemExit if that process fails.
+    """
     writer = multiprocessing.get_context("spawn").Process(
         target=_write, args=(directory, MODELS[model], precision)
     )
@@ -100,15 +103,15 @@ def write_model(directory: str, model: str, precision: str = "fp32") -> None:
 
 
 def write_tokenizer(directory: str, model: str) -> None:
-    """A tokenizer for one of the models: token N is the word wN, so that a text has as many tokens
-    as words."""
+    """Write a tokenizer for a model. Token N is the word wN, so a text has as many tokens as
+    words."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     words = {f"w{token}": token for token in range(MODELS[model]["vocab_size"])}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(Path(directory, "tokenizer.json")))
-    # LlamaConfig's end
+    # Token 2 is LlamaConfig's EOS token.
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "w0", "eos_token": "w2"}
     Path(directory, "tokenizer_config.json").write_text(json.dumps(settings))
 
@@ -121,7 +124,7 @@ def _write(directory: str, config: dict[str, Any], precision: str) -> None:
     torch.manual_seed(0)
     if precision == "bf16":
         torch.set_default_dtype(torch.bfloat16)
-    # billions of numbers take a CPU long
+    # Random numbers for billions of weights take long on a CPU.
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = LlamaForCausalLM(LlamaConfig(**config))
     model.save_pretrained(directory)

@@ -39,7 +39,7 @@ _SPLIT = (
     "engine.parallel.tensor=2",
     "engine.parallel.data=2",
 )
-# Without `engine.exact`, log-probs depend on which answers of environments arrive together.
+# Without `engine.exact`, log-probs depend on which environments answer at the same time.
 _CALCULATOR = (
     "experiment=calculator",
     "run.steps=10",
@@ -78,7 +78,7 @@ RUNS: Mapping[str, Sequence[str]] = {
 
 
 def outcome(directory: Path) -> dict[str, str]:
-    """The hashes of a run's metrics and of its last checkpoint's parts."""
+    """Return hashes of a run's metrics and of the parts of its last checkpoint."""
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     kept = [
         {key: line[key] for key in sorted(line) if not key.startswith(_TIMED)} for line in lines
@@ -111,8 +111,11 @@ def _hash(pieces: Iterator[bytes] | Sequence[bytes]) -> str:
 
 
 def run(tree: Path, directory: Path, overrides: Sequence[str], *, is_killed: bool) -> None:
-    """One run to its end, with its launcher and ranks killed in the middle where asked. Raises
-    RuntimeError where it fails."""
+    """Run an experiment to its end; with `is_killed`, kill its launcher after 12 steps and resume
+    the run.
+
+    The ranks of a killed launcher exit by themselves. Raises RuntimeError if the run fails.
+    """
     command = [
         sys.executable,
         "-m",
@@ -134,7 +137,7 @@ def run(tree: Path, directory: Path, overrides: Sequence[str], *, is_killed: boo
             )
         if is_killed and attempt == ("run.resume=false",):
             _wait_for_steps(directory / "metrics.jsonl", 12, launch)
-            launch.send_signal(signal.SIGKILL)  # its ranks end by themselves
+            launch.send_signal(signal.SIGKILL)  # its ranks exit by themselves
             launch.wait()
             time.sleep(5)
         elif launch.wait():
@@ -151,7 +154,7 @@ def _wait_for_steps(metrics: Path, steps: int, launch: subprocess.Popen[bytes]) 
 
 
 def _end_of(directory: Path) -> str:
-    """The last lines that a run printed; its directory is gone when they are read."""
+    """Return the last lines of a run's output, for an error that outlives the run directory."""
     return "last lines of its output:\n" + "\n".join(
         (directory.parent / f"{directory.name}.log").read_text().splitlines()[-20:]
     )

@@ -33,10 +33,10 @@ from benchmarks.runs import (
 
 RUN, STUBS, CLOCK = "pause run", "pause stubs", "step clock"
 COUNTS = {RUN: 25, STUBS: 10, CLOCK: 10}
-"""Faults of a campaign."""
+"""Number of faults of each kind in a campaign."""
 RUN_PAUSE_S, STUBS_PAUSE_S, CLOCK_STEP_S = 5.0, 1.5, 2.0
 _STARTING = 3
-"""Pauses of the whole run that come while it starts."""
+"""Number of pauses of the whole run while it starts."""
 _STARTING_EVERY_S = 4.0
 _STUB = "triton_python_backend_stub"
 _SOURCE = Path(__file__).with_name("stepped_clock.c")
@@ -46,7 +46,7 @@ _TIMEOUT_S = 3600.0
 
 
 class SteppedClock:
-    """A wall clock for the processes of one run."""
+    """A wall clock for the processes of one run, which can be set forward and back."""
 
     def __init__(self, directory: Path) -> None:
         """Compile the library into `directory`. Raises FileNotFoundError without a C compiler."""
@@ -57,11 +57,11 @@ class SteppedClock:
         subprocess.run([*command, "-ldl", "-lpthread"], check=True)
 
     def variables(self) -> dict[str, str]:
-        """Return the environment variables of a process that is to see this clock."""
+        """Return the environment variables with which a process uses this clock."""
         return {_CLOCK_FILE: str(self._file), "LD_PRELOAD": str(self._library)}
 
     def step(self, seconds: float) -> None:
-        """Set the clock forward, or back."""
+        """Set the clock forward by `seconds`, or back if `seconds` is negative."""
         self._offset_s += seconds
         with self._file.open("r+b") as file:
             file.write(struct.pack("q", int(self._offset_s * 1e9)))
@@ -69,13 +69,13 @@ class SteppedClock:
 
 @dataclass(frozen=True)
 class Disturbance:
-    """Something that happens to a run after a step."""
+    """A fault that is injected into a run after a step."""
 
     kind: str
     delay_s: float
-    """After the step before it."""
+    """Delay after the preceding step in seconds."""
     step_s: float = 0.0
-    """By which the clock is set."""
+    """Change of the clock in seconds."""
 
 
 def disturbances(seed: int, counts: Mapping[str, int], step_s: float) -> list[Disturbance]:
@@ -92,7 +92,7 @@ def disturbances(seed: int, counts: Mapping[str, int], step_s: float) -> list[Di
 
 
 def suspend_all(list_processes: Callable[[], Sequence[psutil.Process]]) -> list[psutil.Process]:
-    """Suspend all processes of a run, also those that start meanwhile."""
+    """Suspend all processes of a run, including those that start meanwhile."""
     suspended: list[psutil.Process] = []
     while new := [each for each in list_processes() if each not in suspended]:
         for process in new:
@@ -103,7 +103,7 @@ def suspend_all(list_processes: Callable[[], Sequence[psutil.Process]]) -> list[
 
 
 def resume(processes: Sequence[psutil.Process]) -> None:
-    """Resume those that still exist."""
+    """Resume the processes that still exist."""
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.resume()
@@ -120,7 +120,7 @@ def stubs(launch: Launch) -> list[psutil.Process]:
 
 
 def disturb(launch: Launch, clock: SteppedClock, fault: Disturbance) -> None:
-    """Make a fault happen, and end it."""
+    """Inject a fault, and end it."""
     if fault.kind == CLOCK:
         clock.step(fault.step_s)
         return
@@ -138,8 +138,11 @@ def run_paused(
     report: Callable[[str], None],
     starting: int = 0,
 ) -> tuple[Finished, Counter[str]]:
-    """Return the run with these faults, and how many of each kind were injected; `starting` more
-    pauses of the whole run come while it starts."""
+    """Run an experiment with faults, and return the run and the number of injected faults of each
+    kind.
+
+    `starting` is the number of additional pauses of the whole run while it starts.
+    """
     done = Counter[str]()
     with replaced_environment({**os.environ, **clock.variables()}):
         launch = Launch(directory, *overrides)
@@ -177,7 +180,8 @@ def measure_pauses(
 ) -> bool:
     """Return whether a run with all faults had no restart and the results of an undisturbed run.
 
-    `steps` are the steps of the runs, at least one more than the faults after the start.
+    `steps` is the number of steps of the runs, at least one more than the number of faults after
+    the start.
     """
     directory.mkdir(exist_ok=True)
     clock = SteppedClock(directory)

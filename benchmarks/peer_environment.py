@@ -23,10 +23,12 @@ _INSTALLED = ".installed"
 
 
 def peer_python(name: str) -> Path:
-    """The interpreter of an environment that has what `benchmarks/peers/<name>.txt` requires.
+    """Return the Python interpreter of an environment with the packages in
+    `benchmarks/peers/<name>.txt`.
 
-    It is made the first time, in the cache directory, and anew when that file, the constraints or
-    our interpreter have changed. Raises SystemExit where pip cannot install it, which has told why.
+    The environment is created in the cache directory, and created anew if that file, the
+    constraints or this interpreter have changed. Raises SystemExit if pip fails; pip has then
+    printed the reason.
     """
     if (found := installed_python(name)) is not None:
         return found
@@ -58,7 +60,7 @@ def peer_python(name: str) -> Path:
 
 
 def installed_python(name: str) -> Path | None:
-    """The same, where it has been made and is as it would be made now."""
+    """Return the interpreter of an environment that exists and is up to date, else None."""
     mark = _place(name) / _INSTALLED
     return (
         _place(name) / "bin" / "python"
@@ -76,7 +78,7 @@ def _requirements(name: str) -> Path:
 
 
 def _digest(name: str) -> str:
-    """Changes with what an environment is made of."""
+    """Return a digest of everything that determines the contents of an environment."""
     parts = (
         _requirements(name).read_bytes(),
         (REPOSITORY / "constraints.txt").read_bytes(),

@@ -1,4 +1,4 @@
-"""How close the predictions of `aligner plan RUN` are to measured steps.
+"""Compare the predictions of `aligner plan RUN` with measured steps.
 
 Each workload of `benchmarks.async_pipeline`, and PPO with a critic and a reward server (`critic`),
 runs twice: synchronously (`rollout.max_staleness=0`) and asynchronously (1). The asynchronous step

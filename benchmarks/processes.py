@@ -19,14 +19,14 @@ from aligner.paths import replaced_environment
 
 @dataclass(frozen=True)
 class Way:
-    """A way to use the cores: a name, threads a process, and (for our trainer) a Megatron
+    """A way to use the cores: a number of threads per process, and for aligner's trainer a Megatron
     layout."""
 
     name: str
     threads: int
     layout: dict[str, int] | None = None
     as_ranks: bool = False
-    """Whether its processes are started with what a launch's ranks are."""
+    """Whether the processes get the environment variables of the ranks of a launch."""
 
     @property
     def processes(self) -> int:
@@ -38,7 +38,7 @@ OUR_WAYS = (
     Way("1 process, 2 threads", 2, as_ranks=True),
     Way("data parallel, 2 ranks", 1, {"data": 2}, as_ranks=True),
 )
-"""Of our trainer."""
+"""Ways to run aligner's trainer."""
 
 
 def _serve(pipe: Any, make: Callable[[], Any], environment: dict[str, str]) -> None:
@@ -56,10 +56,11 @@ def _serve(pipe: Any, make: Callable[[], Any], environment: dict[str, str]) -> N
 
 
 class Group:
-    """The processes of one way, as a context manager; they end with it."""
+    """The processes of one way. A context manager, which stops the processes on exit."""
 
     def __init__(self, way: Way, make: Callable[[], Any]) -> None:
-        """Each process calls `make`, and then the methods of what it returns."""
+        """Set the function with which each process creates its worker; `call` calls methods of the
+        worker."""
         self.way, self._make = way, make
         self._workers: list[tuple[Any, Any]] = []
         self._ports = FreePorts()
@@ -79,7 +80,7 @@ class Group:
             process = context.Process(
                 target=_serve, args=(theirs, self._make, environment), daemon=True
             )
-            # Libraries read theirs before a process can set any.
+            # Libraries read their environment variables before the process could set them itself.
             libraries = library_environment(self.way.threads) if self.way.as_ranks else {}
             with replaced_environment({**os.environ, **libraries}):
                 process.start()
@@ -95,7 +96,10 @@ class Group:
             process.join()
 
     def call(self, method: str, *args: Any) -> float:
-        """The slowest process's answer."""
+        """Call a method of the worker in every process, and return the largest result.
+
+        Raises RuntimeError with the traceback if a process fails.
+        """
         for _, pipe in self._workers:
             pipe.send((method, args))
         answers = [pipe.recv() for _, pipe in self._workers]

@@ -52,8 +52,8 @@ TIMEOUT = timedelta(seconds=120)
 
 
 class Receiver:
-    """An engine's two sets of weights: one serves while the other is written; a commit exchanges
-    them."""
+    """Two sets of an engine's weights. An update writes one set, and its commit exchanges the
+    two."""
 
     group_bytes = None
 
@@ -77,25 +77,25 @@ class Receiver:
         return self._written
 
     def load(self, names: Sequence[str]) -> None:
-        """They are in their places."""
+        """Do nothing: the tensors have been written to their final memory."""
 
     def commit(self) -> None:
         self.serving, self._written = self._written, self.serving
 
     def abort(self) -> None:
-        """The weights that serve have not been touched."""
+        """Do nothing: the update has not changed the current weights."""
 
 
 class Plain:
-    """The same bytes between the same ranks, without tensors: contiguous, already there, in large
-    messages."""
+    """A plain transfer of as many bytes between the same ranks, in large messages from contiguous
+    buffers."""
 
     def __init__(self, plan: TransferPlan, link: Link) -> None:
         def buffer(source: int, target: int) -> tuple[Tensor, ...]:
             size = plan.itemsize * sum(
                 transfer.numel for transfer in plan.transfers_between(source, target)
             )
-            # Zeros that nobody has written are all one page, which is read from the cache.
+            # Unwritten zero pages all map to one physical page, which stays in the CPU cache.
             return torch.full((size,), 1, dtype=torch.uint8).split(PLAIN_MESSAGE) if size else ()
 
         self._link, rank, size = link, link.rank, link.size
@@ -108,7 +108,7 @@ class Plain:
         ]
 
     def run(self) -> float:
-        """Seconds on this rank."""
+        """Transfer all bytes, and return the time on this rank in seconds."""
         begin = time.perf_counter()
         for source, target in self._local:
             target.copy_(source)
@@ -129,13 +129,14 @@ class Plain:
 
 
 def memory(what: str) -> int:
-    """A figure of this process's memory in bytes."""
+    """Return a figure of this process's memory in bytes; `what` is its name in
+    /proc/self/status."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(what + ":"))
 
 
 def most(link: Link, value: float) -> float:
-    """The largest of all ranks' values; every rank has come so far."""
+    """Return the largest value of all ranks. All ranks have reached this call when it returns."""
     values = torch.zeros(link.size, dtype=torch.float64)
     values[link.rank] = value
     link.all_reduce(values)
@@ -143,7 +144,7 @@ def most(link: Link, value: float) -> float:
 
 
 def join(args: argparse.Namespace, plan: TransferPlan, rank: int, port: int) -> Link:
-    """A world for each role, or one for both, and a link over all."""
+    """Join the process group of this rank's role, and return a link between all ranks."""
     store = TCPStore("127.0.0.1", port, is_master=False, timeout=TIMEOUT)
     trainers = args.source.ranks
     role, at, size = (
@@ -156,8 +157,11 @@ def join(args: argparse.Namespace, plan: TransferPlan, rank: int, port: int) -> 
 
 
 class Shards:
-    """This rank's weights; replicas hold the same. A layer's query, key and value lie interleaved
-    in one, as megatron-core has them: to read one of them is to copy it."""
+    """This rank's weights of a trainer; replicas have equal weights.
+
+    The query, key and value weights of a layer are interleaved in one parameter, as in
+    megatron-core, so reading one of them requires a copy.
+    """
 
     def __init__(self, plan: TransferPlan, shape: ModelShape, rank: int) -> None:
         self._slices, self._specs = plan.source.get(rank, {}), plan.specs
@@ -181,7 +185,7 @@ class Shards:
                     self._held[spec.name] = mine.clone()
 
     def read(self, name: str) -> Tensor:
-        """The slice of a weight."""
+        """Return this rank's slice of a weight."""
         if name not in self.copied:
             return self._held[name]
         return self._part(self._specs[name]).reshape(
@@ -189,8 +193,11 @@ class Shards:
         )
 
     def _part(self, spec: TensorSpec, rows: int = 0) -> Tensor:
-        """A part's place in its layer's parameter, which the first to come, with so many rows,
-        makes."""
+        """Return the view of a query, key or value weight in its layer's parameter.
+
+        The first call for a layer allocates the parameter; `rows` is then the number of rows of the
+        weight.
+        """
         if spec.parameter not in self._held:
             groups = rows // self._head // (self._queries if spec.part == "query" else 1)
             self._held[spec.parameter] = torch.empty(
@@ -222,13 +229,13 @@ def measure(rank: int, port: int, args: argparse.Namespace) -> None:
         verify_every=0,
         copied_names=shards.copied,
     )
-    first = publisher.publish(0)  # verified; what happens once happens here
+    first = publisher.publish(0)  # verified, and warms up
     plain.run()
     publishing, moving, extra, staging = [], [], [], first.staging_bytes
     for version in range(1, args.repeats + 1):
         most(link, 0)
         moving.append(most(link, plain.run()))
-        Path("/proc/self/clear_refs").write_text("5")  # sets the high-water mark back
+        Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
         before = memory("VmRSS")
         most(link, 0)
         stats = publisher.publish(version)
@@ -260,7 +267,7 @@ def measure(rank: int, port: int, args: argparse.Namespace) -> None:
 def report(
     args: argparse.Namespace, plan: TransferPlan, moved: int, figures: dict[str, Any]
 ) -> None:
-    """Print one JSON object, or the same in words."""
+    """Print the figures, as one JSON object or as text."""
     result = {
         "benchmark": "reshard",
         "model": args.model,
@@ -293,7 +300,7 @@ def make_plan(args: argparse.Namespace) -> TransferPlan:
 
 
 def layout(text: str, allowed: Sequence[str]) -> dict[str, Any]:
-    """Sizes by name, of a text such as tp=2,pp=2."""
+    """Parse a layout such as `tp=2,pp=2`, and return the sizes by name."""
     sizes: dict[str, Any] = {}
     for part in text.split(","):
         name, _, size = part.partition("=")

@@ -31,15 +31,16 @@ from benchmarks.figures import vector_plots
 EXPERIMENT = "arithmetic_rlhf"
 ALGORITHMS = ("ppo", "proximal_rloo", "online_dpo", "best_of_n")
 PLACES = (*((count, 0) for count in MINIBATCHES), (1, 1), (1, 4))
-"""N and k."""
+"""Settings of the study: N, the number of minibatches per generation phase, and k, the maximum
+staleness."""
 _EVERY = 8
-"""Updates from one evaluation to the next, where a step has no more."""
+"""Number of updates between two evaluations, unless a single step has more updates."""
 _PENALTY = {
     "online_dpo": ("algorithm.kl_coefficient=0", "algorithm.preference.beta=0.6"),
     "best_of_n": ("algorithm.kl_coefficient=0",),
 }
-"""What holds the policy where not the experiment's KL penalty in the reward does. Both are six
-times the paper's."""
+"""Overrides of the algorithms that do not use the experiment's KL penalty in the reward. That
+penalty and this beta are both six times the paper's."""
 _KEY = ("algorithm", "minibatches", "max_staleness", "seed", "updates")
 
 Point = dict[str, float]
@@ -49,7 +50,7 @@ Row = dict[str, Any]
 def overrides_of(
     algorithm: str, minibatches: int, max_staleness: int, seed: int, updates: int
 ) -> tuple[str, ...]:
-    """What a run of the study has other than its experiment says."""
+    """Return the overrides of a run of the study."""
     return (
         f"seed={seed}",
         *drawn_at_once(minibatches, updates),
@@ -60,8 +61,8 @@ def overrides_of(
 
 
 def curve(metrics: Sequence[dict[str, float]], minibatches: int) -> list[Point]:
-    """A run's evaluations, each with the update that it follows; and the mean reward of the samples
-    of that step."""
+    """Return the evaluations of a run, each with the number of updates before it and the mean
+    reward of that step's samples."""
     names = {
         "win_rate": "eval/win_rate",
         "kl": "eval/reference_kl",
@@ -77,8 +78,8 @@ def curve(metrics: Sequence[dict[str, float]], minibatches: int) -> list[Point]:
 
 
 def win_rate_at(points: Sequence[Point], kl: float) -> float | None:
-    """The win rate where a curve first gets to a KL, on a straight line between its points; None
-    where it never does."""
+    """Return the win rate at which a curve first reaches a KL, interpolated linearly between its
+    points; None if it does not reach this KL."""
     for before, after in pairwise(points):
         if before["kl"] < kl <= after["kl"]:
             share = (kl - before["kl"]) / (after["kl"] - before["kl"])
@@ -93,7 +94,7 @@ def study(
     known: Sequence[Row],
     timeout_s: float,
 ) -> Iterator[Row]:
-    """A run at a time, those that are known left out."""
+    """Run the study, and yield the row of each run that is not in `known`."""
     done = {tuple(row[name] for name in _KEY) for row in known}
     for seed in seeds:
         for minibatches, staleness in PLACES:
@@ -111,12 +112,12 @@ def study(
 
 
 def name_of(row: Row) -> str:
-    """What a row's place in the study is called."""
+    """Return the label of a row's setting in the study, such as `N = 4` or `k = 1`."""
     return f"k = {row['max_staleness']}" if row["max_staleness"] else f"N = {row['minibatches']}"
 
 
 def ranged(values: Sequence[float | None]) -> str:
-    """The mean of the seeds' values, and their range; - where one has none."""
+    """Return mean and range of the values of all seeds as text; `-` if a seed has no value."""
     found = [value for value in values if value is not None]
     if not found or len(found) < len(values):
         return "-"
@@ -124,8 +125,8 @@ def ranged(values: Sequence[float | None]) -> str:
 
 
 def summary(rows: Sequence[Row], kl: float) -> list[Row]:
-    """Each algorithm's figures at each place over its seeds: at the end, and the win rate at a
-    KL."""
+    """Return the figures of each algorithm in each setting over all seeds: those at the end, and
+    the win rate at a KL."""
     found = []
     for algorithm, place in dict.fromkeys((row["algorithm"], name_of(row)) for row in rows):
         curves = [
@@ -141,8 +142,10 @@ def summary(rows: Sequence[Row], kl: float) -> list[Row]:
 
 
 def draw(rows: Sequence[Row], kl: float, file: Path) -> None:
-    """Win rate over the KL, a plot an algorithm: a line a place, the mean over seeds, and a thin
-    one each seed."""
+    """Plot the win rate over the KL, with one plot per algorithm.
+
+    Each setting has a line for the mean over seeds, and a thin line for each seed.
+    """
     algorithms = list(dict.fromkeys(row["algorithm"] for row in rows))
     size = (3.2 * len(algorithms), 3.4)
     figure, plots = vector_plots().subplots(

@@ -23,19 +23,21 @@ from aligner.triton_cleanup import kill_processes, remove_triton_files
 
 REPOSITORY = Path(__file__).parents[1]
 MARKER = "ALIGNER_OBSERVED_RUN"
-"""Environment variable that every process of a run inherits, Triton's too; its value is the run
-directory."""
+"""Environment variable that all processes of a run inherit, including those of Triton. Its value is
+the run directory."""
 
 
 def python_path() -> str:
-    """PYTHONPATH of a process that is to find this repository's modules, and what this one finds by
-    it."""
+    """Return the PYTHONPATH of a process that imports modules of this repository.
+
+    It contains the repository and this process's PYTHONPATH.
+    """
     return os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
 
 
 @dataclass(frozen=True)
 class Finished:
-    """A run that has ended."""
+    """A run that has ended: its paths, exit code, standard output and standard error."""
 
     paths: RunPaths
     code: int
@@ -47,13 +49,14 @@ class Finished:
         return read_metrics(self.paths.metrics)
 
     def report(self) -> str:
-        """What a failed assertion should show."""
+        """Return a report for the message of a failed assertion."""
         restarts = "".join(f"{line}\n" for line in self.out.splitlines() if "; restarting " in line)
         return f"exit code {self.code}\n{restarts}{self.error}\n{_logs(self.paths)}"
 
 
 class Launch:
-    """A running `aligner launch`; whatever of it is left is killed when the `with` block ends."""
+    """A running `aligner launch`. A context manager, which kills all remaining processes on
+    exit."""
 
     def __init__(self, directory: Path, *overrides: str, experiment: str = "tiny_ppo") -> None:
         self.paths = RunPaths(directory)
@@ -72,7 +75,7 @@ class Launch:
             "COLUMNS": "120",
             MARKER: str(directory),
         }
-        # Not pipes, which nobody reads before the end of what may be a long run.
+        # Files instead of pipes, because nobody reads a pipe before the end of the run.
         self._out, self._error = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")  # noqa: SIM115
         self._launcher = subprocess.Popen(
             command, cwd=directory.parent, env=environment, stdout=self._out, stderr=self._error
@@ -97,7 +100,7 @@ class Launch:
             remove_triton_files(process.pid)
 
     def processes(self) -> list[psutil.Process]:
-        """Living processes that came of this launch."""
+        """Return the running processes of this launch."""
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
@@ -106,12 +109,14 @@ class Launch:
         return found
 
     def rank(self, group: str, rank: int) -> psutil.Process:
-        """A rank of the trainer or of a server group. Raises psutil.NoSuchProcess when it has
-        ended."""
+        """Return the process of a rank of the trainer or of a server group.
+
+        Raises psutil.NoSuchProcess if it does not run.
+        """
         for process in self.processes():
             with contextlib.suppress(psutil.Error):
-                # Triton's helpers inherit the environment, not the command line; a forked rank has
-                # its number there alone.
+                # Triton's helpers inherit the environment but not the command line. A forked rank
+                # has its number only in the command line.
                 words, number = " ".join(process.cmdline()).split(), process.environ().get("RANK")
                 is_of_group = ("train" if group == "trainer" else f"role={group}") in words
                 if is_of_group and (number == str(rank) or f"rank={rank}" in words):
@@ -120,26 +125,27 @@ class Launch:
 
     @property
     def process_id(self) -> int:
-        """Of the launcher."""
+        """Process id of the launcher."""
         return self._launcher.pid
 
     @property
     def has_ended(self) -> bool:
-        """Whether the launcher has."""
+        """Whether the launcher has exited."""
         return self._launcher.poll() is not None
 
     @property
     def steps(self) -> int:
-        """The last step in `metrics.jsonl`; 0 before the first, and with what the initial policy is
-        worth alone."""
+        """Number of the last step in `metrics.jsonl`; 0 if it has no step, or only the evaluation
+        of the initial policy."""
         return max((int(step["step"]) for step in read_metrics(self.paths.metrics)), default=0)
 
     def wait_for_step(self, step: int, timeout_s: float = 150) -> None:
-        """Until so many steps are in `metrics.jsonl`."""
+        """Wait until `metrics.jsonl` contains this step."""
         self._wait(lambda: self.steps >= step, f"step {step}", timeout_s)
 
     def wait_for_checkpoint(self, step: int, timeout_s: float = 150) -> None:
-        """Until that step's is complete: it is written while the next step goes on."""
+        """Wait until the checkpoint of this step is complete. It is written during the next
+        step."""
         self._wait(
             lambda: step in find_complete_steps(self.paths.checkpoints),
             f"the checkpoint of step {step}",
@@ -147,7 +153,7 @@ class Launch:
         )
 
     def wait_for_rank(self, group: str) -> None:
-        """Until rank 0 of the trainer or of a server group has been started."""
+        """Wait until rank 0 of the trainer or of a server group runs."""
 
         def runs() -> bool:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -157,16 +163,19 @@ class Launch:
         self._wait(runs, f"{group} rank 0", timeout_s=60)
 
     def wait_for_step_or_end(self, step: int, timeout_s: float = 150) -> None:
-        """Until so many steps are in `metrics.jsonl`, or the launcher has ended."""
+        """Wait until `metrics.jsonl` contains this step, or the launcher has exited."""
         self._wait(lambda: self.steps >= step or self.has_ended, f"step {step}", timeout_s)
 
     def interrupt(self, number: int) -> None:
-        """Signal the launcher alone."""
+        """Send a signal to the launcher only."""
         self._launcher.send_signal(number)
 
     def finish(self, timeout_s: float, orphans_s: float = 0) -> Finished:
-        """Wait for the launcher's end. By then, or that of a killed one and so much later, nothing
-        may be left of it."""
+        """Wait until the launcher exits, and return the run.
+
+        Raises AssertionError after the timeout, or if other processes of the run still exist. If
+        the launcher was killed, they have `orphans_s` more seconds to exit.
+        """
         try:
             self._launcher.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -197,15 +206,17 @@ class Launch:
 
 
 def run_of(process: psutil.Process) -> str | None:
-    """The directory of the run that a process came of; None for any other process. Raises
-    psutil.Error."""
+    """Return the directory of the run to which a process belongs; None if it belongs to no run.
+
+    Raises psutil.Error.
+    """
     return process.environ().get(MARKER)
 
 
 def run_to_end(
     directory: Path, *overrides: str, experiment: str = "tiny_ppo", timeout_s: float = 180
 ) -> Finished:
-    """A whole run that must succeed."""
+    """Run an experiment to its end, and return the run. Raises AssertionError if it fails."""
     with Launch(directory, *overrides, experiment=experiment) as launch:
         finished = launch.finish(timeout_s)
     assert finished.code == 0, finished.report()
@@ -213,7 +224,7 @@ def run_to_end(
 
 
 def repeatable(metrics: list[dict[str, float]]) -> list[dict[str, float]]:
-    """Metrics without those that measure time."""
+    """Return metrics without those that measure time."""
     timed = ("time/", "throughput/", "episode/environment_s")
     return [
         {key: value for key, value in step.items() if not key.startswith(timed)} for step in metrics
@@ -223,11 +234,11 @@ def repeatable(metrics: list[dict[str, float]]) -> list[dict[str, float]]:
 def checkpoint_differences(
     expected: RunPaths, got: RunPaths, step: int, part: str = ""
 ) -> list[str]:
-    """Files of two runs' checkpoints `step`, or of their policy or critic, that are not the same
-    bit for bit.
+    """Return the files of checkpoint `step` that two runs have with different contents, or only one
+    has.
 
-    Of the manifests everything counts but the configuration: how far to go and what to keep may
-    differ.
+    `part` restricts the comparison to `policy` or `critic`. The configuration in a manifest is not
+    compared, because the number of steps and of stored checkpoints may differ.
     """
     roots = [paths.checkpoints / f"step_{step}" / part for paths in (expected, got)]
     files = sorted(

@@ -52,7 +52,8 @@ _T = TypeVar("_T")
 
 
 class Served:
-    """A critic served by `aligner serve`, as a context manager; its processes end with it."""
+    """A critic that `aligner serve` serves. A context manager, which stops the processes on
+    exit."""
 
     def __init__(self, directory: Path, model: str, *overrides: str) -> None:
         self._directory, self._log = directory, directory / "server.log"
@@ -113,7 +114,8 @@ class Served:
     def _wait(self) -> None:
         deadline = time.monotonic() + _START_S
         while True:
-            with contextlib.suppress(RemoteError, ConfigError):  # not up yet, not even its key
+            # The server, or its access key, does not exist yet.
+            with contextlib.suppress(RemoteError, ConfigError):
                 self.connection = Connection("critic", self.endpoint, run_access(self.config))
                 self.connection.check_ready(1.0)
                 return
@@ -125,7 +127,8 @@ class Served:
             time.sleep(0.2)
 
     def values(self, rows: int, width: int, tokens: NDArray | None = None) -> float:
-        """Seconds of a request for the values of so many sequences of so many tokens."""
+        """Request the values of `rows` sequences of `width` tokens, and return the time in
+        seconds."""
         tokens = some_tokens(self.vocab_size, rows, width) if tokens is None else tokens
         arrays = {"tokens": tokens, "sequence_lengths": np.full((rows, 1), width)}
         start = time.perf_counter()
@@ -133,7 +136,7 @@ class Served:
         return time.perf_counter() - start
 
     def train(self, rows: int, width: int) -> None:
-        """One unnumbered update."""
+        """Request one update without an update number."""
         targets = np.ones((rows, width - 1), dtype=np.float32)
         arrays = {
             "tokens": some_tokens(self.vocab_size, rows, width),
@@ -144,7 +147,7 @@ class Served:
         self.connection.infer(CRITIC_TRAIN, arrays, 300)
 
     def memory_mib(self) -> float:
-        """Resident memory of the server's processes, Triton's included."""
+        """Return the resident memory of the server's processes, including Triton's, in MiB."""
         root = psutil.Process(self._process.pid)
         return (
             sum(process.memory_info().rss for process in (root, *root.children(recursive=True)))
@@ -153,7 +156,7 @@ class Served:
 
 
 class Direct:
-    """The same critic without a server."""
+    """The same critic in this process, without a server."""
 
     def __init__(self, config_file: Path) -> None:
         from aligner.algorithms.policy_losses import value_loss
@@ -177,12 +180,12 @@ class Direct:
 
 
 def some_tokens(vocab_size: int, rows: int, width: int) -> NDArray:
-    """int64 [rows, width]."""
+    """Return random token ids, int64 [rows, width]."""
     return np.random.default_rng(0).integers(0, vocab_size, (rows, width))
 
 
 def measure_overhead(directory: Path, model: str) -> dict[str, object]:
-    """Served against direct, in pairs."""
+    """Measure the served and the direct critic in pairs, and return the figures."""
     rows, width = _SHAPES[model]
     with Served(directory, model) as served:
         make = functools.partial(Direct, directory / "config.yaml")
@@ -209,8 +212,8 @@ def measure_overhead(directory: Path, model: str) -> dict[str, object]:
 
 
 def measure_clients(directory: Path, clients: int, seconds: float) -> dict[str, object]:
-    """Requests a second of one client and of many, and of many where requests are not computed
-    together."""
+    """Measure the request rate of one client, of many clients, and of many clients without
+    batching."""
     rates = {}
     for name, overrides in (("joined", ()), ("alone", ("server.batch_tokens=1",))):
         with Served(directory, "tiny", *overrides) as served:
@@ -231,7 +234,8 @@ def measure_clients(directory: Path, clients: int, seconds: float) -> dict[str, 
 
 
 def requests_per_s(served: Served, clients: int, seconds: float) -> float:
-    """Small requests answered to so many threads, a second."""
+    """Return the number of small requests per second that the server answers to concurrent
+    clients."""
     tokens = some_tokens(served.vocab_size, *_SMALL)
     start = time.perf_counter()
 
@@ -246,15 +250,17 @@ def requests_per_s(served: Served, clients: int, seconds: float) -> float:
 
 
 def in_threads(work: Callable[[int], _T], count: int) -> list[_T]:
-    """What `work(0)` … `work(count - 1)` return, each in a thread of its own; raises what one of
-    them raised."""
+    """Call `work(0)` to `work(count - 1)` in a thread each, and return the results.
+
+    Raises the error of a call that failed.
+    """
     with ThreadPoolExecutor(count) as pool:
         return list(pool.map(work, range(count)))
 
 
 def soak(directory: Path, clients: int, seconds: float) -> dict[str, object]:
-    """Requests of random shapes from many clients, with an update now and then; errors and
-    memory."""
+    """Send requests of random shapes and occasional updates from many clients, and return the
+    number of errors and the memory."""
     errors: Counter[str] = Counter()
     first_error = None
     counts = {"values": 0, "updates": 0}
@@ -276,7 +282,7 @@ def soak(directory: Path, clients: int, seconds: float) -> dict[str, object]:
                         served.train(chance.randint(1, 16), chance.randint(2, 256))
                     else:
                         served.values(chance.randint(1, 16), chance.randint(1, 256))
-                except Exception as error:  # whatever it is, it is counted, and the others go on
+                except Exception as error:  # count it, and let the other clients continue
                     with lock:
                         errors[
                             error.kind if isinstance(error, RemoteError) else type(error).__name__
@@ -303,7 +309,7 @@ def soak(directory: Path, clients: int, seconds: float) -> dict[str, object]:
 
 
 def measurements(arguments: argparse.Namespace) -> Iterator[dict[str, object]]:
-    """What was asked for, each measured as it is taken."""
+    """Run the requested measurements, and yield the figures of each."""
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         for model in ("tiny",) if arguments.soak else arguments.models:

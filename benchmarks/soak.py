@@ -39,12 +39,13 @@ _PROCESSES = (
     "train",
     "launch",
 )
-"""By a part of their command lines, those whose memory and files are told apart."""
+"""Groups of processes whose memory and files are reported separately, by a part of their command
+lines."""
 _RECORD = ("metrics.jsonl", "samples.jsonl", "tensorboard")
 
 
 def observed(launch: Launch) -> dict[str, float]:
-    """What a run takes of the machine now."""
+    """Return the resources that a run uses now."""
     processes, figures = (
         launch.processes(),
         {
@@ -82,7 +83,8 @@ def observed(launch: Launch) -> dict[str, float]:
 
 
 def growth(lines: list[dict[str, float]], name: str) -> float:
-    """In a thousand steps, over the second half of what was observed: a least-squares line."""
+    """Return the growth of a figure per 1,000 steps: the least-squares slope over the second half
+    of `lines`."""
     later = lines[len(lines) // 2 :]
     steps = [line["step"] for line in later]
     if len({*steps}) < 2:
@@ -97,7 +99,7 @@ def soak(
     every_s: float,
     show: Callable[[dict[str, Any]], None],
 ) -> bool:
-    """Whether nothing grew."""
+    """Run the soak test, and return whether the run succeeded and no resource grew."""
     lives: list[list[dict[str, float]]] = [[], []]
     given = (f"run.steps={steps}", "checkpoint.every=500", "logging.file_mib=1", "run.name=run")
     with Launch(directory / "run", *given) as launch:

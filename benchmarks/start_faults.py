@@ -32,15 +32,15 @@ from benchmarks.runs import (
 )
 
 DEADLINE_S = 10.0
-"""Heartbeat timeout of all roles."""
+"""Heartbeat timeout of all roles in seconds."""
 ROLES = ("prepare", "generator", "critic", "reward", "trainer")
 RANKS = {"critic": 2, "trainer": 2}
-"""Of the roles that have more than one."""
+"""Number of ranks of the roles that have more than one."""
 STEPS = 24
 _MOMENTS_S = (0.0, 4.0, 0.0, 2.0, 0.005, 1.0, 0.02, 0.5, 0.1, 6.0)
-"""Seconds after the start of a process; 0: before its first heartbeat."""
+"""Times of suspensions in seconds after the start of a process; 0 is before its first heartbeat."""
 _PREPARE_MOMENTS_S = (0.0, 0.03, 0.0, 0.05, 0.005, 0.04, 0.0, 0.02, 0.01, 0.06)
-"""It lives for some tenths of a second."""
+"""The same for the role `prepare`, whose process lives for only some tenths of a second."""
 _STARTS_PER_RUN = 2
 _MOST_RUNS = 12
 _TIMEOUT_S = 1200.0
@@ -51,12 +51,12 @@ _RESTART = re.compile(r"restarting \S+ \(restart \d+ of this launch\)")
 
 @dataclass(frozen=True)
 class Moment:
-    """When a rank of a role is to be suspended."""
+    """Time at which a rank of a role is suspended."""
 
     role: str
     rank: int
     after_s: float
-    """After the start of its process."""
+    """Delay after the start of the rank's process in seconds."""
 
 
 @dataclass
@@ -65,15 +65,16 @@ class Stop:
 
     moment: Moment
     start: int
-    """Number of its start in the run, from 1."""
+    """Number of this start of the rank in the run, from 1."""
     before_heartbeat: bool
     process: psutil.Process
     stopped_at: float
     killed_after_s: float | None = None
-    """None while it exists."""
+    """Time from the suspension to the end of the process in seconds; None while the process
+    exists."""
 
     def describe(self) -> str:
-        """Return the stop in a line."""
+        """Return a description of the suspension in one line."""
         place = "before" if self.before_heartbeat else "after"
         killed_s = self.killed_after_s
         end = "not killed" if killed_s is None else f"killed after {killed_s:.1f} s"
@@ -84,11 +85,11 @@ class Stop:
 
 
 class StartWatch:
-    """Suspends ranks of one run at their moments, from a thread.
+    """Suspends ranks of a run at given moments, from a thread.
 
-    Each new child of the launcher is suspended at once, identified by the log that the launcher has
-    begun for it, and resumed if it is not to be suspended yet. `moments` are taken in their order,
-    one for each start of the role.
+    The thread suspends each new child of the launcher at once, identifies it by the log that the
+    launcher has created for it, and resumes it if its moment has not come yet. Each start of a role
+    uses the next of its `moments`.
     """
 
     def __init__(self, launch: Launch, moments: Mapping[str, Sequence[Moment]]) -> None:
@@ -96,12 +97,12 @@ class StartWatch:
         self._moments = {role: list(each) for role, each in moments.items()}
         self._starts: dict[tuple[str, int], int] = defaultdict(int)
         self._used: dict[str, int] = defaultdict(int)
-        """The last start of each role for which a moment was taken."""
+        """Number of the last start of each role for which a moment was used."""
         self._children: set[int] = set()
         self._due: list[tuple[float, Moment, int, psutil.Process]] = []
         self.stops: list[Stop] = []
         self.missed: list[Moment] = []
-        """Moments of processes that ended before them."""
+        """Moments before which the process ended."""
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="start-watch", daemon=True)
 
@@ -115,7 +116,7 @@ class StartWatch:
 
     @property
     def left(self) -> list[Moment]:
-        """Moments of starts that did not happen, and missed ones."""
+        """Missed moments, and moments of starts that did not happen."""
         return [*self.missed, *(moment for each in self._moments.values() for moment in each)]
 
     def _watch(self) -> None:
@@ -124,7 +125,8 @@ class StartWatch:
                 if self._is_copy_of_launcher(pid):
                     continue
                 self._children.add(pid)
-                if len(self._children) > 2:  # after the watcher of orphans and the fork server
+                # The first two children are the orphan watcher and the fork server.
+                if len(self._children) > 2:
                     with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
                         self._handle_start(pid)
             self._suspend_due()
@@ -139,9 +141,9 @@ class StartWatch:
         return found - self._children
 
     def _is_copy_of_launcher(self, pid: int) -> bool:
-        """Whether a child does not execute its own program yet.
+        """Return whether a child does not execute its own program yet.
 
-        The launcher waits for that, and would be suspended with the child.
+        The launcher waits for this, so suspending the child would suspend the launcher too.
         """
         try:
             own = Path(f"/proc/{self._launcher}/cmdline").read_bytes()
@@ -167,7 +169,8 @@ class StartWatch:
         self._used[role] = self._starts[place]
         if moment.after_s == 0:
             log = self._launch.paths.log(role, rank)
-            # The launcher has touched the one and then begun the other, before it forked the rank.
+            # Before it forks the rank, the launcher first touches the heartbeat file and then
+            # creates the log. The rank's first heartbeat is therefore newer than the log.
             heartbeat = self._launch.paths.heartbeat(role, rank)
             has_sent = heartbeat.stat().st_mtime_ns > log.stat().st_mtime_ns
             self.stops.append(Stop(moment, self._starts[place], not has_sent, process, now))
@@ -176,8 +179,8 @@ class StartWatch:
         self._due.append((now + moment.after_s, moment, self._starts[place], process))
 
     def _identify(self) -> tuple[str, int] | None:
-        """Return role and rank of the newest start, by the log that has one start more than were
-        seen."""
+        """Return role and rank of the newest start. They follow from the log that has one more
+        start than the thread has counted."""
         for log in (self._launch.paths.root / "logs").glob("*-*.log"):
             role, _, number = log.stem.rpartition("-")
             if role not in ROLES or not number.isdecimal():
@@ -242,7 +245,8 @@ def all_moments(roles: Sequence[str]) -> dict[str, list[Moment]]:
 def run_stopped(
     directory: Path, overrides: Sequence[str], moments: Mapping[str, Sequence[Moment]]
 ) -> tuple[Finished, StartWatch]:
-    """Return a run whose ranks were suspended at these moments, and what was done."""
+    """Run an experiment whose ranks are suspended at these moments, and return the run and the
+    result of each moment."""
     with Launch(directory, *overrides) as launch, StartWatch(launch, moments) as watch:
         return launch.finish(_TIMEOUT_S), watch
 
@@ -250,7 +254,7 @@ def run_stopped(
 def problems(
     run: Finished, expected: Finished, stops: Sequence[Stop], left: Sequence[str]
 ) -> list[str]:
-    """Return what is wrong with a run whose ranks were suspended; empty if nothing."""
+    """Return the problems of a run whose ranks were suspended; empty if there are none."""
     found = [f"left behind: {path}" for path in left]
     named = any(
         run.error.startswith(
@@ -297,7 +301,7 @@ def measure_starts(
         is_good &= not wrong
         for role, each in chosen.items():
             again = [moment for moment in watch.left if moment.role == role]
-            # A process that ended before its moment is suspended earlier at its next start.
+            # If a process ended before its moment, suspend it earlier at its next start.
             earlier = [
                 replace(moment, after_s=moment.after_s / 2) if moment in watch.missed else moment
                 for moment in again

@@ -23,8 +23,8 @@ from benchmarks.runs import python_path
 
 
 def followed(samples: Path) -> dict[str, dict[str, float]]:
-    """By what was asked for: the share of answers that are right or wrong as asked, with so many
-    zeros, and both."""
+    """Return the share of responses with the requested first attribute, second attribute, and both,
+    by requested attributes."""
     counts: dict[str, Counter[str]] = {}
     for line in samples.read_text(encoding="utf-8").splitlines():
         record = json.loads(line)

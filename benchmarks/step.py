@@ -51,7 +51,7 @@ PEER_WAYS = {
     )
     for rows in (64, 8)
 }
-"""With the sequences of a micro-batch, over all processes."""
+"""Ways to run the peer, each with its number of sequences per micro-batch over all processes."""
 MICRO_BATCH_TOKENS = 2048
 LEARNING_RATE, KL_COEFFICIENT = 1e-6, 0.04
 TIMEOUT_S = 3600
@@ -60,10 +60,10 @@ Steps = Sequence[Mapping[str, float]]
 
 @dataclass(frozen=True)
 class Work:
-    """What a step does, on either side."""
+    """Work of a step, the same for both sides."""
 
     directory: str
-    """The model's, with weights and tokenizer."""
+    """Directory of the model, with weights and tokenizer."""
     prompts: tuple[str, ...]
     samples: int
     new_tokens: int
@@ -76,7 +76,7 @@ class Work:
 
 
 def ours(work: Work, way: Way, overrides: Sequence[str]) -> Steps:
-    """The seconds of each step of a launch."""
+    """Launch a run of aligner, and return the times of the phases of each step in seconds."""
     with tempfile.TemporaryDirectory() as place:
         run = run_to_end(
             Path(place, "run"),
@@ -123,7 +123,10 @@ def ours(work: Work, way: Way, overrides: Sequence[str]) -> Steps:
 
 
 def trl(work: Work, way: Way, rows: int) -> Steps:
-    """The same of TRL, `rows` sequences a micro-batch over its processes."""
+    """Run TRL, and return the times of the phases of each step in seconds.
+
+    `rows` is the number of sequences per micro-batch over all processes.
+    """
     python, port = peer_python("trl"), next(FreePorts())
     given = asdict(work) | {
         "learning_rate": LEARNING_RATE,
@@ -173,7 +176,7 @@ def trl(work: Work, way: Way, rows: int) -> Steps:
 
 
 class Products:
-    """One rank's share of a step's matrix products, and nothing else."""
+    """The GEMMs of one rank in a step, without any other computation."""
 
     def __init__(self, work: Work, way: Way) -> None:
         import torch
@@ -199,7 +202,7 @@ class Products:
         self._forward = passes(prompts * work.prompt_tokens, prompts, 1)
         self._forward += passes(responses, responses, work.new_tokens - 1)
         self._backward = passes(tokens // parts, scored // parts, parts)
-        self._forward += self._backward  # the reference's
+        self._forward += self._backward  # the reference model's
         sizes = {(rows, size) for rows, weight in self._forward for size in weight.shape}
         self._inputs = {each: torch.randn(each, dtype=dtype) for each in sizes}
         self._outputs = {
@@ -223,7 +226,7 @@ class Products:
 
 
 def medians(steps: Steps) -> dict[str, float]:
-    """Of each phase's seconds; a phase that a step lacks took none."""
+    """Return the median time of each phase; a step without a phase counts as 0 seconds."""
     return {
         name: median(step.get(name, 0.0) for step in steps)
         for name in dict.fromkeys(key for step in steps for key in step)
@@ -261,7 +264,7 @@ def measure(args: argparse.Namespace, directory: str) -> dict[str, Any]:
     way = OURS[best["ours"]]
     found: dict[str, list[dict[str, float]]] = {"ours": [], "peer": [], "products": []}
     with Group(way, functools.partial(Products, work, way)) as group:
-        group.call("seconds")  # the first allocates
+        group.call("seconds")  # the first call allocates memory
         for _ in range(args.repeats):
             for side in trials:
                 found[side].append(trials[side][best[side]]())
@@ -337,7 +340,7 @@ def main() -> None:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args()
-    peer_python(args.peer)  # what takes minutes the first time comes first
+    peer_python(args.peer)  # the first installation takes minutes
     with tempfile.TemporaryDirectory() as directory:
         write_model(directory, args.model)
         write_tokenizer(directory, args.model)

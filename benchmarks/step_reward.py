@@ -14,10 +14,10 @@ def _score(response: str) -> float:
 
 
 def ours(requests: Sequence[Any]) -> list[float]:
-    """As `reward.function` wants it."""
+    """Return the rewards of requests, for `reward.function`."""
     return [_score(request.response) for request in requests]
 
 
 def trl(completions: Sequence[str], **_: Any) -> list[float]:
-    """As GRPOTrainer's `reward_funcs` want it."""
+    """Return the rewards of completions, for GRPOTrainer's `reward_funcs`."""
     return [_score(completion) for completion in completions]

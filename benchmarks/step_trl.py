@@ -20,7 +20,7 @@ from benchmarks import step_reward
 
 
 class Stopwatch:
-    """Seconds by phase since the last `take`."""
+    """Measures the time of each phase since the last call of `take`, in seconds."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = defaultdict(float)
@@ -48,7 +48,8 @@ class Stopwatch:
 
 
 def run(work: Mapping[str, Any]) -> list[dict[str, float]]:
-    """The seconds of each step; `work` as benchmarks.step gives it."""
+    """Run TRL's GRPOTrainer, and return the times of each step; `work` is the JSON of
+    benchmarks.step."""
     import torch
     from datasets import Dataset
     from transformers import TrainerCallback, logging
@@ -72,7 +73,7 @@ def run(work: Mapping[str, Any]) -> list[dict[str, float]]:
         num_iterations=1,
         temperature=1.0,
         max_completion_length=work["new_tokens"],
-        # no end token ends a response early
+        # No EOS token ends a response early.
         generation_kwargs={"min_new_tokens": work["new_tokens"]},
         per_device_train_batch_size=work["rows"],
         gradient_accumulation_steps=len(work["prompts"])
@@ -85,7 +86,7 @@ def run(work: Mapping[str, Any]) -> list[dict[str, float]]:
         gradient_checkpointing=False,
         shuffle_dataset=False,
         use_cpu=True,
-        # there are none, and looking for them takes a pass over the graph
+        # There are no unused parameters, and the search would take a pass over the graph.
         ddp_find_unused_parameters=False,
         logging_strategy="no",
         save_strategy="no",

@@ -43,11 +43,11 @@ def best_way(
     budget: int,
     lengths: Sequence[int],
 ) -> tuple[Way, dict[str, float]]:
-    """The way whose step takes the fewest seconds, and everyone's seconds."""
+    """Return the fastest way, and the step time of every way in seconds."""
     seconds = {}
     for way in ways:
         with Group(way, functools.partial(kind, directory, way, budget)) as group:
-            for _ in range(2):  # the first ones touch their memory for the first time
+            for _ in range(2):  # the first steps allocate memory
                 group.call("step", lengths)
             seconds[way.name] = group.call("step", lengths)
     return min(ways, key=lambda way: seconds[way.name]), seconds
@@ -102,7 +102,7 @@ def measure(args: argparse.Namespace, directory: str) -> dict[str, Any]:
 def memory(directory: str, tokens: int, chunk_tokens: int) -> dict[str, Any]:
     way = Way("1 process, 2 threads", 2)
     with Group(way, functools.partial(LogprobPass, directory, way, tokens)) as group:
-        group.call("chunked", tokens)  # the matrix library allocates its own buffers once
+        group.call("chunked", tokens)  # the GEMM library allocates its buffers
         dense = group.call("dense")
         chunked = group.call("chunked", chunk_tokens)
     return {

@@ -22,8 +22,10 @@ ADAM = {"learning_rate": 1e-6, "beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8}
 def make_experience(
     lengths: Sequence[int], vocab_size: int, prompt_tokens: int = PROMPT_TOKENS, samples: int = 1
 ) -> Experience:
-    """Random tokens of the given lengths, a prompt before each `samples` responses in a row, and
-    random advantages."""
+    """Return random tokens of the given lengths, with random advantages.
+
+    Each group of `samples` adjacent sequences has the same prompt.
+    """
     import torch
 
     from aligner.data.types import Experience, build_response_mask
@@ -70,7 +72,7 @@ def _loss(
 
 
 class Ours:
-    """One rank of our policy."""
+    """One rank of aligner's policy."""
 
     def __init__(
         self, directory: str, way: Way, micro_batch_tokens: int, precision: str = "fp32"
@@ -105,11 +107,11 @@ class Ours:
         return time.perf_counter() - begin
 
     def products(self, lengths: Sequence[int]) -> float:
-        """Seconds that the matrix products of this rank's linear layers and head take in a step,
-        and nothing else.
+        """Return the time in seconds of the GEMMs of this rank's linear layers and output layer in
+        a step.
 
-        Three a weight and micro-batch: the output, and the gradients of input and weight.
-        Attention's are not counted.
+        There are three GEMMs per weight and micro-batch: the output, and the gradients of input and
+        weight. Attention is not included.
         """
         import torch
         import torch.distributed as dist
@@ -153,14 +155,14 @@ class Ours:
             return time.perf_counter() - begin
 
     def peak_bytes(self) -> float:
-        """The most that torch has held on the GPU; 0 on a CPU."""
+        """Return the peak memory in bytes that torch has allocated on the GPU; 0 on a CPU."""
         import torch
 
         return float(torch.cuda.max_memory_allocated()) if torch.cuda.is_available() else 0.0
 
 
 class Publishing:
-    """A trainer's weights, and an engine of the same process that takes them in place."""
+    """Weights of a trainer, and an engine of the same process that receives them in place."""
 
     def __init__(self, model: str, precision: str, device: str) -> None:
         from datetime import timedelta
@@ -202,7 +204,7 @@ class Publishing:
         )
 
     def publish(self) -> float:
-        """GB of weights a second."""
+        """Sync the weights once, and return the rate in GB/s."""
         self._version += 1
         _wait_for_device()
         begin = time.perf_counter()
@@ -252,7 +254,7 @@ class Peer:
 
         attention = torch.arange(rows.tokens.shape[1]) < rows.lengths[:, None]
         logits = self._model(rows.tokens, attention_mask=attention.long()).logits
-        # The last column has no target: ignored rather than cut off, which would copy the logits.
+        # The last column has no target. Ignore it, because cutting it off would copy the logits.
         targets = F.pad(torch.where(rows.mask, rows.tokens[:, 1:], -100), (0, 1), value=-100)
         losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
         _loss(
@@ -264,7 +266,7 @@ class Peer:
 
 
 class LogprobPass:
-    """Forward and backward passes from hidden states to log-probs and back, for their memory."""
+    """Forward and backward passes between hidden states and log-probs, to measure their memory."""
 
     def __init__(self, directory: str, way: Way, micro_batch_tokens: int) -> None:
         import torch
@@ -277,7 +279,8 @@ class LogprobPass:
         self._targets = torch.randint(0, shape.vocab_size, (micro_batch_tokens,))
 
     def chunked(self, chunk_tokens: int) -> float:
-        """MiB that our pass needs beyond its inputs, gradients included."""
+        """Return the memory in MiB of aligner's computation, with gradients and without its
+        inputs."""
         from aligner.megatron.logprobs import vocab_parallel_logprobs
 
         return self._peak(
@@ -292,7 +295,7 @@ class LogprobPass:
         )
 
     def dense(self) -> float:
-        """The same for logits, log_softmax and gather, without an entropy."""
+        """Return the memory in MiB of logits, log_softmax and gather, without the entropy."""
         import torch.nn.functional as F
 
         return self._peak(

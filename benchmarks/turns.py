@@ -46,32 +46,32 @@ MOST_DELAY_S = 2.0
 
 @dataclass(frozen=True)
 class Work:
-    """Episodes of so many turns each."""
+    """Episodes to generate, each of `turns` turns."""
 
     turns: int
     episodes: Sequence[int]
-    """Which ones, by number."""
+    """Numbers of the episodes, which determine their prompts."""
     delay_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class Taken:
-    """What a generation of episodes took, in seconds and tokens."""
+    """Times in seconds and numbers of tokens of a generation of episodes."""
 
     whole_s: float
     forward_s: float
     sampling_s: float
     prefilled: int
     new: int
-    """Of prompts, and told."""
+    """Number of prompt and observation tokens."""
     lengths: list[list[int]]
-    """Of each episode's turns, in drawn tokens."""
+    """Number of generated tokens of each turn of each episode."""
     ended_s: list[float]
-    """When each episode was complete."""
+    """Time at which each episode was complete."""
 
 
 class Ours:
-    """The embedded engine, and environments in a worker process."""
+    """The embedded engine, with environments in a worker process."""
 
     def __init__(self, directory: str, precision: str) -> None:
         from aligner.agents.environment_pool import EnvironmentPool
@@ -122,7 +122,7 @@ class Ours:
         Drawing._choose = sampled  # type: ignore[method-assign]
 
     def episodes(self, work: Work) -> Taken:
-        """Draw them."""
+        """Generate episodes, and return their times and numbers of tokens."""
         import torch
 
         from aligner.data.types import Prompt
@@ -134,7 +134,7 @@ class Ours:
             tokens = torch.randint(3, self._shape.vocab_size, (PROMPT_TOKENS,), generator=draw)
             requests.append(GenerationRequest(Prompt(number, "", tokens, task), 0))
         most = min(32 * work.turns + 256, self._shape.max_positions - PROMPT_TOKENS)
-        # Of random weights, which like all tokens alike.
+        # With random weights all tokens are about equally probable.
         stops = range(self._shape.vocab_size // DRAWN)
         self._forward_s, self._sampling_s, self._prefilled = 0.0, 0.0, 0
         samples, ended, begin = {}, {}, time.perf_counter()
@@ -159,12 +159,12 @@ class Ours:
         )
 
     def close(self) -> None:
-        """End the environments' process."""
+        """Stop the process of the environments."""
         self._pool.close()
 
 
 class Peer:
-    """transformers' generate, told every turn's history anew."""
+    """transformers' `generate`, which receives the whole history in every turn."""
 
     def __init__(self, directory: str, precision: str) -> None:
         import torch
@@ -177,7 +177,7 @@ class Peer:
         ).eval()
 
     def episodes(self, lengths: Sequence[Sequence[int]]) -> float:
-        """Seconds of episodes whose turns have these lengths."""
+        """Generate episodes whose turns have these lengths, and return the time in seconds."""
         begin = time.perf_counter()
         histories = [" ".join(f"w{3 + place}" for place in range(PROMPT_TOKENS)) for _ in lengths]
         told = " ".join(f"w{3 + place}" for place in range(TOLD))
@@ -204,9 +204,9 @@ class Peer:
 
 
 def measure(args: argparse.Namespace, ours: Any, peer: Any, turns: int) -> dict[str, Any]:
-    """Of episodes of so many turns."""
+    """Measure episodes of `turns` turns, and return the figures."""
     work, numbers = Work(turns, range(args.episodes)), turns * args.episodes
-    ours.call("episodes", Work(turns, work.episodes))  # memory is allocated
+    ours.call("episodes", Work(turns, work.episodes))  # allocates memory
     taken: list[Taken] = []
     peer_s: list[float] = []
     for _ in range(args.repeats):
@@ -232,9 +232,9 @@ def measure(args: argparse.Namespace, ours: Any, peer: Any, turns: int) -> dict[
 
 
 def measure_delays(args: argparse.Namespace, ours: Any) -> dict[str, Any]:
-    """Of episodes whose environments take their time."""
+    """Measure episodes whose environments respond with a delay, and return the figures."""
     everyone = range(args.episodes)
-    ours.call("episodes", Work(args.delay_turns, everyone))  # memory is allocated
+    ours.call("episodes", Work(args.delay_turns, everyone))  # allocates memory
     together, without, alone = [], [], []
     for _ in range(args.repeats):
         delayed = ours.call("episodes", Work(args.delay_turns, everyone, MOST_DELAY_S))

@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from typing import Any
 
 TOLD = 8
-"""Words that it answers with."""
+"""Number of words in an observation."""
 
 
 class Words:
-    """Answers every turn with a few words, after up to `task["delay_s"]`; ends at
-    `task["turns"]`."""
+    """Environment that responds with a few words after a random delay of at most `task["delay_s"]`
+    seconds, and ends after `task["turns"]` turns."""
 
     async def reset(self, task: Mapping[str, Any], seed: int) -> str:
         self._turns, self._delay_s, self._draw, self._had = (

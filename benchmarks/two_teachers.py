@@ -30,14 +30,13 @@ _TIMEOUT_S = 3600.0
 
 
 def differences() -> Iterator[dict[str, str]]:
-    """Differences to train on with their answers, as prompts and as demonstrations; none is in
-    `held_out`."""
+    """Return the training differences with their answers; none of them is in `held_out`."""
     return (_difference(one, other) for one, other in _pairs()[_HELD_OUT:])
 
 
 def demonstrations() -> Iterator[dict[str, str]]:
-    """What the student imitates first: both tasks, without carrying and borrowing more often than
-    with."""
+    """Yield the answers on which the student is trained first: both tasks, mostly without carries
+    and borrows."""
     draw = random.Random(3)
     theirs = (
         record
@@ -57,14 +56,14 @@ def demonstrations() -> Iterator[dict[str, str]]:
 
 
 def prompts() -> Iterator[dict[str, str]]:
-    """Both tasks in turns, each record with its `task`."""
+    """Yield the training prompts of both tasks alternately, each with its `task`."""
     for one, other in zip(arithmetic.prompts(), differences(), strict=False):
         yield one | {"task": "sums"}
         yield other | {"task": "differences"}
 
 
 def held_out() -> Iterator[dict[str, str]]:
-    """Both tasks' prompts to measure on."""
+    """Yield the evaluation prompts of both tasks, each with its `task`."""
     yield from (record | {"task": "sums"} for record in arithmetic.held_out())
     yield from (
         _difference(one, other) | {"task": "differences"} for one, other in _pairs()[:_HELD_OUT]
@@ -83,13 +82,14 @@ def _difference(one: int, other: int) -> dict[str, str]:
 
 
 def _without_borrowing(prompt: str) -> int:
-    """The difference digit by digit, each modulo ten."""
+    """Return the difference of two numbers digit by digit, each digit modulo 10."""
     one, other = map(int, prompt.rstrip("=").split("-"))
     return (one // 10 - other // 10) % 10 * 10 + (one - other) % 10
 
 
 def imitator(directory: Path, answers: str, layers: int, steps: int, seed: int) -> Path:
-    """A model directory that has imitated answers, `module:function`."""
+    """Train a model with SFT on the records of `answers` (`module:function`), and return its model
+    directory."""
     directory.mkdir()
     run = run_to_end(
         directory / "run",
@@ -116,7 +116,7 @@ def imitator(directory: Path, answers: str, layers: int, steps: int, seed: int) 
 
 
 def passes(policy: Path) -> dict[str, float]:
-    """pass@1 by task."""
+    """Return the policy's pass@1 on the held-out prompts, by task."""
     return {
         task: pass_at_1(policy, [record for record in held_out() if record["task"] == task])
         for task in TASKS
@@ -126,7 +126,8 @@ def passes(policy: Path) -> dict[str, float]:
 def taught(
     directory: Path, student: Path, teachers: dict[str, Path], steps: int, seed: int
 ) -> list[dict[str, float]]:
-    """The metrics of a run in which each task's teacher teaches the student on its own samples."""
+    """Distill the teachers into the student on the student's samples, and return the metrics of the
+    run."""
     sources = ", ".join(
         f"{task}: {{path: {path}, tasks: [{task}]}}" for task, path in teachers.items()
     )

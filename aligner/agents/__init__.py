@@ -1,1 +1,4 @@
-"""Environments, agents and their OpenAI-compatible endpoint: episodes of several turns."""
+"""Episodes of several turns: environments, tools, agents and their OpenAI-compatible endpoint.
+
+The package also implements the commands `aligner generate` and `aligner serve-model`.
+"""

@@ -1,5 +1,10 @@
-"""The turns of an agent's episode as samples: each token that was drawn is in one of them, as
-drawn."""
+"""Episodes of agents that bring their own OpenAI client.
+
+`AgentEpisodes` starts the agents of a step in worker processes, and serves their requests with the
+engine. `episode_sample` combines the turns of an episode into token sequences: each generated token
+is part of exactly one of them. `AgentJournal` records the samples of complete episodes, so that a
+resumed run does not repeat them.
+"""
 
 import base64
 import logging
@@ -45,21 +50,24 @@ from aligner.schema.environment import EnvironmentConfig
 def episode_sample(
     request: GenerationRequest, turns: Sequence[AgentTurn], reward: float, *, is_cut: bool
 ) -> Sample | None:
-    """An episode's sample, with what does not belong to its main sequence as branches; None where
-    there were no turns.
+    """Return the sample of an episode, with all sequences except the main one as branches.
 
-    A turn goes on from the one whose tokens, read and drawn, are the longest that it begins with.
-    Of several that go on from one turn the one with the most turns behind it stays in its sequence;
-    what the others have read is their prompt. The main sequence is the one with the most turns, and
-    of these the longest. So nothing hangs on the order of the turns. The reward is given for the
-    main sequence's last token.
+    A turn continues the turn with the longest tokens (input and generated tokens) that are a prefix
+    of its own input. If several turns continue the same turn, the one that most turns follow stays
+    in the sequence; each of the others starts a branch, whose prompt is the turn's input. The main
+    sequence is the one with the most turns, and the longest of these. The result does not depend on
+    the order of the turns. The last token of the main sequence gets the reward.
+
+    Returns None if there are no turns.
     """
     if not turns:
         return None
     sequences = sorted(
-        _sequences(turns), key=lambda each: (-len(each), -len(_end(each[-1])), _end(each[-1]))
+        _sequences(turns),
+        key=lambda sequence: (-len(sequence), -len(_end(sequence[-1])), _end(sequence[-1])),
     )
-    main, *others = [_sample(request, each) for each in sequences]
+    main, *others = [_sample(request, sequence) for sequence in sequences]
+
     rewards = torch.zeros(len(main.response))
     rewards[-1] = reward
     reason = "length" if is_cut else main.finish_reason
@@ -67,25 +75,32 @@ def episode_sample(
 
 
 def _sequences(turns: Sequence[AgentTurn]) -> list[list[AgentTurn]]:
-    """The turns in rows, of which each goes on from the one before it."""
+    """Return the turns as sequences in which each turn continues the previous one."""
+    # the longest turns come first, so that a turn comes after all turns that continue it
     ordered = sorted(turns, key=lambda turn: (-len(_end(turn)), _end(turn), -len(turn.read)))
     ends = [_end(turn) for turn in ordered]
-    following: dict[int, list[list[AgentTurn]]] = {}
-    """What goes on from a turn, by its place; -1: from none."""
-    for place, turn in enumerate(ordered):  # a turn comes after all that go on from it
-        behind = sorted(following.pop(place, []), key=len)
-        longest = behind.pop() if behind else []
-        read = turn.read.numpy().tobytes()
-        before = next(
-            (at for at in range(place + 1, len(ordered)) if read.startswith(ends[at])), -1
+    # sequences that continue a turn, by the turn's index; -1 for sequences that continue no turn
+    sequences_after: dict[int, list[list[AgentTurn]]] = {}
+    for index, turn in enumerate(ordered):
+        continuations = sorted(sequences_after.pop(index, []), key=len)
+        longest = continuations.pop() if continuations else []
+        input_bytes = turn.read.numpy().tobytes()
+        # the first match is the longest prefix, because the ends are in descending order of length
+        previous = next(
+            (
+                candidate
+                for candidate in range(index + 1, len(ordered))
+                if input_bytes.startswith(ends[candidate])
+            ),
+            -1,
         )
-        following.setdefault(before, []).append([turn, *longest])
-        following.setdefault(-1, []).extend(behind)
-    return following[-1]
+        sequences_after.setdefault(previous, []).append([turn, *longest])
+        sequences_after.setdefault(-1, []).extend(continuations)
+    return sequences_after[-1]
 
 
 def _sample(request: GenerationRequest, turns: Sequence[AgentTurn]) -> Sample:
-    """Return the sequence of turns that continue each other as one sample."""
+    """Return a sequence of turns as one sample; inputs after the first are observations."""
     prompt = Prompt(request.prompt.id, "", turns[0].read, request.prompt.metadata)
     sample = unfinished_sample(GenerationRequest(prompt, request.sample_index))
     for turn in turns:
@@ -96,7 +111,7 @@ def _sample(request: GenerationRequest, turns: Sequence[AgentTurn]) -> Sample:
 
 
 def _end(turn: AgentTurn) -> bytes:
-    """All that was read and drawn, as bytes."""
+    """Return the input tokens and the generated tokens as bytes."""
     return turn.read.numpy().tobytes() + turn.drawn.numpy().tobytes()
 
 
@@ -105,51 +120,64 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class AgentJournal:
-    """Samples by their requests and by what else they were drawn by, `by`: JSON, the weights'
-    version among it."""
+    """Journal of the samples of complete agent episodes.
+
+    A sample is stored under its request and under `by`, which contains as JSON values everything
+    else that the sample depends on, including the weight version.
+    """
 
     journal: EpisodeJournal
 
     def told(self, request: GenerationRequest, by: Sequence[Any]) -> Sample | None:
-        """The sample that was recorded; None where none was."""
-        asked = digest(by)
-        outcome = self.journal.told(_name(request, asked), 0, asked)
+        """Return the recorded sample of a request; None if there is none."""
+        key = digest(by)
+        outcome = self.journal.told(_name(request, key), 0, key)
         if outcome is None or not isinstance(outcome.observation, str):
             return None
         (sample,) = samples_from_tensors(load(base64.b85decode(outcome.observation)))
-        metadata, branches = request.prompt.metadata, sample.branches
+        # the tensors do not contain the prompt's metadata
+        metadata = request.prompt.metadata
+        branches = sample.branches
         return replace(
             sample,
             metadata=metadata,
-            branches=tuple(replace(each, metadata=metadata) for each in branches),
+            branches=tuple(replace(branch, metadata=metadata) for branch in branches),
         )
 
     def record(self, request: GenerationRequest, by: Sequence[Any], sample: Sample) -> None:
-        """Note an episode's sample, with its branches, or that it was lost. Raises OSError, which
-        names the file."""
+        """Record the sample of an episode, with its branches; a lost episode has one too.
+
+        Raises OSError, with the name of the file, if the journal cannot be written.
+        """
         tensors = {
             name: tensor.contiguous() for name, tensor in samples_to_tensors([sample]).items()
         }
-        asked, said = digest(by), base64.b85encode(save(tensors)).decode()
-        self.journal.record(_name(request, asked), 0, asked, Outcome(said, done=True))
+        key = digest(by)
+        content = base64.b85encode(save(tensors)).decode()
+        self.journal.record(_name(request, key), 0, key, Outcome(content, done=True))
 
     def forget(self, first: int) -> None:
-        """Drop those of prompts before the `first` of the stream. Raises OSError."""
+        """Remove the samples of all prompts whose id is less than `first`. Raises OSError."""
         self.journal.forget(
             name for name in self.journal.episodes if int(name.partition("/")[0]) < first
         )
 
 
 def _name(request: GenerationRequest, asked: str) -> str:
-    """An evaluation's prompts have the numbers of others; what they are drawn by tells them
-    apart."""
+    """Return the journal's name of an episode.
+
+    The ids of evaluation prompts also occur as ids of training prompts, so the name contains the
+    digest of everything else that the sample depends on.
+    """
     return f"{request.prompt.id}/{request.sample_index}/{asked}"
 
 
 @dataclass(frozen=True)
 class AgentEpisodes:
-    """An engine whose responses are episodes of agents, which run in processes of `agents` and ask
-    `server`."""
+    """Starts agent episodes on an engine (`SampleSource`).
+
+    The agents run in the worker processes of the pool `agents` and send their requests to `server`.
+    """
 
     engine: GenerationEngine
     agents: EnvironmentPool
@@ -158,7 +186,7 @@ class AgentEpisodes:
     settings: EnvironmentConfig
     seed: int
     context: int
-    """Most tokens of what an episode reads and draws in one sequence."""
+    """Maximum number of input and generated tokens of one sequence of an episode."""
     journal: AgentJournal | None = None
 
     @classmethod
@@ -171,8 +199,20 @@ class AgentEpisodes:
         context: int,
         journal: EpisodeJournal | None = None,
     ) -> "AgentEpisodes":
-        """With an endpoint and processes of its own. Raises ConfigError where there is no such
-        agent, and AlignerError."""
+        """Return a source with its own endpoint and worker processes, which are running.
+
+        Args:
+            engine: The engine of this rank.
+            tokenizer: Tokenizer of the policy.
+            settings: The section `environment` of the configuration.
+            seed: Seed of the run.
+            context: Maximum number of tokens of one sequence.
+            journal: Journal of the run; None if samples are not recorded.
+
+        Raises:
+            ConfigError: The configured agent does not exist or cannot be imported.
+            AlignerError: The endpoint cannot listen on `environment.endpoint_host`.
+        """
         server = AgentServer(settings.endpoint_host, settings.max_characters)
         server.start()
         try:
@@ -181,27 +221,32 @@ class AgentEpisodes:
         except BaseException:
             server.close()
             raise
-        kept = None if journal is None else AgentJournal(journal)
-        return cls(engine, agents, server, tokenizer, settings, seed, context, kept)
+        agent_journal = None if journal is None else AgentJournal(journal)
+        return cls(engine, agents, server, tokenizer, settings, seed, context, agent_journal)
 
     @cached_property
     def chat(self) -> ChatTurns:
-        """How chat messages go on. Raises ConfigError for a model without a chat template."""
+        """The chat template. Raises ConfigError for a model without one."""
         return ChatTurns.for_tokenizer(self.tokenizer)
 
     def start(
         self, requests: Sequence[GenerationRequest], options: SamplingOptions
     ) -> SamplesInFlight:
-        """Start one episode per request. The agents' requests, not the requests' prompts, are the
-        input of the policy."""
+        """Start one episode per request.
+
+        The agents' requests, not the prompts of `requests`, are the input of the policy.
+        """
         return start_on_replica(self.engine, requests, lambda: self._start(requests, options))
 
     def _start(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> EngineLoop:
+        """Return a loop with one coroutine per episode."""
+        # the context limits a completion, not the maximum number of response tokens
         options = replace(options, max_new_tokens=self.context - 1)
         self.engine.check([], options)
         loop = EngineLoop(self.engine)
         if requests:
             self.engine.reserve(len(requests), self.context)
+        # a recorded sample is reused only if all of these are equal
         generated_by = [
             self.engine.version,
             asdict(options),
@@ -225,7 +270,7 @@ class AgentEpisodes:
         return None
 
     def close(self) -> None:
-        """End the agents' processes and the endpoint."""
+        """Stop the agents' processes and the endpoint."""
         self.agents.close()
         self.server.close()
 
@@ -234,8 +279,8 @@ class _AgentRun:
     """The coroutine of one agent's episode.
 
     An episode is truncated when it reaches `environment.max_turns`, or when a request of its agent
-    leaves no room in the context. An episode whose agent fails for good, or requests nothing, has
-    the reward NaN, and is not scored.
+    leaves no room in the context. An episode whose agent fails after all retries, or sends no
+    request, has the reward NaN, and is not scored.
     """
 
     def __init__(
@@ -247,7 +292,10 @@ class _AgentRun:
         options: SamplingOptions,
         branches: Counter[str],
     ) -> None:
-        """`branches` counts the requests of all episodes that started a branch, by reason."""
+        """Create the coroutine of the request with index `index`.
+
+        `branches` counts, by reason, the requests of all episodes that started a branch.
+        """
         self._source = source
         self._loop = loop
         self._index = index
@@ -258,7 +306,7 @@ class _AgentRun:
     async def run(self, common: SessionMeans, generated_by: Sequence[Any]) -> Sample:
         """Return the sample of the episode, from the journal if the journal contains it.
 
-        `generated_by`, JSON, is everything that all episodes of the call depend on.
+        `generated_by` contains as JSON values everything that all episodes of the step depend on.
         """
         source = self._source
         request = self._request
@@ -269,15 +317,17 @@ class _AgentRun:
         if journal is not None and (sample := journal.told(request, generated_by)) is not None:
             return sample
 
+        # the index distinguishes concurrent episodes of the same sample
         name = f"{prompt.id}-{request.sample_index}-{self._index}"
-        ended: Future[BaseException | None] = Future()
-        session = AgentSession(name, common, self._generate, lambda: _set(ended, None))
+        end_future: Future[BaseException | None] = Future()
+        session = AgentSession(name, common, self._generate, lambda: _set(end_future, None))
         source.server.open(session)
         fields = {"task": task, "url": source.server.url(session), "key": session.key}
         agent = source.agents.reset(name, fields, seed)
-        agent.add_done_callback(lambda future: _set(ended, _error_of(future)))
+        # the episode ends when its agent ends, or when the session has reached a limit
+        agent.add_done_callback(lambda future: _set(end_future, _error_of(future)))
         try:
-            error = await self._loop.answer(ended, self._index)
+            error = await self._loop.answer(end_future, self._index)
         except Interrupted:
             raise AlignerError(
                 "environment.agent: agent episodes cannot be carried over as partial rollouts; set"
@@ -293,8 +343,9 @@ class _AgentRun:
         return sample
 
     async def _generate(self, read: Tensor, most_tokens: int, repeats: int) -> Completion:
-        """Generate a completion that the agent has requested; called by the endpoint's thread."""
+        """Generate a completion that the agent has requested; runs in the endpoint's thread."""
         source = self._source
+        # input and completion together must fit into the context
         room = min(most_tokens, source.context - len(read))
         sampling = replace(
             self._options,
@@ -306,6 +357,10 @@ class _AgentRun:
         return await source.engine.generate(read, sampling, key=key, is_continued=True)
 
     def _sample(self, session: AgentSession, error: BaseException | None) -> Sample:
+        """Return the sample of an ended episode; a lost sample if its agent failed or made no turn.
+
+        An agent may fail because a limit has truncated its episode; such an episode is not lost.
+        """
         self._branches += session.branches
         sample = None
         if error is None or session.is_cut:
@@ -322,6 +377,7 @@ class _AgentRun:
 
 
 def _set(future: "Future[BaseException | None]", value: BaseException | None) -> None:
+    """Set the result of a future; do nothing if it already has one."""
     if not future.done():
         future.set_result(value)
 

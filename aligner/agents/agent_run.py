@@ -1,5 +1,4 @@
-"""An agent of the user's own, run to its end as one call of an environment: a function, or a
-command with its own process."""
+"""Environment that runs a user's agent, a function or a command, as one call of `reset`."""
 
 import asyncio
 import inspect
@@ -16,35 +15,45 @@ from aligner.errors import ConfigError
 from aligner.user_code import import_object
 from aligner.values import callable_place
 
+# timeout in seconds of the request that starts an attempt
 _BEGIN_S = 30.0
 
 
 class AgentFailed(Exception):
-    """A command ended with another code than 0."""
+    """The command of an agent exited with a code other than 0."""
 
 
 class AgentRun:
-    """An environment whose `reset` is all that an agent does: where it returns, the agent has come
-    to its end.
+    """Environment whose `reset` runs an agent, and returns when the agent has ended.
 
-    The agent begins with a key that the endpoint gives for this one attempt, so that what is left
-    of one that has failed is answered no more. A function that is not async runs in a thread, which
-    nothing can end: it may go on for a while.
+    The endpoint issues a new API key for each attempt, so that requests of a failed attempt are
+    rejected. A function that is not async runs in a thread, which cannot be stopped: it may
+    continue for a while after the episode has ended.
     """
 
     def __init__(self, agent: str | None = None, command: Sequence[str] | None = None) -> None:
-        """One of both: `module:function`, or what is executed."""
+        """Create an agent from exactly one of `agent`, `module:function`, and `command`."""
         self._command = command
         self._function = None if agent is None else _function(agent)
 
     @staticmethod
     def check(agent: str | None = None, command: Sequence[str] | None = None) -> None:
-        """Raise ConfigError, with the reason alone, where there is no such function."""
+        """Raise ConfigError, with only the reason as message, if the function does not exist."""
         if agent is not None:
             _function(agent)
 
     async def reset(self, task: Mapping[str, Any], seed: int) -> str:
-        """Run the agent. `task`: the agent's own as `task`, the episode's `url` and its `key`."""
+        """Run the agent to its end.
+
+        Args:
+            task: The agent's task in the field `task`, the episode's `url`, and the `key` that
+                authorizes the start of an attempt.
+            seed: Not used; the task contains everything that an agent gets.
+
+        Raises:
+            AgentFailed: The command exited with a code other than 0.
+            Exception: Any exception that the agent's function raises.
+        """
         base_url = f"{task['url']}/v1"
         api_key = await asyncio.to_thread(_begun, task["url"], task["key"])
         if self._function is None:
@@ -52,7 +61,7 @@ class AgentRun:
         elif inspect.iscoroutinefunction(self._function):
             await self._function(task["task"], base_url, api_key)
         else:
-            # A thread of its own: the loop's would be few, and agents wait.
+            # a thread per agent: the threads of the loop's pool are few, and agents block them
             threads = ThreadPoolExecutor(1)
             try:
                 loop = asyncio.get_running_loop()
@@ -62,10 +71,14 @@ class AgentRun:
         return ""
 
     async def step(self, action: str) -> tuple[str, float, bool]:
-        """Nothing is asked after the end."""
+        """Return the end of the episode; the pool never calls this method."""
         return "", 0.0, True
 
     async def _commanded(self, task: Mapping[str, Any], base_url: str, api_key: str) -> None:
+        """Run the command with the task as JSON on its stdin.
+
+        Kills the command, with its child processes, if the call is cancelled. Raises AgentFailed.
+        """
         assert self._command is not None
         process = await asyncio.create_subprocess_exec(
             *self._command,
@@ -83,28 +96,30 @@ class AgentRun:
 
 
 def _function(name: str) -> Callable[..., Any]:
-    place = callable_place(name)
-    found = None if place is None else import_object(*place)
-    if not callable(found):
+    """Import the agent's function. Raises ConfigError if `name` does not name one."""
+    location = callable_place(name)
+    function = None if location is None else import_object(*location)
+    if not callable(function):
         raise ConfigError(f"environment.agent={name}: must be module:function")
-    return found
+    return function
 
 
 def _begun(url: str, key: str) -> str:
-    """Tell the endpoint that the agent begins; the key that it has."""
+    """Tell the endpoint that an attempt starts, and return the API key of the attempt."""
     request = urllib.request.Request(
         f"{url}/attempts", b"", {"Authorization": f"Bearer {key}"}, method="POST"
     )
+    # the endpoint belongs to the run, so a proxy of the environment variables must not be used
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with direct.open(request, timeout=_BEGIN_S) as answer:
         return str(json.load(answer)["api_key"])
 
 
 def _kill(process_id: int) -> None:
-    """End a process and all that it has started."""
+    """Kill a process and all of its descendants."""
     try:
         process = psutil.Process(process_id)
-        for each in [process, *process.children(recursive=True)]:
-            each.kill()
+        for member in [process, *process.children(recursive=True)]:
+            member.kill()
     except psutil.NoSuchProcess:
         return

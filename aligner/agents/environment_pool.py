@@ -1,5 +1,8 @@
-"""Environments for many episodes at once, in worker processes; what hangs, dies or answers wrongly
-there is begun again."""
+"""Pool of worker processes that host the environments of many concurrent episodes.
+
+If an environment hangs, crashes or returns an invalid answer, the pool starts a fresh one and
+replays the calls of the episode.
+"""
 
 import asyncio
 import itertools
@@ -27,20 +30,27 @@ from aligner.schema.environment import EnvironmentConfig
 
 _log = logging.getLogger(__name__)
 _MIB = 2**20
+# maximum number of characters of an answer in an error message
 _SHOWN_CHARACTERS = 300
 _Result = TypeVar("_Result")
 
 
 class _Worker:
-    """A place in the pool for a process, which is started anew once it is lost."""
+    """A slot of the pool for one worker process, which is restarted after it has been lost."""
 
     def __init__(self, settings: WorkerSettings) -> None:
-        self._settings, self._closes = settings, False
+        self._settings = settings
+        self._closes = False
+        # the process that is being started, for `close` to kill
         self._newest: WorkerProcess | None = None
         self.starting = asyncio.create_task(self._started(None))
+        """Task that returns the process when it is ready."""
 
     async def process(self) -> WorkerProcess:
-        """The process, once it is ready. Raises EnvironmentFailed where it does not get so."""
+        """Return the process when it is ready; start a new one if the previous one was lost.
+
+        Raises EnvironmentFailed if the process does not become ready.
+        """
         if self.starting.done() and (
             self.starting.exception() is not None or self.starting.result().is_lost
         ):
@@ -48,12 +58,13 @@ class _Worker:
                 self._started(None if self.starting.exception() else self.starting.result())
             )
         try:
+            # several episodes may wait for this start: the cancellation of one must not end it
             return await asyncio.shield(self.starting)
-        except ConfigError as error:  # another process had found it
+        except ConfigError as error:  # although the pool's first process could import it
             raise EnvironmentFailed(f"the environment could not be imported: {error}") from error
 
     async def close(self) -> None:
-        """End the process, whether it is ready or not."""
+        """End the process, also if it is still starting."""
         self._closes = True
         if self._newest is not None and not self.starting.done():
             self._newest.kill()
@@ -62,6 +73,7 @@ class _Worker:
             await self.starting.result().close()
 
     async def _started(self, before: WorkerProcess | None) -> WorkerProcess:
+        """Close the process `before`, start a new one, and return it when it is ready."""
         if before is not None:
             self._newest = None
             await before.close()
@@ -74,47 +86,56 @@ class _Worker:
 
 @dataclass
 class _Environment:
-    """One that lives in a process."""
+    """An environment in a worker process."""
 
     process: WorkerProcess
     number: int
+    """Number of the environment, unique in the pool."""
     calls: int = 0
-    """That it has answered."""
+    """Number of calls of the episode that this environment has answered."""
 
 
 @dataclass
 class _Episode:
+    """An open episode: its calls so far, and its environment."""
+
     name: str
     calls: list[list[Any]]
-    """What it has asked: its reset, then its steps."""
+    """The reset, then the steps of the episode, as `asked_outcome` takes them."""
     digests: list[str]
-    """The same for the journal: the reset with what environments are made of."""
+    """Journal keys of the calls; the key of the reset covers the target and its arguments."""
     answer: "Future[Outcome]" = field(default_factory=Future)
-    """To the last of them."""
+    """Answer to the last call."""
     failures: int = 0
+    """Number of failures of the episode's environments."""
     place: _Worker | None = None
-    """Its own from its reset until it is over."""
+    """Worker slot that the episode holds from its reset to its end."""
     environment: _Environment | None = None
+    """The episode's current environment; None before its first call and after a failure."""
 
 
 class EnvironmentPool:
-    """Environments of one class, each asked by the name of its episode; for one thread, which gets
-    futures.
+    """Environments of one class in worker processes, one environment per episode name.
 
-    An episode whose environment fails goes on in a fresh one: that is asked all that the episode
-    has asked, when the next answer is wanted, and must answer as the first one did. Failures are a
-    call that takes more than `deadline_s`, an exception, the end of its process, and what is no
-    answer: a wrong type, a reward that is not finite, an observation of more than
-    `most_characters`. After more than `retries` of them, and where the answers differ, the episode
-    is lost. A process that has to be ended costs the other episodes on it nothing but their replay.
+    Calls return futures. The pool runs its own asyncio loop in a thread; its methods must be called
+    from one thread only.
 
-    `deadline_s` is wall-clock time from when a call is sent to a process, which runs the code of
-    one environment at a time. Environments that await what they wait for may be many to a process.
-    Those that compute wait for each other: have `episodes_per_worker` times the longest call well
-    below `deadline_s`, 1 at best, and as many workers as cores.
+    If an environment fails, its episode continues in a fresh one. The pool replays all calls of the
+    episode there when it needs the next answer, and the answers must equal the earlier ones. A
+    failure is a call that takes longer than `deadline_s`, an exception, the exit of the process, or
+    an invalid answer: a wrong type, a reward that is not finite, or an observation of more than
+    `max_characters` characters. The episode is lost after more than `retries` failures, or if an
+    answer differs on replay. If the pool has to kill a process, the other episodes in the process
+    are replayed too, but that does not count as a failure of theirs.
 
-    What `journal` has of an episode is told from there: no environment is started until the episode
-    goes beyond it.
+    `deadline_s` is wall-clock time, which starts when the call is sent to the process. A process
+    runs the code of one environment at a time. Environments that await their input can share a
+    process in large numbers. Environments that compute delay each other: keep
+    `episodes_per_worker` times the longest call well below `deadline_s`, ideally with
+    `episodes_per_worker=1` and one worker per core.
+
+    Answers that `journal` contains are returned from there. An environment is started only when the
+    episode makes a call that the journal does not contain.
     """
 
     def __init__(
@@ -124,48 +145,66 @@ class EnvironmentPool:
         settings: EnvironmentConfig,
         journal: EpisodeJournal | None = None,
     ) -> None:
-        """`target` is `module:Class`, made with `arguments`, which are JSON, whatever `settings`
-        say of that."""
+        """Create a pool without processes; `start` starts them.
+
+        Args:
+            target: Class of the environments, as `module:Class`.
+            arguments: Keyword arguments of the class, as JSON values.
+            settings: Limits and numbers of workers; `target` and `arguments` in it are ignored.
+            journal: Journal of the answers, which may contain answers of earlier attempts of the
+                run. Without one, the pool keeps the answers of an episode in memory until the
+                episode is finished.
+        """
         module, _, name = target.partition(":")
         memory_bytes = None if settings.memory_mib is None else settings.memory_mib * _MIB
         self._limits = settings
         self._settings = WorkerSettings(
             module, name, dict(arguments), settings.max_characters, memory_bytes
         )
-        self._journal, self._keeps = journal or EpisodeJournal(), journal is not None
+        self._journal = journal or EpisodeJournal()
+        self._keeps = journal is not None
         self._episodes: dict[str, _Episode] = {}
         self._numbers = itertools.count(1)
+        # free slots: each worker is in the queue once per episode that it can still accept
         self._places: asyncio.Queue[_Worker] = asyncio.Queue()
         self._all: list[_Worker] = []
         self._tasks = set[asyncio.Task[Any]]()
         self._loop = asyncio.new_event_loop()
         self._thread: threading.Thread | None = None
         self.listener: Callable[[str, float, float], None] | None = None
-        """Told, in seconds of `time.perf_counter`, from when to when environments were asked
-        (`environments`, in the pool's own thread), and was waited for their answers (`wait`)."""
-        self._under_way, self._since = 0, 0.0
-        self._begun, self._waits = 0, list[float]()
+        """Callback for time spans, with a name, the begin and the end in seconds of
+        `time.perf_counter`. The span `environments` covers a period in which calls are in flight;
+        the callback gets it in the pool's thread. The span `wait` covers a call of `wait`."""
+        # number of calls in flight, and the time since which there is at least one
+        self._under_way = 0
+        self._since = 0.0
+        # episodes started, and seconds that each call has waited, since the last `take_waits`
+        self._begun = 0
+        self._waits = list[float]()
 
     @classmethod
     def of(
         cls, settings: EnvironmentConfig, journal: EpisodeJournal | None = None
     ) -> "EnvironmentPool":
-        """The pool that a configuration asks for; it has a `target`."""
+        """Return the pool for the target and arguments of a configuration."""
         if settings.target is None:
-            raise AssertionError  # who has none makes no pool
+            raise AssertionError  # callers create a pool only if there is a target
         return cls(settings.target, settings.arguments, settings, journal)
 
     @classmethod
     def of_agents(cls, settings: EnvironmentConfig) -> "EnvironmentPool":
-        """A pool in which an episode's `reset` is all that the configuration's agent does."""
+        """Return a pool in which the `reset` of an episode runs the agent of a configuration."""
         arguments = {"agent": settings.agent, "command": settings.agent_command}
         return cls(f"{AgentRun.__module__}:{AgentRun.__name__}", arguments, settings)
 
     def start(self) -> None:
-        """Start the processes; returns when the first one is ready, the others get so meanwhile.
+        """Start the processes, and return when the first one is ready.
 
-        Raises ConfigError, with the reason alone, where there is no such class or it does not take
-        the arguments.
+        The other processes continue to start in the background.
+
+        Raises:
+            ConfigError: The class does not exist, does not accept the arguments, or cannot be
+                imported. The message contains only the reason, no configuration key.
         """
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="environments", daemon=True
@@ -181,11 +220,19 @@ class EnvironmentPool:
             raise
 
     def reset(self, episode: str, task: Mapping[str, Any], seed: int) -> "Future[Outcome]":
-        """Begin an episode; `task` is JSON. Once more are open than there are places, it waits in
-        turn for one to be over.
+        """Start an episode; the future returns the first observation.
 
-        The future raises EpisodeLost. Raises AlignerError for an episode that is open, and a task
-        that is not JSON.
+        If all worker slots are in use, the episode waits, in the order of the resets, until another
+        one ends. The future raises EpisodeLost if the episode cannot be completed.
+
+        Args:
+            episode: Name of the episode, unique among the open episodes.
+            task: Input of the environment, as JSON values.
+            seed: Seed of the environment's random choices.
+
+        Raises:
+            AlignerError: The episode is already open, the task is not JSON, or the pool is not
+                running.
         """
         if self._thread is None:
             raise AlignerError("the environment pool was not started, or is already closed")
@@ -193,37 +240,43 @@ class EnvironmentPool:
             raise AlignerError(
                 f"episode {episode} is already open; finish the episode before the next reset"
             )
-        asked = ["reset", dict(task), seed]
+        call = ["reset", dict(task), seed]
         try:
-            json.dumps(asked, sort_keys=True)
+            json.dumps(call, sort_keys=True)
         except (TypeError, ValueError) as error:
             raise AlignerError(f"episode {episode}: its task must be JSON: {error}") from error
-        made_of = [self._settings.module, self._settings.name, self._settings.arguments]
-        opened = self._episodes[episode] = _Episode(episode, [asked], [digest([*asked, *made_of])])
+
+        # answers of another environment class or of other arguments must not be reused
+        target = [self._settings.module, self._settings.name, self._settings.arguments]
+        state = self._episodes[episode] = _Episode(episode, [call], [digest([*call, *target])])
         self._begun += 1
-        opened.answer = self._run(self._answered(opened))
-        return opened.answer
+        state.answer = self._run(self._answered(state))
+        return state.answer
 
     def step(self, episode: str, action: str) -> "Future[Outcome]":
-        """Act. The future raises EpisodeLost. Raises AlignerError for an episode that is unknown,
-        done, lost or in a call."""
-        opened = None if self._thread is None else self._episodes.get(episode)
-        if opened is None:
+        """Send an action to the environment of an episode; the future returns its answer.
+
+        The future raises EpisodeLost if the episode cannot be completed. Raises AlignerError if the
+        episode is unknown, done or lost, or if its previous call is still in flight.
+        """
+        state = None if self._thread is None else self._episodes.get(episode)
+        if state is None:
             raise AlignerError(f"episode {episode} is unknown; reset it before a step")
-        if not opened.answer.done():
+        if not state.answer.done():
             raise AlignerError(
                 f"episode {episode} is still waiting for the answer to its previous step; call step"
                 " again after the answer has arrived"
             )
-        if opened.answer.cancelled() or opened.answer.exception() is not None:
-            why = "it was cancelled" if opened.answer.cancelled() else opened.answer.exception()
-            raise AlignerError(f"episode {episode} is lost and accepts no more steps: {why}")
-        if opened.answer.result().done:
+        if state.answer.cancelled() or state.answer.exception() is not None:
+            reason = "it was cancelled" if state.answer.cancelled() else state.answer.exception()
+            raise AlignerError(f"episode {episode} is lost and accepts no more steps: {reason}")
+        if state.answer.result().done:
             raise AlignerError(f"episode {episode} is done and accepts no more steps")
-        opened.calls.append(["step", action])
-        opened.digests.append(digest(opened.calls[-1]))
-        opened.answer = self._run(self._answered(opened))
-        return opened.answer
+
+        state.calls.append(["step", action])
+        state.digests.append(digest(state.calls[-1]))
+        state.answer = self._run(self._answered(state))
+        return state.answer
 
     def wait(
         self,
@@ -231,42 +284,55 @@ class EnvironmentPool:
         timeout_s: float | None = None,
         return_when: str = ALL_COMPLETED,
     ) -> None:
-        """As `concurrent.futures.wait`; the listener is told of it."""
+        """Wait like `concurrent.futures.wait`, and report the time span to the listener."""
         begin = time.perf_counter()
         wait(answers, timeout_s, return_when)
         if self.listener is not None:
             self.listener("wait", begin, time.perf_counter())
 
     def take_waits(self) -> float | None:
-        """Seconds that an episode waited for answers, the mean of those begun since the call
-        before; None without any."""
-        begun, waits, self._begun, self._waits = self._begun, self._waits, 0, []
-        return sum(waits) / begun if begun else None
+        """Return the mean time that an episode waited for answers, in seconds.
+
+        The time includes the wait for a worker slot. It covers the calls that ended since the
+        previous call of this method, divided by the number of episodes started since then. Returns
+        None if no episode was started.
+        """
+        episodes = self._begun
+        waits = self._waits
+        self._begun = 0
+        self._waits = []
+        return sum(waits) / episodes if episodes else None
 
     def finish(self, episode: str) -> None:
-        """End an episode, also in the middle of a call, whose future is cancelled; its environment
-        is closed meanwhile.
+        """End an episode, and close its environment in the background.
 
-        The journal keeps it. Raises AlignerError for an unknown one.
+        The future of a call in flight is cancelled. The answers stay in the journal that was given
+        to the pool. Raises AlignerError if the episode is unknown.
         """
         if episode not in self._episodes:
             raise AlignerError(f"episode {episode} is unknown or already finished")
-        finished = self._episodes.pop(episode)
-        finished.answer.cancel()
+        state = self._episodes.pop(episode)
+        state.answer.cancel()
+        # a cancelled call frees the slot itself; without a call in flight, this does
         if self._thread is not None:
-            self._loop.call_soon_threadsafe(self._leave, finished)
+            self._loop.call_soon_threadsafe(self._leave, state)
         if not self._keeps:
             self._journal.forget([episode])
 
     def forget(self, is_over: Callable[[str], bool]) -> None:
-        """Drop what the journal has of such episodes, by their names: none of them goes on. Raises
-        OSError."""
+        """Remove the episodes from the journal for whose name `is_over` returns True.
+
+        None of these episodes may continue. Raises OSError if the journal cannot be written.
+        """
         self._journal.forget(filter(is_over, self._journal.episodes))
 
     def close(self) -> None:
-        """End all processes, which close their environments; the futures of calls under way are
-        cancelled. May be repeated."""
-        thread, self._thread = self._thread, None
+        """Cancel the calls in flight, close all environments, and end all processes.
+
+        May be called repeatedly.
+        """
+        thread = self._thread
+        self._thread = None
         if thread is not None:
             self._run(self._end()).result()
             self._loop.call_soon_threadsafe(self._loop.stop)
@@ -274,19 +340,25 @@ class EnvironmentPool:
         self._loop.close()
 
     def _run(self, work: Coroutine[Any, Any, _Result]) -> "Future[_Result]":
+        """Run a coroutine in the thread of the pool."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     async def _begin(self) -> None:
+        """Start all workers, and wait for the first one that is ready or has failed."""
         self._all = [_Worker(self._settings) for _ in range(self._limits.workers)]
+        # the slots alternate between the workers, so that few episodes spread over all of them
         for _ in range(self._limits.episodes_per_worker):
             for worker in self._all:
                 self._places.put_nowait(worker)
+        # a class that the first process cannot import fails in all processes: `result` raises it
         first, _ = await asyncio.wait(
             [worker.starting for worker in self._all], return_when=asyncio.FIRST_COMPLETED
         )
         first.pop().result()
 
     async def _end(self) -> None:
+        """Cancel all tasks of the pool, then close the workers."""
+        # a cancelled call creates a task that closes its environment, so one pass is not enough
         while self._tasks:
             for task in self._tasks:
                 task.cancel()
@@ -294,19 +366,19 @@ class EnvironmentPool:
         await asyncio.gather(*(worker.close() for worker in self._all))
 
     def _hold(self, task: "asyncio.Task[Any] | None") -> None:
-        """Have a task that lives until it is done, or the pool is closed."""
+        """Keep a reference to a task until it is done; `close` cancels the remaining ones."""
         if task is not None:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
     async def _answered(self, episode: _Episode) -> Outcome:
-        """What the episode is answered to the last of its calls."""
+        """Return the answer to the episode's last call; give its slot back if it is over."""
         self._hold(asyncio.current_task())
         call = len(episode.calls) - 1
         try:
             with self._timed():
                 outcome = await self._told(episode, call)
-        except BaseException:  # lost, or finished in the middle
+        except BaseException:  # the episode is lost, or `finish` has cancelled the call
             self._leave(episode)
             raise
         if outcome.done:
@@ -314,6 +386,7 @@ class EnvironmentPool:
         return outcome
 
     async def _told(self, episode: _Episode, call: int) -> Outcome:
+        """Return the answer to a call from the journal, else from an environment."""
         if episode.place is None:
             episode.place = await self._places.get()
         outcome = self._journal.told(episode.name, call, episode.digests[call])
@@ -324,6 +397,7 @@ class EnvironmentPool:
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
+        """Measure the time of a call, and report the span in which any calls are in flight."""
         begin = time.perf_counter()
         if not self._under_way:
             self._since = begin
@@ -338,13 +412,19 @@ class EnvironmentPool:
                 self.listener("environments", self._since, now)
 
     async def _outcome(self, episode: _Episode) -> Outcome:
+        """Return the answer to the episode's last call, with retries in fresh environments.
+
+        Raises EpisodeLost after more than `retries` failures.
+        """
         while True:
             try:
                 return await self._asked(episode)
             except WorkerLost:
+                # another environment of the process was at fault: not a failure of this episode
                 episode.environment = None
             except EnvironmentFailed as error:
-                environment, episode.environment = episode.environment, None
+                environment = episode.environment
+                episode.environment = None
                 call = 0 if environment is None else environment.calls
                 if environment is not None:
                     await self._close_environment(episode.name, environment)
@@ -357,42 +437,52 @@ class EnvironmentPool:
                     error,
                 )
                 if episode.failures > (retries := self._limits.retries):
-                    told = (
+                    message = (
                         f"episode {episode.name}: {_named(call)} failed: {error}; gave up after"
                         f" {retries} retries"
                     )
-                    raise EpisodeLost(told) from error
+                    raise EpisodeLost(message) from error
 
     async def _asked(self, episode: _Episode) -> Outcome:
-        """Ask an environment of this episode's all that it was not asked before."""
+        """Send the calls that the environment has not answered yet; return the last answer.
+
+        A fresh environment gets all calls of the episode. Raises EpisodeLost if it answers one of
+        them differently from the journal.
+        """
         if episode.place is None:
-            raise AssertionError  # it has one until it is over
+            raise AssertionError  # an open episode holds a slot
         environment = episode.environment
         if environment is None:
             environment = _Environment(await episode.place.process(), next(self._numbers))
             episode.environment = environment
-        for call, asked in enumerate(episode.calls[environment.calls :], start=environment.calls):
+
+        for call, request in enumerate(episode.calls[environment.calls :], start=environment.calls):
             outcome = Outcome(
-                **await environment.process.ask(environment.number, asked, self._limits.deadline_s)
+                **await environment.process.ask(
+                    environment.number, request, self._limits.deadline_s
+                )
             )
-            before = self._journal.told(episode.name, call, episode.digests[call])
-            if before is not None and before != outcome:
+            recorded = self._journal.told(episode.name, call, episode.digests[call])
+            if recorded is not None and recorded != outcome:
                 raise EpisodeLost(
                     f"episode {episode.name}: {_named(call)} returned a different answer on replay:"
-                    f" first {_shown(before)}, then {_shown(outcome)}. The answers of an"
+                    f" first {_shown(recorded)}, then {_shown(outcome)}. The answers of an"
                     " environment must depend only on task, seed and actions"
                 )
             environment.calls += 1
         return outcome
 
     def _leave(self, episode: _Episode) -> None:
-        """Have the episode's environment closed, and its place be another's then."""
-        place, episode.place = episode.place, None
-        environment, episode.environment = episode.environment, None
-        if place is not None:
-            self._hold(self._loop.create_task(self._vacate(episode.name, place, environment)))
+        """Close the episode's environment in the background, then free the slot."""
+        worker = episode.place
+        episode.place = None
+        environment = episode.environment
+        episode.environment = None
+        if worker is not None:
+            self._hold(self._loop.create_task(self._vacate(episode.name, worker, environment)))
 
     async def _vacate(self, episode: str, place: _Worker, environment: _Environment | None) -> None:
+        """Close an environment, and put its slot back into the queue."""
         try:
             if environment is not None:
                 await self._close_environment(episode, environment)
@@ -400,6 +490,7 @@ class EnvironmentPool:
             self._places.put_nowait(place)
 
     async def _close_environment(self, episode: str, environment: _Environment) -> None:
+        """Close an environment; log a failure."""
         try:
             await environment.process.close_environment(environment.number, self._limits.deadline_s)
         except EnvironmentFailed as error:
@@ -407,9 +498,11 @@ class EnvironmentPool:
 
 
 def _named(call: int) -> str:
+    """Return the name of a call for messages."""
     return "reset" if call == 0 else f"step {call}"
 
 
 def _shown(outcome: Outcome) -> str:
+    """Return an answer as a text of limited length for messages."""
     text = str(outcome)
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…"

@@ -1,13 +1,13 @@
-"""A process that hosts many episodes' environments on one asyncio loop: `python -m
-aligner.agents.environment_worker`.
+"""Program of a worker process, which hosts the environments of many episodes on one asyncio loop.
 
-It talks JSON, a line a message. The first line of its input has the settings; it answers `{}`, or
-`{"refused": why}` and ends. Then a line asks something of one environment, and its answer, which
-names the call, comes when it is there: many are under way at once. When its input ends it closes
-what it hosts and ends, with all that the environments have started.
+The pool starts it as `python -m aligner.agents.environment_worker`. Messages are lines of JSON. The
+first line of the input contains the settings; the worker answers `{}`, or `{"refused": reason}` and
+exits. Each further line is a call of one environment. Calls run concurrently, and each answer
+contains the number of its call. At the end of its input, the worker closes its environments and
+exits, together with all processes that the environments have started.
 
-While code of an environment runs, a file that the pool shares says whose: it alone is at fault
-where that hangs or ends the process.
+While the code of an environment runs, a file that the worker shares with the pool contains the
+environment's number. If the process hangs or exits then, this environment is the cause.
 """
 
 import asyncio
@@ -31,46 +31,48 @@ from aligner.errors import ConfigError
 from aligner.user_code import import_object
 
 CLOSE = ["close"]
-"""Asked of an environment to end it, whatever it is in the middle of."""
+"""Call that closes an environment, also in the middle of another call."""
 CLOSING_S = 5.0
-"""For all environments to close, when the input has ended."""
+"""Maximum time for all environments to close after the end of the input, in seconds."""
 NOTE = struct.Struct("<QQ")
-"""The note of whose code runs: the environment's number, 0 for none, and how often there was one.
-"""
+"""Format of the shared file: number of the environment whose code runs, 0 if none, and number of
+steps of environment code since the start."""
+# maximum number of characters of an exception's message
 _MOST_TOLD = 2000
-"""Characters of an exception's message."""
 
+# number of the environment that a task belongs to; tasks inherit it from the task that starts them
 _running: ContextVar[int] = ContextVar(
     "the environment that a task belongs to, and the tasks that it starts", default=0
 )
 
 
 class _Host:
-    """The environments of this process, by the numbers that the pool gives them."""
+    """The environments of this process, by the numbers that the pool assigns."""
 
     def __init__(
         self, make: Callable[[], Any], most_characters: int, answers: IO[str], note: int
     ) -> None:
-        self._make, self._most_characters, self._answers, self._note = (
-            make,
-            most_characters,
-            answers,
-            note,
-        )
+        self._make = make
+        self._most_characters = most_characters
+        self._answers = answers
+        self._note = note
         self._environments: dict[int, Any] = {}
+        # the last call of each environment
         self._calls: dict[int, asyncio.Task[None]] = {}
+        # number of steps of environment code so far
         self._notes = 0
 
     def answer(self, content: Mapping[str, Any]) -> None:
-        """Tell the pool."""
+        """Send a message to the pool."""
         print(json.dumps(content), file=self._answers, flush=True)
 
     def take(self, line: str) -> None:
-        """Begin what a line asks for."""
-        call, number, asked = json.loads(line)
+        """Start the call of one line of the input."""
+        call, number, request = json.loads(line)
+        # the task inherits the number; each callback of the loop has its own context
         _running.set(number)
         task = asyncio.get_running_loop().create_task(
-            self._answered(call, number, asked, self._calls.get(number))
+            self._answered(call, number, request, self._calls.get(number))
         )
         self._calls[number] = task
 
@@ -80,30 +82,35 @@ class _Host:
         await asyncio.gather(*closings, return_exceptions=True)
 
     async def noted(self, work: Coroutine[Any, Any, Any], number: int) -> Any:
-        """A coroutine's result; while it runs, and only then, the note says whose it is."""
+        """Return a coroutine's result; the note names environment `number` while its code runs."""
         return await self._steps(work, number)
 
     @types.coroutine
     def _steps(self, work: Coroutine[Any, Any, Any], number: int) -> Generator[Any, Any, Any]:
-        go_on, value = work.send, None
+        """Drive a coroutine step by step, and note each step; like `yield from work` otherwise."""
+        resume = work.send
+        value = None
         while True:
             self._notes += 1
             os.pwrite(self._note, NOTE.pack(number, self._notes), 0)
             try:
-                awaited = go_on(value)
+                awaited = resume(value)
             except StopIteration as end:
                 return end.value
             finally:
                 os.pwrite(self._note, NOTE.pack(0, self._notes), 0)
             try:
-                go_on, value = work.send, (yield awaited)
-            # cancelled, or what it awaited has failed: for the coroutine to know
+                resume = work.send
+                value = yield awaited
+            # a cancellation, or an exception of the awaited future: the coroutine handles it
             except BaseException as error:
-                go_on, value = work.throw, error
+                resume = work.throw
+                value = error
 
     async def _answered(
         self, call: int, number: int, asked: list[Any], before: asyncio.Task[None] | None
     ) -> None:
+        """Execute a call, and send its answer; `before` is the previous call of the environment."""
         try:
             if asked == CLOSE:
                 answer = await self._closed(number, before)
@@ -115,13 +122,13 @@ class _Host:
                 )
         except WrongAnswer as error:
             answer = {"problem": str(error)}
-        except BaseException as error:  # the environment is the user's, and fails in its own ways
+        except BaseException as error:  # the user's code may raise anything
             traceback.print_exc()
             answer = {"problem": f"{asked[0]} raised {type(error).__name__}: {error}"[:_MOST_TOLD]}
         self.answer({"call": call, **answer})
 
     async def _closed(self, number: int, call: asyncio.Task[None] | None) -> dict[str, Any]:
-        """End the call that an environment is in, and close it."""
+        """Cancel the call of an environment that is in flight, and close the environment."""
         if call is not None and not call.done():
             call.cancel()
             await asyncio.wait([call])
@@ -133,42 +140,55 @@ class _Host:
 
 
 def _made_by(module: str, name: str, arguments: Mapping[str, Any]) -> Callable[[], Any]:
-    """What makes an environment, whose class may `check` the arguments. Raises ConfigError where
-    nothing does."""
-    found = import_object(module, name)
-    missing = [method for method in ("reset", "step") if not callable(getattr(found, method, None))]
-    if not callable(found) or missing:
+    """Return a function that creates an environment of the class `module:name`.
+
+    Calls the static method `check` of the class with the arguments if the class has one. Raises
+    ConfigError if the class does not exist, lacks a method, or does not accept the arguments.
+    """
+    environment_class = import_object(module, name)
+    missing = [
+        method
+        for method in ("reset", "step")
+        if not callable(getattr(environment_class, method, None))
+    ]
+    if not callable(environment_class) or missing:
         raise ConfigError(
             f"{name!r} has no {' and no '.join(missing) or 'constructor'}: must be a class with"
             " `reset` and `step`"
         )
     try:
-        inspect.signature(found).bind(**arguments)
+        inspect.signature(environment_class).bind(**arguments)
     except TypeError as error:
         raise ConfigError(
             f"{name!r} does not accept the arguments {sorted(arguments)}: {error}"
         ) from error
-    except ValueError:  # it does not tell what it takes
+    except ValueError:  # the class has no signature, for example one written in C
         pass
-    if hasattr(found, "check"):
-        found.check(**arguments)
-    return lambda: found(**arguments)
+    if hasattr(environment_class, "check"):
+        environment_class.check(**arguments)
+    return lambda: environment_class(**arguments)
 
 
 def _read(requests: IO[str], host: _Host, loop: asyncio.AbstractEventLoop) -> None:
-    """Pass on what is asked; at the end of that, close what there is, and end."""
+    """Pass the input's lines to the loop; at the end, close all environments and exit.
+
+    Runs in a thread, because environments may block the loop.
+    """
     for line in requests:
         loop.call_soon_threadsafe(host.take, line)
     asyncio.run_coroutine_threadsafe(host.close(), loop).result()
+    # ends the process from this thread, without waiting for threads of environments
     os._exit(0)
 
 
 async def _serve(host: _Host, requests: IO[str]) -> None:
+    """Answer calls until the process exits."""
     loop = asyncio.get_running_loop()
 
     def task(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> asyncio.Task[Any]:
         return asyncio.Task(host.noted(work, _running.get()), loop=loop, **options)
 
+    # tasks that environments start are noted too
     loop.set_task_factory(task)
     threading.Thread(target=_read, args=(requests, host, loop), daemon=True).start()
     host.answer({})
@@ -176,31 +196,41 @@ async def _serve(host: _Host, requests: IO[str]) -> None:
 
 
 def _watch(leader: int) -> None:
-    """End a process group when its leader has ended, or has had its time to since their input
-    ended."""
-    os.close(1)  # the leader's end is to be seen there
-    end, leader_end = select.poll(), os.pidfd_open(leader)
-    end.register(leader_end, select.POLLIN)
-    end.register(0, 0)  # that nobody writes any more is told unasked
-    end.poll()
-    end.unregister(0)
-    end.poll(CLOSING_S * 1000)
+    """Kill a process group when its leader has exited, or `CLOSING_S` after the end of the input.
+
+    Runs in a process of its own, because an environment may block the leader.
+    """
+    os.close(1)  # or the pool would not see the end of the leader's output
+    poll = select.poll()
+    leader_exit = os.pidfd_open(leader)
+    poll.register(leader_exit, select.POLLIN)
+    poll.register(0, 0)  # poll always reports a hang-up, also without a requested event
+    poll.poll()
+
+    # the input has ended: give the leader time to close its environments
+    poll.unregister(0)
+    poll.poll(CLOSING_S * 1000)
     os.killpg(leader, signal.SIGKILL)
 
 
 def serve() -> None:
-    """The process, whose group is its own; another watches it, as environments may have it deaf."""
+    """Run the worker, which is the leader of its process group, and a process that watches it."""
     leader = os.getpid()
     if os.fork() == 0:
         _watch(leader)
-    requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
+
+    # environments must neither read calls nor print into the answers: their stdin is empty, and
+    # their stdout is stderr
+    requests = os.fdopen(os.dup(0))
+    answers = os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)  # what environments print is no answer
-    # or the pool would not see this process end
+    os.dup2(2, 1)
+    # a forked child would keep the pipe open, and the pool would not see this process exit
     os.register_at_fork(after_in_child=lambda: os.close(answers.fileno()))
     module, name, arguments, most_characters, memory_bytes, note, sys.path = json.loads(
         requests.readline()
     )
+
     if memory_bytes is not None:
         resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, resource.RLIM_INFINITY))
     try:

@@ -1,5 +1,4 @@
-"""What a user writes to have a model act: an environment. What it answers, and what is an
-answer."""
+"""Interface of an environment, which users implement, and the validation of its answers."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -10,70 +9,111 @@ from aligner.errors import AlignerError
 from aligner.values import is_finite_number
 
 Observation = str | list[dict[str, str]]
-"""A text, or messages that each have a `role` and a `content`, a tool's also a `name` and the
-`tool_call_id` it answers."""
+"""A text, or chat messages with the fields `role` and `content`. A tool's message may also have
+`name` and `tool_call_id`, the id of the call that it answers."""
 
+# maximum number of characters of a value in an error message
 _SHOWN_CHARACTERS = 200
+# required and allowed fields of a message
 _MUST = {"role", "content"}
 _MAY = _MUST | {"name", "tool_call_id"}
 
 
 class EpisodeEnvironment(Protocol):
-    """An environment, named by `module:Class`; one object, made with the configuration's keyword
-    arguments, is one episode.
+    """Environment of one episode.
 
-    Many live in a process at once, on one asyncio loop: one that waits for something awaits it, and
-    none changes what others see. What it answers is to follow from task, seed and actions alone:
-    where its process is lost another one is asked the same again, and must answer the same. So it
-    draws from a generator of its own, made of the seed. It may have `async def close(self) ->
-    None`, which is called when the episode ends, whether that was its last step or not.
+    A configuration names the class as `module:Class`. aligner creates one object per episode, with
+    the configuration's keyword arguments.
+
+    Many environments share a process and its asyncio loop. An environment must therefore `await`
+    whatever it waits for, and must not change state that other environments see.
+
+    The answers must depend only on task, seed and actions. If the process is lost, aligner replays
+    the calls in a new environment, which must return the same answers. Random numbers must come
+    from a generator of the environment's own, which it creates from the seed.
+
+    An environment may define `async def close(self) -> None`, which is called at the end of the
+    episode, whether its last step returned `done` or not.
+
+    Example:
+        >>> class GuessNumber:
+        ...     async def reset(self, task, seed):
+        ...         self.number = random.Random(seed).randint(1, 10)
+        ...         return "Guess a number from 1 to 10."
+        ...
+        ...     async def step(self, action):
+        ...         is_correct = action.strip() == str(self.number)
+        ...         return "", float(is_correct), True
     """
 
     async def reset(self, task: Mapping[str, Any], seed: int) -> Observation:
-        """Begin; `task` is JSON. The first observation, after the prompt; "" or [] where there is
-        none."""
+        """Start the episode, and return the observation that follows the prompt.
+
+        Args:
+            task: Metadata and text of the prompt, as JSON values.
+            seed: Seed of the environment's random choices.
+
+        Returns:
+            The first observation; "" or [] for none.
+        """
 
     async def step(self, action: str) -> tuple[Observation, float, bool]:
-        """What the action leads to: an observation, a finite reward, and whether the episode is
-        over."""
+        """Execute an action: the text that the policy generated in its last turn.
+
+        Returns:
+            The observation, a finite reward, and whether the episode is done.
+        """
 
 
 class EpisodeLost(AlignerError):
-    """An episode that cannot go on: which one, in which call, and what happened."""
+    """An episode cannot continue; the message contains its name, the call and the reason."""
 
 
 class WrongAnswer(AlignerError):
-    """An environment's answer is none: what it is, and what is allowed."""
+    """An environment returned an invalid answer; the message says what is allowed."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What an environment answers to one call."""
+    """Answer of an environment to one call."""
 
     observation: Observation
     reward: float = 0.0
+    """Finite reward of the step; 0 for a reset."""
     done: bool = False
+    """Whether the episode is over."""
 
 
 async def asked_outcome(environment: Any, asked: Sequence[Any], most_characters: int) -> Outcome:
-    """What an environment answers to `["reset", task, seed]` or `["step", action]`.
+    """Call an environment, and return its validated answer.
 
-    Raises WrongAnswer, and whatever the environment does.
+    Args:
+        environment: The environment.
+        asked: The call: `["reset", task, seed]` or `["step", action]`.
+        most_characters: Maximum number of characters of the observation.
+
+    Raises:
+        WrongAnswer: The answer is invalid.
+        Exception: Any exception that the environment raises.
     """
     name, *arguments = asked
-    called = getattr(environment, name)(*arguments)
-    if not inspect.isawaitable(called):
+    result = getattr(environment, name)(*arguments)
+    if not inspect.isawaitable(result):
         raise WrongAnswer(
-            f"{name} returned {_shown(called)} without await; define it as `async def {name}`"
+            f"{name} returned {_shown(result)} without await; define it as `async def {name}`"
         )
-    answer = await called
+
+    answer = await result
     if name == "reset":
         return Outcome(_observation(answer, name, most_characters))
     if not isinstance(answer, (tuple, list)) or len(answer) != 3:
         raise WrongAnswer(
             f"step returned {_shown(answer)}; must be a tuple (observation, reward, done)"
         )
-    observation, reward, done = answer[0], _plain(answer[1]), _plain(answer[2])
+
+    observation = answer[0]
+    reward = _plain(answer[1])
+    done = _plain(answer[2])
     if not is_finite_number(reward):
         raise WrongAnswer(f"step returned reward={_shown(reward)}; must be a finite number")
     if not isinstance(done, bool):
@@ -82,6 +122,7 @@ async def asked_outcome(environment: Any, asked: Sequence[Any], most_characters:
 
 
 def _observation(value: Any, name: str, most_characters: int) -> Observation:
+    """Return a valid observation; `name` is the method that returned it. Raises WrongAnswer."""
     messages = value if isinstance(value, list) else [{"role": "", "content": value}]
     for message in messages:
         if (
@@ -109,17 +150,19 @@ def _observation(value: Any, name: str, most_characters: int) -> Observation:
 
 
 def _is_text(value: Any) -> bool:
+    """Return whether a value is a string that UTF-8 can encode: one without surrogates."""
     return type(value) is str and (
         value.isascii() or not any("\ud800" <= character <= "\udfff" for character in value)
     )
 
 
 def _plain(value: Any) -> Any:
-    """A number of NumPy's or torch's as Python's own."""
+    """Return a NumPy or torch scalar as a Python value, and any other value unchanged."""
     return value.item() if hasattr(value, "item") and getattr(value, "ndim", 1) == 0 else value
 
 
 def _shown(value: Any) -> str:
+    """Return the representation of a value, with limited length, for an error message."""
     text = repr(value)
     return (
         text

@@ -1,5 +1,8 @@
-"""What environments have said to episodes: what is told again when a run goes on, and what a replay
-must repeat."""
+"""Journal of the answers of environments to episodes.
+
+A resumed run reads answers from the journal instead of calling environments again, and the replay
+of an episode in a fresh environment has to repeat them.
+"""
 
 import contextlib
 import json
@@ -24,30 +27,34 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Entry:
-    """An answer, the digest of what was asked, and the bytes of its line."""
+    """A recorded answer."""
 
     asked: str
+    """Digest of the call; see `digest`."""
     outcome: Outcome
     size: int
+    """Size of the entry's line in the file, in bytes; 0 without a file."""
 
 
 class EpisodeJournal:
-    """Answers by episode and call, 0 its reset; in memory, and in a directory's file of lines that
-    each have a checksum.
+    """Answers of environments by episode and call, in memory and in a file.
 
-    An answer is with the operating system when `record` returns: a killed process loses none, a
-    machine without power may lose the last ones. One process at a time writes into a directory;
+    Call 0 of an episode is its reset. Each line of the file has a checksum. `record` returns after
+    the answer has been written, but not flushed to disk: a killed process loses no answer, but a
+    power failure may lose the last ones. Only one process at a time may write to a directory;
     threads may share a journal.
     """
 
     def __init__(self, directory: Path | None = None) -> None:
-        """Makes the directory, and reads what is there; without one, memory is all.
+        """Create the directory if necessary, and read the journal in it.
 
-        From a damaged line on nothing is used, and the file is cut there: a warning names the line.
-        Raises OSError.
+        Without a directory, the journal exists only in memory.
+        A damaged line and all lines after it are removed from the file, with a warning that
+        contains the line's number. Raises OSError.
         """
         self._lock = threading.Lock()
         self._episodes: dict[str, list[_Entry]] = {}
+        # sizes in bytes of the file, and of its lines that are still in use
         self._size = self._live = 0
         self._file = None if directory is None else directory / "episodes.jsonl"
         if self._file is not None:
@@ -57,13 +64,12 @@ class EpisodeJournal:
 
     @property
     def episodes(self) -> list[str]:
-        """The names of those that it has answers to."""
+        """Names of the episodes that have entries."""
         with self._lock:
             return [*self._episodes]
 
     def told(self, episode: str, call: int, asked: str) -> Outcome | None:
-        """What was answered to a call of that digest; None where none was recorded, or something
-        else was asked."""
+        """Return the answer to a call; None if none is recorded for a call with this digest."""
         with self._lock:
             entries = self._episodes.get(episode, [])
             return (
@@ -73,16 +79,23 @@ class EpisodeJournal:
             )
 
     def answers(self, episode: str) -> list[Outcome]:
-        """All that was answered to an episode, in order."""
+        """Return all answers of an episode, in the order of its calls."""
         with self._lock:
             return [entry.outcome for entry in self._episodes.get(episode, [])]
 
     @fenced_write()
     def record(self, episode: str, call: int, asked: str, outcome: Outcome) -> None:
-        """Note an answer to a call of that digest; it replaces those of the episode from this call
-        on.
+        """Record the answer to a call; it replaces this and all later answers of the episode.
 
-        Raises OSError, which names the file.
+        Args:
+            episode: Name of the episode.
+            call: Index of the call; 0 is the reset.
+            asked: Digest of the call.
+            outcome: The answer.
+
+        Raises:
+            AlignerError: The journal does not contain the previous call of the episode.
+            OSError: The file cannot be written; the error contains its name.
         """
         entry = {"episode": episode, "call": call, "asked": asked, **vars(outcome)}
         with self._lock:
@@ -95,23 +108,27 @@ class EpisodeJournal:
 
     @fenced_write()
     def forget(self, episodes: Iterable[str]) -> None:
-        """Drop episodes that are over and not needed any more; unknown ones are passed over. Raises
-        OSError."""
+        """Remove complete episodes that are not needed any more; ignore unknown ones.
+
+        Raises OSError.
+        """
         with self._lock:
             known = [episode for episode in episodes if episode in self._episodes]
             if known:
                 self._apply({"forget": known}, self._write({"forget": known}))
+            # rewriting at this size costs no more than the lines that were appended since the last
+            # time
             if self._file is not None and self._size > 2 * self._live:
                 self._rewrite(self._file)
 
     def _write(self, content: dict[str, Any]) -> int:
-        """Add a line to the file; its bytes, 0 without a file."""
+        """Append a line to the file, and return its size in bytes; 0 without a file."""
         if self._file is None:
             return 0
         try:
             append_to_file(self._file, line := _line(content))
         except OSError:
-            # the next line must not go on with what there is of this one
+            # remove an incomplete line, so that the next one does not continue it
             with contextlib.suppress(OSError):
                 os.truncate(self._file, self._size)
             raise
@@ -119,13 +136,17 @@ class EpisodeJournal:
         return len(line)
 
     def _apply(self, content: dict[str, Any], size: int) -> None:
-        """Do in memory what a line says. Raises KeyError, TypeError and ValueError for what
-        `_write` never wrote."""
+        """Apply a line of the file to the entries in memory.
+
+        Raises KeyError, TypeError or ValueError for a line that `_write` has not written.
+        """
         if "forget" in content:
             for episode in content["forget"]:
                 self._live -= sum(entry.size for entry in self._episodes.pop(episode))
             return
-        entries, call = self._episodes.setdefault(content["episode"], []), content["call"]
+
+        entries = self._episodes.setdefault(content["episode"], [])
+        call = content["call"]
         if call > len(entries):
             raise ValueError(call)
         outcome = Outcome(content["observation"], content["reward"], content["done"])
@@ -133,6 +154,7 @@ class EpisodeJournal:
         entries[call:] = [_Entry(content["asked"], outcome, size)]
 
     def _read(self, file: Path) -> None:
+        """Read the file up to the first damaged line, and truncate it there."""
         with file.open("rb") as stream:
             for number, line in enumerate(stream, start=1):
                 try:
@@ -150,6 +172,7 @@ class EpisodeJournal:
                 self._size += len(line)
 
     def _rewrite(self, file: Path) -> None:
+        """Replace the file by one that contains only the current entries."""
         with open_new_file(file) as stream:
             for episode, entries in self._episodes.items():
                 for call, entry in enumerate(entries):
@@ -164,9 +187,10 @@ class EpisodeJournal:
 
 
 def digest(asked: Sequence[Any]) -> str:
-    """What a journal knows a call by; `asked` is JSON."""
+    """Return the hash by which a journal identifies a call; `asked` contains JSON values."""
     return xxhash.xxh3_128_hexdigest(json.dumps(asked, sort_keys=True).encode())
 
 
 def _line(content: dict[str, Any]) -> bytes:
+    """Return an object as a line with its checksum."""
     return seal(json.dumps(content)).encode() + b"\n"

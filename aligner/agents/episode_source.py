@@ -1,4 +1,4 @@
-"""The source of a run's episodes: environments, or agents."""
+"""Construction of a rank's source of episodes, from the configuration: environments or agents."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
@@ -29,10 +29,20 @@ def build_episodes(
 ) -> SampleSource:
     """Return the source of this rank's episodes, which the caller has to close.
 
-    Arguments as for `build_engine`; `tools` are the environment's, None if they have not been
-    listed yet; the listener is called with the times of environment calls. The ranks of a replica
-    other than the first have no environments: they execute the first rank's engine steps. Raises
-    ConfigError if environments or agents cannot be started.
+    The ranks of a replica other than the first have no environments: they execute the first rank's
+    engine steps.
+
+    Args:
+        config: The configuration of the run.
+        engine: The engine of this rank.
+        tokenizer: Tokenizer of the policy.
+        role: Role of this process.
+        rank: Rank of this process in its role.
+        listener: Callback for the time spans of environment calls.
+        tools: Tools of the environment; None to list them here.
+
+    Raises:
+        ConfigError: Environments or agents cannot be started.
     """
     if not engine.leads:
         return FollowsEpisodes(engine)
@@ -50,6 +60,7 @@ def _environments(
     listener: SpanListener | None,
     tools: Sequence[ListedTool] | None,
 ) -> EnvironmentEpisodes:
+    """Start the environments of this process, and return the source of their episodes."""
     tools = list_tools(config.environment) if tools is None else tools
     environments = EnvironmentPool.of(
         with_tool_arguments(config.environment, tools, tokenizer), _journal(config, process)
@@ -67,15 +78,16 @@ def _environments(
 
 
 def _journal(config: Config, process: str) -> EpisodeJournal | None:
-    """A process's own; None without checkpoints, where nothing goes on from what was said."""
-    is_kept = config.checkpoint.every or config.checkpoint.every_minutes
-    return EpisodeJournal(run_paths(config).episodes / process) if is_kept else None
+    """Return the journal of this process; None without checkpoints, since no run can resume."""
+    has_checkpoints = config.checkpoint.every or config.checkpoint.every_minutes
+    return EpisodeJournal(run_paths(config).episodes / process) if has_checkpoints else None
 
 
 def _agents(
     config: Config, engine: GenerationEngine, tokenizer: Tokenizer, process: str
 ) -> "AgentEpisodes":
-    # What the agents extra brings, which `aligner.checks.environment` asks for.
+    """Start the agents' processes and their endpoint, and return the source of their episodes."""
+    # imports packages of the extra `agents`; `aligner.checks.environment` checks that it is there
     from aligner.agents.agent_episodes import AgentEpisodes
 
     context = config.data.max_prompt_tokens + config.rollout.max_response_tokens

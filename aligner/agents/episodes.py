@@ -1,5 +1,9 @@
-"""An episode under way: what the policy has drawn and read in it, and whether another environment
-repeats what it was told."""
+"""Episodes: responses of several turns, with the observations of an environment between them.
+
+`EnvironmentEpisodes` starts one coroutine per episode, and `EpisodeState` is the state of an
+episode: its sequences, turns and rewards. An episode can continue a partial rollout; its
+environment is then replayed, and must return the observations that the partial rollout contains.
+"""
 
 import logging
 from collections import Counter
@@ -42,16 +46,16 @@ class EpisodeState:
     name: str
     request: GenerationRequest
     partial: Sample | None
-    """The partial rollout that the episode continues, until the replay has reached its end."""
+    """The partial rollout that the episode continues; None after the replay has reached its end."""
     branches: list[Sample] = field(default_factory=list)
-    """The earlier sequences."""
+    """The earlier sequences of the episode."""
     sample: Sample | None = None
     """The current sequence at the end of its last turn; None before the first turn."""
     turn: Tensor | None = None
     """int64 [R]: the tokens of the last turn, including its end."""
     position: int = 0
-    """Number of response tokens of the current sequence up to the end of the last turn, or up to
-    the begin of the next turn."""
+    """Number of response tokens of the current sequence up to the end of the last turn; with the
+    next observation, up to the start of the next turn."""
     turns: int = 0
     """Number of turns in all sequences."""
     conversation: Conversation | None = None
@@ -116,7 +120,7 @@ class EpisodeState:
             self.position += len(observation)
 
     def complete(self, reason: FinishReason, branches: tuple[Sample, ...] | None = None) -> Sample:
-        """Return the sequence up to its last turn, with `branches`, or with all if None."""
+        """Return the current sequence as a sample; `branches=None` adds all earlier sequences."""
         assert self.sample is not None
         return self._add_rewards(replace(self.sample, finish_reason=reason), branches)
 
@@ -134,8 +138,10 @@ class EpisodeState:
         return self._add_rewards(replace(sample, finish_reason="unfinished"), None)
 
     def matches_replay(self, observation: list[int] | NewBranch) -> bool:
-        """Return whether the partial rollout contains this observation next, and the same rewards
-        before it."""
+        """Return whether the partial rollout continues with this observation.
+
+        The environment's rewards before the observation must be equal too.
+        """
         assert self.partial is not None
         sequence, *later = self.partial.sequences[len(self.branches) :]
         rewards = sequence.rewards
@@ -151,6 +157,7 @@ class EpisodeState:
             prompt = later[0].tokens[: later[0].prompt_length]
             return torch.equal(observation.conversation.tokens, prompt)
 
+        # observation tokens follow until the model generated a token again
         end = self.position
         while end < len(sequence.response) and not is_generated(sequence, end):
             end += 1
@@ -175,7 +182,7 @@ class EpisodeState:
         return replace(sequence.truncate(length, "stop"), branches=(), rewards=None)
 
     def _add_rewards(self, sample: Sample, branches: tuple[Sample, ...] | None) -> Sample:
-        """Return the sample with the environment's rewards, and with `branches`, or with all."""
+        """Return the sample with the environment's rewards; see `complete` for `branches`."""
         rewards = self._sum_rewards(len(sample.response))
         if branches is None:
             branches = tuple(self.branches)
@@ -190,16 +197,16 @@ class EpisodeState:
 
 
 def branch_prompt(request: GenerationRequest, read: Tensor, options: SamplingOptions) -> Sample:
-    """Return the empty sample of a branch of an episode, which reads `read`, int64 [T].
+    """Return the empty sample of a branch of an episode, whose prompt is `read`, int64 [T].
 
-    A branch has room for input and response within the tokens that the episode's prompt and
-    response may have together. Raises AlignerError if that leaves no room.
+    The prompt and the response of a branch together may have as many tokens as the prompt and the
+    response of the episode. Raises AlignerError if that leaves no room for a response.
     """
-    most = len(request.prompt.tokens) + request.limit(options)
-    if most - len(read) < max(1, options.min_new_tokens):
+    limit = len(request.prompt.tokens) + request.limit(options)
+    if limit - len(read) < max(1, options.min_new_tokens):
         raise AlignerError(
             f"the re-rendered conversation has {len(read)} tokens and leaves no room"
-            f" for a response; prompt and response together must have at most {most} tokens"
+            f" for a response; prompt and response together must have at most {limit} tokens"
         )
     prompt = replace(request.prompt, text="", tokens=read)
     return unfinished_sample(GenerationRequest(prompt, request.sample_index))
@@ -263,6 +270,7 @@ class EnvironmentEpisodes:
         return start_on_replica(self.engine, requests, lambda: self._start(requests, options))
 
     def _start(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> EngineLoop:
+        """Return a loop with one coroutine per episode."""
         turn_end = self.tokenizer.get_single_token(self.settings.turn_end, "environment.turn_end")
         if turn_end is not None:
             options = replace(options, stop_token_ids=(*options.stop_token_ids, turn_end))
@@ -273,7 +281,9 @@ class EnvironmentEpisodes:
             listener=self.environments.listener,
         )
         if requests:
-            longest = max(len(each.prompt.tokens) + each.limit(options) for each in requests)
+            longest = max(
+                len(request.prompt.tokens) + request.limit(options) for request in requests
+            )
             self.engine.reserve(len(requests), longest)
         numbers = Counter[tuple[int, int]]()
         for index, request in enumerate(requests):
@@ -291,10 +301,10 @@ class _EpisodeRun:
     An episode ends when its environment says so; it is truncated when a turn, the response or the
     number of turns reaches its limit. If messages cannot be appended safely to the generated
     tokens, the whole conversation is rendered again, and a new branch continues from there; if that
-    does not fit, the episode is truncated. An episode whose environment fails for good has the
-    reward NaN, and is not scored.
+    does not fit, the episode is truncated. An episode whose environment fails after all retries
+    has the reward NaN, and is not scored.
 
-    An episode that was begun elsewhere is replayed first: its environment receives the same
+    An episode that continues a partial rollout is replayed first: its environment receives the same
     actions, and has to return the observations that the sample contains; else the episode is lost.
     """
 
@@ -311,6 +321,7 @@ class _EpisodeRun:
         self._index = index
         self._episode = episode
         self._options = options
+        # tokens that end a turn
         self._ends = frozenset(options.stop_token_ids)
 
     async def run(self) -> Sample:
@@ -332,17 +343,28 @@ class _EpisodeRun:
             source.engine.release(prompt.id, episode.request.sample_index)
 
     async def _play(self, answer: Any) -> Sample:
+        """Alternate between observations and turns until the episode ends.
+
+        Args:
+            answer: Future of the environment's first observation.
+
+        Raises:
+            EpisodeLost: The environment failed for good, or returned other answers on replay.
+            Interrupted: The loop stopped while the episode waited for its environment.
+        """
         episode = self._episode
         while True:
             outcome: Outcome = await self._loop.answer(
                 answer, self._index, is_replayed=episode.is_replayed
             )
+            # the answer to a reset, which comes before the first turn, has no reward
             if episode.turn is not None:
                 episode.rewards.append((episode.position - 1, outcome.reward))
 
             if episode.is_replayed:
                 sequence = self._replay(outcome)
             else:
+                # the replay has reached its end: from here on the episode is new
                 episode.partial = None
                 if self._is_over(outcome):
                     return episode.complete("stop" if outcome.done else "length")
@@ -377,6 +399,7 @@ class _EpisodeRun:
             request = episode.request
             self._source.engine.check_branch(request.prompt.id)
             sequence = branch_prompt(request, observation.conversation.tokens, self._options)
+            # the branch does not continue the tokens in the KV cache
             self._source.engine.release(request.prompt.id, request.sample_index)
             self._log_branch(observation)
         else:
@@ -439,10 +462,13 @@ class _EpisodeRun:
         return min(limit, len(request.prompt.tokens) + limit - sequence.prompt_length)
 
     def _action(self, sequence: Sample, turn: torch.Tensor) -> str:
-        """Return the text of a turn, int64 [R], for the environment."""
+        """Return the text of the turn's tokens, int64 [R], for the environment.
+
+        The text contains no end-of-sequence token.
+        """
         tokenizer = self._source.tokenizer
         text_tokens = turn[:-1] if int(turn[-1]) in tokenizer.eos_token_ids else turn
-        # some models mark tool calls by special tokens
+        # some models mark tool calls with special tokens, which the tool parser needs
         return tokenizer.decode_after(
             sequence.tokens[: len(sequence.tokens) - len(turn)],
             text_tokens,
@@ -457,13 +483,16 @@ class _EpisodeRun:
         )
 
     def _observation(self, observation: Observation) -> list[int] | NewBranch:
-        """Return the tokens of an observation, or why messages cannot be appended to the generated
-        tokens. Raises AlignerError."""
+        """Return the tokens of an observation.
+
+        Returns a `NewBranch` if messages cannot be appended to the generated tokens. Raises
+        AlignerError if the episode cannot contain the observation.
+        """
         episode = self._episode
         if isinstance(observation, str):
             prompt = episode.request.prompt
-            before = prompt.tokens if episode.sample is None else episode.sample.tokens
-            return self._source.tokenizer.encode_observation(before, observation).tolist()
+            preceding_tokens = prompt.tokens if episode.sample is None else episode.sample.tokens
+            return self._source.tokenizer.encode_observation(preceding_tokens, observation).tolist()
         if episode.turn is not None:
             return episode.render_messages(observation, self._source.chat)
         if observation:
@@ -474,6 +503,7 @@ class _EpisodeRun:
         return []
 
     def _log_branch(self, observation: NewBranch) -> None:
+        """Log the first new branch of all episodes."""
         logged = self._source.logged
         if "branch" not in logged:
             logged.add("branch")
@@ -485,8 +515,10 @@ class _EpisodeRun:
 
 
 def task_of(prompt: Prompt, tokenizer: Tokenizer, seed: int) -> tuple[dict[str, Any], int]:
-    """What an episode is about, JSON, and its seed in a run of this one; a prompt's samples have
-    both alike."""
+    """Return the task of an episode, as JSON values, and its seed in a run with this seed.
+
+    All samples of a prompt have the same task and the same seed.
+    """
     return {
         **prompt.metadata,
         "prompt": tokenizer.decode(prompt.tokens),
@@ -494,8 +526,7 @@ def task_of(prompt: Prompt, tokenizer: Tokenizer, seed: int) -> tuple[dict[str, 
 
 
 def lost_sample(request: GenerationRequest, filler: int) -> Sample:
-    """A sample of one token, `filler`, that stands for an episode that was lost: its reward is not
-    a number."""
+    """Return the sample of a lost episode: the response is the token `filler`, the reward NaN."""
     prompt = request.prompt
     return Sample(
         prompt_id=prompt.id,

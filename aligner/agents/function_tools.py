@@ -1,5 +1,7 @@
-"""Python functions as tools, in the process that asks: `async` ones on its loop, others each in a
-thread."""
+"""Python functions as tools, executed in the process of the environment.
+
+`async` functions run on the environment's loop; each call of another function has its own thread.
+"""
 
 import asyncio
 import contextlib
@@ -20,21 +22,24 @@ from aligner.values import callable_place
 
 @dataclass(frozen=True)
 class FunctionTool:
-    """A function of the user's; what it returns is told as it is if it is a text, and as JSON
-    else."""
+    """Tool that calls a function of the user; a result other than a string is returned as JSON."""
 
     function: Callable[..., Any]
     parameters: Mapping[str, Any]
-    """The JSON schema of its arguments."""
+    """JSON schema of the arguments."""
 
     async def call(self, arguments: dict[str, Any], timeout_s: float) -> str:
-        """As `Tool.call`. An `async` function that is late is cancelled; the thread of another one
-        goes on, unheard."""
+        """Call the function; see `Tool.call`.
+
+        After the timeout, an `async` function is cancelled; the thread of another function
+        continues, and its result is ignored.
+        """
         _check(arguments, self.parameters, self.function)
         answer: str = await within(self._answer(arguments), timeout_s)
         return answer
 
     async def _answer(self, arguments: dict[str, Any]) -> str:
+        """Call the function, and return its result as text. Raises ToolFailed if it fails."""
         try:
             if inspect.iscoroutinefunction(self.function):
                 answer = await self.function(**arguments)
@@ -45,31 +50,38 @@ class FunctionTool:
                 if isinstance(answer, str)
                 else json.dumps(answer, ensure_ascii=False, default=str)
             )
-        # the function is the user's, and fails in its own ways
+        # the user's code may raise anything; SystemExit must not end the worker process
         except (Exception, SystemExit) as error:
             raise ToolFailed(f"{type(error).__name__}: {error}") from error
 
 
 def tool_function(place: str) -> Callable[..., Any]:
-    """The function that `module:function` names. Raises ConfigError, with the reason alone, where
-    there is none."""
-    named = callable_place(place)
-    if named is None:
+    """Import the function that `place`, `module:function`, names.
+
+    Raises ConfigError, with a message that contains only the reason, if there is no such function
+    or the package jsonschema is not installed.
+    """
+    location = callable_place(place)
+    if location is None:
         raise ConfigError("must be python or module:function")
     if find_spec("jsonschema") is None:
         raise ConfigError(
             "a function as a tool requires the jsonschema package; install it with"
             " pip install 'aligner[tools]'"
         )
-    found = import_object(*named)
-    if not inspect.isroutine(found):
-        raise ConfigError(f"{named[1]!r} is of type {type(found).__name__}; must be a function")
-    return found
+    function = import_object(*location)
+    if not inspect.isroutine(function):
+        raise ConfigError(
+            f"{location[1]!r} is of type {type(function).__name__}; must be a function"
+        )
+    return function
 
 
 async def within(work: Coroutine[Any, Any, Any], timeout_s: float) -> Any:
-    """What a coroutine returns. Raises ToolFailed once it is late: it is cancelled, and not waited
-    for."""
+    """Return the result of a coroutine.
+
+    Raises ToolFailed after the timeout; the coroutine is cancelled, but not awaited.
+    """
     task = asyncio.ensure_future(work)
     try:
         await asyncio.wait([task], timeout=timeout_s)
@@ -81,8 +93,9 @@ async def within(work: Coroutine[Any, Any, Any], timeout_s: float) -> Any:
 
 
 async def _in_thread(call: Callable[[], Any]) -> Any:
-    """What a call returns, in a thread that the process does not wait for when it ends."""
-    loop, answer = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
+    """Return the result of a call in a daemon thread, which does not delay the process's exit."""
+    loop = asyncio.get_running_loop()
+    answer = asyncio.get_running_loop().create_future()
     context = contextvars.copy_context()
 
     def told(result: Any, error: BaseException | None) -> None:
@@ -90,12 +103,13 @@ async def _in_thread(call: Callable[[], Any]) -> Any:
             answer.set_result((result, error))
 
     def work() -> None:
-        result, error = None, None
+        result = None
+        error = None
         try:
             result = context.run(call)
-        except BaseException as raised:  # for who waits
+        except BaseException as raised:  # the awaiting coroutine raises it
             error = raised
-        with contextlib.suppress(RuntimeError):  # the loop has ended
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(told, result, error)
 
     threading.Thread(target=work, daemon=True).start()
@@ -108,16 +122,16 @@ async def _in_thread(call: Callable[[], Any]) -> Any:
 def _check(
     arguments: dict[str, Any], parameters: Mapping[str, Any], function: Callable[..., Any]
 ) -> None:
-    """Raises ToolFailed for arguments that the function does not take."""
+    """Raise ToolFailed if the function does not accept the arguments."""
     from jsonschema import Draft202012Validator
 
     try:
         inspect.signature(function).bind(**arguments)
     except TypeError as error:
         raise ToolFailed(f"wrong arguments: {error}") from error
-    wrong = [
+    problems = [
         f"{'.'.join(map(str, error.absolute_path))}: {error.message}"
         for error in Draft202012Validator(parameters).iter_errors(arguments)
     ]
-    if wrong:
-        raise ToolFailed(f"wrong arguments: {'; '.join(wrong)}")
+    if problems:
+        raise ToolFailed(f"wrong arguments: {'; '.join(problems)}")

@@ -1,4 +1,8 @@
-"""Samples of a stored model, written to a file: what `aligner generate` does."""
+"""Implementation of `aligner generate`: write samples of a stored model to a JSONL file.
+
+`plan_job` checks the input and tokenizes the prompts, `draw` generates the samples, and `generate`
+writes them. `load` and `require_generating` are also used by `aligner serve-model`.
+"""
 
 import json
 import math
@@ -44,51 +48,50 @@ from aligner.schema.environment import EnvironmentConfig
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a job is."""
+    """Progress of a generation job."""
 
     samples: int
-    """Complete responses."""
+    """Number of complete responses."""
     tokens: int
-    """Of the complete responses."""
+    """Number of generated tokens of the complete responses."""
     seconds: float
-    """Since generation began."""
+    """Time since the start of generation, in seconds."""
     rewards: tuple[float, ...] = ()
-    """What environments gave for each of the complete episodes; not a number for one that was lost.
-    """
+    """Sum of the environment's rewards of each complete episode; NaN for a lost episode."""
 
     @property
     def tokens_per_s(self) -> float:
-        """Response tokens a second, those of complete responses."""
+        """Generated tokens of complete responses per second."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be generated; whatever can be wrong with it has been looked at."""
+    """A checked generation job; `plan_job` creates it."""
 
     source: Source
     shape: ModelShape
     tokenizer: Tokenizer
     prompts: Sequence[Prompt]
     samples: int
-    """Responses a prompt."""
+    """Number of responses per prompt."""
     options: SamplingOptions
     seed: int
     environment: EnvironmentConfig | None = None
-    """What answers between the turns of responses that are episodes."""
+    """Environment of the episodes; None for single responses."""
     tools: Sequence[ListedTool] = ()
-    """That it has."""
+    """Tools of the environment."""
     journal: EpisodeJournal = field(default_factory=EpisodeJournal)
-    """What it said."""
+    """Answers of the environment, by episode."""
 
     @cached_property
     def chat(self) -> ChatTurns:
-        """How conversations are worded. Raises ConfigError for a model without a chat template."""
+        """The chat template. Raises ConfigError for a model without one."""
         return ChatTurns.for_tokenizer(self.tokenizer)
 
     @property
     def requests(self) -> list[GenerationRequest]:
-        """In the order of the output: each prompt's samples in a row."""
+        """Requests in the order of the output: all samples of the first prompt, and so on."""
         return [
             GenerationRequest(prompt, index)
             for prompt in self.prompts
@@ -107,14 +110,23 @@ def plan_job(
     environment: EnvironmentConfig | None = None,
     **sampling: Any,
 ) -> Job:
-    """The job of drawing so many responses to each prompt; `sampling` is what else SamplingOptions
-    takes.
+    """Check and tokenize the input of a generation job; read no weights.
 
-    With an environment they are episodes, and a prompt may be chat messages.
+    Args:
+        source: The stored model.
+        prompts: Records with the field `prompt`; with an environment, the prompt may consist of
+            chat messages. The id of a prompt is its index in this sequence.
+        samples: Number of responses per prompt.
+        seed: Seed of the random choices.
+        stop_at_eos: Whether the model's end-of-sequence tokens end a response.
+        max_new_tokens: Maximum number of tokens of a response.
+        environment: Environment that answers between the turns of an episode; None for single
+            responses.
+        **sampling: Further arguments of `SamplingOptions`.
 
-    A prompt's id is its place among the prompts. No weight is read. Raises ConfigError for a model
-    that generates no text or has no tokenizer, sampling options that do not fit, and a prompt that
-    leaves no room for the response, by its place.
+    Raises:
+        ConfigError: The model generates no text or has no tokenizer, the sampling options are
+            invalid, or a prompt, named by its index, leaves no room for the response.
     """
     shape = require_generating(source)
     stops = shape.eos_token_ids if stop_at_eos else ()
@@ -127,32 +139,37 @@ def plan_job(
             f"{samples} samples per prompt with greedy decoding would be identical; generate 1"
             " sample per prompt, or turn off greedy decoding"
         )
+
     longest = shape.max_positions - max_new_tokens
     if longest < 1:
         raise ConfigError(
             f"max_new_tokens={max_new_tokens}: must be less than the model's"
             f" {shape.max_positions} positions, which include the prompt"
         )
+
     tokenizer = Tokenizer(source.companions)
+    # end of the error message for a prompt that is too long
     allowed = (
         f"{longest}, the model's {shape.max_positions} positions minus {max_new_tokens} new tokens"
     )
-    listed = [] if environment is None else list_tools(environment)
-    tools = tool_schemas(listed)
+    tools = [] if environment is None else list_tools(environment)
+    schemas = tool_schemas(tools)
     tokenized = [
         (
-            to_prompt(record, record.get_text("prompt"), tokenizer, longest, allowed, id=place)
+            to_prompt(record, record.get_text("prompt"), tokenizer, longest, allowed, id=index)
             if environment is None
-            else to_chat_prompt(add_tools(record, tools), tokenizer, longest, allowed, id=place)
+            else to_chat_prompt(add_tools(record, schemas), tokenizer, longest, allowed, id=index)
         )
-        for place, record in enumerate(prompts)
+        for index, record in enumerate(prompts)
     ]
-    return Job(source, shape, tokenizer, tokenized, samples, options, seed, environment, listed)
+    return Job(source, shape, tokenizer, tokenized, samples, options, seed, environment, tools)
 
 
 def require_generating(source: Source) -> ModelShape:
-    """The shape of a stored model. Raises ConfigError for one that generates no text, or has no
-    tokenizer."""
+    """Return the shape of a stored model that can generate text.
+
+    Raises ConfigError if the model has no vocabulary head or no tokenizer.
+    """
     shape = with_all_end_tokens(
         read_config(source.config, "the model's config.json"), source.companions
     )
@@ -178,15 +195,28 @@ def generate(
     as_messages: bool = False,
     progress: Callable[[Progress], None],
 ) -> Progress:
-    """Do the job with an engine of this one process, and write a JSON object a sample; returns the
-    totals.
+    """Generate the samples of a job with an engine in this process, and write them as JSONL.
 
-    Of episodes those of less than `min_score`, and those that were lost, are not written; with
-    `as_messages` the others' conversations are. The lines are in the order of the job's requests;
-    an episode with branches has one for each of these too, before its last. The file takes its name
-    when it is complete, and nothing is left of it when this fails. `progress` is told after every
-    step of the engine. Raises ConfigError where `output` can not be written, or exists and is not
-    to be overwritten, and where the engine can not run here.
+    The lines are in the order of the job's requests. An episode with branches has one line per
+    sequence, the current sequence last. The file gets its name when it is complete; if generation
+    fails, no file remains.
+
+    Args:
+        job: The job.
+        settings: The section `engine` of the configuration.
+        output: The file to write.
+        overwrite: Whether an existing file may be replaced.
+        min_score: Minimum score of the episodes that are written; None writes all episodes except
+            lost ones.
+        as_messages: Whether episodes are written as chat messages instead of token sequences.
+        progress: Function that is called after every engine step.
+
+    Returns:
+        The totals of the job.
+
+    Raises:
+        ConfigError: `output` cannot be written, or exists and must not be overwritten, or the
+            engine cannot run on this machine.
     """
     done = Progress(0, 0, 0.0)
 
@@ -198,6 +228,7 @@ def generate(
     with written(output, overwrite) as file:
         for sample in draw(job, settings, told):
             score = None if job.environment is None else episode_score(sample)
+            # NaN, the score of a lost episode, fails this comparison too
             if score is not None and not score >= (-math.inf if min_score is None else min_score):
                 continue
             for record in (
@@ -208,20 +239,27 @@ def generate(
 
 
 def json_line(record: Mapping[str, Any]) -> bytes:
-    """A record as a line of a JSONL file."""
+    """Return a record as a line of a JSONL file."""
     return (json.dumps(record, ensure_ascii=False) + "\n").encode()
 
 
 def draw(
     job: Job, settings: EngineConfig, progress: Callable[[Progress], None]
 ) -> Iterator[Sample]:
-    """The job's samples, in the order of its requests, by an engine of this one process; its end
-    shuts the engine down.
+    """Yield the samples of a job in the order of its requests, from an engine in this process.
 
-    `progress` is told after every step of the engine. Raises ConfigError where the engine can not
-    run here.
+    Closing the generator shuts down the engine and the environments.
+
+    Args:
+        job: The job.
+        settings: The section `engine` of the configuration.
+        progress: Function that is called after every engine step.
+
+    Raises:
+        ConfigError: The engine or the environment cannot run on this machine.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    # the engine reserves memory for the longest sequence of the job, not for the model's context
     longest = max(prompt.tokens.numel() for prompt in job.prompts) + job.options.max_new_tokens
     engine = build_engine(
         job.shape, settings, job.source.companions, seed=job.seed, device=device, context=longest
@@ -241,27 +279,33 @@ def draw(
             except ConfigError as error:
                 raise ConfigError(f"environment.target: {error}") from error
             source = EnvironmentEpisodes(engine, pool, job.tokenizer, job.environment, job.seed)
+
         load(engine, job.source)
         generation = source.start(job.requests, job.options)
+        # complete samples, by request index, that have to wait for samples of earlier requests
         waiting: dict[int, Sample] = {}
-        """Complete samples that have to follow others, by place."""
-        done, given, started = Progress(0, 0, 0.0), 0, time.monotonic()
+        totals = Progress(0, 0, 0.0)
+        next_index = 0
+        started = time.monotonic()
         while not generation.done:
             complete = generation.step()
             waiting |= complete
-            while given in waiting:
-                yield waiting.pop(given)
-                given += 1
-            tokens = done.tokens + sum(
-                each.generated_token_count for _, sample in complete for each in sample.sequences
+            while next_index in waiting:
+                yield waiting.pop(next_index)
+                next_index += 1
+
+            tokens = totals.tokens + sum(
+                sequence.generated_token_count
+                for _, sample in complete
+                for sequence in sample.sequences
             )
-            rewards = done.rewards + tuple(
+            rewards = totals.rewards + tuple(
                 episode_score(sample) for _, sample in complete if sample.rewards is not None
             )
-            done = Progress(
-                done.samples + len(complete), tokens, time.monotonic() - started, rewards
+            totals = Progress(
+                totals.samples + len(complete), tokens, time.monotonic() - started, rewards
             )
-            progress(done)
+            progress(totals)
     finally:
         if pool is not None:
             pool.close()
@@ -269,8 +313,10 @@ def draw(
 
 
 def load(engine: GenerationEngine, source: Source) -> None:
-    """Put a stored model's weights into an engine of one rank; their version is the training step,
-    0 without one."""
+    """Load the weights of a stored model into an engine of one rank.
+
+    Their weight version is the training step of the model, 0 if it has none.
+    """
     update = engine.begin_update(source.step)
     try:
         for tensors in source.weights():
@@ -286,9 +332,9 @@ def load(engine: GenerationEngine, source: Source) -> None:
 
 @contextmanager
 def written(output: Path, overwrite: bool) -> Iterator[BinaryIO]:
-    """A file under a temporary name, which takes that of `output` when the block ends well.
+    """Open a file under a temporary name, and rename it to `output` when the block succeeds.
 
-    Raises ConfigError where `output` can not be written, or exists and is not to be overwritten.
+    Raises ConfigError if `output` cannot be written, or exists and must not be overwritten.
     """
     if output.is_dir() or (output.exists() and not overwrite):
         advice = (
@@ -304,24 +350,27 @@ def written(output: Path, overwrite: bool) -> Iterator[BinaryIO]:
 
 
 def sequence_records(job: Job, sample: Sample) -> list[dict[str, Any]]:
-    """All that was drawn for a sample of the job, each with what it read as its prompt, and with
-    the episode's score."""
+    """Return one record per sequence of a sample: its branches, then the sample itself.
+
+    If the sample has branches, each record contains the sequence's own prompt, and the score of the
+    whole episode.
+    """
     if not sample.branches:
         return [sample_record(job, sample)]
     return [
-        sample_record(job, replace(each, branches=()))
+        sample_record(job, replace(sequence, branches=()))
         | {
-            "prompt": job.tokenizer.decode(asked, skip_special_tokens=False),
-            "prompt_tokens": asked.tolist(),
+            "prompt": job.tokenizer.decode(prompt_tokens, skip_special_tokens=False),
+            "prompt_tokens": prompt_tokens.tolist(),
         }
         | {"score": episode_score(sample)}
-        for each in sample.sequences
-        for asked in [each.tokens[: each.prompt_length]]
+        for sequence in sample.sequences
+        for prompt_tokens in [sequence.tokens[: sequence.prompt_length]]
     ]
 
 
 def sample_record(job: Job, sample: Sample) -> dict[str, Any]:
-    """A sample of the job, which has no branches, as its line of the output has it."""
+    """Return the output record of a sample without branches."""
     prompt = job.prompts[sample.prompt_id]
     episode: dict[str, Any] = {}
     if job.environment is not None:
@@ -340,21 +389,21 @@ def sample_record(job: Job, sample: Sample) -> dict[str, Any]:
         "finish_reason": sample.finish_reason,
         "tokens": sample.response.tolist(),
         "logprobs": sample.engine_logprobs.tolist(),
-        "weight_version": int(sample.weight_versions.max()),  # given tokens have none
+        "weight_version": int(sample.weight_versions.max()),  # observation tokens have version 0
         "metadata": dict(prompt.metadata),
         **episode,
     }
 
 
 def conversation_record(job: Job, sample: Sample) -> dict[str, Any]:
-    """An episode of the job as chat messages."""
+    """Return the output record of an episode as chat messages."""
     prompt = job.prompts[sample.prompt_id]
     answers = [
         outcome.observation
         for outcome in job.journal.answers(episode_name(prompt.id, sample.sample_index))
     ]
-    said = build_conversation(sample, prompt, answers, job.tokenizer, lambda: job.chat)
-    return said | {
+    conversation = build_conversation(sample, prompt, answers, job.tokenizer, lambda: job.chat)
+    return conversation | {
         "score": episode_score(sample),
         "prompt_index": prompt.id,
         "sample_index": sample.sample_index,
@@ -362,6 +411,6 @@ def conversation_record(job: Job, sample: Sample) -> dict[str, Any]:
 
 
 def episode_score(sample: Sample) -> float:
-    """The sum of an episode's rewards; not a number where it was lost."""
-    given = sample.environment_reward
-    return 0.0 if given is None else float(given)
+    """Return the sum of an episode's rewards; NaN if the episode was lost."""
+    reward = sample.environment_reward
+    return 0.0 if reward is None else float(reward)

@@ -1,5 +1,4 @@
-"""Environments of Gymnasium for a policy of text: actions are read from what it says, observations
-are written."""
+"""Adapter for Gymnasium environments: parses actions from text and renders observations as text."""
 
 import difflib
 import re
@@ -9,24 +8,26 @@ from typing import Any
 from aligner.errors import ConfigError
 from aligner.user_code import import_object
 
+# ANSI color sequences, which the text rendering of some environments contains
 _COLOURS = re.compile(r"\x1b\[[\d;]*m")
 _SHOWN_CHARACTERS = 80
 
 
 class GymnasiumEnvironment:
-    """An environment by its `id`, such as `FrozenLake-v1`, or `module:NAME-v0`, where importing the
-    module registers it.
+    """A Gymnasium environment as an environment of text.
 
-    The last line of a turn is the action: of a Discrete space its number, or one of `actions`,
-    which are names in the order of the numbers. Of a Text space all of the turn is. A `parser`,
-    `module:callable`, makes an action of a turn for any space, and raises ValueError for one that
-    is none. What is no action is told to the policy, with what is allowed, gives
-    `bad_action_reward`, and leaves the environment as it was.
+    **Actions.** For a Discrete action space, the last line of a turn is the action: its number, or
+    its name from `actions`. For a Text space, the whole turn is the action. For any space, `parser`
+    converts a turn to an action, and raises ValueError for an invalid one. After an invalid action,
+    the policy reads which actions are allowed, the reward is `bad_action_reward`, and the
+    environment keeps its state.
 
-    What is said of an observation is what the environment renders as text, made with `render_mode:
-    ansi`, else the observation itself, both in the text `wording`. An episode ends where the
-    environment ends or truncates it. The environment is seeded with the episode's seed, and reset
-    with `options` of the prompt's record, if it has any.
+    **Observations.** With `render_mode: ansi` in `arguments`, an observation is the text that the
+    environment renders; otherwise it is the observation itself, converted by `str`. `wording` is
+    the text around it.
+
+    An episode ends when the environment terminates or truncates it. The environment is seeded with
+    the episode's seed, and reset with the field `options` of the prompt's record, if it has one.
     """
 
     def __init__(
@@ -38,15 +39,28 @@ class GymnasiumEnvironment:
         bad_action_reward: float = 0.0,
         wording: str = "\n{observation}\n",
     ) -> None:
-        """`arguments` are the environment's own. Raises ConfigError for what cannot be made, or
-        acted in by text."""
-        self._id, self._environment = id, _made(id, arguments or {})
-        self._actions, self._bad_action_reward, self._wording = (
-            list(actions),
-            bad_action_reward,
-            wording,
-        )
+        """Create the environment.
+
+        Args:
+            id: Id of the environment, such as `FrozenLake-v1`, or `module:NAME-v0` if an import of
+                the module registers it.
+            arguments: Keyword arguments of `gymnasium.make`.
+            actions: Names of a Discrete space's actions, in the order of their numbers.
+            parser: Function, as `module:callable`, that converts the text of a turn to an action.
+            bad_action_reward: Reward of a turn that is not a valid action.
+            wording: Text of an observation, with the placeholder `{observation}`.
+
+        Raises:
+            ConfigError: The environment cannot be created, its action space needs a parser, or
+                `actions` does not name each action.
+        """
+        self._id = id
+        self._environment = _made(id, arguments or {})
+        self._actions = list(actions)
+        self._bad_action_reward = bad_action_reward
+        self._wording = wording
         self._parser = None if parser is None else import_object(*parser.split(":", 1))
+
         space = self._environment.action_space
         kind = type(space).__name__
         if parser is None and kind not in ("Discrete", "Text"):
@@ -63,35 +77,38 @@ class GymnasiumEnvironment:
             )
 
     async def reset(self, task: Mapping[str, Any], seed: int) -> str:
-        """The first observation."""
+        """Reset the environment, and return the first observation."""
         observation, _ = self._environment.reset(seed=seed, options=task.get("options"))
         return self._worded(observation)
 
     async def step(self, action: str) -> tuple[str, float, bool]:
-        """What the action leads to, or why it is none."""
+        """Execute an action; for an invalid one, return the actions that are allowed."""
         try:
-            chosen = self._action(action)
+            parsed_action = self._action(action)
         except ValueError as error:
             return (
                 self._wording.replace("{observation}", str(error)),
                 self._bad_action_reward,
                 False,
             )
-        observation, reward, terminated, truncated, _ = self._environment.step(chosen)
+        observation, reward, terminated, truncated, _ = self._environment.step(parsed_action)
         return self._worded(observation), float(reward), bool(terminated or truncated)
 
     async def close(self) -> None:
-        """Close it."""
+        """Close the environment."""
         self._environment.close()
 
     def _action(self, text: str) -> Any:
-        """The action that a turn is. Raises ValueError with what is allowed."""
+        """Parse the action of a turn. Raises ValueError, with the allowed actions, if invalid."""
         space = self._environment.action_space
         if self._parser is not None:
-            action, allowed = self._parser(text), str(space)
+            action = self._parser(text)
+            allowed = str(space)
         elif self._numbers is None:
-            action, allowed = text if space.contains(text) else text.strip(), str(space)
+            action = text if space.contains(text) else text.strip()
+            allowed = str(space)
         else:
+            # the model may reason in the lines before
             action = _number(
                 (text.strip().splitlines() or [""])[-1].strip(), self._numbers, self._actions
             )
@@ -103,14 +120,15 @@ class GymnasiumEnvironment:
         return action
 
     def _worded(self, observation: Any) -> str:
-        shown = (
+        """Return the text of an observation, in `wording`."""
+        rendered = (
             self._environment.render() if self._environment.render_mode == "ansi" else observation
         )
-        return self._wording.replace("{observation}", _COLOURS.sub("", str(shown)).strip("\n"))
+        return self._wording.replace("{observation}", _COLOURS.sub("", str(rendered)).strip("\n"))
 
 
 def _number(said: str, numbers: range, names: Sequence[str]) -> int | None:
-    """The number of an action by its name, or as it is said; None where there is no such action."""
+    """Return the number of the action with this name or number; None if there is none."""
     for number, name in zip(numbers, names, strict=False):
         if said.casefold() == name.casefold():
             return number
@@ -118,6 +136,7 @@ def _number(said: str, numbers: range, names: Sequence[str]) -> int | None:
 
 
 def _made(id: str, arguments: Mapping[str, Any]) -> Any:
+    """Create a Gymnasium environment. Raises ConfigError, with similar ids, if that fails."""
     try:
         import gymnasium
     except ImportError as error:
@@ -127,7 +146,8 @@ def _made(id: str, arguments: Mapping[str, Any]) -> Any:
     try:
         return gymnasium.make(id, **arguments)
     except (gymnasium.error.Error, ImportError) as error:
-        near = difflib.get_close_matches(id, gymnasium.registry, n=3)
+        similar_ids = difflib.get_close_matches(id, gymnasium.registry, n=3)
         raise ConfigError(
-            f"id={id}: {error}" + (f"; similar ids: {', '.join(near)}" if near else "")
+            f"id={id}: {error}"
+            + (f"; similar ids: {', '.join(similar_ids)}" if similar_ids else "")
         ) from error

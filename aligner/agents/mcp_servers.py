@@ -1,5 +1,7 @@
-"""Servers of the Model Context Protocol: processes of a command, which talk over its input and
-output, or URLs."""
+"""Clients of Model Context Protocol (MCP) servers.
+
+A server is either a command, whose process communicates over stdin and stdout, or a URL.
+"""
 
 import asyncio
 import json
@@ -15,29 +17,35 @@ if TYPE_CHECKING:
     from mcp import Client, StdioServerParameters
     from mcp.types import CallToolResult
 
+# timeout in seconds of a request for a server's tools
 _LISTING_S = 60.0
 
 
 class McpServer:
-    """An episode's own session with a server; a command's server is a process of its own to it.
+    """The session of one episode with an MCP server.
 
-    It begins with the first call. One that ends, or is late with an answer, is begun anew for the
-    call after that.
+    The session starts with the first call. For a command, it has its own server process. If the
+    connection ends or an answer is late, the next call starts a new session.
     """
 
     def __init__(self, server: str) -> None:
-        """`server` is a command line, or a URL of http or https."""
+        """Create a client without a session; `server` is a command line or an HTTP(S) URL."""
         self._server = server
         self._session: _Session | None = None
         self._begins = asyncio.Lock()
         self._endings: list[asyncio.Task[None]] = []
 
     async def call(self, tool: str, arguments: dict[str, Any], timeout_s: float) -> str:
-        """What a tool of the server's answers. Raises ToolFailed, and AlignerError where the server
-        does not start."""
+        """Call a tool of the server, and return its answer.
+
+        Raises:
+            ToolFailed: The tool reported an error, or gave no readable answer in time.
+            AlignerError: The server did not start.
+        """
         from mcp import MCPError
         from mcp_types import CONNECTION_CLOSED
 
+        # concurrent calls must not start two sessions
         async with self._begins:
             if self._session is None:
                 self._session = await _Session.begun(self._server)
@@ -49,44 +57,54 @@ class McpServer:
         except MCPError as error:
             if error.code != CONNECTION_CLOSED:
                 raise ToolFailed(error.message) from error
-            why = "its server has ended"
+            reason = "its server has ended"
         except ToolFailed as error:
-            why = str(error)
-        except Exception as error:  # of the connection, by several libraries
-            why = f"its server's answer cannot be read, {type(error).__name__}"
+            reason = str(error)
+        except Exception as error:  # connection errors of several libraries
+            reason = f"its server's answer cannot be read, {type(error).__name__}"
+
+        # a concurrent call may already have replaced the session
         if self._session is session:
             self._session = None
             self._endings.append(asyncio.ensure_future(session.end()))
         raise ToolFailed(
-            f"{why}; the server is started again for the next call, without what it had kept"
+            f"{reason}; the server is started again for the next call, without what it had kept"
         )
 
     async def close(self) -> None:
-        """End all sessions, and the server's processes where it has some."""
-        session, self._session = self._session, None
+        """Close all sessions, and end the server's processes."""
+        session = self._session
+        self._session = None
         if session is not None:
             self._endings.append(asyncio.ensure_future(session.end()))
         await asyncio.gather(*self._endings)
 
 
 class _ToldSo(ToolFailed):
-    """The tool itself says that it has failed."""
+    """The server's answer reports an error of the tool; the session is still usable."""
 
 
 class _Session:
-    """A connection that is open, in a task of its own, as the library has to open and close it in
-    one."""
+    """An open connection to a server.
+
+    It has a task of its own, because the library must open and close a connection in the same task.
+    """
 
     def __init__(self, client: "Client", task: "asyncio.Task[None]", over: asyncio.Event) -> None:
-        self.client, self._task, self._over = client, task, over
+        self.client = client
+        self._task = task
+        self._over = over
 
     @staticmethod
     async def begun(server: str) -> "_Session":
-        """A session with a server that has answered. Raises AlignerError where it does not get so
-        far."""
+        """Connect to a server, and return the session when the server has answered.
+
+        Raises AlignerError if the server does not start.
+        """
         from mcp import Client
 
-        over, client = asyncio.Event(), Client(_transport(server))
+        over = asyncio.Event()
+        client = Client(_transport(server))
         ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         async def live() -> None:
@@ -107,48 +125,53 @@ class _Session:
         return _Session(client, task, over)
 
     async def end(self) -> None:
-        """Close it; whatever the other side does, that takes a few seconds at most."""
+        """Close the connection, which takes a few seconds at most, whatever the server does."""
         self._over.set()
         await asyncio.wait([self._task])
         if not self._task.cancelled():
-            self._task.exception()  # the connection's end, which has been told of or is wanted
+            # mark the exception as retrieved: it has been reported, or results from closing
+            self._task.exception()
 
 
 def listed_tools(server: str) -> list[ListedTool]:
-    """What a server offers; it is started for that, and ended. Raises ConfigError, with the reason
-    alone."""
+    """Start a server, and return its tools; the server is stopped again.
+
+    Raises ConfigError, with a message that contains only the reason, if that fails.
+    """
     try:
         return asyncio.run(_listed(server))
     except ImportError as error:
         raise ConfigError(
             f"requires the mcp package; install it with pip install 'aligner[mcp]': {error}"
         ) from error
-    except Exception as error:  # of the connection, by several libraries
+    except Exception as error:  # connection errors of several libraries
         raise ConfigError(f"listing the server's tools failed: {_reason(error)}") from error
 
 
 async def _listed(server: str) -> list[ListedTool]:
+    """Return the tools of a server from all pages of its list."""
     from mcp import Client
 
-    found: list[ListedTool] = []
+    tools: list[ListedTool] = []
     async with Client(_transport(server), read_timeout_seconds=_LISTING_S) as client:
         page = await client.list_tools()
         while True:
             for tool in page.tools:
-                described = {
+                function = {
                     "name": tool.name,
                     "description": tool.description or "",
                     "parameters": tool.input_schema,
                 }
-                found.append(
-                    ListedTool("server", server, {"type": "function", "function": described})
+                tools.append(
+                    ListedTool("server", server, {"type": "function", "function": function})
                 )
             if page.next_cursor is None:
-                return found
+                return tools
             page = await client.list_tools(cursor=page.next_cursor)
 
 
 def _transport(server: str) -> "str | StdioServerParameters":
+    """Return the transport of a server. Raises AlignerError if its command does not exist."""
     from mcp import StdioServerParameters
 
     if server.startswith(("http://", "https://")):
@@ -156,17 +179,19 @@ def _transport(server: str) -> "str | StdioServerParameters":
     command, *arguments = shlex.split(server) or [""]
     if shutil.which(command) is None:
         raise AlignerError(f"command {command!r} not found")
-    # a server that hangs must not outlive who started it
-    if (leash := shutil.which("setpriv")) is not None:
+    # a server that hangs must not outlive the process that started it
+    if (setpriv := shutil.which("setpriv")) is not None:
         return StdioServerParameters(
-            command=leash, args=["--pdeathsig", "KILL", "--", command, *arguments]
+            command=setpriv, args=["--pdeathsig", "KILL", "--", command, *arguments]
         )
     return StdioServerParameters(command=command, args=arguments)
 
 
 def _text(result: "CallToolResult") -> str:
-    """What a model can be told of an answer. Raises ToolFailed where the tool says that it has
-    failed."""
+    """Return an answer as text for the model; other content becomes its type in brackets.
+
+    Raises ToolFailed if the answer reports an error of the tool.
+    """
     parts = []
     for block in result.content:
         text = getattr(block, "text", None) or getattr(
@@ -181,7 +206,7 @@ def _text(result: "CallToolResult") -> str:
 
 
 def _reason(error: BaseException | None) -> str:
-    """What went wrong, of what task groups put together the first."""
+    """Return the type and message of an error; of an exception group, those of its first error."""
     while isinstance(inner := getattr(error, "exceptions", None), tuple) and inner:
         error = inner[0]
     return f"{type(error).__name__}: {error}"

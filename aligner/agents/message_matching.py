@@ -1,5 +1,7 @@
-"""Messages as clients send them: as chat templates take them, and whether they are those that were
-said before."""
+"""Conversion of clients' chat messages for the chat template, and their comparison.
+
+The comparison decides whether a request of an agent continues an earlier turn.
+"""
 
 import json
 import re
@@ -8,27 +10,29 @@ from typing import Any
 
 from aligner.agents.openai_protocol import Refused
 
+# the reasoning at the start of an answer, up to its last end tag
 _REASONING = re.compile(r"\A.*</think>\s*", re.DOTALL)
 
 
 def template_messages(messages: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:
-    """Messages of a request as chat templates take them: contents are texts, arguments of calls are
-    objects.
+    """Convert the messages of a request to the format of chat templates.
 
-    Raises Refused for one without a role, with a content other than text, and with a call that is
-    none.
+    Contents become strings, and JSON arguments of tool calls become objects. Raises Refused if a
+    message has no role, has content other than text, or has an invalid tool call.
     """
-    return tuple(_template_message(message, place) for place, message in enumerate(messages))
+    return tuple(_template_message(message, index) for index, message in enumerate(messages))
 
 
 def _template_message(message: Mapping[str, Any], place: int) -> dict[str, Any]:
+    """Convert one message; `place` is its index in the request."""
     if not isinstance(message.get("role"), str):
         raise Refused(400, f"messages.{place}.role: must be a string, got {message.get('role')!r}")
-    found = {key: value for key, value in message.items() if value is not None}
-    found["content"] = _content(message, place)
-    if found.get("tool_calls"):
+    # chat templates test whether a field exists; clients send null for missing fields
+    converted = {key: value for key, value in message.items() if value is not None}
+    converted["content"] = _content(message, place)
+    if converted.get("tool_calls"):
         try:
-            found["tool_calls"] = [_template_call(call) for call in found["tool_calls"]]
+            converted["tool_calls"] = [_template_call(call) for call in converted["tool_calls"]]
         except (KeyError, TypeError, AttributeError):
             raise Refused(
                 400,
@@ -36,11 +40,12 @@ def _template_message(message: Mapping[str, Any], place: int) -> dict[str, Any]:
                 " `arguments`",
             ) from None
     else:
-        found.pop("tool_calls", None)
-    return found
+        converted.pop("tool_calls", None)
+    return converted
 
 
 def _content(message: Mapping[str, Any], place: int) -> str:
+    """Return the text of a message; `place` is its index in the request."""
     content = message.get("content")
     if isinstance(content, list) and all(
         isinstance(part, dict) and isinstance(part.get("text"), str) for part in content
@@ -56,6 +61,7 @@ def _content(message: Mapping[str, Any], place: int) -> str:
 
 
 def _template_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tool call with parsed arguments."""
     function = call["function"]
     return {
         **call,
@@ -68,7 +74,7 @@ def _template_call(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _value(arguments: Any) -> Any:
-    """The arguments of a call, which come as JSON, as a value; what is no JSON as it is."""
+    """Parse the arguments of a call; return invalid JSON, and any other value, unchanged."""
     try:
         return json.loads(arguments) if isinstance(arguments, str) else arguments
     except (ValueError, RecursionError):
@@ -76,8 +82,13 @@ def _value(arguments: Any) -> Any:
 
 
 def compared(message: Mapping[str, Any], rules: Collection[str]) -> str:
-    """A message of a request as a text that is equal for those that are the same by the rules
-    (`environment.matching`)."""
+    """Return a text that is equal for two messages if the rules consider them equal.
+
+    Args:
+        message: A message of a request.
+        rules: Differences to ignore (`environment.matching`): "reasoning", "whitespace" and
+            "arguments" (the formatting of the JSON arguments of tool calls).
+    """
     content = _content(message, 0)
     if "reasoning" in rules and message.get("role") == "assistant":
         content = _REASONING.sub("", content)
@@ -86,6 +97,7 @@ def compared(message: Mapping[str, Any], rules: Collection[str]) -> str:
     calls = []
     for call in message.get("tool_calls") or []:
         arguments = call["function"]["arguments"]
+        # parsed arguments are equal even if their JSON texts differ in spaces or order
         arguments = _value(arguments) if "arguments" in rules else arguments
         calls.append([call.get("id"), call["function"]["name"], arguments])
     return json.dumps(

@@ -1,4 +1,4 @@
-"""A stored model behind an endpoint of OpenAI's API: what `aligner serve-model` does."""
+"""Implementation of `aligner serve-model`: an OpenAI-compatible endpoint of a stored model."""
 
 import asyncio
 import itertools
@@ -25,10 +25,10 @@ from aligner.engines.engine_protocol import RequestKey, SamplingOptions
 from aligner.errors import AlignerError, ConfigError
 from aligner.schema import EngineConfig
 
+# maximum number of tokens of an answer if its request sets no limit
 _MOST_TOKENS = 512
-"""Of an answer, where its request says nothing."""
+# characters per token of context that a request body may have
 _CHARACTERS_A_TOKEN = 16
-"""Of a request's body, at most."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,26 +37,40 @@ class _FirstToken:
 
     body: ModelChatBody
     read: Tensor
-    """int64 [T]: the rendered messages"""
+    """int64 [T]: the tokens of the rendered messages."""
     answer: "Future[Answer]" = field(default_factory=Future)
+    """The answer, which the thread of the engine sets."""
 
 
 class ModelEndpoint(OpenAIServer):
-    """Serves `/v1/chat/completions` and `/v1/models`.
+    """Endpoint that serves `/v1/chat/completions` and `/v1/models`.
 
     Requests with the same sampling parameters share the engine's batches. The model's chat template
     renders the messages; a model without one reads their texts, separated by blank lines.
+
+    The HTTP server runs in a thread of its own; the caller runs the engine with `work`.
     """
 
     def __init__(self, source: Source, settings: EngineConfig, host: str, port: int) -> None:
-        """Reads the weights. Raises ConfigError for a model that generates no text or has no
-        tokenizer."""
+        """Load the model into an engine; `start` starts the HTTP server.
+
+        Args:
+            source: The stored model.
+            settings: The section `engine` of the configuration.
+            host: Address of this machine.
+            port: TCP port; 0 selects a free one.
+
+        Raises:
+            ConfigError: The model generates no text or has no tokenizer.
+        """
         shape = require_generating(source)
-        self._tokenizer, self._positions = Tokenizer(source.companions), shape.max_positions
-        self._name, self._stops = source.directory.name, shape.eos_token_ids
+        self._tokenizer = Tokenizer(source.companions)
+        self._positions = shape.max_positions
+        self._name = source.directory.name
+        self._stops = shape.eos_token_ids
         self._chat: ChatTurns | None = None
         self.notice: str | None = None
-        """What a person should know."""
+        """Message for the user if the model has no chat template."""
         try:
             self._chat = ChatTurns(self._tokenizer, None)
         except ConfigError as error:
@@ -72,45 +86,49 @@ class ModelEndpoint(OpenAIServer):
         super().__init__(host, port, _CHARACTERS_A_TOKEN * self._positions, "--host")
 
     def routes(self) -> list[Route]:
-        """As `OpenAIServer`."""
+        """See `OpenAIServer.routes`."""
         return [
             Route("/v1/chat/completions", self._completed, methods=["POST"]),
             Route("/v1/models", self._models, methods=["GET"]),
         ]
 
     def work(self) -> None:
-        """Run the engine's steps, until interrupted."""
+        """Run the engine's steps until the process is interrupted."""
         while True:
             self._engine.wake_up.wait()
             self._engine.wake_up.clear()
             while self._engine.has_work:
                 self._step()
+            # only the thread of the engine may run the model
             while not self._first_tokens.empty():
                 self._answer_first_token(self._first_tokens.get())
 
     def _step(self) -> None:
+        """Run one engine step; if it fails, its error fails all requests in flight."""
         try:
             self._engine.step()
         except AlignerError as error:
             self._engine.fail_all(error)
 
     async def _models(self, request: Request) -> JSONResponse:
+        """List the model."""
         return models_response(self._name)
 
     async def _completed(self, request: Request) -> Response:
+        """Answer a request for a chat completion."""
         body = parsed(ModelChatBody, await self.read(request))
         read = self._read(body)
         room = self._positions - len(read)
         if room < 1:
-            most = self._positions - 1
+            limit = self._positions - 1
             raise Refused(
                 400,
-                f"messages: the prompt has {len(read)} tokens; must have at most {most} to leave"
+                f"messages: the prompt has {len(read)} tokens; must have at most {limit} to leave"
                 " room for a response",
                 "context_length_exceeded",
             )
-        most = min(body.limit or _MOST_TOKENS, room)
-        return await self.answer(request, body, self._answers(body, read, most))
+        limit = min(body.limit or _MOST_TOKENS, room)
+        return await self.answer(request, body, self._answers(body, read, limit))
 
     async def _answers(self, body: ModelChatBody, read: Tensor, most: int) -> list[Answer]:
         """Return `body.n` answers to the tokens `read`, int64 [T]."""
@@ -127,13 +145,14 @@ class ModelEndpoint(OpenAIServer):
         except AlignerError as error:
             raise Refused(500, str(error)) from error
         finally:
-            for task in tasks:  # after a failure nobody wants the others
+            for task in tasks:  # after a failure, the other answers are not needed
                 task.cancel()
 
     async def _whole_answer(self, body: ModelChatBody, read: Tensor, most: int) -> Answer:
+        """Generate an answer of at most `most` tokens to the tokens `read`, int64 [T]."""
         sampling = SamplingOptions(
             most,
-            # the log-probs of temperature 0 are those of temperature 1
+            # greedy decoding reports log-probs at temperature 1
             temperature=body.temperature or 1.0,
             top_p=body.top_p,
             greedy=body.temperature == 0,
@@ -145,13 +164,14 @@ class ModelEndpoint(OpenAIServer):
         return self._answer(read, [self._token(*pair) for pair in pairs], completion.tokens)
 
     async def _first_token_answer(self, body: ModelChatBody, read: Tensor) -> Answer:
-        ask = _FirstToken(body, read)
-        self._first_tokens.put(ask)
+        """Return an answer of one token with alternatives; the engine's thread computes it."""
+        first_token = _FirstToken(body, read)
+        self._first_tokens.put(first_token)
         self._engine.wake_up.set()
-        return await asyncio.wrap_future(ask.answer)
+        return await asyncio.wrap_future(first_token.answer)
 
     def _read(self, body: ModelChatBody) -> Tensor:
-        """What the model is to answer, int64 [T]. Raises Refused."""
+        """Return the input tokens of a request, int64 [T]. Raises Refused if they are invalid."""
         messages = template_messages(body.messages)
         try:
             if self._chat is not None:
@@ -163,7 +183,7 @@ class ModelEndpoint(OpenAIServer):
             raise Refused(400, str(error)) from error
 
     def _answer_first_token(self, ask: "_FirstToken") -> None:
-        """Answer with one token, and with the most probable alternatives to it."""
+        """Compute one token and its most probable alternatives, and set the answer."""
         if not ask.answer.set_running_or_notify_cancel():
             return
         body = ask.body
@@ -172,15 +192,17 @@ class ModelEndpoint(OpenAIServer):
         except AlignerError as error:
             ask.answer.set_exception(error)
             return
+
         logprobs = (logits / (body.temperature or 1.0)).log_softmax(-1)
-        best, tokens = logprobs.topk(min(body.top_logprobs or 0, len(logprobs)))
+        best_logprobs, tokens = logprobs.topk(min(body.top_logprobs or 0, len(logprobs)))
         token = tokens[:1] if body.temperature == 0 else logprobs.exp().multinomial(1)
-        likeliest = tuple(map(self._token, tokens.tolist(), best.tolist()))
-        shown = self._token(int(token), float(logprobs[token]))
-        chosen = DrawnToken(shown.text, shown.logprob, likeliest)
-        ask.answer.set_result(self._answer(ask.read, [chosen], token))
+        likeliest = tuple(map(self._token, tokens.tolist(), best_logprobs.tolist()))
+        sampled_token = self._token(int(token), float(logprobs[token]))
+        answer_token = DrawnToken(sampled_token.text, sampled_token.logprob, likeliest)
+        ask.answer.set_result(self._answer(ask.read, [answer_token], token))
 
     def _token(self, token: int, logprob: float) -> DrawnToken:
+        """Return a token id as a token of an answer."""
         return DrawnToken(self._tokenizer.decode_token(token), logprob)
 
     def _answer(self, read: Tensor, tokens: Sequence[DrawnToken], generated: Tensor) -> Answer:

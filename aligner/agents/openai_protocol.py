@@ -1,5 +1,8 @@
-"""What clients of OpenAI's API send and get: requests as they are checked, answers and errors as
-they are worded."""
+"""Wire format of the OpenAI-compatible endpoints: checked requests, answers and errors.
+
+The pydantic models validate the bodies of requests. `answered` and `streamed` format answers as
+JSON objects or server-sent events, and `Refused` formats errors.
+"""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,8 +15,10 @@ from aligner.data.tool_calls import ToolCall
 from aligner.errors import AlignerError
 
 MODEL = "policy"
-"""What `/v1/models` lists; requests may name any other."""
+"""Model name that `/v1/models` lists; requests may contain any other name."""
 FinishReason = Literal["stop", "length", "tool_calls"]
+# Request parameters that are ignored. They would change the distribution that the run trains on, or
+# request what the model does not support, but the format of the answer does not depend on them.
 _IGNORED = (
     *(
         "temperature",
@@ -27,29 +32,30 @@ _IGNORED = (
     ),
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
 )
-"""What would change the distribution that the run learns from, or the model cannot do, and changes
-no answer's form."""
 
 
 class Refused(AlignerError):
-    """A request that gets no answer: why, and the status and the code that its client is told."""
+    """Error of a request, with the HTTP status and OpenAI's error code for the client."""
 
     def __init__(self, status: int, message: str, code: str | None = None) -> None:
         super().__init__(message)
-        self.status, self.code = status, code
+        self.status = status
+        self.code = code
 
     def content(self) -> dict[str, Any]:
-        """The error as OpenAI words it."""
+        """Return the error as a JSON object in OpenAI's format."""
         kind = "authentication_error" if self.status == 401 else "invalid_request_error"
         return {"error": {"message": str(self), "type": kind, "param": None, "code": self.code}}
 
 
 class _StreamOptions(BaseModel):
+    """The field `stream_options` of a request."""
+
     include_usage: bool = False
 
 
 class CompletionBody(BaseModel, extra="allow"):
-    """What both kinds of requests have in common."""
+    """Fields of both text and chat completion requests; unknown fields are accepted."""
 
     model: str = MODEL
     n: int = Field(1, ge=1, le=128)
@@ -60,27 +66,27 @@ class CompletionBody(BaseModel, extra="allow"):
 
     @property
     def limit(self) -> int | None:
-        """Most tokens of the answer."""
+        """Maximum number of tokens of the answer; None if the request sets no limit."""
         return self.max_tokens
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """Texts that end the answer."""
+        """Stop texts, which end the answer; empty texts are left out."""
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return tuple(text for text in stop if text)
 
     @property
     def ignored(self) -> list[str]:
-        """What it asks for and does not get."""
+        """Names of the ignored parameters that the request sets."""
         return [name for name in _IGNORED if (self.model_extra or {}).get(name) is not None]
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether the log-probs of its tokens are wanted with an answer."""
+        """Whether the answer must contain the log-probs of its tokens."""
         raise NotImplementedError
 
     def refuse(self) -> None:
-        """Raise Refused for what is asked for, cannot be had and would be missed."""
+        """Raise Refused if the request needs a feature that the endpoint does not support."""
 
 
 class TextBody(CompletionBody):
@@ -94,7 +100,7 @@ class TextBody(CompletionBody):
 
     @property
     def wants_logprobs(self) -> bool:
-        """As `CompletionBody`."""
+        """See `CompletionBody.wants_logprobs`."""
         return self.logprobs is not None
 
 
@@ -112,21 +118,21 @@ class ChatBody(CompletionBody):
 
     @property
     def limit(self) -> int | None:
-        """As `CompletionBody`."""
+        """See `CompletionBody.limit`; `max_completion_tokens` has precedence."""
         return self.max_completion_tokens or self.max_tokens
 
     @property
     def calls_tools(self) -> bool:
-        """Whether calls in the answer are told as such."""
+        """Whether tool calls in the generated text become `tool_calls` of the answer."""
         return bool(self.tools) and self.tool_choice != "none"
 
     @property
     def wants_logprobs(self) -> bool:
-        """As `CompletionBody`."""
+        """See `CompletionBody.wants_logprobs`."""
         return bool(self.logprobs)
 
     def refuse(self) -> None:
-        """As `CompletionBody`."""
+        """See `CompletionBody.refuse`; the only supported response format is text."""
         if (kind := (self.response_format or {}).get("type", "text")) != "text":
             raise Refused(
                 400,
@@ -136,15 +142,17 @@ class ChatBody(CompletionBody):
 
 
 class ModelChatBody(ChatBody):
-    """A request to `/v1/chat/completions` of a model that is served by itself, which draws as it is
-    asked to."""
+    """A request to `/v1/chat/completions` of `aligner serve-model`.
+
+    In contrast to the endpoint of a run, the request's own sampling parameters apply.
+    """
 
     temperature: float = Field(1.0, ge=0)
     top_p: float = Field(1.0, gt=0, le=1)
     top_logprobs: int | None = Field(None, ge=0, le=20)
 
     def refuse(self) -> None:
-        """As `CompletionBody`."""
+        """See `CompletionBody.refuse`; stop texts and tools are not supported."""
         super().refuse()
         if self.stops or self.tools:
             raise Refused(
@@ -163,7 +171,7 @@ class ModelChatBody(ChatBody):
 
 
 class RewardBody(BaseModel):
-    """What an agent says that its episode is worth, more than what it has said before."""
+    """A request to `/v1/reward`, which adds to the reward of the agent's episode."""
 
     reward: float
 
@@ -172,15 +180,18 @@ BodyT = TypeVar("BodyT", bound=BaseModel)
 
 
 def parsed(kind: type[BodyT], content: bytes) -> BodyT:
-    """What a request of a kind says. Raises Refused, naming the first field that is wrong."""
+    """Validate the body of a request, and return it as an object of type `kind`.
+
+    Raises Refused, with the name of the first invalid field, if the body is invalid.
+    """
     try:
         body = kind.model_validate_json(content)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
-        place = ".".join(map(str, first["loc"])) or "the request body"
-        got = repr(first["input"])
+        field = ".".join(map(str, first["loc"])) or "the request body"
+        value = repr(first["input"])
         raise Refused(
-            400, f"{place}: {first['msg']}; got {got if len(got) <= 100 else got[:100] + '…'}"
+            400, f"{field}: {first['msg']}; got {value if len(value) <= 100 else value[:100] + '…'}"
         ) from None
     if isinstance(body, CompletionBody):
         body.refuse()
@@ -189,33 +200,38 @@ def parsed(kind: type[BodyT], content: bytes) -> BodyT:
 
 @dataclass(frozen=True)
 class DrawnToken:
-    """A token of an answer: its text and its log-probability at the run's temperature."""
+    """A generated token of an answer."""
 
     text: str
     logprob: float
+    """Log-prob of the token at the sampling temperature."""
     likeliest: tuple["DrawnToken", ...] = ()
-    """What could have come in its place, where that was asked for: the most probable first."""
+    """Most probable tokens at this position, in descending order; empty if not requested."""
 
     def told(self) -> dict[str, Any]:
-        """As a chat's log-probs have it, without the others."""
+        """Return the token as in a chat answer's log-probs, without its alternatives."""
         return {"token": self.text, "logprob": self.logprob, "bytes": [*self.text.encode()]}
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What the policy said to a request."""
+    """The model's answer to a request."""
 
     text: str
+    """The generated text, including the text of tool calls."""
     finish_reason: FinishReason
     prompt_tokens: int
+    """Number of input tokens."""
     tokens: tuple[DrawnToken, ...] = ()
+    """The generated tokens."""
     content: str | None = None
-    """Where it calls tools: what it says beside that."""
+    """Text outside the tool calls; None for an answer without tool calls."""
     calls: tuple[ToolCall, ...] = ()
+    """Parsed tool calls of the answer."""
 
     @property
     def message(self) -> dict[str, Any]:
-        """The answer as a message of a chat."""
+        """The answer as a chat message."""
         if not self.calls:
             return {"role": "assistant", "content": self.text}
         calls = [
@@ -230,15 +246,15 @@ class Answer:
 
 
 def answered(name: str, body: CompletionBody, answers: Sequence[Answer]) -> dict[str, Any]:
-    """The response to a request whose id is `name`."""
+    """Return the JSON object that answers a request; `name` is its id."""
     is_chat = isinstance(body, ChatBody)
     choices = []
     for index, answer in enumerate(answers):
-        said = {"message": answer.message} if is_chat else {"text": answer.text}
+        content = {"message": answer.message} if is_chat else {"text": answer.text}
         choices.append(
             {
                 "index": index,
-                **said,
+                **content,
                 "finish_reason": answer.finish_reason,
                 "logprobs": _logprobs(body, answer),
             }
@@ -251,21 +267,25 @@ def answered(name: str, body: CompletionBody, answers: Sequence[Answer]) -> dict
 
 
 def streamed(name: str, body: CompletionBody, answers: Sequence[Answer]) -> Iterator[str]:
-    """The same response as server-sent events: each answer in one piece, once it is complete."""
+    """Yield the server-sent events that answer a request; `name` is its id.
+
+    Each complete answer is one event, and its finish reason is a second one.
+    """
     is_chat = isinstance(body, ChatBody)
     head = _head(name, body, "chat.completion.chunk" if is_chat else "text_completion")
     for index, answer in enumerate(answers):
-        said: dict[str, Any] = {"text": answer.text}
+        content: dict[str, Any] = {"text": answer.text}
         if is_chat:
             delta = answer.message
             if answer.calls:
                 delta["tool_calls"] = [
-                    {"index": at, **call} for at, call in enumerate(delta["tool_calls"])
+                    {"index": call_index, **call}
+                    for call_index, call in enumerate(delta["tool_calls"])
                 ]
-            said = {"delta": delta}
+            content = {"delta": delta}
         choice = {
             "index": index,
-            **said,
+            **content,
             "finish_reason": None,
             "logprobs": _logprobs(body, answer),
         }
@@ -285,33 +305,44 @@ def streamed(name: str, body: CompletionBody, answers: Sequence[Answer]) -> Iter
 
 
 def _head(name: str, body: CompletionBody, kind: str) -> dict[str, Any]:
+    """Return the fields that every response object starts with.
+
+    `created` is 0, so that a response does not depend on the time.
+    """
     return {"id": name, "object": kind, "created": 0, "model": body.model}
 
 
 def _event(content: Mapping[str, Any]) -> str:
+    """Format an object as a server-sent event."""
     return f"data: {json.dumps(content)}\n\n"
 
 
 def _usage(answers: Sequence[Answer]) -> dict[str, int]:
-    read, drawn = answers[0].prompt_tokens, sum(len(answer.tokens) for answer in answers)
-    return {"prompt_tokens": read, "completion_tokens": drawn, "total_tokens": read + drawn}
+    """Return the token counts of a request; all of its answers have the same prompt."""
+    prompt_tokens = answers[0].prompt_tokens
+    generated_tokens = sum(len(answer.tokens) for answer in answers)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": generated_tokens,
+        "total_tokens": prompt_tokens + generated_tokens,
+    }
 
 
 def _logprobs(body: CompletionBody, answer: Answer) -> dict[str, Any] | None:
+    """Return the log-probs of an answer in the format of its endpoint; None if not requested."""
     if not body.wants_logprobs:
         return None
     if isinstance(body, ChatBody):
         return {
             "content": [
-                token.told() | {"top_logprobs": [each.told() for each in token.likeliest]}
+                token.told()
+                | {"top_logprobs": [alternative.told() for alternative in token.likeliest]}
                 for token in answer.tokens
             ]
         }
-    texts, logprobs = (
-        [token.text for token in answer.tokens],
-        [token.logprob for token in answer.tokens],
-    )
-    offsets = [len("".join(texts[:at])) for at in range(len(texts))]
+    texts = [token.text for token in answer.tokens]
+    logprobs = [token.logprob for token in answer.tokens]
+    offsets = [len("".join(texts[:index])) for index in range(len(texts))]
     return {
         "tokens": texts,
         "token_logprobs": logprobs,

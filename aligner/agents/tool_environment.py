@@ -1,5 +1,4 @@
-"""An environment that runs the tools which the policy calls, in its own model's format, and tells
-it what they answer."""
+"""Environment that executes the policy's tool calls and returns the tools' answers as messages."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -14,16 +13,17 @@ from aligner.agents.tool_protocol import ListedTool, Tool, ToolFailed
 from aligner.data.tool_calls import THINK_START, MalformedCall, ToolCall, ToolFormat, parse_turn
 from aligner.schema.environment import PythonToolConfig
 
+# text that replaces the middle of an answer that is too long
 _CUT = "\n[… {left_out} characters left out …]\n"
 
 
 class ToolEnvironment:
-    """Answers a turn's tool calls, all at once, with a message each; a turn without any ends the
-    episode.
+    """Environment that answers each tool call of a turn with one message.
 
-    What is wrong with a call is told in its message. Where a call cannot be read none of its turn
-    is carried out. The reward is 0: what the episode is worth a reward function says of its last
-    turn. A class of the user's own may go on from this one, and give rewards.
+    The calls of a turn run concurrently. A turn without calls ends the episode. The message of a
+    failed call describes the error. If a call of a turn cannot be parsed, no call of the turn is
+    executed. The reward is always 0: a reward function scores the last turn of the episode. User
+    classes may inherit from this class and return rewards.
     """
 
     def __init__(
@@ -38,51 +38,66 @@ class ToolEnvironment:
         isolation: Isolation,
         python: Mapping[str, int],
     ) -> None:
-        """`tools` are `ListedTool` as JSON, `python` is PythonToolConfig, with the isolation that
-        this machine has.
+        """Create the environment of one episode; `with_tool_arguments` computes the arguments.
 
-        An answer of a tool has `tool_characters` at most, and all those to a turn together
-        `most_characters`.
+        Args:
+            form: Tool call format of the policy's chat template.
+            tools: The tools, `ListedTool` objects as JSON.
+            timeout_s: Timeout of one tool call in seconds.
+            most_calls: Maximum number of calls that are executed per turn.
+            tool_characters: Maximum number of characters of one answer.
+            most_characters: Maximum number of characters of all answers to a turn.
+            isolation: Isolation of the sandbox on this machine.
+            python: Fields of `PythonToolConfig`.
         """
-        self._form, self._timeout_s, self._most_calls = form, timeout_s, most_calls
-        self._tool_characters, self._most_characters = tool_characters, most_characters
+        self._form = form
+        self._timeout_s = timeout_s
+        self._most_calls = most_calls
+        self._tool_characters = tool_characters
+        self._most_characters = most_characters
         self._servers: dict[str, McpServer] = {}
         self._sandbox = PythonSandbox(PythonToolConfig(**python), isolation)
         listed = [ListedTool(**tool) for tool in tools]
         self._tools = {tool.name: self._tool(tool) for tool in listed}
-        self._messages, self._reasons = 0, False
+        # number of messages of the chat so far, and whether the prompt ends inside reasoning
+        self._messages = 0
+        self._reasons = False
 
     async def reset(self, task: Mapping[str, Any], seed: int) -> Observation:
-        """Nothing but the prompt's messages."""
+        """Start the episode; there is no observation besides the prompt."""
         self._messages = len(task.get("messages", ()))
         self._reasons = str(task.get("prompt", "")).rstrip().endswith(THINK_START)
         return []
 
     async def step(self, action: str) -> tuple[Observation, float, bool]:
-        """The answers to the turn's calls, or the end."""
+        """Execute the tool calls of a turn, and return their answers; end without any calls."""
         calls = parse_turn(action, self._form, self._messages, is_reasoning=self._reasons).calls
         if not calls:
             return [], 0.0, True
+
         problems = [call.problem for call in calls if isinstance(call, MalformedCall)]
-        if problems:  # of such a turn no template makes calls that tool messages could answer
-            told = "\n".join([*dict.fromkeys(problems), "No call of the turn was carried out."])
-            answers = [{"role": "user", "content": told}]
+        if problems:
+            # chat templates cannot render a malformed call, so no tool message can answer it; a
+            # user message describes the problems
+            text = "\n".join([*dict.fromkeys(problems), "No call of the turn was carried out."])
+            answers = [{"role": "user", "content": text}]
         else:
-            wanted = [call for call in calls if isinstance(call, ToolCall)]
-            contents = await asyncio.gather(*map(self._answer, wanted[: self._most_calls]))
-            refused = _error(f"the call was not carried out, a turn may have {self._most_calls}")
-            contents += [refused] * (len(wanted) - len(contents))
+            tool_calls = [call for call in calls if isinstance(call, ToolCall)]
+            contents = await asyncio.gather(*map(self._answer, tool_calls[: self._most_calls]))
+            refusal = _error(f"the call was not carried out, a turn may have {self._most_calls}")
+            contents += [refusal] * (len(tool_calls) - len(contents))
             answers = [
-                call.to_message(content) for call, content in zip(wanted, contents, strict=True)
+                call.to_message(content) for call, content in zip(tool_calls, contents, strict=True)
             ]
         self._messages += 1 + len(answers)
         return self._within_bounds(answers), 0.0, False
 
     async def close(self) -> None:
-        """End what servers the episode has."""
+        """Close the episode's sessions with MCP servers."""
         await asyncio.gather(*(server.close() for server in self._servers.values()))
 
     def _tool(self, listed: ListedTool) -> Tool:
+        """Return the object that executes calls of a tool; tools of a server share a session."""
         if listed.kind == "python":
             return _PythonTool(self._sandbox, self._tool_characters)
         if listed.kind == "function":
@@ -93,6 +108,7 @@ class ToolEnvironment:
         return _ServerTool(server, listed.name)
 
     async def _answer(self, call: ToolCall) -> str:
+        """Execute a call, and return the tool's answer, or an error message for the model."""
         tool = self._tools.get(call.name)
         if tool is None:
             return _error(
@@ -104,24 +120,28 @@ class ToolEnvironment:
             return _error(str(error))
 
     def _within_bounds(self, answers: list[dict[str, str]]) -> list[dict[str, str]]:
-        """The messages, their contents cut where they are too long."""
-        others = sum(
+        """Return the messages with contents that are shortened to the limits.
+
+        Roles, names and call ids count towards the limit of all messages; the rest is divided
+        equally.
+        """
+        other_characters = sum(
             len(text) for answer in answers for key, text in answer.items() if key != "content"
         )
-        share = max(self._most_characters - others, 0) // len(answers)
-        most = min(share, self._tool_characters)
-        return [answer | {"content": _shortened(answer["content"], most)} for answer in answers]
+        share = max(self._most_characters - other_characters, 0) // len(answers)
+        limit = min(share, self._tool_characters)
+        return [answer | {"content": _shortened(answer["content"], limit)} for answer in answers]
 
 
 @dataclass(frozen=True)
 class _PythonTool:
-    """Programs in the sandbox."""
+    """The tool `python`, which runs programs in the sandbox."""
 
     sandbox: PythonSandbox
     most_characters: int
 
     async def call(self, arguments: dict[str, Any], timeout_s: float) -> str:
-        """What the program `code` prints."""
+        """Run the program `code`, and return its output."""
         if {*arguments} != {"code"} or not isinstance(arguments["code"], str):
             raise ToolFailed("wrong arguments: it takes `code`, a text, alone")
         return await self.sandbox.run(arguments["code"], timeout_s, self.most_characters)
@@ -129,26 +149,30 @@ class _PythonTool:
 
 @dataclass(frozen=True)
 class _ServerTool:
-    """A tool of a server's."""
+    """A tool of an MCP server."""
 
     server: McpServer
     name: str
 
     async def call(self, arguments: dict[str, Any], timeout_s: float) -> str:
-        """What the server answers."""
+        """Call the tool, and return the server's answer."""
         return await self.server.call(self.name, arguments, timeout_s)
 
 
 def _error(what: str) -> str:
+    """Return an error message for the model."""
     return f"Error: {what}"
 
 
 def _shortened(text: str, most: int) -> str:
-    """A text of so many characters at most, of a longer one the ends; all of them are such as UTF-8
-    can hold."""
+    """Return a text of at most `most` characters that UTF-8 can encode.
+
+    A longer text keeps its beginning and its end.
+    """
+    # replaces lone surrogates
     text = text.encode(errors="replace").decode()
     if len(text) <= most:
         return text
     cut = _CUT.format(left_out=len(text) - most)
-    kept = max(most - len(cut), 0)
-    return (text[: kept - kept // 2] + cut + text[len(text) - kept // 2 :])[:most]
+    remaining = max(most - len(cut), 0)
+    return (text[: remaining - remaining // 2] + cut + text[len(text) - remaining // 2 :])[:most]

@@ -1,4 +1,4 @@
-"""What a tool is to the environment that calls it."""
+"""Data types of tools, and the interface through which an environment calls them."""
 
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -14,24 +14,26 @@ class ListedTool:
 
     kind: ToolKind
     place: str
-    """Where it is: `module:function`, or the server's command or URL."""
+    """Location of the tool: `module:function`, `python`, or the command or URL of its server."""
     schema: dict[str, Any]
-    """As chat templates take it: `{"type": "function", "function": {"name", "description",
+    """Schema for the chat template: `{"type": "function", "function": {"name", "description",
     "parameters"}}`."""
 
     @property
     def name(self) -> str:
-        """What the model calls it."""
+        """Name by which the model calls the tool."""
         return str(self.schema["function"]["name"])
 
 
 class ToolFailed(AlignerError):
-    """A call that came to nothing: what to tell the model."""
+    """A tool call failed; the message is for the model."""
 
 
 class Tool(Protocol):
-    """A tool of one episode."""
+    """A tool in one episode."""
 
     async def call(self, arguments: dict[str, Any], timeout_s: float) -> str:
-        """What it answers, within the time. Raises ToolFailed; anything else that is raised is the
-        environment's failure."""
+        """Execute a call within `timeout_s` seconds, and return the answer.
+
+        Raises ToolFailed if the call fails. Any other exception is a failure of the environment.
+        """

@@ -1,1 +1,1 @@
-"""What a configuration must fit: one file a section of the schema."""
+"""Checks of a configuration; one file per section of the schema."""

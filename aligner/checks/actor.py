@@ -1,4 +1,7 @@
-"""The policy's layout, batches, frozen weights and adapters against the model and the algorithm."""
+"""Checks of the section `actor`: layout, micro-batches, precision, optimizer, frozen weights, LoRA.
+
+The checks compare these settings with the model and the algorithm.
+"""
 
 from collections.abc import Iterator
 
@@ -18,8 +21,9 @@ from aligner.schema.derived import policy_updates, rows_together
 
 
 def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs) -> Iterator[str]:
-    """What the policy, or what else is trained from files, cannot run with."""
-    actor, trains_reward_model = config.actor, config.algorithm.trainer == "reward_model"
+    """Yield a line for each problem of the policy, or of the reward model that is trained."""
+    actor = config.actor
+    trains_reward_model = config.algorithm.trainer == "reward_model"
     if model is not None:
         trained = cut_shape(config, model) if trains_reward_model else model
         yield from layout_problems("actor.parallel", actor.parallel, trained)
@@ -37,7 +41,13 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
 
 
 def lora_problems(key: str, settings: ActorConfig, shape: ModelShape) -> Iterator[str]:
-    """One line for each thing that keeps adapters from being trained; `key` is the role's key."""
+    """Yield a line for each reason why LoRA adapters cannot be trained.
+
+    Args:
+        key: Dotted key of the role, such as `actor`.
+        settings: Settings of the role.
+        shape: Shape of the model with the adapters.
+    """
     lora = settings.lora
     if not lora.rank:
         return

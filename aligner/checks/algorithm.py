@@ -1,4 +1,4 @@
-"""The parts of an algorithm against each other, and the run around it."""
+"""Checks of the section `algorithm`: its parts against each other and against the run."""
 
 from collections.abc import Iterator
 
@@ -10,16 +10,17 @@ from aligner.schema.reward_sources import has_step_rewards
 from aligner.values import callable_place
 
 OWN_TARGET = ("copg", "dpo", "cross_entropy")
-"""Losses that take no advantages."""
+"""Losses that do not use advantages."""
 
 
+# Field names of the stored responses.
 _OWN_FIELDS = ("step", "prompt", "response", "prompt_tokens", "response_tokens", "drawn", "reward")
-"""Of the records of responses."""
 
 
 def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs) -> Iterator[str]:
-    """What of the algorithm does not fit together, or the run around it."""
-    target, longest = config.algorithm.target_length, config.rollout.max_response_tokens
+    """Yield a line for each conflict between parts of the algorithm, or with the run."""
+    target = config.algorithm.target_length
+    longest = config.rollout.max_response_tokens
     if config.algorithm.generates and not config.environment.draws_episodes and target > longest:
         yield (
             f"algorithm.target_length={target}: must be at most"
@@ -36,7 +37,7 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
 
 
 def _step_problems(config: Config) -> Iterator[str]:
-    """What of rewards of steps does not fit the estimator."""
+    """Yield problems of step rewards with the estimator `grpo_steps`."""
     if config.algorithm.advantage != "grpo_steps":
         return
     if not has_step_rewards(config.reward):
@@ -53,7 +54,9 @@ def _step_problems(config: Config) -> Iterator[str]:
 
 
 def _preference_problems(config: Config) -> Iterator[str]:
-    samples, rounds = config.rollout.samples_per_prompt, config.algorithm.dynamic_sampling_rounds
+    """Yield problems of a run that stores preference pairs."""
+    samples = config.rollout.samples_per_prompt
+    rounds = config.algorithm.dynamic_sampling_rounds
     for field in config.algorithm.kept_fields:
         if field in _OWN_FIELDS:
             yield (
@@ -74,7 +77,9 @@ def _preference_problems(config: Config) -> Iterator[str]:
 
 
 def _loss_problems(settings: AlgorithmConfig, *, has_teacher: bool) -> Iterator[str]:
-    loss, is_own_loss = settings.loss, callable_place(settings.loss) is not None
+    """Yield problems of the loss with the advantage estimator and the other parts of the update."""
+    loss = settings.loss
+    is_own_loss = callable_place(settings.loss) is not None
     if loss in OWN_TARGET and settings.advantage != "none":
         yield (
             f"algorithm.advantage={settings.advantage}: algorithm.loss={loss} does not use"
@@ -96,8 +101,8 @@ def _loss_problems(settings: AlgorithmConfig, *, has_teacher: bool) -> Iterator[
             " algorithm.loss=dpo, which trains on pairs of samples; for"
             f" {settings.preference.kind}, set algorithm=kto"
         )
-    pairs = settings.train_on == "best_and_worst"
-    if (loss == "dpo") != pairs:
+    has_pairs = settings.train_on == "best_and_worst"
+    if (loss == "dpo") != has_pairs:
         yield (
             f"algorithm.train_on={settings.train_on}: algorithm.loss=dpo and"
             f" algorithm.train_on=best_and_worst require each other, got algorithm.loss={loss}"
@@ -113,11 +118,12 @@ def _loss_problems(settings: AlgorithmConfig, *, has_teacher: bool) -> Iterator[
             " algorithm.whiten_over=prompt, which normalizes over all samples of a prompt"
         )
     if (settings.advantage in GROUPED or loss == "copg") and settings.train_on != "all":
-        comparing = (
+        comparing_setting = (
             f"advantage={settings.advantage}" if settings.advantage in GROUPED else "loss=copg"
         )
         yield (
-            f"algorithm.train_on={settings.train_on}: must be `all` with algorithm.{comparing},"
+            f"algorithm.train_on={settings.train_on}: must be `all` with"
+            f" algorithm.{comparing_setting},"
             " which compares all samples of a prompt"
         )
     if loss == "reinforce" and settings.epochs > 1:
@@ -149,6 +155,7 @@ def _loss_problems(settings: AlgorithmConfig, *, has_teacher: bool) -> Iterator[
 
 
 def _replay_problems(config: Config, model: ModelShape | None) -> Iterator[str]:
+    """Yield problems of routing replay with the model and the engine."""
     if not config.algorithm.routing_replay:
         return
     if model is not None and not model.num_experts:
@@ -165,12 +172,11 @@ def _replay_problems(config: Config, model: ModelShape | None) -> Iterator[str]:
 
 
 def _penalty_problems(config: Config) -> Iterator[str]:
-    """What concerns the KL penalty, whitening and warm-up."""
-    settings, loss = config.algorithm, config.algorithm.loss
-    coefficient, in_loss = (
-        f"algorithm.kl_coefficient={settings.kl_coefficient:g}",
-        settings.kl_placement == "loss",
-    )
+    """Yield problems of the KL penalty, of whitening, and of the critic's warm-up."""
+    settings = config.algorithm
+    loss = config.algorithm.loss
+    coefficient = f"algorithm.kl_coefficient={settings.kl_coefficient:g}"
+    in_loss = settings.kl_placement == "loss"
     if settings.kl_coefficient and loss == "dpo":
         yield (
             f"{coefficient}: is not supported with algorithm.loss=dpo, which limits the policy's"
@@ -183,6 +189,7 @@ def _penalty_problems(config: Config) -> Iterator[str]:
             f" algorithm.loss={loss}, which does not use token rewards; set"
             " algorithm.kl_placement=loss or algorithm.kl_coefficient=0"
         )
+    # The gradient of k1 is the score function, whose expectation is zero on on-policy samples.
     elif settings.kl_coefficient and in_loss and loss != "copg" and settings.kl_estimator == "k1":
         yield (
             "algorithm.kl_estimator=k1: has a gradient of zero on average with"
@@ -212,7 +219,9 @@ def _penalty_problems(config: Config) -> Iterator[str]:
 
 
 def _sample_problems(config: Config) -> Iterator[str]:
-    settings, samples = config.algorithm, config.rollout.samples_per_prompt
+    """Yield problems of the number of samples with the parts of the algorithm that use them."""
+    settings = config.algorithm
+    samples = config.rollout.samples_per_prompt
     if (
         settings.overlong_filter
         and not config.rollout.stop_at_eos
@@ -223,7 +232,7 @@ def _sample_problems(config: Config) -> Iterator[str]:
             " as truncated, so no response would be trained on; set rollout.truncate_token or"
             " rollout.stop_at_eos=true"
         )
-    comparing = [
+    comparing_settings = [
         f"{name}={value}"
         for name, value, compares in (
             ("advantage", settings.advantage, settings.advantage in GROUPED),
@@ -238,15 +247,15 @@ def _sample_problems(config: Config) -> Iterator[str]:
         )
         if compares
     ]
-    if comparing and samples < 2:
+    if comparing_settings and samples < 2:
         yield (
             f"rollout.samples_per_prompt={samples}: must be at least 2, because"
-            f" algorithm.{comparing[0]} compares samples of one prompt"
+            f" algorithm.{comparing_settings[0]} compares samples of one prompt"
         )
     units = config.rollout.prompts_per_step * samples_learned_from(config) // rows_together(config)
     if callable_place(settings.train_on) is None and units % settings.minibatches:
-        what = {1: "samples", 2: "pairs"}.get(rows_together(config), "prompts")
+        unit_name = {1: "samples", 2: "pairs"}.get(rows_together(config), "prompts")
         yield (
-            f"algorithm.minibatches={settings.minibatches}: must divide the {units} {what} of a"
-            " step"
+            f"algorithm.minibatches={settings.minibatches}: must divide the {units} {unit_name} of"
+            " a step"
         )

@@ -1,7 +1,8 @@
-"""All checks of a configuration: bounds first, then every section against the others, the model and
-this machine.
+"""All checks of a configuration.
 
-Everything is checked before anything starts, and everything wrong is reported at once.
+The bounds of single values come first, then the checks of each section against the other sections,
+the model and this machine. A run is checked before any of its processes starts, and all problems
+are reported together.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -39,8 +40,8 @@ from aligner.schema.key_validation import value_problems
 from aligner.schema.keys import only_read
 
 SectionCheck = Callable[[Config, ModelShape | None, ExpectedInputs], Iterator[str]]
-"""One line for each thing about a section that does not fit other sections, the model (None where
-it could not be read) or this machine. What is expected need not be there yet."""
+"""Function that yields a line for each conflict of a section with other sections, the model or this
+machine. The model is None if its shape could not be read. Expected inputs need not exist yet."""
 
 SECTIONS: tuple[SectionCheck, ...] = (
     run.problems,
@@ -59,23 +60,34 @@ SECTIONS: tuple[SectionCheck, ...] = (
     evaluation.problems,
     logging.problems,
 )
-"""In the schema's order."""
+"""Checks of all sections, in the order of the schema."""
 
 
 def check(
     config: Config, expected: ExpectedInputs = NOTHING_EXPECTED, also: Iterable[str] = ()
 ) -> ModelShape:
-    """Check what the run reads of the configuration against itself, the model and this machine;
-    returns the policy's shape.
+    """Check a configuration against itself, the model and this machine.
 
-    What is `expected` need not be there yet; `also` are problems that are reported with the others.
-    Raises ConfigError with one line for each thing that is wrong.
+    Only the keys that the run reads are checked.
+
+    Args:
+        config: Configuration of the run.
+        expected: Inputs that need not exist yet.
+        also: Further problems, which are reported together with the others.
+
+    Returns:
+        The shape of the policy.
+
+    Raises:
+        ConfigError: There are problems; the message has one line for each of them.
     """
-    # Bounds come first: the checks after them divide by these numbers.
+    # Bounds come first, because later checks divide by these numbers.
     _raise_all(_value_problems(config))
+
     config = only_read(config)
     expected = {**expected, **random_reward_models(config)}
-    shape, problems = None, []
+    shape = None
+    problems = []
     try:
         shape = read_shape(config, expected)
     except ConfigError as error:
@@ -84,18 +96,21 @@ def check(
     for section in SECTIONS:
         problems += section(config, shape, expected)
     _raise_all([*problems, *also])
-    if shape is None:  # its problem was raised above
+    if shape is None:  # impossible: _raise_all has raised the problem of read_shape
         raise AssertionError
-    # Last: what is counted must fit together.
+
+    # Memory comes last, because its computation requires sizes without conflicts.
     _raise_all(memory_problems(config, shape, expected))
     return shape
 
 
 def _raise_all(problems: Iterable[str]) -> None:
-    if found := list(problems):
-        raise ConfigError("\n".join(found))
+    """Raise ConfigError with all problems if there are any."""
+    if lines := list(problems):
+        raise ConfigError("\n".join(lines))
 
 
 def _value_problems(config: Config) -> Iterator[str]:
+    """Yield problems of single values, including those of evaluation suites."""
     yield from value_problems(config)
     yield from suite_problems(config.evaluation)

@@ -1,4 +1,7 @@
-"""The Slurm job against the roles, the mounts and the machine that submits it."""
+"""Checks of the section `cluster`: the devices of this machine, or the Slurm job.
+
+The checks compare the job with the roles, its mounts, and the machine that submits it.
+"""
 
 import math
 import re
@@ -15,13 +18,16 @@ from aligner.placement.slurm_layout import JobLayout, container_mounts, slurm_la
 from aligner.schema import Config
 from aligner.schema.references import read_paths
 
+# Time limits that `sbatch --time` accepts.
 _TIME = r"\d+(:\d{1,2}(:\d{1,2})?)?|\d+-\d{1,2}(:\d{1,2}){0,2}|UNLIMITED|INFINITE"
 _REGISTRY_IMAGE = r"[\w.-]+(:\d+)?[#/]?[\w./@:-]*"
 
 
 def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs) -> Iterator[str]:
-    """What is wrong with the places of roles on this machine, or with a Slurm job as far as who
-    submits it can tell."""
+    """Yield a line for each problem of the placement of roles on this machine or in a Slurm job.
+
+    Only problems that are visible on the machine that submits the job are reported.
+    """
     slurm = config.cluster.slurm
     if config.cluster.kind != "slurm":
         try:
@@ -35,13 +41,15 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
         yield str(error)
     if slurm.time is not None:
         yield from _time_problems(slurm.time, slurm.grace_s)
-    if slurm.requeue and config.algorithm.learns:  # others go on from their steps
+    # Runs that do not train a model resume after their last step, without checkpoints.
+    if slurm.requeue and config.algorithm.learns:
         yield from _requeue_problems(config)
     if config.server.interface != "0.0.0.0":
         yield (
             f"server.interface={config.server.interface}: must be 0.0.0.0 with cluster=slurm,"
             " because clients connect to each server at the address of its node"
         )
+
     images = {"cluster.slurm.image": slurm.image}
     images |= {
         f"cluster.slurm.roles.{role}.image": slurm_role(config, role).image
@@ -56,7 +64,7 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
 
 
 def _path_problems(config: Config, has_image: bool) -> Iterator[str]:
-    """Characters of paths that Slurm or a container does not accept."""
+    """Yield paths with characters that Slurm or a container does not support."""
     if config.run.dir is not None and "\\" in config.run.dir:
         yield (
             f"run.dir={config.run.dir}: must not contain a backslash with cluster=slurm, because"
@@ -73,6 +81,7 @@ def _path_problems(config: Config, has_image: bool) -> Iterator[str]:
 
 
 def _time_problems(time: str, grace_s: int) -> Iterator[str]:
+    """Yield problems of the time limit of the job."""
     if not re.fullmatch(_TIME, time):
         yield (
             f"cluster.slurm.time={time}: must be minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM,"
@@ -87,11 +96,10 @@ def _time_problems(time: str, grace_s: int) -> Iterator[str]:
 
 
 def _requeue_problems(config: Config) -> Iterator[str]:
-    every, minutes, steps = (
-        config.checkpoint.every,
-        config.checkpoint.every_minutes,
-        config.run.steps,
-    )
+    """Yield a problem if a requeued job would have no checkpoint from which to resume."""
+    every = config.checkpoint.every
+    minutes = config.checkpoint.every_minutes
+    steps = config.run.steps
     if not minutes and not 0 < every < steps:
         yield (
             f"cluster.slurm.requeue=true: with checkpoint.every={every} and"
@@ -103,13 +111,13 @@ def _requeue_problems(config: Config) -> Iterator[str]:
 
 
 def _seconds(time: str) -> float:
-    """Of a time limit that `_TIME` takes."""
+    """Return the seconds of a time limit that matches `_TIME`; infinity without a limit."""
     if not time[0].isdigit():
         return math.inf
     days, dash, rest = time.rpartition("-")
     parts = [int(part) for part in rest.split(":")]
-    # Without days one number is minutes and two are minutes and seconds; with days what is first is
-    # hours.
+    # Without days, one number is minutes, and two numbers are minutes and seconds. With days, the
+    # first number is hours.
     units = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)
     return int(days or 0) * 86400 + sum(
         part * unit for part, unit in zip(parts, units, strict=False)
@@ -117,18 +125,18 @@ def _seconds(time: str) -> float:
 
 
 def _replica_problems(config: Config, layout: JobLayout) -> Iterator[str]:
-    """Engines that are programs of their own start a replica's workers on the machine of its first
-    rank."""
+    """Yield a problem if a replica of an external engine would span several nodes.
+
+    vLLM and TensorRT-LLM start all workers of a replica on the node of the replica's first rank.
+    """
     engine = config.engine
     if engine.kind == "embedded" or not config.algorithm.generates:
         return
     role = "generator" if has_generator(config) else "trainer"
-    place, settings, tensor = (
-        layout.placements[role],
-        slurm_role(config, role),
-        engine.parallel.tensor,
-    )
-    if place.nodes == 1 or place.ranks_per_node % tensor == 0:
+    placement = layout.placements[role]
+    settings = slurm_role(config, role)
+    tensor = engine.parallel.tensor
+    if placement.nodes == 1 or placement.ranks_per_node % tensor == 0:
         return
     key = (
         "cluster.devices_per_node"
@@ -138,13 +146,15 @@ def _replica_problems(config: Config, layout: JobLayout) -> Iterator[str]:
     key = key if settings.nodes is None else f"cluster.slurm.roles.{role}.nodes"
     yield (
         f"engine.parallel.tensor={tensor}: a replica of engine.kind={engine.kind} must fit on one"
-        f" node, but the {role} has {place.ranks_per_node} ranks on each of {place.nodes} nodes"
+        f" node, but the {role} has {placement.ranks_per_node} ranks on each of"
+        f" {placement.nodes} nodes"
         f" ({key}); set more ranks per node, or set engine.parallel.tensor to a divisor of"
-        f" {place.ranks_per_node}"
+        f" {placement.ranks_per_node}"
     )
 
 
 def _image_problems(key: str, image: str) -> Iterator[str]:
+    """Yield problems of a container image, which is a file or a name in a registry."""
     is_file = image.startswith(("/", ".")) or image.endswith((".sqsh", ".squashfs"))
     if is_file and not Path(image).is_file():
         yield (
@@ -156,9 +166,8 @@ def _image_problems(key: str, image: str) -> Iterator[str]:
 
 
 def _mount_problems(config: Config) -> Iterator[str]:
-    """Mounts that cannot be, and files that the configuration names but the container would not
-    see."""
-    seen = []
+    """Yield invalid mounts, and files in the configuration that the container would not see."""
+    visible_directories = []
     for mount in container_mounts(config):
         source, _, target = mount.partition(":")
         target = target.partition(":")[0]
@@ -169,12 +178,12 @@ def _mount_problems(config: Config) -> Iterator[str]:
             )
         elif mount in config.cluster.slurm.mounts and not Path(source).exists():
             yield f"cluster.slurm.mounts: {mount}: {source} does not exist"
-        seen.append(target)
+        visible_directories.append(target)
     if config.cluster.slurm.mount_home:
-        seen.append(str(Path.home()))
+        visible_directories.append(str(Path.home()))
     for key, path in read_paths(config).items():
         if Path(path).exists() and not any(
-            Path(path).is_relative_to(target) for target in seen if target
+            Path(path).is_relative_to(directory) for directory in visible_directories if directory
         ):
             yield (
                 f"{key}={path}: is not visible in the container; add a mount to"

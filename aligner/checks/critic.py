@@ -1,4 +1,4 @@
-"""The critic against the model, the algorithm and the reward that it may serve."""
+"""Checks of the section `critic` against the model and the algorithm."""
 
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
@@ -23,10 +23,15 @@ from aligner.schema.derived import critic_updates
 
 
 def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs) -> Iterator[str]:
-    """What the critic, or a reward model that is built like one, cannot be or do."""
+    """Yield a line for each problem of the critic.
+
+    `critic.num_layers` is checked for a reward model that is trained, too.
+    """
     critic = config.critic
     if config.algorithm.has_critic and critic.path is not None:
-        policy, directory, model = model, Path(critic.path), None
+        policy = model
+        directory = Path(critic.path)
+        model = None
         try:
             model = directory_shape(directory, "critic.path", expected)
             read_normalization(directory)
@@ -34,20 +39,20 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
             yield str(error)
         else:
             yield from reader_problems(config, policy, "critic.path", directory, model)
-    too_many = model is not None and (critic.num_layers or 0) > model.num_layers
-    if model is not None and too_many:
+    has_too_many_layers = model is not None and (critic.num_layers or 0) > model.num_layers
+    if model is not None and has_too_many_layers:
         yield (
             f"critic.num_layers={critic.num_layers}: must be at most {model.num_layers}, the"
             " number of layers of the model"
         )
     if not config.algorithm.has_critic:
         return
-    if model is not None and not too_many:
+    if model is not None and not has_too_many_layers:
         shape = cut_shape(config, model)
         yield from layout_problems("critic.parallel", critic.parallel, shape)
         yield from frozen_problems("critic", critic, weight_table(shape, "scalar"))
     if critic.head_learning_rate is not None and any(
-        fnmatchcase(SCALAR_HEAD.name, frozen) for frozen in critic.frozen
+        fnmatchcase(SCALAR_HEAD.name, pattern) for pattern in critic.frozen
     ):
         key = f"critic.head_learning_rate={critic.head_learning_rate:g}"
         yield (

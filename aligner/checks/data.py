@@ -1,4 +1,7 @@
-"""The records that a run learns from, against the trainer and the model."""
+"""Checks of the section `data` against the trainer and the model.
+
+The content of the records is not checked here.
+"""
 
 import difflib
 import importlib.util
@@ -15,6 +18,7 @@ from aligner.schema.data_sources import FUNCTION, data_sources, is_dataset
 from aligner.schema.derived import longest_sequence, longest_sequence_keys
 from aligner.schema.reasoning_tasks import ReasoningTask, reasoning_tasks
 
+# Kind of records that each trainer reads.
 _RECORDS = {
     "online": "prompt",
     "preferences": "prompt",
@@ -26,7 +30,7 @@ _RECORDS = {
 
 
 def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs) -> Iterator[str]:
-    """What is wrong with what is learned from, but for the records' content."""
+    """Yield a line for each problem of the data, except for the content of the records."""
     yield from _source_problems(config, expected)
     yield from _difficulty_problems(config.data, expected)
     normalization = config.data.normalization
@@ -45,7 +49,9 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
 
 
 def _source_problems(config: Config, expected: ExpectedInputs) -> Iterator[str]:
-    data, trainer = config.data, config.algorithm.trainer
+    """Yield problems of the sources, the tasks and the prompts."""
+    data = config.data
+    trainer = config.algorithm.trainer
     try:
         sources = data_sources(data)
     except ConfigError as error:
@@ -68,14 +74,14 @@ def _source_problems(config: Config, expected: ExpectedInputs) -> Iterator[str]:
 
 
 def _difficulty_problems(data: DataConfig, expected: ExpectedInputs) -> Iterator[str]:
-    """What is wrong with which prompts are learned from, and when, by how hard they are."""
+    """Yield problems of the selection and the order of prompts by their difficulty."""
     for key, bounds in {
         "data.pass_rate": data.pass_rate,
         "data.curriculum.between": data.curriculum.between,
     }.items():
         if bounds and not (len(bounds) == 2 and 0 <= bounds[0] <= bounds[1] <= 1):
-            given = ", ".join(f"{bound:g}" for bound in bounds)
-            yield (f"{key}=[{given}]: must be [LOW, HIGH] with 0 <= LOW <= HIGH <= 1")
+            value = ", ".join(f"{bound:g}" for bound in bounds)
+            yield (f"{key}=[{value}]: must be [LOW, HIGH] with 0 <= LOW <= HIGH <= 1")
     if data.sort_by is not None and data.shuffle:
         yield (
             f"data.sort_by={data.sort_by}: is not supported with data.shuffle=true, which would"
@@ -93,7 +99,7 @@ def _difficulty_problems(data: DataConfig, expected: ExpectedInputs) -> Iterator
 
 
 def _task_problems(tasks: Sequence[ReasoningTask]) -> Iterator[str]:
-    """What is wrong with tasks of reasoning_gym, by the library itself."""
+    """Yield problems of the tasks of `data.tasks` according to the library reasoning_gym."""
     try:
         from reasoning_gym.factory import CURRICULA, DATASETS
     except ImportError as error:
@@ -102,13 +108,13 @@ def _task_problems(tasks: Sequence[ReasoningTask]) -> Iterator[str]:
             f" 'aligner[reasoning_gym]': {error}"
         )
         return
-    for place, task in enumerate(tasks):
-        key = f"data.tasks[{place}]"
+    for index, task in enumerate(tasks):
+        key = f"data.tasks[{index}]"
         if task.name not in DATASETS:
-            near = difflib.get_close_matches(task.name, DATASETS, n=3)
+            close_names = difflib.get_close_matches(task.name, DATASETS, n=3)
             hint = (
-                f"did you mean {' or '.join(near)}?"
-                if near
+                f"did you mean {' or '.join(close_names)}?"
+                if close_names
                 else f"allowed: {', '.join(sorted(DATASETS))}"
             )
             yield f"{key}={task.name}: reasoning_gym has no such task; {hint}"
@@ -119,24 +125,34 @@ def _task_problems(tasks: Sequence[ReasoningTask]) -> Iterator[str]:
             )
         allowed = {field.name for field in fields(DATASETS[task.name][1])} - {"seed", "size"}
         for entry in sorted(task.config.keys() - allowed):
-            near = difflib.get_close_matches(entry, allowed, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"allowed: {', '.join(sorted(allowed))}"
+            close_names = difflib.get_close_matches(entry, allowed, n=1)
+            hint = (
+                f"did you mean {close_names[0]}?"
+                if close_names
+                else f"allowed: {', '.join(sorted(allowed))}"
+            )
             yield f"{key}.config.{entry}: {task.name} has no such setting; {hint}"
 
 
 def path_problem(path: Path, trainer: str) -> str | None:
-    """What is wrong with a path of what a trainer learns from, if anything; the records are not
-    read."""
+    """Return the problem of the path of a data source; None if there is no problem.
+
+    The records are not read, except for a test whether a file is empty.
+
+    Args:
+        path: File, directory, or `function:MODULE:CALLABLE`.
+        trainer: Value of `algorithm.trainer`, which determines the kind of the records.
+    """
     if str(path).startswith(FUNCTION):
-        named = re.fullmatch(r"[\w.]+:\w+", str(path).removeprefix(FUNCTION))
-        return None if named else f"must be {FUNCTION}MODULE:CALLABLE"
+        is_callable_name = re.fullmatch(r"[\w.]+:\w+", str(path).removeprefix(FUNCTION))
+        return None if is_callable_name else f"must be {FUNCTION}MODULE:CALLABLE"
     if path.is_dir():
         return _directory_problem(path)
     allowed = (".jsonl", ".txt") if _RECORDS[trainer] == "prompt" else (".jsonl",)
     if path.suffix not in allowed:
-        saved = "a directory saved by Hugging Face datasets (save_to_disk)"
+        dataset = "a directory saved by Hugging Face datasets (save_to_disk)"
         return (
-            f"must be a {' or '.join(allowed)} file, or {saved}, with algorithm.trainer={trainer}"
+            f"must be a {' or '.join(allowed)} file, or {dataset}, with algorithm.trainer={trainer}"
         )
     if not path.is_file():
         return "no such file"
@@ -149,6 +165,7 @@ def path_problem(path: Path, trainer: str) -> str | None:
 
 
 def _directory_problem(path: Path) -> str | None:
+    """Return the problem of a directory of records; None if there is no problem."""
     if (path / "dataset_dict.json").is_file():
         splits = sorted(split.name for split in path.iterdir() if is_dataset(split))
         return (

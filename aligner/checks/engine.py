@@ -1,4 +1,4 @@
-"""The engine against the model, the layout and the machine."""
+"""Checks of the section `engine` against the model, the layout, the algorithm and the machine."""
 
 import importlib.util
 from collections.abc import Iterator
@@ -13,18 +13,21 @@ from aligner.schema.derived import longest_sequence, longest_sequence_keys
 from aligner.vllm_environment import vllm_architectures
 
 TENSORRT_LLM_FAMILIES = ("llama", "mixtral", "qwen3_moe")
+"""Model families whose weights can be sent to TensorRT-LLM."""
 VLLM_FAMILIES = ("llama", "mixtral", "qwen3_moe", "gpt2", "gpt_neox")
+"""Model families whose weights can be sent to vLLM."""
+# Head dimensions that the CPU attention of vLLM 0.32 supports.
 _VLLM_CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""Sizes of heads that vLLM 0.32 has attention for on CPUs."""
+# External engines, which run in processes of their own and have a start timeout `timeout_s`.
 _PROGRAMS = ("tensorrt_llm", "vllm")
-"""The engines that are programs of their own, and have a `timeout_s`."""
 _ELSE = "use engine=embedded"
+# Number of elements that a vectorized activation function computes at a time on CPUs. The remaining
+# elements are computed in another way and may be rounded differently.
 _VECTOR = 32
-"""Numbers that an activation is computed of at a time; what is left over is computed otherwise."""
 
 
 def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs) -> Iterator[str]:
-    """What keeps the engine from drawing samples, or weights from reaching it."""
+    """Yield a line for each reason why the engine cannot generate samples or receive weights."""
     if not config.algorithm.generates:
         return
     if model is not None:
@@ -42,13 +45,14 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
                 f"engine.kind=vllm: vLLM on CPUs supports the head dimensions {sizes}, but the"
                 f" model has {model.head_dim}; {_ELSE}"
             )
+
     if config.cluster.kind == "local":
-        named = (
+        architecture = (
             read_architecture(config, model, expected)
             if model and config.engine.kind == "vllm"
             else None
         )
-        yield from engine_machine_problems(config.engine, named)
+        yield from engine_machine_problems(config.engine, architecture)
     yield from _drawing_problems(config)
     if config.engine.exact:
         yield from _exact_problems(config, model)
@@ -57,33 +61,39 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
 
 
 def _rank_problems(config: Config, shape: ModelShape) -> Iterator[str]:
-    """A colocated engine that does not span the trainer's ranks."""
-    engine, ranks = config.engine.parallel, config.actor.parallel.ranks
+    """Yield a problem if a colocated engine does not use all ranks of the trainer."""
+    engine = config.engine.parallel
+    ranks = config.actor.parallel.ranks
     if config.engine.placement == "colocated" and engine.ranks != ranks:
-        fitting = " or ".join(
+        possible_sizes = " or ".join(
             f"{size}x{ranks // size}" for size in tensor_sizes(shape, ranks) if ranks % size == 0
         )
         yield (
             f"engine.parallel: tensor={engine.tensor} x data={engine.data} is {engine.ranks}"
             f" ranks, but a colocated engine must use all {ranks} ranks of the trainer; tensor x"
-            f" data can be {fitting}"
+            f" data can be {possible_sizes}"
         )
 
 
 def _cache_problems(config: Config, model: ModelShape) -> Iterator[str]:
-    """Keys and values of one sequence that do not fit the engine's memory for them."""
-    budget, longest = config.engine.kv_cache_mib, longest_sequence(config)
+    """Yield a problem if the KV cache is too small for the longest sequence."""
+    budget = config.engine.kv_cache_mib
+    longest = longest_sequence(config)
     itemsize = device_of(config, config.engine.precision).itemsize
-    needed = cache_bytes_per_token(model, config.engine.parallel.tensor, itemsize) * (longest - 1)
-    if budget is not None and needed > budget << 20:
+    # The last token of a response is sampled, but never fed back into the model.
+    needed_bytes = cache_bytes_per_token(model, config.engine.parallel.tensor, itemsize) * (
+        longest - 1
+    )
+    if budget is not None and needed_bytes > budget << 20:
         yield (
-            f"engine.kv_cache_mib={budget}: must be at least {needed / 2**20:.1f} MiB to hold the"
-            f" KV cache of the longest sequence, {longest} tokens ({longest_sequence_keys(config)})"
+            f"engine.kv_cache_mib={budget}: must be at least {needed_bytes / 2**20:.1f} MiB to hold"
+            f" the KV cache of the longest sequence, {longest} tokens"
+            f" ({longest_sequence_keys(config)})"
         )
 
 
 def _drawing_problems(config: Config) -> Iterator[str]:
-    """How tokens are drawn, against what the engine can do and tell."""
+    """Yield sampling settings that the engine does not support."""
     rollout = config.rollout
     if config.engine.kind == "embedded":
         if config.engine.speculation.tokens and config.algorithm.routing_replay:
@@ -109,13 +119,14 @@ def _drawing_problems(config: Config) -> Iterator[str]:
 
 
 def _exact_problems(config: Config, model: ModelShape | None) -> Iterator[str]:
-    """What has the bits of a log-prob hang on more than the sequence and the weights."""
-    key, engine, actor, threads = (
-        "engine.exact=true",
-        config.engine,
-        config.actor,
-        config.cluster.threads_per_rank,
-    )
+    """Yield settings with which log-probs cannot be bitwise equal in the engine and the trainer.
+
+    With `engine.exact`, a log-prob must depend only on the sequence and the weights.
+    """
+    key = "engine.exact=true"
+    engine = config.engine
+    actor = config.actor
+    threads = config.cluster.threads_per_rank
     if uses_gpus(config):
         yield f"{key}: is supported on CPUs only, but this run uses GPUs; set engine.exact=false"
     for name, section in (("engine", engine), ("actor", actor)):
@@ -155,7 +166,7 @@ def _exact_problems(config: Config, model: ModelShape | None) -> Iterator[str]:
 
 
 def _update_problems(config: Config) -> Iterator[str]:
-    """How weights reach the engine, against where it runs."""
+    """Yield problems of the weight sync with the placement of the engine."""
     if config.engine.in_flight == "interrupt" and not config.rollout.max_staleness:
         yield (
             "engine.in_flight=interrupt: has no effect with rollout.max_staleness=0, because no"
@@ -173,22 +184,23 @@ def _update_problems(config: Config) -> Iterator[str]:
             f" actor.lora.rank={config.actor.lora.rank}, because the engine would use the"
             " trainer's base weights without the adapters; set engine.update to atomic or in_place"
         )
-    engine, actor = (
+    engine_bytes, actor_bytes = (
         device_of(config, precision).itemsize
         for precision in (config.engine.precision, config.actor.precision)
     )
-    if engine != actor:
+    if engine_bytes != actor_bytes:
         yield (
             "engine.update=shared: requires the same precision in the engine and the trainer, but"
-            f" engine.precision={config.engine.precision} uses {engine} bytes per value and"
-            f" actor.precision={config.actor.precision} uses {actor} bytes; set both keys to the"
-            " same precision"
+            f" engine.precision={config.engine.precision} uses {engine_bytes} bytes per value and"
+            f" actor.precision={config.actor.precision} uses {actor_bytes} bytes; set both keys to"
+            " the same precision"
         )
 
 
 def _publish_problems(config: Config) -> Iterator[str]:
-    """What weights travel as, against where they go."""
-    engine, key = config.engine, f"engine.publish={config.engine.publish}"
+    """Yield problems of `engine.publish=changes`, which sends only the changed weights."""
+    engine = config.engine
+    key = f"engine.publish={config.engine.publish}"
     if engine.publish == "changes":
         if engine.placement != "server":
             yield (
@@ -203,8 +215,9 @@ def _publish_problems(config: Config) -> Iterator[str]:
 
 
 def _generator_problems(config: Config) -> Iterator[str]:
-    """What an engine in a world of its own cannot do."""
-    engine, key = config.engine, "engine.placement=server"
+    """Yield settings that an engine on its own devices (`engine.placement=server`) lacks."""
+    engine = config.engine
+    key = "engine.placement=server"
     if engine.update == "shared":
         yield (
             f"{key}: is not supported with engine.update=shared, which uses the trainer's own"
@@ -216,36 +229,45 @@ def _generator_problems(config: Config) -> Iterator[str]:
             " colocated trainer; set engine.sleep=false"
         )
     if engine.kind in _PROGRAMS:
-        # It serves once it is built; one on the trainer's ranks starts with these, which nobody
-        # waits for to be healthy.
-        starts, may_take = config.server.start_timeout_s, _may_start(engine)
-        if starts < may_take:
+        # A generator becomes healthy only after its engine has started. A colocated engine starts
+        # together with the trainer, for which there is no start timeout.
+        start_timeout_s = config.server.start_timeout_s
+        engine_start_s = _may_start(engine)
+        if start_timeout_s < engine_start_s:
             yield (
-                f"server.start_timeout_s={starts:g}: must be at least {may_take:g}, because the"
+                f"server.start_timeout_s={start_timeout_s:g}: must be at least"
+                f" {engine_start_s:g}, because the"
                 " generator becomes healthy only after its engine has started, which may take"
-                f" engine.{engine.kind}.timeout_s={may_take:g} s"
+                f" engine.{engine.kind}.timeout_s={engine_start_s:g} s"
             )
 
 
 def _may_start(engine: EngineConfig) -> float:
-    """Seconds that an engine of another program may take to start."""
+    """Return the start timeout of an external engine in seconds."""
     return engine.vllm.timeout_s if engine.kind == "vllm" else engine.tensorrt_llm.timeout_s
 
 
 def _start_problems(config: Config) -> Iterator[str]:
-    """Who waits for another program's engine to start: its replica's other ranks, in a
-    collective."""
-    engine, waits = config.engine, config.cluster.collective_timeout_s
-    if engine.kind in _PROGRAMS and engine.parallel.tensor > 1 and waits <= _may_start(engine):
+    """Yield a problem if the start of an external engine may exceed the collective timeout.
+
+    The other ranks of a replica wait in a collective until the engine of the replica has started.
+    """
+    engine = config.engine
+    collective_s = config.cluster.collective_timeout_s
+    if (
+        engine.kind in _PROGRAMS
+        and engine.parallel.tensor > 1
+        and collective_s <= _may_start(engine)
+    ):
         yield (
-            f"cluster.collective_timeout_s={waits:g}: must be above {_may_start(engine):g},"
+            f"cluster.collective_timeout_s={collective_s:g}: must be above {_may_start(engine):g},"
             " because the other ranks of a replica wait for its engine to start, which may take"
             f" engine.{engine.kind}.timeout_s={_may_start(engine):g} s"
         )
 
 
 def engine_kind_problems(engine: EngineConfig, shape: ModelShape) -> Iterator[str]:
-    """One line for each thing that keeps the engine from running this model, wherever it runs."""
+    """Yield a line for each reason why the engine cannot run a model on any machine."""
     if engine.kind == "vllm":
         if shape.family not in VLLM_FAMILIES:
             families = ", ".join(VLLM_FAMILIES)
@@ -280,15 +302,18 @@ def engine_kind_problems(engine: EngineConfig, shape: ModelShape) -> Iterator[st
 
 
 def engine_machine_problems(engine: EngineConfig, architecture: str | None = None) -> Iterator[str]:
-    """One line for each thing that keeps the engine from running on this machine; nothing is
-    imported for it.
+    """Yield a line for each reason why the engine cannot run on this machine.
 
-    `architecture` is the model's in its config.json, where that is known.
+    The packages of the engine are not imported, because that takes too long for a check.
+
+    Args:
+        engine: Settings of the engine.
+        architecture: Architecture in the model's config.json; None if it is not known.
     """
     if engine.kind == "vllm":
         try:
-            known = vllm_architectures(engine.vllm)
-            if architecture is not None and known and architecture not in known:
+            supported = vllm_architectures(engine.vllm)
+            if architecture is not None and supported and architecture not in supported:
                 yield (
                     "engine.kind=vllm: the installed vLLM does not support the architecture"
                     f" {architecture}; {_ELSE}"

@@ -1,4 +1,7 @@
-"""Episodes against the engine, and against what draws them."""
+"""Checks of the section `environment`: environments, tools and agents.
+
+The checks compare these settings with the engine, the sampling settings and the timeouts.
+"""
 
 from collections.abc import Iterator
 
@@ -12,7 +15,7 @@ from aligner.values import callable_place
 
 
 def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs) -> Iterator[str]:
-    """What no episodes can be drawn with."""
+    """Yield a line for each reason why the run cannot generate episodes."""
     settings = config.environment
     yield from _agent_problems(config)
     if settings.target is None:
@@ -21,13 +24,13 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
     yield from _tool_problems(settings)
     if callable_place(settings.target) is None and settings.target != TOOLS:
         yield f"{key}: must be {TOOLS}, module:Class, or null"
-    each = (
+    formula = (
         f"environment.deadline_s={settings.deadline_s:g} x"
         f" environment.max_turns={settings.max_turns}"
     )
-    longest = settings.deadline_s * settings.max_turns
+    longest_s = settings.deadline_s * settings.max_turns
     yield from _patience_problems(
-        config, key, longest, f"may wait {longest:g} s for its environment", each
+        config, key, longest_s, f"may wait {longest_s:g} s for its environment", formula
     )
     if not config.rollout.stop_at_eos and settings.turn_end is None:
         yield (
@@ -43,19 +46,21 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
 
 
 def _agent_problems(config: Config) -> Iterator[str]:
-    """What agents cannot be trained with."""
-    settings, engine, rollout = config.environment, config.engine, config.rollout
+    """Yield settings with which agents cannot be trained."""
+    settings = config.environment
+    engine = config.engine
+    rollout = config.rollout
     if not settings.has_agent:
         return
     key = "environment.agent" if settings.agent is not None else "environment.agent_command"
-    if lack := lacking("agents"):
-        yield f"{key}: {lack}"
-    given = [
+    if missing_extra := lacking("agents"):
+        yield f"{key}: {missing_extra}"
+    names = [
         name for name in ("target", "agent", "agent_command") if getattr(settings, name) is not None
     ]
-    if len(given) > 1:
+    if len(names) > 1:
         yield (
-            f"environment.{' and environment.'.join(given)}: only one of these keys can be set;"
+            f"environment.{' and environment.'.join(names)}: only one of these keys can be set;"
             " set the other keys to null"
         )
     if settings.agent is not None and callable_place(settings.agent) is None:
@@ -69,13 +74,15 @@ def _agent_problems(config: Config) -> Iterator[str]:
             f"{key}: is not supported with engine.kind={engine.kind}, because only the embedded"
             " engine can branch a conversation; set engine.kind=embedded"
         )
-    each = (
+    formula = (
         f"environment.deadline_s={settings.deadline_s:g} x (1 +"
         f" environment.retries={settings.retries})"
     )
-    longest = settings.deadline_s * (1 + settings.retries)
-    yield from _patience_problems(config, key, longest, f"may take {longest:g} s", each)
-    refused = {
+    longest_s = settings.deadline_s * (1 + settings.retries)
+    yield from _patience_problems(config, key, longest_s, f"may take {longest_s:g} s", formula)
+
+    # For each key: its value, the value that agents require, and the reason.
+    requirements = {
         "rollout.spare_prompts": (
             rollout.spare_prompts,
             0,
@@ -98,10 +105,10 @@ def _agent_problems(config: Config) -> Iterator[str]:
             "the token would cut episodes short",
         ),
     }
-    for name, (value, allowed, why) in refused.items():
+    for name, (value, allowed, reason) in requirements.items():
         if value != allowed:
             yield (
-                f"{key}: is not supported with {name}={value_text(value)}: {why}; set"
+                f"{key}: is not supported with {name}={value_text(value)}: {reason}; set"
                 f" {name}={value_text(allowed)}"
             )
 
@@ -109,23 +116,32 @@ def _agent_problems(config: Config) -> Iterator[str]:
 def _patience_problems(
     config: Config, key: str, longest_s: float, what: str, each: str
 ) -> Iterator[str]:
-    """An episode may last longer than those wait that it keeps waiting; `each` is of what keys its
-    seconds are made."""
-    patience_s, asked_s = config.cluster.collective_timeout_s, config.server.request_timeout_s
-    if config.engine.parallel.ranks > 1 and longest_s > patience_s:
+    """Yield problems if an episode may last longer than the other ranks or the trainer wait.
+
+    Args:
+        config: Configuration of the run.
+        key: Key that selects the environment or the agent, with its value.
+        longest_s: Maximum duration of an episode in seconds.
+        what: Description of the duration, for the messages.
+        each: Keys from which `longest_s` is computed, for the messages.
+    """
+    collective_s = config.cluster.collective_timeout_s
+    request_s = config.server.request_timeout_s
+    if config.engine.parallel.ranks > 1 and longest_s > collective_s:
         yield (
             f"{key}: an episode {what} ({each}), but the other ranks wait only"
-            f" cluster.collective_timeout_s={patience_s:g} s for an episode; set"
+            f" cluster.collective_timeout_s={collective_s:g} s for an episode; set"
             f" cluster.collective_timeout_s to at least {longest_s:g}"
         )
-    if config.engine.placement == "server" and longest_s >= asked_s:
+    if config.engine.placement == "server" and longest_s >= request_s:
         yield (
-            f"server.request_timeout_s={asked_s:g}: must be above {longest_s:g}, because an"
+            f"server.request_timeout_s={request_s:g}: must be above {longest_s:g}, because an"
             f" episode {what} ({each})"
         )
 
 
 def _tool_problems(settings: EnvironmentConfig) -> Iterator[str]:
+    """Yield problems of the tools of an environment."""
     if settings.target == TOOLS and not settings.has_tools:
         yield (
             f"environment.target={TOOLS}: no tools are set; set environment.tools or"
@@ -133,9 +149,9 @@ def _tool_problems(settings: EnvironmentConfig) -> Iterator[str]:
         )
     if not settings.has_tools:
         return
-    for place in settings.tools:
-        if place != PYTHON and callable_place(place) is None:
-            yield f"environment.tools: {place!r}: must be {PYTHON}, or module:function"
+    for tool in settings.tools:
+        if tool != PYTHON and callable_place(tool) is None:
+            yield f"environment.tools: {tool!r}: must be {PYTHON}, or module:function"
     if settings.tool_timeout_s >= settings.deadline_s:
         yield (
             f"environment.tool_timeout_s={settings.tool_timeout_s:g}: must be below"

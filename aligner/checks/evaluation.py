@@ -1,4 +1,4 @@
-"""What a run is evaluated on, against the trainer and the data."""
+"""Checks of the section `evaluation` against the trainer, the data and the engine."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,8 +16,9 @@ from aligner.schema.scoring_functions import function_problem
 
 
 def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs) -> Iterator[str]:
-    """What is wrong with what a run is evaluated on, and how, but for the prompts' content."""
-    settings, trainer = config.evaluation, config.algorithm.trainer
+    """Yield a line for each problem of the evaluation, except for the content of the prompts."""
+    settings = config.evaluation
+    trainer = config.algorithm.trainer
     if not config.algorithm.learns and settings.every:
         yield (
             f"evaluation.every={settings.every}: algorithm.trainer={trainer} trains no model, so"
@@ -37,6 +38,7 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
 
 
 def _online_problems(config: Config, expected: ExpectedInputs) -> Iterator[str]:
+    """Yield problems of the suites, and of asynchronous evaluation."""
     for suite in evaluation_suites(config):
         yield from _suite_problems(config, suite, expected)
     if config.evaluation.every and config.evaluation.asynchronous:
@@ -44,7 +46,9 @@ def _online_problems(config: Config, expected: ExpectedInputs) -> Iterator[str]:
 
 
 def _suite_problems(config: Config, suite: Suite, expected: ExpectedInputs) -> Iterator[str]:
-    settings, key = suite.settings, suite.key
+    """Yield problems of the prompts, the scoring and the sampling of a suite."""
+    settings = suite.settings
+    key = suite.key
     questions = bool(config.data.tasks) and settings.questions
     if questions and (settings.path is not None or settings.prompts):
         yield (
@@ -79,13 +83,14 @@ def _suite_problems(config: Config, suite: Suite, expected: ExpectedInputs) -> I
 
 
 def _beside_problems(config: Config) -> Iterator[str]:
-    """Why a step cannot be evaluated beside the one after it."""
-    key, run = "evaluation.asynchronous=true", config.run
+    """Yield the reasons why a step cannot be evaluated while the next step trains."""
+    key = "evaluation.asynchronous=true"
+    run = config.run
     if not config.rollout.steps_ahead:
-        ahead = "engine.placement=server rollout.max_staleness=1"
-        yield f"{key}: requires a generator that generates while the policy trains; set {ahead}"
-    given = {"run.end_at": run.end_at, "run.end_without_gain": run.end_without_gain}
-    for name, value in given.items():
+        advice = "engine.placement=server rollout.max_staleness=1"
+        yield f"{key}: requires a generator that generates while the policy trains; set {advice}"
+    end_settings = {"run.end_at": run.end_at, "run.end_without_gain": run.end_without_gain}
+    for name, value in end_settings.items():
         if value is not None and (name != "run.end_at" or str(value).startswith("eval/")):
             yield (
                 f"{key}: is not supported with {name}={value}, which needs the evaluation of a"
@@ -94,7 +99,7 @@ def _beside_problems(config: Config) -> Iterator[str]:
 
 
 def _judge_problems(config: Config, suite: Suite) -> Iterator[str]:
-    """What is wrong with what compares responses with references."""
+    """Yield problems of the judge that compares responses with reference responses."""
     try:
         judge = evaluation_judge(suite.settings, suite.key)
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""The trackers against what is installed."""
+"""Checks of the section `logging`: the trackers, their packages and their API keys."""
 
 import importlib.util
 import netrc
@@ -11,14 +11,17 @@ from aligner.models.model_source import ExpectedInputs
 from aligner.models.shape import ModelShape
 from aligner.schema import Config
 
+# Environment variables with which wandb authenticates.
 _KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
 _SERVER = "https://api.wandb.ai"
+# Schemes of tracking URIs that mlflow opens with sqlalchemy.
 _DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
 
 
 def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs) -> Iterator[str]:
-    """A tracker that is asked for but not installed, or has no key to its server."""
-    wandb, mlflow = config.logging.wandb, config.logging.mlflow
+    """Yield a line for each enabled tracker that is not installed or has no API key."""
+    wandb = config.logging.wandb
+    mlflow = config.logging.mlflow
     for name, tracker in (("wandb", wandb), ("mlflow", mlflow)):
         if tracker.enabled and not _is_installed(name):
             yield (
@@ -40,13 +43,17 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
 
 
 def _is_installed(package: str) -> bool:
-    """Not only a directory of that name, such as wandb leaves where it was used."""
+    """Return whether a package is installed.
+
+    A directory with the name of the package, such as the `wandb` directory of an earlier run, is a
+    namespace package without an origin and does not count.
+    """
     spec = importlib.util.find_spec(package)
     return spec is not None and spec.origin is not None
 
 
 def _has_wandb_key() -> bool:
-    """Whether there is one where `wandb login` leaves it, or in the environment."""
+    """Return whether a wandb API key is in the environment, or in the file of `wandb login`."""
     if any(os.environ.get(name) for name in _KEYS):
         return True
     file = Path(os.environ.get("NETRC") or Path.home() / ".netrc")

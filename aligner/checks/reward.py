@@ -1,4 +1,4 @@
-"""The reward's sources against the model, the layout and the machine."""
+"""Checks of the section `reward`: its sources against the model, the layout and the timeouts."""
 
 import os
 from collections.abc import Iterator
@@ -23,14 +23,15 @@ from aligner.schema.reward_sources import (
 
 
 def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs) -> Iterator[str]:
-    """What is wrong with the reward's sources, and with where they run."""
+    """Yield a line for each problem of the reward's sources and of their placement."""
     if not config.algorithm.generates:
         return
-    missing, rollout = config.reward.missing_end_score, config.rollout
-    if missing is not None and not rollout.stop_at_eos and rollout.truncate_token is None:
+    missing_end_score = config.reward.missing_end_score
+    rollout = config.rollout
+    if missing_end_score is not None and not rollout.stop_at_eos and rollout.truncate_token is None:
         yield (
-            f"reward.missing_end_score={missing:g}: with rollout.stop_at_eos=false no response"
-            " can end with an end-of-sequence token; set rollout.truncate_token or"
+            f"reward.missing_end_score={missing_end_score:g}: with rollout.stop_at_eos=false no"
+            " response can end with an end-of-sequence token; set rollout.truncate_token or"
             " rollout.stop_at_eos=true"
         )
     if has_step_rewards(config.reward) and config.critic_scores:
@@ -43,6 +44,7 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
     except ConfigError as error:
         yield str(error)
         return
+
     models = model_sources(sources)
     yield from _place_problems(config, models)
     layout_key, layout = _layout(config)
@@ -54,6 +56,7 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
     if models:
         yield from micro_batch_problems(config, "reward", config.reward)
         yield from precision_problems(config, "reward", config.reward, None)
+
     for source in models:
         try:
             shape = directory_shape(Path(source.path), f"{source.key}.path", expected)
@@ -68,27 +71,30 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
 
 
 def _layout(config: Config) -> tuple[str, ParallelConfig]:
-    """The layout at which reward models run, and its key."""
+    """Return the key and the layout with which reward models run."""
     if config.critic_scores:
         return "critic.parallel", config.critic.parallel
     return "reward.parallel", config.reward.parallel
 
 
 def _place_problems(config: Config, models: tuple[ModelSource, ...]) -> Iterator[str]:
-    reward, own = config.reward, config.reward.parallel
-    if config.critic_scores and own not in (ParallelConfig(), config.critic.parallel):
+    """Yield problems of `reward.parallel` with the processes that compute the reward."""
+    reward = config.reward
+    layout = config.reward.parallel
+    if config.critic_scores and layout not in (ParallelConfig(), config.critic.parallel):
         yield (
             "reward.parallel: critic.with_reward=true runs the reward models with the layout"
             " critic.parallel; remove reward.parallel, or set it to the values of critic.parallel"
         )
-    elif not config.critic_scores and own.ranks != 1 and not models:
+    elif not config.critic_scores and layout.ranks != 1 and not models:
         yield (
-            f"reward.parallel: got {own.ranks} ranks, must be 1, because no reward source is a"
+            f"reward.parallel: got {layout.ranks} ranks, must be 1, because no reward source is a"
             f" model (reward.kind={reward.kind})"
         )
 
 
 def _patience_problems(config: Config, sources: tuple[Source, ...]) -> Iterator[str]:
+    """Yield sources whose timeout exceeds the time that the other ranks wait in a collective."""
     limit = config.cluster.collective_timeout_s
     for source in sources:
         if isinstance(source, RemoteSource) and source.timeout_s >= limit:
@@ -105,6 +111,7 @@ def _patience_problems(config: Config, sources: tuple[Source, ...]) -> Iterator[
 
 
 def _judge_patience(source: JudgeSource) -> str:
+    """Return the beginning of a message about the maximum duration of a judgment."""
     return (
         f"{source.key}.judge_timeout_s={source.judge_timeout_s:g},"
         f" {source.key}.judge_tries={source.judge_tries}: one judgment may take"
@@ -113,17 +120,20 @@ def _judge_patience(source: JudgeSource) -> str:
 
 
 def unasked_problems(config: Config, source: JudgeSource) -> Iterator[str]:
-    """What keeps a judge from being asked."""
+    """Yield a problem of the judge's API key.
+
+    The key of a Slurm job is not checked, because the job has its own environment.
+    """
     if config.cluster.kind == "local" and (problem := judge_key_problem(source)):
-        yield problem  # a job has an environment of its own
+        yield problem
 
 
 def _judge_problems(config: Config, source: JudgeSource) -> Iterator[str]:
-    """What keeps a judge from being asked, or its answers from being waited for."""
+    """Yield problems of a judge's API key, of its timeouts, and of its comparisons."""
     yield from unasked_problems(config, source)
-    patience_s = config.server.request_timeout_s
-    if source.longest_s >= patience_s:
-        limit = f"server.request_timeout_s={patience_s:g}"
+    request_s = config.server.request_timeout_s
+    if source.longest_s >= request_s:
+        limit = f"server.request_timeout_s={request_s:g}"
         yield (
             f"{_judge_patience(source)} must be below {limit}, the time that the trainer waits"
             " for the scores"
@@ -133,25 +143,25 @@ def _judge_problems(config: Config, source: JudgeSource) -> Iterator[str]:
 
 
 def _comparison_problems(config: Config, source: JudgeSource) -> Iterator[str]:
-    """What keeps the samples of a prompt from coming to the judge together, with the same prompt
-    before them."""
-    asks, rollout, server = (
-        f"{source.key}.judge_asks={source.judge_asks}",
-        config.rollout,
-        config.server,
-    )
-    each = rollout.samples_per_prompt
-    if each < 2:
+    """Yield the reasons why a judge cannot compare the samples of a prompt.
+
+    All samples of a prompt must be in the same request, and must continue the same prompt.
+    """
+    asks = f"{source.key}.judge_asks={source.judge_asks}"
+    rollout = config.rollout
+    server = config.server
+    samples = rollout.samples_per_prompt
+    if samples < 2:
         yield (
             f"{asks}: compares the samples of a prompt and requires at least 2 samples, got"
-            f" rollout.samples_per_prompt={each}"
+            f" rollout.samples_per_prompt={samples}"
         )
     size = server.max_batch_size
-    if rollout.prompts_per_step * each > size and size % each:
+    if rollout.prompts_per_step * samples > size and size % samples:
         yield (
             f"{asks}: compares the samples of a prompt, but server.max_batch_size={size} would"
             " split these samples over several requests; set server.max_batch_size to a multiple"
-            f" of rollout.samples_per_prompt={each}"
+            f" of rollout.samples_per_prompt={samples}"
         )
     if config.environment.draws_episodes:
         yield (
@@ -168,20 +178,24 @@ def _comparison_problems(config: Config, source: JudgeSource) -> Iterator[str]:
 
 
 def judge_key_problem(source: JudgeSource) -> str | None:
-    """What is wrong with the endpoint's key in this process's environment, which is not told
-    itself."""
+    """Return the problem of a judge's API key in the environment of this process.
+
+    Returns None if there is no problem, or if the judge needs no key. The message does not contain
+    the API key.
+    """
     name = source.judge_key_variable
     if name is None:
         return None
-    key, given = os.environ.get(name, "").strip(), f"{source.key}.judge_key_variable={name}"
+    key = os.environ.get(name, "").strip()
+    setting = f"{source.key}.judge_key_variable={name}"
     if not key:
         return (
-            f"{given}: the environment variable is not set or is empty; set {name} to the"
+            f"{setting}: the environment variable is not set or is empty; set {name} to the"
             " endpoint's API key"
         )
     if not (key.isascii() and key.isprintable()) or " " in key:
         return (
-            f"{given}: the API key in the environment variable is not valid: the key contains"
+            f"{setting}: the API key in the environment variable is not valid: the key contains"
             " spaces, or characters that are not allowed in an HTTP header"
         )
     return None

@@ -1,4 +1,7 @@
-"""Batches, staleness and lengths against the engine, the algorithm and the model."""
+"""Checks of the section `rollout`: batches, staleness and lengths.
+
+The checks compare these settings with the engine, the algorithm and the model.
+"""
 
 from collections.abc import Iterator
 
@@ -9,7 +12,7 @@ from aligner.schema.derived import WITHOUT_RATIO, longest_sequence, longest_sequ
 
 
 def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs) -> Iterator[str]:
-    """What samples cannot be drawn as."""
+    """Yield a line for each reason why samples cannot be generated with these settings."""
     if not config.algorithm.generates:
         return
     longest = longest_sequence(config)
@@ -26,12 +29,10 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
 
 
 def _batch_problems(config: Config) -> Iterator[str]:
-    """Prompts and samples that do not divide."""
-    rollout, parts, replicas = (
-        config.rollout,
-        config.rollout.micro_batches,
-        config.engine.parallel.data,
-    )
+    """Yield numbers of prompts and samples that cannot be divided evenly."""
+    rollout = config.rollout
+    parts = config.rollout.micro_batches
+    replicas = config.engine.parallel.data
     samples = rollout.prompts_per_micro_batch * rollout.samples_per_prompt
     if rollout.prompts_per_step % parts:
         yield (
@@ -46,6 +47,7 @@ def _batch_problems(config: Config) -> Iterator[str]:
 
 
 def _length_problems(config: Config) -> Iterator[str]:
+    """Yield response lengths that contradict each other."""
     rollout = config.rollout
     if rollout.min_response_tokens > rollout.max_response_tokens:
         yield (
@@ -60,7 +62,7 @@ def _length_problems(config: Config) -> Iterator[str]:
 
 
 def _staleness_problems(config: Config) -> Iterator[str]:
-    """What samples drawn ahead of training need."""
+    """Yield the reasons why the run cannot generate samples ahead of training."""
     key = f"rollout.max_staleness={config.rollout.max_staleness}"
     if config.engine.placement != "server":
         yield (
@@ -90,12 +92,13 @@ def _staleness_problems(config: Config) -> Iterator[str]:
 
 
 def _is_sound_with_age(settings: AlgorithmConfig) -> bool:
-    """Whether something accounts for which weights drew a sample, or nothing is to."""
-    corrected = settings.truncated_importance != "none" or settings.ratio_against == "sampler"
-    return corrected or settings.uncorrected_staleness
+    """Return whether the loss corrects for stale samples, or the user accepts the bias."""
+    is_corrected = settings.truncated_importance != "none" or settings.ratio_against == "sampler"
+    return is_corrected or settings.uncorrected_staleness
 
 
 def _spare_prompt_problems(config: Config) -> Iterator[str]:
+    """Yield problems of `rollout.spare_prompts` with the batch size and the maximum staleness."""
     rollout = config.rollout
     key = f"rollout.spare_prompts={rollout.spare_prompts}"
     if rollout.spare_prompts > rollout.prompts_per_step:

@@ -1,4 +1,4 @@
-"""The run's steps, what ends it before the last of them, and its date."""
+"""Checks of the section `run`: its steps, the conditions that end it early, and its date."""
 
 from collections.abc import Iterator
 from datetime import datetime
@@ -11,9 +11,10 @@ from aligner.schema.conditions import value_text
 
 
 def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs) -> Iterator[str]:
-    """An early stop after the last step, an end by what the run does not measure, and a date that
-    is none."""
-    stop, steps = config.run.stop_after, config.run.steps
+    """Yield a line for each problem of an early stop, of a condition that ends the run, or of the
+    date."""
+    stop = config.run.stop_after
+    steps = config.run.steps
     if stop is not None and stop > steps:
         yield f"run.stop_after={stop}: must be at most run.steps={steps}"
     yield from _end_problems(config)
@@ -27,7 +28,9 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
 
 
 def _end_problems(config: Config) -> Iterator[str]:
-    run, best = config.run, config.checkpoint.best_metric
+    """Yield problems of the metrics that end the run early."""
+    run = config.run
+    best = config.checkpoint.best_metric
     try:
         if (target := run.end_target) is not None:
             yield from _unmeasured(config, f"run.end_at={run.end_at}", target[0])
@@ -35,18 +38,24 @@ def _end_problems(config: Config) -> Iterator[str]:
         yield f"run.end_at={run.end_at}: must be METRIC:NUMBER, such as eval/score:0.9"
     if run.end_without_gain is None:
         return
-    given = f"run.end_without_gain={run.end_without_gain}"
+    setting = f"run.end_without_gain={run.end_without_gain}"
     if best is not None and best.startswith("eval/"):
-        yield from _unmeasured(config, given, best)
+        yield from _unmeasured(config, setting, best)
     else:
         yield (
-            f"{given}: requires checkpoint.best_metric to be a metric of evaluations, such as"
+            f"{setting}: requires checkpoint.best_metric to be a metric of evaluations, such as"
             f" eval/score, got checkpoint.best_metric={value_text(best)}"
         )
 
 
 def _unmeasured(config: Config, given: str, metric: str) -> Iterator[str]:
-    """Why no step before the last has a metric that a key asks for."""
+    """Yield the reasons why the run does not measure a metric before its last step.
+
+    Args:
+        config: Configuration of the run.
+        given: Key that names the metric, with its value.
+        metric: Name of the metric.
+    """
     yield from metric_problems(config, given, metric)
     is_evaluated_at_its_end = config.algorithm.trainer != "online" and config.data.held_out > 0
     if (

@@ -1,5 +1,8 @@
-"""Ports, interface, TLS files and limits of the servers, against each other, the batches and this
-machine."""
+"""Checks of the section `server`: ports, interface, TLS files, timeouts and request limits.
+
+The checks compare these settings with each other, with the batches of the run, and with this
+machine.
+"""
 
 import ssl
 import sys
@@ -25,38 +28,44 @@ from aligner.schema.server import LAST_PORT
 
 
 def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs) -> Iterator[str]:
-    """What servers cannot listen on, would not be reached at, or would refuse of the run's own
-    requests."""
+    """Yield a line for each problem of the servers.
+
+    Servers must be able to listen on their ports, be reachable for the run's clients, and accept
+    the run's own requests.
+    """
     if (
         config.cluster.kind == "local"
         and (groups := server_ranks(config))
-        and (lack := lacking("server") or unfit_numpy())
+        and (package_problem := lacking("server") or unfit_numpy())
     ):
-        yield f"this run starts servers ({', '.join(groups)}): {lack}"
+        yield f"this run starts servers ({', '.join(groups)}): {package_problem}"
     yield from _port_problems(config)
     yield from tls_problems(config)
     yield from _patience_problems(config)
     if not config.algorithm.generates:
         return
-    longest, taken = longest_sequence(config), config.server.max_sequence_length
-    if taken is not None and taken < longest:
+    longest = longest_sequence(config)
+    max_length = config.server.max_sequence_length
+    if max_length is not None and max_length < longest:
         yield (
-            f"server.max_sequence_length={taken}: must be at least {longest}, the longest"
+            f"server.max_sequence_length={max_length}: must be at least {longest}, the longest"
             f" sequence ({longest_sequence_keys(config)}); set a larger value or null"
         )
     yield from _request_problems(config, longest)
 
 
 def _patience_problems(config: Config) -> Iterator[str]:
-    """Deadlines that would end a run in which a server only takes what time it may, to start or to
-    be started again."""
-    server, cluster, groups = config.server, config.cluster, server_ranks(config)
+    """Yield timeouts that are shorter than a permitted start or restart of a server."""
+    server = config.server
+    cluster = config.cluster
+    groups = server_ranks(config)
     if not groups:
         return
-    again_s = server.health_timeout_s + cluster.stop_timeout_s + server.start_timeout_s
-    if server.max_restarts and server.request_timeout_s <= again_s:
+    # A restart consists of noticing the failure, stopping the process, and starting a new one.
+    restart_s = server.health_timeout_s + cluster.stop_timeout_s + server.start_timeout_s
+    if server.max_restarts and server.request_timeout_s <= restart_s:
         yield (
-            f"server.request_timeout_s={server.request_timeout_s:g}: must be above {again_s:g},"
+            f"server.request_timeout_s={server.request_timeout_s:g}: must be above {restart_s:g},"
             " because a request waits until its server has restarted. A restart may take"
             f" server.health_timeout_s={server.health_timeout_s:g} s +"
             f" cluster.stop_timeout_s={cluster.stop_timeout_s:g} s +"
@@ -73,22 +82,30 @@ def _patience_problems(config: Config) -> Iterator[str]:
 
 
 def _request_problems(config: Config, longest: int) -> Iterator[str]:
-    """Requests that the servers would refuse whole: padding counts, so every row may be as long as
-    the longest."""
-    rollout, server, critic = config.rollout, config.server, config.algorithm.has_critic
+    """Yield requests that exceed `server.max_request_tokens`, which the servers would reject.
+
+    Padding counts, so that each row may count as many tokens as the longest sequence.
+    """
+    rollout = config.rollout
+    server = config.server
+    has_critic = config.algorithm.has_critic
     prompts = rollout.prompts_per_micro_batch
     samples = rollout.prompts_per_step * rollout.samples_per_prompt
-    # Of a batch that was drawn ahead the values are asked for when it is taken, as a whole.
-    asked = samples if critic and rollout.steps_ahead else prompts * rollout.samples_per_prompt
+    # If the batch was generated ahead of training, the trainer requests the values of the whole
+    # batch when its step begins.
+    scored_samples = (
+        samples if has_critic and rollout.steps_ahead else prompts * rollout.samples_per_prompt
+    )
+    # Purpose, rows, tokens per row, and the alternative to a higher limit.
     requests = [
         (
             "for scores or values of",
-            min(asked, server.max_batch_size),
+            min(scored_samples, server.max_batch_size),
             longest,
             "reduce server.max_batch_size",
         )
     ]
-    if critic:
+    if has_critic:
         rows = samples // config.algorithm.minibatches
         requests.append(
             ("for a critic update with", rows, longest, "increase algorithm.minibatches")
@@ -105,40 +122,58 @@ def _request_problems(config: Config, longest: int) -> Iterator[str]:
         )
     for suite in evaluation_suites(config) if config.evaluation.every else ():
         requests += _evaluation_requests(config, suite.settings, longest)
-    for what, rows, tokens, instead in requests:
+
+    for purpose, rows, tokens, alternative in requests:
         if rows * tokens > server.max_request_tokens:
             yield (
                 f"server.max_request_tokens={server.max_request_tokens}: too small for a request"
-                f" {what} {rows} sequences of up to {tokens} tokens; set {rows * tokens} or more,"
-                f" or {instead}"
+                f" {purpose} {rows} sequences of up to {tokens} tokens; set {rows * tokens} or"
+                f" more, or {alternative}"
             )
 
 
 def _evaluation_requests(
     config: Config, settings: EvaluationConfig, longest: int
 ) -> Iterator[tuple[str, int, int, str]]:
-    """Those of held-out prompts, all of which are asked for at once. How many a file has is not
-    known before it is read."""
-    instead = "reduce evaluation.count"
+    """Yield the largest requests of an evaluation suite; see `_request_problems`.
+
+    An evaluation requests all its prompts at once. The number of prompts in a file is not known
+    before the file is read, so that a suite with a file and without `count` yields no request for
+    generation.
+
+    Args:
+        config: Configuration of the run.
+        settings: Settings of the suite.
+        longest: Length of the longest sequence in tokens.
+
+    Yields:
+        Purpose, rows, tokens per row, and the alternative to a higher limit.
+    """
+    alternative = "reduce evaluation.count"
     prompts = min(len(settings.prompts) or sys.maxsize, settings.count or sys.maxsize)
     if settings.function is None:
         rows = min(prompts * settings.samples, config.server.max_batch_size)
         yield "for evaluation scores of", rows, longest, "reduce server.max_batch_size"
     if has_generator(config) and prompts < sys.maxsize:
-        yield "to generate for an evaluation from", prompts, config.data.max_prompt_tokens, instead
+        yield (
+            "to generate for an evaluation from",
+            prompts,
+            config.data.max_prompt_tokens,
+            alternative,
+        )
 
 
 def _port_problems(config: Config) -> Iterator[str]:
-    """One line for each fixed port that is out of range, given twice or in use, and for an unknown
-    interface.
+    """Yield a line for each fixed port that is out of range, used twice or in use.
 
-    What is in use, and which interfaces there are, is asked where the servers will be alone: not
-    where a job is submitted.
+    An interface that does not exist is a problem, too. Interfaces and free ports are tested only if
+    the servers run on this machine, not if this machine submits a Slurm job.
     """
-    interface, is_here = config.server.interface, config.cluster.kind == "local"
+    interface = config.server.interface
+    is_local = config.cluster.kind == "local"
     try:
-        address = interface_address(interface) if is_here else ""
-        if is_here:
+        address = interface_address(interface) if is_local else ""
+        if is_local:
             port_is_free(address, 0)
     except ConfigError as error:
         yield str(error)
@@ -149,42 +184,47 @@ def _port_problems(config: Config) -> Iterator[str]:
             f" ({error.strerror or error})"
         )
         return
-    taken: dict[int, str] = {}
+
+    key_by_port: dict[int, str] = {}
     for key, port in explicit_ports(config).items():
         if port > LAST_PORT:
             yield f"{key}={port}: must be at most {LAST_PORT}"
-        elif port in taken:
-            yield f"{key}={port}: {taken[port]} is the same port; set different ports"
-        elif is_here and not port_is_free(address, port):
+        elif port in key_by_port:
+            yield f"{key}={port}: {key_by_port[port]} is the same port; set different ports"
+        elif is_local and not port_is_free(address, port):
             yield (
                 f"{key}={port}: the port is in use on {address}; set another port, or 0 for a"
                 " free port"
             )
-        taken.setdefault(port, key)
+        key_by_port.setdefault(port, key)
 
 
 def tls_problems(config: Config) -> Iterator[str]:
-    """One line for each thing that would keep the run's own clients from its servers."""
+    """Yield a line for each reason why the run's clients could not connect to its servers."""
     if config.server.tls.certificate == AUTO:
         yield from _unread(config.server.tls)
         return
-    missing = list(_missing(config.server.tls))
-    yield from missing
+    file_problems = list(_missing(config.server.tls))
+    yield from file_problems
     files = tls_files(config)
-    if missing or files is None:
+    if file_problems or files is None:
         return
     try:
         address = client_address(config) if config.cluster.kind == "local" else None
     except ConfigError:
-        return  # told with the ports
+        return  # _port_problems reports an unknown interface
     problem = _handshake_problem(files, address)
     if problem is not None:
         yield problem
 
 
 def check_certificate(config: Config, hosts: Iterable[str]) -> None:
-    """Raise ConfigError where the run's own clients would not accept the servers' certificate on
-    one of these hosts."""
+    """Raise ConfigError if the run's clients would reject the servers' certificate on a host.
+
+    Args:
+        config: Configuration of the run.
+        hosts: Host names or addresses of the servers.
+    """
     files = tls_files(config)
     if files is None:
         return
@@ -194,6 +234,7 @@ def check_certificate(config: Config, hosts: Iterable[str]) -> None:
 
 
 def _unread(tls: TLSConfig) -> Iterator[str]:
+    """Yield the TLS files that are set although the run creates its own files."""
     for name in ("key", "authorities"):
         if (file := getattr(tls, name)) is not None:
             yield (
@@ -203,12 +244,13 @@ def _unread(tls: TLSConfig) -> Iterator[str]:
 
 
 def _missing(tls: TLSConfig) -> Iterator[str]:
+    """Yield the TLS settings that lack another setting, and the files that do not exist."""
     files = {"certificate": tls.certificate, "key": tls.key, "authorities": tls.authorities}
     if tls.certificate is None:
-        given = [name for name in ("key", "authorities") if files[name] is not None] + [
+        ineffective = [name for name in ("key", "authorities") if files[name] is not None] + [
             "mutual"
         ] * tls.mutual
-        for name in given:
+        for name in ineffective:
             yield (
                 f"server.tls.{name}={getattr(tls, name)}: requires server.tls.certificate; TLS is"
                 " off without it"
@@ -225,17 +267,26 @@ def _missing(tls: TLSConfig) -> Iterator[str]:
 
 
 def _handshake_problem(files: TLSFiles, address: str | None) -> str | None:
-    """What a client that connects to `address`, or to any, would object to, or the server where the
-    TLS is mutual."""
-    certificate, key, authorities = files.certificate, files.key, files.authorities
-    server, client = (
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER),
-        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT),
-    )
+    """Return the problem of a TLS handshake between a client and a server with these files.
+
+    With mutual TLS, the server verifies the client, too.
+
+    Args:
+        files: Certificate, key and authorities of both sides.
+        address: Host name or address that the certificate must contain; None disables this test.
+
+    Returns:
+        The problem; None if the handshake succeeds.
+    """
+    certificate = files.certificate
+    key = files.key
+    authorities = files.authorities
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     for context in (server, client):
         try:
-            # The empty password stands for none: asked for one, OpenSSL would wait for the
-            # terminal.
+            # Without a password argument, OpenSSL would prompt for the password of an encrypted
+            # key in the terminal and wait. The empty password is wrong for every encrypted key.
             context.load_cert_chain(certificate, key, password="")
         except (OSError, ValueError) as error:
             return (
@@ -249,6 +300,7 @@ def _handshake_problem(files: TLSFiles, address: str | None) -> str | None:
                 f"server.tls.authorities={authorities}: expected a PEM file with certificates:"
                 f" {error}"
             )
+
     server.verify_mode = ssl.CERT_REQUIRED if files.mutual else ssl.CERT_NONE
     client.check_hostname = address is not None
     try:
@@ -263,16 +315,22 @@ def _handshake_problem(files: TLSFiles, address: str | None) -> str | None:
 
 
 def _shake_hands(server: ssl.SSLContext, client: ssl.SSLContext, address: str | None) -> None:
-    """A handshake in memory. Raises SSLError."""
-    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
-    ends = [
+    """Perform a TLS handshake in memory, without sockets.
+
+    Raises:
+        SSLError: One side rejects the other side.
+    """
+    to_server = ssl.MemoryBIO()
+    to_client = ssl.MemoryBIO()
+    unfinished = [
         client.wrap_bio(to_client, to_server, server_hostname=address),
         server.wrap_bio(to_server, to_client, server_side=True),
     ]
-    while ends:
-        for end in list(ends):
+    # Each side continues until it needs a message of the other side.
+    while unfinished:
+        for side in list(unfinished):
             try:
-                end.do_handshake()
-                ends.remove(end)
+                side.do_handshake()
+                unfinished.remove(side)
             except ssl.SSLWantReadError:
                 pass

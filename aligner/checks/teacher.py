@@ -1,4 +1,4 @@
-"""The teacher against the policy, the layout and the algorithm."""
+"""Checks of the section `teacher` against the policy, the layout and the algorithm."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ from aligner.schema.teacher_sources import TeacherSource, teacher_sources
 
 
 def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs) -> Iterator[str]:
-    """What a teacher cannot be, or an algorithm cannot learn from one."""
+    """Yield a line for each problem of the teachers, of their scores, and of the algorithm."""
     if config.teacher.scores is not None:
         yield from _scores_problems(config, Path(config.teacher.scores), expected)
     if not config.has_teacher:
@@ -56,7 +56,10 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
 
 
 def _scores_problems(config: Config, scores: Path, expected: ExpectedInputs) -> Iterator[str]:
-    """What scores cannot be learned from; their content is read when the run is prepared."""
+    """Yield problems of stored teacher scores.
+
+    The content of the scores is not checked here, but when the run is prepared.
+    """
     if config.teacher.loss == "advantage":
         yield (
             f"teacher.scores={scores}: is not supported with teacher.loss=advantage, which"
@@ -78,37 +81,43 @@ def _scores_problems(config: Config, scores: Path, expected: ExpectedInputs) -> 
 
 
 def _divergence_problems(config: Config, sources: Sequence[TeacherSource]) -> Iterator[str]:
-    """What the divergence from a teacher in the policy's loss does not go with."""
-    key, loss, rollout = (
-        f"teacher.loss={config.teacher.loss}",
-        config.algorithm.loss,
-        config.rollout,
-    )
+    """Yield settings that are not supported with a divergence from the teacher in the loss."""
+    key = f"teacher.loss={config.teacher.loss}"
+    loss = config.algorithm.loss
+    rollout = config.rollout
     if loss in ("copg", "dpo"):
         yield (
             f"{key}: is a mean over tokens and is not supported with algorithm.loss={loss}, which"
             " compares whole responses; set another algorithm.loss"
         )
-    left = {"top_k": rollout.top_k > 0, "top_p": rollout.top_p < 1, "min_p": rollout.min_p > 0}
-    for name in (name for name, leaves_out in left.items() if leaves_out):
+    excludes_tokens = {
+        "top_k": rollout.top_k > 0,
+        "top_p": rollout.top_p < 1,
+        "min_p": rollout.min_p > 0,
+    }
+    for name in (name for name, is_excluding in excludes_tokens.items() if is_excluding):
         yield (
             f"{key}: rollout.{name}={getattr(rollout, name):g} excludes tokens that may be"
             " probable under the teacher's distribution; sample from all tokens with"
             " rollout.top_k=0 rollout.top_p=1 rollout.min_p=0"
         )
-    for one, other in itertools.combinations(sources, 2):
-        if not one.tasks or not other.tasks or set(one.tasks) & set(other.tasks):
+    for first, second in itertools.combinations(sources, 2):
+        if not first.tasks or not second.tasks or set(first.tasks) & set(second.tasks):
             yield (
-                f"{key}: {one.key} and {other.key} apply to the same prompts; set different tasks"
-                " for each teacher"
+                f"{key}: {first.key} and {second.key} apply to the same prompts; set different"
+                " tasks for each teacher"
             )
 
 
 def _model_problems(
     config: Config, source: TeacherSource, policy: ModelShape | None, expected: ExpectedInputs
 ) -> Iterator[str]:
-    key, path = f"{source.key}.path", Path(source.path)
+    """Yield problems of the model of a teacher."""
+    key = f"{source.key}.path"
+    path = Path(source.path)
     try:
+        # If the policy's shape is known, teacher_shape accepts the policy's initial model as a
+        # teacher even before its directory exists.
         shape = (
             directory_shape(path, key, expected)
             if policy is None

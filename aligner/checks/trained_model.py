@@ -1,5 +1,7 @@
-"""What concerns every model in Megatron: its micro-batches, the policy's tokens where it reads
-these, and of one that is trained its optimizer and frozen weights.
+"""Checks that the sections of all Megatron models share.
+
+They cover micro-batches, precision and vocabulary, and for trained models also the optimizer and
+the frozen weights.
 """
 
 from collections.abc import Iterator
@@ -16,8 +18,11 @@ from aligner.schema.derived import longest_sequence, longest_sequence_keys
 
 
 def cut_shape(config: Config, model: ModelShape) -> ModelShape:
-    """The shape of the critic, or reward model that is trained; of the whole model where
-    critic.num_layers is too many."""
+    """Return the shape of the critic or of the reward model that is trained.
+
+    The shape has the first `critic.num_layers` layers of the model, or all layers if the model has
+    fewer; the checks of the critic report that problem.
+    """
     return (
         model if (config.critic.num_layers or 0) > model.num_layers else first_layers(config, model)
     )
@@ -26,64 +31,89 @@ def cut_shape(config: Config, model: ModelShape) -> ModelShape:
 def micro_batch_problems(
     config: Config, role: str, settings: MegatronModelConfig, together: int = 1
 ) -> Iterator[str]:
-    """A micro-batch that cannot hold so many of the longest sequence together."""
-    tokens, longest = settings.micro_batch_tokens, longest_sequence(config)
+    """Yield a problem if a micro-batch is too small for the longest sequences.
+
+    Args:
+        config: Configuration of the run.
+        role: Name of the role's section.
+        settings: Settings of the role.
+        together: Number of sequences that must be in the same micro-batch.
+    """
+    tokens = settings.micro_batch_tokens
+    longest = longest_sequence(config)
     if tokens < together * longest:
-        what = (
+        content = (
             "the longest sequence"
             if together == 1
             else f"{together} of the longest sequences, which must be in one micro-batch"
         )
         yield (
             f"{role}.micro_batch_tokens={tokens}: must be at least {together * longest} to hold"
-            f" {what} ({longest_sequence_keys(config)})"
+            f" {content} ({longest_sequence_keys(config)})"
         )
 
 
 def reader_problems(
     config: Config, policy: ModelShape | None, key: str, directory: Path, shape: ModelShape
 ) -> Iterator[str]:
-    """A model that reads the policy's samples, but not as many tokens, or other ones; `key` names
-    its directory."""
-    named, longest = f"{key}={directory}", longest_sequence(config)
+    """Yield problems of a model that reads the policy's samples, such as a critic or a teacher.
+
+    The model must have enough positions, and the policy's tokenizer and vocabulary.
+
+    Args:
+        config: Configuration of the run.
+        policy: Shape of the policy; None if it could not be read.
+        key: Dotted key that names the model's directory.
+        directory: Directory of the model.
+        shape: Shape of the model.
+    """
+    setting = f"{key}={directory}"
+    longest = longest_sequence(config)
     if shape.max_positions < longest:
         yield (
-            f"{named}: the model has {shape.max_positions} positions, but the longest sequence"
+            f"{setting}: the model has {shape.max_positions} positions, but the longest sequence"
             f" has {longest} tokens ({longest_sequence_keys(config)}); set smaller lengths or"
             " another model"
         )
     if (difference := policys_difference(config, directory)) is not None:
         yield (
-            f"{named}: {difference}; the model reads the policy's tokens and must have the"
+            f"{setting}: {difference}; the model reads the policy's tokens and must have the"
             " policy's tokenizer"
         )
         return
     if policy is None or shape.vocab_size >= policy.vocab_size:
         return
-    own = _policy_directory(config)
-    written = None if own is None else read_vocabulary(own)
-    # The policy may have embeddings to spare.
-    vocabulary = policy.vocab_size if written is None else min(policy.vocab_size, len(written))
+
+    policy_directory = _policy_directory(config)
+    tokens = None if policy_directory is None else read_vocabulary(policy_directory)
+    # The embedding matrix of the policy may have more rows than its tokenizer has tokens.
+    vocabulary = policy.vocab_size if tokens is None else min(policy.vocab_size, len(tokens))
     if shape.vocab_size < vocabulary:
         yield (
-            f"{named}: the model has {shape.vocab_size} tokens in its vocabulary, but the policy"
+            f"{setting}: the model has {shape.vocab_size} tokens in its vocabulary, but the policy"
             f" generates {vocabulary}; set a model with the policy's vocabulary (model.path)"
         )
 
 
 def policys_difference(config: Config, directory: Path) -> str | None:
-    """How the tokens of a directory's tokenizer differ from the policy's, in words; see
-    `vocabulary_difference`."""
-    own = _policy_directory(config)
+    """Return the difference between a directory's tokenizer and the policy's, in words.
+
+    Returns None if there is no difference, or if a tokenizer cannot be read. See
+    `vocabulary_difference`.
+    """
+    policy_directory = _policy_directory(config)
     return (
         None
-        if own is None
-        else vocabulary_difference(read_vocabulary(own), read_vocabulary(directory))
+        if policy_directory is None
+        else vocabulary_difference(read_vocabulary(policy_directory), read_vocabulary(directory))
     )
 
 
 def _policy_directory(config: Config) -> Path | None:
-    """None where the model's directory cannot be had, which is told with the model."""
+    """Return the policy's model directory; None if it cannot be determined.
+
+    The check of the policy's shape reports that problem.
+    """
     try:
         return model_directory(config)
     except ConfigError:
@@ -93,7 +123,7 @@ def _policy_directory(config: Config) -> Path | None:
 def precision_problems(
     config: Config, role: str, settings: MegatronModelConfig, shape: ModelShape | None
 ) -> Iterator[str]:
-    """What fp8 products cannot be had with."""
+    """Yield settings with which fp8 matmuls are not supported."""
     if settings.precision != "fp8":
         return
     key = f"{role}.precision=fp8"
@@ -117,7 +147,13 @@ def precision_problems(
 def frozen_problems(
     role: str, settings: TrainedModelConfig, table: tuple[TensorSpec, ...]
 ) -> Iterator[str]:
-    """Patterns of frozen weights that do not fit the model's."""
+    """Yield problems of the patterns of frozen weights, such as a pattern without a match.
+
+    Args:
+        role: Name of the role's section.
+        settings: Settings of the role.
+        table: Weights of the model.
+    """
     try:
         frozen_names(table, settings.frozen, f"{role}.frozen")
     except ConfigError as error:
@@ -125,8 +161,15 @@ def frozen_problems(
 
 
 def optimizer_problems(role: str, settings: TrainedModelConfig, steps: int) -> Iterator[str]:
-    """The optimizer of a role that takes so many of its steps."""
-    optimizer, key = settings.optimizer, f"{role}.optimizer"
+    """Yield problems of the optimizer of a role.
+
+    Args:
+        role: Name of the role's section.
+        settings: Settings of the role.
+        steps: Number of optimizer steps of the role in the run.
+    """
+    optimizer = settings.optimizer
+    key = f"{role}.optimizer"
     if optimizer.warmup_steps >= max(steps, 1):
         yield (
             f"{key}.warmup_steps={optimizer.warmup_steps}: must be below {steps}, the number of"
@@ -138,15 +181,15 @@ def optimizer_problems(role: str, settings: TrainedModelConfig, steps: int) -> I
             f" {key}.learning_rate={optimizer.learning_rate}"
         )
     if optimizer.kind == "muon":
-        why = (
+        reason = (
             f"is not supported with {key}.kind=muon, which keeps its full state on the device of"
             " every data-parallel rank"
         )
         if optimizer.distributed:
-            yield f"{key}.distributed=true: {why}; set {key}.distributed=false"
+            yield f"{key}.distributed=true: {reason}; set {key}.distributed=false"
         if optimizer.offload_fraction:
             yield (
-                f"{key}.offload_fraction={optimizer.offload_fraction}: {why}; set"
+                f"{key}.offload_fraction={optimizer.offload_fraction}: {reason}; set"
                 f" {key}.offload_fraction=0"
             )
     if optimizer.overlap_param_gather and not (

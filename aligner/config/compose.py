@@ -1,4 +1,8 @@
-"""From command-line overrides to a validated `Config`, and to and from a run's `config.yaml`."""
+"""Composition, loading and saving of configurations.
+
+`compose_config` turns command-line overrides into a validated `Config`. `save_config` writes the
+`config.yaml` of a run, and `load_config` reads it.
+"""
 
 import dataclasses
 import functools
@@ -46,33 +50,47 @@ from aligner.schema.keys import MASK, check_key, known_key, schema_keys, unmet, 
 from aligner.schema.renamed import with_current_keys
 
 AUTOMATIC = "automatic"
-"""The root of a run without an experiment, and its name."""
+"""Root file of a run without an experiment, and the experiment name of such a run."""
 _WITHOUT_EXPERIMENT = (
     "without an experiment, set your own model, data and reward: model.path=DIRECTORY_OR_NAME"
     " algorithm=grpo data.path=FILE reward.function=NAME"
 )
+# Hydra's groups for its own command line. A composition without them is one sixth faster.
 _HYDRAS_OWN_GROUPS = [
     f"~hydra/{group}"
     for group in ("launcher", "sweeper", "help", "hydra_help", "hydra_logging", "job_logging")
 ]
-"""Groups of Hydra's command line, without which a composition takes a sixth less time."""
 
 
 def compose_config(overrides: Sequence[str], config_directory: Path | None = None) -> Config:
-    """The configuration of a run from `experiment=NAME`, or a model and data of the user's own, and
-    further overrides.
+    """Compose and validate the configuration of a run.
 
-    `config_directory` holds the user's own groups (`experiment/mine.yaml`), beside the built-in
-    ones. With `run.automatic` the keys that nobody gives are still to be chosen:
-    `aligner.config.defaults`. Raises ConfigError for whatever is unknown, of the wrong type or
-    missing, and for overrides that the run does not read.
+    With `run.automatic`, `aligner.config.defaults` must still choose the values of the keys that
+    the user did not set.
+
+    Args:
+        overrides: Overrides of the command line: `experiment=NAME`, or the user's own model and
+            data, and further `key=value` overrides.
+        config_directory: Directory of the user's own groups, such as `experiment/mine.yaml`, in
+            addition to the built-in groups.
+
+    Raises:
+        ConfigError: A key or a group option is unknown, has a value of the wrong type, or is
+            missing; or the run does not read a key that an override sets.
+
+    Example:
+        `compose_config(["experiment=arithmetic", "run.steps=10"])`
     """
     directories = group_directories(config_directory)
     options = group_options(directories)
-    parsed = [parse_override(text, options) for text in overrides]
-    keys = {override.key_or_group for override in parsed}
+    parsed_overrides = [parse_override(text, options) for text in overrides]
+    keys = {override.key_or_group for override in parsed_overrides}
     experiment = next(
-        (str(entry.value()) for entry in reversed(parsed) if entry.key_or_group == "experiment"),
+        (
+            str(entry.value())
+            for entry in reversed(parsed_overrides)
+            if entry.key_or_group == "experiment"
+        ),
         AUTOMATIC,
     )
     if "experiment" not in keys and not keys & {"model", "model.path"}:
@@ -80,9 +98,10 @@ def compose_config(overrides: Sequence[str], config_directory: Path | None = Non
             f"experiment=NAME is missing; experiments: {', '.join(options['experiment'])};"
             f" {_WITHOUT_EXPERIMENT}"
         )
+
     root = "config" if "experiment" in keys else AUTOMATIC
-    config = _compose(root, parsed, directories, options)
-    check_read(config, parsed, options, directories)
+    config = _compose(root, parsed_overrides, directories, options)
+    check_read(config, parsed_overrides, options, directories)
     if (
         "experiment" not in keys
         and config.algorithm.generates
@@ -92,6 +111,7 @@ def compose_config(overrides: Sequence[str], config_directory: Path | None = Non
             "reward.function=NAME is missing: a run without an experiment requires a reward;"
             " docs/rewards.md lists the other reward sources"
         )
+
     config = _with_engine_replicas(_with_names(config, experiment))
     return dataclasses.replace(
         config, run=dataclasses.replace(config.run, command=_command(overrides, config_directory))
@@ -101,8 +121,7 @@ def compose_config(overrides: Sequence[str], config_directory: Path | None = Non
 def keys_given(
     overrides: Sequence[str], config: Config, config_directory: Path | None = None
 ) -> frozenset[str]:
-    """The keys to which the command line of a composed configuration, or its experiment, gives
-    values."""
+    """Return the keys that the command line or the experiment sets in a composed configuration."""
     directories = group_directories(config_directory)
     options = group_options(directories)
     return given_keys(
@@ -114,31 +133,42 @@ def keys_given(
 
 
 def unread_notes(config: Config, config_directory: Path | None = None) -> list[str]:
-    """A line for each reason for which the run does not read keys that its experiment's file
-    sets."""
-    found: dict[str, list[str]] = {}
+    """Return notes about the keys that the experiment's file sets, but that the run does not read.
+
+    Keys with the same reason share a line.
+    """
+    keys_by_reason: dict[str, list[str]] = {}
     directories = group_directories(config_directory)
     for key in option_values(directories, "experiment", config.run.experiment):
-        known = schema_keys()[key]
-        if value_at(config, key) != known.default and (terms := unmet(config, known.read)):
-            found.setdefault(current_values(config, terms), []).append(key)
-    return [f"{', '.join(keys)}: has no effect with {why}" for why, keys in found.items()]
+        schema_key = schema_keys()[key]
+        if value_at(config, key) != schema_key.default and (
+            terms := unmet(config, schema_key.read)
+        ):
+            keys_by_reason.setdefault(current_values(config, terms), []).append(key)
+    return [
+        f"{', '.join(keys)}: has no effect with {reason}" for reason, keys in keys_by_reason.items()
+    ]
 
 
 def _command(overrides: Sequence[str], config_directory: Path | None) -> str:
-    """What launches the same again, but for which run directory and whether it goes on there."""
+    """Return the command that launches the same run again.
+
+    The command contains neither `run.dir` nor `run.resume`. Secret values are masked.
+    """
     groups = () if config_directory is None else ("--config-dir", str(config_directory))
-    kept = (
+    repeated_overrides = (
         _masked(text)
         for text in overrides
         if text.partition("=")[0] not in ("run.dir", "run.resume")
     )
-    return shlex.join(("aligner", "launch", *groups, *kept))
+    return shlex.join(("aligner", "launch", *groups, *repeated_overrides))
 
 
 def _masked(override: str) -> str:
-    """An override without the values of environment variables: the command is shown, and told to
-    trackers."""
+    """Return an override without the values of environment variables.
+
+    The values may be secret, and the command is displayed and sent to the trackers.
+    """
     key = override.partition("=")[0]
     is_secret = key.lstrip("+").startswith("cluster") and "environment" in override
     return f"{key}={MASK}" if is_secret else override
@@ -150,12 +180,16 @@ def save_config(config: Config, path: Path) -> None:
 
 
 def config_text(values: Mapping[str, Any]) -> str:
-    """A configuration, nested, as YAML."""
+    """Return the nested values of a configuration as YAML, without interpolations."""
     return yaml.safe_dump(_escaped(values), sort_keys=False, allow_unicode=True)
 
 
 def load_config(path: Path) -> Config:
-    """Read a run's `config.yaml`. Raises ConfigError if it is missing or not valid."""
+    """Read the `config.yaml` of a run, which may use old names of keys.
+
+    Raises:
+        ConfigError: The file is missing or not valid.
+    """
     if not path.is_file():
         raise ConfigError(f"{path}: no such configuration file")
     values = read_yaml(path)
@@ -170,16 +204,29 @@ def load_config(path: Path) -> Config:
 def _compose(
     root: str, overrides: Sequence[Override], directories: Sequence[Path], groups: Collection[str]
 ) -> Config:
-    """Return the validated composition of a root, of the options of groups and of overrides."""
-    named = [override for override in overrides if override.key_or_group in groups]
-    options = [override for override in named if not isinstance(override.value(), dict)]
+    """Compose and validate a root file, options of groups, and overrides of keys.
+
+    Args:
+        root: Name of the root file in the built-in directory, without `.yaml`.
+        overrides: Parsed overrides of the command line.
+        directories: Directories with groups, the built-in one first.
+        groups: Names of all groups.
+
+    Raises:
+        ConfigError: The composition fails or is not valid.
+    """
+    group_overrides = [override for override in overrides if override.key_or_group in groups]
+    # `group={...}` changes keys of a section that has the name of a group; it chooses no option.
+    options = [override for override in group_overrides if not isinstance(override.value(), dict)]
     changes = [override for override in overrides if override not in options]
-    chosen = tuple(str(override.input_line) for override in options)
-    # The files of a user may change during the lifetime of this process.
-    composed = _composed if len(directories) == 1 else _composed.__wrapped__
-    typed = " ".join(str(override.input_line) for override in named)
+    option_texts = tuple(str(override.input_line) for override in options)
+    # The user's files may change during the lifetime of this process, so that a composition with
+    # these files must not come from the cache.
+    compose_options = _composed if len(directories) == 1 else _composed.__wrapped__
+    command_line_text = " ".join(str(override.input_line) for override in group_overrides)
+
     try:
-        node, choices = pickle.loads(composed(root, chosen, tuple(directories)))
+        node, choices = pickle.loads(compose_options(root, option_texts, tuple(directories)))
         for override in changes:
             _apply(override, node)
         return _validated(node)
@@ -191,20 +238,23 @@ def _compose(
         raise ConfigError(_explain(error)) from error
     # Hydra does not say in which file these errors are.
     except RecursionError as error:
-        raise ConfigError(f"{typed}: circular defaults, or keys nested too deeply") from error
+        raise ConfigError(
+            f"{command_line_text}: circular defaults, or keys nested too deeply"
+        ) from error
     except (ValueError, OSError) as error:
-        raise ConfigError(f"{typed}: {_explain(error)}") from error
+        raise ConfigError(f"{command_line_text}: {_explain(error)}") from error
 
 
 @functools.lru_cache(512)
 def _composed(root: str, options: tuple[str, ...], directories: tuple[Path, ...]) -> bytes:
-    """Return the composition of a root and options of groups on top of the schema's defaults, and
-    the chosen option of each group.
+    """Compose a root file and options of groups on top of the schema's defaults.
 
-    Both are pickled, which is the fastest way to copy them.
+    Returns:
+        The pickled pair of the composed node and the chosen option of each group. Each caller
+        needs its own copy, and unpickling is the fastest way to copy a node.
     """
     Plugins.instance().register(ConfSource)
-    # Hydra looks for the root before it has the search path.
+    # Hydra looks for the root before it sets up the search path, so the root must be in the store.
     ConfigStore.instance().store(name=root, node=read_yaml(directories[0] / f"{root}.yaml"))
     search_path = ",".join(_quoted(f"{ConfSource.scheme()}://{path}") for path in directories)
     overrides = [f"hydra.searchpath=[{search_path}]", *_HYDRAS_OWN_GROUPS, *options]
@@ -222,6 +272,7 @@ def _composed(root: str, options: tuple[str, ...], directories: tuple[Path, ...]
 
 @functools.cache
 def _defaults() -> bytes:
+    """Return the schema's default configuration as a pickled node."""
     return pickle.dumps(OmegaConf.create(dataclasses.asdict(Config())))
 
 
@@ -232,8 +283,13 @@ def _quoted(text: str) -> str:
 
 
 def _apply(override: Override, node: DictConfig) -> None:
-    """Change a composition as an override says."""
-    key, value = override.key_or_group, override.value()
+    """Apply an override of a key or of a section to a composed node, in place.
+
+    Raises:
+        ConfigError: The override sets a section to a value that is not a mapping.
+    """
+    key = override.key_or_group
+    value = override.value()
     if known_key(key) is None:
         if not isinstance(value, dict):
             raise ConfigError(section_line(key, value))
@@ -243,6 +299,7 @@ def _apply(override: Override, node: DictConfig) -> None:
 
 
 def _validated(node: DictConfig) -> Config:
+    """Resolve the interpolations of a node and return the validated configuration."""
     values = OmegaConf.to_container(node, resolve=True, throw_on_missing=True)
     return validated(typing.cast(dict[str, Any], values))
 
@@ -253,9 +310,17 @@ def _line(
     choices: Mapping[str, str],
     directories: Sequence[Path],
 ) -> str:
-    """Return the line of a problem, with the file that sets the key unless an override does."""
+    """Return the error line of a problem, with the file that sets the key unless an override does.
+
+    Args:
+        problem: Problem of a key's value.
+        overridden: Keys and sections that the command line sets.
+        choices: Chosen option of each group.
+        directories: Directories with groups.
+    """
     key = problem.key
     experiment = choices.get("experiment")
+    # Without the header, Hydra nests the keys of an experiment's file below `experiment`.
     if key.partition(".")[0] == "experiment":
         return (
             "the first line must be `# @package _global_`, followed by the keys (in"
@@ -272,24 +337,26 @@ def _line(
 
 
 def _explain(error: BaseException) -> str:
-    """Return one line about an error of Hydra, OmegaConf or a validation."""
+    """Return a one-line message for an error of Hydra, OmegaConf or a validation."""
+    # An OmegaConf error in the chain of causes names the key; it is more helpful than the others.
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OmegaConfBaseException) and cause.full_key:
             return _explain_key(cause)
         cause = cause.__cause__ or cause.__context__
-    where = ""
+
+    file_note = ""
     message = str(error).partition("Config search path")[0]
     if isinstance(error, ConfigCompositionException) and (
-        file := re.match(r"In '([^']+)': (\w+ raised while composing config:)?", message)
+        file_match := re.match(r"In '([^']+)': (\w+ raised while composing config:)?", message)
     ):
-        where = f" (in {file[1]}.yaml)"
-        message = message.removeprefix(file[0])
-    return " ".join(message.split()) + where
+        file_note = f" (in {file_match[1]}.yaml)"
+        message = message.removeprefix(file_match[0])
+    return " ".join(message.split()) + file_note
 
 
 def _explain_key(error: OmegaConfBaseException) -> str:
-    """Return one line about an error of OmegaConf at a key."""
+    """Return a one-line message for an error of OmegaConf that names a key."""
     key = str(error.full_key)
     message = str(error).partition("\n")[0]
     if isinstance(error, (ConfigKeyError, ConfigAttributeError)):
@@ -306,47 +373,68 @@ def _explain_key(error: OmegaConfBaseException) -> str:
 
 
 def default_name(experiment: str = AUTOMATIC) -> str:
-    """A run's name where nobody gives one."""
+    """Return the name of a run without `run.name`: the experiment and the current time."""
     return f"{experiment}-{datetime.now():%Y%m%d-%H%M%S}"
 
 
 def _with_names(config: Config, experiment: str) -> Config:
-    """Fill in the names that depend on the command line and the clock."""
+    """Return the configuration with the experiment, the name and the absolute directory of the run.
+
+    Raises:
+        ConfigError: The run to resume has no directory, or has another name; or the name or the
+            directory contains a character that is not supported.
+    """
     run = config.run
     if run.resumes and run.name is None and run.dir is None:
         raise ConfigError(
             f"run.resume={run.resume}: requires the directory or name of the run to resume; set"
             " run.dir=DIRECTORY or run.name=NAME"
         )
-    started = _started_name(Path(run.dir or Path("runs") / str(run.name))) if run.resumes else None
-    if started and run.name not in (None, started):
+    started_name = (
+        _started_name(Path(run.dir or Path("runs") / str(run.name))) if run.resumes else None
+    )
+    if started_name and run.name not in (None, started_name):
         raise ConfigError(
-            f"run.name={run.name}: the run to resume is named {started}; remove run.name and set"
-            " run.dir"
+            f"run.name={run.name}: the run to resume is named {started_name}; remove run.name and"
+            " set run.dir"
         )
-    name = run.name or started or _directory_name(run.dir) or default_name(experiment)
+
+    name = run.name or started_name or _directory_name(run.dir) or default_name(experiment)
     if not re.fullmatch(r"[\w.+=-]+", name) or name in (".", ".."):
         raise ConfigError(f"run.name={name}: must consist of letters, digits and . _ - + =")
+
     directory = os.path.abspath(run.dir or Path("runs") / name)  # noqa: PTH100 - Path.resolve would follow links
-    if unusable := next((c for c in directory if c in "\0\n\r" or "\ud800" <= c <= "\udfff"), None):
+    # File names, logs or YAML cannot contain null bytes, line breaks or surrogates.
+    if bad_character := next(
+        (c for c in directory if c in "\0\n\r" or "\ud800" <= c <= "\udfff"), None
+    ):
         raise ConfigError(
-            f"run.dir={directory!r}: must not contain the character {unusable!r}; choose another"
-            " directory"
+            f"run.dir={directory!r}: must not contain the character {bad_character!r}; choose"
+            " another directory"
         )
-    named = dataclasses.replace(run, experiment=experiment, name=name, dir=directory)
-    return dataclasses.replace(config, run=named)
+    run_with_names = dataclasses.replace(run, experiment=experiment, name=name, dir=directory)
+    return dataclasses.replace(config, run=run_with_names)
 
 
 def _directory_name(directory: str | None) -> str:
-    """Return a run's name from its directory's, with `_` in place of characters that a name cannot
-    have; empty if there is no such name."""
+    """Return a run name that is derived from the name of the run directory.
+
+    `_` replaces the characters that a run name must not contain. The result is empty if the
+    directory has no usable name.
+    """
     name = re.sub(r"[^\w.+=-]+", "_", Path(directory or "").name)
     return "" if name in (".", "..") else name
 
 
 def _started_name(directory: Path) -> str | None:
-    """The name that the run in a directory was started with: its servers know it by that, wherever
-    the directory is now."""
+    """Return the name with which the run in a directory was started; None if there is no run.
+
+    A resumed run keeps this name even if its directory was moved, because the run's servers use
+    the name.
+
+    Raises:
+        ConfigError: The directory's `config.yaml` is not the configuration of a run.
+    """
     file = directory / "config.yaml"
     if not file.is_file():
         return None
@@ -357,20 +445,24 @@ def _started_name(directory: Path) -> str | None:
 
 
 def _with_engine_replicas(config: Config) -> Config:
-    """Where engine.parallel.data is 0: as many replicas as fill the trainer's ranks."""
+    """Return the configuration with a positive `engine.parallel.data`.
+
+    If the key is 0, the engine gets as many replicas as fit on the trainer's ranks.
+    """
     engine = config.engine
     if engine.parallel.data != 0:
         return config
     replicas = max(1, config.actor.parallel.ranks // max(1, engine.parallel.tensor))
-    filled = dataclasses.replace(
+    engine_with_replicas = dataclasses.replace(
         engine, parallel=dataclasses.replace(engine.parallel, data=replicas)
     )
-    return dataclasses.replace(config, engine=filled)
+    return dataclasses.replace(config, engine=engine_with_replicas)
 
 
 def _escaped(value: Any) -> Any:
-    """The value with `${` in its strings kept from being read back as an interpolation."""
+    """Return a value in whose strings `${` is escaped, so that OmegaConf reads it literally."""
     if isinstance(value, str):
+        # Backslashes before `${` are doubled, because OmegaConf would read them as escapes, too.
         return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
     if isinstance(value, dict):
         return {key: _escaped(entry) for key, entry in value.items()}

@@ -1,5 +1,9 @@
-"""The YAML files of a configuration: groups and their options under `conf/` and in a directory of
-the user's own, and what each file sets."""
+"""The YAML files of a configuration.
+
+A group is a directory under `conf/` or in the user's own directory, and an option of the group is a
+file in it: `conf/algorithm/ppo.yaml` is the option `ppo` of the group `algorithm`. This module
+reads these files, for Hydra and for messages, and finds the keys that each file sets.
+"""
 
 import functools
 import re
@@ -18,8 +22,9 @@ from aligner.schema.keys import known_key
 from aligner.schema.renamed import RENAMED_KEYS, current_key, with_current_keys
 
 _PACKAGE = Path(__file__).resolve().parent.parent
+# Hydra's header `# @package _global_`: the keys of the file begin at the root.
 _PACKAGE_HEADER = re.compile(r"\s*#\s*@package\s+(\S+)")
-"""`# @package _global_`, as Hydra reads it: the keys of the file begin at the root."""
+# The numbers of Hydra's override grammar, so that a file and the command line agree.
 _INTEGER = re.compile(
     r"[-+]?(?:0b[01_]+|0x[0-9a-fA-F_]+|0[0-7_]+|0|[1-9][0-9_]*)$",
 )
@@ -31,14 +36,18 @@ _NUMERIC_TAGS = {f"tag:yaml.org,2002:{name}" for name in ("int", "float", "times
 
 
 class ConfLoader(yaml.SafeLoader):
-    """YAML loader that reads numbers as the command line does, and refuses duplicate keys.
+    """YAML loader that parses numbers like the command line and rejects duplicate keys.
 
-    YAML 1.1 reads a time such as 12:00:00 as a number to the base 60, 2026-11-23 as a date, and
-    1e-5 as a string.
+    PyYAML's loader follows YAML 1.1, which parses a time such as 12:00:00 as a number in base 60,
+    2026-11-23 as a date, and 1e-5 as a string.
     """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Return a mapping. Raises ConstructorError for a key that occurs twice."""
+        """Construct a mapping.
+
+        Raises:
+            ConstructorError: A key occurs twice.
+        """
         names = set()
         for key, _ in node.value:
             if key.value in names and isinstance(key, yaml.ScalarNode):
@@ -65,7 +74,7 @@ def read_yaml(file: Path) -> Any:
     """Return the content of a YAML file; None for an empty file.
 
     Raises:
-        ConfigError: The file is no valid YAML, or cannot be read.
+        ConfigError: The file is not valid YAML, or cannot be read.
     """
     try:
         with file.open(encoding="utf-8") as stream:
@@ -75,11 +84,14 @@ def read_yaml(file: Path) -> Any:
 
 
 class ConfSource(ConfigSource):
-    """A directory of groups, for Hydra, that is read by `read_yaml`: `conf:///DIRECTORY`."""
+    """Hydra's access to a directory of groups, which it reads with `read_yaml`.
+
+    `conf:///DIRECTORY` in Hydra's search path selects this class.
+    """
 
     @staticmethod
     def scheme() -> str:
-        """Return the name with which a path in Hydra's search path begins."""
+        """Return the scheme that selects this class in Hydra's search path."""
         return "conf"
 
     def available(self) -> bool:
@@ -104,7 +116,11 @@ class ConfSource(ConfigSource):
         return options if results_filter == ObjectType.CONFIG else sorted({*groups, *options})
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """Return the content of a file with its header."""
+        """Return the content and the header of a file.
+
+        Raises:
+            ConfigLoadError: The file does not exist.
+        """
         file = self._file(config_path)
         if not file.is_file():
             raise ConfigLoadError(f"{file}: no such file")
@@ -117,13 +133,24 @@ class ConfSource(ConfigSource):
         )
 
     def _file(self, config_path: str) -> Path:
+        """Return the file of a path in Hydra's notation, which may lack `.yaml`."""
         return Path(self.path) / f"{config_path.removesuffix('.yaml')}.yaml"
 
 
 @functools.lru_cache(512)
 def _read_option(file: Path, changed_ns: int) -> tuple[dict[str, Any], str | None]:
-    """Return the content of a file that was last changed at a time, and the package that its first
-    line names."""
+    """Return the content of an option's file and the package in its header.
+
+    The content has the current names of keys. The package is None without a header.
+
+    Args:
+        file: File of an option.
+        changed_ns: Modification time of the file in nanoseconds. It belongs to the cache key, so
+            that a changed file is read again.
+
+    Raises:
+        ConfigError: The file does not contain a mapping, or cannot be read.
+    """
     content = read_yaml(file)
     if not isinstance(content, dict | None):
         raise ConfigError(
@@ -140,7 +167,11 @@ def _read_option(file: Path, changed_ns: int) -> tuple[dict[str, Any], str | Non
 
 
 def built_in_directory() -> Path:
-    """Return the directory `conf/`: in the package of a wheel, beside the package in a checkout."""
+    """Return the directory `conf/`: inside the package of a wheel, next to it in a checkout.
+
+    Raises:
+        ConfigError: There is no such directory.
+    """
     for candidate in (_PACKAGE / "conf", _PACKAGE.parent / "conf"):
         if (candidate / "config.yaml").is_file():
             return candidate
@@ -150,7 +181,11 @@ def built_in_directory() -> Path:
 
 
 def group_directories(config_directory: Path | None) -> list[Path]:
-    """Return the directories that hold groups: the built-in one, and the user's own."""
+    """Return the directories with groups: the built-in one, then the user's own.
+
+    Raises:
+        ConfigError: The user's directory does not exist.
+    """
     if config_directory is None:
         return [built_in_directory()]
     if not config_directory.is_dir():
@@ -159,7 +194,7 @@ def group_directories(config_directory: Path | None) -> list[Path]:
 
 
 def group_options(directories: Iterable[Path]) -> dict[str, list[str]]:
-    """Return the options of every group by its name.
+    """Return the names of the options of each group, by the name of the group.
 
     Raises:
         ConfigError: Two directories define the same option.
@@ -181,8 +216,10 @@ def group_options(directories: Iterable[Path]) -> dict[str, list[str]]:
 
 
 def option_values(directories: Sequence[Path], group: str, name: str) -> dict[str, Any]:
-    """Return the keys that an option of a group sets, with those of the options that it begins
-    with."""
+    """Return the keys that an option of a group sets, including the keys that it inherits.
+
+    An option inherits the keys of the options of the same group in its `defaults` list.
+    """
     values, defaults = _option(directories, group, name)
     inherited: dict[str, Any] = {}
     for default in defaults:
@@ -192,34 +229,36 @@ def option_values(directories: Sequence[Path], group: str, name: str) -> dict[st
 
 
 def chosen_options(directories: Sequence[Path], experiment: str) -> dict[str, str]:
-    """Return the options of other groups that an experiment, and those that it begins with,
-    choose."""
-    chosen: dict[str, str] = {}
+    """Return the options of other groups that an experiment chooses, by group.
+
+    The choices of the experiments in its `defaults` list count as its own.
+    """
+    choices: dict[str, str] = {}
     for default in _option(directories, "experiment", experiment)[1]:
         if isinstance(default, dict):
-            chosen |= {
+            choices |= {
                 str(group).rpartition("/")[2]: str(name)
                 for group, name in default.items()
                 if name is not None
             }
         elif default != "_self_":
-            chosen |= chosen_options(directories, str(default))
-    return chosen
+            choices |= chosen_options(directories, str(default))
+    return choices
 
 
 def defining_option(
     directories: Sequence[Path], key: str, options: Mapping[str, str]
 ) -> str | None:
-    """Return the option `GROUP/NAME` whose file sets a key, or a key below it.
+    """Return the option `GROUP/NAME` whose file sets a key or a key below it; None without one.
 
     Args:
-        directories: Those of `group_directories`.
+        directories: Directories with groups, see `group_directories`.
         key: Dotted key.
-        options: Chosen option of each group, the one that takes precedence last.
+        options: Chosen option of each group; later options take precedence.
     """
     for group, name in reversed(list(options.items())):
         values, defaults = _option(directories, group, name)
-        if any(found == key or found.startswith(f"{key}.") for found in values):
+        if any(file_key == key or file_key.startswith(f"{key}.") for file_key in values):
             return f"{group}/{name}"
         for default in reversed(defaults):
             if not isinstance(default, str) or default == "_self_":
@@ -231,7 +270,12 @@ def defining_option(
 
 @functools.cache
 def report_old_key(key: str, where: str = "") -> None:
-    """Print, once in a process, that a key has another name now."""
+    """Print a warning that a key has been renamed, once per process and `where`.
+
+    Args:
+        key: Old name of the key.
+        where: Prefix of the warning, such as the file with the key.
+    """
     print(
         f"aligner: warning: {where}{key} is now {RENAMED_KEYS[key]}; the next release no longer"
         " accepts the old name",
@@ -240,23 +284,32 @@ def report_old_key(key: str, where: str = "") -> None:
 
 
 def flat_keys(prefix: str, content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the dotted keys of nested sections with their values; a mapping of the user's own
-    entries is one value."""
-    found: dict[str, Any] = {}
+    """Return the values of nested sections by dotted key, under the current names of the keys.
+
+    The value of a mapping key, such as `model.config`, remains one value.
+
+    Args:
+        prefix: Dotted section of `content` with a final dot; empty for the root.
+        content: Nested values.
+    """
+    values: dict[str, Any] = {}
     for name, value in content.items():
         key = current_key(f"{prefix}{name}")
         is_section = isinstance(value, dict) and known_key(key) is None
-        found |= flat_keys(f"{key}.", value) if is_section else {key: value}
-    return found
+        values |= flat_keys(f"{key}.", value) if is_section else {key: value}
+    return values
 
 
 def _option(directories: Sequence[Path], group: str, name: str) -> tuple[dict[str, Any], list[Any]]:
-    """Return the keys that the file of an option sets, and its `defaults`; empty without a file."""
+    """Return the keys that the file of an option sets, and its `defaults` list.
+
+    Both are empty if no directory has the file.
+    """
     for directory in directories:
         file = directory / group / f"{name}.yaml"
         if file.is_file():
             content, package = _read_option(file, file.stat().st_mtime_ns)
-            own = {key: value for key, value in content.items() if key != "defaults"}
+            values = {key: value for key, value in content.items() if key != "defaults"}
             prefix = "" if package == "_global_" else f"{group}."
-            return flat_keys(prefix, own), content.get("defaults", [])
+            return flat_keys(prefix, values), content.get("defaults", [])
     return {}, []

@@ -1,8 +1,8 @@
-"""The values of keys that nobody gave (`run.automatic`): chosen from the model's size, the data and
-the machine, with reasons.
+"""Automatic values of keys that the user did not set (`run.automatic`), with the reasons.
 
-`choose` goes through `RULES` in turn: each reads the configuration as the rules before it have left
-it, so that a value which the user gave is what the others are fitted to.
+The values depend on the model's size, the data and the machine. `choose` applies the rules in
+`RULES` in order. Each rule reads the configuration with the choices of the earlier rules, so that
+the automatic values fit the user's own values.
 """
 
 import math
@@ -21,18 +21,20 @@ from aligner.schema.reward_sources import has_reward_model
 
 @dataclass(frozen=True)
 class Size:
-    """What goes with models of up to so many parameters."""
+    """Learning rates and batch size for models of one size class."""
 
     parameters: float
+    """Maximum number of parameters of the size class."""
     online: float
-    """Learning rate of a policy that learns from its own samples."""
+    """Learning rate of a policy that trains on its own samples."""
     critic: float
+    """Learning rate of the critic."""
     imitation: float
-    """Of demonstrations, and of a reward model."""
+    """Learning rate of supervised fine-tuning and of reward models."""
     preference: float
-    """Of DPO."""
+    """Learning rate of DPO."""
     samples_on_cpu: int
-    """A step's on two cores, where it then takes some 20 s up to 3e8 parameters."""
+    """Samples per step on two cores. Up to 3e8 parameters, a step then takes about 20 s."""
 
 
 SIZES = (
@@ -43,107 +45,132 @@ SIZES = (
     Size(2e10, online=1e-6, critic=9e-6, imitation=1e-5, preference=5e-7, samples_on_cpu=16),
     Size(math.inf, online=5e-7, critic=9e-6, imitation=5e-6, preference=3e-7, samples_on_cpu=16),
 )
+# Maximum number of samples per step on CPUs, for any number of cores.
 _SAMPLES_ON_CPU = 256
-"""Most of a step, however many cores there are."""
+# Samples per step, by the minimum number of GPUs.
 _SAMPLES_ON_GPUS = {1: 128, 2: 256, 8: 512, 64: 1024}
-"""A step's, on at least so many GPUs."""
+# Learning rate of LoRA adapters as a multiple of the learning rate of full fine-tuning.
 _LORA = 10.0
-"""Adapters take learning rates that are so many times those of the weights themselves."""
+# Rank of the LoRA adapters for a model that does not fit into memory without LoRA.
 _RANK = 16
-"""Of adapters, where they are what fits."""
-_GROUP, _ALONE = 8, 4
-"""Samples a prompt of algorithms that compare them, and of others."""
+# Samples per prompt of algorithms that compare these samples.
+_GROUP = 8
+# Samples per prompt of other algorithms.
+_ALONE = 4
 UNREAD = "default, because the records could not be read or the tokenizer does not exist yet"
+"""Reason of a choice that does not take the data into account."""
+# Number of parameters from which loading the weights takes minutes.
 _LARGE = 5e9
-"""Parameters from which reading weights takes minutes."""
 
 
 def choose(config: Config, situation: Situation) -> tuple[Config, tuple[Choice, ...]]:
-    """The configuration with values for keys that nobody gave and that the run reads, and which
-    those are."""
-    made: list[Choice] = []
+    """Choose values for the keys that the run reads and that the user did not set.
+
+    Args:
+        config: Composed configuration.
+        situation: Model, data, machine, and the keys that the user set.
+
+    Returns:
+        The configuration with the chosen values, and the choices in the order in which they were
+        made.
+
+    Raises:
+        ConfigError: The run does not fit into memory with any layout.
+    """
+    choices: list[Choice] = []
     for rule in RULES:
         for choice in rule(config, situation):
             if choice.key not in situation.given and is_read(config, choice.key):
                 config = with_values(config, {choice.key: choice.value})
-                made.append(choice)
-    return config, tuple(made)
+                choices.append(choice)
+    return config, tuple(choices)
 
 
 def size_of(parameters: int) -> Size:
-    """The row of `SIZES` for a model."""
+    """Return the size class of a model with this number of parameters."""
     return next(size for size in SIZES if parameters <= size.parameters)
 
 
 def samples_at_once(situation: Situation) -> int:
-    """A step's samples, or rows, that suit the machine."""
+    """Return the number of samples per step that suits the model's size and the machine."""
     gpus = situation.machine.gpus
     if not gpus:
         on_two_cores = size_of(situation.parameters).samples_on_cpu
         return min(_SAMPLES_ON_CPU, max(on_two_cores, on_two_cores * situation.machine.cores // 2))
-    return max(samples for least, samples in _SAMPLES_ON_GPUS.items() if gpus >= least)
+    return max(samples for min_gpus, samples in _SAMPLES_ON_GPUS.items() if gpus >= min_gpus)
 
 
 def _fields(config: Config, situation: Situation) -> Iterator[Choice]:
+    """Map the field names of the records to aligner's field names."""
     data = situation.data
     if data is not None and data.fields:
-        named = ", ".join(
-            f"the {'template' if '{' in theirs else 'field'} {theirs!r} is the {ours}"
-            for ours, theirs in data.fields.items()
+        descriptions = ", ".join(
+            f"the {'template' if '{' in source else 'field'} {source!r} is the {name}"
+            for name, source in data.fields.items()
         )
-        yield Choice("data.fields", dict(data.fields), f"in the records {named}")
+        yield Choice("data.fields", dict(data.fields), f"in the records {descriptions}")
 
 
 def _prompt_lengths(config: Config, situation: Situation) -> Iterator[Choice]:
+    """Fit the maximum prompt length to the data."""
     data = situation.data
-    # Half of the positions at least are for what follows.
-    room = max(1, situation.shape.max_positions // 2)
+    # At least half of the model's positions are reserved for the response.
+    max_limit = max(1, situation.shape.max_positions // 2)
     if data is None:
-        limit = min(config.data.max_prompt_tokens, room)
+        limit = min(config.data.max_prompt_tokens, max_limit)
         yield Choice("data.max_prompt_tokens", limit, UNREAD)
         return
-    wanted = (
+    # A few very long prompts must not determine the size of every batch.
+    longest = (
         data.longest_prompt if data.longest_prompt <= 2 * data.most_prompts else data.most_prompts
     )
-    limit = min(_rounded(wanted), room)
-    why = (
+
+    limit = min(_rounded(longest), max_limit)
+    reason = (
         f"the longest prompt of {data.looked_at} has {data.longest_prompt} tokens; 99% of the"
         f" prompts have at most {data.most_prompts} tokens"
     )
-    yield Choice("data.max_prompt_tokens", limit, why)
+    yield Choice("data.max_prompt_tokens", limit, reason)
     if data.longest_prompt > limit or not data.is_whole:
         yield Choice("data.long_prompts", "drop", "longer prompts are dropped and counted")
 
 
 def _response_lengths(config: Config, situation: Situation) -> Iterator[Choice]:
-    data, gpus = situation.data, situation.machine.gpus
-    room = situation.shape.max_positions - config.data.max_prompt_tokens
+    """Fit the maximum response length to the answers or responses in the data."""
+    data = situation.data
+    gpus = situation.machine.gpus
+    available_tokens = situation.shape.max_positions - config.data.max_prompt_tokens
     answer = data.longest_answer if data is not None else 0
     if config.algorithm.generates:
-        usual = (1024 if situation.parameters > 4e9 else 512) if gpus else 64
-        most, where = (2048, "on GPUs") if gpus else (128, "on CPUs, where generation is slow")
-        wanted = min(most, max(usual, _rounded(2 * answer)))
-        why = (
+        min_tokens = (1024 if situation.parameters > 4e9 else 512) if gpus else 64
+        max_tokens, device_text = (
+            (2048, "on GPUs") if gpus else (128, "on CPUs, where generation is slow")
+        )
+        tokens = min(max_tokens, max(min_tokens, _rounded(2 * answer)))
+        reason = (
             f"twice the longest answer in the records that were read ({answer} tokens), limited to"
-            f" the range {usual} to {most} {where}"
+            f" the range {min_tokens} to {max_tokens} {device_text}"
             if answer
-            else f"the default {where}, because no answers were found in the data"
+            else f"the default {device_text}, because no answers were found in the data"
         )
         key = "rollout.max_response_tokens"
     elif answer:
-        wanted = _rounded(answer if data is not None and data.is_whole else answer * 5 // 4)
-        why = f"the longest response in the records that were read has {answer} tokens"
+        tokens = _rounded(answer if data is not None and data.is_whole else answer * 5 // 4)
+        reason = f"the longest response in the records that were read has {answer} tokens"
         key = "data.max_response_tokens"
     else:
-        wanted, why, key = config.data.max_response_tokens, UNREAD, "data.max_response_tokens"
-    if wanted > room:
-        why = (
-            f"{why}; the model has {situation.shape.max_positions} positions, of which {room} are"
-            " available for the response"
+        tokens = config.data.max_response_tokens
+        reason = UNREAD
+        key = "data.max_response_tokens"
+
+    if tokens > available_tokens:
+        reason = (
+            f"{reason}; the model has {situation.shape.max_positions} positions, of which"
+            f" {available_tokens} are available for the response"
         )
-    yield Choice(key, max(1, min(wanted, room)), why)
+    yield Choice(key, max(1, min(tokens, available_tokens)), reason)
     if not config.algorithm.generates and (
-        wanted > room or (data is not None and not data.is_whole)
+        tokens > available_tokens or (data is not None and not data.is_whole)
     ):
         yield Choice(
             "data.skip_bad_records",
@@ -153,102 +180,119 @@ def _response_lengths(config: Config, situation: Situation) -> Iterator[Choice]:
 
 
 def _samples(config: Config, situation: Situation) -> Iterator[Choice]:
+    """Choose the samples per prompt: more if the algorithm compares the samples of a prompt."""
     settings = config.algorithm
-    compares = (
+    compares_samples = (
         settings.advantage in GROUPED or settings.loss == "copg" or settings.train_on != "all"
     )
-    compares = compares or settings.trainer == "preferences"
-    why = (
+    compares_samples = compares_samples or settings.trainer == "preferences"
+    reason = (
         f"{settings.name} compares the samples of a prompt"
-        if compares
+        if compares_samples
         else f"{settings.name} does not compare the samples of a prompt"
     )
-    yield Choice("rollout.samples_per_prompt", _GROUP if compares else _ALONE, why)
+    yield Choice("rollout.samples_per_prompt", _GROUP if compares_samples else _ALONE, reason)
 
 
 def _batch(config: Config, situation: Situation) -> Iterator[Choice]:
-    gpus, samples = situation.machine.gpus, samples_at_once(situation)
-    where = f"on {counted(situation.machine.cores, 'core')}"
+    """Choose the prompts per step, and the batch size of offline trainers."""
+    gpus = situation.machine.gpus
+    samples = samples_at_once(situation)
+    machine_text = f"on {counted(situation.machine.cores, 'core')}"
     if gpus:
-        where = (
+        machine_text = (
             f"with {gpus} GPUs per node"
             if situation.machine.most_nodes > 1
             else f"on {counted(gpus, 'GPU')}"
         )
+
     records = situation.data.records if situation.data is not None else None
-    unit = max(1, gpus)  # every rank, at any layout, has as much to do
+    unit = max(1, gpus)  # so that all ranks have the same amount of work with any layout
     prompts = max(1, samples // config.rollout.samples_per_prompt)
     if records is not None and records < prompts:
         prompts = max(1, records)
-    why = f"{samples} samples per step {where} for a model with {situation.billions}"
-    yield Choice("rollout.prompts_per_step", -(-prompts // unit) * unit, why)
+    reason = f"{samples} samples per step {machine_text} for a model with {situation.billions}"
+    yield Choice("rollout.prompts_per_step", -(-prompts // unit) * unit, reason)
     rows = samples // 4 if gpus else max(8, samples // 8)
     yield Choice(
         "data.batch_size",
         -(-rows // unit) * unit,
-        f"sequences per step {where} for a model with {situation.billions}",
+        f"sequences per step {machine_text} for a model with {situation.billions}",
     )
 
 
 def _parts(config: Config, situation: Situation) -> Iterator[Choice]:
-    scores = has_reward_model(config.reward) or config.algorithm.has_critic or config.has_teacher
-    parts = (
+    """Split the rollout into micro-batches if models score the samples."""
+    has_scoring_models = (
+        has_reward_model(config.reward) or config.algorithm.has_critic or config.has_teacher
+    )
+    micro_batches = (
         2
-        if scores and config.rollout.prompts_per_step % (2 * max(1, situation.machine.gpus)) == 0
+        if has_scoring_models
+        and config.rollout.prompts_per_step % (2 * max(1, situation.machine.gpus)) == 0
         else 1
     )
-    why = (
+    reason = (
         "models score one micro-batch while the next micro-batch is generated"
-        if parts > 1
+        if micro_batches > 1
         else "generating all samples of a step in one batch is fastest"
     )
-    yield Choice("rollout.micro_batches", parts, why)
+    yield Choice("rollout.micro_batches", micro_batches, reason)
 
 
 def _steps(config: Config, situation: Situation) -> Iterator[Choice]:
+    """Choose the number of steps from the number of records."""
     data = situation.data
     if data is None:
         yield Choice("run.steps", 100, UNREAD)
         return
-    online = config.algorithm.trainer == "online"
+
+    is_online = config.algorithm.trainer == "online"
     passes = 2 if config.algorithm.trainer in ("online", "sft") else 1
     rows = config.rollout.prompts_per_step if config.algorithm.generates else config.data.batch_size
-    wanted = max(1, math.ceil(passes * data.records / rows))
-    least, most = (20, 500) if situation.machine.gpus else (20, 50)
-    # a step takes less than a second
+    needed_steps = max(1, math.ceil(passes * data.records / rows))
+    min_steps, max_steps = (20, 500) if situation.machine.gpus else (20, 50)
+    # Models of the smallest size class take less than a second per step.
     if not situation.machine.gpus and situation.parameters <= SIZES[0].parameters:
-        least, most = 50, 200
-    steps = min(most, max(least, wanted)) if online else wanted
-    why = (
-        f"{counted(wanted, 'step')} of {rows} records {'cover' if wanted > 1 else 'covers'} the"
-        f" {data.records} records {'twice' if passes == 2 else 'once'}"
+        min_steps = 50
+        max_steps = 200
+    steps = min(max_steps, max(min_steps, needed_steps)) if is_online else needed_steps
+    reason = (
+        f"{counted(needed_steps, 'step')} of {rows} records"
+        f" {'cover' if needed_steps > 1 else 'covers'} the {data.records} records"
+        f" {'twice' if passes == 2 else 'once'}"
     )
     yield Choice(
         "run.steps",
         steps,
-        f"{why}; limited to the range {least} to {most} on this machine" if online else why,
+        f"{reason}; limited to the range {min_steps} to {max_steps} on this machine"
+        if is_online
+        else reason,
     )
 
 
 def _adapters(config: Config, situation: Situation) -> Iterator[Choice]:
+    """Use LoRA if the model fits into GPU memory only with LoRA."""
     if (
         not situation.machine.gpus
         or config.algorithm.trainer == "reward_model"
         or _has_layout(config, situation)
     ):
         return
+
     values: dict[str, Any] = {"actor.lora.rank": _RANK}
-    if situation.shape.num_experts:  # which have no adapters
+    if situation.shape.num_experts:  # LoRA does not support experts
         values["actor.lora.targets"] = ["attention"]
     if _has_layout(with_values(config, values), situation):
-        why = (
+        reason = (
             "LoRA, because the weights, gradients and optimizer state of a model with"
             f" {situation.billions} do not fit into GPU memory"
         )
-        yield from (Choice(key, value, why) for key, value in values.items())
+        yield from (Choice(key, value, reason) for key, value in values.items())
 
 
 def _has_layout(config: Config, situation: Situation) -> bool:
+    """Return whether the run fits into memory with at least one layout."""
     try:
         find_layout(config, situation)
     except ConfigError:
@@ -257,16 +301,18 @@ def _has_layout(config: Config, situation: Situation) -> bool:
 
 
 def _learning_rates(config: Config, situation: Situation) -> Iterator[Choice]:
-    size, trainer = size_of(situation.parameters), config.algorithm.trainer
+    """Choose the learning rates from the model's size, the trainer and LoRA."""
+    size = size_of(situation.parameters)
+    trainer = config.algorithm.trainer
     rate = {"online": size.online, "dpo": size.preference}.get(trainer, size.imitation)
-    adapted = config.actor.lora.rank > 0
-    why = (
+    has_lora = config.actor.lora.rank > 0
+    reason = (
         f"for algorithm.trainer={trainer} and a model with {situation.billions}; larger models"
         " need lower rates"
-    ) + (f"; multiplied by {_LORA:g} for LoRA" if adapted else "")
-    # As a person would write it: 1e-05, not 9.999999999999999e-06.
+    ) + (f"; multiplied by {_LORA:g} for LoRA" if has_lora else "")
+    # Rounding avoids values such as 9.999999999999999e-06 instead of 1e-05.
     yield Choice(
-        "actor.optimizer.learning_rate", float(f"{rate * _LORA:.3g}") if adapted else rate, why
+        "actor.optimizer.learning_rate", float(f"{rate * _LORA:.3g}") if has_lora else rate, reason
     )
     yield Choice(
         "critic.optimizer.learning_rate", size.critic, f"for a critic with {situation.billions}"
@@ -274,6 +320,7 @@ def _learning_rates(config: Config, situation: Situation) -> Iterator[Choice]:
 
 
 def _warmup(config: Config, situation: Situation) -> Iterator[Choice]:
+    """Choose the learning-rate warm-up of the policy."""
     updates = policy_updates(config)
     if warmup := min(10, updates // 10):
         yield Choice(
@@ -285,16 +332,18 @@ def _warmup(config: Config, situation: Situation) -> Iterator[Choice]:
 
 
 def _patience(config: Config, situation: Situation) -> Iterator[Choice]:
+    """Raise the start timeouts for models that take minutes to load."""
     if situation.parameters < _LARGE:
         return
     factor = 2 if situation.parameters > size_of(int(_LARGE)).parameters else 1
-    why = f"loading a model with {situation.billions} takes minutes"
-    yield Choice("server.start_timeout_s", 900.0 * factor, why)
-    yield Choice("server.request_timeout_s", 1000.0 * factor, why)
-    yield Choice("cluster.collective_timeout_s", 1200.0 * factor, why)
+    reason = f"loading a model with {situation.billions} takes minutes"
+    yield Choice("server.start_timeout_s", 900.0 * factor, reason)
+    yield Choice("server.request_timeout_s", 1000.0 * factor, reason)
+    yield Choice("cluster.collective_timeout_s", 1200.0 * factor, reason)
 
 
 def _device_memory(config: Config, situation: Situation) -> Iterator[Choice]:
+    """Set the memory of one GPU, rounded down to whole GiB."""
     if situation.machine.gpus:
         gib = math.floor(situation.machine.gpu_memory_gib)
         yield Choice(
@@ -303,20 +352,22 @@ def _device_memory(config: Config, situation: Situation) -> Iterator[Choice]:
 
 
 def _layout(config: Config, situation: Situation) -> Iterator[Choice]:
+    """Choose the fastest layout that fits into memory."""
     yield from find_layout(config, situation)
 
 
 def _staleness(config: Config, situation: Situation) -> Iterator[Choice]:
+    """Generate synchronously if the engine is colocated."""
     if config.engine.placement == "colocated":
-        why = (
+        reason = (
             "the engine shares the trainer's devices, so samples always come from the newest"
             " weights (docs/pipeline.md)"
         )
-        yield Choice("rollout.max_staleness", 0, why)
+        yield Choice("rollout.max_staleness", 0, reason)
 
 
 def _rounded(tokens: int) -> int:
-    """Up to whole sixteens."""
+    """Return a number of tokens, rounded up to a multiple of 16."""
     return max(16, -(-tokens // 16) * 16)
 
 
@@ -336,3 +387,4 @@ RULES = (
     _layout,
     _staleness,
 )
+"""Rules of `choose`, in the order in which they are applied."""

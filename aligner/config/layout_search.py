@@ -1,5 +1,4 @@
-"""The first layout, from the fastest on, at which all roles of a run fit into the memory of the
-machine."""
+"""Search for the fastest layout with which all roles of a run fit into the machine's memory."""
 
 from __future__ import annotations
 
@@ -19,28 +18,32 @@ from aligner.schema.derived import longest_sequence, rows_together
 from aligner.schema.keys import is_read, with_values
 from aligner.schema.reward_sources import has_reward_model
 
+# Number of parameters up to which one rank per CPU core is faster than several threads per rank
+# (docs/speed.md).
 _SMALL = 3e7
-"""Parameters up to which a CPU's cores are faster as ranks of their own than as threads of one:
-docs/speed.md."""
-_MOST_THREADS, _MOST_RANKS_ON_CPU = 8, 8
-_ROOM_ON_GPU, _ROOM_ON_CPU = 0.92, 0.9
-"""Share of the memory that is planned with: allocators leave gaps, and a machine has more to do
-than this."""
+_MOST_THREADS = 8
+_MOST_RANKS_ON_CPU = 8
+# Fraction of the memory that the roles may use. The rest is for the fragmentation of allocators and
+# for other programs.
+_ROOM_ON_GPU = 0.92
+_ROOM_ON_CPU = 0.9
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How a rank saves memory at the cost of time."""
+    """Settings that trade speed for memory on a rank."""
 
     recompute: str
+    """Value of `actor.recompute` and `critic.recompute`."""
     micro_batch_tokens: int
-    """At least the longest sequences that must be together."""
+    """Tokens per micro-batch, unless the sequences that must be together have more."""
     rows: int
-    """Sequences that the engine decodes at a time, at most."""
+    """Maximum number of sequences that the engine decodes at the same time."""
     packed: bool = True
-    """Whether an engine on cores keeps a second copy of its weights."""
+    """Whether the engine on CPUs keeps a second, packed copy of its weights."""
 
 
+# From the fastest settings to the settings that need the least memory.
 _ON_GPU = (
     Effort("none", 16384, 256),
     Effort("selective", 8192, 256),
@@ -56,26 +59,34 @@ _ON_CPU = (
 )
 
 Values = dict[str, Any]
+"""Values by dotted key."""
 
 
 def find_layout(config: Config, situation: Situation) -> tuple[Choice, ...]:
-    """Layouts, micro-batches and what is recomputed. Raises ConfigError, with what the leanest
-    needs, where nothing fits."""
-    leanest: Config | None = None
+    """Return the layouts, micro-batch sizes and recomputation of the fastest layout that fits.
+
+    The result is empty if the models do not support any candidate layout with the user's own
+    values; the checks of the configuration report the reason.
+
+    Raises:
+        ConfigError: No layout fits into memory. The message contains the memory of the smallest.
+    """
+    smallest: Config | None = None
     for values in _candidates(config, situation):
-        tried = with_values(config, values)
-        if _is_possible(tried, situation):
-            if _fits(tried, situation):
-                return tuple(_choices(tried, values, situation))
-            leanest = tried
-    if leanest is None:  # of what the user gave, which the checks tell
+        candidate = with_values(config, values)
+        if _is_possible(candidate, situation):
+            if _fits(candidate, situation):
+                return tuple(_choices(candidate, values, situation))
+            smallest = candidate
+    if smallest is None:  # the checks report the user's own values that cause this
         return ()
-    needs = memory_needs(leanest, situation.shape, situation.expected)
+
+    needs = memory_needs(smallest, situation.shape, situation.expected)
     roles = ", ".join(
         f"{role.role} {role.peak.total / GIB:.1f} (host memory {role.host / GIB:.1f})"
         for role in needs
     )
-    more = (
+    nodes_advice = (
         ", more nodes (cluster=slurm)"
         if situation.machine.gpus and situation.machine.most_nodes == 1
         else ""
@@ -83,12 +94,17 @@ def find_layout(config: Config, situation: Situation) -> tuple[Choice, ...]:
     raise ConfigError(
         f"a model with {situation.billions} does not fit into {_memory_of(situation)}. Memory of"
         f" the smallest layout in GiB per rank: {roles}. Use a smaller model, shorter lengths or"
-        f" LoRA (actor.lora.rank=16){more}, or set all values in an experiment (docs/memory.md)"
+        f" LoRA (actor.lora.rank=16){nodes_advice}, or set all values in an experiment"
+        " (docs/memory.md)"
     )
 
 
 def _candidates(config: Config, situation: Situation) -> Iterator[Values]:
-    """Values of keys that nobody gave, from the fastest layout to the leanest."""
+    """Yield the values of candidate layouts, from the fastest to the smallest.
+
+    The values do not include the keys that the user set.
+    """
+    # Tokens of the sequences that the loss needs in the same micro-batch.
     needed = rows_together(config) * longest_sequence(config)
     machine = situation.machine
     if not machine.gpus:
@@ -100,6 +116,7 @@ def _candidates(config: Config, situation: Situation) -> Iterator[Values]:
                     _on_cpu(config, situation, ranks) | _memory(config, effort, needed),
                 )
         return
+
     nodes = 1
     while nodes <= machine.most_nodes:
         devices = nodes * machine.gpus
@@ -111,7 +128,7 @@ def _candidates(config: Config, situation: Situation) -> Iterator[Values]:
 
 
 def _asked(config: Config, situation: Situation, values: Values) -> Values:
-    """Those that the run reads and nobody gave."""
+    """Return the values of the keys that the run reads and that the user did not set."""
     full = with_values(
         config, {key: value for key, value in values.items() if key not in situation.given}
     )
@@ -123,7 +140,7 @@ def _asked(config: Config, situation: Situation, values: Values) -> Values:
 
 
 def _ranks_on_cpu(config: Config, situation: Situation) -> Iterator[int]:
-    """Data-parallel ranks of the trainer: a step's samples divide by them."""
+    """Yield data-parallel sizes of the trainer, each of which divides the samples of a step."""
     cores = situation.machine.cores
     ranks = cores if situation.parameters <= _SMALL else cores // _MOST_THREADS
     rows = (
@@ -137,19 +154,24 @@ def _ranks_on_cpu(config: Config, situation: Situation) -> Iterator[int]:
 
 
 def _on_cpu(config: Config, situation: Situation, ranks: int) -> Values:
-    working = ranks + config.algorithm.has_critic + config.has_teacher
+    """Return the layout with a number of trainer ranks on CPUs, and the threads of each rank."""
+    # The ranks that compute at the same time share the cores.
+    computing_ranks = ranks + config.algorithm.has_critic + config.has_teacher
     return {
         "actor.parallel.data": ranks,
         "engine.parallel.data": ranks,
         "cluster.threads_per_rank": max(
-            1, min(situation.machine.cores // working, 2 * _MOST_THREADS)
+            1, min(situation.machine.cores // computing_ranks, 2 * _MOST_THREADS)
         ),
     }
 
 
 def _cuts(situation: Situation, devices: int) -> Iterator[tuple[int, int]]:
-    """Tensor- and pipeline-parallel sizes, first those that cut the model least: within a node,
-    then over nodes."""
+    """Yield tensor- and pipeline-parallel sizes, those with the least model parallelism first.
+
+    Tensor parallelism stays inside a node. Among equal products, larger tensor-parallel sizes come
+    first.
+    """
     tensors = [
         size
         for size in tensor_sizes(situation.shape, situation.machine.gpus)
@@ -166,6 +188,7 @@ def _cuts(situation: Situation, devices: int) -> Iterator[tuple[int, int]]:
 
 
 def _on_gpus(config: Config, tensor: int, pipeline: int, data: int) -> Values:
+    """Return the layouts of all roles, and the settings that depend on them, on GPUs."""
     cut: Values = {"tensor": tensor, "sequence": tensor > 1, "pipeline": pipeline, "data": data}
     values = {
         f"{role}.parallel.{key}": value
@@ -174,8 +197,8 @@ def _on_gpus(config: Config, tensor: int, pipeline: int, data: int) -> Values:
     }
     optimizers = {"actor": config.actor.optimizer, "critic": config.critic.optimizer}
     distributed = {
-        f"{role}.optimizer.distributed": data > 1 and of.kind == "adam"
-        for role, of in optimizers.items()
+        f"{role}.optimizer.distributed": data > 1 and optimizer.kind == "adam"
+        for role, optimizer in optimizers.items()
     }
     engine = {"engine.parallel.tensor": tensor, "engine.parallel.data": pipeline * data}
     if has_reward_model(config.reward):
@@ -193,8 +216,10 @@ def _on_gpus(config: Config, tensor: int, pipeline: int, data: int) -> Values:
 
 
 def _shared_devices(config: Config, tensor: int, ranks: int) -> Values:
-    """Where several roles have models on this machine's GPUs they share them; nobody else's are
-    free."""
+    """Return devices that several roles with models on this machine's GPUs share.
+
+    The result is empty if only one role has models on GPUs, or if the roles run in a Slurm job.
+    """
     on_devices = [group for group in role_ranks(config) if computes_on_devices(config, group)]
     if config.cluster.kind != "local" or len(on_devices) == 1:
         return {}
@@ -206,6 +231,13 @@ def _shared_devices(config: Config, tensor: int, ranks: int) -> Values:
 
 
 def _memory(config: Config, effort: Effort, needed: int) -> Values:
+    """Return the batch sizes and the recomputation of all roles.
+
+    Args:
+        config: Configuration of the run.
+        effort: Settings that trade speed for memory.
+        needed: Minimum number of tokens in a micro-batch.
+    """
     rollout = config.rollout
     rows = rollout.prompts_per_micro_batch * rollout.samples_per_prompt
     values: Values = {"engine.batch_size": min(effort.rows, rows)}
@@ -219,13 +251,13 @@ def _memory(config: Config, effort: Effort, needed: int) -> Values:
 
 
 def _is_possible(config: Config, situation: Situation) -> bool:
-    """Whether the models can be cut so."""
+    """Return whether all models support their layouts."""
     shape = situation.shape
     problems = [*layout_problems("actor.parallel", config.actor.parallel, shape)]
     if config.algorithm.generates:
         problems += engine_problems(config.engine.parallel, shape)
-        for other in reward_shapes(config, situation.expected).values():
-            problems += layout_problems("reward.parallel", config.reward.parallel, other)
+        for reward_shape in reward_shapes(config, situation.expected).values():
+            problems += layout_problems("reward.parallel", config.reward.parallel, reward_shape)
     for teacher in teacher_shapes(config, shape, situation.expected).values():
         problems += layout_problems("teacher.parallel", config.teacher.parallel, teacher)
     if config.algorithm.has_critic:
@@ -238,14 +270,19 @@ def _is_possible(config: Config, situation: Situation) -> bool:
 
 
 def _fits(config: Config, situation: Situation) -> bool:
-    """Whether memory suffices: on this machine roles share it, in a Slurm job each has nodes of its
-    own."""
-    machine, ranks = situation.machine, role_ranks(config)
+    """Return whether the roles fit into memory.
+
+    On this machine, the roles share the memory. In a Slurm job, each role has its own nodes.
+    """
+    machine = situation.machine
+    ranks = role_ranks(config)
     needs = memory_needs(config, situation.shape, situation.expected)
     host = sum(role.host * ranks[role.role] for role in needs)
     if not machine.gpus:
-        held = host + sum(role.peak.total * ranks[role.role] for role in needs)
-        return held <= _ROOM_ON_CPU * machine.memory_gib * GIB
+        # Without GPUs, the device memory of a role is host memory, too.
+        total = host + sum(role.peak.total * ranks[role.role] for role in needs)
+        return total <= _ROOM_ON_CPU * machine.memory_gib * GIB
+
     peaks = [role.peak.total for role in needs]
     if config.cluster.kind == "slurm":
         return max(peaks) <= _ROOM_ON_GPU * machine.gpu_memory_gib * GIB
@@ -256,9 +293,9 @@ def _fits(config: Config, situation: Situation) -> bool:
 
 
 def _choices(tried: Config, values: Values, situation: Situation) -> Iterator[Choice]:
-    """The values, those of a role's layout and those of its memory each with one reason."""
+    """Yield the values of a layout with their reasons: one for layouts, one for memory settings."""
     machine = situation.machine
-    fullest = (
+    peak_gib = (
         max(role.peak.total for role in memory_needs(tried, situation.shape, situation.expected))
         / GIB
     )
@@ -268,20 +305,21 @@ def _choices(tried: Config, values: Values, situation: Situation) -> Iterator[Ch
             if situation.parameters <= _SMALL
             else "threads of a rank share one copy of the weights"
         )
-        placed = f"{counted(machine.cores, 'core')}: {split}"
+        layout_reason = f"{counted(machine.cores, 'core')}: {split}"
     else:
         gpus = counted(tried.actor.parallel.ranks, "GPU")
-        placed = (
+        layout_reason = (
             f"{gpus} for {situation.billions}, with the lowest model parallelism that fits into"
             " memory"
         )
-    held = f"a rank needs up to {fullest:.1f} GiB; available: {_memory_of(situation)}"
+    memory_reason = f"a rank needs up to {peak_gib:.1f} GiB; available: {_memory_of(situation)}"
     for key, value in values.items():
         is_layout = "parallel" in key or key.startswith("cluster.") or key == "engine.sleep"
-        yield Choice(key, value, placed if is_layout else held)
+        yield Choice(key, value, layout_reason if is_layout else memory_reason)
 
 
 def _memory_of(situation: Situation) -> str:
+    """Return the memory of the machine in which models must fit, in words."""
     machine = situation.machine
     if not machine.gpus:
         return f"{machine.memory_gib:.0f} GiB of host memory"

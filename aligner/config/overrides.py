@@ -1,5 +1,8 @@
-"""The overrides of a command line: which keys there are, and whether the composed run reads those
-that are given."""
+"""Overrides of the command line.
+
+This module parses overrides, and reports overrides that have no effect because the composed run
+does not read their keys.
+"""
 
 import difflib
 import re
@@ -20,7 +23,16 @@ from aligner.schema.renamed import RENAMED_KEYS
 
 
 def parse_override(text: str, options: Mapping[str, list[str]]) -> Override:
-    """One override, its key known to exist."""
+    """Parse an override and check that its key or group, and its group option, exist.
+
+    Args:
+        text: Override such as `run.steps=10`, with a current or an old name of a key.
+        options: Options of each group.
+
+    Raises:
+        ConfigError: The override is malformed, deletes a key or has several values; or its key or
+            option is unknown.
+    """
     key = text.partition("=")[0].lstrip("+~")
     if key in RENAMED_KEYS:
         report_old_key(key)
@@ -49,8 +61,8 @@ def parse_override(text: str, options: Mapping[str, list[str]]) -> Override:
         and not isinstance(override.value(), dict)
         and override.value() not in options[key]
     ):
-        close = difflib.get_close_matches(str(override.value()), options[key], n=1)
-        hint = f"did you mean {key}={close[0]}? " if close else ""
+        close_names = difflib.get_close_matches(str(override.value()), options[key], n=1)
+        hint = f"did you mean {key}={close_names[0]}? " if close_names else ""
         raise ConfigError(
             f"{key}={override.value()}: no such {key}; {hint}allowed: {', '.join(options[key])}"
         )
@@ -58,12 +70,14 @@ def parse_override(text: str, options: Mapping[str, list[str]]) -> Override:
 
 
 def quote_text(override: str) -> str:
-    """Return an override whose value Hydra reads as one text, with quotes where they are missing.
+    """Return an override with quotes around a path that Hydra could not parse without them.
 
-    Hydra requires quotes around paths with characters such as `#` or `,`. They are added only if
-    the key takes a text, the value is a path, and Hydra cannot read it as it is.
+    Hydra requires quotes around values with characters such as `#` or `,`. This function adds
+    quotes only if the key takes a string, the value is a path, and Hydra cannot parse the value as
+    it is.
 
-    Example: `run.dir=/data/it's` becomes `run.dir="/data/it's"`.
+    Example:
+        `run.dir=/data/it's` becomes `run.dir="/data/it's"`.
     """
     name, _, value = override.partition("=")
     key = known_key(name.lstrip("+"))
@@ -76,9 +90,10 @@ def quote_text(override: str) -> str:
             return override
     except HydraException:
         pass
-    # A backslash is doubled only before a quotation mark, which the end of the value is, too.
+    # Hydra reads a backslash as an escape only before a quotation mark. The closing quotation mark
+    # follows the value, so backslashes at the end of the value are doubled, too.
     escaped = re.sub(
-        r'(\\*)("|$)', lambda found: found[1] * 2 + found[2].replace('"', '\\"'), value
+        r'(\\*)("|$)', lambda match: match[1] * 2 + match[2].replace('"', '\\"'), value
     )
     return f'{name}="{escaped}"'
 
@@ -89,31 +104,41 @@ def check_read(
     groups: Mapping[str, Sequence[str]],
     directories: Sequence[Path],
 ) -> None:
-    """Raise ConfigError with a line for each override that the run does not read, which says what
-    would make it count."""
+    """Raise ConfigError if the run does not read a key that an override sets.
+
+    The error has a line for each such override, with the values that it requires.
+
+    Args:
+        config: Composed configuration.
+        overrides: Parsed overrides of the command line.
+        groups: Options of each group.
+        directories: Directories with groups.
+    """
     problems = []
-    given = {override.key_or_group: override for override in overrides}
-    for key, override in given.items():
+    overrides_by_key = {override.key_or_group: override for override in overrides}
+    for key, override in overrides_by_key.items():
         value = override.value()
         if key in groups and not isinstance(value, dict):
             values = {} if key == "experiment" else option_values(directories, key, str(value))
-            idle = {str(override.input_line): _unmet_by_option(config, values, given)}
+            unmet_terms = {
+                str(override.input_line): _unmet_by_option(config, values, overrides_by_key)
+            }
         elif value is None:
             continue  # a key without effect may be null
         elif known_key(key) is not None:
-            idle = {str(override.input_line).lstrip("+"): _unmet_by(config, key)}
+            unmet_terms = {str(override.input_line).lstrip("+"): _unmet_by(config, key)}
         else:
             keys = flat_keys(f"{key}.", value) if isinstance(value, dict) else {}
-            idle = {
+            unmet_terms = {
                 f"{name}={value_text(entry)}": _unmet_by(config, name)
                 for name, entry in keys.items()
                 if entry is not None
             }
-        for shown, terms in idle.items():
+        for setting, terms in unmet_terms.items():
             if terms:
                 required = " and ".join(map(str, terms))
                 problems.append(
-                    f"{shown}: has no effect with {current_values(config, terms)}; requires"
+                    f"{setting}: has no effect with {current_values(config, terms)}; requires"
                     f" {required}"
                 )
     if problems:
@@ -121,7 +146,7 @@ def check_read(
 
 
 def current_values(config: Config, terms: Iterable[Term]) -> str:
-    """The values of these terms' keys, which make another one idle."""
+    """Return the current values of the keys of unmet terms, for a message."""
     return " and ".join(
         dict.fromkeys(f"{term.key}={value_text(value_at(config, term.key))}" for term in terms)
     )
@@ -133,53 +158,67 @@ def given_keys(
     directories: Sequence[Path],
     experiment: str,
 ) -> frozenset[str]:
-    """The keys that get values from overrides, from options of groups that these choose, and from
-    the experiment's file.
+    """Return the keys that the user sets: with overrides, group options or the experiment's file.
 
-    Options that the experiment's file chooses with `override /GROUP: NAME` count as its own.
+    The options that the experiment's file chooses with `override /GROUP: NAME` count as part of
+    the file.
+
+    Args:
+        overrides: Parsed overrides of the command line.
+        groups: Names of all groups.
+        directories: Directories with groups.
+        experiment: Name of the experiment.
     """
-    chosen = chosen_options(directories, experiment)
-    given = set(option_values(directories, "experiment", experiment))
+    options = chosen_options(directories, experiment)
+    keys = set(option_values(directories, "experiment", experiment))
     for override in overrides:
-        key, value = override.key_or_group, override.value()
+        key = override.key_or_group
+        value = override.value()
         if key in groups and not isinstance(value, dict):
-            chosen[key] = str(value)
+            options[key] = str(value)
         else:
-            given |= (
+            keys |= (
                 set(flat_keys(f"{key}.", value))
                 if isinstance(value, dict) and known_key(key) is None
                 else {known_key(key) or key}
             )
-    for group, name in chosen.items():
-        given |= set(option_values(directories, group, name))
-    return frozenset(given)
+    for group, name in options.items():
+        keys |= set(option_values(directories, group, name))
+    return frozenset(keys)
 
 
 def _unmet_by(config: Config, name: str) -> tuple[Term, ...]:
-    """What would make a key, or an entry of one, count."""
+    """Return the unmet terms of the condition under which the run reads a key or mapping entry."""
     return unmet(config, schema_keys()[known_key(name) or name].read)
 
 
 def _unmet_by_option(
     config: Config, values: Mapping[str, Any], given: Collection[str]
 ) -> tuple[Term, ...]:
-    """What would make any key of a group's option count: that it is read and, if the experiment has
-    another value, its own.
+    """Return the terms that a group option lacks to have an effect; empty if it has an effect.
 
-    Values that are `given` on the command line are meant to take the option's place.
+    An option has an effect if the run reads one of its keys with the option's value. The terms are
+    the option's values that the experiment replaces or, if the run reads none of the keys, the
+    shortest list of unmet conditions.
+
+    Args:
+        config: Composed configuration.
+        values: Values of the option by key.
+        given: Keys that the command line sets, which may replace values of the option.
     """
-    others = tuple(
+    replaced_values = tuple(
         Term(key, "=", (value_text(value),))
         for key, value in values.items()
         if not schema_keys()[key].is_mapping
         and value_at(config, key) != value
         and not _unmet_by(config, key)
     )
-    idle = [_unmet_by(config, key) for key in values]
+    unmet_terms = [_unmet_by(config, key) for key in values]
     if (
         not values
         or any(key in given for key in values)
-        or len(others) + sum(map(bool, idle)) < len(values)
+        # At least one key is read and has the value of the option.
+        or len(replaced_values) + sum(map(bool, unmet_terms)) < len(values)
     ):
         return ()
-    return others or min(idle, key=len)
+    return replaced_values or min(unmet_terms, key=len)

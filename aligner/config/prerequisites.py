@@ -1,8 +1,7 @@
-"""Prerequisites of a run: the experiments whose results its paths refer to, and their own
-prerequisites in turn.
+"""Prerequisites of a run: the experiments whose results the run's paths refer to, recursively.
 
-A result is stored in the cache under a hash of everything it is made from, so that each result is
-made only once:
+A result is stored in the cache under a hash of all its inputs, so that each result is computed only
+once:
 
     experiments/<experiment>-<hash>/run/      run directory of the experiment
     experiments/<experiment>-<hash>/result/   the result, which exists once it is complete
@@ -26,28 +25,32 @@ from aligner.schema import Config
 from aligner.schema.references import Reference, map_paths, parse_reference
 from aligner.version import __version__
 
+# Contents of the result files of a run that does not train a model.
 _FILES = {PREFERENCES: "preferences", RESPONSES: "responses", TEACHER_SCORES: "teacher scores"}
-"""Contents of the result files of a run that trains nothing."""
+# Sections that are not part of a result's hash, except for `run.steps`, `run.stop_after` and the
+# keys that end a run early.
 _NOT_MADE_FROM = ("run", "cluster", "server", "checkpoint", "evaluation", "logging", "dry_run")
-"""Sections that are not part of a result's hash, except for `run.steps`, `run.stop_after` and the
-keys that end a run early."""
 
 
 @dataclass(frozen=True)
 class Prerequisite:
-    """An experiment whose result is needed."""
+    """An experiment whose result a run, or another prerequisite, uses."""
 
     name: str
-    """The name of the experiment."""
+    """Name of the experiment."""
     config: Config
-    """Its configuration, with paths instead of references and a run directory in the cache."""
+    """Configuration of the experiment, with paths instead of references and a run directory in the
+    cache."""
     entry: Path
-    """Its directory in the cache."""
+    """Directory of the experiment in the cache."""
 
     @property
     def result(self) -> Path:
-        """Directory of the result: a Hugging Face model directory if the experiment trains a model,
-        otherwise a directory with `files`."""
+        """Directory of the result.
+
+        It is a Hugging Face model directory if the experiment trains a model, otherwise a directory
+        with `files`.
+        """
         return self.entry / "result"
 
     @property
@@ -57,8 +60,10 @@ class Prerequisite:
 
     @property
     def files(self) -> tuple[str, ...]:
-        """The files of the result; empty if it is a model directory. A reference without a file
-        means the first one."""
+        """File names of the result; empty for a model directory.
+
+        A reference without a file stands for the first file.
+        """
         if self.config.algorithm.learns:
             return ()
         if self.config.algorithm.trainer == "teacher_scores":
@@ -67,14 +72,16 @@ class Prerequisite:
 
     @property
     def gives(self) -> str:
-        """The kind of the result, for messages."""
+        """Kind of the result, for messages."""
         if self.files:
             return _FILES[self.files[0]]
         return "a reward model" if self.config.algorithm.trainer == "reward_model" else "a policy"
 
     def path(self, file: str | None) -> Path:
-        """Return the path that a reference to this experiment, or to a file of its result, stands
-        for."""
+        """Return the path of a file of the result.
+
+        None stands for the first of `files`, or for the model directory.
+        """
         return self.result.joinpath(*([file] if file else self.files[:1]))
 
 
@@ -85,20 +92,21 @@ class RunPlan:
     config: Config
     """Configuration of the run with paths instead of references, which `run.inputs` records."""
     prerequisites: tuple[Prerequisite, ...]
-    """In the order in which they run, complete ones included. Prerequisites of a complete result
-    are left out."""
+    """Prerequisites in the order in which they run, including complete ones. The prerequisites of
+    a complete result are omitted."""
 
     @property
     def missing(self) -> tuple[Prerequisite, ...]:
-        """The prerequisites that have not run to completion yet."""
-        return tuple(first for first in self.prerequisites if not first.is_complete)
+        """Prerequisites without a complete result."""
+        return tuple(
+            prerequisite for prerequisite in self.prerequisites if not prerequisite.is_complete
+        )
 
     def results(self) -> ExpectedInputs:
-        """Return the directories of the missing results, with the shapes of those that are
-        models."""
+        """Return the shape of each missing result by its directory; None unless it is a model."""
         expected: dict[str, ModelShape | None] = {}
-        for first in self.missing:
-            expected[str(first.result)] = _result_shape(first.config, expected)
+        for prerequisite in self.missing:
+            expected[str(prerequisite.result)] = _result_shape(prerequisite.config, expected)
         return expected
 
     def check(self, absent: ExpectedInputs = NOTHING_EXPECTED) -> ModelShape:
@@ -111,24 +119,32 @@ class RunPlan:
             The shape of the run's policy.
 
         Raises:
-            ConfigError: As `aligner.checks.check.check` does.
+            ConfigError: The run or a prerequisite has problems. The message of the run has one line
+                for each problem, see `aligner.checks.check.check`.
         """
         return check(self.config, self.expected_inputs(absent), resume_problems(self.config))
 
     def expected_inputs(self, absent: ExpectedInputs = NOTHING_EXPECTED) -> ExpectedInputs:
-        """Check the missing prerequisites; return `absent` together with their results."""
+        """Check the missing prerequisites, and return `absent` together with their results.
+
+        Raises:
+            ConfigError: A prerequisite has problems, or its `run.stop_after` is not null.
+        """
         expected = dict(absent)
-        for first in self.missing:
+        for prerequisite in self.missing:
             try:
-                if first.config.run.stop_after is not None:
+                if prerequisite.config.run.stop_after is not None:
                     raise ConfigError(
-                        f"run.stop_after={first.config.run.stop_after}: must be null in an"
+                        f"run.stop_after={prerequisite.config.run.stop_after}: must be null in an"
                         " experiment whose result another experiment uses"
                     )
-                check(first.config, expected)
-                expected[str(first.result)] = _result_shape(first.config, expected)
+                check(prerequisite.config, expected)
+                # Prerequisites that run later may use this result.
+                expected[str(prerequisite.result)] = _result_shape(prerequisite.config, expected)
             except ConfigError as error:
-                raise ConfigError(f"prerequisite experiment {first.name}: {error}") from error
+                raise ConfigError(
+                    f"prerequisite experiment {prerequisite.name}: {error}"
+                ) from error
         return expected
 
 
@@ -144,11 +160,13 @@ def plan_run(config: Config, config_directory: Path | None = None) -> RunPlan:
             kind, or depends on itself.
     """
     planner = _Planner(config_directory)
-    resolved = planner.resolve(config, ())
-    return RunPlan(resolved, tuple(planner.needed(resolved)))
+    resolved_config = planner.resolve(config, ())
+    return RunPlan(resolved_config, tuple(planner.needed(resolved_config)))
 
 
 class _Planner:
+    """Resolves references recursively; each experiment is composed only once."""
+
     def __init__(self, config_directory: Path | None) -> None:
         self._config_directory = config_directory
         self._known: dict[str, Prerequisite] = {}
@@ -157,7 +175,9 @@ class _Planner:
     def resolve(self, config: Config, dependents: tuple[str, ...]) -> Config:
         """Return the configuration with paths instead of references.
 
-        `dependents` are the experiments that need this one, outermost first.
+        Args:
+            config: Configuration of a run or of a prerequisite.
+            dependents: Experiments that depend on this one, outermost first.
         """
         inputs: dict[str, str] = {}
 
@@ -165,80 +185,94 @@ class _Planner:
             reference = parse_reference(key, text)
             if reference is None:
                 return text
-            first = self._prerequisite(reference, config, dependents)
+            prerequisite = self._prerequisite(reference, config, dependents)
             inputs[key] = text
-            return str(first.path(reference.file))
+            return str(prerequisite.path(reference.file))
 
-        resolved = map_paths(config, path)
-        # The configuration of a resumed run has paths already; run.inputs has their references.
-        run = dataclasses.replace(resolved.run, inputs={**resolved.run.inputs, **inputs})
-        return dataclasses.replace(resolved, run=run)
+        resolved_config = map_paths(config, path)
+        # The configuration of a resumed run already has paths; run.inputs has their references.
+        run = dataclasses.replace(
+            resolved_config.run, inputs={**resolved_config.run.inputs, **inputs}
+        )
+        return dataclasses.replace(resolved_config, run=run)
 
     def needed(self, config: Config) -> Iterator[Prerequisite]:
-        """Yield the prerequisites of a resolved configuration, each once and after its own."""
-        found: dict[Path, Prerequisite] = {}
+        """Yield the prerequisites of a resolved configuration in a topological order.
+
+        Each prerequisite occurs once, after its own prerequisites.
+        """
+        ordered: dict[Path, Prerequisite] = {}
 
         def visit(inputs: Config) -> None:
             for key, text in inputs.run.inputs.items():
                 reference = parse_reference(key, str(text))
-                first = self._known.get(reference.experiment) if reference else None
-                if first is None or first.entry in found:
+                prerequisite = self._known.get(reference.experiment) if reference else None
+                if prerequisite is None or prerequisite.entry in ordered:
                     continue
-                if not first.is_complete:
-                    visit(first.config)
-                found[first.entry] = first
+                if not prerequisite.is_complete:
+                    visit(prerequisite.config)
+                ordered[prerequisite.entry] = prerequisite
 
         visit(config)
-        yield from found.values()
+        yield from ordered.values()
 
     def _prerequisite(
         self, reference: Reference, user: Config, dependents: tuple[str, ...]
     ) -> Prerequisite:
-        """Resolve the experiment that `user`, a configuration, refers to; check the kind of its
-        result."""
-        where, name = f"{reference.key}={reference.text}", reference.experiment
+        """Resolve the experiment of a reference, and check the kind of its result.
+
+        Args:
+            reference: Reference to the experiment's result.
+            user: Configuration that contains the reference.
+            dependents: Experiments that depend on the experiment, outermost first.
+
+        Raises:
+            ConfigError: The experiment is invalid, has automatic values, depends on itself, or has
+                a result of a kind that the key does not accept.
+        """
+        setting = f"{reference.key}={reference.text}"
+        name = reference.experiment
         if name in dependents:
             cycle = (*dependents[dependents.index(name) :], name)
             raise ConfigError(
-                f"{where}: circular dependency between experiments: {' -> '.join(cycle)}"
+                f"{setting}: circular dependency between experiments: {' -> '.join(cycle)}"
             )
 
         if name not in self._known:
             try:
                 config = compose_config([f"experiment={name}"], self._config_directory)
             except ConfigError as error:
-                raise ConfigError(f"{where}: {error}") from error
+                raise ConfigError(f"{setting}: {error}") from error
             if config.run.automatic:
                 raise ConfigError(
-                    f"{where}: run.automatic=true is not supported in an experiment whose result"
+                    f"{setting}: run.automatic=true is not supported in an experiment whose result"
                     " another experiment uses; set run.automatic=false and all values in its file"
                 )
             self._known[name] = self._entry(name, config, (*dependents, name))
 
-        first = self._known[name]
-        kind, allowed = _kind(reference, first), _allowed_kinds(reference.key, user)
+        prerequisite = self._known[name]
+        kind = _kind(reference, prerequisite)
+        allowed = _allowed_kinds(reference.key, user)
         if kind not in allowed:
             raise ConfigError(
-                f"{where}: expected {' or '.join(allowed)}, got {kind}"
-                f" (experiment {name} has algorithm.trainer={first.config.algorithm.trainer})"
+                f"{setting}: expected {' or '.join(allowed)}, got {kind} (experiment {name} has"
+                f" algorithm.trainer={prerequisite.config.algorithm.trainer})"
             )
-        return first
+        return prerequisite
 
     def _entry(self, experiment: str, config: Config, dependents: tuple[str, ...]) -> Prerequisite:
         """Resolve an experiment and find its directory in the cache."""
-        resolved = self.resolve(config, dependents)
-        made_from = dataclasses.asdict(map_paths(config, self._identity))
-        content = {
-            section: made_from[section] for section in made_from if section not in _NOT_MADE_FROM
-        }
+        resolved_config = self.resolve(config, dependents)
+        values = dataclasses.asdict(map_paths(config, self._identity))
+        content = {section: values[section] for section in values if section not in _NOT_MADE_FROM}
         content["steps"] = [config.run.steps, config.run.stop_after]
         if config.run.ends:  # the last step then depends on the evaluation, too
-            kept = config.checkpoint
+            checkpoint = config.checkpoint
             content["ends"] = [
                 config.run.ends,
-                kept.every,
-                kept.best_metric,
-                made_from["evaluation"],
+                checkpoint.every,
+                checkpoint.best_metric,
+                values["evaluation"],
             ]
         content["aligner"] = __version__
         for role in ("critic", "engine", "reward", "teacher"):
@@ -246,12 +280,15 @@ class _Planner:
 
         digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
         entry = cache_directory().absolute() / "experiments" / f"{experiment}-{digest}"
-        run = dataclasses.replace(resolved.run, name=entry.name, dir=str(entry / "run"))
-        return Prerequisite(experiment, dataclasses.replace(resolved, run=run), entry)
+        run = dataclasses.replace(resolved_config.run, name=entry.name, dir=str(entry / "run"))
+        return Prerequisite(experiment, dataclasses.replace(resolved_config, run=run), entry)
 
     def _identity(self, key: str, text: str) -> str:
-        """Return what a path contributes to the hash: for a reference, the cache entry and the
-        file; otherwise the place, sizes and times of the files."""
+        """Return the text with which a path enters the hash of a result.
+
+        The text of a reference names the cache entry and the file. The text of an ordinary path
+        contains the absolute path, and the path, size and modification time of each file.
+        """
         reference = parse_reference(key, text)
         if reference is not None:
             return f"{self._known[reference.experiment].entry.name}/{reference.file}"
@@ -267,31 +304,34 @@ class _Planner:
 
 
 def _kind(reference: Reference, first: Prerequisite) -> str:
-    """Return the kind of data that a reference stands for.
+    """Return the kind of the model or file that a reference stands for.
 
     Raises:
         ConfigError: The result has no such file.
     """
     if reference.file is None:
         return first.gives
-    where = f"{reference.key}={reference.text}"
+    setting = f"{reference.key}={reference.text}"
     if not first.files:
         raise ConfigError(
-            f"{where}: the result is {first.gives}, but a single file of this result cannot be"
+            f"{setting}: the result is {first.gives}, but a single file of this result cannot be"
             f" selected; use experiment:{first.name}"
         )
     if reference.file not in first.files:
         raise ConfigError(
-            f"{where}: no such file in the result of experiment {first.name};"
+            f"{setting}: no such file in the result of experiment {first.name};"
             f" its files: {', '.join(first.files)}"
         )
     return _FILES[reference.file]
 
 
 def _allowed_kinds(key: str, config: Config) -> tuple[str, ...]:
-    """Return the kinds of results that a path key accepts. Prompts are read from preferences and
-    from responses."""
-    section, trainer = key.partition(".")[0], config.algorithm.trainer
+    """Return the kinds of results that a path key accepts.
+
+    Prompts can be read both from preferences and from responses.
+    """
+    section = key.partition(".")[0]
+    trainer = config.algorithm.trainer
     if key == "teacher.scores":
         return ("teacher scores",)
     if section == "critic":
@@ -306,7 +346,7 @@ def _allowed_kinds(key: str, config: Config) -> tuple[str, ...]:
 
 
 def _result_shape(config: Config, expected: ExpectedInputs) -> ModelShape | None:
-    """Return the shape of the model that an experiment trains; None if it trains none."""
+    """Return the shape of the model that an experiment trains; None if it trains no model."""
     if not config.algorithm.learns:
         return None
     shape = read_shape(config, expected)

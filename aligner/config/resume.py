@@ -1,5 +1,8 @@
-"""Whether a run may go on in its directory: under the configuration that it has, but for what
-changes nothing it learns."""
+"""Checks of the run directory before a run starts or resumes.
+
+A resumed run must keep its configuration, except for keys that do not change what the run learns
+(`MAY_CHANGE`) and for keys that the user lists in `run.changes`.
+"""
 
 import dataclasses
 import json
@@ -78,63 +81,73 @@ MAY_CHANGE: tuple[tuple[str, str], ...] = (
     ("server.* cluster.*", "where and how the roles run"),
     ("checkpoint.* logging.* evaluation.*", "checkpoints, logs and evaluation"),
 )
-"""Keys that a resumed run may have otherwise than it was started with, as patterns, and why."""
+"""Patterns of the keys that a resumed run may change, with the reason."""
 
+# Keys that define the weights of the initial models. A run creates these weights only once, so that
+# a later change of the keys would have no effect.
 _OF_THE_MODEL = (
     "model.source model.package model.config.* model.initializer_std dry_run.scale dry_run.models.*"
 )
-"""What the run's models were made by. They are made once, so that another value would be accepted
-and not be heeded."""
+# Maximum number of changed keys in an error message.
 _SHOWN = 30
 
 
 def resume_problems(config: Config) -> Iterator[str]:
-    """What is in the way of a start in the run directory, or of going on there, as `run.resume`
-    says."""
-    paths, resume = run_paths(config), config.run.resume
+    """Yield the reasons why the run cannot start or resume in its run directory.
+
+    `run.resume` says whether the run must start (`false`), must resume (`true`), or resumes if it
+    can (`auto`).
+    """
+    paths = run_paths(config)
+    resume = config.run.resume
     try:
-        unused = is_unused(paths)
+        is_new = is_unused(paths)
     except OSError as error:
         yield f"run.dir={paths.root}: cannot be read: {error.strerror}; set another run.dir"
         return
-    if unused:
+    if is_new:
         if resume == "true":
             yield (
                 f"run.resume=true: no run found in {paths.root}; set run.dir to an existing run,"
                 " or leave run.resume out to start a new run"
             )
     elif not paths.config.is_file():
-        not_a_run = "exists, but is not the directory of a run (no config.yaml)"
-        yield f"run.dir={paths.root}: {not_a_run}; set another run.dir or run.name"
+        problem = "exists, but is not the directory of a run (no config.yaml)"
+        yield f"run.dir={paths.root}: {problem}; set another run.dir or run.name"
     elif resume == "false":
-        how = (
+        advice = (
             "resume it with run.resume=true"
             if can_resume(config)
             else "restart it with run.resume=auto"
         )
-        yield f"run.dir={paths.root}: already exists; {how}, or set another run.dir or run.name"
+        yield f"run.dir={paths.root}: already exists; {advice}, or set another run.dir or run.name"
     elif resume == "true" and not can_resume(config):
-        what = "complete checkpoint" if config.algorithm.learns else "completed steps"
+        missing_part = "complete checkpoint" if config.algorithm.learns else "completed steps"
         yield (
-            f"run.resume=true: no {what} in {paths.root}; set run.resume=auto to start the run"
-            " from the beginning"
+            f"run.resume=true: no {missing_part} in {paths.root}; set run.resume=auto to start the"
+            " run from the beginning"
         )
     else:
         yield from _changes(config, load_config(paths.config))
 
 
 def check_directory(config: Config) -> None:
-    """For whoever has the run directory for itself by now: others could still come to it when it
-    was looked into before.
+    """Check the run directory again after this process has locked it.
 
-    Raises ConfigError with all that `resume_problems` finds.
+    Another process could still write to the directory during the first check.
+
+    Raises:
+        ConfigError: `resume_problems` finds a problem; the message contains all problems.
     """
     if problems := list(resume_problems(config)):
         raise ConfigError("\n".join(problems))
 
 
 def settled(config: Config) -> Config:
-    """With run.resume=true or false instead of auto, as what is in the run directory allows."""
+    """Return the configuration with `run.resume=auto` replaced by `true` or `false`.
+
+    The value is `true` if the run directory contains a run that can be resumed.
+    """
     if config.run.resume != "auto":
         return config
     resume = "true" if can_resume(config) else "false"
@@ -142,84 +155,109 @@ def settled(config: Config) -> Config:
 
 
 def dated(config: Config) -> Config:
-    """With the date that the run keeps for good: what is given, else that of the run that goes on,
-    else the moment's.
+    """Return the configuration with the date of the run, `run.date`.
 
-    A run of before there was such a key has none, and goes on without.
+    A date in the configuration takes precedence. Otherwise, a resumed run keeps its date, and a new
+    run gets the current time. A resumed run whose `config.yaml` is older than this key has no date.
     """
     if config.run.date is not None:
         return config
-    started = run_paths(config).config
-    if config.run.resumes and started.is_file():
-        date = load_config(started).run.date
+    config_file = run_paths(config).config
+    if config.run.resumes and config_file.is_file():
+        date = load_config(config_file).run.date
     else:
         date = datetime.now().isoformat(timespec="seconds")
     return dataclasses.replace(config, run=dataclasses.replace(config.run, date=date))
 
 
 def is_unused(paths: RunPaths) -> bool:
-    """Whether there is nothing in the run directory yet, if there is one; a lock and its records do
-    not count."""
+    """Return whether the run directory does not exist or is empty.
+
+    A directory that contains only the lock and its records counts as empty.
+    """
     if not paths.root.is_dir():
         return not paths.root.exists()
     return all(file.name in (LOCK, RECORDS) for file in paths.root.iterdir())
 
 
 def _changes(config: Config, started: Config) -> Iterator[str]:
-    intended = [current_key(name) for name in config.run.changes]
-    if unknown := [name for name in intended if not _is_key(name)]:
+    """Yield the problems of a resumed run whose configuration has changed.
+
+    Args:
+        config: Configuration of this launch.
+        started: Configuration with which the run was started.
+    """
+    allowed_keys = [current_key(name) for name in config.run.changes]
+    if unknown := [name for name in allowed_keys if not _is_key(name)]:
         yield (
             f"run.changes: unknown keys: {', '.join(unknown)}; docs/configuration.md lists all keys"
         )
-    own, given = _flat(started), _flat(config)
-    changed = [key for key in sorted(own.keys() | given.keys()) if own.get(key) != given.get(key)]
-    fixed = [key for key in changed if _makes_the_model(key, started)]
-    found = [
-        f"  {key}: {_shown(own, key)} -> {_shown(given, key)}"
-        for key in changed
-        if key in fixed or not _may_change(key, own.get(key), given.get(key), intended)
+    old_values = _flat(started)
+    new_values = _flat(config)
+    changed_keys = [
+        key
+        for key in sorted(old_values.keys() | new_values.keys())
+        if old_values.get(key) != new_values.get(key)
     ]
-    if not found:
+    fixed_keys = [key for key in changed_keys if _makes_the_model(key, started)]
+    change_lines = [
+        f"  {key}: {_shown(old_values, key)} -> {_shown(new_values, key)}"
+        for key in changed_keys
+        if key in fixed_keys
+        or not _may_change(key, old_values.get(key), new_values.get(key), allowed_keys)
+    ]
+    if not change_lines:
         return
-    more = [f"  and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
-    made = (
+
+    omission = [f"  and {len(change_lines) - _SHOWN} more"] if len(change_lines) > _SHOWN else []
+    model_note = (
         [
-            f"  the initial model was created with {', '.join(fixed)}: these keys cannot change,"
-            " even if run.changes contains them"
+            f"  the initial model was created with {', '.join(fixed_keys)}: these keys cannot"
+            " change, even if run.changes contains them"
         ]
-        if fixed
+        if fixed_keys
         else []
     )
-    way = (
+    # run.changes helps only for keys that do not define the initial model.
+    advice = (
         " list the keys that you want to change in run.changes=[KEY,...],"
-        if len(found) > len(fixed)
+        if len(change_lines) > len(fixed_keys)
         else ""
     )
-    where = run_paths(config).config
+    config_file = run_paths(config).config
     yield "\n".join(
         [
             (
                 f"run.resume={config.run.resume}: the run was started with other values. Changed"
-                f" keys ({where} -> this launch):"
+                f" keys ({config_file} -> this launch):"
             ),
-            *found[:_SHOWN],
-            *more,
-            *made,
-            f"  restore the original values,{way} or start another run",
+            *change_lines[:_SHOWN],
+            *omission,
+            *model_note,
+            f"  restore the original values,{advice} or start another run",
         ]
     )
 
 
 def _makes_the_model(key: str, started: Config) -> bool:
-    if key == "seed":  # which draws a random model's weights
+    """Return whether a key defines the weights of the initial models."""
+    if key == "seed":  # the seed of random initial weights
         return started.model.source == "random"
     return any(fnmatchcase(key, pattern) for pattern in _OF_THE_MODEL.split())
 
 
 def _may_change(key: str, own: Any, given: Any, meant: list[str]) -> bool:
+    """Return whether a resumed run may change a key from `own` to `given`.
+
+    Args:
+        key: Dotted key.
+        own: Value with which the run was started.
+        given: Value of this launch.
+        meant: Keys and sections in `run.changes`.
+    """
     if any(key == name or key.startswith(f"{name}.") for name in meant):
         return True
-    if key == "run.date" and given is None:  # the run keeps its own
+    if key == "run.date" and given is None:  # the run keeps its date
         return True
     if key == "run.steps":
         return bool(given > own)
@@ -229,28 +267,30 @@ def _may_change(key: str, own: Any, given: Any, meant: list[str]) -> bool:
 
 
 def _is_key(name: str) -> bool:
+    """Return whether a name is a key, a section, or an entry of a mapping key."""
     names = {*schema_keys(), *(section.name for section in schema_sections() if section.name)}
     mappings = [key.name for key in schema_keys().values() if key.is_mapping]
     return name in names or any(name.startswith(f"{mapping}.") for mapping in mappings)
 
 
 def _flat(config: Config) -> dict[str, Any]:
-    """Every value by its dotted key, those inside mappings too."""
-    found: dict[str, Any] = {}
+    """Return all values by dotted key; the entries of mappings have keys of their own."""
+    values: dict[str, Any] = {}
 
     def add(key: str, value: Any) -> None:
         if isinstance(value, Mapping) and value:
             for name, entry in value.items():
                 add(f"{key}.{name}", entry)
         elif value != {}:
-            found[key] = value
+            values[key] = value
 
     for name in schema_keys():
         add(name, value_at(config, name))
-    return found
+    return values
 
 
 def _shown(values: Mapping[str, Any], key: str) -> str:
+    """Return the value of a key as JSON, for a message."""
     if key not in values:
         return "not set"
     return json.dumps(values[key], ensure_ascii=False, default=str)

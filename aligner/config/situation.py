@@ -1,4 +1,4 @@
-"""What the values that a run is left to choose depend on, and a value that was chosen."""
+"""Inputs of the automatic values of a configuration, and the record of one automatic value."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,63 +11,70 @@ from aligner.placement.roles import parameter_count, parameters_text
 
 
 def counted(number: int, what: str) -> str:
-    """So many of something, in words."""
+    """Return a number with a noun, which has an "s" unless the number is 1: `2 cores`."""
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 @dataclass(frozen=True)
 class DataStatistics:
-    """What records look like, in tokens of the model's tokenizer."""
+    """Statistics of the training records; lengths are in tokens of the model's tokenizer."""
 
     records: int
+    """Number of records."""
     looked_at: str
-    """Which of them, for a person."""
+    """Description of the records that were read, for messages."""
     is_whole: bool
-    """Whether that is all of them."""
+    """Whether all records were read."""
     longest_prompt: int
+    """Length of the longest prompt in tokens."""
     most_prompts: int
-    """99 of 100 are no longer."""
+    """99th percentile of the prompt lengths in tokens."""
     longest_answer: int
-    """Of responses, or of prompts' `answer`; 0 where there are none."""
+    """Length of the longest response, or of the longest `answer` of a prompt; 0 without any."""
     fields: Mapping[str, str] = field(default_factory=dict)
-    """Our names of fields that records lack to those that stand for them."""
+    """Field name or template of the records, by aligner's name of a field that they lack."""
     example: str = ""
-    """The first record's fields under our names, one per line; empty without chosen `fields`."""
+    """Fields of the first record under aligner's names, one per line; empty without `fields`."""
     notices: tuple[str, ...] = ()
-    """Record fields that look like a part of the prompt and are not used, one line each."""
+    """Lines about unused record fields that are probably part of the prompt."""
     bypasses_template: bool = False
-    """Whether prompts are plain texts though the model has a chat template."""
+    """Whether the prompts are plain texts although the model has a chat template."""
 
 
 @dataclass(frozen=True)
 class Situation:
-    """All that is known when values are chosen."""
+    """Model, data, machine and user settings on which automatic values depend."""
 
     shape: ModelShape
-    """The policy's."""
+    """Shape of the policy."""
     data: DataStatistics | None
-    """None where records cannot be read; what is wrong with them is told by those who learn from
-    them."""
+    """Statistics of the records; None if they cannot be read. The trainer reports the problem when
+    it reads the records."""
     machine: Machine
+    """Cores, GPUs and memory."""
     given: frozenset[str] = frozenset()
-    """Keys that have values of the user's."""
+    """Keys that the user set."""
     expected: ExpectedInputs = field(default_factory=lambda: NOTHING_EXPECTED)
+    """Inputs that need not exist yet."""
 
     @property
     def parameters(self) -> int:
-        """Of the policy."""
+        """Number of parameters of the policy."""
         return parameter_count(self.shape)
 
     @property
     def billions(self) -> str:
-        """How many parameters, in words."""
+        """Number of parameters of the policy, in words."""
         return parameters_text(self.parameters)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A value that was chosen."""
+    """An automatic value of a key."""
 
     key: str
+    """Dotted key."""
     value: Any
+    """Chosen value of the key."""
     reason: str
+    """Reason of the choice, for the user."""

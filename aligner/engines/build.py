@@ -1,4 +1,7 @@
-"""The engine that a configuration asks for, and what draws episodes by it."""
+"""Build the generation engine that `engine.kind` selects.
+
+The modules of an engine are imported only when that engine is built.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,8 +17,6 @@ from aligner.errors import ConfigError
 from aligner.models.shape import ModelShape
 from aligner.schema import EngineConfig
 
-if TYPE_CHECKING:
-    pass
 
 
 def build_engine(
@@ -31,14 +32,24 @@ def build_engine(
     context: int | None = None,
     listener: SpanListener | None = None,
 ) -> GenerationEngine:
-    """Rank `rank` of an engine of `settings.kind`, still without weights.
+    """Return this rank's part of an engine of kind `settings.kind`, without weights.
 
-    `directory` is a Hugging Face directory of the model, of which only the configuration is read;
-    `group` holds the ranks of this rank's replica, in order (None when it is the only one).
-    `shared` are the trainer's parameters that the embedded engine may use as its own; `context` is
-    the longest sequence that TensorRT-LLM or vLLM is to be ready for, the model's if None. The
-    embedded engine tells `listener` of every pass that runs prompts, as "prefill". Raises
-    ConfigError when the engine can not run this model, here.
+    Args:
+        shape: Dimensions of the model.
+        settings: Section `engine` of the configuration.
+        directory: Hugging Face directory of the model; only its configuration is read.
+        rank: Rank of this process in the engine.
+        seed: Seed of the random streams.
+        group: Ranks of this rank's replica, in order; None if the replica has one rank.
+        device: Device of this rank.
+        shared: Parameters of the trainer that the embedded engine uses instead of copies.
+        context: Maximum sequence length in tokens for which vLLM or TensorRT-LLM reserves memory;
+            None: the model's maximum.
+        listener: The embedded engine calls it with `prefill` after each forward pass that prefills
+            prompts.
+
+    Raises:
+        ConfigError: The engine does not support this model, or cannot run on this machine.
     """
     if problems := [*engine_kind_problems(settings, shape), *engine_machine_problems(settings)]:
         raise ConfigError("\n".join(problems))

@@ -1,4 +1,9 @@
-"""An engine's replicas: which process belongs to which, and how they share requests."""
+"""Divide samples between the replicas of an engine.
+
+A replica is a group of `engine.parallel.tensor` ranks that hold one copy of the weights.
+`generate_in_parts` generates each replica's share of the samples and collects all samples on every
+rank. `Enough` is the condition under which generation stops before all samples are complete.
+"""
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
@@ -16,26 +21,34 @@ from aligner.errors import AlignerError
 from aligner.schema import EngineParallelConfig
 
 STEPS_A_PART = 8
-"""Engine steps between two moments at which replicas agree on how to go on. What waits for one,
-such as new weights, waits for a fraction of a second at most; and the message or two of a few bytes
-is lost among so many passes through the model."""
+"""Number of engine steps between two pauses at which the replicas agree on whether to continue.
+
+A weight sync that waits for the next pause waits for a fraction of a second at most. The one or two
+messages of a few bytes per pause cost little compared with the forward passes.
+"""
 
 SamplesInParts = Generator[None, None, list[Sample]]
-"""Samples in the making, with pauses."""
+"""A generator that pauses during generation, and returns the samples."""
 
 
 @dataclass(frozen=True)
 class Enough:
-    """When generation ends before every response is complete."""
+    """Condition under which generation stops before every response is complete.
+
+    Both attributes must be satisfied.
+    """
 
     prompts: int
-    """So many have all their samples complete, at least,"""
+    """Minimum number of prompts whose samples are all complete."""
     due: tuple[int, ...] = ()
-    """and these, by their places."""
+    """Indices of prompts whose samples must all be complete."""
 
     def is_met(self, lacking: Tensor) -> bool:
-        """lacking: int64 [B], above 0 for a prompt of which a sample is not complete. Met at any
-        rate when there is none."""
+        """Return whether generation may stop. This is always the case if all samples are complete.
+
+        Args:
+            lacking: int64 [B], greater than 0 for each prompt with an incomplete sample.
+        """
         complete = lacking == 0
         return bool(complete.all()) or (
             int(complete.sum()) >= self.prompts and bool(complete[list(self.due)].all())
@@ -45,13 +58,14 @@ class Enough:
 def replica_group(
     layout: EngineParallelConfig, rank: int, timeout: timedelta
 ) -> dist.ProcessGroup | None:
-    """The ranks of this rank's replica; None where each is one of its own. Collective."""
+    """Return the process group of this rank's replica; None if each rank is its own replica.
+    Collective."""
     if layout.tensor == 1:
         return None
     members = [
         list(range(first, first + layout.tensor)) for first in range(0, layout.ranks, layout.tensor)
     ]
-    # every rank takes part in making every group
+    # `new_group` is collective over all ranks, including the ranks outside the new group.
     groups = [dist.new_group(ranks, timeout=timeout) for ranks in members]
     return groups[rank // layout.tensor]
 
@@ -67,59 +81,98 @@ def generate_in_parts(
     steps: int | None = None,
     enough: Enough | None = None,
 ) -> SamplesInParts:
-    """The samples, each prompt's in a row, taken further: those that are unfinished go on, until
-    all are complete or `enough`.
+    """Continue the unfinished samples until all are complete, or until `enough` is met. Collective.
 
-    After every `steps` of the engine, None for all that there are, it is seen whether they are
-    `enough`, and there is a pause at which weights may change: equally often on every rank. Each
-    replica generates its share. Collective; raises AlignerError on every rank when one cannot go
-    on.
+    Each replica generates its share of the samples. After every `steps` engine steps the replicas
+    check `enough`; if it is not met, the generator pauses, and the weights may change. All ranks
+    pause equally often.
+
+    Args:
+        engine: Starts the generation on this replica.
+        layout: Parallel sizes of the engine.
+        rank: Rank of this process in the engine.
+        samples: Complete and unfinished samples; the samples of a prompt are adjacent.
+        samples_per_prompt: Number of samples of each prompt.
+        options: Sampling parameters.
+        steps: Number of engine steps between two checks; None: run until the replica's share is
+            complete.
+        enough: Condition for an early stop; None: generate until all samples are complete.
+
+    Yields:
+        None at each pause.
+
+    Returns:
+        All samples in the given order, on every rank.
+
+    Raises:
+        AlignerError: Generation failed on one rank; all ranks raise the error.
     """
-    places = [place for place, sample in enumerate(samples) if sample.finish_reason == "unfinished"]
-    lacking = torch.zeros(len(samples) // samples_per_prompt, dtype=torch.int64)
-    lacking[[place // samples_per_prompt for place in places]] = 1
-    enough = enough or Enough(len(lacking))
-    share = -(-len(places) // layout.data)
+    unfinished = [
+        index for index, sample in enumerate(samples) if sample.finish_reason == "unfinished"
+    ]
+    incomplete = torch.zeros(len(samples) // samples_per_prompt, dtype=torch.int64)
+    incomplete[[index // samples_per_prompt for index in unfinished]] = 1
+    enough = enough or Enough(len(incomplete))
+
+    share = -(-len(unfinished) // layout.data)
     first = rank // layout.tensor * share
-    # Every replica takes equally many: the last ones draw the last sample again.
-    mine = [*places, *places[-1:] * (share * layout.data - len(places))][first : first + share]
-    drawn: dict[int, Sample] = {}
+    # All replicas generate equally many samples. If the division leaves a remainder, the last
+    # replicas generate the last sample again; `gather_samples` below drops the duplicates.
+    assigned = [*unfinished, *unfinished[-1:] * (share * layout.data - len(unfinished))][
+        first : first + share
+    ]
+
+    generated: dict[int, Sample] = {}  # keys are positions in `assigned`
     generation: SamplesInFlight | None = None
     try:
-        while not enough.is_met(lacking):
+        while not enough.is_met(incomplete):
             if generation is not None:
                 yield
+
+            # An error must not skip the collective in `_agree`, because the other ranks wait there.
             error: AlignerError | None = None
             try:
                 generation = generation or engine.start(
-                    [_request(samples[place]) for place in mine], options
+                    [_request(samples[index]) for index in assigned], options
                 )
-                drawn |= finish(generation, steps)
+                generated |= finish(generation, steps)
             except AlignerError as raised:
                 error = raised
-            lacking.zero_()
-            lacking[
-                [place // samples_per_prompt for at, place in enumerate(mine) if at not in drawn]
+
+            incomplete.zero_()
+            incomplete[
+                [
+                    index // samples_per_prompt
+                    for position, index in enumerate(assigned)
+                    if position not in generated
+                ]
             ] = 1
-            _agree(layout, lacking, error)
+            _agree(layout, incomplete, error)
+
         if generation is None:
             return list(samples)
-        if len(drawn) < share:
-            drawn |= generation.interrupt()
+        if len(generated) < share:
+            generated |= generation.interrupt()
     finally:
         if generation is not None:
             generation.cancel()
-    speakers = [replica * layout.tensor for replica in range(layout.data)]
-    taken = gather_samples([drawn[at] for at in range(share)], speakers)[: len(places)]
-    further = dict(zip(places, taken, strict=True))
+
+    # Only rank 0 of a replica has the samples.
+    leaders = [replica * layout.tensor for replica in range(layout.data)]
+    collected = gather_samples([generated[position] for position in range(share)], leaders)[
+        : len(unfinished)
+    ]
+    # `gather_samples` does not send metadata.
+    continued = dict(zip(unfinished, collected, strict=True))
     return [
-        replace(further[place], metadata=sample.metadata) if place in further else sample
-        for place, sample in enumerate(samples)
+        replace(continued[index], metadata=sample.metadata) if index in continued else sample
+        for index, sample in enumerate(samples)
     ]
 
 
 def run_through(parts: SamplesInParts) -> list[Sample]:
-    """The samples, with nothing done at the pauses."""
+    """Run a generator of `generate_in_parts` to its end without using its pauses, and return the
+    samples."""
     while True:
         try:
             next(parts)
@@ -128,23 +181,25 @@ def run_through(parts: SamplesInParts) -> list[Sample]:
 
 
 def _request(sample: Sample) -> GenerationRequest:
+    """Return the request that begins or continues an unfinished sample."""
     prompt = Prompt(sample.prompt_id, "", sample.initial_prompt, sample.metadata)
     begun = sample if len(sample.response) or sample.branches else None
     return GenerationRequest(prompt, sample.sample_index, begun=begun)
 
 
 def _agree(layout: EngineParallelConfig, lacking: Tensor, error: AlignerError | None) -> None:
-    """Sum `lacking` over all replicas, in place. Raises AlignerError on every rank when one has an
-    error.
+    """Sum `lacking` over all ranks in place, and raise AlignerError on every rank if one rank has
+    an error.
 
-    The ranks of a replica do the same, so that one alone need not ask.
+    The ranks of one replica always have the same result, so a single replica needs no
+    communication.
     """
     if layout.data > 1 and is_distributed():
         counts = torch.cat([lacking, torch.tensor([int(error is not None)])])
         dist.all_reduce(counts)
         lacking.copy_(counts[:-1])
         if counts[-1]:
-            told = gather_json(None if error is None else str(error))
-            error = error or AlignerError(next(text for text in told if text is not None))
+            messages = gather_json(None if error is None else str(error))
+            error = error or AlignerError(next(text for text in messages if text is not None))
     if error is not None:
         raise error

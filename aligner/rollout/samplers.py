@@ -1,4 +1,5 @@
-"""Where samples come from: the engine on the trainer's ranks, or the generator role."""
+"""Samplers of the trainer: `ColocatedSampler` uses the engine on the trainer's ranks, and
+`RemoteSampler` the generator role."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +18,10 @@ from aligner.servers.remote_client import RemoteError
 
 
 class Sampler(Protocol):
-    """Samples by the weights that serve. Every rank of the trainer calls every method."""
+    """Generates samples with the engine's current weights.
+
+    Every rank of the trainer calls every method.
+    """
 
     def sample(
         self,
@@ -26,42 +30,55 @@ class Sampler(Protocol):
         options: SamplingOptions,
         enough: Enough | None = None,
     ) -> list[Sample]:
-        """The same samples, each prompt's in a row, taken further until all are complete, or
-        `enough`; equal on every rank.
+        """Continue the unfinished samples until all are complete, or until `enough` is met.
+        Collective.
 
-        Those that are unfinished go on from the tokens that they have, if any. Collective.
+        Args:
+            samples: Complete and unfinished samples; the samples of a prompt are adjacent. An
+                unfinished sample continues from its tokens, if it has any.
+            samples_per_prompt: Number of samples of each prompt.
+            options: Sampling parameters.
+            enough: Condition for an early stop; None: generate until all samples are complete.
+
+        Returns:
+            All samples in the given order, equal on every rank.
         """
 
     def rest(self) -> tuple[int, int]:
-        """A step has its samples; weights are published before the next ones are wanted.
+        """End the generation phase of a step: the next call of `sample` follows a weight sync.
 
-        Returns how many tokens this rank's engine has guessed for them (`engine.speculation`), and
-        how many it has drawn of those; of an engine elsewhere nothing is known.
+        Returns:
+            The numbers of draft tokens, and of accepted draft tokens, of this rank's engine in the
+            step (`engine.speculation`); zeros if the engine is on other ranks.
         """
 
     def forget(self, first: int) -> None:
-        """No episode of a prompt before the `first` of the stream is begun again."""
+        """Drop the journal of the episodes of all prompts before the `first` in the stream; they
+        will not be generated again."""
 
     def take_waits(self) -> float | None:
-        """Seconds that an episode waited for its environment, in the mean of this rank's since the
-        call before.
+        """Return the mean time in seconds that an episode on this rank waited for its environment
+        since the last call.
 
-        None without any, or where they are drawn elsewhere.
+        None if there was no episode, or if the generator runs the episodes.
         """
 
     def close(self) -> None:
-        """End the processes that the engine started, if any. Collective."""
+        """Stop the processes that the engine started, if any. Collective."""
 
 
 @dataclass(frozen=True)
 class ColocatedSampler:
-    """The engine that spans the trainer's ranks."""
+    """`Sampler` that uses the engine on the trainer's ranks."""
 
     engine: GenerationEngine
+    """This rank's part of the engine."""
     layout: EngineParallelConfig
+    """Parallel sizes of the engine."""
     rank: int
+    """Rank of this process."""
     sleeps: bool = False
-    """Whether the engine gives its memory back between steps."""
+    """Whether the engine frees its memory between steps."""
     episodes: SampleSource | None = None
     """The source of episodes; None for single responses."""
 
@@ -72,7 +89,7 @@ class ColocatedSampler:
         options: SamplingOptions,
         enough: Enough | None = None,
     ) -> list[Sample]:
-        """As `Sampler`."""
+        """See `Sampler.sample`."""
         steps = None if enough is None else STEPS_A_PART
         source: StartsSamples = self.episodes or SingleResponses(self.engine)
         parts = generate_in_parts(
@@ -88,22 +105,22 @@ class ColocatedSampler:
         return run_through(parts)
 
     def rest(self) -> tuple[int, int]:
-        """As `Sampler`."""
+        """See `Sampler.rest`."""
         if self.sleeps:
             self.engine.sleep()
         return self.engine.take_guesses()
 
     def forget(self, first: int) -> None:
-        """As `Sampler`."""
+        """See `Sampler.forget`."""
         if self.episodes is not None:
             self.episodes.forget(first)
 
     def take_waits(self) -> float | None:
-        """As `Sampler`."""
+        """See `Sampler.take_waits`."""
         return None if self.episodes is None else self.episodes.take_waits()
 
     def close(self) -> None:
-        """As `Sampler`."""
+        """See `Sampler.close`."""
         if self.episodes is not None:
             self.episodes.close()
         self.engine.shutdown()
@@ -111,13 +128,17 @@ class ColocatedSampler:
 
 @dataclass(frozen=True)
 class RemoteSampler:
-    """The generator role: rank 0 asks it, every rank gets the answer."""
+    """`Sampler` that uses the generator role.
+
+    Rank 0 sends requests to the generator, and broadcasts the samples to the other ranks.
+    """
 
     client: GeneratorClient | None
-    """Rank 0's."""
+    """Client of the generator on rank 0; None on the other ranks."""
     weights: RemotePublisher
+    """Publisher that sends the weights to the generator."""
     is_alone: bool = False
-    """Whether rank 0 asks for itself, and no other rank calls."""
+    """Whether only rank 0 calls `sample`, so that the samples are not broadcast."""
 
     def sample(
         self,
@@ -126,12 +147,14 @@ class RemoteSampler:
         options: SamplingOptions,
         enough: Enough | None = None,
     ) -> list[Sample]:
-        """As `Sampler`; raises the server's error on every rank."""
+        """See `Sampler.sample`. Raises the generator's error on every rank."""
         if self.is_alone:
             return self._drawn(samples, samples_per_prompt, options, enough)
-        drawn: list[Sample] = []
-        together(lambda: drawn.extend(self._drawn(samples, samples_per_prompt, options, enough)))
-        return broadcast_samples(drawn)
+        generated: list[Sample] = []
+        together(
+            lambda: generated.extend(self._drawn(samples, samples_per_prompt, options, enough))
+        )
+        return broadcast_samples(generated)
 
     def _drawn(
         self,
@@ -140,8 +163,11 @@ class RemoteSampler:
         options: SamplingOptions,
         enough: Enough | None,
     ) -> list[Sample]:
-        """The samples, on rank 0. A generator that was lost is awaited, and asked again: it draws
-        the same ones."""
+        """Return the generator's samples on rank 0, and an empty list on the other ranks.
+
+        If the generator was restarted and lacks the weights, wait until they are restored, and
+        repeat the request: it returns the same samples.
+        """
         version = self.weights.served
         while self.client is not None:
             try:
@@ -155,18 +181,18 @@ class RemoteSampler:
         return []
 
     def rest(self) -> tuple[int, int]:
-        """Nothing: the generator's memory is its own."""
+        """Return zeros: the generator manages its own memory, and reports its own draft tokens."""
         return 0, 0
 
     def forget(self, first: int) -> None:
-        """As `Sampler`; the generator hears of it with the next request."""
+        """See `Sampler.forget`. The next request to the generator contains `first`."""
         if self.client is not None:
             self.client.first_prompt = first
 
     def take_waits(self) -> float | None:
-        """Not known: the generator's environments are its own."""
+        """Return None: the generator runs the environments."""
         return None
 
     def close(self) -> None:
-        """Hang up; the launcher ends the generator."""
+        """Close the connection for weights; the launcher stops the generator."""
         self.weights.close()

@@ -1,8 +1,9 @@
-"""The schema of every file under `conf/`: names, types, defaults, bounds and meaning.
+"""Schema of the configuration: names, types, defaults, bounds and help texts of all keys.
 
-Every key a user may write is a field here; a field's metadata holds its help text and, where it has
-them, the allowed `choices` or its bounds (`minimum`, `above`, `maximum`, `below`).
-`schema.key_validation` enforces them, `docs/configuration.md` lists them.
+Every key that a user may set is a dataclass field. The metadata of a field contains its help text,
+its `choices`, its bounds (`minimum`, `above`, `maximum`, `below`), and the condition under which a
+run reads the key. `schema.key_validation` validates configurations, and `docs/configuration.md`
+lists all keys.
 """
 
 from dataclasses import dataclass
@@ -80,12 +81,12 @@ class Config:
 
     @property
     def critic_scores(self) -> bool:
-        """Whether the critic's processes serve the reward too."""
+        """Whether the critic's processes also serve the reward."""
         return self.algorithm.has_critic and self.critic.with_reward
 
     @property
     def has_teacher(self) -> bool:
-        """Whether the policy is distilled from a teacher that is asked about its samples."""
+        """Whether the run has teacher servers that score the policy's samples."""
         return self.algorithm.trainer == "online" and (
             self.teacher.path is not None or bool(self.teacher.sources)
         )

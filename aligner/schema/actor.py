@@ -1,4 +1,4 @@
-"""The policy in Megatron."""
+"""Keys of the policy in Megatron: section `actor`."""
 
 from dataclasses import dataclass
 

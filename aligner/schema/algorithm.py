@@ -1,4 +1,4 @@
-"""What is learned."""
+"""Keys of the algorithm: section `algorithm`."""
 
 from dataclasses import dataclass
 
@@ -70,17 +70,17 @@ class PreferenceConfig:
 
     @property
     def has_pairs(self) -> bool:
-        """Whether answers come in pairs, instead of one by one with a label each."""
+        """Whether the records are pairs of responses, instead of single labeled responses."""
         return self.kind != "kto"
 
     @property
     def has_reference(self) -> bool:
-        """Whether the loss compares the policy with the model that it began as."""
+        """Whether the loss compares the policy with the reference, its initial model."""
         return self.kind not in ("simpo", "orpo")
 
     @property
     def has_margin(self) -> bool:
-        """Whether the loss asks by how much the chosen answer is better."""
+        """Whether the loss uses the reward margin between the chosen and the rejected response."""
         return self.kind.startswith("rpo_")
 
 
@@ -379,34 +379,36 @@ class AlgorithmConfig:
 
     @property
     def generates(self) -> bool:
-        """Whether the policy is sampled from, and its samples are scored."""
+        """Whether the run generates samples of the policy and scores them."""
         return self.trainer in ("online", "preferences")
 
     @property
     def learns(self) -> bool:
-        """Whether a model is trained; a run that trains none keeps no checkpoints, and goes on
-        behind its last step."""
+        """Whether the run trains a model.
+
+        A run that does not train a model has no checkpoints, and resumes after its last step.
+        """
         return self.trainer not in ("preferences", "teacher_scores")
 
     @property
     def has_demonstrations(self) -> bool:
-        """Whether samples are set against the responses that prompts' records have."""
+        """Whether preference pairs consist of the record's response and a sample (SPIN)."""
         return self.trainer == "preferences" and self.pairs == "demonstration"
 
     @property
     def has_labels(self) -> bool:
-        """Whether single answers with a label each are learned from (KTO)."""
+        """Whether the run trains on single responses with labels (KTO)."""
         return self.trainer == "dpo" and not self.preference.has_pairs
 
     @property
     def has_critic(self) -> bool:
-        """Whether a critic is trained beside the policy."""
-        wants = self.advantage == "gae" or (
+        """Whether the run trains a critic in addition to the policy."""
+        needs_critic = self.advantage == "gae" or (
             self.with_critic and callable_place(self.advantage) is not None
         )
-        return self.trainer == "online" and wants
+        return self.trainer == "online" and needs_critic
 
     @property
     def policy_starts_after(self) -> int:
-        """Steps before the first that updates the policy."""
+        """Number of steps before the first step that updates the policy."""
         return self.critic_warmup_steps if self.has_critic else 0

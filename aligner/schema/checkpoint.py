@@ -1,4 +1,4 @@
-"""When a run can be resumed."""
+"""Keys of checkpoints: section `checkpoint`."""
 
 from dataclasses import dataclass
 

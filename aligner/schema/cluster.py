@@ -1,4 +1,4 @@
-"""Where the roles run: this machine, or nodes of a Slurm cluster."""
+"""Keys of the placement of roles on this machine or in a Slurm job: section `cluster`."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -1,10 +1,15 @@
-"""When a run reads a key: conditions over the values of other keys, as the schema writes them
-beside a key's help.
+"""Conditions under which a run reads a key.
 
-`algorithm.loss=clip|cispo` holds for one of these values, each a pattern as in file names, `!=` for
-any other value, and `rollout.spare_prompts>0` for a larger number; `null`, `{}` and `[]` stand for
-none. A key that begins with a dot is in the section that the condition is written in. Terms are
-joined by `and`, and these by `or`; of several conditions in a tuple all must hold.
+The schema writes the condition of a key as a text, in the argument `read` of `option`:
+
+- `algorithm.loss=clip|cispo` holds if the key has one of these values. A value may be a pattern, as
+  in file names.
+- `algorithm.loss!=clip|cispo` holds for all other values.
+- `rollout.spare_prompts>0` holds for a larger number.
+- `null`, `{}` and `[]` stand for a key that is not set.
+- A key that begins with a dot belongs to the section with the condition.
+- `and` binds more strongly than `or`.
+- In a tuple of conditions, all conditions must hold.
 """
 
 import re
@@ -14,30 +19,34 @@ from typing import Any
 
 from aligner.schema.options import CALLABLE, Read
 
+# Key, sign and values of a term.
 _TERM = re.compile(r"(\.?\w+(?:\.\w+)*)(!=|=|>)(\S+)")
 _ALWAYS = "always"
 _UNSET = ("null", "{}", "[]")
+# Patterns of values with their text in the documentation.
 _PATTERNS = {"*:*": CALLABLE, "experiment:*": "experiment:NAME"}
-"""Patterns of values, and how they are shown."""
 
 
 @dataclass(frozen=True)
 class Term:
-    """What one key must be."""
+    """Requirement on the value of one key."""
 
     key: str
+    """Dotted key."""
     sign: str
+    """`=`, `!=` or `>`."""
     values: tuple[str, ...]
+    """Patterns of values; a single number for `>`."""
 
     def holds(self, value: Any) -> bool:
-        """Whether the key's value is as it must be."""
+        """Return whether a value of the key meets the requirement."""
         if self.sign == ">":
             return value is not None and bool(value > float(self.values[0]))
         matches = any(fnmatchcase(value_text(value), pattern) for pattern in self.values)
         return matches == (self.sign == "=")
 
     def __str__(self) -> str:
-        """In a few words, for messages and tables."""
+        """Return the requirement in a few words, for messages and tables."""
         values = " or ".join(CALLABLE if value == "*:*" else value for value in self.values)
         if self.sign == ">":
             return f"{self.key} above {values}"
@@ -47,21 +56,31 @@ class Term:
 
 
 Alternatives = tuple[tuple[Term, ...], ...]
-"""Of one of these all terms must hold."""
+"""Clauses of which at least one must hold; all terms of a clause must hold."""
 Condition = tuple[Alternatives, ...]
-"""All of these must hold; a key without any is always read."""
+"""Alternatives that must all hold; a key with an empty condition is always read."""
 
 
 def value_text(value: Any) -> str:
-    """A key's value as it is written on the command line."""
+    """Return a key's value as it is written on the command line."""
     return (
         "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
     )
 
 
 def parse_condition(written: Read, section: str) -> Condition:
-    """The condition that the schema has in a section. Raises ValueError for one that is not written
-    as it must be."""
+    """Parse a condition of the schema.
+
+    Args:
+        written: One or several conditions, see the module's docstring.
+        section: Dotted name of the section with the condition.
+
+    Raises:
+        ValueError: The condition is malformed.
+
+    Example:
+        `parse_condition(".loss=clip and .epochs>1", "algorithm")`
+    """
     if written == _ALWAYS:
         return ()
     texts = (written,) if isinstance(written, str) else written
@@ -75,6 +94,7 @@ def parse_condition(written: Read, section: str) -> Condition:
 
 
 def _term(text: str, section: str) -> Term:
+    """Parse a term such as `.loss=clip|cispo` of a section."""
     parts = _TERM.fullmatch(text)
     if parts is None:
         raise ValueError(
@@ -85,7 +105,7 @@ def _term(text: str, section: str) -> Term:
 
 
 def condition_text(condition: Condition) -> str:
-    """Return a condition as Markdown, empty for a key that is always read."""
+    """Return a condition as Markdown; empty for a key that is always read."""
     parts = []
     for alternatives in condition:
         has_commas = any(
@@ -98,12 +118,13 @@ def condition_text(condition: Condition) -> str:
 
 
 def _term_text(term: Term) -> str:
+    """Return a term as Markdown."""
     if term.sign == ">":
         return f"`{term.key}` is above {term.values[0]}"
 
     names = ["`" + _PATTERNS.get(value, value) + "`" for value in term.values]
-    listed = " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+    alternatives = " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
     if term.sign == "=":
         is_single = len(names) == 1 and names[0] != f"`{CALLABLE}`"
-        return f"`{term.key}={term.values[0]}`" if is_single else f"`{term.key}` is {listed}"
-    return f"`{term.key}` is " + ("set" if term.values[0] in _UNSET else f"not {listed}")
+        return f"`{term.key}={term.values[0]}`" if is_single else f"`{term.key}` is {alternatives}"
+    return f"`{term.key}` is " + ("set" if term.values[0] in _UNSET else f"not {alternatives}")

@@ -1,4 +1,4 @@
-"""The value model and its server."""
+"""Keys of the value model and its server: section `critic`."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from aligner.schema.server import PortsConfig
 from aligner.schema.trained_model import TrainedModelConfig
 
 TRAINED = "algorithm.with_critic=true or algorithm.advantage=gae"
-"""When there is a critic."""
+"""Condition of a run with a critic."""
 
 
 @dataclass

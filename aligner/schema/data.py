@@ -1,4 +1,4 @@
-"""What a run learns from."""
+"""Keys of the training records: section `data`."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -58,7 +58,7 @@ class CurriculumConfig:
 
     @property
     def chooses(self) -> bool:
-        """Whether any prompt is passed over."""
+        """Whether the curriculum may skip prompts."""
         return bool(self.between) or self.target is not None
 
 

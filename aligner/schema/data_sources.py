@@ -1,5 +1,4 @@
-"""Where the records that a run learns from lie, as the configuration says: one source, or several
-with weights."""
+"""Sources of the training records in the configuration: one source, or several with weights."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -23,22 +22,24 @@ class DataEntries(Entries):
 
 @dataclass(frozen=True)
 class DataSource:
-    """One file or directory of records."""
+    """A file, a directory or a function with records."""
 
     key: str
-    """Where the configuration has it: `data`, or `data.sources.NAME`."""
+    """Dotted key of the source: `data`, `data.sources.NAME` or `data.tasks[INDEX]`."""
     path: Path
+    """Path of the file or directory, or `function:MODULE:CALLABLE`."""
     weight: float = 1.0
+    """Weight relative to the other sources."""
     fields: Mapping[str, str] = field(default_factory=dict)
-    """Our name of a field to the data's own."""
+    """The data's field names or templates, by aligner's field names."""
     timeout_s: float = DataConfig.function_timeout_s
-    """For a function to yield its records."""
+    """Timeout in seconds of a function that yields records."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    """What a function is called with."""
+    """Keyword arguments of the function."""
 
     @property
     def given_as(self) -> str:
-        """The key and value that name it, for messages."""
+        """Key with the path, for messages."""
         return f"{self.key}.path={self.path}"
 
 
@@ -68,20 +69,32 @@ def data_sources(data: DataConfig) -> tuple[DataSource, ...]:
 
 
 def _source(key: str, entries: Any, data: DataConfig) -> DataSource:
-    parsed: DataEntries = parse_entries(
+    """Return the source of an entry of `data.sources`.
+
+    Raises:
+        ConfigError: One line for each problem of the entry.
+    """
+    source_entries: DataEntries = parse_entries(
         DataEntries, key, entries, expected="path and optionally weight and fields"
     )
-    fields = data.fields if parsed.fields is None else parsed.fields
+    fields = data.fields if source_entries.fields is None else source_entries.fields
     if problems := list(fields_problems(f"{key}.fields", fields)):
         raise ConfigError("\n".join(problems))
-    return DataSource(key, Path(parsed.path), parsed.weight, fields, data.function_timeout_s)
+    return DataSource(
+        key, Path(source_entries.path), source_entries.weight, fields, data.function_timeout_s
+    )
 
 
 def task_sources(data: DataConfig, held_out: int | None) -> tuple[DataSource, ...]:
-    """A source for each of `data.tasks`: what is learned from, or so many held-out questions of
-    each.
+    """Return a source for each of `data.tasks`.
 
-    Raises ConfigError with one line for each thing that is wrong.
+    Args:
+        data: Section `data`.
+        held_out: Number of held-out questions per task for evaluation; None for the questions that
+            are trained on.
+
+    Raises:
+        ConfigError: One line for each problem of the tasks.
     """
     tasks = reasoning_tasks(data.tasks)
     if "{question}" not in data.task_prompt:
@@ -95,11 +108,11 @@ def task_sources(data: DataConfig, held_out: int | None) -> tuple[DataSource, ..
         "held_out": held_out is not None,
     }
     sources = []
-    for place, task in enumerate(tasks):
+    for index, task in enumerate(tasks):
         arguments = task.model_dump(exclude={"weight", "fields"}) | shared
         arguments["questions"] = held_out or task.questions
         names = task.fields or data.fields
-        key = f"data.tasks[{place}]"
+        key = f"data.tasks[{index}]"
         sources.append(
             DataSource(key, _QUESTIONS, task.weight, names, data.function_timeout_s, arguments)
         )
@@ -107,26 +120,27 @@ def task_sources(data: DataConfig, held_out: int | None) -> tuple[DataSource, ..
 
 
 FUNCTION = "function:"
-"""What a path begins with that is a Python function: `function:MODULE:CALLABLE`."""
+"""Prefix of a path that stands for a Python function: `function:MODULE:CALLABLE`."""
 
 
 _QUESTIONS = Path(f"{FUNCTION}aligner.data.reasoning_questions:questions")
 
 
 def is_dataset(path: Path) -> bool:
-    """Whether a path is a directory that Hugging Face datasets saved: one split, not several."""
+    """Return whether a path is a split that Hugging Face datasets saved (`save_to_disk`)."""
     return (path / "state.json").is_file() and (path / "dataset_info.json").is_file()
 
 
 def _misplaced(data: DataConfig) -> Iterator[str]:
+    """Yield the keys of sources that exclude each other, and the problems of `data.fields`."""
     if data.path is not None and data.sources:
         yield (
             "data.sources: is not supported with data.path; list all sources in data.sources, or"
             " set only data.path"
         )
     if data.tasks:
-        given = "data.path" if data.path is not None else "data.sources"
-        yield f"data.tasks: is not supported with {given}; set only one of them"
+        other_key = "data.path" if data.path is not None else "data.sources"
+        yield f"data.tasks: is not supported with {other_key}; set only one of them"
     if data.path is None and not data.sources and not data.prompts:
         yield (
             "data: no prompts or other records; set data.path=FILE, data.sources, data.tasks=[…]"
@@ -136,15 +150,21 @@ def _misplaced(data: DataConfig) -> Iterator[str]:
 
 
 def fields_problems(key: str, fields: Any) -> Iterator[str]:
-    """One line for each thing that is wrong with the names of a source's fields."""
+    """Yield a line for each problem of a mapping of field names.
+
+    Args:
+        key: Dotted key of the mapping.
+        fields: Value of the key.
+    """
     if not isinstance(fields, Mapping):
         yield (
             f"{key}={fields}: expected a mapping from aligner's field names to the data's, got"
             f" {type(fields).__name__}"
         )
         return
-    for ours, theirs in fields.items():
-        if not isinstance(theirs, str) or not theirs:
+    for name, data_name in fields.items():
+        if not isinstance(data_name, str) or not data_name:
             yield (
-                f"{key}.{ours}={theirs}: expected the name of a field, got {type(theirs).__name__}"
+                f"{key}.{name}={data_name}: expected the name of a field, got"
+                f" {type(data_name).__name__}"
             )

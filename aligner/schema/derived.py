@@ -1,23 +1,26 @@
-"""Quantities that follow from several keys."""
+"""Quantities that are derived from several keys."""
 
 from aligner.schema import Config, EvaluationConfig
 from aligner.values import callable_place
 
 GROUPED = ("rloo", "grpo", "grpo_steps", "dr_grpo")
-"""Estimators that compare the samples of a prompt."""
+"""Advantage estimators that compare the samples of a prompt."""
 WITHOUT_RATIO = ("reinforce", "copg", "dpo", "cross_entropy")
-"""Losses that no ratio to the policy which drew the samples limits."""
+"""Losses without a ratio between the policy and the policy that generated the samples."""
 
 
 def overlong_buffer(config: Config) -> int:
-    """Tokens before `rollout.max_response_tokens` over which a response loses score; 0: it loses
-    none."""
-    share, longest = config.algorithm.overlong_fraction, config.rollout.max_response_tokens
-    return max(1, round(share * longest)) if share else 0
+    """Return the number of final tokens up to `rollout.max_response_tokens` that cost score.
+
+    0 means that long responses are not penalized.
+    """
+    fraction = config.algorithm.overlong_fraction
+    max_tokens = config.rollout.max_response_tokens
+    return max(1, round(fraction * max_tokens)) if fraction else 0
 
 
 def policy_updates(config: Config) -> int:
-    """Optimizer steps of the policy, or of what else is trained, over the whole run."""
+    """Return the number of optimizer steps of the policy or reward model in the whole run."""
     settings = config.algorithm
     if settings.trainer != "online":
         return config.run.steps
@@ -27,29 +30,32 @@ def policy_updates(config: Config) -> int:
 
 
 def weights_version(config: Config, step: int) -> int:
-    """What the policy's weights are called after so many steps of an online run: by that number,
-    and 0 as long as they are the initial ones (`algorithm.critic_warmup_steps`).
+    """Return the version of the policy's weights after a step of an online run.
 
-    Where samples may be drawn ahead they are counted by the step's number throughout; so they are
-    with `engine.sleep`, for an engine that has dropped its weights must be given them again.
+    The version is the number of the step, but 0 while the weights are the initial ones
+    (`algorithm.critic_warmup_steps`).
+
+    The version is always the number of the step if samples may be generated ahead of training, and
+    with `engine.sleep`, because an engine that has discarded its weights needs a weight sync even
+    if the weights have not changed.
     """
     counts_all = config.rollout.max_staleness > 0 or config.engine.sleep
     return step if counts_all or step > config.algorithm.policy_starts_after else 0
 
 
 def critic_updates(config: Config) -> int:
-    """Optimizer steps of the critic over the whole run."""
+    """Return the number of optimizer steps of the critic in the whole run."""
     return config.run.steps * config.algorithm.epochs * config.algorithm.minibatches
 
 
 def longest_sequence(config: Config) -> int:
-    """Tokens of the longest prompt and response together."""
+    """Return the maximum number of tokens of a prompt and its response."""
     responses = config.rollout if config.algorithm.generates else config.data
     return config.data.max_prompt_tokens + responses.max_response_tokens
 
 
 def longest_sequence_keys(config: Config) -> str:
-    """The keys and values that it is the sum of."""
+    """Return the keys and values whose sum is `longest_sequence`, for messages."""
     section = "rollout" if config.algorithm.generates else "data"
     response = longest_sequence(config) - config.data.max_prompt_tokens
     return (
@@ -59,30 +65,38 @@ def longest_sequence_keys(config: Config) -> str:
 
 
 def asks_before_update(config: Config) -> bool:
-    """Whether a step has to know the trainer's log-probs before its update begins.
+    """Return whether a step must compute the trainer's log-probs before its first update.
 
-    A step's only update computes them itself, unless advantages hang on them (a KL penalty in the
-    reward, a teacher's log-probs) or a function of the user's own may ask for them.
+    If a step has only one update, the update computes the log-probs itself. They are needed earlier
+    if the advantages depend on them, with a KL penalty in the reward or a teacher's log-probs, or
+    if a function of the user may use them.
     """
     settings = config.algorithm
-    in_reward = settings.kl_placement == "reward" and settings.kl_coefficient > 0
-    taught = config.has_teacher and config.teacher.loss == "advantage"
-    own = (
+    has_kl_reward = settings.kl_placement == "reward" and settings.kl_coefficient > 0
+    has_teacher_advantage = config.has_teacher and config.teacher.loss == "advantage"
+    has_user_function = (
         callable_place(settings.advantage) is not None
         or callable_place(settings.train_on) is not None
     )
-    return settings.epochs * settings.minibatches > 1 or in_reward or taught or own
+    return (
+        settings.epochs * settings.minibatches > 1
+        or has_kl_reward
+        or has_teacher_advantage
+        or has_user_function
+    )
 
 
 def has_reference(config: Config) -> bool:
-    """Whether the trainer keeps the initial policy beside the policy."""
+    """Return whether the trainer keeps the initial policy as the reference."""
     trainer = config.algorithm.trainer
     return trainer == "online" or (trainer == "dpo" and config.algorithm.preference.has_reference)
 
 
 def rows_together(config: Config) -> int:
-    """How many rows of a minibatch must be in one micro-batch: a pair, or all of a prompt's
-    samples."""
+    """Return the number of rows of a minibatch that must be in the same micro-batch.
+
+    These rows are a pair, or all samples of a prompt.
+    """
     if config.algorithm.trainer in ("dpo", "reward_model") and not config.algorithm.has_labels:
         return 2
     if config.algorithm.trainer != "online":
@@ -91,10 +105,10 @@ def rows_together(config: Config) -> int:
 
 
 def least_scores(config: Config) -> int:
-    """Number of samples of a prompt that must have a score for any of them to be trained on.
+    """Return how many samples of a prompt must have a score so that the prompt is trained on.
 
-    Samples on which the reward function abstained have none. Two are compared; `copg` computes its
-    loss from all samples of a prompt.
+    A sample has no score if the reward function abstained. An estimator that compares samples needs
+    two scores, and `copg` computes its loss from all samples of a prompt.
     """
     settings = config.algorithm
     if settings.loss == "copg":
@@ -104,12 +118,14 @@ def least_scores(config: Config) -> int:
 
 
 def samples_learned_from(config: Config) -> int:
-    """How many of a prompt's samples are learned from, at most where a function of the user's own
-    selects them."""
+    """Return the number of samples per prompt that are trained on.
+
+    This is the maximum number if a function of the user selects the samples.
+    """
     all_samples = config.rollout.samples_per_prompt
     return {"best": 1, "best_and_worst": 2}.get(config.algorithm.train_on, all_samples)
 
 
 def draws_greedily(settings: EvaluationConfig) -> bool:
-    """Whether responses are the most probable tokens."""
+    """Return whether an evaluation uses greedy decoding."""
     return settings.samples == 1 if settings.greedy is None else settings.greedy

@@ -1,4 +1,4 @@
-"""A dry run: two steps of a configuration with a tiny model on this machine's CPU."""
+"""Keys of dry runs with a tiny model on this machine's CPU: section `dry_run`."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -1,4 +1,4 @@
-"""The engine that draws responses."""
+"""Keys of the generation engine and of the weight sync: section `engine`."""
 
 from dataclasses import dataclass
 

@@ -1,5 +1,7 @@
-"""Mappings that a user writes into one key, such as `reward.sources.NAME`: pydantic validates their
-entries, and every problem becomes one line that begins with the key.
+"""Validation of mappings that a user writes into one key, such as `reward.sources.NAME`.
+
+Pydantic validates the entries of a mapping. This module converts pydantic's errors into lines that
+begin with the key.
 """
 
 import functools
@@ -17,6 +19,7 @@ from aligner.errors import ConfigError
 from aligner.schema.options import key_hint
 
 _PROBLEM = "problem"
+# Messages by pydantic's error type.
 _TYPE_PROBLEMS: Mapping[str, str] = {
     "finite_number": "must be a finite number",
     "float_type": "must be a finite number",
@@ -25,6 +28,7 @@ _TYPE_PROBLEMS: Mapping[str, str] = {
     "list_type": "must be a list of strings",
     "string_too_short": "must not be empty",
 }
+# Name of the bound in pydantic's error context, and the beginning of the message, by error type.
 _BOUND_PROBLEMS: Mapping[str, tuple[str, str]] = {
     "greater_than_equal": ("ge", "must be at least"),
     "greater_than": ("gt", "must be above"),
@@ -34,7 +38,7 @@ _BOUND_PROBLEMS: Mapping[str, tuple[str, str]] = {
 
 
 class Entries(BaseModel):
-    """Base of all mappings of entries: unknown entries are refused and no value is converted."""
+    """Base of all mappings of entries; it rejects unknown entries and converts no values."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -48,12 +52,17 @@ class Entries(BaseModel):
 
 
 def explained(problem: str, **constraints: Any) -> Any:
-    """Return a field whose problems are all reported as `problem`, with pydantic's constraints."""
+    """Return a field all of whose problems are reported with the same text.
+
+    Args:
+        problem: Text that replaces pydantic's messages.
+        constraints: Arguments of `pydantic.Field`, such as bounds and the default.
+    """
     return Field(json_schema_extra={_PROBLEM: problem}, **constraints)
 
 
 def checked_by(find_problem: Callable[[str], str | None]) -> AfterValidator:
-    """Return a validator that refuses the values for which a function returns a problem."""
+    """Return a validator that rejects the values for which a function returns a problem."""
 
     def check(value: str) -> str:
         if problem := find_problem(value):
@@ -72,10 +81,12 @@ def section_field(section: type, name: str) -> Any:
         "le": key.metadata["maximum"],
         "lt": key.metadata["below"],
     }
-    given = {constraint: bound for constraint, bound in bounds.items() if bound is not None}
+    constraints = {constraint: bound for constraint, bound in bounds.items() if bound is not None}
     if key.default_factory is MISSING:
-        return Field(default=key.default, description=key.metadata["help"], **given)
-    return Field(default_factory=key.default_factory, description=key.metadata["help"], **given)
+        return Field(default=key.default, description=key.metadata["help"], **constraints)
+    return Field(
+        default_factory=key.default_factory, description=key.metadata["help"], **constraints
+    )
 
 
 Text = Annotated[str, Field(min_length=1)]
@@ -86,7 +97,7 @@ Weight = Annotated[
         "must be a finite number above 0; remove the whole entry if it should not be used", gt=0
     ),
 ]
-"""A relative weight."""
+"""A relative weight above 0."""
 
 
 def parse_entries(
@@ -96,14 +107,14 @@ def parse_entries(
     expected: str,
     identity: Mapping[str, str] = MappingProxyType({}),
 ) -> Any:
-    """Validate the entries that the configuration has at `key`, and return them as a model.
+    """Validate the entries of a mapping, and return them as a model.
 
     Args:
         kind: Subclass of `Entries`, or a union of several that is discriminated by `kind`.
         key: Dotted key of the mapping, with which every problem begins.
         entries: Value of the key.
-        expected: Entries of a valid mapping, in words, for a value that is no mapping.
-        identity: Values of the model's fields that are no entries.
+        expected: Entries of a valid mapping, in words, for the message about another type.
+        identity: Values of model fields that the user cannot write as entries.
 
     Raises:
         ConfigError: The entries are invalid; one line for each problem.
@@ -148,12 +159,16 @@ def _models(kind: Any) -> Mapping[str | None, type[Entries]]:
 
 @dataclass(frozen=True)
 class _Translation:
-    """Translation of pydantic's errors about one mapping into lines of our form."""
+    """Translation of pydantic's errors about one mapping into lines of aligner's form."""
 
     key: str
+    """Dotted key of the mapping."""
     entries: Mapping[str, Any]
+    """Entries of the mapping."""
     models: Mapping[str | None, type[Entries]]
+    """Models by `kind`, see `_models`."""
     identity: frozenset[str]
+    """Names of model fields that the user cannot write as entries."""
 
     def line(self, error: ErrorDetails) -> str:
         """Return the line that begins with the key of the entry that an error is about."""
@@ -162,8 +177,9 @@ class _Translation:
         if error["type"] == "union_tag_invalid":
             return f"{self.key}.kind={self._kind}: unknown kind; allowed: {self._kinds}"
 
+        # The location of an error in a discriminated union begins with the kind.
         location = error["loc"] if None in self.models else error["loc"][1:]
-        if not location:  # the message of a model's validator begins with its key
+        if not location:  # the message of a model's validator begins with the key
             return _message(error)
         entry = str(location[0])
         if error["type"] in ("extra_forbidden", "invalid_key"):
@@ -196,22 +212,25 @@ class _Translation:
 
     @property
     def _kind(self) -> Any:
+        """Value of the entry `kind`."""
         return self.entries.get("kind")
 
     @property
     def _kinds(self) -> str:
+        """Allowed kinds, for messages."""
         return ", ".join(str(kind) for kind in self.models)
 
     @property
     def model(self) -> type[Entries] | None:
         """The model that the entries select; None for an unknown kind."""
-        chosen = (model for kind, model in self.models.items() if kind in (None, self._kind))
-        return next(chosen, None)
+        models = (model for kind, model in self.models.items() if kind in (None, self._kind))
+        return next(models, None)
 
 
 def value_problem(error: ErrorDetails) -> str:
-    """Return what is wrong with a value, in words."""
-    kind, context = error["type"], error.get("ctx", {})
+    """Return the description of a pydantic error about a value, without the key."""
+    kind = error["type"]
+    context = error.get("ctx", {})
     if kind in _TYPE_PROBLEMS:
         return _TYPE_PROBLEMS[kind]
     if kind in _BOUND_PROBLEMS:
@@ -228,6 +247,6 @@ def value_problem(error: ErrorDetails) -> str:
 
 
 def _message(error: ErrorDetails) -> str:
-    """Return pydantic's message, or that of the ValueError of a validator."""
+    """Return pydantic's message, or the message of the ValueError of a validator."""
     cause = error.get("ctx", {}).get("error")
     return error["msg"] if cause is None else str(cause)

@@ -1,4 +1,4 @@
-"""What answers a policy between the turns of an episode."""
+"""Keys of multi-turn episodes, tools and agents: section `environment`."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,11 +6,12 @@ from typing import Any
 from aligner.schema.options import option, section
 
 MATCHING = ("arguments", "reasoning", "whitespace")
-"""What an agent may change in the messages that it sends back."""
+"""Allowed values of `environment.matching`: changes that an agent may make to the messages of a
+conversation without starting a new branch."""
 TOOLS = "tools"
-"""The environment that runs tools."""
+"""Value of `environment.target` for the environment that runs tools."""
 PYTHON = "python"
-"""The tool that runs programs in a sandbox."""
+"""Name of the tool that runs Python programs in a sandbox."""
 _TARGET = ".target!=null"
 _AGENT = ".agent!=null or .agent_command!=null"
 _SET = f"{_TARGET} or {_AGENT}"
@@ -166,15 +167,15 @@ class EnvironmentConfig:
 
     @property
     def has_tools(self) -> bool:
-        """Whether the policy is given tools."""
+        """Whether the policy can call tools."""
         return self.target is not None and bool(self.tools or self.mcp)
 
     @property
     def draws_episodes(self) -> bool:
-        """Whether responses are episodes."""
+        """Whether responses are multi-turn episodes."""
         return self.target is not None or self.has_agent
 
     @property
     def has_agent(self) -> bool:
-        """Whether an agent asks for them through an endpoint."""
+        """Whether an agent requests the turns of an episode through an endpoint."""
         return self.agent is not None or self.agent_command is not None

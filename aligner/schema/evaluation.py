@@ -1,4 +1,4 @@
-"""What a policy is evaluated on while it trains."""
+"""Keys of evaluations during training: section `evaluation`."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -64,7 +64,7 @@ class EvaluationConfig:
         1.0,
         "Sampling temperature.",
         minimum=1e-3,
-        # which take it from here
+        # Suites inherit the temperature.
         read=".greedy=false or .greedy=null and .samples>1 or .suites!={}",
     )
     function: str | None = option(

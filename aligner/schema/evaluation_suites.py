@@ -1,4 +1,4 @@
-"""What a run is evaluated on: prompts of `evaluation` itself, and suites that have names."""
+"""Evaluation suites: the prompts of the section `evaluation`, and the named `evaluation.suites`."""
 
 import re
 import typing
@@ -13,71 +13,79 @@ from aligner.errors import ConfigError
 from aligner.schema import Config, EvaluationConfig
 from aligner.schema.entries import Entries, parse_entries, section_field
 
+# Keys of the section that apply to all suites.
 _SHARED = ("every", "asynchronous", "suites")
-"""Keys of the section that are about all suites."""
+# Keys that a suite does not inherit from the section.
 _OWN = ("path", "fields", "prompts", "questions", "group_by", "judge")
-"""Those that a suite does not take from the section."""
 _FIELDS: dict[str, Any] = {
     name: (hint, section_field(EvaluationConfig, name))
     for name, hint in typing.get_type_hints(EvaluationConfig).items()
     if name not in _SHARED
 }
+# Entries of a suite: the keys of `evaluation` that apply to a single suite.
 _SuiteEntries = create_model("_SuiteEntries", __base__=Entries, **_FIELDS)
-"""Entries of a suite: the keys of `evaluation` that are about one suite."""
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 
 @dataclass(frozen=True)
 class Suite:
-    """Prompts with how their responses are drawn and scored."""
+    """Evaluation prompts, with the settings for sampling and scoring their responses."""
 
     name: str | None
-    """None for those of `evaluation` itself."""
+    """Name of the suite; None for the prompts of the section `evaluation`."""
     settings: EvaluationConfig
-    """Of this suite alone."""
+    """Settings of this suite, including inherited ones."""
 
     @property
     def key(self) -> str:
-        """Where the configuration has it."""
+        """Dotted key of the suite."""
         return "evaluation" if self.name is None else f"evaluation.suites.{self.name}"
 
     @property
     def prefix(self) -> str:
-        """What the names of its metrics begin with."""
+        """Prefix of the names of the suite's metrics."""
         return "eval/" if self.name is None else f"eval/{self.name}/"
 
     @property
     def first_id(self) -> int:
-        """Where its prompts' ids begin: beyond those of any training step, and of other suites, so
-        that no random stream is shared, whatever suites there are beside it.
+        """Id of the first prompt of the suite.
+
+        The id depends only on the name of the suite. It is above the ids of all training prompts,
+        and differs from the ids of other suites, so that prompts do not share random streams.
         """
         return 2**40 + (0 if self.name is None else zlib.crc32(self.name.encode()) << 20)
 
 
 def evaluation_suites(config: Config) -> tuple[Suite, ...]:
-    """Those of `evaluation` itself, where it has prompts or nothing else does, and then the suites
-    in their order.
+    """Return the evaluation suites of a configuration.
 
-    A suite has what the section says unless it says otherwise, but for prompts, groups and a judge.
-    Raises ConfigError with one line for each thing that is wrong with a suite's entries.
+    The section `evaluation` itself comes first, if it has prompts or if there are no named suites.
+    The named suites follow in the configuration's order. A suite inherits the keys of the section,
+    except for its prompts, fields, groups and judge.
+
+    Raises:
+        ConfigError: One line for each problem of the entries of a suite.
     """
     section = config.evaluation
     if problems := list(suite_problems(section)):
         raise ConfigError("\n".join(problems))
     unnamed = [Suite(None, section)] if _has_prompts(config) or not section.suites else []
-    of_none = {name: getattr(EvaluationConfig(), name) for name in (*_OWN, "suites")}
+    not_inherited = {name: getattr(EvaluationConfig(), name) for name in (*_OWN, "suites")}
     return (
         *unnamed,
         *(
-            Suite(name, replace(section, **(of_none | dict(entries))))
+            Suite(name, replace(section, **(not_inherited | dict(entries))))
             for name, entries in section.suites.items()
         ),
     )
 
 
 def evaluated_suites(config: Config) -> tuple[Suite, ...]:
-    """`evaluation_suites` of a run that is evaluated on responses; none of any other. Raises
-    ConfigError as that does."""
+    """Return the evaluation suites of a run that evaluates responses, and none for other runs.
+
+    Raises:
+        ConfigError: See `evaluation_suites`.
+    """
     return (
         evaluation_suites(config)
         if config.algorithm.trainer == "online" and config.evaluation.every
@@ -86,12 +94,13 @@ def evaluated_suites(config: Config) -> tuple[Suite, ...]:
 
 
 def suite_problems(section: EvaluationConfig) -> Iterator[str]:
-    """One line for each thing that is wrong with a suite's entries, each by itself."""
+    """Yield the problems of the entries of each suite."""
     for name, entries in section.suites.items():
         yield from _problems(name, entries)
 
 
 def _has_prompts(config: Config) -> bool:
+    """Return whether the section `evaluation` itself has prompts."""
     settings = config.evaluation
     return (
         settings.path is not None
@@ -101,19 +110,21 @@ def _has_prompts(config: Config) -> bool:
 
 
 def _problems(name: str, entries: Any) -> Iterator[str]:
+    """Yield the problems of the name and the entries of a suite."""
     key = f"evaluation.suites.{name}"
-    if not _NAME.fullmatch(name) or name == "score":  # eval/score/… is of groups
+    # The metrics eval/score/… belong to groups of prompts.
+    if not _NAME.fullmatch(name) or name == "score":
         yield (
             f"{key}: the name of a suite is part of metric names; it must consist of letters,"
             " digits, _ and -, and must not be score"
         )
-    own = entries
+    suite_entries = entries
     if isinstance(entries, Mapping):
         for entry in _SHARED:
             if entry in entries:
                 yield f"{key}.{entry}: applies to all suites; set evaluation.{entry}"
-        own = {entry: value for entry, value in entries.items() if entry not in _SHARED}
+        suite_entries = {entry: value for entry, value in entries.items() if entry not in _SHARED}
     try:
-        parse_entries(_SuiteEntries, key, own, expected="path or prompts")
+        parse_entries(_SuiteEntries, key, suite_entries, expected="path or prompts")
     except ConfigError as error:
         yield str(error)

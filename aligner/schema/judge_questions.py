@@ -1,5 +1,7 @@
-"""What a judge can be asked, and the templates of the questions: known before any of them is
-asked."""
+"""Kinds of questions to a judge, with their templates.
+
+The checks of a configuration use this module, so that it does not import the judge's client.
+"""
 
 import re
 from collections.abc import Mapping
@@ -8,21 +10,22 @@ from dataclasses import dataclass
 from aligner.schema.templates import template_fields
 
 COMPARISONS = ("pairwise", "ranking")
-"""What compares the samples of a prompt with each other, and so needs several of them."""
+"""Kinds of questions that compare the samples of a prompt, and so need several samples."""
 
 
 @dataclass(frozen=True)
 class Asking:
-    """A way to ask."""
+    """A kind of question to a judge."""
 
     template: str
-    """The question where the configuration has none."""
+    """Default template of the question."""
     needs: tuple[str, ...]
-    """Fields that any template of it must have."""
+    """Fields that every template of this kind must contain."""
     offers: tuple[str, ...]
-    """Fields that it fills; all others are the record's."""
+    """Fields that the judge's client fills in; all other fields come from the prompt's record."""
 
 
+# Beginning of all default templates.
 _SHOWN = "A user wrote:\n\n<prompt>\n{prompt}\n</prompt>\n\n"
 
 ASKINGS: Mapping[str, Asking] = {
@@ -60,30 +63,33 @@ ASKINGS: Mapping[str, Asking] = {
         ("prompt", "responses", "count"),
     ),
 }
-"""By the value of `reward.judge_asks`."""
+"""Kinds of questions by the value of `reward.judge_asks`."""
 
 
 def record_fields(asks: str, template: str) -> tuple[str, ...]:
-    """Those of a template's fields that a prompt's record must have."""
+    """Return the fields of a template that the prompt's record must have."""
     return tuple(field for field in template_fields(template) if field not in ASKINGS[asks].offers)
 
 
 def template_problem(asks: str, template: str) -> str | None:
-    """What is wrong with a template of this way to ask."""
-    lacking = [
+    """Return the problem of a template for a kind of question; None if there is no problem."""
+    missing = [
         f"{{{field}}}" for field in ASKINGS[asks].needs if field not in template_fields(template)
     ]
     offered = ", ".join(f"{{{field}}}" for field in ASKINGS[asks].offers)
-    if not lacking:
+    if not missing:
         return None
     return (
-        f"must contain {' and '.join(lacking)} with judge_asks={asks}; available fields:"
+        f"must contain {' and '.join(missing)} with judge_asks={asks}; available fields:"
         f" {offered}, and the fields of the record"
     )
 
 
 def pattern_problem(pattern: str) -> str | None:
-    """What is wrong with a regular expression that is to find a score."""
+    """Return the problem of a regular expression that extracts a score from a judge's answer.
+
+    Returns None if the expression is valid and has a group.
+    """
     try:
         groups = re.compile(pattern).groups
     except (re.error, RecursionError, OverflowError) as error:

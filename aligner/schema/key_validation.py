@@ -1,7 +1,7 @@
-"""Validation of whole configurations: pydantic models that follow from the schema's dataclasses.
+"""Validation of whole configurations with pydantic models.
 
-The dataclasses themselves do not import pydantic, so that processes that only read a configuration
-start faster.
+The models are generated from the schema's dataclasses. The dataclasses themselves do not import
+pydantic, so that processes that only read a configuration start faster.
 """
 
 import dataclasses
@@ -34,12 +34,12 @@ from aligner.values import callable_place
 
 @dataclass(frozen=True)
 class KeyProblem:
-    """What is wrong with the value of a key."""
+    """A problem of the value of a key."""
 
     key: str
-    """Dotted key of the schema, or what stands in the place of one."""
+    """Dotted key as in the configuration; the schema need not have it."""
     line: str
-    """Message that begins with the key."""
+    """Error message of one line, which begins with the key."""
 
 
 class InvalidKeys(ConfigError):
@@ -57,9 +57,10 @@ class _Section(BaseModel):
 
 
 def validated(values: Mapping[str, Any]) -> Config:
-    """Return the configuration with the values of nested sections, converted to the keys' types.
+    """Validate the values of nested sections, and return them as a configuration.
 
-    A key that the run does not read may always be null; it then has its default.
+    Values are converted to the types of their keys. A key that the run does not read may always be
+    null; it then has its default.
 
     Raises:
         InvalidKeys: A key is unknown, or its value has a wrong type or is not allowed.
@@ -69,16 +70,18 @@ def validated(values: Mapping[str, Any]) -> Config:
         for name, key in schema_keys().items()
         if not key.allows_null and _is_null(values, name)
     ]
-    given = values
+    values_without_nulls = values
     for name in nulls:
-        given = _without(given, name.split("."))
+        values_without_nulls = _without(values_without_nulls, name.split("."))
     try:
-        model = _section_model(Config).model_validate(given)
+        model = _section_model(Config).model_validate(values_without_nulls)
     except ValidationError as error:
-        found = {_key_problem(problem, values): None for problem in error.errors()}
-        raise InvalidKeys(tuple(found)) from error
+        # Several errors of pydantic may concern the same key, such as those of a union's types.
+        problems = {_key_problem(problem, values): None for problem in error.errors()}
+        raise InvalidKeys(tuple(problems)) from error
     config: Config = _as_dataclass(Config, model)
 
+    # Whether a run reads a key is known only now, after the other keys have been validated.
     if read_nulls := [name for name in nulls if is_read(config, name)]:
         raise InvalidKeys(tuple(KeyProblem(name, type_line(name, None)) for name in read_nulls))
     return config
@@ -111,7 +114,7 @@ def _without(values: Mapping[str, Any], path: Sequence[str]) -> Mapping[str, Any
 
 @functools.cache
 def _section_model(section: type) -> type[BaseModel]:
-    """Return the model of a section, with a model for each section in it."""
+    """Return the pydantic model of a section, which contains models of its subsections."""
     hints = typing.get_type_hints(section)
     definitions: dict[str, Any] = {}
     for key in dataclasses.fields(section):
@@ -126,6 +129,7 @@ def _section_model(section: type) -> type[BaseModel]:
 
 
 def _as_dataclass(section: type, model: BaseModel) -> Any:
+    """Return the validated values of a model as the dataclass of its section."""
     values = {}
     for key in dataclasses.fields(section):
         value = getattr(model, key.name)
@@ -136,7 +140,12 @@ def _as_dataclass(section: type, model: BaseModel) -> Any:
 
 
 def _value_type(hint: Any, choices: tuple[str, ...] = ()) -> Any:
-    """Return the type of a key's values for pydantic, with the conversions that YAML needs."""
+    """Return the type of a key for pydantic, with the conversions that values from YAML need.
+
+    Args:
+        hint: Type annotation of the dataclass field.
+        choices: Allowed values; empty if all values of the type are allowed.
+    """
     if isinstance(hint, types.UnionType):
         (inner,) = (kind for kind in typing.get_args(hint) if kind is not type(None))
         return _value_type(inner, choices) | None
@@ -154,32 +163,35 @@ def _value_type(hint: Any, choices: tuple[str, ...] = ()) -> Any:
 
 
 def _as_integer(value: Any) -> Any:
-    """Refuse 2.0 and true, which pydantic would convert."""
+    """Return the value; raise an error for 2.0 and true, which pydantic would convert."""
     if isinstance(value, (bool, float)):
         raise PydanticCustomError("wrong_type", "not an integer")
     return value
 
 
 def _as_float(value: Any) -> Any:
-    """Refuse true, which pydantic would convert."""
+    """Return the value; raise an error for true, which pydantic would convert."""
     if isinstance(value, bool):
         raise PydanticCustomError("wrong_type", "not a number")
     return value
 
 
 def _as_text(value: Any) -> Any:
-    """Return a number, or true or false, as it is written in YAML."""
+    """Return a number or a boolean as its YAML text; other values are unchanged."""
     if isinstance(value, bool):
         return str(value).lower()
     return str(value) if isinstance(value, (int, float)) else value
 
 
 def _one_of(choices: tuple[str, ...]) -> Callable[[str], str]:
-    """Return a validator that refuses values that are not among the choices."""
+    """Return a validator that accepts only the choices.
+
+    If the choices contain `module:callable`, it also accepts the names of user functions.
+    """
 
     def check(value: str) -> str:
-        is_own_function = CALLABLE in choices and callable_place(value) is not None
-        if value not in choices and not is_own_function:
+        is_user_function = CALLABLE in choices and callable_place(value) is not None
+        if value not in choices and not is_user_function:
             raise ValueError(f"allowed: {', '.join(choices)}")
         return value
 
@@ -187,11 +199,17 @@ def _one_of(choices: tuple[str, ...]) -> Callable[[str], str]:
 
 
 def _key_problem(error: ErrorDetails, values: Mapping[str, Any]) -> KeyProblem:
-    """Return the problem of a key in our form."""
+    """Translate a pydantic error into a problem with a message in aligner's form.
+
+    Args:
+        error: Error of pydantic.
+        values: Values of nested sections before the validation.
+    """
     dotted = ".".join(str(part) for part in error["loc"])
     if error["type"] in ("extra_forbidden", "invalid_key"):
         return KeyProblem(dotted, _unknown_line(dotted))
 
+    # The location of an error may continue below the key, for example with the index of a list.
     key = next((name for name in _prefixes(dotted) if name in schema_keys()), dotted)
     if key not in schema_keys():
         return KeyProblem(key, section_line(key, error["input"]))
@@ -199,14 +217,15 @@ def _key_problem(error: ErrorDetails, values: Mapping[str, Any]) -> KeyProblem:
     if "ctx" in error or error["type"] == "finite_number":
         value = error["input"]
         is_float = schema_keys()[key].type_name.startswith("float")
-        shown = float(value) if is_float else value
-        return KeyProblem(key, f"{key}={shown}: {value_problem(error)}")
+        converted_value = float(value) if is_float else value
+        return KeyProblem(key, f"{key}={converted_value}: {value_problem(error)}")
+
     value = _value_at(values, key)
-    place = error["loc"][key.count(".") + 1 :]
-    if isinstance(value, list) and place:
+    location = error["loc"][key.count(".") + 1 :]
+    if isinstance(value, list) and location:
         entry_type = schema_keys()[key].type_name.removeprefix("list[").removesuffix("]")
         entry = value_text(error["input"])
-        return KeyProblem(key, f"{key}[{place[0]}]={entry}: expected {entry_type}")
+        return KeyProblem(key, f"{key}[{location[0]}]={entry}: expected {entry_type}")
     return KeyProblem(key, type_line(key, value))
 
 
@@ -218,12 +237,14 @@ def _prefixes(key: str) -> Iterator[str]:
 
 
 def _value_at(values: Any, key: str) -> Any:
+    """Return the value of a dotted key in nested mappings."""
     for part in key.split("."):
         values = values[part]
     return values
 
 
 def _unknown_line(key: str) -> str:
+    """Return the message about an unknown key, with a suggestion."""
     try:
         check_key(key)
     except ConfigError as error:
@@ -232,27 +253,33 @@ def _unknown_line(key: str) -> str:
 
 
 def section_line(section: str, value: Any) -> str:
-    """Return the line about a value that stands in the place of a whole section."""
-    first = next(name for name in schema_keys() if name.startswith(f"{section}."))
+    """Return the message about a single value that is set for a whole section."""
+    example_key = next(name for name in schema_keys() if name.startswith(f"{section}."))
     return (
-        f"{section}={value_text(value)}: is a section; set a key of this section, such as {first}=…"
+        f"{section}={value_text(value)}: is a section; set a key of this section, such as"
+        f" {example_key}=…"
     )
 
 
 def type_line(key: str, value: Any) -> str:
-    """Return the line about a value of a wrong type of a key of the schema."""
-    known = schema_keys()[key]
-    expected = known.type_name.replace(" | None", " or null")
+    """Return the message about a value of the wrong type.
+
+    Args:
+        key: Dotted key of the schema.
+        value: Value of the wrong type.
+    """
+    schema_key = schema_keys()[key]
+    expected = schema_key.type_name.replace(" | None", " or null")
     if value is None:
         return f"{key}=null: expected {expected}, got null"
-    if known.is_mapping and not isinstance(value, Mapping):
+    if schema_key.is_mapping and not isinstance(value, Mapping):
         return (
             f"{key}={value}: expected a mapping; write {key}={{NAME: VALUE}}, or add one entry"
             f" with +{key}.NAME=VALUE"
         )
-    if known.is_mapping:
+    if schema_key.is_mapping:
         return f"{key}={value}: the names of all entries must be strings"
-    if known.type_name.startswith("list") and not isinstance(value, (dict, list)):
+    if schema_key.type_name.startswith("list") and not isinstance(value, (dict, list)):
         return f"{key}={value}: expected {expected}, got a single value; write {key}=[{value}]"
-    shown = str(value).lower() if isinstance(value, bool) else value
-    return f"{key}={shown}: expected {expected}, got {type(value).__name__}"
+    text = str(value).lower() if isinstance(value, bool) else value
+    return f"{key}={text}: expected {expected}, got {type(value).__name__}"

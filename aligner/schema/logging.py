@@ -1,4 +1,4 @@
-"""What a run writes and shows."""
+"""Keys of logs, metrics, trackers and stored samples: section `logging`."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -1,4 +1,4 @@
-"""The policy that a run starts from."""
+"""Keys of the policy's initial model: section `model`."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -1,5 +1,4 @@
-"""How a key of the schema is written: its default, its help text, its bounds, and when a run reads
-it."""
+"""Functions that define the keys and sections of the schema as dataclass fields."""
 
 import difflib
 from collections.abc import Collection
@@ -7,10 +6,10 @@ from dataclasses import field
 from typing import Any
 
 Read = str | tuple[str, ...]
-"""A condition, or several of which all must hold."""
+"""A condition (see `aligner.schema.conditions`), or several conditions that must all hold."""
 
 CALLABLE = "module:callable"
-"""Among the choices of a key: a function of the user's own is one too."""
+"""Choice of a key that also accepts the name of a user function."""
 
 
 def option(
@@ -24,11 +23,21 @@ def option(
     below: float | None = None,
     read: Read | None = None,
 ) -> Any:
-    """A field with its default, its help text and its bounds; `above` and `below` are themselves
-    not allowed.
+    """Return the dataclass field of a configuration key.
 
-    `read` is the condition under which a run reads the key (`aligner.schema.conditions`), instead
-    of its section's.
+    Args:
+        default: Default value. Lists and mappings are copied for each configuration.
+        help: Help text for the reference page.
+        choices: Allowed values; empty if all values of the type are allowed.
+        minimum: Inclusive lower bound.
+        above: Exclusive lower bound.
+        maximum: Inclusive upper bound.
+        below: Exclusive upper bound.
+        read: Condition under which a run reads the key (`aligner.schema.conditions`). None means
+            the condition of the section.
+
+    Example:
+        `temperature: float = option(1.0, "Sampling temperature.", above=0)`
     """
     bounds = {"minimum": minimum, "above": above, "maximum": maximum, "below": below}
     metadata = {"help": help, "choices": choices, "read": read, **bounds}
@@ -38,17 +47,27 @@ def option(
 
 
 def section(kind: type, read: Read | None = None, **keys: Read) -> Any:
-    """A nested group of keys, and the condition under which a run reads them; of those that it
-    names only what is above holds.
+    """Return the dataclass field of a nested section.
 
-    `keys` are the conditions of single keys, or sections, of a kind that several sections have in
-    common.
+    Args:
+        kind: Dataclass of the section.
+        read: Condition under which a run reads the keys of the section. The keys that the condition
+            itself names have the condition of the parent section. None means the condition of the
+            parent section for all keys.
+        keys: Conditions of single keys or subsections of `kind`, by field name. They are needed if
+            several sections have the same dataclass.
     """
     return field(default_factory=kind, metadata={"read": read, "keys": keys})
 
 
 def key_hint(section: str, entry: object, allowed: Collection[str], otherwise: str) -> str:
-    """What to tell of an entry that a section does not have: the one that it is near to, or
-    `otherwise`."""
-    close = difflib.get_close_matches(str(entry), allowed, n=1)
-    return f"did you mean {section}.{close[0]}?" if close else otherwise
+    """Return a hint for an unknown entry of a section: a similar entry, or `otherwise`.
+
+    Args:
+        section: Dotted name of the section.
+        entry: Unknown entry.
+        allowed: Names of all entries.
+        otherwise: Hint if no entry is similar.
+    """
+    close_names = difflib.get_close_matches(str(entry), allowed, n=1)
+    return f"did you mean {section}.{close_names[0]}?" if close_names else otherwise

@@ -1,4 +1,4 @@
-"""Tasks of reasoning_gym that prompts are made of, as the configuration says: `data.tasks`."""
+"""Tasks of reasoning_gym in the configuration, `data.tasks`, from which prompts are generated."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
@@ -19,10 +19,12 @@ _Level = Annotated[int, Field(ge=0, strict=True)]
 
 
 class ReasoningTask(Entries):
-    """A task, and which of its questions are asked."""
+    """A task of reasoning_gym, and the selection of its questions."""
 
     name: Text = explained("must be the name of a task")
+    """Name of the task in reasoning_gym."""
     weight: Weight = 1.0
+    """Weight relative to the other tasks."""
     questions: int = explained(
         f"must be an integer from 1 to {MOST_QUESTIONS}", default=1000, ge=1, le=MOST_QUESTIONS
     )
@@ -40,10 +42,11 @@ class ReasoningTask(Entries):
     config: dict[str, Any] = explained(
         "must be a mapping of the task's settings", default_factory=dict
     )
+    """Settings of the task in reasoning_gym."""
     fields: dict[str, str] = explained(
         "must be a mapping from aligner's field names to the record's", default_factory=dict
     )
-    """aligner's field names to those of `reasoning_questions.questions`; empty means
+    """Field names of `reasoning_questions.questions`, by aligner's field names; empty means
     `data.fields`."""
 
 
@@ -53,15 +56,18 @@ ReasoningTask.unknown_hint = (
 
 
 def reasoning_tasks(tasks: Sequence[Any]) -> tuple[ReasoningTask, ...]:
-    """Return the tasks of `data.tasks`, each of which is a name or a mapping.
+    """Parse the value of `data.tasks`.
+
+    Args:
+        tasks: List whose items are names of tasks or mappings with the fields of `ReasoningTask`.
 
     Raises:
         ConfigError: One line for each problem of the tasks.
     """
     problems = []
-    parsed = []
-    for place, task in enumerate(tasks):
-        key = f"data.tasks[{place}]"
+    parsed_tasks = []
+    for index, task in enumerate(tasks):
+        key = f"data.tasks[{index}]"
         entries = {"name": task} if isinstance(task, str) else task
         if not isinstance(entries, Mapping):
             problems.append(
@@ -70,9 +76,9 @@ def reasoning_tasks(tasks: Sequence[Any]) -> tuple[ReasoningTask, ...]:
             )
             continue
         try:
-            parsed.append(parse_entries(ReasoningTask, key, entries, expected="name"))
+            parsed_tasks.append(parse_entries(ReasoningTask, key, entries, expected="name"))
         except ConfigError as error:
             problems.append(str(error))
     if problems:
         raise ConfigError("\n".join(problems))
-    return tuple(parsed)
+    return tuple(parsed_tasks)

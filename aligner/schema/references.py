@@ -1,6 +1,7 @@
-"""References to the result of another experiment in place of a path.
+"""Path keys of the schema, and references to results of experiments as their values.
 
-`experiment:NAME` is the result of `experiment=NAME`, and `experiment:NAME/FILE` a file in it.
+`experiment:NAME` refers to the result of `experiment=NAME`, and `experiment:NAME/FILE` refers to a
+file in the result.
 """
 
 import dataclasses
@@ -15,6 +16,7 @@ from aligner.schema.keys import is_read
 
 _PREFIX = "experiment:"
 _NAME = re.compile(r"[\w.+=-]+")
+# Keys whose values are paths; `*` stands for any entry of a mapping.
 _PATHS = (
     "model.path",
     "data.path",
@@ -36,23 +38,27 @@ class Reference:
     """The value of a path key that refers to the result of an experiment."""
 
     key: str
-    """The configuration key that holds the reference."""
+    """Dotted key whose value is the reference."""
     experiment: str
-    """The name of the experiment."""
+    """Name of the experiment."""
     file: str | None
-    """A file in the result; None for the result itself."""
+    """Path of a file in the result; None for the result itself."""
 
     @property
     def text(self) -> str:
-        """The reference as written in the configuration."""
+        """Text of the reference in the configuration."""
         return f"{_PREFIX}{self.experiment}" + (f"/{self.file}" if self.file else "")
 
 
 def parse_reference(key: str, text: str) -> Reference | None:
     """Parse the value of a path key; return None if it is an ordinary path.
 
+    Args:
+        key: Dotted key.
+        text: Value of the key.
+
     Raises:
-        ConfigError: The value begins with `experiment:` and is malformed.
+        ConfigError: The value begins with `experiment:`, but is malformed.
     """
     if not text.startswith(_PREFIX):
         return None
@@ -68,7 +74,7 @@ def parse_reference(key: str, text: str) -> Reference | None:
 
 
 def map_paths(config: Config, change: Callable[[str, str], str]) -> Config:
-    """Replace each path that the run reads by `change(key, path)`; return the new configuration."""
+    """Return the configuration with `change(key, path)` for each path that the run reads."""
     for pattern in _PATHS:
         if is_read(config, pattern.partition(".*")[0]):
             config = _mapped(config, pattern.split("."), "", change)
@@ -76,27 +82,34 @@ def map_paths(config: Config, change: Callable[[str, str], str]) -> Config:
 
 
 def read_paths(config: Config) -> dict[str, str]:
-    """Return each path that the run reads, by its key."""
-    found: dict[str, str] = {}
+    """Return the paths that the run reads, by dotted key."""
+    paths: dict[str, str] = {}
 
     def note(key: str, path: str) -> str:
-        found[key] = path
+        paths[key] = path
         return path
 
     map_paths(config, note)
-    return found
+    return paths
 
 
 def _mapped(value: Any, parts: Sequence[str], key: str, change: Callable[[str, str], str]) -> Any:
+    """Return a section, a mapping or a value in which the paths of one pattern are replaced.
+
+    Args:
+        value: Section, mapping or value.
+        parts: Rest of the pattern's parts, relative to `value`.
+        key: Dotted key of `value`.
+        change: Returns the new path for a key and its path.
+    """
     if not parts:
         return change(key, value) if isinstance(value, str) else value
-    part, rest = parts[0], parts[1:]
+    part = parts[0]
+    rest = parts[1:]
     if isinstance(value, dict):
-        chosen = [name for name in value if part in ("*", name)]
-        return value | {
-            name: _mapped(value[name], rest, f"{key}.{name}", change) for name in chosen
-        }
+        names = [name for name in value if part in ("*", name)]
+        return value | {name: _mapped(value[name], rest, f"{key}.{name}", change) for name in names}
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return value  # a value of the wrong type, which the checks report
-    changed = _mapped(getattr(value, part), rest, f"{key}.{part}".removeprefix("."), change)
-    return dataclasses.replace(value, **{part: changed})
+    new_value = _mapped(getattr(value, part), rest, f"{key}.{part}".removeprefix("."), change)
+    return dataclasses.replace(value, **{part: new_value})

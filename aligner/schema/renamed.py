@@ -1,15 +1,16 @@
-"""Old names of keys and metrics. The release after the one that renamed them removes an entry here.
+"""Old names of renamed keys and metrics.
 
-Old keys are accepted on the command line, in YAML files and in the `config.yaml` of older runs; old
-metrics are accepted in the `metrics.jsonl` of older runs.
+Old keys are accepted on the command line, in YAML files and in the `config.yaml` of older runs. Old
+metrics are accepted in the `metrics.jsonl` of older runs. An entry is removed in the release after
+the one that renamed its key or metric.
 """
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
 _ROLES = ("trainer", "generator", "critic", "reward", "teacher")
+# Upper bounds of the ranges of response lengths in tokens.
 _LENGTHS = tuple(2**power for power in range(24))
-"""Upper bounds of the ranges of response lengths, in tokens."""
 
 RENAMED_KEYS: Mapping[str, str] = {
     "algorithm.replay_routes": "algorithm.routing_replay",
@@ -23,7 +24,7 @@ RENAMED_KEYS: Mapping[str, str] = {
         for role in _ROLES
     },
 }
-"""Old key to new key."""
+"""New names of keys by their old names."""
 
 RENAMED_METRICS: Mapping[str, str] = {
     "data/drawn_fraction": "data/sampled_fraction",
@@ -32,28 +33,29 @@ RENAMED_METRICS: Mapping[str, str] = {
     **{f"response/drawn_to_{length}": f"response/generated_to_{length}" for length in _LENGTHS},
     **{f"response/learned_to_{length}": f"response/trained_to_{length}" for length in _LENGTHS},
 }
-"""Old metric to new metric."""
+"""New names of metrics by their old names."""
 
 
 def current_key(key: str) -> str:
-    """Return the present name of a dotted key."""
+    """Return the current name of a dotted key."""
     return RENAMED_KEYS.get(key, key)
 
 
 def with_current_keys(
     values: Mapping[str, Any], section: str = "", report: Callable[[str], None] | None = None
 ) -> dict[str, Any]:
-    """Return the nested values of sections under the present names of their keys.
+    """Return the nested values of sections under the current names of their keys.
 
-    A renamed key stays in its section. A value under the present name takes precedence.
+    A renamed key remains in its section. If a section has both names of a key, the value under the
+    current name takes precedence.
 
     Args:
-        values: Keys of the section with their values.
+        values: Values of the section by key.
         section: Dotted name of the section; empty for the root.
-        report: Called with every old key.
+        report: Function that is called with each old key.
     """
-    present: dict[str, Any] = {}
-    old: dict[str, Any] = {}
+    current_values: dict[str, Any] = {}
+    old_values: dict[str, Any] = {}
     for name, value in values.items():
         key = f"{section}.{name}" if section else str(name)
         if isinstance(value, dict):
@@ -61,14 +63,14 @@ def with_current_keys(
         if key in RENAMED_KEYS:
             if report is not None:
                 report(key)
-            old[RENAMED_KEYS[key].rpartition(".")[2]] = value
+            old_values[RENAMED_KEYS[key].rpartition(".")[2]] = value
         else:
-            present[name] = value
-    return old | present
+            current_values[name] = value
+    return old_values | current_values
 
 
 def with_current_metrics(record: Mapping[str, float]) -> dict[str, float]:
-    """Return a record of metrics under their present names."""
+    """Return a record of metrics under their current names."""
     if RENAMED_METRICS.keys().isdisjoint(record):
         return dict(record)
     return {RENAMED_METRICS.get(name, name): value for name, value in record.items()}

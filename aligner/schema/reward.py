@@ -1,4 +1,4 @@
-"""What scores the samples."""
+"""Keys of the sources that score the samples: section `reward`."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,8 @@ OWN_SERVER = (
     "critic.with_reward=false or algorithm.with_critic=false or algorithm.advantage!=gae|*:* or"
     " algorithm.trainer=preferences"
 )
-"""When the reward has a server of its own: where no critic serves it."""
+"""Condition of a run in which the reward has its own server, because the critic does not serve
+it."""
 _JUDGE = ".kind=judge"
 
 

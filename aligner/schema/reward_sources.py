@@ -1,4 +1,4 @@
-"""What scores the samples: one source, or several with weights."""
+"""Sources of the reward in the configuration: one source, or several with weights."""
 
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
@@ -27,11 +27,13 @@ from aligner.schema.judge_questions import (
 )
 from aligner.schema.scoring_functions import FUNCTIONS, RULES, function_problem
 
+# Entries of judges that return scores, and of all sources; the judge of an evaluation has neither.
 _SCORE_ENTRIES = ("judge_pattern", "judge_lowest", "judge_highest")
 _SOURCE_ENTRIES = ("kind", "weight", "task_weights", "gain", "bias")
 
 
 def _url_problem(url: str) -> str | None:
+    """Return the problem of an HTTP URL; None if there is no problem."""
     try:
         parts = urlsplit(url)
         is_complete = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -45,20 +47,24 @@ _Url = Annotated[str, checked_by(_url_problem)]
 
 
 class Source(Entries):
-    """Source of a score, or of a part of it: weight * (gain * raw + bias)."""
+    """Source of a score or of a part of a score: weight * (gain * raw + bias)."""
 
     name: str = Field(exclude=True)
+    """Name of the source in `reward.sources`, or its kind."""
     key: str = Field(exclude=True)
     """Dotted key of the source: `reward`, or `reward.sources.NAME`."""
     weight: float = 1.0
+    """Weight of the source in the score."""
     task_weights: dict[str, float] = explained(
         "must be a mapping from task names to finite numbers", default_factory=dict
     )
     """Weights for records of some tasks; a source with weight 0 does not score the record."""
     gain: float = 1.0
+    """Factor of the raw score."""
     bias: float = 0.0
+    """Constant that is added to the scaled raw score."""
     origin: ClassVar[str]
-    """Name of the required entry that says where the scores come from."""
+    """Name of the required entry that identifies the scorer, such as `function` or `url`."""
 
     def __hash__(self) -> int:
         return hash(self.key)
@@ -73,7 +79,7 @@ class Source(Entries):
 
 
 class FunctionSource(Source):
-    """A Python function over texts."""
+    """A Python function that scores texts."""
 
     kind: Literal["function"] = "function"
     function: Annotated[str, checked_by(function_problem)]
@@ -83,6 +89,7 @@ class FunctionSource(Source):
 
     @model_validator(mode="after")
     def _check_steps(self) -> Self:
+        """Raise ValueError if a built-in function is configured to return step rewards."""
         if self.step_rewards and self.function in {**FUNCTIONS, **RULES}:
             raise ValueError(
                 f"{self.key}.step_rewards=true: {self.function} returns one number per response,"
@@ -143,6 +150,7 @@ class JudgeSource(Source):
 
     @model_validator(mode="after")
     def _check_scores_and_template(self) -> Self:
+        """Raise ValueError with the problems of the score range and of the template."""
         problems = []
         if self.judge_lowest >= self.judge_highest:
             problems.append(
@@ -157,7 +165,7 @@ class JudgeSource(Source):
 
     @property
     def template(self) -> str:
-        """Template of the question, its fields in braces."""
+        """Template of the question, with fields in braces."""
         return self.judge_template or ASKINGS[self.judge_asks].template
 
     @property
@@ -167,7 +175,7 @@ class JudgeSource(Source):
 
     @property
     def longest_s(self) -> float:
-        """Maximum time in seconds until a question is answered or given up."""
+        """Maximum time in seconds until a question has an answer or its last attempt has failed."""
         return self.judge_tries * self.judge_timeout_s
 
     @property
@@ -179,7 +187,7 @@ class JudgeSource(Source):
 RewardSource = Annotated[
     FunctionSource | ModelSource | RemoteSource | JudgeSource, Field(discriminator="kind")
 ]
-"""The alternatives of an entry of `reward.sources`."""
+"""Union of the kinds of entries of `reward.sources`."""
 
 
 def reward_sources(reward: RewardConfig) -> tuple[Source, ...]:
@@ -201,6 +209,11 @@ def reward_sources(reward: RewardConfig) -> tuple[Source, ...]:
 
 
 def _parse_source(key: str, name: str, entries: Any) -> Source:
+    """Validate the entries of a source.
+
+    Raises:
+        ConfigError: One line for each problem of the entries.
+    """
     source: Source = parse_entries(
         RewardSource,
         key,
@@ -212,6 +225,7 @@ def _parse_source(key: str, name: str, entries: Any) -> Source:
 
 
 def _combination_problems(reward: RewardConfig) -> Iterator[str]:
+    """Yield problems of the combination of several sources."""
     if not reward.sources:
         yield (
             "reward.sources: reward.kind=combined requires at least one source; add one with"
@@ -263,6 +277,7 @@ def has_step_rewards(reward: RewardConfig) -> bool:
 
 
 def _entries_have_steps(entries: Any) -> bool:
+    """Return whether the entries of a source enable step rewards; the entries may be invalid."""
     if not isinstance(entries, Mapping):
         return False
     return entries.get("step_rewards") is True or entries.get("step_separator") is not None
@@ -321,7 +336,7 @@ def asked_address(source: Source) -> str | None:
 
 
 def has_reward_model(reward: RewardConfig) -> bool:
-    """Return whether a model scores; False for invalid sources."""
+    """Return whether a source is a Megatron model; False for invalid sources."""
     try:
         return bool(model_sources(reward_sources(reward)))
     except ConfigError:
@@ -337,6 +352,7 @@ def describe_sources(reward: RewardConfig) -> str:
 
 
 def _description(source: Source) -> str:
+    """Return a short description of a source, with its weight unless the weight is 1."""
     weight = "" if source.weight == 1 else f"{source.weight:g} x "
     return f"{weight}{source_entry(source)['kind']} {getattr(source, source.origin)}"
 
@@ -355,17 +371,20 @@ def without_tasks(reward: RewardConfig) -> dict[str, Any]:
     """
     if reward.kind != "combined":
         return dict(reward.sources)
-    changed = {
+    changed_entries = {
         source.name: source_entry(source.model_copy(update={"task_weights": {}}))
         | {"weight": source.weight or 1.0}
         for source in reward_sources(reward)
         if source.task_weights
     }
-    return dict(reward.sources) | changed
+    return dict(reward.sources) | changed_entries
 
 
 def _entries(reward: RewardConfig) -> Iterator[tuple[str, str, Any]]:
-    """Yield (key, name, entries) of each source; the section itself has those of a single one."""
+    """Yield the key, the name and the entries of each source.
+
+    The keys of the section `reward` are the entries of a single source.
+    """
     if reward.kind == "combined":
         for name, entries in reward.sources.items():
             yield f"reward.sources.{name}", name, entries

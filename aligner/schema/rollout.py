@@ -1,4 +1,4 @@
-"""How many samples a step takes, and how they are drawn."""
+"""Keys of the samples of a step and of the sampling: section `rollout`."""
 
 from dataclasses import dataclass
 
@@ -105,9 +105,9 @@ class RolloutConfig:
 
     @property
     def skippable_prompts(self) -> int:
-        """Prompts that a step may leave out."""
-        # Rounded first: 0.29 of 100 prompts are 29 of them, and 28.999999999999996 in floating
-        # point.
+        """Maximum number of prompts that a step may skip."""
+        # The product is rounded to 6 digits before int() truncates it, because 0.29 * 100 is
+        # 28.999999999999996 in floating point.
         return min(
             self.max_skipped_prompts,
             int(round(self.max_skipped_fraction * self.prompts_per_step, 6)),
@@ -115,15 +115,14 @@ class RolloutConfig:
 
     @property
     def prompts_per_micro_batch(self) -> int:
-        """Prompts that are drawn together, beside the spare ones."""
+        """Number of prompts in a rollout micro-batch, without spare prompts."""
         return self.prompts_per_step // self.micro_batches
 
     @property
     def steps_ahead(self) -> int:
-        """A batch is begun when weights so many versions older serve than those which its step
-        trains.
+        """Number of steps by which the generation of a batch runs ahead of its training step.
 
-        A prompt that is left behind grows older by a version each time, and is at most
-        `max_staleness` old in the end.
+        A prompt that is carried over becomes one weight version staler each time. The generation
+        starts so late that the prompt does not exceed `max_staleness`.
         """
         return self.max_staleness - (self.max_deferrals if self.spare_prompts else 0)

@@ -1,4 +1,4 @@
-"""One run: its name, its directory and its length."""
+"""Keys of the name, directory, length and resumption of a run: section `run`."""
 
 import math
 from dataclasses import dataclass
@@ -94,23 +94,26 @@ class RunConfig:
 
     @property
     def resumes(self) -> bool:
-        """Whether training goes on from a checkpoint, where there is one."""
+        """Whether the run resumes if its directory has a checkpoint."""
         return self.resume != "false"
 
     @property
     def ends(self) -> dict[str, Any]:
-        """By what the run may end before its last step: the keys that are given, and their
-        values."""
-        found = {
+        """Values of the keys that are set and can end the run before its last step, by key."""
+        values = {
             "run.end_kl": self.end_kl,
             "run.end_at": self.end_at,
             "run.end_without_gain": self.end_without_gain,
         }
-        return {key: value for key, value in found.items() if value is not None}
+        return {key: value for key, value in values.items() if value is not None}
 
     @property
     def end_target(self) -> tuple[str, float] | None:
-        """The metric and the number of `end_at`. Raises ValueError for a text of another form."""
+        """Metric and number of `end_at`; None if the key is not set.
+
+        Raises:
+            ValueError: `end_at` does not have the form METRIC:NUMBER.
+        """
         if self.end_at is None:
             return None
         metric, _, number = self.end_at.rpartition(":")

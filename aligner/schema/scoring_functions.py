@@ -1,5 +1,7 @@
-"""Functions that score, by their names: what a configuration may call one, known before any of them
-is imported."""
+"""Names of the built-in scoring functions.
+
+The checks of a configuration use these names without importing the functions.
+"""
 
 from collections.abc import Mapping
 
@@ -11,7 +13,7 @@ FUNCTIONS: Mapping[str, str] = {
     "reasoning_gym": "aligner.rewards.scorers:reasoning_scores",
     "sentiment": "aligner.rewards.scorers:sentiment",
 }
-"""The built-in scorers, and where they are."""
+"""Built-in scorers: `module:callable` by name."""
 RULES: Mapping[str, str] = {
     "exact_match": "aligner.rewards.verifiers:exact_match",
     "format": "aligner.rewards.verifiers:format_matches",
@@ -19,19 +21,24 @@ RULES: Mapping[str, str] = {
     "length": "aligner.rewards.verifiers:length",
     "math": "aligner.rewards.verifiers:math",
 }
-"""The same of the rules that tell whether a response is right."""
+"""Built-in verifiers, which decide whether a response is correct: `module:callable` by name."""
 _BUILT_IN = {**FUNCTIONS, **RULES}
 
 
 def function_place(name: str) -> tuple[str, str] | None:
-    """The module of a built-in scorer or a `module:callable`, and what it is called there; None for
-    any other name."""
+    """Return the module and the attribute of a scoring function; None for an invalid name.
+
+    Args:
+        name: Name of a built-in function, or `module:callable`.
+    """
     return callable_place(_BUILT_IN.get(name, name))
 
 
 def function_problem(name: str) -> str | None:
-    """What is wrong with the name of a scorer; nothing is imported, so that it may still not be
-    there."""
+    """Return the problem of the name of a scoring function; None if there is no problem.
+
+    The function is not imported, so that a valid name may still not exist.
+    """
     return (
         None
         if function_place(name)

@@ -1,10 +1,11 @@
-"""What the servers share: ports, keys, TLS, limits."""
+"""Keys that all servers share, such as ports, TLS, timeouts and limits: section `server`."""
 
 from dataclasses import dataclass
 
 from aligner.schema.options import option, section
 
 LAST_PORT = 65535
+"""Highest TCP port number."""
 
 
 @dataclass

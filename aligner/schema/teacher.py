@@ -1,4 +1,4 @@
-"""The teacher: a frozen language model that the policy is distilled from."""
+"""Keys of the teacher, a frozen language model for distillation: section `teacher`."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,7 @@ _AS_ROLE = (
     "algorithm.trainer=online and teacher.sources!={}",
 )
 HAS_TEACHER = " or ".join(_AS_ROLE)
-"""When there is a teacher."""
+"""Condition of a run with teacher servers."""
 _FROM_SCORES = "algorithm.trainer=sft and teacher.scores!=null"
 _LEARNS = f"{HAS_TEACHER} or {_FROM_SCORES}"
 
@@ -100,5 +100,6 @@ class TeacherConfig(MegatronModelConfig):
 
     @property
     def asked_tokens(self) -> int:
-        """How many of its most probable tokens the teacher is asked for; 0: for none."""
+        """Number of most probable tokens per position whose log-probs the teacher returns; 0 means
+        none."""
         return 0 if self.loss == "advantage" else self.top_k

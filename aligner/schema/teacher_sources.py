@@ -1,4 +1,4 @@
-"""The models that teach, as the configuration says: one, or several with weights and tasks."""
+"""Teachers in the configuration: one model, or several with weights and tasks."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,11 +12,12 @@ from aligner.schema.entries import Entries, Text, Weight, explained, parse_entri
 
 
 class TeacherSource(Entries):
-    """A model that teaches."""
+    """A frozen language model from which the policy is distilled."""
 
     key: str = Field(exclude=True)
     """Dotted key of the source: `teacher`, or `teacher.sources.NAME`."""
     path: Text
+    """Hugging Face model directory."""
     weight: Weight = 1.0
     """Weight relative to the other teachers that score a sample."""
     tasks: tuple[str, ...] = explained(
@@ -77,9 +78,9 @@ def teacher_shares(sources: Sequence[TeacherSource], metadata: Mapping[str, Any]
         source.weight if not source.tasks or task in source.tasks else 0.0 for source in sources
     ]
     if not any(weights):
-        known = sorted({one for source in sources for one in source.tasks})
+        known_tasks = sorted({name for source in sources for name in source.tasks})
         raise ConfigError(
             f"teacher.sources: no teacher for a prompt with {TASK}={task!r}; the teachers are for"
-            f" the tasks {', '.join(known)}"
+            f" the tasks {', '.join(known_tasks)}"
         )
     return [weight / sum(weights) for weight in weights]

@@ -1,34 +1,42 @@
-"""Texts with fields of a record in braces, such as `Question: {question}`."""
+"""Templates: texts with fields of a record in braces, such as `Question: {question}`."""
 
 import re
 from collections.abc import Mapping
 
 _FIELD = re.compile(r"\{(\w+)\}")
+# A field that may be missing or empty, with the white space before it.
 _OPTIONAL = re.compile(r"\s*\{(\w+)\?\}")
-"""A field that may be missing or empty, with the space before it."""
 
 
 def template_fields(template: str) -> tuple[str, ...]:
-    """The names that a template has in braces, in the order in which they come, each once."""
+    """Return the names of the required fields of a template, without duplicates and in order."""
     return tuple(dict.fromkeys(_FIELD.findall(template)))
 
 
 def filled(template: str, values: Mapping[str, str]) -> str:
-    """The template with its fields filled; other braces, and those of the values, stay. Raises
-    KeyError for a missing one."""
+    """Return the template with the values of its fields.
+
+    Other braces, and braces in the values, are unchanged.
+
+    Raises:
+        KeyError: A field has no value.
+    """
     return _FIELD.sub(lambda field: values[field[1]], template)
 
 
 def optional_fields(template: str) -> tuple[str, ...]:
-    """Return the names that a template has as `{name?}`: records may lack them."""
+    """Return the names of the optional fields, `{name?}`, which records may lack."""
     return tuple(dict.fromkeys(_OPTIONAL.findall(template)))
 
 
 def without_empty(template: str, values: Mapping[str, str]) -> str:
-    """Return the template with `{name}` for each `{name?}` that has a value, and without the
-    others and the space before them."""
+    """Return the template without the optional fields that have no value.
 
-    def kept(found: re.Match[str]) -> str:
-        return found[0].replace("?}", "}") if values.get(found[1], "").strip() else ""
+    Other optional fields become required fields: `{name?}` becomes `{name}`. The white space before
+    a removed field is removed, too.
+    """
+
+    def kept(match: re.Match[str]) -> str:
+        return match[0].replace("?}", "}") if values.get(match[1], "").strip() else ""
 
     return _OPTIONAL.sub(kept, template)

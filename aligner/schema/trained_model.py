@@ -1,4 +1,4 @@
-"""A model in Megatron: its layout and how it is trained, for every role that has one."""
+"""Keys of a model in Megatron that several roles share: layout, optimizer and memory."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,5 @@
-"""The engine that a trainer's rank samples from, and what takes the policy's weights there."""
+"""Build the sampler of a trainer rank, and the publisher that sends the policy's weights to the
+engine."""
 
 import functools
 import os
@@ -46,14 +47,24 @@ def build_engine_ends(
     listener: SpanListener | None = None,
     tools: Sequence[ListedTool] = (),
 ) -> tuple[Sampler, WeightPublisher]:
-    """Where samples come from, and how weights get there. Collective. `client` is rank 0's, where
-    there is a generator; `listener` is told what a colocated engine tells of, and when weights move
-    to the generator; `tools` are the environment's.
+    """Return the sampler of this rank, and the publisher of its weights. Collective.
+
+    Args:
+        config: Configuration of the run.
+        policy: This rank's part of the policy.
+        tokenizer: Tokenizer of the model, for episodes.
+        client: Client of the generator on rank 0; None on the other ranks, and if the engine is
+            colocated.
+        listener: Called with the begin and end of the activities of a colocated engine and its
+            episodes, and of each weight transfer to a generator.
+        tools: Tools of the environment.
     """
     if has_generator(config):
         publisher = _remote_publisher(config, policy, client, listener)
         return RemoteSampler(client, publisher), publisher
-    layout, rank = config.engine.parallel, policy.world.rank
+
+    layout = config.engine.parallel
+    rank = policy.world.rank
     group = replica_group(layout, rank, timedelta(seconds=config.cluster.collective_timeout_s))
     with policy.runner.reserve_optimizer_memory():
         engine = _colocated_engine(config, policy, group, listener)
@@ -67,38 +78,44 @@ def build_engine_ends(
 def _remote_publisher(
     config: Config, policy: Policy, client: GeneratorClient | None, listener: SpanListener | None
 ) -> RemotePublisher:
+    """Return the publisher that sends weights to the generator."""
     calls = None
     if client is not None:
         has_restarted = functools.partial(
             client.has_restarted, start_timeout_s=config.server.start_timeout_s
         )
         calls = GeneratorCalls(client.query_instance, has_restarted, client.connect, client.receive)
+
     world = policy.world
-    to = weight_format(config.engine, world.device)
+    generator_format = weight_format(config.engine, world.device)
     return RemotePublisher(
-        plan_between_worlds(policy.runner.shape, config.actor.parallel, to),
+        plan_between_worlds(policy.runner.shape, config.actor.parallel, generator_format),
         world.rank,
         world.device,
-        to,
+        generator_format,
         config.engine,
         host=os.environ["MASTER_ADDR"],
         read=policy.runner.weights.read,
         run_on_rank0_and_share=together,
         calls=calls,
-        # else the trainer's own phase is the span
+        # In a synchronous run, the trainer records the weight transfer as a phase of its own.
         listener=listener if config.rollout.max_staleness > 0 else None,
     )
 
 
 def _colocated_publisher(config: Config, policy: Policy, engine: GenerationEngine) -> Publisher:
-    weights, world, to = policy.runner.weights, policy.world, engine.weight_format
+    """Return the publisher that sends weights to the engine on the trainer's ranks."""
+    weights = policy.runner.weights
+    world = policy.world
+    engine_format = engine.weight_format
 
     def begin_update(version: int) -> WeightUpdate:
-        weights.finish_update()  # the engine may share the trainer's memory
+        # The engine may use the trainer's parameters as its own, so they must be final.
+        weights.finish_update()
         engine.wake()
         return engine.begin_update(version)
 
-    plan = plan_to_engine(policy.runner.shape, world.layout, to)
+    plan = plan_to_engine(policy.runner.shape, world.layout, engine_format)
     link = Link.from_default_group(
         plan.labels, timeout=timedelta(seconds=config.engine.update_timeout_s), device=world.device
     )
@@ -106,7 +123,7 @@ def _colocated_publisher(config: Config, policy: Policy, engine: GenerationEngin
         plan,
         link,
         config.engine,
-        to,
+        engine_format,
         read=weights.read,
         begin_update=begin_update,
         copied_names=weights.copied_names,
@@ -116,8 +133,10 @@ def _colocated_publisher(config: Config, policy: Policy, engine: GenerationEngin
 def _colocated_engine(
     config: Config, policy: Policy, group: ProcessGroup | None, listener: SpanListener | None
 ) -> GenerationEngine:
-    """This rank's part of the engine; `group` is its replica's."""
-    layout, weights, world = config.engine.parallel, policy.runner.weights, policy.world
+    """Return this rank's part of a colocated engine; `group` holds the ranks of its replica."""
+    layout = config.engine.parallel
+    weights = policy.runner.weights
+    world = policy.world
     shared = None
     if config.engine.update == "shared":
         shared = weights.parameters_with_slices(
@@ -138,7 +157,7 @@ def _colocated_engine(
 
 
 def build_options(settings: RolloutConfig, shape: ModelShape) -> SamplingOptions:
-    """How the responses of a run are drawn."""
+    """Return the sampling parameters of a run's rollouts."""
     return SamplingOptions(
         max_new_tokens=settings.max_response_tokens,
         min_new_tokens=settings.min_response_tokens,

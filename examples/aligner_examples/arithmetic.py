@@ -12,6 +12,7 @@ from collections.abc import Iterator
 UPPER_BOUND = 100
 HELD_OUT_COUNT = 512
 FORGET_PROBABILITY = 0.6
+"""Probability with which the scripted teacher forgets to carry in a sum."""
 DEMONSTRATION_PASSES = 4
 """Demonstrations per sum; the teacher is wrong about different sums in each pass."""
 

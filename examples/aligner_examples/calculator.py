@@ -12,9 +12,11 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-LOWER_BOUND, UPPER_BOUND = 10, 100
+LOWER_BOUND = 10
+UPPER_BOUND = 100
 HELD_OUT_COUNT = 512
 CALL_PROBABILITY = 0.04
+"""Probability with which the scripted teacher calls the calculator instead of guessing."""
 _CALL = re.compile(r"\[(\d{1,4})\*(\d{1,4})\]")
 
 
@@ -59,7 +61,8 @@ def demonstrations() -> Iterator[dict[str, str]]:
     calculator call after its opening bracket, and the answer after the calculator's output."""
     generator = random.Random(2)
     for left, right in _shuffled_products()[HELD_OUT_COUNT:]:
-        prompt, product = f"{left}*{right}=", left * right
+        prompt = f"{left}*{right}="
+        product = left * right
         call = f"[{left}*{right}]"
         guess = generator.randrange(LOWER_BOUND**2, (UPPER_BOUND - 1) ** 2)
         first_turn = call if generator.random() < CALL_PROBABILITY else str(guess)

@@ -75,7 +75,8 @@ def _answers(passes: range) -> Iterator[dict[str, str]]:
     for number in passes:
         generator = random.Random(number + 3)
         for record in arithmetic.prompts():
-            question, total = record["prompt"], record["answer"]
+            question = record["prompt"]
+            total = record["answer"]
             first_summand = question.partition("+")[0]
             is_diligent = generator.random() < 0.5
             zeros = generator.randrange(ZERO_COUNTS)

@@ -1,1 +1,1 @@
-"""Dry runs: a run's roles and layouts with a tiny model on this machine."""
+"""Dry runs: the roles and layouts of a run with a tiny model on this machine's CPU."""

@@ -1,9 +1,10 @@
-"""Records of a dry run in place of data that is not on this machine: sums of two numbers."""
+"""Records that replace data that is not on this machine in a dry run: additions of two numbers."""
 
 import itertools
 from collections.abc import Iterator
 
 UPPER_BOUND = 100
+"""Summands are below this number."""
 
 
 def prompts() -> Iterator[dict[str, str]]:
@@ -13,13 +14,13 @@ def prompts() -> Iterator[dict[str, str]]:
 
 
 def demonstrations() -> Iterator[dict[str, str]]:
-    """Yield prompts with a response."""
+    """Yield prompts with the correct response."""
     for left, right in _summands():
         yield {"prompt": f"{left}+{right}=", "response": str(left + right)}
 
 
 def preferences() -> Iterator[dict[str, str | float]]:
-    """Yield prompts with a chosen and a rejected response and their margin."""
+    """Yield prompts with a correct response as chosen, a wrong one as rejected, and a margin."""
     for left, right in _summands():
         yield {
             "prompt": f"{left}+{right}=",
@@ -30,7 +31,7 @@ def preferences() -> Iterator[dict[str, str | float]]:
 
 
 def labeled_answers() -> Iterator[dict[str, str | bool]]:
-    """Yield prompts with a response and whether it is desirable."""
+    """Yield each prompt twice: with the correct response, and with a wrong one labeled false."""
     for left, right in _summands():
         for error in (0, 1):
             yield {
@@ -41,4 +42,5 @@ def labeled_answers() -> Iterator[dict[str, str | bool]]:
 
 
 def _summands() -> Iterator[tuple[int, int]]:
+    """Return all pairs of summands."""
     return itertools.product(range(UPPER_BOUND), range(UPPER_BOUND))

@@ -1,5 +1,8 @@
-"""What else a dry run has smaller, or otherwise than the run: lengths, batches, schedules, and what
-a CPU does not have."""
+"""Settings of a dry run that differ from the run, besides layouts and model shapes.
+
+Lengths, batches and schedules are smaller. Devices, precisions, models, rewards and servers are
+replaced by those that this machine's CPU supports.
+"""
 
 from collections.abc import Collection
 from itertools import count
@@ -40,23 +43,35 @@ from aligner.schema.reward_sources import (
 Values = dict[str, Any]
 """New values by key."""
 
+# Minimum of timeouts in seconds. Many ranks share a core here, so that operations that take seconds
+# on separate devices may take minutes.
 _PATIENCE_S = 1800.0
-"""For what takes seconds where every rank has a device to itself: here many share a core."""
 
+# Reward source that replaces a source that cannot be reached.
 _DRAWN_SCORE: Values = {"kind": "function", "function": "digit_fraction"}
 
 
 def text_limit(config: Config) -> int:
-    """Characters that a dry run keeps of any text, its last ones: so many tokens fit as a prompt
-    and as a response."""
-    prompt, response = config.data.max_prompt_tokens, config.data.max_response_tokens - 1
+    """Return the number of characters to which a dry run shortens every text.
+
+    The last characters of a text are kept. This many tokens fit both into a prompt and, with the
+    EOS token, into a response.
+    """
+    prompt = config.data.max_prompt_tokens
+    response = config.data.max_response_tokens - 1
     return prompt if config.algorithm.generates else min(prompt, response)
 
 
 def place(config: Config) -> Values:
-    """This machine's CPU, a directory beside the run's own, services as this machine has them, and
-    patience."""
-    run, cluster, server, engine = config.run, config.cluster, config.server, config.engine
+    """Return settings that run all roles on this machine's CPU.
+
+    The run directory is next to the directory of the run, the timeouts are long, and trackers are
+    off.
+    """
+    run = config.run
+    cluster = config.cluster
+    server = config.server
+    engine = config.engine
     health_s, start_s = (
         max(seconds, _PATIENCE_S) for seconds in (server.health_timeout_s, server.start_timeout_s)
     )
@@ -75,7 +90,7 @@ def place(config: Config) -> Values:
         "cluster.collective_timeout_s": max(cluster.collective_timeout_s, start_s),
         "cluster.heartbeat_timeout_s": max(cluster.heartbeat_timeout_s, _PATIENCE_S),
         "cluster.stop_timeout_s": stop_s,
-        "server.start_timeout_s": start_s,  # prepare's as well
+        "server.start_timeout_s": start_s,  # also the timeout of the preparation
         "server.interface": "127.0.0.1",
         "server.tls": TLSConfig(),
         "server.health_timeout_s": health_s,
@@ -90,7 +105,7 @@ def place(config: Config) -> Values:
         "engine.verify_every": 1,
         "engine.update_timeout_s": max(engine.update_timeout_s, _PATIENCE_S),
         "checkpoint.every": min(config.checkpoint.every, 1),
-        "logging.wandb.enabled": False,  # a tracker has the runs themselves
+        "logging.wandb.enabled": False,  # trackers are for real runs only
         "logging.mlflow.enabled": False,
     }
     values |= {f"{role}.precision": "fp32" for role in ("actor", "critic", "reward", "teacher")}
@@ -101,16 +116,25 @@ def place(config: Config) -> Values:
 
 
 def teacher(config: Config) -> Values:
-    """A teacher of one rank: it is the tiny policy itself, which any layout of the teacher's own
-    need not cut."""
+    """Return the layout of the teacher: one rank.
+
+    The tiny policy serves as the teacher, and its shape need not fit the teacher's own layout.
+    """
     return (
         {"teacher.parallel": ParallelConfig(), "teacher.replicas": 1} if config.has_teacher else {}
     )
 
 
 def critic(given: Config, models: Models) -> Values:
-    """A critic of the policy's first layers, fewer of them where it had fewer, instead of one from
-    a model of its own."""
+    """Return settings of a critic that starts from the policy instead of its own model.
+
+    The result is empty if the critic already starts from the policy. The critic has fewer layers
+    than the policy if it has fewer in the run.
+
+    Args:
+        given: Configuration of the run.
+        models: Shapes of the models of the run.
+    """
     if models.critic is None:
         return {}
     layers = given.critic.num_layers or models.critic.num_layers
@@ -121,15 +145,17 @@ def critic(given: Config, models: Models) -> Values:
 
 
 def lengths(config: Config) -> Values:
-    """Short prompts and responses, and less to evaluate on."""
-    data, evaluation, rollout = config.data, config.evaluation, config.rollout
+    """Return short lengths of prompts and responses, and small evaluations."""
+    data = config.data
+    evaluation = config.evaluation
+    rollout = config.rollout
     longest = min(rollout.max_response_tokens, 8)
-    # A response that is labeled step by step is all of its steps, of which each is cut by itself.
+    # A response with step labels consists of all its steps, and each step is shortened separately.
     longest_record = 64 if config.algorithm.trainer == "reward_model" else 16
     return {
-        "data.generated_tokens": False,  # they are another tokenizer's
+        "data.generated_tokens": False,  # these tokens belong to the tokenizer of the run
         "teacher.scores": None,
-        # the template that stands for the model's tells no turns apart
+        # The chat template of the tiny model does not distinguish the turns.
         "data.learned_turns": "last",
         "data.max_prompt_tokens": min(data.max_prompt_tokens, 16),
         "data.max_response_tokens": min(data.max_response_tokens, longest_record),
@@ -150,11 +176,14 @@ def lengths(config: Config) -> Values:
 
 
 def _evaluated(config: Config) -> Values:
-    """Few responses to few prompts of each suite, and no judge, who would be paid for what random
-    models say."""
+    """Return settings of evaluation suites with few prompts and samples, and without a judge.
+
+    A judge would cost money, and the responses of random models are not worth it.
+    """
     values: Values = {}
     for suite in (Suite(None, config.evaluation), *evaluation_suites(config)):
-        count, samples = min(suite.settings.count or 4, 4), min(suite.settings.samples, 2)
+        count = min(suite.settings.count or 4, 4)
+        samples = min(suite.settings.samples, 2)
         values |= {
             f"{suite.key}.count": count,
             f"{suite.key}.samples": samples,
@@ -164,10 +193,11 @@ def _evaluated(config: Config) -> Values:
 
 
 def batches(config: Config) -> Values:
-    """The fewest samples of which every rank has some in each minibatch; what there were several of
-    there are two of.
+    """Return the smallest batches with which every rank has samples in each minibatch.
 
-    A micro-batch holds as few as it may, so that there are several.
+    If a step of the run has several minibatches, epochs, rollout micro-batches or samples per
+    prompt, the dry run has two of them. A micro-batch has the minimum number of tokens, so that a
+    minibatch consists of several micro-batches.
     """
     values: Values = {"data.batch_size": min(config.data.batch_size, _rows_at_a_time(config))}
     if config.algorithm.generates:
@@ -184,23 +214,27 @@ def batches(config: Config) -> Values:
 
 
 def _samples(config: Config) -> Values:
-    rollout, algorithm = config.rollout, config.algorithm
-    fewer: Values = {
+    """Return the number of prompts, samples and updates per step."""
+    rollout = config.rollout
+    algorithm = config.algorithm
+    values: Values = {
         "rollout.micro_batches": min(rollout.micro_batches, 2),
         "rollout.samples_per_prompt": min(rollout.samples_per_prompt, 2),
         "rollout.spare_prompts": min(rollout.spare_prompts, 1),
         "algorithm.minibatches": min(algorithm.minibatches, 2),
         "algorithm.epochs": min(algorithm.epochs, 2),
     }
-    config = with_values(config, fewer)
+    config = with_values(config, values)
     prompts = next(prompts for prompts in count(1) if _is_enough(config, prompts))
     horizon = max(algorithm.kl_horizon, prompts * config.rollout.samples_per_prompt + 1)
-    return fewer | {"rollout.prompts_per_step": prompts, "algorithm.kl_horizon": horizon}
+    return values | {"rollout.prompts_per_step": prompts, "algorithm.kl_horizon": horizon}
 
 
 def _rows_at_a_time(config: Config) -> int:
-    """So many rows that every data-parallel rank of a trained model has a micro-batch of them for
-    each pipeline stage."""
+    """Return the number of rows that gives each data-parallel rank enough micro-batches.
+
+    Each rank of a trained model needs one micro-batch per pipeline stage, and at least two.
+    """
     layouts = [config.actor.parallel] + (
         [config.critic.parallel] if config.algorithm.has_critic else []
     )
@@ -208,23 +242,27 @@ def _rows_at_a_time(config: Config) -> int:
 
 
 def _is_enough(config: Config, prompts: int) -> bool:
-    """Whether so many prompts a step divide as they must, and are enough."""
-    rollout, algorithm = config.rollout, config.algorithm
+    """Return whether a number of prompts per step is divisible as required, and large enough."""
+    rollout = config.rollout
+    algorithm = config.algorithm
     learned_from = prompts * samples_learned_from(config)
     units = learned_from // rows_together(config)
-    divide = prompts % rollout.micro_batches == 0 and units % algorithm.minibatches == 0
+    is_divisible = prompts % rollout.micro_batches == 0 and units % algorithm.minibatches == 0
     samples = prompts // rollout.micro_batches * rollout.samples_per_prompt
-    enough = learned_from // algorithm.minibatches >= _rows_at_a_time(config)
+    has_enough_rows = learned_from // algorithm.minibatches >= _rows_at_a_time(config)
     return (
-        divide
+        is_divisible
         and samples % config.engine.parallel.data == 0
-        and enough
+        and has_enough_rows
         and prompts >= rollout.spare_prompts
     )
 
 
 def schedules(config: Config) -> Values:
-    """Warm-ups that end before the run does; call it when batches and steps are known."""
+    """Return warm-ups that end before the run does.
+
+    The configuration must already have the batches and the number of steps of the dry run.
+    """
     policy_waits = min(config.algorithm.policy_starts_after, config.run.steps - 1)
     config = with_values(config, {"algorithm.critic_warmup_steps": policy_waits})
     updates = {"actor": policy_updates(config)}
@@ -233,26 +271,32 @@ def schedules(config: Config) -> Values:
     warmups = {f"{role}.optimizer.warmup_steps": steps - 1 for role, steps in updates.items()}
     return {
         "algorithm.critic_warmup_steps": policy_waits,
-        **{key: min(value_at(config, key), most) for key, most in warmups.items()},
+        **{key: min(value_at(config, key), max_steps) for key, max_steps in warmups.items()},
     }
 
 
 def models(config: Config, tiny: Models) -> Values:
-    """Random weights, and a reward model's directory in the run's own; a teacher is the tiny
-    policy."""
+    """Return settings of random models.
+
+    The reward models are stored in the run directory. The tiny policy serves as the teacher.
+
+    Args:
+        config: Configuration of the dry run.
+        tiny: Shapes of the tiny models.
+    """
     sources = (
         {source.key: source for source in reward_sources(config.reward)} if tiny.rewards else {}
     )
-    named = {key: sources[key].name for key in tiny.rewards}
+    names = {key: sources[key].name for key in tiny.rewards}
     return {
         "model.source": "random",
         "model.path": None,
         "model.package": None,
         "model.config": hugging_face_config(tiny.policy),
         "dry_run.models": {
-            named[key]: hugging_face_config(shape, "scalar") for key, shape in tiny.rewards.items()
+            names[key]: hugging_face_config(shape, "scalar") for key, shape in tiny.rewards.items()
         },
-        **{f"{key}.path": str(run_paths(config).random_model(name)) for key, name in named.items()},
+        **{f"{key}.path": str(run_paths(config).random_model(name)) for key, name in names.items()},
         **_taught_by(config, str(run_paths(config).initial_model)),
         "rollout.top_k": min(config.rollout.top_k, tiny.policy.vocab_size),
         "actor.lora.rank": min(config.actor.lora.rank, 2),
@@ -260,6 +304,7 @@ def models(config: Config, tiny: Models) -> Values:
 
 
 def _taught_by(config: Config, path: str) -> Values:
+    """Return settings with which all teachers are the model at `path`."""
     teacher = config.teacher
     if teacher.sources:
         return {
@@ -271,13 +316,21 @@ def _taught_by(config: Config, path: str) -> Values:
 
 
 def scores(config: Config, unreachable: Collection[str]) -> Values:
-    """Sources of the reward that do not answer here exchanged; and one added where equal scores
-    would end the run, as low ones would with `algorithm.min_score`."""
+    """Return the sources of the reward, with replacements for the unreachable ones.
+
+    If the algorithm drops prompts whose samples have equal scores, a source with varying scores is
+    added, because the tiny models could otherwise end the run. `algorithm.min_score` is removed for
+    the same reason.
+
+    Args:
+        config: Configuration of the dry run.
+        unreachable: Addresses of sources that do not answer.
+    """
     algorithm = config.algorithm
     if not algorithm.generates:
         return {}
     sources = {source.name: source for source in reward_sources(config.reward)}
-    exchanged = {
+    replacements = {
         name: (
             _DRAWN_SCORE
             | {"weight": source.weight, "gain": source.gain, "bias": source.bias}
@@ -286,21 +339,22 @@ def scores(config: Config, unreachable: Collection[str]) -> Values:
         for name, source in sources.items()
         if asked_address(source) in unreachable
     }
-    compares = (
+    compares_scores = (
         algorithm.dynamic_sampling_rounds > 0
         or algorithm.train_on != "all"
         or algorithm.trainer == "preferences"
     ) and not any(isinstance(source, ModelSource) for source in sources.values())
-    if not compares and not exchanged:
+    if not compares_scores and not replacements:
         return {"algorithm.min_score": None}
     combined = {
-        name: exchanged.get(name) or source_entry(source) for name, source in sources.items()
+        name: replacements.get(name) or source_entry(source) for name, source in sources.items()
     }
-    if compares:
+    if compares_scores:
         combined |= {"dry_run": _DRAWN_SCORE | {"weight": 0.01}}
     rounds = max(algorithm.dynamic_sampling_rounds, 50) if algorithm.dynamic_sampling_rounds else 0
     neutral: Values = {"reward.gain": 1.0, "reward.bias": 0.0, "algorithm.min_score": None}
-    if compares:  # the least of the scores, for one, may be another than that which was added
+    # With another combination, such as the minimum, the added score might have no effect.
+    if compares_scores:
         neutral |= {
             "reward.combine": "sum",
             "reward.disagreement_weight": RewardConfig.disagreement_weight,
@@ -313,31 +367,41 @@ def scores(config: Config, unreachable: Collection[str]) -> Values:
 
 
 def _tasks(source: Source) -> Values:
+    """Return the entry `task_weights` of a source; empty if the source has no such weights."""
     return {"task_weights": dict(source.task_weights)} if source.task_weights else {}
 
 
 def frozen(config: Config, given: Config, tiny: Models, models: Models) -> Values:
-    """The tiny models' weights that are frozen in the given ones, by name: patterns count layers
-    that are not there.
+    """Return settings with the names of the frozen weights of the tiny models.
 
-    The first layer stands for the first, the last for the last, and those between for the ones
-    evenly between.
+    The patterns of the run may name layers that the tiny models do not have. Therefore each layer
+    of a tiny model corresponds to a layer of the model of the run: the first to the first, the last
+    to the last, and the layers between them to evenly spaced layers. A weight is frozen if the
+    corresponding weight is.
+
+    Args:
+        config: Configuration of the dry run.
+        given: Configuration of the run.
+        tiny: Shapes of the tiny models.
+        models: Shapes of the models of the run.
     """
     heads: dict[str, Head] = {"actor": "vocabulary", "critic": "scalar"}
     sections = [section.partition(".")[0] for section in layout_sections(config)]
     values: Values = {}
     for role in (role for role in heads if role in sections and value_at(config, f"{role}.frozen")):
-        begun_from = (
+        initial_model = (
             models.critic if role == "critic" and models.critic is not None else models.policy
         )
-        whole, small = _trained(given, role, begun_from), _trained(config, role, tiny.policy)
+        run_shape = _trained(given, role, initial_model)
+        tiny_shape = _trained(config, role, tiny.policy)
         values[f"{role}.frozen"] = _frozen_names(
-            value_at(config, f"{role}.frozen"), whole, small, heads[role]
+            value_at(config, f"{role}.frozen"), run_shape, tiny_shape, heads[role]
         )
     return values
 
 
 def _trained(config: Config, role: str, shape: ModelShape) -> ModelShape:
+    """Return the shape that a role trains: critics and reward models may have fewer layers."""
     return (
         first_layers(config, shape)
         if role == "critic" or config.algorithm.trainer == "reward_model"
@@ -348,12 +412,19 @@ def _trained(config: Config, role: str, shape: ModelShape) -> ModelShape:
 def _frozen_names(
     patterns: list[str], whole: ModelShape, small: ModelShape, head: Head
 ) -> list[str]:
-    chosen, small_table = (
-        frozen_names(weight_table(whole, head), patterns),
-        weight_table(small, head),
-    )
+    """Return the names of the frozen weights of a tiny model; empty if all would be frozen.
+
+    Args:
+        patterns: Patterns of frozen weights of the model of the run.
+        whole: Shape of the model of the run.
+        small: Shape of the tiny model.
+        head: Output head of both models.
+    """
+    frozen = frozen_names(weight_table(whole, head), patterns)
+    small_table = weight_table(small, head)
 
     def stands_for(spec: TensorSpec) -> str:
+        """Return the name of the corresponding weight of the model of the run."""
         name = spec.name
         if spec.layer is not None:
             name = name.replace(
@@ -366,10 +437,10 @@ def _frozen_names(
             name = name.replace(f"experts.{spec.expert}.", f"experts.{expert}.")
         return name
 
-    names = [spec.name for spec in small_table if stands_for(spec) in chosen]
+    names = [spec.name for spec in small_table if stands_for(spec) in frozen]
     return names if len(names) < len(small_table) else []
 
 
 def _counterpart(index: int, few: int, many: int) -> int:
-    """Of many things the one that one of few stands for."""
+    """Return which of `many` items corresponds to an index of `few` items, evenly spaced."""
     return index * (many - 1) // max(few - 1, 1)

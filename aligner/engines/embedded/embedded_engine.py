@@ -1,5 +1,5 @@
-"""The embedded generation engine: a decoder in plain PyTorch that runs wherever the trainer
-does."""
+"""The embedded generation engine: a decoder in plain PyTorch that runs on every device that the
+trainer supports."""
 
 import contextlib
 from collections.abc import Mapping, Sequence
@@ -33,21 +33,23 @@ from aligner.models.layouts import cache_bytes_per_token, engine_problems
 from aligner.models.shape import ModelShape
 from aligner.schema import EngineConfig
 
+# On GPUs the number of columns of the KV cache is a multiple of this, so that batches of similar
+# lengths replay the same CUDA graphs.
 _COLUMN_BLOCK = 64
-"""On GPUs the cache's columns come in blocks, so that generations of like lengths replay the same
-graphs."""
+# Maximum number of prompt tokens in one forward pass of `next_logits`, padded to the longest
+# prompt.
 _PASS_TOKENS = 8192
-"""Of prompts that are run in one pass, padded to the longest."""
+# Default of `engine.steps_per_sync` on GPUs: each step then bears an eighth of the host's work
+# between two synchronizations.
 _STEPS_ON_GPUS = 8
-"""`engine.steps_per_sync` there: what a processor does between two steps of a GPU is then an eighth
-of it a step."""
 
 
 class EmbeddedEngine(GenerationEngine):
-    """A `GenerationEngine` for every model family that Megatron trains here.
+    """A `GenerationEngine` for every model family that aligner can train.
 
-    A sample's random numbers depend on (seed, prompt id, sample index) alone; its logits depend on
-    the batch it is in by the rounding of matrix products only, and with `engine.exact` not at all.
+    A sample's random numbers depend only on the seed, the prompt id and the sample index. Its
+    logits depend on the rest of the batch only through the rounding of matmuls; with
+    `engine.exact`, they do not depend on it at all.
     """
 
     def __init__(
@@ -61,12 +63,22 @@ class EmbeddedEngine(GenerationEngine):
         shared: Mapping[str, Tensor] | None = None,
         listener: SpanListener | None = None,
     ) -> None:
-        """Rank `rank` of the engine's TP' x DP' ranks; the weights are not set yet.
+        """Build one of the engine's TP' x DP' ranks, without weights.
 
-        `group` holds the TP' ranks of this replica, in order (None when TP' is 1). `shared` are the
-        trainer's own parameters, by megatron-core's name, that this rank is to use instead of
-        storing them (`engine.update=shared`). Raises ConfigError when the model can not be cut so.
-        `listener` is told of every pass that runs prompts.
+        Args:
+            shape: Dimensions of the model.
+            settings: Section `engine` of the configuration.
+            rank: Rank of this process in the engine.
+            seed: Seed of the random streams.
+            group: The TP' ranks of this replica, in order; None if TP' is 1.
+            device: Device of this rank.
+            shared: Parameters of the trainer, by megatron-core's names, that this rank uses
+                instead of allocating its own (`engine.update=shared`).
+            listener: Called with `prefill` after each step that prefills prompts.
+
+        Raises:
+            ConfigError: The model cannot be divided into this layout, or `group` is missing, or the
+                kernels are not batch-invariant on this machine (`engine.exact`).
         """
         tensor = settings.parallel.tensor
         if problems := list(engine_problems(settings.parallel, shape)):
@@ -79,17 +91,27 @@ class EmbeddedEngine(GenerationEngine):
         if settings.exact:
             batch_invariant.require_batch_invariance(shape)
         super().__init__(shape, settings, weight_format(settings, device))
-        self._seed, self._device, self._shared = seed, torch.device(device), shared
+        self._seed = seed
+        self._device = torch.device(device)
+        self._shared = shared
         self._dtype = self.weight_format.dtype
         self._layout = parameters(shape, tensor, rank % tensor)
-        sliced = can_slice(shape, self._device, self._dtype) and not settings.exact
-        ways = {"exact": settings.exact, "packed": settings.packed_weights, "sliced": sliced}
-        decoder = Decoder(shape, tensor, rank % tensor, group, self._device, **ways)
-        cache = Cache(shape, tensor, self._device, self._dtype, by_token=sliced)
-        # Which experts a step runs depends on its tokens, so that no recorded step fits the next.
-        graphed = settings.cuda_graphs and self._device.type == "cuda" and not shape.num_experts
-        self._graphs = GraphedForward(decoder) if graphed else None
+
+        is_sliced = can_slice(shape, self._device, self._dtype) and not settings.exact
+        decoder_options = {
+            "exact": settings.exact,
+            "packed": settings.packed_weights,
+            "sliced": is_sliced,
+        }
+        decoder = Decoder(shape, tensor, rank % tensor, group, self._device, **decoder_options)
+        cache = Cache(shape, tensor, self._device, self._dtype, by_token=is_sliced)
+
+        # In a mixture-of-experts model, the experts that a step runs depend on its tokens, so that
+        # the next step cannot replay a recorded graph.
+        uses_graphs = settings.cuda_graphs and self._device.type == "cuda" and not shape.num_experts
+        self._graphs = GraphedForward(decoder) if uses_graphs else None
         forward = self._graphs.forward if self._graphs else decoder.forward
+
         steps = settings.steps_per_sync or (_STEPS_ON_GPUS if self._device.type == "cuda" else 1)
         self._machine = Machine(
             decoder,
@@ -104,19 +126,20 @@ class EmbeddedEngine(GenerationEngine):
         self._group = group
         self._is_first = rank % tensor == 0
         self._turn_message: Any = None
+        """Message of rank 0's `end_turn`, on the replica's other ranks."""
         self._scheduler = Scheduler(self._machine, seed)
         self._is_reserved = False
-        """Whether the KV cache has the size that `reserve` asked for."""
+        """Whether the KV cache has the size that the last call of `reserve` requested."""
         self._released: list[tuple[int, int]] = []
         """Samples whose resident rows the other ranks have not freed yet."""
         self._spare: EngineWeights | None = None
-        """The other set of weights: an atomic update is written into it, and the two change places.
+        """Second set of weights. An atomic update writes to it, and its commit swaps the two sets.
         """
         self._weights = self._allocate()
 
     @property
     def version(self) -> int | None:
-        """Version of the weights that serve."""
+        """Version of the current weights; see `GenerationEngine.version`."""
         return self._machine.version
 
     @property
@@ -130,8 +153,11 @@ class EmbeddedEngine(GenerationEngine):
         return bool(self._arrivals) or self._scheduler.has_work
 
     def reserve(self, sequences: int, tokens: int) -> None:
-        """Size the KV cache for `sequences` sequences of at most `tokens` tokens, within
-        `engine.batch_size` and `engine.kv_cache_mib`."""
+        """Allocate a KV cache for `sequences` sequences of at most `tokens` tokens.
+
+        `engine.batch_size` and `engine.kv_cache_mib` limit its size. Raises AlignerError if not
+        even one sequence fits.
+        """
         self._command("reserve", sequences=sequences, tokens=tokens)
         self._reserve(sequences, tokens)
 
@@ -156,7 +182,7 @@ class EmbeddedEngine(GenerationEngine):
             request.resolve(DecodedResponse.begin(request, self._seed).completion())
 
     def fail_all(self, error: Exception) -> None:
-        """Drop all requests in flight; their callers receive the error."""
+        """Drop all queued requests and requests in flight; their callers receive the error."""
         arrivals = self._take_arrivals()
         self._command("interrupt")
         in_flight = [response.request for response in self._scheduler.interrupt()]
@@ -176,7 +202,8 @@ class EmbeddedEngine(GenerationEngine):
     def follow(self) -> None:
         """Execute the steps of the replica's rank 0; see `GenerationEngine.follow`."""
         while (command := broadcast_json(None, group=self._group))["do"] != "end_turn":
-            with contextlib.suppress(AlignerError):  # rank 0 raises it too, and reports it
+            # Rank 0 executes the same command, raises the same error, and reports it.
+            with contextlib.suppress(AlignerError):
                 self._execute(command)
         self._turn_message = command["message"]
 
@@ -190,7 +217,7 @@ class EmbeddedEngine(GenerationEngine):
         return self._turn_message
 
     def _command(self, name: str, **arguments: Any) -> None:
-        """Have the replica's other ranks execute a command, which this rank executes next."""
+        """Send a command to the replica's other ranks; the caller executes it next."""
         if self._group is not None:
             broadcast_json({"do": name, **arguments}, group=self._group)
 
@@ -212,9 +239,10 @@ class EmbeddedEngine(GenerationEngine):
             response.request.resolve(response.completion())
 
     def _make_room(self, requests: Sequence[EngineRequest]) -> None:
-        """Enlarge the KV cache for the requests of a new batch, if nobody reserved it for them.
+        """Enlarge the KV cache for the requests of a new batch if it is too small.
 
-        A request that does not fit alone fails.
+        More rows are allocated only if the size was not set by `reserve`. A request that would not
+        fit even into an empty cache fails.
         """
         size = self._machine.cache.size
         longest = 0
@@ -226,8 +254,10 @@ class EmbeddedEngine(GenerationEngine):
                 self._scheduler.drop(request)
                 request.fail(error)
                 continue
+            # The last token of a sequence is never run, so it needs no column.
             longest = max(longest, request.total_tokens - 1)
             count += 1
+
         rows = min(count, self._settings.batch_size)
         if longest > size.columns or (rows > size.rows and not self._is_reserved):
             self._resize_cache(max(count, size.rows), max(longest, size.columns) + 1)
@@ -243,60 +273,75 @@ class EmbeddedEngine(GenerationEngine):
         )
 
     def next_logits(self, prompts: Sequence[Tensor]) -> Tensor:
-        """float32 [N, V] on the host: what the token after each of these prompts, int64 [P], is
-        drawn by; of one rank alone.
+        """Return the logits of the token after each prompt.
 
-        Raises AlignerError for prompts that do not fit, and where the engine has no weights or is
-        generating.
+        May be called only if the replica has one rank.
+
+        Args:
+            prompts: Token ids of N prompts, int64 [P] each.
+
+        Returns:
+            float32 [N, V] on the host.
+
+        Raises:
+            AlignerError: The prompts do not fit into the KV cache, the engine sleeps or has no
+                weights, or requests are in flight.
         """
         self._check_awake("generate")
         self._check_weights()
         if self.has_work:
             raise AlignerError("the engine is generating; wait until its requests are complete")
         self.reserve(len(prompts), 1 + max(map(len, prompts)))
-        found = []
+
+        chunk_logits = []
         machine = self._machine
-        none = torch.zeros(0, dtype=torch.int64, device=self._device)
+        empty = torch.zeros(0, dtype=torch.int64, device=self._device)
         rows = max(1, min(machine.cache.size.rows, _PASS_TOKENS // max(map(len, prompts))))
         for first in range(0, len(prompts), rows):
-            part = prompts[first : first + rows]
-            lengths = torch.tensor([len(tokens) for tokens in part], device=self._device)
-            copies, places = torch.arange(len(part), device=self._device), list(range(len(part)))
-            run = Prompts(
-                torch.cat(list(part)).to(self._device), lengths, int(lengths.max()), copies, places
+            chunk = prompts[first : first + rows]
+            lengths = torch.tensor([len(tokens) for tokens in chunk], device=self._device)
+            copies = torch.arange(len(chunk), device=self._device)
+            row_indices = list(range(len(chunk)))
+            prefill = Prompts(
+                torch.cat(list(chunk)).to(self._device),
+                lengths,
+                int(lengths.max()),
+                copies,
+                row_indices,
             )
             with torch.inference_mode():
                 logits = machine.decoder.gather_logits(
-                    machine.forward(Step(none, none, 1, run), machine.cache)
+                    machine.forward(Step(empty, empty, 1, prefill), machine.cache)
                 )
             assert logits is not None
-            found.append(logits.float().cpu())
-        return torch.cat(found)
+            chunk_logits.append(logits.float().cpu())
+        return torch.cat(chunk_logits)
 
     def take_guesses(self) -> tuple[int, int]:
-        """As `GenerationEngine`; every guess counts, those behind a wrong one too."""
+        """See `GenerationEngine.take_guesses`. Draft tokens after a rejected one count too."""
         machine = self._machine
-        guessed, accepted, machine.guessed, machine.accepted = (
-            machine.guessed,
-            machine.accepted,
-            0,
-            0,
-        )
+        guessed = machine.guessed
+        accepted = machine.accepted
+        machine.guessed = 0
+        machine.accepted = 0
         return guessed, accepted
 
     def begin_update(self, version: int) -> EmbeddedUpdate:
-        """Open an update to new weights, which serve from its `commit` on."""
+        """See `GenerationEngine.begin_update`."""
         self._check_may_update(version)
         target = self._weights
-        # With nothing to protect, the first weights go where they will serve.
+        # An atomic update writes to the spare weights. If there are no current weights to preserve,
+        # it writes in place.
         if self._settings.update == "atomic" and self.version is not None:
             if self._spare is None:
                 self._spare = EngineWeights(self._layout, self._device, self._dtype)
             target = self._spare
-            if self._settings.publish == "changes":  # to what serves
+            # The update has only the elements that differ from the current weights.
+            if self._settings.publish == "changes":
                 target.storage.copy_(self._weights.storage)
         elif self.version is not None:
             self._settle()
+
         self._incoming = version
         if target is self._weights:
             self._machine.version = None
@@ -306,7 +351,7 @@ class EmbeddedEngine(GenerationEngine):
         )
 
     def sleep(self) -> None:
-        """Free the memory of keys and values and of the weights."""
+        """Free the memory of the KV cache and of the weights; see `GenerationEngine.sleep`."""
         self._check_may_sleep()
         self._asleep = True
         self._forget_graphs()
@@ -321,74 +366,94 @@ class EmbeddedEngine(GenerationEngine):
             torch.cuda.empty_cache()
 
     def wake(self) -> None:
-        """Take the memory back, for weights to be published into."""
+        """Allocate memory for the weights, which have to be synced again."""
         if self._asleep:
             self._weights = self._allocate()
-            self._asleep = False  # last: who runs out of memory above may try again
+            # Set last, so that the caller can retry after an out-of-memory error above.
+            self._asleep = False
 
     def shutdown(self) -> None:
-        """Nothing to end: the engine has no processes of its own."""
+        """Do nothing: the engine has no processes of its own."""
 
     def _allocate(self) -> EngineWeights:
+        """Allocate the weights, and let the decoder use them."""
         weights = EngineWeights(self._layout, self._device, self._dtype, self._shared)
         self._machine.decoder.use(weights.tensors)
         return weights
 
     def _fitting_size(self, sequences: int, tokens: int) -> CacheSize:
-        """Return the size of a KV cache for `sequences` sequences, or as many as the memory holds;
-        the last token of a sequence needs no cache. Raises AlignerError if it holds none."""
-        wanted = min(self._settings.batch_size, sequences)
-        return fit(self._token_bytes, tokens - 1, wanted, self._settings.kv_cache_mib)
+        """Return the size of a KV cache for `sequences` sequences of `tokens` tokens, or for as
+        many sequences as fit `engine.batch_size` and `engine.kv_cache_mib`.
+
+        The last token of a sequence needs no column. Raises AlignerError if no sequence fits.
+        """
+        max_rows = min(self._settings.batch_size, sequences)
+        return fit(self._token_bytes, tokens - 1, max_rows, self._settings.kv_cache_mib)
 
     def _resize_cache(self, sequences: int, tokens: int) -> None:
-        """Allocate the KV cache."""
+        """Allocate the KV cache, and drop the resident rows.
+
+        With CUDA graphs, a cache that is large enough is used again.
+        """
         self._scheduler.clear_rows()
         longest = tokens - 1
-        wanted = min(self._settings.batch_size, sequences)
+        max_rows = min(self._settings.batch_size, sequences)
         budget = self._settings.kv_cache_mib
         size = self._fitting_size(sequences, tokens)
+
         if self._graphs is not None:
-            # Graphs know the cache's shape: a larger one serves as well, and a new one is made for
-            # like lengths too.
-            held = self._machine.cache.size
+            # A recorded graph depends on the shape of the cache, and recording takes time. Hence
+            # keep a cache that is large enough, and round up the columns of a new cache, which then
+            # also suffices for later batches of similar lengths.
+            current = self._machine.cache.size
             if (
-                held.columns >= longest
-                and held.rows >= fit(self._token_bytes, held.columns, wanted, budget).rows
+                current.columns >= longest
+                and current.rows >= fit(self._token_bytes, current.columns, max_rows, budget).rows
             ):
                 return
             rounded = CacheSize(size.rows, -(-longest // _COLUMN_BLOCK) * _COLUMN_BLOCK)
             if budget is None or rounded.rows * rounded.columns * self._token_bytes <= budget << 20:
                 size = rounded
+
         if self._machine.cache.resize(size):
             self._forget_graphs()
             self._scheduler.clear_rows()
 
     def _end_update(self, target: EngineWeights, version: int, ok: bool) -> None:
-        in_place = target is self._weights
+        """Switch to the weights of an update that succeeded.
+
+        If the update failed, the old weights stay in use, unless it has overwritten them.
+        """
+        is_in_place = target is self._weights
         self._incoming = None
         if not ok:
-            if in_place:
+            if is_in_place:
                 self._why_no_weights = (
                     f"the weight update to version {version} failed after it had started to"
                     " overwrite the old weights; sync weights to the engine again"
                 )
             return
-        if not in_place:
+
+        if not is_in_place:
             self._settle()
             self._exchange(target)
         self._machine.decoder.use(self._weights.tensors)
         self._machine.version = version
 
     def _exchange(self, target: EngineWeights) -> None:
-        """Put the spare weights in place of the serving ones. Recorded graphs know addresses, so
-        there values move."""
+        """Make the spare weights the current ones."""
+        # A recorded graph contains the addresses of the weights, so the values have to be copied.
         if self._graphs is not None and self._graphs.recorded:
             self._weights.storage.copy_(target.storage)
             return
         self._weights, self._spare = target, self._weights
 
     def _settle(self) -> None:
-        """Before the weights change: no response may go on with keys and values of the old ones."""
+        """Ensure that no response continues with the KV cache of the old weights.
+
+        The caller changes the weights next. `engine.in_flight` decides whether the requests in
+        flight are completed first, or prefilled again with the new weights.
+        """
         if self._settings.in_flight == "finish":
             self._scheduler.finish_rows()
         else:

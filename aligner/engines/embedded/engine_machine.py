@@ -1,4 +1,4 @@
-"""What responses are computed on."""
+"""`Machine`: the decoder, KV cache and counters that the parts of an embedded engine share."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,18 +14,27 @@ from aligner.schema import SpeculationConfig
 
 @dataclass
 class Machine:
-    """What responses are computed on. Between steps the engine may change the weights, and with
-    them the version."""
+    """Decoder, KV cache and settings of one rank of an embedded engine.
+
+    `EmbeddedEngine` owns the object; `Scheduler` and `Drawing` use it. Between two steps the engine
+    may change the weights, and sets `version` at the same time.
+    """
 
     decoder: Decoder
     cache: Cache
+    """KV cache of all rows."""
     forward: Callable[[Step, Cache], Tensor]
+    """Forward pass of a step: the decoder's, or its replay as a CUDA graph."""
     device: torch.device
     version: int | None = None
+    """Version of the current weights; None if there are none."""
     listener: SpanListener | None = None
+    """Receiver of the begin and end of each prefill; None if there is none."""
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+    """Settings of speculative decoding."""
     steps_per_sync: int = 1
+    """Maximum number of decode steps per host synchronization."""
     guessed: int = 0
-    """Tokens that were guessed so far,"""
+    """Number of draft tokens since `EmbeddedEngine.take_guesses` was called last."""
     accepted: int = 0
-    """and those of them that were drawn."""
+    """Number of those draft tokens that were accepted."""

@@ -1,4 +1,4 @@
-"""Continuous batching: responses join the batch as others leave it."""
+"""Continuous batching: a request joins the batch as soon as another one leaves it."""
 
 import math
 import time
@@ -19,9 +19,9 @@ from aligner.engines.embedded.token_drawing import Drawing
 from aligner.engines.engine_protocol import EngineRequest, SamplingOptions
 from aligner.errors import AlignerError
 
+# Maximum number of tokens that one step prefills, counted with the padding to the longest prompt
+# that attention needs. A single prompt may be longer.
 _PROMPT_TOKENS = 8192
-"""Prompts join in one step as long as they have no more tokens, padded to the longest for their
-attention."""
 
 
 @dataclass(eq=False)
@@ -89,7 +89,7 @@ class Scheduler:
         if not self.is_idle or not self._later:
             return []
         options = self._later[0].sampling
-        return [each for each in self._later if each.sampling.is_batchable_with(options)]
+        return [request for request in self._later if request.sampling.is_batchable_with(options)]
 
     def drop(self, request: EngineRequest) -> None:
         """Remove a queued request."""
@@ -116,11 +116,12 @@ class Scheduler:
             (joining if fits and is_batchable else waiting).append(request)
         self._later = waiting
 
+        # Requests with the same prompt are admitted together, so that one prefill serves all.
         responses = [DecodedResponse.begin(request, self._seed) for request in joining]
-        first: dict[tuple[int, ...], int] = {}
+        first_index: dict[tuple[int, ...], int] = {}
         for index, response in enumerate(responses):
-            first.setdefault(response.prompt, index)
-        self._waiting += sorted(responses, key=lambda response: first[response.prompt])
+            first_index.setdefault(response.prompt, index)
+        self._waiting += sorted(responses, key=lambda response: first_index[response.prompt])
 
     def _start_batch(self, options: SamplingOptions) -> None:
         if self._options is None or not options.is_batchable_with(self._options):
@@ -162,7 +163,7 @@ class Scheduler:
         self.clear_rows()
 
     def clear_rows(self) -> None:
-        """Forget the resident rows, because the KV cache gets another size."""
+        """Forget the resident rows, because the KV cache is allocated with another size."""
         self._resident.clear()
         self._table = RowTable(self._machine.cache.size.rows)
 
@@ -178,8 +179,10 @@ class Scheduler:
         self._forget_resident()
 
     def restart_rows(self) -> None:
-        """Forget the KV cache: the requests in flight wait first in line, and are prefilled
-        again."""
+        """Forget the KV cache.
+
+        The requests in flight move to the front of the queue, and are prefilled again.
+        """
         self._waiting.extendleft(reversed(self._rows))
         self._rows = []
         self._resident.clear()
@@ -211,43 +214,55 @@ class Scheduler:
         return self._options
 
     def _advance(self, *, admit: bool) -> None:
+        """Run one forward pass, or several without host synchronization between them.
+
+        Args:
+            admit: Whether waiting requests may get a row.
+        """
         start = time.perf_counter()
         if admit:
             self._resume_resident()
         self._close_gaps()
-        joining, beginning = self._admit() if admit else ([], [])
-        rows = in_order([*self._rows, *joining])
-        guesses = [()] * len(rows) if beginning else self._guess(rows)
-        step = self._plan(rows, guesses, beginning)
-        self._rows = rows + beginning
-        count = 1 if beginning or step.width > 1 else self._steps_ahead()
+
+        prefix_copies, prefills = self._admit() if admit else ([], [])
+        rows = in_order([*self._rows, *prefix_copies])
+        # A step that prefills has one token per decoding row, so it verifies no draft tokens.
+        drafts = [()] * len(rows) if prefills else self._guess(rows)
+        step = self._plan(rows, drafts, prefills)
+        self._rows = rows + prefills
+        count = 1 if prefills or step.width > 1 else self._steps_ahead()
+
         try:
             with torch.inference_mode():
-                tokens, logprobs, kept = self._sampler.draw(self._rows, step, count)
+                tokens, logprobs, supports = self._sampler.draw(self._rows, step, count)
             self._check_finite(logprobs)
             if step.routes is not None:
                 self._record_routes(step, torch.stack(step.routes, 1).cpu())
         except BaseException:
-            # who steps on must not build on keys and values that may not be there
+            # The failed step may have left the KV cache incomplete. If the caller continues after
+            # the error, the next step must not use it.
             self.restart_rows()
             raise
+
         width = max(count, step.width)
-        for at, row in enumerate(self._rows):
-            its, guessed = (
-                slice(at * width, (at + 1) * width),
-                (guesses[at] if at < len(guesses) else ()),
+        for index, row in enumerate(self._rows):
+            span = slice(index * width, (index + 1) * width)
+            draft = drafts[index] if index < len(drafts) else ()
+            self._take(
+                row, tokens[span], logprobs[span], supports[span], draft if count == 1 else None
             )
-            self._take(row, tokens[its], logprobs[its], kept[its], guessed if count == 1 else None)
         self._release_completed()
-        if beginning and self._machine.listener is not None:
+
+        if prefills and self._machine.listener is not None:
             self._machine.listener("prefill", start, time.perf_counter())
 
     def _resume_resident(self) -> None:
-        """Give the requests that continue a resident sequence its row, and prefill their new
-        tokens."""
+        """Give each waiting request that continues a resident sequence the row of that sequence,
+        and prefill its new tokens."""
         if not self._resident:
             return
-        returning = []
+
+        continuations = []
         for response in [*self._waiting]:
             sequence = self._resident_prefix(response)
             if sequence is not None:
@@ -255,25 +270,31 @@ class Scheduler:
                 self._resident[key.prompt_id, key.sample_index].remove(sequence)
                 self._waiting.remove(response)
                 response.row, response.cached = self._table.resume(sequence)
-                returning.append(response)
-        if not returning:
+                continuations.append(response)
+        if not continuations:
             return
-        returning = in_order(returning)
-        self._rows = in_order([*self._rows, *returning])
-        columns, device = self._machine.cache.size.columns, self._machine.device
-        width = max(response.length - 1 - response.cached for response in returning)
-        tokens, positions = [], []
-        for response in returning:
-            new = [*response.prompt, *response.tokens][response.cached : -1]
-            tokens += new + [0] * (width - len(new))
-            # What fills up a row is written behind it, and overwritten before it is seen.
+        continuations = in_order(continuations)
+        self._rows = in_order([*self._rows, *continuations])
+
+        columns = self._machine.cache.size.columns
+        device = self._machine.device
+        # The newest token is the input of the next decode step, so it is not prefilled here.
+        width = max(response.length - 1 - response.cached for response in continuations)
+        tokens = []
+        positions = []
+        for response in continuations:
+            new_tokens = [*response.prompt, *response.tokens][response.cached : -1]
+            tokens += new_tokens + [0] * (width - len(new_tokens))
+            # All rows of a step have equally many tokens. The padding is written behind the end of
+            # the sequence, where later tokens overwrite it before any token attends to it.
             positions += [min(response.cached + ahead, columns - 1) for ahead in range(width)]
         if not width:
             return
-        both = torch.tensor([tokens, positions], device=device)
-        rows = [response.row for response in returning]
+
+        inputs = torch.tensor([tokens, positions], device=device)
+        rows = [response.row for response in continuations]
         step = Step(
-            both[0], both[1], columns=max(positions) + 1, width=width, rows=rows, scores=False
+            inputs[0], inputs[1], columns=max(positions) + 1, width=width, rows=rows, scores=False
         )
         try:
             with torch.inference_mode():
@@ -283,7 +304,9 @@ class Scheduler:
             raise
 
     def _check_finite(self, logprobs: Sequence[float]) -> None:
+        """Raise AlignerError if a log-prob is NaN or infinite."""
         if not all(map(math.isfinite, logprobs)):
+            # Attention multiplies masked entries of the cache by zero, and 0 * NaN is NaN.
             self._machine.cache.clear()
             raise AlignerError(
                 "the engine computed a log-prob that is not finite: check the weights of version"
@@ -291,49 +314,69 @@ class Scheduler:
             )
 
     def _admit(self) -> tuple[list[DecodedResponse], list[DecodedResponse]]:
-        """Those that join a sibling's prompt, and those whose own tokens have to be run."""
+        """Give rows to waiting requests, in their order, while rows are free.
+
+        Returns:
+            The requests whose prompt was copied from the row of a sibling in flight, and the
+            requests whose tokens have to be prefilled.
+        """
         cache = self._machine.cache
-        joining, beginning = list[DecodedResponse](), list[DecodedResponse]()
+        prefix_copies = list[DecodedResponse]()
+        prefills = list[DecodedResponse]()
         siblings = {row.prompt: row for row in self._rows}
-        distinct, width = set[tuple[int, ...]](), 0
-        while self._waiting and len(self._rows) + len(joining) + len(beginning) < cache.size.rows:
+        contexts = set[tuple[int, ...]]()
+        width = 0
+        while (
+            self._waiting and len(self._rows) + len(prefix_copies) + len(prefills) < cache.size.rows
+        ):
             response = self._waiting[0]
             sibling = None if response.tokens else siblings.get(response.prompt)
             if sibling is not None:
                 response.read = sibling.read
-                joining.append(self._waiting.popleft())
+                prefix_copies.append(self._waiting.popleft())
                 continue
+
+            # Equal contexts are prefilled once, so only a new context adds tokens to the step.
             context = (*response.prompt, *response.tokens)
-            if context not in distinct:
-                if distinct and (len(distinct) + 1) * max(width, len(context)) > _PROMPT_TOKENS:
+            if context not in contexts:
+                if contexts and (len(contexts) + 1) * max(width, len(context)) > _PROMPT_TOKENS:
                     break
-                distinct.add(context)
+                contexts.add(context)
                 width = max(width, len(context))
-            beginning.append(self._waiting.popleft())
-        for response in (*joining, *beginning):
+            prefills.append(self._waiting.popleft())
+
+        for response in (*prefix_copies, *prefills):
             response.row = self._table.take()
-        for response in joining:
+        # The last token of the prompt is not copied: the row decodes it in this step.
+        for response in prefix_copies:
             cache.copy_rows(
                 [siblings[response.prompt].row], [response.row], len(response.prompt) - 1
             )
-        return joining, beginning
+        return prefix_copies, prefills
 
     def _guess(self, rows: Sequence[DecodedResponse]) -> list[Sequence[int]]:
-        """The next tokens of each row, as many of each; of none when no row's can be guessed, or
-        there are too many rows."""
+        """Return the draft tokens of each row.
+
+        All rows have equally many. They have none if no row has a draft, if there are more rows
+        than `engine.speculation.rows`, or if the batch records expert routing.
+        """
         settings = self._machine.speculation
-        none: list[Sequence[int]] = [()] * len(rows)
+        no_drafts: list[Sequence[int]] = [()] * len(rows)
         if not settings.tokens or not 0 < len(rows) <= settings.rows or self._batch_options.routes:
-            return none
-        most = min(settings.tokens, *(row.limit - len(row.tokens) - 1 for row in rows))
-        found = []
-        for row in rows if most else ():
+            return no_drafts
+
+        # A step also samples the token after the last draft token.
+        length = min(settings.tokens, *(row.limit - len(row.tokens) - 1 for row in rows))
+        drafts = []
+        for row in rows if length else ():
             row.lookup = row.lookup or Lookup(settings.ngram)
-            found.append(row.lookup.draft((*row.prompt, *row.tokens), most))
-        if not any(found):
-            return none
-        self._machine.guessed += sum(map(len, found))
-        return [guessed or [row.newest] * most for row, guessed in zip(rows, found, strict=True)]
+            drafts.append(row.lookup.draft((*row.prompt, *row.tokens), length))
+        if not any(drafts):
+            return no_drafts
+
+        self._machine.guessed += sum(map(len, drafts))
+        # A row without a draft gets placeholders, because all rows of a step have the same width.
+        return [draft or [row.newest] * length for row, draft in zip(rows, drafts, strict=True)]
 
     def _plan(
         self,
@@ -341,45 +384,61 @@ class Scheduler:
         guesses: Sequence[Sequence[int]],
         beginning: Sequence[DecodedResponse],
     ) -> Step:
+        """Return the input of the next forward pass.
+
+        Args:
+            rows: Decoding rows.
+            guesses: Draft tokens of each decoding row, equally many.
+            beginning: Requests to prefill.
+        """
         device = self._machine.device
         prompts = None
         if beginning:
-            places: dict[tuple[int, ...], int] = {}
+            context_indices: dict[tuple[int, ...], int] = {}
             copies = [
-                places.setdefault((*one.prompt, *one.tokens), len(places)) for one in beginning
+                context_indices.setdefault(
+                    (*response.prompt, *response.tokens), len(context_indices)
+                )
+                for response in beginning
             ]
-            lengths = [len(context) for context in places]
+            lengths = [len(context) for context in context_indices]
             prompts = Prompts(
                 tokens=torch.tensor(
-                    [token for context in places for token in context], device=device
+                    [token for context in context_indices for token in context], device=device
                 ),
                 lengths=torch.tensor(lengths, device=device),
                 width=max(lengths),
                 copies=torch.tensor(copies, device=device),
                 rows=[response.row for response in beginning],
             )
+
         tokens = [
             token
-            for row, guessed in zip(rows, guesses, strict=True)
-            for token in (row.newest, *guessed)
+            for row, draft in zip(rows, guesses, strict=True)
+            for token in (row.newest, *draft)
         ]
         width = len(tokens) // len(rows) if rows else 1
-        taken = [row.row for row in rows]
+        row_indices = [row.row for row in rows]
         positions = [row.length - 1 + ahead for row in rows for ahead in range(width)]
-        both = torch.from_numpy(np.array([tokens, positions], dtype=np.int64)).to(device)
+        # One copy to the device instead of two.
+        inputs = torch.from_numpy(np.array([tokens, positions], dtype=np.int64)).to(device)
         return Step(
-            tokens=both[0],
-            positions=both[1],
+            tokens=inputs[0],
+            positions=inputs[1],
             columns=max(positions, default=0) + 1,
             prompts=prompts,
             routes=[] if self._batch_options.routes else None,
             width=width,
-            rows=None if taken == list(range(len(rows))) else taken,
+            rows=None if row_indices == list(range(len(rows))) else row_indices,
         )
 
     def _steps_ahead(self) -> int:
-        """Steps that may follow each other without a look at what they draw: no row reaches its
-        limit before the last."""
+        """Return the number of decode steps that may run without host synchronization.
+
+        No row reaches its limit before the last of these steps. The number is 1 if the host needs
+        the results of each step: the sampling support, the expert routing, or the tokens for the
+        next draft.
+        """
         options = self._batch_options
         speculation = self._machine.speculation
         if (
@@ -393,19 +452,28 @@ class Scheduler:
         )
 
     def _record_routes(self, step: Step, routes: Tensor) -> None:
-        """Add the step's routes [R + N, L, K]. Of a token whose successor was drawn before, those
-        first recorded stay."""
+        """Append the expert routing of a step to its rows.
+
+        If a token is prefilled again, its first record stays: that is the routing with which the
+        next token was sampled.
+
+        Args:
+            step: The step; its decoding rows have one token each.
+            routes: Experts of each token, [R + N, L, K], with the decoding rows first.
+        """
         for row, newest in zip(self._rows, routes[: len(step.tokens)].unbind(), strict=False):
-            if not row.tokens and row.read is not None:  # it has joined the prompt of a sibling
+            # The row has copied the prompt from a sibling, and takes over its routing too.
+            if not row.tokens and row.read is not None:
                 row.routes = [row.read[: len(row.prompt) - 1]]
             row.routes.append(newest[None])
         if step.prompts is None:
             return
-        contexts = routes[len(step.tokens) :].split(step.prompts.lengths.tolist())
-        for row, context in zip(
+
+        prompt_routes = routes[len(step.tokens) :].split(step.prompts.lengths.tolist())
+        for row, index in zip(
             self._rows[len(step.tokens) :], step.prompts.copies.tolist(), strict=True
         ):
-            row.read = contexts[context]
+            row.read = prompt_routes[index]
             row.routes.append(row.read[sum(map(len, row.routes)) :])
 
     def _take(
@@ -416,23 +484,33 @@ class Scheduler:
         kept: Sequence[Tensor],
         guessed: Sequence[int] | None,
     ) -> None:
-        """What a row's next places have drawn, up to its end or to the first that came after a
-        wrong guess.
+        """Append the sampled tokens of a row up to its end, or up to the first rejected draft
+        token.
 
-        `guessed` is None where each place has followed what was drawn before it.
+        Args:
+            row: Request in flight.
+            tokens: Sampled tokens of the row's next positions.
+            logprobs: Log-prob of each token.
+            kept: Sampling support of each token, int32.
+            guessed: Draft tokens on which all tokens but the first depend; None if each token
+                depends on the sampled token before it.
         """
         assert self._machine.version is not None
         count = len(tokens)
         if guessed is not None:
+            # tokens[i + 1] was sampled as if tokens[i] were guessed[i]. At the first mismatch,
+            # tokens[i] itself is still valid, because all draft tokens before it were right.
             count = 1 + next(
-                (at for at, guess in enumerate(guessed) if guess != tokens[at]), len(guessed)
+                (index for index, draft in enumerate(guessed) if draft != tokens[index]),
+                len(guessed),
             )
         if self._stops:
             count = next(
-                (at for at, token in enumerate(tokens[:count], 1) if token in self._stops), count
+                (end for end, token in enumerate(tokens[:count], 1) if token in self._stops), count
             )
         if guessed is not None:
             self._machine.accepted += count - 1
+
         row.tokens += tokens[:count]
         row.logprobs += logprobs[:count]
         row.versions += [self._machine.version] * count
@@ -450,7 +528,8 @@ class Scheduler:
         self._rows = in_order([row for row in self._rows if row.finish_reason is None])
         for row in completed:
             self._complete.append(row)
-            # with expert routing, the whole sequence is prefilled again and reports its routing
+            # With expert routing, the next turn prefills the whole sequence again, because its
+            # completion reports the routing of all tokens.
             if row.request.is_continued and not self._batch_options.routes:
                 key = row.request.key
                 sequence = _ResidentSequence([*row.prompt, *row.tokens])
@@ -460,18 +539,25 @@ class Scheduler:
                 self._table.release(row.row)
 
     def _close_gaps(self) -> None:
-        """Move the last rows to where nobody's are before them; on GPUs also to where some wait,
-        which change places."""
+        """Move the last rows in flight to free rows before them.
+
+        On GPUs they also swap with resident rows, because CUDA graphs read only the first rows.
+        """
         moves = self._table.moves(
             [row.row for row in self._rows], past_waiting=self._machine.device.type != "cpu"
         )
         if not moves:
             return
-        sources, targets, width = list[int](), list[int](), 0
+
+        sources = list[int]()
+        targets = list[int]()
+        width = 0
         for response, target in zip(self._rows[-len(moves) :], moves, strict=True):
-            held = self._table.exchange(response.row, target)
-            sources += [response.row, target] if held else [response.row]
-            targets += [target, response.row] if held else [target]
-            width, response.row = max(width, held, response.length), target
+            # Number of tokens of the resident sequence in the target row; 0 if the row is free.
+            resident_tokens = self._table.exchange(response.row, target)
+            sources += [response.row, target] if resident_tokens else [response.row]
+            targets += [target, response.row] if resident_tokens else [target]
+            width = max(width, resident_tokens, response.length)
+            response.row = target
         self._machine.cache.copy_rows(sources, targets, width)
         self._rows = in_order(self._rows)

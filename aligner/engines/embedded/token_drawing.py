@@ -1,4 +1,4 @@
-"""The tokens that a step draws for the rows of a batch, or several steps one after another."""
+"""Run steps of the decoder, and sample the next tokens of a batch's rows."""
 
 from collections.abc import Sequence
 
@@ -15,65 +15,92 @@ from aligner.engines.engine_protocol import SamplingOptions
 from aligner.models import batch_invariant
 
 Drawn = tuple[list[int], list[float], list[Tensor]]
-"""Tokens, log-probs of float32 and the ids that each was drawn among, int32 on the host, none where
-among all; those of a row come one after another."""
+"""Sampled tokens, their log-probs in float32 precision, and their sampling supports.
+
+The tokens of a row are adjacent. A support is int32 on the host, and empty if the token was sampled
+from the full vocabulary.
+"""
 
 
 class Drawing:
-    """Runs steps and draws from what they compute, the same tokens on every rank of a replica."""
+    """Runs steps of the decoder and samples the next tokens, the same on every rank of a replica.
+
+    The scheduler creates one object per batch, because the rows of a batch share the sampling
+    parameters.
+    """
 
     def __init__(self, machine: Machine, options: SamplingOptions) -> None:
-        self._machine, self._options = machine, options
+        self._machine = machine
+        self._options = options
 
     def draw(self, rows: Sequence[DecodedResponse], step: Step, count: int = 1) -> Drawn:
-        """What the rows' next places draw, `step.width` of them a row, or `count` where so many
-        steps follow each other."""
+        """Run one step or several consecutive steps, and sample the next tokens of all rows.
+        Collective.
+
+        Args:
+            rows: Requests in flight, in the order of the step's logits.
+            step: The first step. If `count` is greater than 1, it has one token per row and no
+                prompts.
+            count: Number of steps that run without host synchronization.
+
+        Returns:
+            `step.width` tokens per row, or `count` tokens if `count` is greater than 1.
+        """
         return self._at_once(rows, step) if count == 1 else self._ahead(rows, step, count)
 
     def _at_once(self, rows: Sequence[DecodedResponse], step: Step) -> Drawn:
-        share = self._machine.forward(step, self._machine.cache)
-        drawn, kept = self._choose(
-            share, self._numbers(rows, step.width), self._may_stop(rows, step.width)
+        """Run one step, and sample `step.width` tokens per row."""
+        logits_share = self._machine.forward(step, self._machine.cache)
+        results, kept = self._choose(
+            logits_share, self._numbers(rows, step.width), self._may_stop(rows, step.width)
         )
-        tokens, logprobs, counts = drawn
-        each = [FULL_VOCABULARY] * len(share)
+        tokens, logprobs, counts = results
+
+        supports = [FULL_VOCABULARY] * len(logits_share)
         if self._options.tells_kept:
-            empty = torch.empty(int(counts.sum()), dtype=torch.int32, device=self._machine.device)
-            ids = self._machine.decoder.broadcast(empty if kept is None else kept.ids)
+            buffer = torch.empty(int(counts.sum()), dtype=torch.int32, device=self._machine.device)
+            ids = self._machine.decoder.broadcast(buffer if kept is None else kept.ids)
             parts = ids.cpu().split(counts.long().tolist())
-            each = [part.clone() for part in parts]  # a response that goes on holds no other's
-        return tokens.long().tolist(), logprobs.float().tolist(), each
+            # Without a copy, a long response would keep the memory of all other supports alive.
+            supports = [part.clone() for part in parts]
+        return tokens.long().tolist(), logprobs.float().tolist(), supports
 
     def _ahead(self, rows: Sequence[DecodedResponse], step: Step, count: int) -> Drawn:
-        """Of steps that each run the tokens that the one before has drawn; the host looks at none
-        before the last."""
-        numbers, may_stop, found = self._numbers(rows, count), self._may_stop(rows, count), []
+        """Run `count` steps, each on the tokens that the step before sampled.
+
+        The tokens stay on the device; the host synchronizes after the last step only.
+        """
+        numbers = self._numbers(rows, count)
+        may_stop = self._may_stop(rows, count)
+        step_results = []
         for ahead in range(count):
-            share = self._machine.forward(step, self._machine.cache)
-            its = [
-                None if each is None else each.view(-1, count)[:, ahead]
-                for each in (numbers, may_stop)
+            logits_share = self._machine.forward(step, self._machine.cache)
+            step_inputs = [
+                None if values is None else values.view(-1, count)[:, ahead]
+                for values in (numbers, may_stop)
             ]
-            drawn, _ = self._choose(share, *its)
-            found.append(drawn)
-            step = step.followed_by(drawn[0].long())
-        tokens, logprobs, _ = torch.stack(found, -1).flatten(1)
+            results, _ = self._choose(logits_share, *step_inputs)
+            step_results.append(results)
+            step = step.followed_by(results[0].long())
+
+        # [3, R, count] -> [3, R * count]: the tokens of a row become adjacent.
+        tokens, logprobs, _ = torch.stack(step_results, -1).flatten(1)
         return tokens.long().tolist(), logprobs.float().tolist(), [FULL_VOCABULARY] * len(tokens)
 
     def _numbers(self, rows: Sequence[DecodedResponse], count: int) -> Tensor | None:
-        """The random numbers of each row's next `count` tokens, float64 [R * count]; None where
-        none are needed."""
+        """Return the random numbers of each row's next `count` tokens, float64 [R * count]; None
+        for greedy decoding."""
         if self._options.greedy:
             return None
-        begun = [(row.numbers, len(row.tokens)) for row in rows]
-        next_ones = [
-            numbers[begin : begin + count] for numbers, begin in begun if numbers is not None
+        streams = [(row.numbers, len(row.tokens)) for row in rows]
+        next_numbers = [
+            numbers[begin : begin + count] for numbers, begin in streams if numbers is not None
         ]
-        return torch.from_numpy(np.concatenate(next_ones)).to(self._machine.device)
+        return torch.from_numpy(np.concatenate(next_numbers)).to(self._machine.device)
 
     def _may_stop(self, rows: Sequence[DecodedResponse], count: int) -> Tensor | None:
-        """Whether each of these tokens may be a stop token, bool [R * count]; None where all
-        may."""
+        """Return whether each row's next `count` tokens may be stop tokens, bool [R * count]; None
+        if all may."""
         if all(len(row.tokens) >= row.min_tokens for row in rows):
             return None
         allowed = [
@@ -84,22 +111,32 @@ class Drawing:
     def _choose(
         self, share: Tensor, numbers: Tensor | None, may_stop: Tensor | None
     ) -> tuple[Tensor, KeptTokens | None]:
-        """Tokens, log-probs and how many ids each was drawn among, float64 [3, R] where `share` is,
-        and these ids.
+        """Sample one token per row on the replica's first rank, and broadcast it. Collective.
 
-        The first rank draws, so that all ranks agree to the last bit; it alone has the ids.
+        Only the first rank samples, so that all ranks agree to the last bit.
+
+        Args:
+            share: This rank's share of the logits, [R, V / TP'].
+            numbers: Random numbers, float64 [R]; None for greedy decoding.
+            may_stop: bool [R], False if a stop token is not allowed yet; None if all may stop.
+
+        Returns:
+            The tokens, log-probs and sizes of the sampling supports, as the rows of one float64
+            tensor [3, R] on the device; and the supports, which only the first rank has.
         """
         options = self._options
         logits = self._machine.decoder.gather_logits(share)
-        drawn = torch.zeros(3, len(share), dtype=torch.float64, device=self._machine.device)
+        # float64 represents every token id exactly, so that one message suffices.
+        results = torch.zeros(3, len(share), dtype=torch.float64, device=self._machine.device)
         kept = None
         if logits is not None:
+            # `choose` overwrites the logits, and its log-probs are not batch-invariant.
             scores = logits * (1 / options.temperature) if self._machine.decoder.exact else None
-            drawn[0], drawn[1], kept = choose(logits, options, numbers, may_stop)
+            results[0], results[1], kept = choose(logits, options, numbers, may_stop)
             if kept is not None:
-                drawn[2] = kept.counts
+                results[2] = kept.counts
             if scores is not None:
                 if kept is not None:
                     scores.masked_fill_(~kept.to_mask(scores.shape[1]), float("-inf"))
-                drawn[1] = batch_invariant.logprobs(scores, drawn[0].long())
-        return self._machine.decoder.broadcast(drawn), kept
+                results[1] = batch_invariant.logprobs(scores, results[0].long())
+        return self._machine.decoder.broadcast(results), kept

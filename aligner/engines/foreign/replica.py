@@ -1,5 +1,4 @@
-"""The ranks of a replica, of which one drives another program's engine, and the responses under way
-on them."""
+"""`Replica`: the ranks of a replica, of which the first controls an external program."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -14,24 +13,38 @@ T = TypeVar("T")
 
 
 class Replica:
-    """This rank's place among a replica's: the first drives the engine's program, the others'
-    devices take part in it."""
+    """One rank's view of its replica.
+
+    Rank 0 of the replica controls the external program. The program's workers run on the devices of
+    all ranks.
+    """
 
     def __init__(self, name: str, rank: int, size: int, group: ProcessGroup | None) -> None:
-        """`rank` of `size`; `group` holds them in order (None: there is one); `name` is the
-        program's, for messages."""
-        self.name, self.rank, self.size, self._group = name, rank, size, group
+        """
+        Args:
+            name: Name of the program, for messages.
+            rank: This rank's index in the replica.
+            size: Number of ranks in the replica.
+            group: The ranks of the replica, in order; None if there is only one.
+        """
+        self.name = name
+        self.rank = rank
+        self.size = size
+        self._group = group
         self.client: Client | None = None
-        """The driving rank's, once the program has been started."""
+        """Client of the program, on rank 0 after the program was started; None on other ranks."""
 
     def share(self, value: Any) -> Any:
-        """Return the driving rank's JSON value on every rank. Collective."""
+        """Return rank 0's JSON value on every rank. Collective."""
         if self.size == 1:
             return value
         return broadcast_json(value if self.rank == 0 else None, group=self._group)
 
     def drive(self, what: str, action: Callable[[Client], T]) -> T:
-        """`lead` with what the driving rank asks of the program. Collective."""
+        """Run `action` with the client on rank 0, and return its result on every rank. Collective.
+
+        See `lead` for the arguments and errors.
+        """
 
         def act() -> T:
             assert self.client is not None
@@ -40,9 +53,15 @@ class Replica:
         return self.lead(what, act)
 
     def lead(self, what: str, action: Callable[[], T]) -> T:
-        """What the driving rank's action returns, a JSON value, on every rank. Collective.
+        """Run `action` on rank 0, and return its result on every rank. Collective.
 
-        Raises AlignerError on every rank when it fails, and what it raised on the driving rank.
+        Args:
+            what: Description of the action, for the error message.
+            action: Function that returns a JSON value.
+
+        Raises:
+            AlignerError: The action failed; raised on the ranks other than 0. Rank 0 raises the
+                action's own error.
         """
         if self.rank > 0:
             answer = broadcast_json(None, group=self._group)
@@ -64,22 +83,36 @@ class Replica:
         return value
 
     def gather(self, what: str, action: Callable[[], Any]) -> list[Any]:
-        """Every rank's JSON value, in rank order, on every rank. Collective.
+        """Run `action` on every rank, and return the results of all ranks on every rank.
+        Collective.
 
-        Raises AlignerError on every rank, naming the ranks that failed, when any does.
+        Args:
+            what: Description of the action, for the error message.
+            action: Function that returns a JSON value.
+
+        Returns:
+            The results in rank order.
+
+        Raises:
+            AlignerError: The action failed on some ranks, which the message names; raised on every
+                rank. A replica of one rank raises the action's own error.
         """
         if self.size == 1:
             return [action()]
+
         failure: BaseException | None = None
         try:
-            mine: dict[str, Any] = {"value": action()}
+            answer_here: dict[str, Any] = {"value": action()}
         except Exception as error:
-            failure, mine = error, {"error": f"{type(error).__name__}: {error}"}
-        answers = gather_json(mine, group=self._group)
-        if failed := [
+            # This rank must still take part in the collective, where the other ranks wait.
+            failure = error
+            answer_here = {"error": f"{type(error).__name__}: {error}"}
+        answers = gather_json(answer_here, group=self._group)
+
+        if failures := [
             f"rank {rank} of the replica: {answer['error']}"
             for rank, answer in enumerate(answers)
             if "error" in answer
         ]:
-            raise AlignerError(f"{what} failed on " + "; ".join(failed)) from failure
+            raise AlignerError(f"{what} failed on " + "; ".join(failures)) from failure
         return [answer["value"] for answer in answers]

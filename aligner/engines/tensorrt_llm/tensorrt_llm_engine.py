@@ -1,5 +1,5 @@
-"""The TensorRT-LLM engine: its own processes generate on the replica's GPUs, driven by one of the
-replica's ranks."""
+"""The TensorRT-LLM engine, whose worker processes run on the replica's GPUs and are controlled by
+the replica's first rank."""
 
 import base64
 import gc
@@ -25,8 +25,10 @@ from aligner.schema import EngineConfig, EngineParallelConfig
 
 
 class TensorRTLLMEngine(ForeignEngine):
-    """TensorRT-LLM's workers, one on each rank's GPU; when they sleep it keeps a copy of the model
-    in host memory."""
+    """Generation engine that runs TensorRT-LLM, with one worker on the GPU of each rank.
+
+    While the workers sleep, TensorRT-LLM stores a copy of the model in host memory.
+    """
 
     def __init__(
         self,
@@ -41,27 +43,35 @@ class TensorRTLLMEngine(ForeignEngine):
         dtype: torch.dtype = torch.bfloat16,
         context: int | None = None,
     ) -> None:
-        """Rank `rank` of the engine's TP' x DP' ranks; the weights are not set yet. Collective over
-        the replica.
+        """Start TensorRT-LLM on the replica's GPUs, without weights. Collective over the replica.
 
-        `directory` has the model's config.json; `group` holds the TP' ranks of this replica, in
-        order (None when TP' is 1); `context` is the longest sequence, prompt and response (None: as
-        long as the model allows). Raises AlignerError on every rank when TensorRT-LLM does not
-        start, or starts on other GPUs than the ranks'.
+        Args:
+            directory: Directory with the model's config.json.
+            shape: Dimensions of the model.
+            settings: Section `engine` of the configuration.
+            rank: Rank of this process among the engine's TP' x DP' ranks.
+            seed: Seed of the random streams.
+            group: The TP' ranks of this replica, in order; None if TP' is 1.
+            device: Device of this rank.
+            dtype: Data type of the weights.
+            context: Maximum length of prompt and response in tokens; None: the model's maximum.
+
+        Raises:
+            AlignerError: TensorRT-LLM did not start, or started on other GPUs than those of the
+                ranks; raised on every rank.
         """
+        # Each worker loads whole tensors and cuts its own slices, so every rank gets all of them.
         layout = EngineParallelConfig(tensor=1, data=settings.parallel.ranks)
         weight_format = WeightFormat(layout, dtype, settings.bucket_mib << 20)
         super().__init__(NAME, shape, settings, weight_format, rank, group, device, context)
         self._shared: dict[str, Tensor] = {}
-        """What the workers look into."""
-        places = gpu_places(self._replica, self._device)
-        self._uuid: str = places[self._replica.rank]["uuid"]
+        """Stored tensors that the workers read at the moment, by name."""
+        gpus = gpu_places(self._replica, self._device)
+        self._uuid: str = gpus[self._replica.rank]["uuid"]
 
         def start() -> None:
-            devices, uuids = (
-                [gpu_index(place["name"]) for place in places],
-                [place["uuid"] for place in places],
-            )
+            devices = [gpu_index(gpu["name"]) for gpu in gpus]
+            uuids = [gpu["uuid"] for gpu in gpus]
             self._replica.client = TensorRTLLMClient(
                 directory, self._shape, settings, seed, dtype, devices, uuids
             )
@@ -86,7 +96,8 @@ class TensorRTLLMEngine(ForeignEngine):
             assemble_stored_tensors([piece.spec for piece in pieces], lambda spec: parts[spec.name])
         )
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # the workers read the memory itself
+            # The workers open the same memory, which must contain the final values before.
+            torch.cuda.synchronize(self._device)
         return ipc_handles(self._shared, self._uuid)
 
     def _unshare(self) -> None:
@@ -97,20 +108,30 @@ class TensorRTLLMEngine(ForeignEngine):
 
 
 def ipc_handles(tensors: Mapping[str, Tensor], device_uuid: str) -> dict[str, str]:
-    """Handles by which the worker on the GPU `device_uuid` opens these tensors: {uuid: base64 of a
-    pickled list}.
+    """Return handles with which the worker on a GPU opens tensors.
 
-    The list's entries are (name, (function, arguments)); function(*arguments) gives the tensor. A
-    CUDA tensor is not copied: the receiver opens its memory, so the tensors have to live,
-    unchanged, until it has answered; after that `torch.cuda.ipc_collect()` frees what it gave back.
-    CPU tensors travel by value. Raises AlignerError naming the tensors and their devices when they
-    lie on several.
+    A CUDA tensor is not copied: the worker opens its memory by CUDA IPC. The tensors must therefore
+    stay allocated and unchanged until the worker has answered. Afterwards,
+    `torch.cuda.ipc_collect()` frees the memory that the worker has closed. CPU tensors are sent by
+    value.
+
+    Args:
+        tensors: Tensors by name, all on one device.
+        device_uuid: UUID of the worker's GPU.
+
+    Returns:
+        {`device_uuid`: base64 of a pickled list}. The list has an entry (name, (function,
+        arguments)) per tensor; `function(*arguments)` returns the tensor.
+
+    Raises:
+        AlignerError: The tensors are on several devices; the message names them.
     """
     devices = sorted({str(tensor.device) for tensor in tensors.values()})
     if len(devices) > 1:
-        where = ", ".join(f"{name} ({tensor.device})" for name, tensor in tensors.items())
+        tensor_devices = ", ".join(f"{name} ({tensor.device})" for name, tensor in tensors.items())
         raise AlignerError(
-            f"tensors for GPU {device_uuid} are on several devices, must be on one: {where}"
+            f"tensors for GPU {device_uuid} are on several devices, must be on one:"
+            f" {tensor_devices}"
         )
     entries = [(name, reduce_tensor(tensor.detach())) for name, tensor in tensors.items()]
     return {device_uuid: base64.b64encode(pickle.dumps(entries)).decode()}

@@ -1,4 +1,4 @@
-"""The vLLM engine: vLLM, in an environment of its own, generates on the replica's devices."""
+"""The vLLM engine, which runs vLLM in its own Python environment on the replica's devices."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -25,8 +25,11 @@ from aligner.vllm_environment import find_vllm_python
 
 
 class VLLMEngine(ForeignEngine):
-    """vLLM's workers; each takes the slices of the rank in its place, from that rank's memory, by
-    vLLM's own interface."""
+    """Generation engine that runs vLLM.
+
+    Each worker reads the weight slices of the rank with the same index from that rank's memory, and
+    loads them through vLLM's own weight loading interface.
+    """
 
     def __init__(
         self,
@@ -40,27 +43,37 @@ class VLLMEngine(ForeignEngine):
         device: torch.device | str = "cpu",
         context: int | None = None,
     ) -> None:
-        """Rank `rank` of the engine's TP' x DP' ranks; the weights are not set yet. Collective over
-        the replica.
+        """Start vLLM on the replica's devices, without weights. Collective over the replica.
 
-        `directory` has the model's config.json; `group` holds the TP' ranks of this replica, in
-        order (None when TP' is 1); `context` is the longest sequence, prompt and response (None: as
-        long as the model allows). Raises AlignerError on every rank when vLLM does not start, or
-        the replica's GPUs are on several machines.
+        Args:
+            directory: Directory with the model's config.json.
+            shape: Dimensions of the model.
+            settings: Section `engine` of the configuration.
+            rank: Rank of this process among the engine's TP' x DP' ranks.
+            seed: Seed of the random streams.
+            group: The TP' ranks of this replica, in order; None if TP' is 1.
+            device: Device of this rank.
+            context: Maximum length of prompt and response in tokens; None: the model's maximum.
+
+        Raises:
+            AlignerError: vLLM did not start, or the replica's GPUs are on several machines; raised
+                on every rank.
         """
-        takes = weight_format(settings, device)
-        super().__init__(NAME, shape, settings, takes, rank, group, device, context)
+        engine_format = weight_format(settings, device)
+        super().__init__(NAME, shape, settings, engine_format, rank, group, device, context)
         self._shared: SharedPieces | None = None
-        places = gpu_places(self._replica, self._device) if self._device.type == "cuda" else []
-        gpus = [place["name"] for place in places]
+        """Pieces that the workers load at the moment."""
+        rank_gpus = gpu_places(self._replica, self._device) if self._device.type == "cuda" else []
+        gpu_names = [gpu["name"] for gpu in rank_gpus]
         self._memory_of: Callable[[int], Memory] = (
-            functools.partial(DeviceMemory, self._device) if gpus else HostMemory
+            functools.partial(DeviceMemory, self._device) if gpu_names else HostMemory
         )
+        """Function that allocates memory of a number of bytes that the workers can open."""
 
         def start() -> None:
             python = find_vllm_python(settings.vllm)
             self._replica.client = VLLMClient(
-                python, directory, self._shape, settings, seed, takes.dtype, gpus
+                python, directory, self._shape, settings, seed, engine_format.dtype, gpu_names
             )
 
         self._replica.lead("starting vLLM", start)
@@ -83,8 +96,10 @@ class VLLMEngine(ForeignEngine):
 
 
 def _placed(piece: Piece) -> Placed:
-    """Where a rank's piece lies in the tensor of a checkpoint, of which it may be a part's
-    slice."""
+    """Return the position of a rank's piece in the stored tensor of the checkpoint.
+
+    The piece is a slice of a tensor that may itself be only a part of the stored tensor.
+    """
     stored = piece.spec.stored
     axis = piece.slice.axis if stored.axis is None else stored.axis
     return Placed(
