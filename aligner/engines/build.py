@@ -5,7 +5,6 @@ The modules of an engine are imported only when that engine is built.
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,7 +15,6 @@ from aligner.engines.engine_protocol import GenerationEngine, SpanListener
 from aligner.errors import ConfigError
 from aligner.models.shape import ModelShape
 from aligner.schema import EngineConfig
-
 
 
 def build_engine(
