@@ -11,7 +11,7 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -45,6 +45,8 @@ from aligner.engines.engine_protocol import (
 )
 from aligner.errors import AlignerError
 from aligner.schema.environment import EnvironmentConfig
+
+_log = logging.getLogger(__name__)
 
 
 def episode_sample(
@@ -113,9 +115,6 @@ def _sample(request: GenerationRequest, turns: Sequence[AgentTurn]) -> Sample:
 def _end(turn: AgentTurn) -> bytes:
     """Return the input tokens and the generated tokens as bytes."""
     return turn.read.numpy().tobytes() + turn.drawn.numpy().tobytes()
-
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -243,9 +242,9 @@ class AgentEpisodes:
         # the context limits a completion, not the maximum number of response tokens
         options = replace(options, max_new_tokens=self.context - 1)
         self.engine.check([], options)
-        loop = EngineLoop(self.engine)
         if requests:
             self.engine.reserve(len(requests), self.context)
+        loop = EngineLoop(self.engine)
         # a recorded sample is reused only if all of these are equal
         generated_by = [
             self.engine.version,
@@ -253,7 +252,7 @@ class AgentEpisodes:
             self.settings.agent,
             self.settings.agent_command,
         ]
-        branches = Counter[str]()
+        branches = _BranchCounts(len(requests))
         common = SessionMeans(self.tokenizer, lambda: self.chat, self.settings, self.context)
         for index, request in enumerate(requests):
             run = _AgentRun(self, loop, index, request, options, branches)
@@ -275,6 +274,22 @@ class AgentEpisodes:
         self.server.close()
 
 
+@dataclass
+class _BranchCounts:
+    """How often requests of a call's episodes started a branch, by reason."""
+
+    open_episodes: int
+    by_reason: Counter[str] = field(default_factory=Counter)
+
+    def add_episode(self, branches: Counter[str]) -> None:
+        """Add the branches of an episode that has ended; log all counts after the last one."""
+        self.by_reason += branches
+        self.open_episodes -= 1
+        if not self.open_episodes:
+            for reason, count in self.by_reason.most_common():
+                _log.info("agent episodes: %d requests started a new branch: %s", count, reason)
+
+
 class _AgentRun:
     """The coroutine of one agent's episode.
 
@@ -290,11 +305,11 @@ class _AgentRun:
         index: int,
         request: GenerationRequest,
         options: SamplingOptions,
-        branches: Counter[str],
+        branches: "_BranchCounts",
     ) -> None:
         """Create the coroutine of the request with index `index`.
 
-        `branches` counts, by reason, the requests of all episodes that started a branch.
+        `branches` counts the branches of all episodes of the call.
         """
         self._source = source
         self._loop = loop
@@ -315,6 +330,7 @@ class _AgentRun:
         generated_by = [*generated_by, task, seed]
         journal = source.journal
         if journal is not None and (sample := journal.told(request, generated_by)) is not None:
+            self._branches.add_episode(Counter())
             return sample
 
         # the index distinguishes concurrent episodes of the same sample
@@ -337,6 +353,7 @@ class _AgentRun:
             source.server.close_session(session)
             source.agents.finish(name)
             source.engine.release(prompt.id, request.sample_index)
+        self._branches.add_episode(session.branches)
         sample = self._sample(session, error)
         if journal is not None:
             journal.record(request, generated_by, sample)
@@ -361,7 +378,6 @@ class _AgentRun:
 
         An agent may fail because a limit has truncated its episode; such an episode is not lost.
         """
-        self._branches += session.branches
         sample = None
         if error is None or session.is_cut:
             sample = episode_sample(

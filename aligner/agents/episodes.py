@@ -24,6 +24,7 @@ from aligner.engines.engine_loop import (
     EngineLoop,
     Interrupted,
     SamplesInFlight,
+    reserve_longest,
     start_on_replica,
     unfinished_sample,
     with_completion,
@@ -37,6 +38,8 @@ from aligner.engines.engine_protocol import (
 )
 from aligner.errors import AlignerError
 from aligner.schema.environment import EnvironmentConfig
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -217,8 +220,6 @@ def is_generated(sample: Sample, index: int) -> bool:
     return sample.drawn is None or bool(sample.drawn[index])
 
 
-_log = logging.getLogger(__name__)
-
 _STEPS_PER_ANSWER = 4
 """Engine steps after which an answer is delivered if answers are delivered by steps."""
 
@@ -275,16 +276,12 @@ class EnvironmentEpisodes:
         if turn_end is not None:
             options = replace(options, stop_token_ids=(*options.stop_token_ids, turn_end))
         self.engine.check([replace(request, begun=None) for request in requests], options)
+        reserve_longest(self.engine, requests, options)
         loop = EngineLoop(
             self.engine,
             steps_per_answer=_STEPS_PER_ANSWER if self.by_steps else None,
             listener=self.environments.listener,
         )
-        if requests:
-            longest = max(
-                len(request.prompt.tokens) + request.limit(options) for request in requests
-            )
-            self.engine.reserve(len(requests), longest)
         numbers = Counter[tuple[int, int]]()
         for index, request in enumerate(requests):
             sample = (request.prompt.id, request.sample_index)

@@ -23,7 +23,7 @@ from aligner.engines.engine_protocol import (
     SamplingOptions,
     SpanListener,
 )
-from aligner.errors import AlignerError
+from aligner.errors import AlignerError, EngineGone
 
 T = TypeVar("T")
 
@@ -280,24 +280,31 @@ class EngineLoop:
 class LoopSamples:
     """`SamplesInFlight` of a replica's first rank: the results of an `EngineLoop`."""
 
-    def __init__(self, engine: GenerationEngine) -> None:
+    def __init__(self, engine: GenerationEngine, start: Callable[[], EngineLoop]) -> None:
+        """Start the loop. Raises AlignerError on every rank of the replica if `start` does."""
         self._engine = engine
-        self._loop = EngineLoop(engine)
-
-    def start(self, start: Callable[[], EngineLoop]) -> None:
-        """Start the loop. Raises AlignerError on every rank of the replica."""
+        self._started: EngineLoop | None = None
 
         def begin() -> list[tuple[int, Sample]]:
-            self._loop = start()
-            self._loop.settle()
+            self._started = start()
+            try:
+                self._started.settle()
+            except BaseException:
+                self._started.close()  # while the other ranks still execute the engine's steps
+                raise
             return []
 
         self._report(begin)
 
     @property
+    def _loop(self) -> EngineLoop:
+        assert self._started is not None, "an instance exists only if its loop has started"
+        return self._started
+
+    @property
     def done(self) -> bool:
         """See `SamplesInFlight.done`."""
-        return self._loop.done
+        return self._started is None or self._started.done
 
     def step(self, count: int | None = 1) -> list[tuple[int, Sample]]:
         """See `SamplesInFlight.step`."""
@@ -327,7 +334,7 @@ class LoopSamples:
         """Act, and let the other ranks return with the outcome."""
         try:
             samples = act()
-        except AlignerError as error:
+        except (AlignerError, EngineGone) as error:
             self._engine.end_turn({"error": str(error), "done": self.done, "indices": []})
             raise
         indices = [index for index, _ in samples]
@@ -339,9 +346,11 @@ class FollowedSamples:
     """`SamplesInFlight` of the other ranks of a replica: they execute the first rank's steps."""
 
     def __init__(self, engine: GenerationEngine, requests: Sequence[GenerationRequest]) -> None:
+        """Start as the first rank does. Raises AlignerError if the first rank does."""
         self._engine = engine
         self._requests = requests
         self.done = False
+        self.step()
 
     def step(self, count: int | None = 1) -> list[tuple[int, Sample]]:
         """See `SamplesInFlight.step`."""
@@ -370,13 +379,18 @@ def start_on_replica(
 
     Raises AlignerError on every rank if `start` does.
     """
-    if not engine.leads:
-        followed = FollowedSamples(engine, requests)
-        followed.step()
-        return followed
-    samples = LoopSamples(engine)
-    samples.start(start)
-    return samples
+    if engine.leads:
+        return LoopSamples(engine, start)
+    return FollowedSamples(engine, requests)
+
+
+def reserve_longest(
+    engine: GenerationEngine, requests: Sequence[GenerationRequest], options: SamplingOptions
+) -> None:
+    """Have the engine prepare its KV cache for the longest prompts and responses of requests."""
+    if requests:
+        longest = max(len(each.prompt.tokens) + each.limit(options) for each in requests)
+        engine.reserve(len(requests), longest)
 
 
 @dataclass(frozen=True)
@@ -392,10 +406,8 @@ class SingleResponses:
 
         def start() -> EngineLoop:
             self.engine.check(requests, options)
+            reserve_longest(self.engine, requests, options)
             loop = EngineLoop(self.engine)
-            if requests:
-                longest = max(len(each.prompt.tokens) + each.limit(options) for each in requests)
-                self.engine.reserve(len(requests), longest)
             for index, request in enumerate(requests):
                 loop.spawn(index, complete_response(loop, request, options))
             return loop
@@ -413,9 +425,7 @@ class FollowsEpisodes:
         self, requests: Sequence[GenerationRequest], options: SamplingOptions
     ) -> SamplesInFlight:
         """See `StartsSamples.start`."""
-        followed = FollowedSamples(self.engine, requests)
-        followed.step()
-        return followed
+        return FollowedSamples(self.engine, requests)
 
     def forget(self, first: int) -> None:
         """Do nothing: the first rank has the journal."""

@@ -223,6 +223,11 @@ def test_first_branch_of_each_reason_is_logged(models, caplog):
     logged = [text for text in caplog.messages if "starts a new branch" in text]
     assert len(logged) == 1
     assert "the request does not continue an earlier turn" in logged[0]
+    counts = [text for text in caplog.messages if text.startswith("agent episodes: ")]
+    assert counts == [
+        "agent episodes: 2 requests started a new branch: the request does not continue an earlier"
+        " turn"
+    ]
 
 
 def test_completion_request_continues_earlier_tokens(models):
