@@ -1,7 +1,9 @@
 """Errors that a user sees, the exit codes of every command and rank, and the signal that stops a
 run."""
 
+import contextlib
 import signal
+from collections.abc import Iterator
 
 
 class AlignerError(Exception):
@@ -33,6 +35,15 @@ class UnansweredError(AlignerError):
 
 class ConfigError(AlignerError):
     """An error in the configuration, which is detected before any process starts."""
+
+
+@contextlib.contextmanager
+def collect_problems(problems: list[str]) -> Iterator[None]:
+    """Append the message of a `ConfigError` of the block to `problems`, and continue after it."""
+    try:
+        yield
+    except ConfigError as error:
+        problems.append(str(error))
 
 
 class EngineGone(Exception):

@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterator, Sequence
 from typing import Any, TypeVar
 
 import uvicorn
@@ -102,10 +102,6 @@ class OpenAIServer(ABC):
         if self._socket is None:
             raise AssertionError  # `start` must have been called
         return f"http://{self._host}:{self._socket.getsockname()[1]}"
-
-    def call(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Schedule a function call on the server's loop; do not wait for it."""
-        self._loop.call_soon_threadsafe(function, *arguments)
 
     def close(self) -> None:
         """Stop the server and its thread. May be called repeatedly."""

@@ -24,7 +24,7 @@ from aligner.checks import (
     server,
     teacher,
 )
-from aligner.errors import ConfigError
+from aligner.errors import ConfigError, collect_problems
 from aligner.models.model_source import (
     NOTHING_EXPECTED,
     ExpectedInputs,
@@ -87,11 +87,9 @@ def check(
     config = only_read(config)
     expected = {**expected, **random_reward_models(config)}
     shape = None
-    problems = []
-    try:
+    problems: list[str] = []
+    with collect_problems(problems):
         shape = read_shape(config, expected)
-    except ConfigError as error:
-        problems.append(str(error))
     problems += weight_file_problems(config, expected)
     for section in SECTIONS:
         problems += section(config, shape, expected)

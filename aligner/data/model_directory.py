@@ -64,6 +64,8 @@ from aligner.models.weight_slices import (
 from aligner.paths import run_paths
 from aligner.schema import Config
 
+_log = logging.getLogger(__name__)
+
 _DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -216,7 +218,6 @@ def write_safetensors(
     return FileRecord(len(head) + end, digest.hexdigest())
 
 
-_log = logging.getLogger(__name__)
 # Chat template of the tiny models of a dry run.
 _PLAIN_CHAT = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor"

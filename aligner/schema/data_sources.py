@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from aligner.errors import ConfigError
+from aligner.errors import ConfigError, collect_problems
 from aligner.schema import DataConfig
 from aligner.schema.entries import Entries, Text, Weight, parse_entries
 from aligner.schema.reasoning_tasks import reasoning_tasks
@@ -59,10 +59,8 @@ def data_sources(data: DataConfig) -> tuple[DataSource, ...]:
             DataSource("data", Path(data.path), 1.0, data.fields, data.function_timeout_s)
         )
     for name, entries in data.sources.items():
-        try:
+        with collect_problems(problems):
             sources.append(_source(f"data.sources.{name}", entries, data))
-        except ConfigError as error:
-            problems.append(str(error))
     if problems:
         raise ConfigError("\n".join(problems))
     return tuple(sources)

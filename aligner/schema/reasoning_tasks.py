@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
-from aligner.errors import ConfigError
+from aligner.errors import ConfigError, collect_problems
 from aligner.schema.data import LARGEST_SEED, MOST_QUESTIONS
 from aligner.schema.entries import Entries, Text, Weight, allowed_entries, explained, parse_entries
 
@@ -64,7 +64,7 @@ def reasoning_tasks(tasks: Sequence[Any]) -> tuple[ReasoningTask, ...]:
     Raises:
         ConfigError: One line for each problem of the tasks.
     """
-    problems = []
+    problems: list[str] = []
     parsed_tasks = []
     for index, task in enumerate(tasks):
         key = f"data.tasks[{index}]"
@@ -75,10 +75,8 @@ def reasoning_tasks(tasks: Sequence[Any]) -> tuple[ReasoningTask, ...]:
                 f" {type(task).__name__}"
             )
             continue
-        try:
+        with collect_problems(problems):
             parsed_tasks.append(parse_entries(ReasoningTask, key, entries, expected="name"))
-        except ConfigError as error:
-            problems.append(str(error))
     if problems:
         raise ConfigError("\n".join(problems))
     return tuple(parsed_tasks)

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, model_validator
 from typing_extensions import Self
 
-from aligner.errors import ConfigError
+from aligner.errors import ConfigError, collect_problems
 from aligner.schema import EvaluationConfig, RewardConfig
 from aligner.schema.data import TASK
 from aligner.schema.entries import (
@@ -199,10 +199,8 @@ def reward_sources(reward: RewardConfig) -> tuple[Source, ...]:
     problems = list(_combination_problems(reward)) if reward.kind == "combined" else []
     sources = []
     for key, name, entries in _entries(reward):
-        try:
+        with collect_problems(problems):
             sources.append(_parse_source(key, name, entries))
-        except ConfigError as error:
-            problems.append(str(error))
     if problems:
         raise ConfigError("\n".join(problems))
     return tuple(sources)

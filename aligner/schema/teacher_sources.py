@@ -5,7 +5,7 @@ from typing import Any
 
 from pydantic import Field
 
-from aligner.errors import ConfigError
+from aligner.errors import ConfigError, collect_problems
 from aligner.schema import TeacherConfig
 from aligner.schema.data import TASK
 from aligner.schema.entries import Entries, Text, Weight, explained, parse_entries
@@ -35,11 +35,11 @@ def teacher_sources(teacher: TeacherConfig) -> tuple[TeacherSource, ...]:
     Raises:
         ConfigError: One line for each problem of the teachers.
     """
-    problems = []
+    problems: list[str] = []
     sources = []
     for name, entries in teacher.sources.items():
         key = f"teacher.sources.{name}"
-        try:
+        with collect_problems(problems):
             sources.append(
                 parse_entries(
                     TeacherSource,
@@ -49,8 +49,6 @@ def teacher_sources(teacher: TeacherConfig) -> tuple[TeacherSource, ...]:
                     identity={"key": key},
                 )
             )
-        except ConfigError as error:
-            problems.append(str(error))
     if teacher.path is not None and teacher.sources:
         problems.append(
             "teacher.sources: is not supported with teacher.path; list all teachers in"

@@ -54,6 +54,8 @@ from aligner.servers.wire_protocol import (
     encode_text,
 )
 
+_log = logging.getLogger(__name__)
+
 _MAX_ATTEMPT_DIGITS = 9
 _UPDATE_FILE_NAME = re.compile(r"update_([0-9]+)\.record")
 
@@ -232,9 +234,6 @@ class UpdateLedger:
         return UpdateLedger(
             None if state["run"] is None else RunId(state["run"]), state["last"], state["result"]
         )
-
-
-_log = logging.getLogger(__name__)
 
 
 class Phase(enum.Enum):

@@ -42,6 +42,8 @@ from aligner.servers.wire_protocol import (
     with_request_number,
 )
 
+_log = logging.getLogger(__name__)
+
 _TRITON_DATATYPES = {
     np.uint8: "UINT8",
     np.int16: "INT16",
@@ -320,7 +322,6 @@ class Connection:
 
 T = TypeVar("T")
 
-_log = logging.getLogger(__name__)
 
 _REQUESTS_PER_REPLICA = 4
 _MIN_BACKOFF_S = 0.05

@@ -63,6 +63,8 @@ from aligner.triton_cleanup import (
     remove_triton_files,
 )
 
+_log = logging.getLogger(__name__)
+
 # PyTriton splits command lines at spaces and writes paths as ASCII, so that other paths do not
 # work.
 _USABLE_PATH = re.compile(r"[\w./+@-]+", re.ASCII)
@@ -111,8 +113,6 @@ _RESTARTS_PER_HOUR = 60
 # File names of aligner's model and of PyTriton's model in Triton's model repository.
 _MODEL_FILE = "model.py"
 _PYTRITON_FILE = "pytriton_model.py"
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,8 @@ from aligner.training.loop import TrainingLoop, is_due
 from aligner.training.run_checkpoints import TrainingState
 from aligner.training.step_metrics import StepResult
 
+_log = logging.getLogger(__name__)
+
 
 @dataclass(kw_only=True)
 class TeacherScorer(TrainingLoop):
@@ -461,7 +463,6 @@ def fit_normalizer(model: ValueModel, samples: Rows) -> RewardNormalizer:
         ) from error
 
 
-_log = logging.getLogger(__name__)
 _OF_EVERY_UPDATE = ("entropy", "grad_norm", "lr", "skipped", "skipped_total")
 
 

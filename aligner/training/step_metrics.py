@@ -24,6 +24,8 @@ from aligner.rollout.rollout_builder import RolloutBatch
 from aligner.schema import RolloutConfig
 from aligner.training.step_samples import SampleRecorder, StepSamples
 
+_log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class StepResult:
@@ -100,9 +102,6 @@ class Recorder:
             for index, sample in chosen
         ]
         self.samples.write(step, records)
-
-
-_log = logging.getLogger(__name__)
 
 
 def sequence_kl(experience: Experience) -> float:

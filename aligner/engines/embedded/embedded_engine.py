@@ -91,7 +91,6 @@ class EmbeddedEngine(GenerationEngine):
         if settings.exact:
             batch_invariant.require_batch_invariance(shape)
         super().__init__(shape, settings, weight_format(settings, device))
-        self._seed = seed
         self._device = torch.device(device)
         self._shared = shared
         self._dtype = self.weight_format.dtype
@@ -174,20 +173,19 @@ class EmbeddedEngine(GenerationEngine):
 
     def interrupt(self) -> None:
         """See `GenerationEngine.interrupt`."""
-        arrivals = self._take_arrivals()
-        self._command("interrupt")
-        for response in self._scheduler.interrupt():
+        for response in self._stop_requests():
             response.request.resolve(response.completion())
-        for request in arrivals:
-            request.resolve(DecodedResponse.begin(request, self._seed).completion())
 
     def fail_all(self, error: Exception) -> None:
         """Drop all queued requests and requests in flight; their callers receive the error."""
-        arrivals = self._take_arrivals()
+        for response in self._stop_requests():
+            response.request.fail(error)
+
+    def _stop_requests(self) -> list[DecodedResponse]:
+        """Remove all queued requests and requests in flight, and return them as they are."""
+        self._scheduler.queue(self._take_arrivals())
         self._command("interrupt")
-        in_flight = [response.request for response in self._scheduler.interrupt()]
-        for request in [*in_flight, *arrivals]:
-            request.fail(error)
+        return self._scheduler.interrupt()
 
     def release(self, prompt_id: int, sample_index: int) -> None:
         """See `GenerationEngine.release`."""

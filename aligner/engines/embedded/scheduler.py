@@ -185,8 +185,7 @@ class Scheduler:
         """
         self._waiting.extendleft(reversed(self._rows))
         self._rows = []
-        self._resident.clear()
-        self._table = RowTable(self._machine.cache.size.rows)
+        self.clear_rows()
 
     def _forget_resident(self) -> None:
         self._resident.clear()
