@@ -227,9 +227,9 @@ _VLLM_VOCABULARY = 64
 
 
 def weight_format(settings: EngineConfig, device: torch.device | str) -> WeightFormat:
-    """What the engine of these settings, on such devices, will say."""
+    """Return the format in which an engine with these settings, on such devices, receives weights."""
     layout = settings.parallel
-    # it takes whole tensors on every GPU, and cuts its share out of them
+    # TensorRT-LLM receives whole tensors on every GPU, and slices them itself.
     if settings.kind == "tensorrt_llm":
         return WeightFormat(
             EngineParallelConfig(tensor=1, data=layout.ranks),
@@ -240,7 +240,7 @@ def weight_format(settings: EngineConfig, device: torch.device | str) -> WeightF
     if precision == "auto":
         precision = "bf16" if torch.device(device).type == "cuda" else "fp32"
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
-    # a bucket is of whole tensors, of which each worker takes its slices alone
+    # A bucket is counted in whole tensors, of which each worker receives only its slices.
     if settings.kind == "vllm":
         return WeightFormat(
             layout,
