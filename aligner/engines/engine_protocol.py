@@ -227,7 +227,7 @@ _VLLM_VOCABULARY = 64
 
 
 def weight_format(settings: EngineConfig, device: torch.device | str) -> WeightFormat:
-    """Return the format in which an engine with these settings, on such devices, receives weights."""
+    """Return the format in which an engine with these settings, on a device, gets weights."""
     layout = settings.parallel
     # TensorRT-LLM receives whole tensors on every GPU, and slices them itself.
     if settings.kind == "tensorrt_llm":
