@@ -19,8 +19,8 @@ import torch
 from aligner.data.tokenizer import Tokenizer
 from aligner.data.types import Experience, Prompt, Sample, collate
 from aligner.observability.sample_files import SampleFiles
-from aligner.rollout.rollout_builder import RolloutBatch
-from aligner.rollout.services import PendingRows
+from aligner.training.rollout_builder import RolloutBatch
+from aligner.training.services import PendingRows
 from aligner.training.step_samples import SampleRecorder, StepSamples
 
 _REPEATS = 5

@@ -85,8 +85,8 @@ except ConfigError as error:
 CALLS = {
     "datasets": (
         "aligner.data.records",
-        "_dataset_lines",
-        "_ = [*_dataset_lines(__import__('pathlib').Path('.'), '')]",
+        "_read_dataset",
+        "_ = [*_read_dataset(__import__('pathlib').Path('.'), '')]",
     ),
     "gymnasium": (
         "aligner.agents.gymnasium_environment",

@@ -41,9 +41,9 @@ def generate(
         AlignerError: The generation failed.
 
     Example:
-        ```
-        records = aligner.generate(run, ["3+4=", "9+9="], samples=2, max_new_tokens=4)
-        ```
+        ::
+
+            records = aligner.generate(run, ["3+4=", "9+9="], samples=2, max_new_tokens=4)
     """
     with tempfile.TemporaryDirectory() as directory:
         output = Path(directory) / "samples.jsonl"

@@ -205,16 +205,16 @@ def launch(
         AlignerError: The launcher failed before it accepted the run.
 
     Example:
-        ```
-        run = aligner.launch(
-            model="tiny_arithmetic",
-            algorithm="grpo",
-            reward="digit_fraction",
-            data="sums.jsonl",
-            run={"steps": 10},
-        )
-        run.wait()
-        ```
+        ::
+
+            run = aligner.launch(
+                model="tiny_arithmetic",
+                algorithm="grpo",
+                reward="digit_fraction",
+                data="sums.jsonl",
+                run={"steps": 10},
+            )
+            run.wait()
     """
     directory = None if config_dir is None else Path(config_dir)
     options = group_options(group_directories(directory))
@@ -285,10 +285,10 @@ def load_run(directory: str | os.PathLike[str]) -> "Run":
         ConfigError: The directory is not a run directory.
 
     Example:
-        ```
-        run = aligner.load_run("runs/tiny_ppo")
-        print(run.state)
-        ```
+        ::
+
+            run = aligner.load_run("runs/tiny_ppo")
+            print(run.state)
     """
     run = Run(Path(directory).absolute())
     read_status(run.directory)
@@ -302,11 +302,11 @@ class Run:
     active.
 
     Example:
-        ```
-        run = aligner.load_run("runs/tiny_ppo")
-        run.metrics()["reward/mean"].plot()
-        run.samples(steps=[10])
-        ```
+        ::
+
+            run = aligner.load_run("runs/tiny_ppo")
+            run.metrics()["reward/mean"].plot()
+            run.samples(steps=[10])
     """
 
     def __init__(
@@ -376,9 +376,9 @@ class Run:
             ConfigError: pandas is not installed (extra `notebook`).
 
         Example:
-            ```
-            run.metrics()["reward/mean"].plot()
-            ```
+            ::
+
+                run.metrics()["reward/mean"].plot()
         """
         frame = _import_pandas("run.metrics()").DataFrame(read_metrics(self._paths.metrics))
         return frame.astype({"step": int}).set_index("step") if len(frame) else frame
@@ -405,9 +405,9 @@ class Run:
             KeyError: A column does not exist.
 
         Example:
-            ```
-            run.samples(steps=[10], columns=["prompt", "response", "score"])
-            ```
+            ::
+
+                run.samples(steps=[10], columns=["prompt", "response", "score"])
         """
         pandas = _import_pandas("run.samples()")
         if tokens or sample_steps(self.directory):
@@ -434,9 +434,9 @@ class Run:
             ConfigError: The run has no checkpoint, or `output` exists.
 
         Example:
-            ```
-            run.export("policy_hf")
-            ```
+            ::
+
+                run.export("policy_hf")
         """
         ChildCommand(["convert", str(self.directory), os.fspath(output)]).finish()
         return Path(output)
@@ -460,9 +460,9 @@ class Run:
             TimeoutError: The run is still active after `timeout_s` seconds.
 
         Example:
-            ```
-            run = aligner.launch(experiment="tiny_ppo").wait()
-            ```
+            ::
+
+                run = aligner.launch(experiment="tiny_ppo").wait()
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         try:
@@ -529,9 +529,9 @@ class Run:
             AlignerError: The launcher of the run is not on this machine.
 
         Example:
-            ```
-            run.stop()  # resume later with run={"dir": run.directory, "resume": "auto"}
-            ```
+            ::
+
+                run.stop()  # resume later with run={"dir": run.directory, "resume": "auto"}
         """
         number = signal.SIGTERM if now else STOP_SIGNAL
         if self._command is not None and self._is_launched_here:

@@ -33,10 +33,10 @@ from aligner.resharding.publisher import (
 from aligner.resharding.transfer_plan import plan_to_engine
 from aligner.resharding.transport import Link
 from aligner.resharding.weight_update import WeightPublisher, WeightUpdate
-from aligner.rollout.samplers import ColocatedSampler, RemoteSampler, Sampler
-from aligner.rollout.services import together
 from aligner.schema import Config, RolloutConfig
 from aligner.servers.generator_client import GeneratorClient
+from aligner.training.samplers import ColocatedSampler, RemoteSampler, Sampler
+from aligner.training.services import together
 
 
 def build_engine_ends(

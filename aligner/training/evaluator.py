@@ -38,14 +38,14 @@ from aligner.paths import run_paths
 from aligner.rewards.judge import Judge, build_judge
 from aligner.rewards.scorers import ScoringRequest, call_scorer, resolve_scorer
 from aligner.rewards.sources import ScoringBatch, TextSource
-from aligner.rollout.rollout_builder import RolloutBuilder, environment_scores
-from aligner.rollout.services import PendingRows, Services, together
 from aligner.schema import Config, EvaluationConfig
 from aligner.schema.derived import draws_greedily
 from aligner.schema.evaluation_suites import Suite, evaluation_suites
 from aligner.schema.reward_sources import evaluation_judge
 from aligner.servers.remote_client import RemoteFuture
 from aligner.training.engine_setup import build_options
+from aligner.training.rollout_builder import RolloutBuilder, environment_scores
+from aligner.training.services import PendingRows, Services, together
 
 Wins = Sequence[tuple[float, float] | None]
 """Results of `Judge.compare`."""

@@ -17,10 +17,10 @@ from aligner.megatron.world import World
 from aligner.observability.metrics import Record, read_metrics
 from aligner.observability.timeline import PhaseTimer, Timeline, report_phase, report_stage
 from aligner.paths import run_paths
-from aligner.rollout.services import together
 from aligner.schema import Config
 from aligner.training.end_rule import EndRule
 from aligner.training.run_checkpoints import RunCheckpoints, TrainingState
+from aligner.training.services import together
 from aligner.training.step_metrics import Recorder, StepResult
 
 _log = logging.getLogger(__name__)

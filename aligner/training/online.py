@@ -17,16 +17,16 @@ from aligner.data.types import Experience, SampleBatch, TeacherTopK
 from aligner.megatron.policy import Policy
 from aligner.observability.timeline import PhaseTimer
 from aligner.paths import run_paths
-from aligner.rollout.rollout_builder import RolloutBatch
-from aligner.rollout.rollout_pipeline import RolloutPipeline
-from aligner.rollout.services import Services, together
 from aligner.schema import Config
 from aligner.schema.derived import WITHOUT_RATIO, weights_version
 from aligner.schema.reward_sources import has_step_rewards, source_names
 from aligner.servers.critic_client import INITIAL, CriticState
 from aligner.training.evaluator import Evaluations
 from aligner.training.loop import TrainingLoop
+from aligner.training.rollout_builder import RolloutBatch
+from aligner.training.rollout_pipeline import RolloutPipeline
 from aligner.training.run_checkpoints import TrainingState
+from aligner.training.services import Services, together
 from aligner.training.step_metrics import (
     StepResult,
     draw_metrics,

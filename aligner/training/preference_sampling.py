@@ -19,11 +19,11 @@ from aligner.observability.metrics import RecordWriter, read_metrics
 from aligner.observability.timeline import PhaseTimer
 from aligner.paths import RunPaths, run_paths
 from aligner.resharding.weight_update import WeightPublisher
-from aligner.rollout.rollout_builder import RolloutBatch, RolloutBuilder
-from aligner.rollout.services import Services
 from aligner.schema.reward_sources import source_names
 from aligner.training.loop import TrainingLoop
+from aligner.training.rollout_builder import RolloutBatch, RolloutBuilder
 from aligner.training.run_checkpoints import TrainingState
+from aligner.training.services import Services
 from aligner.training.step_metrics import StepResult, rollout_metrics
 from aligner.training.step_samples import StepSamples
 

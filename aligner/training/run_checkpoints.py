@@ -23,10 +23,10 @@ from aligner.data.run_inputs import InputChecksums, describe_input_changes
 from aligner.errors import AlignerError, ConfigError
 from aligner.files import write_file
 from aligner.paths import DAMAGE, find_complete_steps, parse_checkpoint_step, run_paths
-from aligner.rollout.services import together
 from aligner.schema import Config
 from aligner.schema.keys import shown
 from aligner.training.end_rule import better_sign, check_named
+from aligner.training.services import together
 from aligner.version import __version__
 
 _log = logging.getLogger(__name__)

@@ -31,10 +31,6 @@ from aligner.placement.addresses import load_endpoints, role_endpoints, run_acce
 from aligner.placement.roles import has_generator
 from aligner.resharding.publisher import RemotePublisher
 from aligner.rewards.judge import JudgeMeter, judge_directory, judge_run_name
-from aligner.rollout.rollout_builder import RolloutBuilder
-from aligner.rollout.rollout_pipeline import RolloutPipeline
-from aligner.rollout.samplers import RemoteSampler, Sampler
-from aligner.rollout.services import Services, together
 from aligner.schema import Config
 from aligner.schema.derived import has_reference, policy_updates
 from aligner.schema.evaluation_suites import evaluated_suites
@@ -59,7 +55,11 @@ from aligner.training.offline import (
 )
 from aligner.training.online import OnlineTrainer
 from aligner.training.preference_sampling import PairWriter, PreferenceSampler
+from aligner.training.rollout_builder import RolloutBuilder
+from aligner.training.rollout_pipeline import RolloutPipeline
 from aligner.training.run_checkpoints import RunCheckpoints
+from aligner.training.samplers import RemoteSampler, Sampler
+from aligner.training.services import Services, together
 from aligner.training.step_metrics import Recorder
 from aligner.training.step_samples import SampleRecorder
 

@@ -20,8 +20,8 @@ from aligner.errors import AlignerError
 from aligner.observability.metrics import MetricsWriter, RecordWriter
 from aligner.resharding.weight_update import PublishStats
 from aligner.rewards.judge import JudgeMeter
-from aligner.rollout.rollout_builder import RolloutBatch
 from aligner.schema import RolloutConfig
+from aligner.training.rollout_builder import RolloutBatch
 from aligner.training.step_samples import SampleRecorder, StepSamples
 
 _log = logging.getLogger(__name__)

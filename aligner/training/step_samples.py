@@ -28,7 +28,7 @@ from aligner.data.types import (
 )
 from aligner.errors import ConfigError
 from aligner.observability.sample_files import Column, SampleFiles
-from aligner.rollout.rollout_builder import RolloutBatch
+from aligner.training.rollout_builder import RolloutBatch
 
 
 @dataclass(frozen=True)

@@ -34,9 +34,9 @@ from aligner.data.types import Prompt, Sample, collate_episodes
 from aligner.engines.engine_loop import finish
 from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions
 from aligner.errors import AlignerError
-from aligner.rollout.rollout_builder import environment_scores
 from aligner.schema import DataConfig, EngineConfig
 from aligner.schema.environment import EnvironmentConfig
+from aligner.training.rollout_builder import environment_scores
 from tests.agents.scripted import Scripted
 from tests.agents.test_agents import generated_spans
 from tests.agents.test_episodes import assert_equal, episodes

@@ -22,9 +22,9 @@ from aligner.engines.embedded.embedded_engine import EmbeddedEngine
 from aligner.engines.engine_loop import finish
 from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions
 from aligner.models.model_source import directory_shape
-from aligner.rollout.rollout_builder import environment_scores
 from aligner.schema import EngineConfig
 from aligner.schema.environment import EnvironmentConfig
+from aligner.training.rollout_builder import environment_scores
 from tests.data.tokenizer_kinds import KINDS, write_kind
 from tests.engines.engines import load_directory
 from tests.megatron import families

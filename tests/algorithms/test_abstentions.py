@@ -16,10 +16,10 @@ from aligner.algorithms.selections import all_pairs, best, best_and_worst, rejec
 from aligner.config.compose import compose_config
 from aligner.data.pass_rates import collect_outcomes
 from aligner.data.types import ABSTAINED, Prompt, Sample, collate
-from aligner.rollout.rollout_builder import RolloutBatch, informative
-from aligner.rollout.services import PendingRows
 from aligner.schema import Config, RolloutConfig
 from aligner.training.preference_sampling import preferences
+from aligner.training.rollout_builder import RolloutBatch, informative
+from aligner.training.services import PendingRows
 from aligner.training.step_metrics import rollout_metrics
 
 NAN = math.nan

@@ -23,8 +23,6 @@ from aligner.data.tokenizer import Tokenizer, read_tokenizer
 from aligner.data.types import Prompt, Sample, collate
 from aligner.errors import ConfigError
 from aligner.rewards.sources import CombinedReward, ModelSource
-from aligner.rollout.rollout_builder import RolloutBatch
-from aligner.rollout.services import PendingRows
 from aligner.schema import DataConfig, EvaluationConfig
 from aligner.schema.evaluation_suites import Suite
 from aligner.schema.reward_sources import ModelSource as ModelSettings
@@ -32,6 +30,8 @@ from aligner.servers.reward_server import RewardRank
 from aligner.servers.validation import Limits
 from aligner.training.offline import demonstration_rows
 from aligner.training.preference_sampling import preferences
+from aligner.training.rollout_builder import RolloutBatch
+from aligner.training.services import PendingRows
 from tests.data.chat_models import chat_model
 
 BOS, EOS, END, HEAD, HEAD_END = "<|begin|>", "<|end|>", "<|im_end|>", "<|im_start|>", "<|head_end|>"

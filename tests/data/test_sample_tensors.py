@@ -8,8 +8,8 @@ from torch import Tensor
 
 from aligner.data.collectives import samples_from_tensors, samples_to_tensors
 from aligner.data.types import KeptTokens, Sample, collate, collate_episodes
-from aligner.rollout.rollout_builder import environment_scores, truncated
 from aligner.servers.wire_protocol import responses_from_tensors, responses_to_tensors
+from aligner.training.rollout_builder import environment_scores, truncated
 
 EXPERTS = 3, 2
 """Number of layers, and experts per token."""

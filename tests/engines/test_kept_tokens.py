@@ -26,10 +26,10 @@ from aligner.megatron import world as worlds
 from aligner.megatron.policy import Policy
 from aligner.models.model_source import directory_shape
 from aligner.observability.timeline import PhaseTimer
-from aligner.rollout.rollout_builder import RolloutBatch
-from aligner.rollout.services import PendingRows, Services
 from aligner.schema import EngineConfig, EngineParallelConfig
 from aligner.training.online import OnlineTrainer
+from aligner.training.rollout_builder import RolloutBatch
+from aligner.training.services import PendingRows, Services
 from tests.engines.engines import load_directory
 from tests.engines.test_embedded import load_transformers, make_engine, save_llama
 from tests.engines.test_generation import begin, mixed_requests

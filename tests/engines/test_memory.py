@@ -11,13 +11,13 @@ from aligner.engines.engine_protocol import SamplingOptions
 from aligner.models.hugging_face import read_config
 from aligner.placement.memory.model_states import count_engine_weights, count_shared_weights
 from aligner.placement.memory.role_memory import engine_memory
-from aligner.rollout.rollout_builder import RolloutBuilder
-from aligner.rollout.samplers import ColocatedSampler
 from aligner.schema import Config, EngineConfig, EngineParallelConfig, ParallelConfig
 from aligner.schema.keys import with_values
+from aligner.training.rollout_builder import RolloutBuilder
+from aligner.training.samplers import ColocatedSampler
 from tests.engines.engines import engine_bytes
 from tests.megatron.test_memory import GPT2, LLAMA, MIXTRAL, NEOX, QWEN3, TIED
-from tests.rollout.fakes import Scorers, Stream
+from tests.training.fakes import Scorers, Stream
 
 MODELS = {
     "llama": LLAMA,

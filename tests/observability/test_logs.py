@@ -19,7 +19,7 @@ import logging, sys, threading, warnings
 from aligner.errors import AlignerError
 from aligner.observability.logs import set_log_step, configure_logs, log_failure
 configure_logs(sys.argv[1], "reward.1")
-logging.getLogger("aligner.rollout").info("replaying %d", 3)
+logging.getLogger("aligner.training").info("replaying %d", 3)
 logging.getLogger("megatron").warning("a library's word")
 logging.getLogger("wandb").setLevel(logging.DEBUG)
 logging.getLogger("wandb").info("what nobody asked for")

@@ -25,10 +25,10 @@ from aligner.rewards.scorers import (
     resolve_step_scorer,
 )
 from aligner.rewards.sources import CombinedReward, ModelSource, StepSource, TextSource
-from aligner.rollout.services import PendingRows
 from aligner.schema.reward_sources import FunctionSource
 from aligner.servers.remote_client import join_scores, parse_scores
 from aligner.servers.reward_server import RewardRank
+from aligner.training.services import PendingRows
 from tests.servers.role_main import LIMITS
 
 NAN = math.nan

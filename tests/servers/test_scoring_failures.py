@@ -15,7 +15,6 @@ from aligner.errors import AlignerError
 from aligner.placement.addresses import Access, Endpoint
 from aligner.rewards.scorers import ScorerDeadlocked, ScorerTimeout
 from aligner.rewards.sources import TextSource
-from aligner.rollout.services import PendingRows
 from aligner.servers.remote_client import (
     RefusedError,
     RemoteError,
@@ -24,6 +23,7 @@ from aligner.servers.remote_client import (
     parse_scores,
 )
 from aligner.servers.wire_protocol import REWARD_MODEL
+from aligner.training.services import PendingRows
 from tests.servers.role_main import scoring
 
 EACH = 2

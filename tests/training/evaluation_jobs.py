@@ -19,8 +19,6 @@ from aligner.megatron.world import World
 from aligner.paths import run_paths
 from aligner.rewards.judge import build_judge
 from aligner.rewards.scorers import ScoringRequest
-from aligner.rollout.rollout_builder import RolloutBuilder
-from aligner.rollout.services import Services
 from aligner.schema import (
     ActorConfig,
     Config,
@@ -36,6 +34,8 @@ from aligner.schema.evaluation_suites import Suite
 from aligner.schema.reward_sources import evaluation_judge
 from aligner.training.engine_setup import build_engine_ends, build_options
 from aligner.training.evaluator import Evaluations, Evaluator, build_evaluations
+from aligner.training.rollout_builder import RolloutBuilder
+from aligner.training.services import Services
 
 RESPONSE_TOKENS = 7
 

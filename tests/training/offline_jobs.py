@@ -20,7 +20,6 @@ from aligner.data.types import TeacherTopK
 from aligner.errors import STOP_SIGNAL
 from aligner.megatron import world as worlds
 from aligner.megatron.value_model import build_reward_model
-from aligner.rollout.services import Services
 from aligner.schema import (
     ActorConfig,
     AlgorithmConfig,
@@ -39,6 +38,7 @@ from aligner.schema import (
 )
 from aligner.servers.reward_server import build_reward_rank
 from aligner.training.offline import OfflineTrainer, TeacherScorer, demonstration_rows
+from aligner.training.services import Services
 from aligner.training.setup import build_task, build_trainer
 from tests.megatron.jobs import Slices, gradients, slices
 

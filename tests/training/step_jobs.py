@@ -21,10 +21,10 @@ from aligner.data.tokenizer import Tokenizer
 from aligner.megatron import world as worlds
 from aligner.observability.timeline import PhaseTimer
 from aligner.paths import run_paths
-from aligner.rollout.services import Services
 from aligner.servers.critic_client import CriticState
 from aligner.training.online import OnlineTrainer
 from aligner.training.run_checkpoints import TrainingState
+from aligner.training.services import Services
 from aligner.training.setup import build_trainer
 
 P = ParamSpec("P")

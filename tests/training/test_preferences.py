@@ -20,12 +20,12 @@ from aligner.data.types import Prompt, Sample, collate
 from aligner.errors import AlignerError, ConfigError
 from aligner.paths import RunPaths
 from aligner.rewards.sources import ModelSource, ScoringBatch
-from aligner.rollout.rollout_builder import RolloutBatch
-from aligner.rollout.services import PendingRows
 from aligner.schema import DataConfig
 from aligner.training.evaluator import reference_samples
 from aligner.training.offline import demonstration_rows
 from aligner.training.preference_sampling import PairWriter, preferences
+from aligner.training.rollout_builder import RolloutBatch
+from aligner.training.services import PendingRows
 
 
 def test_pairs_require_different_texts_and_scores(tmp_path) -> None:

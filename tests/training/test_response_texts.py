@@ -16,14 +16,14 @@ from aligner.paths import RunPaths
 from aligner.rewards.final_answers import extract_final_answer
 from aligner.rewards.scorers import ScoringRequest, resolve_scorer
 from aligner.rewards.sources import CombinedReward, TextSource
-from aligner.rollout.rollout_builder import RolloutBatch
-from aligner.rollout.services import PendingRows
 from aligner.schema import DataConfig
 from aligner.schema.reward_sources import FunctionSource
 from aligner.servers.reward_server import RewardRank
 from aligner.servers.validation import Limits
 from aligner.training.evaluator import scoring_requests
 from aligner.training.preference_sampling import PairWriter, preferences
+from aligner.training.rollout_builder import RolloutBatch
+from aligner.training.services import PendingRows
 from tests.data.test_response_decoder import SENTENCEPIECE, model
 
 KINDS = (*SENTENCEPIECE, "qwen")

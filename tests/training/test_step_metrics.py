@@ -14,10 +14,10 @@ from aligner.config.compose import compose_config
 from aligner.data.pass_rates import PassRates, PromptOutcome
 from aligner.data.types import Experience, Prompt, Sample, collate, collate_episodes
 from aligner.errors import AlignerError
-from aligner.rollout.rollout_builder import RolloutBatch
-from aligner.rollout.services import PendingRows
 from aligner.schema import RolloutConfig
 from aligner.training.online import announcement
+from aligner.training.rollout_builder import RolloutBatch
+from aligner.training.services import PendingRows
 from aligner.training.step_metrics import (
     draw_metrics,
     experience_metrics,

@@ -19,9 +19,9 @@ from aligner.data.types import Experience, Prompt, Sample, collate_episodes
 from aligner.files import temporary_path
 from aligner.observability.sample_files import SampleFiles, read_samples
 from aligner.paths import RunPaths
-from aligner.rollout.rollout_builder import RolloutBatch
-from aligner.rollout.services import PendingRows
-from aligner.rollout.stragglers import Straggler
+from aligner.training.partial_rollouts import Straggler
+from aligner.training.rollout_builder import RolloutBatch
+from aligner.training.services import PendingRows
 from aligner.training.step_samples import SampleRecorder, StepSamples
 
 NAN = float("nan")

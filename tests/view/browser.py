@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -31,6 +32,18 @@ class Tab:
         """Open an address, and wait until all visible plots are rendered."""
         self.page.goto(address)
         self.page.wait_for_selector("html[data-ready=true]", state="attached", timeout=_READY_MS)
+
+    def wait_for_value(self, expression: str, expected: object, timeout_s: float = 30) -> None:
+        """Wait until a JavaScript expression has a value; fail with its last value.
+
+        Plots are drawn when an IntersectionObserver reports them as visible, which the browser does
+        at a time of its own. Playwright's `wait_for_function` cannot be used: the content security
+        policy of the viewer's pages forbids evaluating an expression inside the page.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        while (value := self.page.evaluate(expression)) != expected:
+            assert time.monotonic() < deadline_s, f"{expression} is {value}, not {expected}"
+            self.page.wait_for_timeout(50)
 
     def photograph(self, file: Path) -> None:
         """Save a screenshot of the whole page."""

@@ -121,21 +121,19 @@ def test_curves_are_searchable_smoothed_and_updated_live(browser: Browser, tmp_p
         opened.open(viewer.link)
         opened.open(f"http://{viewer.host}{paths_of(viewer.get('/'))['run']}")
         drawn = "document.getElementById('plot-reward').data"
-        assert page.evaluate(f"{drawn}.map((trace) => trace.x.length)") == [5]
+        opened.wait_for_value(f"{drawn}.map((trace) => trace.x.length)", [5])
         page.fill("[name=search]", "ODD/")
         assert [
             each.inner_text() for each in page.query_selector_all("figure h3") if each.is_visible()
         ] == ["odd/metric"]
         page.fill("[name=search]", "")
         page.fill("[name=smoothing]", "0.9")
-        assert page.evaluate(f"{drawn}.length") == 2
+        opened.wait_for_value(f"{drawn}.length", 2)
         page.select_option("[name=x]", "time")
-        assert page.evaluate(f"{drawn}[1].x") == [1.5, 3, 4.5, 6, 7.5]
+        opened.wait_for_value(f"{drawn}[1].x", [1.5, 3, 4.5, 6, 7.5])
         MetricsWriter(paths).write(6, {"reward/mean": 0.5, "time/step": 1.5})
         page.wait_for_selector("text=6 / 30")
-        # `wait_for_function` cannot be used: the page's policy forbids evaluating an expression.
-        page.wait_for_timeout(4000)
-        assert page.evaluate(f"{drawn}[1].x.length") == 6
+        opened.wait_for_value(f"{drawn}[1].x.length", 6)
         assert opened.console == []
 
 

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from aligner.engines.engine_protocol import SamplingOptions
 from aligner.errors import AlignerError
-from aligner.rollout.rollout_builder import RolloutBuilder
-from aligner.rollout.rollout_pipeline import RolloutPipeline
-from aligner.rollout.samplers import ColocatedSampler
 from aligner.schema import EngineParallelConfig, RolloutConfig
-from tests.rollout.clock import Clock
-from tests.rollout.fakes import Stream, Writer, _now
+from aligner.training.rollout_builder import RolloutBuilder
+from aligner.training.rollout_pipeline import RolloutPipeline
+from aligner.training.samplers import ColocatedSampler
+from tests.training.clock import Clock
+from tests.training.fakes import Stream, Writer, _now
 
 
 class Recorded(Stream):

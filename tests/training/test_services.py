@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.rollout import service_jobs
+from tests.training import service_jobs
 
 
 @pytest.mark.parametrize(

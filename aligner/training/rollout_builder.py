@@ -24,11 +24,11 @@ from aligner.data.types import (
 from aligner.engines.engine_protocol import SamplingOptions
 from aligner.engines.replicas import Enough
 from aligner.errors import AlignerError
-from aligner.rollout.samplers import Sampler
-from aligner.rollout.services import PendingRows, Services
-from aligner.rollout.stragglers import Straggler, divided
 from aligner.schema import RolloutConfig
 from aligner.servers.remote_client import RefusedError, RemoteFuture
+from aligner.training.partial_rollouts import Straggler, divided
+from aligner.training.samplers import Sampler
+from aligner.training.services import PendingRows, Services
 
 _log = logging.getLogger(__name__)
 

@@ -11,11 +11,11 @@ import torch
 from aligner.data.types import Sample
 from aligner.engines.engine_protocol import SamplingOptions
 from aligner.errors import AlignerError
-from aligner.rollout.rollout_builder import RolloutBuilder, informative, truncated
-from aligner.rollout.services import PendingRows
 from aligner.schema import RolloutConfig
 from aligner.servers.remote_client import RefusedError, RemoteError, TransportError, UnscoredError
-from tests.rollout.fakes import Digits, Scorers, Stream, teacher_logprobs
+from aligner.training.rollout_builder import RolloutBuilder, informative, truncated
+from aligner.training.services import PendingRows
+from tests.training.fakes import Digits, Scorers, Stream, teacher_logprobs
 
 EACH = 2
 

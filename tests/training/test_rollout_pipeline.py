@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from aligner.data.types import Prompt
 from aligner.engines.engine_protocol import SamplingOptions
 from aligner.errors import AlignerError
-from aligner.rollout.rollout_builder import RolloutBuilder
-from aligner.rollout.rollout_pipeline import RolloutPipeline
 from aligner.schema import RolloutConfig
-from tests.rollout.clock import Clock, Deadlock
-from tests.rollout.fakes import Digits, Scorers, Stream
+from aligner.training.rollout_builder import RolloutBuilder
+from aligner.training.rollout_pipeline import RolloutPipeline
+from tests.training.clock import Clock, Deadlock
+from tests.training.fakes import Digits, Scorers, Stream
 
 EACH, PROMPTS = 2, 2
 HELD_OUT = Prompt(2**40, "held out", torch.tensor([5]))

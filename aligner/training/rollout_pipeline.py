@@ -29,10 +29,10 @@ from aligner.errors import AlignerError
 from aligner.files import write_file
 from aligner.resharding.publisher import RemotePublisher
 from aligner.resharding.weight_update import PublishStats, WeightPublisher
-from aligner.rollout.rollout_builder import RolloutBatch, RolloutBuilder
-from aligner.rollout.services import PendingRows, Services, together
-from aligner.rollout.stragglers import Straggler, from_saved, prompt_fields, to_saved
 from aligner.schema import RolloutConfig
+from aligner.training.partial_rollouts import Straggler, from_saved, prompt_fields, to_saved
+from aligner.training.rollout_builder import RolloutBatch, RolloutBuilder
+from aligner.training.services import PendingRows, Services, together
 
 Drawn = TypeVar("Drawn")
 

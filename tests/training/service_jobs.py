@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from aligner.errors import AlignerError
-from aligner.rollout.services import together
+from aligner.training.services import together
 
 
 def wait_on_all_ranks(seconds: float, timeout_s: float, error: str | None = None) -> Any:

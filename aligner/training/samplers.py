@@ -11,10 +11,10 @@ from aligner.engines.engine_loop import SampleSource, SingleResponses, StartsSam
 from aligner.engines.engine_protocol import GenerationEngine, SamplingOptions
 from aligner.engines.replicas import STEPS_A_PART, Enough, generate_in_parts, run_through
 from aligner.resharding.publisher import RemotePublisher
-from aligner.rollout.services import together
 from aligner.schema import EngineParallelConfig
 from aligner.servers.generator_client import GeneratorClient
 from aligner.servers.remote_client import RemoteError
+from aligner.training.services import together
 
 
 class Sampler(Protocol):

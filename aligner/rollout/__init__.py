@@ -1,1 +1,0 @@
-"""Generation and scoring of samples, synchronously or ahead of training."""
