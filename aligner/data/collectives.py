@@ -2,8 +2,10 @@
 
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import replace
+from threading import Thread
 from typing import Any, TypeVar
 
 import torch
@@ -19,6 +21,7 @@ from aligner.data.types import (
     concatenate_response_values,
     concatenate_support,
 )
+from aligner.errors import AlignerError
 
 T = TypeVar("T")
 
@@ -44,6 +47,76 @@ def broadcast_json(value: Any, source: int = 0, group: ProcessGroup | None = Non
             json.dumps(value).encode() if dist.get_rank(group) == source else b"", source, group
         )
     )
+
+
+def run_on_rank0(
+    action: Callable[[], Any],
+    group: ProcessGroup | None = None,
+    *,
+    error_types: Sequence[type[AlignerError]] = (),
+    heartbeat_s: float | None = None,
+) -> Any:
+    """Run `action` on the group's rank 0, and return its result on every rank. Collective.
+
+    The other ranks learn of an error, too; otherwise they would wait for the result until the
+    collective times out.
+
+    Args:
+        action: Function that returns a JSON value. It is called on rank 0 only.
+        group: Process group; None means the world.
+        error_types: Types of errors that also the other ranks raise with their own type. Their
+            constructors take one message.
+        heartbeat_s: Interval in seconds at which rank 0 tells the other ranks that the action is
+            still running, for actions that may take longer than the timeout of a collective. The
+            action then runs in a thread. None sends no heartbeats.
+
+    Raises:
+        Exception: On rank 0, the error of the action.
+        AlignerError: On the other ranks, the message of rank 0's error. The type is AlignerError if
+            `error_types` does not contain the error's own type.
+    """
+    if not is_distributed(group):
+        return action()
+
+    if dist.get_rank(group) == 0:
+        try:
+            if heartbeat_s is None:
+                value = action()
+            else:
+                value = _run_with_heartbeats(action, group, heartbeat_s)
+        except BaseException as error:
+            is_described = isinstance(error, AlignerError)
+            message = str(error) if is_described else f"{type(error).__name__}: {error}"
+            broadcast_json({"error": message, "type": type(error).__name__}, group=group)
+            raise
+        return broadcast_json({"value": value}, group=group)["value"]
+
+    # None is a heartbeat.
+    while (answer := broadcast_json(None, group=group)) is None:
+        pass
+    if "error" in answer:
+        types = {error_type.__name__: error_type for error_type in error_types}
+        raise types.get(answer["type"], AlignerError)(answer["error"])
+    return answer["value"]
+
+
+def _run_with_heartbeats(
+    action: Callable[[], T], group: ProcessGroup | None, interval_s: float
+) -> T:
+    """Return the result of `action`, and meanwhile broadcast None at an interval."""
+    result: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(action())
+        except BaseException as error:
+            result.set_exception(error)
+
+    # A daemon thread, so that an action that never returns does not keep the process alive.
+    Thread(target=run, name="run_on_rank0", daemon=True).start()
+    while not wait([result], interval_s).done:
+        broadcast_json(None, group=group)
+    return result.result()
 
 
 def _broadcast_bytes(data: bytes, source: int = 0, group: ProcessGroup | None = None) -> bytes:

@@ -33,7 +33,7 @@ from aligner.data.checkpoint_files import (
     tensor_key,
 )
 from aligner.data.checksums import DamagedError, FileRecord
-from aligner.data.collectives import broadcast_json, gather_json
+from aligner.data.collectives import gather_json, run_on_rank0
 from aligner.data.fencing import fenced_write
 from aligner.data.model_directory import TensorEntry, write_safetensors
 from aligner.errors import AlignerError
@@ -41,7 +41,6 @@ from aligner.files import finish_directory, start_directory, write_file
 from aligner.megatron.named_weights import NamedWeights
 from aligner.megatron.optimizer_state import OptimizerState
 from aligner.megatron.runner import ModelRunner
-from aligner.megatron.world import World
 from aligner.models.weight_slices import cut_shape
 from aligner.schema import ActorConfig, MegatronModelConfig, TrainedModelConfig
 from aligner.version import __version__
@@ -104,7 +103,7 @@ class CheckpointedModel:
         runner = self.runner
         world = self.world
         temporary_directory = directory.with_name(
-            _run_on_first_rank(world, directory, lambda: start_directory(directory).name)
+            _write_on_rank0(directory, lambda: start_directory(directory).name)
         )
         state = runner.optimizer_state()
         # A rank that trains nothing reports 0 steps.
@@ -187,7 +186,7 @@ class CheckpointedModel:
                 shutil.rmtree(temporary_directory, ignore_errors=True)
                 raise
 
-        _run_on_first_rank(self.world, directory, complete)
+        _write_on_rank0(directory, complete)
 
     def load(self, directory: Path, *, verified: bool = False) -> None:
         """Load weights, optimizer state and learning-rate schedule from a checkpoint. Collective.
@@ -236,23 +235,23 @@ class CheckpointedModel:
         runner.scheduler.step(increment=manifest.schedule_steps)
 
 
-def _run_on_first_rank(world: World, directory: Path, action: Callable[[], str | None]) -> Any:
+def _write_on_rank0(directory: Path, action: Callable[[], str | None]) -> Any:
     """Run `action` on rank 0 and return its result on every rank. Collective.
 
     Raises:
         AlignerError: On every rank, if the action raised OSError or AlignerError.
     """
-    result = error = None
-    if world.rank == 0:
+
+    def run() -> str | None:
         try:
             with fenced_write():
-                result = action()
-        except (OSError, AlignerError) as problem:
-            error = str(problem)
-    result, error = broadcast_json([result, error])
-    if error:
-        raise AlignerError(f"{directory}: the checkpoint could not be written: {error}")
-    return result
+                return action()
+        except (OSError, AlignerError) as error:
+            raise AlignerError(
+                f"{directory}: the checkpoint could not be written: {error}"
+            ) from error
+
+    return run_on_rank0(run)
 
 
 def _write_rank_file(file: Path, tensors: Mapping[str, Tensor]) -> FileRecord | str | None:

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from aligner.data.collectives import broadcast_json
+from aligner.data.collectives import run_on_rank0
 from aligner.data.types import ABSTAINED
 from aligner.errors import AlignerError, UnavailableError
 from aligner.rewards.remote import RemoteScorer
@@ -153,14 +152,11 @@ class ScoringBatch:
         return step_rewards
 
 
-# Exceptions of scorers that reach the client with their own type; all others become ScoringError.
-_ERRORS = {
-    error.__name__: error
-    for error in (ScoringError, ScorerUnavailable, ScorerTimeout, ScorerDeadlocked)
-}
+_ERROR_TYPES = (ScorerUnavailable, ScorerTimeout, ScorerDeadlocked)
+"""Errors of scorers that reach the client with their own type; all others become ScoringError."""
 
 
-def _run_on_rank0_and_share(score: Callable[[], Any]) -> Any:
+def _score_on_rank0(score: Callable[[], Any]) -> Any:
     """Return on every rank the JSON value that `score` returns on rank 0.
 
     Collective.
@@ -168,21 +164,20 @@ def _run_on_rank0_and_share(score: Callable[[], Any]) -> Any:
     Raises:
         ScoringError: `score` raised AlignerError on rank 0. Every rank raises the same error.
     """
-    # Errors are broadcast too; otherwise the other ranks would wait for the scores forever.
-    scores = None
-    kind = None
-    message = None
-    if not dist.is_initialized() or dist.get_rank() == 0:
+
+    def run() -> Any:
         try:
-            scores = score()
+            return score()
         except AlignerError as error:
-            is_unavailable = isinstance(error, UnavailableError)
-            kind = ScorerUnavailable.__name__ if is_unavailable else type(error).__name__
-            message = str(error)
-    scores, kind, message = broadcast_json([scores, kind, message])
-    if kind is not None:
-        raise _ERRORS.get(kind, ScoringError)(message)
-    return scores
+            # The client distinguishes only these types.
+            if isinstance(error, UnavailableError):
+                error_type: type[ScoringError] = ScorerUnavailable
+            else:
+                kinds = [kind for kind in _ERROR_TYPES if type(error) is kind]
+                error_type = kinds[0] if kinds else ScoringError
+            raise error_type(str(error)) from error
+
+    return run_on_rank0(run, error_types=(ScoringError, *_ERROR_TYPES))
 
 
 class RewardSource(Protocol):
@@ -230,7 +225,7 @@ class TextSource:
             if self.skip_special_tokens or batch.requests_with_special_tokens is None
             else batch.requests_with_special_tokens
         )
-        scores = _run_on_rank0_and_share(lambda: call_scorer(self.name, self.scorer, requests()))
+        scores = _score_on_rank0(lambda: call_scorer(self.name, self.scorer, requests()))
         return torch.tensor(
             [ABSTAINED if score is None else score for score in scores], dtype=torch.float64
         )
@@ -247,7 +242,7 @@ class StepSource:
 
     def compute_raw_scores(self, batch: ScoringBatch) -> Tensor:
         """Return the rewards of the steps. See RewardSource."""
-        step_lists = _run_on_rank0_and_share(
+        step_lists = _score_on_rank0(
             lambda: call_step_scorer(self.name, self.scorer, batch.requests())
         )
         return batch.build_step_rewards(
