@@ -41,8 +41,6 @@ _STACK_SIGNAL = signal.SIGRTMAX
 _STACK_TIMEOUT_S = 2.0
 _STACK_POLL_INTERVAL_S = 0.1
 _MAX_STACK_LINES = 60
-
-
 # Key of the placeholder of a value whose type JSON does not have.
 _PLACEHOLDER_KEY = "aligner: of a type that JSON does not have"
 
@@ -149,10 +147,10 @@ class ChildFunction:
             self._number += 1
             try:
                 request = json.dumps([self._number, arguments])
-                _pipe(process.stdin).write(request.encode() + b"\n")
-                _pipe(process.stdin).flush()
+                _require_pipe(process.stdin).write(request.encode() + b"\n")
+                _require_pipe(process.stdin).flush()
             except BrokenPipeError:
-                raise self._exit_error(process) from None
+                raise self._build_exit_error(process) from None
             response = self._wait_for_response(process, self._deadline_s)
         if "raised" in response:
             raise ChildRaised(response["raised"])
@@ -182,8 +180,8 @@ class ChildFunction:
             self._received = bytearray()
             settings = json.dumps([self._stacks_fd, *self._settings])
             with contextlib.suppress(BrokenPipeError):  # `_wait_for_response` reports the cause
-                _pipe(self._process.stdin).write(settings.encode() + b"\n")
-                _pipe(self._process.stdin).flush()
+                _require_pipe(self._process.stdin).write(settings.encode() + b"\n")
+                _require_pipe(self._process.stdin).flush()
             try:
                 response = self._wait_for_response(self._process, _IMPORT_TIMEOUT_S)
             except ChildTooSlow as error:
@@ -201,30 +199,30 @@ class ChildFunction:
         self, process: subprocess.Popen[bytes], deadline_s: float | None
     ) -> dict[str, Any]:
         """Return the response to the last request."""
-        end = None if deadline_s is None else time.monotonic() + deadline_s
+        deadline = None if deadline_s is None else time.monotonic() + deadline_s
         while True:
-            line = self._wait_for_line(process, end, deadline_s)
+            line = self._wait_for_line(process, deadline, deadline_s)
             response = json.loads(line, object_hook=_decode_placeholder)
             if response["number"] == self._number:
                 return response
 
     def _wait_for_line(
-        self, process: subprocess.Popen[bytes], end: float | None, deadline_s: float | None
+        self, process: subprocess.Popen[bytes], deadline: float | None, deadline_s: float | None
     ) -> bytes:
         """Return the next line that the process writes.
 
         Args:
             process: The child process.
-            end: End of the wait on the monotonic clock; None means no limit.
+            deadline: End of the wait on the monotonic clock; None means no limit.
             deadline_s: The deadline in the error message, in seconds.
         """
-        descriptor = _pipe(process.stdout).fileno()
+        descriptor = _require_pipe(process.stdout).fileno()
         readable = select.poll()
         readable.register(descriptor, select.POLLIN)
         while b"\n" not in self._received:
-            wait_s = (
-                _POLL_INTERVAL_S if end is None else min(_POLL_INTERVAL_S, end - time.monotonic())
-            )
+            wait_s = _POLL_INTERVAL_S
+            if deadline is not None:
+                wait_s = min(wait_s, deadline - time.monotonic())
             if wait_s <= 0:
                 stack = self._read_stack(process)
                 self._kill()
@@ -232,11 +230,12 @@ class ChildFunction:
                     f"returned no result within {deadline_s:g} s and was killed", stack
                 )
             if readable.poll(wait_s * 1000):
-                if not (block := os.read(descriptor, 1 << 16)):
-                    raise self._exit_error(process)
+                block = os.read(descriptor, 1 << 16)
+                if not block:  # the end of the file
+                    raise self._build_exit_error(process)
                 self._received += block
             elif process.poll() is not None:
-                raise self._exit_error(process)
+                raise self._build_exit_error(process)
         line, _, self._received = self._received.partition(b"\n")
         return bytes(line)
 
@@ -244,18 +243,17 @@ class ChildFunction:
         """Let the process write the stacks of its threads and asyncio tasks, and return them."""
         process.send_signal(_STACK_SIGNAL)
         last_size = 0
-        end = time.monotonic() + _STACK_TIMEOUT_S
-        while time.monotonic() < end:
+        deadline = time.monotonic() + _STACK_TIMEOUT_S
+        while time.monotonic() < deadline:
             time.sleep(_STACK_POLL_INTERVAL_S)
             size = os.fstat(self._stacks_fd).st_size
             if size and size == last_size:
                 break  # the process has written all stacks
             last_size = size
-        return _select_function_frames(
-            os.pread(self._stacks_fd, 1 << 20, 0).decode(errors="replace")
-        )
+        stacks = os.pread(self._stacks_fd, 1 << 20, 0).decode(errors="replace")
+        return _select_function_frames(stacks)
 
-    def _exit_error(self, process: subprocess.Popen[bytes]) -> ChildLost:
+    def _build_exit_error(self, process: subprocess.Popen[bytes]) -> ChildLost:
         """Wait until the process exits, and return the error that describes its exit."""
         code = process.wait()
         self._kill()
@@ -275,13 +273,13 @@ class ChildFunction:
         if process is not None:
             process.kill()
             process.wait()
-            _pipe(process.stdout).close()
+            _require_pipe(process.stdout).close()
             with contextlib.suppress(BrokenPipeError):
-                _pipe(process.stdin).close()
+                _require_pipe(process.stdin).close()
             os.close(self._stacks_fd)
 
 
-def _pipe(stream: IO[bytes] | None) -> IO[bytes]:
+def _require_pipe(stream: IO[bytes] | None) -> IO[bytes]:
     """Return a stream of the process, which is always a pipe; the check is for the type checker."""
     if stream is None:
         raise AssertionError
@@ -295,11 +293,13 @@ def _select_function_frames(stacks: str) -> str:
     sections: dict[str, list[str]] = {"task": [], "main": [], "other": []}
     for section in stacks.strip().split("\n\n"):
         lines = section.splitlines()
-        own_frames = [index for index, line in enumerate(lines) if f'"{__file__}"' in line]
-        kind = "task" if section.startswith("Task ") else "main" if own_frames else "other"
+        own_frame_indices = [index for index, line in enumerate(lines) if f'"{__file__}"' in line]
+        # Only the stack of the main thread contains `serve`.
+        thread_kind = "main" if own_frame_indices else "other"
+        kind = "task" if section.startswith("Task ") else thread_kind
         # The innermost frame is first: this module's frame and its callers are at the end.
-        if own_frames:
-            del lines[own_frames[0] :]
+        if own_frame_indices:
+            del lines[own_frame_indices[0] :]
         while lines and package in lines[-1]:
             del lines[-1]
         sections[kind] += lines
@@ -359,13 +359,10 @@ def serve() -> None:
         # At the end of this CPU time, SIGPROF kills the process.
         signal.setitimer(signal.ITIMER_PROF, cpu_limit_s)
         try:
-            content = {
-                "result": (
-                    function(*arguments) if wrapper is None else wrapper(function, *arguments)
-                )
-            }
+            result = function(*arguments) if wrapper is None else wrapper(function, *arguments)
+            # The time for the response does not count.
             signal.setitimer(signal.ITIMER_PROF, 0)
-            respond(content)
+            respond({"result": result})
         # User code may raise any exception, and may call sys.exit.
         except (Exception, SystemExit) as error:
             signal.setitimer(signal.ITIMER_PROF, 0)
@@ -448,17 +445,17 @@ def _check_argument_count(name: str, function: Callable[..., Any], count: int) -
 def _encode_placeholder(value: Any) -> Any:
     """Return a NumPy scalar as a Python value, and any other value as a placeholder with the name
     of its type."""
-    return (
-        value.item()
-        if hasattr(value, "item") and getattr(value, "ndim", 1) == 0
-        else {_PLACEHOLDER_KEY: type(value).__name__}
-    )
+    if hasattr(value, "item") and getattr(value, "ndim", 1) == 0:
+        return value.item()
+    return {_PLACEHOLDER_KEY: type(value).__name__}
 
 
 def _decode_placeholder(value: dict[str, Any]) -> Any:
     """Return an object for a placeholder, whose type has the name of the original type, so that
     error messages about the value name it."""
-    return type(value[_PLACEHOLDER_KEY], (), {})() if _PLACEHOLDER_KEY in value else value
+    if _PLACEHOLDER_KEY not in value:
+        return value
+    return type(value[_PLACEHOLDER_KEY], (), {})()
 
 
 if __name__ == "__main__":

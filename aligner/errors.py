@@ -46,7 +46,7 @@ def collect_problems(problems: list[str]) -> Iterator[None]:
         problems.append(str(error))
 
 
-class EngineGone(Exception):
+class EngineExited(Exception):
     """The engine's process has exited. The error ends the rank; a server's rank is restarted."""
 
 
@@ -81,13 +81,14 @@ signal blocked; a trainer unblocks it once it can handle it.
 _SIGNAL_OFFSET = 128
 
 
-def exit_code(error: BaseException | None) -> int:
+def get_exit_code(error: BaseException | None) -> int:
     """Return the exit code of a process that ends with an error, or with success (None)."""
     match error:
         case None:
             return FINISHED
         case Interrupted():
             return _SIGNAL_OFFSET + error.number
+        # An error that Ctrl-C has caused counts as Ctrl-C.
         case KeyboardInterrupt() | AlignerError(__cause__=KeyboardInterrupt()):
             return _SIGNAL_OFFSET + signal.SIGINT
         case Stopped() | TransientError():
@@ -97,16 +98,16 @@ def exit_code(error: BaseException | None) -> int:
     return FAILED
 
 
-def is_stopped(code: int) -> bool:
+def is_stop_code(code: int) -> bool:
     """Return whether a code means that a process was stopped, by a request or a signal, and did not
     fail."""
     return code == RESUMABLE or code > _SIGNAL_OFFSET
 
 
-def error_from_exit_code(code: int, message: str) -> Exception:
+def build_exit_error(code: int, message: str) -> Exception:
     """Return the error of a process that has ended with a code other than 0.
 
-    The function is the inverse of `exit_code`.
+    The function is the inverse of `get_exit_code`.
     """
     if code == REFUSED:
         return ConfigError(message)

@@ -26,7 +26,7 @@ EXTRAS = {
 """Names of the extras to the names of their modules in import statements."""
 
 
-def lacking(extra: str, *modules: str) -> str | None:
+def describe_missing_modules(extra: str, *modules: str) -> str | None:
     """Return a message about missing modules of an extra, with the command that installs them.
 
     Args:
@@ -36,6 +36,7 @@ def lacking(extra: str, *modules: str) -> str | None:
     Returns:
         The message; None if no module is missing.
     """
+    # `find_spec` does not import the module, which may take seconds.
     missing = [module for module in modules or EXTRAS[extra] if find_spec(module) is None]
     if not missing:
         return None
@@ -46,7 +47,7 @@ def lacking(extra: str, *modules: str) -> str | None:
     )
 
 
-def unfit_numpy() -> str | None:
+def describe_numpy_conflict() -> str | None:
     """Return a message if numpy is too new for the installed PyTriton.
 
     Triton's Python processes would start with this numpy, but write wrong bytes.
@@ -57,8 +58,8 @@ def unfit_numpy() -> str | None:
     if find_spec("pytriton") is None or find_spec("numpy") is None:
         return None
     version = metadata.version("numpy")
+    if int(version.split(".")[0]) < 2:
+        return None
     return (
         f"PyTriton requires numpy < 2, but numpy {version} is installed; run pip install 'numpy<2'"
-        if int(version.split(".")[0]) > 1
-        else None
     )

@@ -54,7 +54,7 @@ def write_file(path: Path, content: str | bytes) -> None:
     Raises:
         OSError: If the file cannot be written; the error names it.
     """
-    with _complete_file(path, temporary_path(path)) as file, name_file_in_errors(path):
+    with _open_atomic_file(path, get_temporary_path(path)) as file, name_file_in_errors(path):
         file.write(_encode(content))
 
 
@@ -66,7 +66,7 @@ def create_private_file(path: Path, content: str | bytes) -> None:
     with (
         contextlib.suppress(FileExistsError),
         # Unlike a rename, a link fails if the file exists.
-        _complete_file(path, _unique_temporary_path(path), os.link, mode=0o600) as file,
+        _open_atomic_file(path, _get_unique_temporary_path(path), os.link, mode=0o600) as file,
     ):
         file.write(_encode(content))
 
@@ -75,7 +75,7 @@ def create_private_file(path: Path, content: str | bytes) -> None:
 def open_new_file(path: Path) -> Iterator[BinaryIO]:
     """Yield a file to write in parts, which replaces `path` when the block succeeds; if the block
     raises, the file is deleted."""
-    with _complete_file(path, _unique_temporary_path(path)) as file:
+    with _open_atomic_file(path, _get_unique_temporary_path(path)) as file:
         yield file
 
 
@@ -89,13 +89,14 @@ def create_directory(directory: Path) -> Iterator[Path]:
         FileExistsError: At the end of the block, if another process has created the directory in
             the meantime.
     """
-    temporary = _unique_temporary_path(directory)
+    temporary = _get_unique_temporary_path(directory)
     temporary.mkdir(parents=True)
     try:
         yield temporary
         try:
             temporary.rename(directory)
         except OSError as error:
+            # Distinguish a directory that exists from a filesystem that does not work.
             if not directory.is_dir():
                 raise
             raise FileExistsError(
@@ -113,33 +114,34 @@ def start_directory(directory: Path) -> Path:
     """
     for leftover in directory.parent.glob(f"{directory.name}.*tmp"):
         shutil.rmtree(leftover, ignore_errors=True)
-    started = temporary_path(directory.with_name(f"{directory.name}.{secrets.token_hex(8)}"))
-    started.mkdir(parents=True)
-    return started
+    temporary = get_temporary_path(directory.with_name(f"{directory.name}.{secrets.token_hex(8)}"))
+    temporary.mkdir(parents=True)
+    return temporary
 
 
-def finish_directory(started: Path, directory: Path) -> None:
+def finish_directory(temporary: Path, directory: Path) -> None:
     """Rename the directory of `start_directory` to its final name, replacing an existing
     directory."""
+    # A rename cannot replace a directory that is not empty.
     shutil.rmtree(directory, ignore_errors=True)
-    started.replace(directory)
+    temporary.replace(directory)
 
 
-def temporary_path(path: Path) -> Path:
+def get_temporary_path(path: Path) -> Path:
     """Return the name of an incomplete file or directory that only one process writes at a time."""
     return path.with_name(f"{path.name}.tmp")
 
 
-def _unique_temporary_path(path: Path) -> Path:
+def _get_unique_temporary_path(path: Path) -> Path:
     """Return a name of an incomplete file or directory that several processes may write."""
     return path.absolute().with_name(f".{path.name}.{secrets.token_hex(16)}")
 
 
 @contextlib.contextmanager
-def _complete_file(
+def _open_atomic_file(
     path: Path,
     temporary: Path,
-    publish: Callable[[Path, Path], None] = os.replace,
+    move: Callable[[Path, Path], None] = os.replace,
     mode: int = 0o666,
 ) -> Iterator[BinaryIO]:
     """Yield a temporary file, which gets its final name once it is on disk.
@@ -147,7 +149,7 @@ def _complete_file(
     Args:
         path: The final name.
         temporary: The temporary name.
-        publish: Function that gives the temporary file its final name.
+        move: Function that gives the temporary file its final name.
         mode: Mode of the file, before the umask.
     """
     try:
@@ -156,7 +158,7 @@ def _complete_file(
             with name_file_in_errors(path):
                 file.flush()
                 os.fsync(file.fileno())
-        publish(temporary, path)
+        move(temporary, path)
     finally:
         # An error of this deletion must not hide the error of the block.
         with contextlib.suppress(OSError):
@@ -189,6 +191,8 @@ def read_newer_half(file: BinaryIO, limit: int) -> bytes | None:
     size = file.seek(0, os.SEEK_END)
     if size <= limit:
         return None
+
+    # The first line is probably incomplete.
     file.seek(size - limit // 2)
     file.readline()
     return file.read()
@@ -206,8 +210,10 @@ def delete_older_half(path: Path, limit: int) -> int:
         OSError: If the file cannot be read or written.
     """
     with path.open("r+b") as file:
-        if (remaining := read_newer_half(file, limit)) is None:
+        remaining = read_newer_half(file, limit)
+        if remaining is None:
             return 0
+        # The file is at its end, so its position is its size.
         deleted_bytes = file.tell() - len(remaining)
         file.seek(0)
         file.write(remaining)

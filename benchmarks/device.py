@@ -33,7 +33,7 @@ from typing import Any
 
 from aligner.config.compose import compose_config
 from aligner.models.shape import ModelShape
-from aligner.placement.memory.role_memory import GIB, memory_needs
+from aligner.placement.memory.role_memory import GIB, compute_role_memory
 from aligner.placement.roles import has_gpu
 from benchmarks.engine import Replica
 from benchmarks.engine import Work as Responses
@@ -128,7 +128,9 @@ def train(model: str, precision: str, flops: float | None, args: argparse.Namesp
             ]
         )
         expected = next(
-            phase for phase in memory_needs(config, shape)[0].phases if phase.name == "training"
+            phase
+            for phase in compute_role_memory(config, shape)[0].phases
+            if phase.name == "training"
         )
     step, tokens = median(seconds), sum(lengths)
     return {

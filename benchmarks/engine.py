@@ -93,7 +93,7 @@ class Replica:
         the device."""
         import torch
 
-        from aligner.agents.generate import load
+        from aligner.agents.generate import load_weights
         from aligner.data.export import find_source
         from aligner.engines.embedded.embedded_engine import EmbeddedEngine
         from aligner.models.weight_slices import weight_table
@@ -112,7 +112,7 @@ class Replica:
             self._shape, settings, rank=0, seed=1, device=device, listener=self._saw_prompts
         )
         if directory is not None:
-            load(self._engine, find_source(Path(directory)))
+            load_weights(self._engine, find_source(Path(directory)))
         else:
             update, names = (
                 self._engine.begin_update(0),
@@ -150,7 +150,7 @@ class Replica:
             tables.add("embedding.word_embeddings.weight")
         tensors, linear = (
             self._engine._weights.tensors.items(),
-            self._engine._machine.decoder._products.linear,
+            self._engine._state.decoder._matmuls.linear,
         )
         repeats, matrices = (
             8,
@@ -194,9 +194,9 @@ class Replica:
             requests, SamplingOptions(max(work.lengths), greedy=self._greedy)
         )
         found = []
-        while not generation.done:
+        while not generation.is_done:
             first, begin, passes = (
-                next(iter(self._engine._scheduler._rows), None),
+                next(iter(self._engine._scheduler._running), None),
                 time.perf_counter(),
                 self._prompt_passes,
             )
@@ -213,7 +213,7 @@ class VLLM:
     def __init__(self, directory: str, model: str, batch: int, precision: str) -> None:
         import dataclasses
 
-        from aligner.agents.generate import load
+        from aligner.agents.generate import load_weights
         from aligner.data.export import find_source
         from aligner.engines.vllm.vllm_engine import VLLMEngine
         from aligner.schema import EngineConfig
@@ -227,14 +227,14 @@ class VLLM:
             shape,
             VLLMEngine(Path(directory), shape, settings, rank=0, seed=1),
         )
-        load(self._engine, find_source(Path(directory)))
+        load_weights(self._engine, find_source(Path(directory)))
 
     def generate(self, work: Work) -> float:
         """Generate all responses, and return the time in seconds."""
         import torch
 
         from aligner.data.types import Prompt
-        from aligner.engines.engine_loop import SingleResponses, finish
+        from aligner.engines.engine_loop import SingleResponses, run_steps
         from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions
 
         prompts = [torch.tensor(prompt) for prompt in work.prompts(self._shape.vocab_size)]
@@ -245,7 +245,7 @@ class VLLM:
             for index, (prompt, length) in enumerate(zip(prompts, work.lengths, strict=True))
         ]
         begin = time.perf_counter()
-        finish(SingleResponses(self._engine).start(requests, SamplingOptions(max(work.lengths))))
+        run_steps(SingleResponses(self._engine).start(requests, SamplingOptions(max(work.lengths))))
         return time.perf_counter() - begin
 
 

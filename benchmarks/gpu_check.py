@@ -31,7 +31,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from aligner.extras import unfit_numpy
+from aligner.extras import describe_numpy_conflict
 from benchmarks.runs import REPOSITORY, python_path
 
 DEVICE = os.environ.get("ALIGNER_DEVICE", "cuda")
@@ -184,7 +184,7 @@ def lacking(check: Check) -> list[str]:
         for need in check.needs
         if need.endswith(_MANY) and gpus() < int(need.removesuffix(_MANY))
     ]
-    if "pytriton" in check.needs and (unfit := unfit_numpy()):
+    if "pytriton" in check.needs and (unfit := describe_numpy_conflict()):
         missing.append(f"numpy < 2 ({unfit})")
     wants_cuda = CUDA in check.needs or (GPU in check.needs and DEVICE == "cuda")
     return [

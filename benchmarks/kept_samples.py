@@ -97,7 +97,7 @@ def main() -> None:
             begun, wall = time.process_time(), time.perf_counter()
             recorder.write(step, samples)
             handed = time.perf_counter() - wall
-            recorder.settle(step)
+            recorder.wait_until_written(step)
             cpu, wall = time.process_time() - begun, time.perf_counter() - wall
             print(
                 f"step {step}: {cpu:.3f} s CPU time, {wall:.3f} s elapsed; training waited for"

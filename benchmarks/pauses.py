@@ -21,7 +21,7 @@ from typing import Any
 
 import psutil
 
-from aligner.paths import replaced_environment
+from aligner.paths import replace_environment
 from benchmarks.leftovers import Leftovers
 from benchmarks.runs import (
     Finished,
@@ -144,7 +144,7 @@ def run_paused(
     `starting` is the number of additional pauses of the whole run while it starts.
     """
     done = Counter[str]()
-    with replaced_environment({**os.environ, **clock.variables()}):
+    with replace_environment({**os.environ, **clock.variables()}):
         launch = Launch(directory, *overrides)
     with launch:
         for _ in range(starting):

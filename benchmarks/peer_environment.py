@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 from aligner.files import write_file
-from aligner.paths import cache_directory
+from aligner.paths import get_cache_directory
 from benchmarks.runs import REPOSITORY
 
 _INSTALLED = ".installed"
@@ -70,7 +70,7 @@ def installed_python(name: str) -> Path | None:
 
 
 def _place(name: str) -> Path:
-    return cache_directory() / "peers" / name
+    return get_cache_directory() / "peers" / name
 
 
 def _requirements(name: str) -> Path:

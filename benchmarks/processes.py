@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from aligner.launcher.rank_environment import FreePorts, library_environment
-from aligner.paths import replaced_environment
+from aligner.paths import replace_environment
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Group:
             )
             # Libraries read their environment variables before the process could set them itself.
             libraries = library_environment(self.way.threads) if self.way.as_ranks else {}
-            with replaced_environment({**os.environ, **libraries}):
+            with replace_environment({**os.environ, **libraries}):
                 process.start()
             self._workers.append((process, ours))
         return self

@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 from aligner.config.compose import compose_config, load_config, save_config
 from aligner.errors import ConfigError
 from aligner.launcher.rank_environment import FreePorts
-from aligner.placement.addresses import Endpoint, run_access
+from aligner.placement.addresses import Endpoint, load_access
 from aligner.schema import Config
 from aligner.servers.remote_client import Connection, RemoteError
 from aligner.servers.wire_protocol import CRITIC_INFER, CRITIC_TRAIN
@@ -116,7 +116,7 @@ class Served:
         while True:
             # The server, or its access key, does not exist yet.
             with contextlib.suppress(RemoteError, ConfigError):
-                self.connection = Connection("critic", self.endpoint, run_access(self.config))
+                self.connection = Connection("critic", self.endpoint, load_access(self.config))
                 self.connection.check_ready(1.0)
                 return
             if self._process.poll() is not None or time.monotonic() > deadline:

@@ -76,11 +76,11 @@ class Ours:
     def __init__(self, directory: str, precision: str) -> None:
         from aligner.agents.environment_pool import EnvironmentPool
         from aligner.agents.episodes import EnvironmentEpisodes
-        from aligner.agents.generate import load
+        from aligner.agents.generate import load_weights
         from aligner.data.export import find_source
         from aligner.data.tokenizer import Tokenizer
         from aligner.engines.embedded.embedded_engine import EmbeddedEngine
-        from aligner.engines.embedded.token_drawing import Drawing
+        from aligner.engines.embedded.token_sampler import TokenSampler
         from aligner.engines.engine_protocol import GenerationEngine
         from aligner.models.model_source import directory_shape
         from aligner.schema import EngineConfig
@@ -88,13 +88,13 @@ class Ours:
 
         self._shape = directory_shape(Path(directory), "--model")
         engine = EmbeddedEngine(self._shape, EngineConfig(precision=precision), rank=0, seed=1)
-        load(engine, find_source(Path(directory)))
+        load_weights(engine, find_source(Path(directory)))
         settings = EnvironmentConfig(
             target="benchmarks.turns_environment:Words",
             max_turns=max(TURNS),
             max_turn_tokens=self._shape.max_positions,
         )
-        self._pool = EnvironmentPool.of(settings)
+        self._pool = EnvironmentPool.from_config(settings)
         self._pool.start()
         assert isinstance(engine, GenerationEngine)
         self._engine = EnvironmentEpisodes(
@@ -102,24 +102,24 @@ class Ours:
         )
         self._forward_s = self._sampling_s = 0.0
         self._prefilled = 0
-        forward, choose = engine._machine.forward, Drawing._choose
+        forward, sample = engine._state.forward, TokenSampler._sample_and_broadcast
 
         def forwarded(step: Any, cache: Any) -> Any:
             begin = time.perf_counter()
             logits = forward(step, cache)
             self._forward_s += time.perf_counter() - begin
             self._prefilled += 0 if step.prompts is None else len(step.prompts.tokens)
-            self._prefilled += 0 if step.scores else len(step.tokens)
+            self._prefilled += 0 if step.needs_logits else len(step.tokens)
             return logits
 
         def sampled(*arguments: Any) -> Any:
             begin = time.perf_counter()
-            chosen = choose(*arguments)
+            chosen = sample(*arguments)
             self._sampling_s += time.perf_counter() - begin
             return chosen
 
-        engine._machine.forward = forwarded
-        Drawing._choose = sampled  # type: ignore[method-assign]
+        engine._state.forward = forwarded
+        TokenSampler._sample_and_broadcast = sampled  # type: ignore[method-assign]
 
     def episodes(self, work: Work) -> Taken:
         """Generate episodes, and return their times and numbers of tokens."""
@@ -139,7 +139,7 @@ class Ours:
         self._forward_s, self._sampling_s, self._prefilled = 0.0, 0.0, 0
         samples, ended, begin = {}, {}, time.perf_counter()
         generation = self._engine.start(requests, SamplingOptions(most, stop_token_ids=stops))  # type: ignore[arg-type]
-        while not generation.done:
+        while not generation.is_done:
             for place, sample in generation.step():
                 samples[place], ended[place] = sample, time.perf_counter() - begin
         whole = time.perf_counter() - begin

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from aligner.cli.command_table import COMMANDS
-from aligner.config.conf_files import group_directories, group_options
+from aligner.config.conf_files import find_group_directories, list_group_options
 from aligner.rewards.judge import COUNTS as JUDGE_COUNTS
-from aligner.schema.keys import schema_keys
+from aligner.schema.keys import get_schema_keys
 from aligner.version import __version__
 from aligner.view.metric_descriptions import describe_metric
 
@@ -118,7 +118,7 @@ def options_of(name: str) -> set[str]:
 
 
 def test_keys_in_migration_page_exist() -> None:
-    keys, groups = schema_keys(), group_options(group_directories(None))
+    keys, groups = get_schema_keys(), list_group_options(find_group_directories(None))
     named = set()
     for line in (DOCS / "migrating.md").read_text().splitlines():
         cells = line.split(" | ")

@@ -13,9 +13,9 @@ from aligner.errors import (
     Stopped,
     TransientError,
     UnavailableError,
-    error_from_exit_code,
-    exit_code,
-    is_stopped,
+    build_exit_error,
+    get_exit_code,
+    is_stop_code,
 )
 
 
@@ -34,21 +34,21 @@ from aligner.errors import (
     ],
 )
 def test_errors_have_their_exit_codes(error: BaseException | None, code: int) -> None:
-    assert exit_code(error) == code
-    assert is_stopped(code) == (code in (75, 130, 143))
+    assert get_exit_code(error) == code
+    assert is_stop_code(code) == (code in (75, 130, 143))
 
 
 def test_error_caused_by_interrupt_has_exit_code_130() -> None:
     with pytest.raises(AlignerError) as raised:
         raise AlignerError("interrupted: the job may be queued") from KeyboardInterrupt()
-    assert exit_code(raised.value) == 130
+    assert get_exit_code(raised.value) == 130
 
 
 @pytest.mark.parametrize("code", [1, 2, 75, 130, 143])
 def test_error_of_an_exit_code_has_that_exit_code(code: int) -> None:
-    error = error_from_exit_code(code, "why")
-    assert exit_code(error) == code and ("why" in str(error) or isinstance(error, Interrupted))
+    error = build_exit_error(code, "why")
+    assert get_exit_code(error) == code and ("why" in str(error) or isinstance(error, Interrupted))
 
 
 def test_child_killed_by_signal_has_exit_code_137() -> None:
-    assert exit_code(error_from_exit_code(-signal.SIGKILL, "")) == 137
+    assert get_exit_code(build_exit_error(-signal.SIGKILL, "")) == 137

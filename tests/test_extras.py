@@ -14,7 +14,7 @@ from aligner import extras
 from aligner.checks.check import check
 from aligner.config.compose import compose_config
 from aligner.errors import ConfigError
-from aligner.extras import EXTRAS, lacking, unfit_numpy
+from aligner.extras import EXTRAS, describe_missing_modules, describe_numpy_conflict
 from container.pins import canonical
 
 REPOSITORY = Path(__file__).parents[1]
@@ -61,13 +61,13 @@ def test_extras_install_modules_named_in_errors_and_docs() -> None:
 def test_run_without_required_extra_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, extra: str, overrides: list[str]
 ) -> None:
-    assert lacking(extra) is None
+    assert describe_missing_modules(extra) is None
     for name in {
         *EXTRAS[extra],
         *(name for name in sys.modules if name.partition(".")[0] in EXTRAS[extra]),
     }:
         monkeypatch.setitem(sys.modules, name, None)
-    assert f"pip install 'aligner[{extra}]'" in (lacking(extra) or "")
+    assert f"pip install 'aligner[{extra}]'" in (describe_missing_modules(extra) or "")
     with pytest.raises(ConfigError, match=rf"pip install 'aligner\[{extra}\]'"):
         check(compose_config(["experiment=tiny_ppo", f"run.dir={tmp_path / 'run'}", *overrides]))
 
@@ -90,17 +90,17 @@ CALLS = {
     ),
     "gymnasium": (
         "aligner.agents.gymnasium_environment",
-        "_made",
-        "_made('CartPole-v1', {})",
+        "_make_environment",
+        "_make_environment('CartPole-v1', {})",
     ),
-    "mcp": ("aligner.agents.mcp_servers", "listed_tools", "listed_tools('true')"),
+    "mcp": ("aligner.agents.mcp_servers", "list_server_tools", "list_server_tools('true')"),
     "view": ("aligner.view.rendering", "require_packages", "require_packages('aligner view')"),
     "notebook": ("aligner.api.run_handle", "_import_pandas", "_import_pandas('metrics()')"),
     "sentiment": ("aligner.rewards.scorers", "resolve_scorer", "resolve_scorer('sentiment')"),
     "tools": (
         "aligner.agents.function_tools",
-        "tool_function",
-        "tool_function('json:loads')",
+        "import_tool_function",
+        "import_tool_function('json:loads')",
     ),
     "verify": ("aligner.rewards.scorers", "resolve_scorer", "resolve_scorer('math')"),
 }
@@ -120,13 +120,13 @@ def test_function_without_its_extra_names_the_extra(tmp_path: Path, extra: str) 
 
 
 def test_unsupported_numpy_is_refused_with_servers(monkeypatch, tmp_path: Path) -> None:
-    assert unfit_numpy() is None
+    assert describe_numpy_conflict() is None
     monkeypatch.setattr(extras.metadata, "version", lambda name: "2.5.2")
     message = "PyTriton requires numpy < 2, but numpy 2.5.2 is installed; run pip install 'numpy<2'"
-    assert unfit_numpy() == message
+    assert describe_numpy_conflict() == message
     with pytest.raises(
         ConfigError, match=re.escape(f"this run starts servers (critic, reward): {message}")
     ):
         check(compose_config(["experiment=tiny_ppo", f"run.dir={tmp_path / 'run'}"]))
     monkeypatch.setattr(extras, "find_spec", lambda module: None)
-    assert unfit_numpy() is None
+    assert describe_numpy_conflict() is None

@@ -21,19 +21,19 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from torch import Tensor
 
-from aligner.agents.message_matching import compared, template_messages
+from aligner.agents.message_matching import build_comparison_key, to_template_messages
 from aligner.agents.openai_protocol import (
-    MODEL,
+    MODEL_NAME,
     Answer,
+    AnswerToken,
     ChatBody,
     CompletionBody,
-    DrawnToken,
-    Refused,
+    RequestError,
     RewardBody,
     TextBody,
-    parsed,
+    parse_body,
 )
-from aligner.agents.openai_server import OpenAIServer, models_response
+from aligner.agents.openai_server import OpenAIServer, build_models_response
 from aligner.data.chat_turns import ChatTurns, Conversation, NewBranch
 from aligner.data.tokenizer import Tokenizer
 from aligner.data.tool_calls import ToolCall
@@ -46,14 +46,14 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
-class Ask:
+class PendingCompletion:
     """A completion that the agent has requested."""
 
-    read: Tensor
-    """int64 [T]: the input tokens."""
-    most_tokens: int
+    input_tokens: Tensor
+    """Input tokens, int64 [T]."""
+    max_tokens: int
     """Maximum number of tokens of the completion; the context may leave fewer."""
-    completion: "asyncio.Task[Completion]"
+    task: "asyncio.Task[Completion]"
     """The task that generates the completion."""
 
 
@@ -61,36 +61,36 @@ class Ask:
 class AgentTurn:
     """A completion that the agent has received, with its input."""
 
-    read: Tensor
-    """int64 [T]: the input tokens of the policy."""
+    input_tokens: Tensor
+    """Input tokens of the policy, int64 [T]."""
     response: Completion
-    """The completion."""
+    """The generated tokens with their log-probs."""
     conversation: Conversation | None
     """The chat messages of the request; None for a text completion."""
-    said: tuple[str, ...]
+    message_keys: tuple[str, ...]
     """Keys of the request's messages and of the answer, for the comparison with the messages of
-    later requests; see `compared`."""
+    later requests; see `build_comparison_key`."""
     text: str
     """Prompt and completion of a text completion that a later prompt can continue, else empty."""
 
     @property
-    def drawn(self) -> Tensor:
-        """int64 [R]: the response's tokens."""
+    def generated_tokens(self) -> Tensor:
+        """Tokens of the response, int64 [R]."""
         return self.response.tokens
 
 
 @dataclass(frozen=True)
-class SessionMeans:
+class SessionContext:
     """Objects and settings that all sessions share."""
 
     tokenizer: Tokenizer
-    chat: Callable[[], ChatTurns]
+    get_chat: Callable[[], ChatTurns]
     """Function that returns the chat template. Raises ConfigError for a model without one."""
     settings: EnvironmentConfig
     """The section `environment` of the configuration."""
-    context: int
+    max_sequence_length: int
     """Maximum number of input and generated tokens of one sequence."""
-    told: set[str] = field(default_factory=set)
+    logged_messages: set[str] = field(default_factory=set)
     """Ignored parameters and branch reasons that have been logged; each is logged only once."""
 
 
@@ -100,18 +100,18 @@ class AgentSession:
 
     The input tokens of a request depend only on its messages or text and on the tokens generated
     before, and so does the completion; timing has no effect. If an agent fails and is started
-    again, the new attempt starts without turns (see `begin`).
+    again, the new attempt starts without turns (see `start_attempt`).
     """
 
     name: str
     """Name of the episode, part of its URL."""
-    means: SessionMeans
+    context: SessionContext
     generate: Callable[[Tensor, int, int], Coroutine[Any, Any, Completion]]
     """Function that generates a completion. Its arguments are the input tokens, int64 [T], the
     maximum number of generated tokens, and the number of earlier requests with the same input."""
-    end: Callable[[], None]
+    end_episode: Callable[[], None]
     """Function that ends the episode with its current turns."""
-    key: str = field(default_factory=lambda: secrets.token_urlsafe(16))
+    worker_key: str = field(default_factory=lambda: secrets.token_urlsafe(16))
     """API key of the worker process that runs the agent; it authorizes the start of an attempt."""
     agent_key: str | None = None
     """API key of the current attempt of the agent; None before the first attempt."""
@@ -119,29 +119,31 @@ class AgentSession:
     """Turns of the current attempt, in the order of their delivery."""
     reward: float = 0.0
     """Sum of the rewards that the agent has reported in the current attempt."""
-    is_cut: bool = False
+    is_truncated: bool = False
     """Whether a limit on turns or on tokens has truncated the episode."""
-    branches: Counter[str] = field(default_factory=Counter)
+    branch_counts: Counter[str] = field(default_factory=Counter)
     """Number of requests that started a new branch, by reason."""
 
     def __post_init__(self) -> None:
         # number of requested completions, by the bytes of their input tokens
-        self._asked = Counter[bytes]()
+        self._request_counts = Counter[bytes]()
         # completions whose clients have disconnected; the next identical request gets one
-        self._left: list[Ask] = []
+        self._abandoned_completions: list[PendingCompletion] = []
         # tasks of the completions in flight
-        self._waiting = set[asyncio.Task[Completion]]()
+        self._tasks_in_flight = set[asyncio.Task[Completion]]()
 
-    def begin(self) -> str:
+    def start_attempt(self) -> str:
         """Start an attempt of the agent without turns and reward; return its API key.
 
         Raises:
-            Refused: An earlier attempt has failed after a limit had truncated it. The episode ends
-                with the turns of that attempt, and the agent is not started again.
+            RequestError: An earlier attempt has failed after a limit had truncated it. The episode
+                ends with the turns of that attempt, and the agent is not started again.
         """
-        if self.is_cut and self.turns:
-            self.end()
-            raise Refused(409, f"episode {self.name} is over")
+        if self.is_truncated and self.turns:
+            self.end_episode()
+            raise RequestError(409, f"episode {self.name} is over")
+        # Without the counts of the failed attempt, the random numbers of this one are the same as
+        # in a run in which the agent did not fail.
         self.__post_init__()
         self.turns = []
         self.reward = 0.0
@@ -151,8 +153,9 @@ class AgentSession:
 
     def close(self) -> None:
         """Cancel the completions in flight; their requests get the status 401."""
-        for completion in [*self._waiting]:
-            completion.cancel()
+        # a copy, because finished tasks remove themselves from the set
+        for task in [*self._tasks_in_flight]:
+            task.cancel()
 
     async def answer(self, body: CompletionBody) -> list[Answer]:
         """Return `body.n` answers to a request, and record each as a turn.
@@ -161,271 +164,318 @@ class AgentSession:
         input gets them. A retry after a disconnect therefore generates no second completion.
 
         Raises:
-            Refused: The request is invalid, the episode has reached its maximum number of turns, or
-                the episode has ended.
+            RequestError: The request is invalid, the episode has reached its maximum number of
+                turns, or the episode has ended.
         """
-        for name in {*body.ignored} - self.means.told:
-            self.means.told.add(name)
+        for name in {*body.ignored_parameters} - self.context.logged_messages:
+            self.context.logged_messages.add(name)
             _log.warning("agent requests set %s, which is ignored; set rollout.* instead", name)
 
-        attempt = self.agent_key
+        attempt_key = self.agent_key
         # requests count when they arrive, so that concurrent requests cannot exceed the limit
-        if self._asked.total() + body.n > self.means.settings.max_turns:
-            self.is_cut = True
-            self.end()
-            limit = self.means.settings.max_turns
-            raise Refused(
+        if self._request_counts.total() + body.n > self.context.settings.max_turns:
+            self.is_truncated = True
+            self.end_episode()
+            limit = self.context.settings.max_turns
+            raise RequestError(
                 400,
                 f"episode {self.name} is over: it reached environment.max_turns={limit}",
                 "episode_over",
             )
 
         try:
-            conversation, read = self._read(body)
-        except Refused:
+            conversation, input_tokens = self._tokenize(body)
+        except RequestError:
             raise
         except AlignerError as error:
-            raise Refused(400, str(error)) from error
-        if len(read) >= self.means.context:
-            return self._overflow(len(read), body.n)
+            raise RequestError(400, str(error)) from error
+        if len(input_tokens) >= self.context.max_sequence_length:
+            return self._answer_overflow(len(input_tokens), body.n)
 
-        limit = self.means.settings.max_turn_tokens
-        limit = min(limit, body.limit or limit)
-        asks = [self._ask(read, limit) for _ in range(body.n)]
+        max_tokens = self.context.settings.max_turn_tokens
+        max_tokens = min(max_tokens, body.token_limit or max_tokens)
+        pending_completions = [
+            self._get_or_start_completion(input_tokens, max_tokens) for _ in range(body.n)
+        ]
         try:
-            await asyncio.wait([ask.completion for ask in asks])
+            await asyncio.wait([pending.task for pending in pending_completions])
         except asyncio.CancelledError:
-            self._left += asks
+            # the client has disconnected; `wait` leaves the tasks running
+            self._abandoned_completions += pending_completions
             raise
-        # `begin` may have started another attempt while the engine was generating
-        if attempt != self.agent_key or any(ask.completion.cancelled() for ask in asks):
-            raise Refused(
+        # `start_attempt` may have started another attempt while the engine was generating
+        if attempt_key != self.agent_key or any(
+            pending.task.cancelled() for pending in pending_completions
+        ):
+            raise RequestError(
                 401, f"episode {self.name} is over, or its agent was restarted", "invalid_api_key"
             )
-        return [self._given(body, conversation, ask) for ask in asks]
+        return [self._record_turn(body, conversation, pending) for pending in pending_completions]
 
-    def _read(self, body: CompletionBody) -> tuple[Conversation | None, Tensor]:
+    def _tokenize(self, body: CompletionBody) -> tuple[Conversation | None, Tensor]:
         """Return the chat of a request, None for a text completion, and its input tokens.
 
         The input tokens, int64 [T], contain the tokens of the continued turn unchanged.
         """
         if isinstance(body, ChatBody):
-            conversation = self._conversation(body)
+            conversation = self._build_conversation(body)
             return conversation, conversation.tokens
         assert isinstance(body, TextBody)
         if isinstance(body.prompt, list):
-            size = self.means.tokenizer.vocab_size
-            if not body.prompt or not all(0 <= token < size for token in body.prompt):
-                raise Refused(
-                    400, f"prompt: must have at least one token id, each between 0 and {size - 1}"
+            vocab_size = self.context.tokenizer.vocab_size
+            if not body.prompt or not all(0 <= token < vocab_size for token in body.prompt):
+                raise RequestError(
+                    400,
+                    f"prompt: must have at least one token id, each between 0 and {vocab_size - 1}",
                 )
             return None, torch.tensor(body.prompt, dtype=torch.int64)
 
         text = body.prompt
-        tokenizer = self.means.tokenizer
+        tokenizer = self.context.tokenizer
         if not text:
-            raise Refused(400, "prompt: must not be empty")
-        candidates = [turn for turn in self.turns if turn.text and text.startswith(turn.text)]
-        if not candidates:
+            raise RequestError(400, "prompt: must not be empty")
+        matching_turns = [turn for turn in self.turns if turn.text and text.startswith(turn.text)]
+        if not matching_turns:
             if self.turns:
-                self._branch("the request does not continue an earlier turn")
+                self._count_branch("the request does not continue an earlier turn")
             return None, tokenizer.encode(text, add_bos=True)
 
         # the tokens break ties, so that the choice does not depend on the order of the turns
         turn = max(
-            candidates, key=lambda candidate: (len(candidate.text), candidate.drawn.tolist())
+            matching_turns,
+            key=lambda candidate: (len(candidate.text), candidate.generated_tokens.tolist()),
         )
-        tokens = torch.cat([turn.read, turn.drawn])
-        added = tokenizer.encode_observation(tokens, text[len(turn.text) :])
-        return None, torch.cat([tokens, added])
+        tokens = torch.cat([turn.input_tokens, turn.generated_tokens])
+        # only the text after the turn is tokenized, so that the turn keeps the tokens that the
+        # policy generated
+        observation = tokenizer.encode_observation(tokens, text[len(turn.text) :])
+        return None, torch.cat([tokens, observation])
 
-    def _conversation(self, body: ChatBody) -> Conversation:
+    def _build_conversation(self, body: ChatBody) -> Conversation:
         """Return the chat of a request, which continues the longest matching earlier turn.
 
         A turn matches if the request begins with its messages and has the same tools and template
         variables. Without a matching turn, or if the messages cannot be appended to its tokens, the
         whole chat is rendered again, and the request starts a new branch.
         """
-        rules = self.means.settings.matching
-        chat = self.means.chat()
-        messages = template_messages(body.messages)
+        rules = self.context.settings.matching
+        chat = self.context.get_chat()
+        messages = to_template_messages(body.messages)
         tools = body.tools or None
         variables = body.chat_template_kwargs or {}
-        message_keys = tuple(compared(message, rules) for message in body.messages)
-        candidates = [
+        message_keys = tuple(build_comparison_key(message, rules) for message in body.messages)
+        matching_turns = [
             turn
             for turn in self.turns
             if turn.conversation is not None
             and turn.conversation.tools == tools
             and turn.conversation.variables == variables
-            and len(turn.said) < len(message_keys)
-            and turn.said == message_keys[: len(turn.said)]
+            and len(turn.message_keys) < len(message_keys)
+            and turn.message_keys == message_keys[: len(turn.message_keys)]
         ]
-        if not candidates:
+        if not matching_turns:
             if self.turns:
-                self._branch("the request does not continue an earlier turn")
+                self._count_branch("the request does not continue an earlier turn")
             return chat.begin(messages, tools, variables)
 
+        # the tokens break ties, as in `_tokenize`
         turn = max(
-            candidates, key=lambda candidate: (len(candidate.said), candidate.drawn.tolist())
+            matching_turns,
+            key=lambda candidate: (
+                len(candidate.message_keys),
+                candidate.generated_tokens.tolist(),
+            ),
         )
         assert turn.conversation is not None
         try:
             conversation = chat.append_turn(
-                turn.conversation, turn.drawn, messages[len(turn.said) :]
+                turn.conversation, turn.generated_tokens, messages[len(turn.message_keys) :]
             )
         except AlignerError as error:
             # without its end-of-turn token, no message can follow the turn
-            self._branch("an earlier turn was truncated and cannot be continued", str(error))
+            self._count_branch("an earlier turn was truncated and cannot be continued", str(error))
             return chat.begin(messages, tools, variables)
         if isinstance(conversation, NewBranch):
-            self._branch("the messages cannot be appended to the earlier turn", conversation.reason)
+            self._count_branch(
+                "the messages cannot be appended to the earlier turn", conversation.reason
+            )
             return conversation.conversation
         return conversation
 
-    def _branch(self, kind: str, reason: str = "") -> None:
-        """Count a request that starts a new branch, and log the first one of each kind."""
-        self.branches[kind] += 1
-        if kind not in self.means.told:
-            self.means.told.add(kind)
+    def _count_branch(self, reason: str, detail: str = "") -> None:
+        """Count a request that starts a new branch, and log the first one with each reason."""
+        self.branch_counts[reason] += 1
+        if reason not in self.context.logged_messages:
+            self.context.logged_messages.add(reason)
             _log.info(
                 "episode %s starts a new branch: %s%s (later branches with this reason are not"
                 " logged)",
                 self.name,
-                kind,
-                f" ({reason})" * bool(reason),
+                reason,
+                f" ({detail})" * bool(detail),
             )
 
-    def _overflow(self, length: int, count: int) -> list[Answer]:
+    def _answer_overflow(self, length: int, count: int) -> list[Answer]:
         """Return `count` empty answers to a prompt that leaves no room for a token.
 
-        Raises Refused if the episode has no turns yet.
+        Raises RequestError if the episode has no turns yet.
         """
         if not self.turns:
-            limit = self.means.context
-            raise Refused(
+            limit = self.context.max_sequence_length
+            raise RequestError(
                 400,
                 f"the prompt has {length} tokens; must have at most {limit - 1} to leave room for a"
                 " response",
                 "context_length_exceeded",
             )
-        self.is_cut = True
+        self.is_truncated = True
         return [Answer("", "length", length)] * count
 
-    def _ask(self, read: Tensor, most_tokens: int) -> Ask:
+    def _get_or_start_completion(self, input_tokens: Tensor, max_tokens: int) -> PendingCompletion:
         """Return an abandoned completion with the same input, else start a new one."""
-        for ask in self._left:
+        for pending in self._abandoned_completions:
             if (
-                ask.most_tokens == most_tokens
-                and torch.equal(ask.read, read)
-                and not ask.completion.cancelled()
+                pending.max_tokens == max_tokens
+                and torch.equal(pending.input_tokens, input_tokens)
+                and not pending.task.cancelled()
             ):
-                self._left.remove(ask)
-                return ask
+                self._abandoned_completions.remove(pending)
+                return pending
 
         # repeated requests of the same input get different random numbers
-        content = read.numpy().tobytes()
-        completion = asyncio.create_task(self.generate(read, most_tokens, self._asked[content]))
-        ask = Ask(read, most_tokens, completion)
-        self._asked[content] += 1
-        self._waiting.add(completion)
-        completion.add_done_callback(self._waiting.discard)
-        return ask
+        input_bytes = input_tokens.numpy().tobytes()
+        task = asyncio.create_task(
+            self.generate(input_tokens, max_tokens, self._request_counts[input_bytes])
+        )
+        pending = PendingCompletion(input_tokens, max_tokens, task)
+        self._request_counts[input_bytes] += 1
+        self._tasks_in_flight.add(task)
+        task.add_done_callback(self._tasks_in_flight.discard)
+        return pending
 
-    def _given(self, body: CompletionBody, conversation: Conversation | None, ask: Ask) -> Answer:
+    def _record_turn(
+        self, body: CompletionBody, conversation: Conversation | None, pending: PendingCompletion
+    ) -> Answer:
         """Record a completion as a turn, and return it as the answer for the agent."""
-        response = ask.completion.result()
-        read = ask.read
+        response = pending.task.result()
+        input_tokens = pending.input_tokens
+
+        # the engine knows only stop tokens, so stop texts are applied to its completion
         text = None
-        if (prefix := self._stopped(read, response.tokens, body.stops)) is not None:
-            tokens, text = prefix
-            response = _shortened(response, tokens)
+        stop = self._find_stop(input_tokens, response.tokens, body.stop_texts)
+        if stop is not None:
+            token_count, text = stop
+            response = _truncate(response, token_count)
 
         # the turn's keys and text depend on the answer, which in turn depends on the turn
-        turn = AgentTurn(read, response, conversation, (), "")
-        answer = self._answer(body, turn, text)
+        turn = AgentTurn(input_tokens, response, conversation, (), "")
+        answer = self._build_answer(body, turn, text)
         full_text = ""
-        if isinstance(body, TextBody) and isinstance(body.prompt, str) and not self._ended(turn):
-            full_text = body.prompt + self._text_after(read, turn.drawn)
-        self.turns.append(replace(turn, said=self._said(body, answer), text=full_text))
+        # nothing can follow an end-of-sequence token
+        if (
+            isinstance(body, TextBody)
+            and isinstance(body.prompt, str)
+            and not self._has_ended(turn)
+        ):
+            full_text = body.prompt + self._decode_after(input_tokens, turn.generated_tokens)
+        self.turns.append(
+            replace(turn, message_keys=self._build_message_keys(body, answer), text=full_text)
+        )
         return answer
 
-    def _answer(self, body: CompletionBody, turn: AgentTurn, text: str | None) -> Answer:
+    def _build_answer(self, body: CompletionBody, turn: AgentTurn, text: str | None) -> Answer:
         """Return a turn as an answer; `text` is its text up to a stop text, None without one.
 
         Tool calls become part of the answer only if the turn is complete and all of its calls can
         be parsed; otherwise the answer is the plain text.
         """
-        tokenizer = self.means.tokenizer
-        generated = turn.drawn
-        has_ended = self._ended(turn)
+        tokenizer = self.context.tokenizer
+        generated_tokens = turn.generated_tokens
+        has_ended = self._has_ended(turn)
         logprobs = turn.response.logprobs.tolist()
-        texts = [tokenizer.decode_token(token) for token in generated.tolist()]
+        token_texts = [tokenizer.decode_token(token) for token in generated_tokens.tolist()]
+        answer_text = text
+        if answer_text is None:
+            text_tokens = generated_tokens[:-1] if has_ended else generated_tokens
+            answer_text = self._decode_after(turn.input_tokens, text_tokens)
         answer = Answer(
-            self._text_after(turn.read, generated[:-1] if has_ended else generated)
-            if text is None
-            else text,
+            answer_text,
             "length" if turn.response.finish_reason == "length" else "stop",
-            len(turn.read),
-            tuple(map(DrawnToken, texts, logprobs)),
+            len(turn.input_tokens),
+            tuple(map(AnswerToken, token_texts, logprobs)),
         )
         if (
             text is None
             and has_ended
             and turn.conversation is not None
             and isinstance(body, ChatBody)
-            and body.calls_tools
+            and body.should_parse_tool_calls
         ):
-            parsed_turn = self.means.chat().parse_turn(turn.conversation, generated)
-            calls = tuple(call for call in parsed_turn.calls if isinstance(call, ToolCall))
-            if calls and len(calls) == len(parsed_turn.calls):
+            parsed_turn = self.context.get_chat().parse_turn(turn.conversation, generated_tokens)
+            # `calls` also contains the calls that cannot be parsed, as `MalformedCall`
+            tool_calls = tuple(call for call in parsed_turn.calls if isinstance(call, ToolCall))
+            if tool_calls and len(tool_calls) == len(parsed_turn.calls):
                 return replace(
-                    answer, finish_reason="tool_calls", content=parsed_turn.content, calls=calls
+                    answer,
+                    finish_reason="tool_calls",
+                    content=parsed_turn.content,
+                    tool_calls=tool_calls,
                 )
         return answer
 
-    def _ended(self, turn: AgentTurn) -> bool:
+    def _has_ended(self, turn: AgentTurn) -> bool:
         """Return whether the turn's last token is an end-of-sequence token."""
-        return bool(self.means.tokenizer.is_eos(turn.drawn[-1:]))
+        return bool(self.context.tokenizer.is_eos(turn.generated_tokens[-1:]))
 
-    def _said(self, body: CompletionBody, answer: Answer) -> tuple[str, ...]:
-        """Return the keys for `AgentTurn.said`; none for a text completion."""
+    def _build_message_keys(self, body: CompletionBody, answer: Answer) -> tuple[str, ...]:
+        """Return the keys for `AgentTurn.message_keys`; none for a text completion."""
         messages: Sequence[Any] = (
             [*body.messages, answer.message] if isinstance(body, ChatBody) else ()
         )
-        return tuple(compared(message, self.means.settings.matching) for message in messages)
+        return tuple(
+            build_comparison_key(message, self.context.settings.matching) for message in messages
+        )
 
-    def _text_after(self, read: Tensor, drawn: Tensor) -> str:
-        """Return the text of generated tokens that follow the input tokens `read`."""
-        return self.means.tokenizer.decode_after(read, drawn, skip_special_tokens=False)
+    def _decode_after(self, input_tokens: Tensor, generated_tokens: Tensor) -> str:
+        """Return the text of generated tokens that follow the input tokens."""
+        return self.context.tokenizer.decode_after(
+            input_tokens, generated_tokens, skip_special_tokens=False
+        )
 
-    def _stopped(self, read: Tensor, drawn: Tensor, stops: Sequence[str]) -> tuple[int, str] | None:
+    def _find_stop(
+        self, input_tokens: Tensor, generated_tokens: Tensor, stop_texts: Sequence[str]
+    ) -> tuple[int, str] | None:
         """Return the number of tokens up to the first stop text, and the text before it.
 
         Returns None if the completion contains no stop text.
         """
-        full_text = self._text_after(read, drawn) if stops else ""
-        if not any(stop in full_text for stop in stops):
+        full_text = self._decode_after(input_tokens, generated_tokens) if stop_texts else ""
+        if not any(stop in full_text for stop in stop_texts):
             return None
+
         # the shortest prefix of the tokens that contains a stop text; each prefix is decoded
         # as a whole, because a character may consist of several tokens
-        for tokens in range(1, len(drawn) + 1):
-            text = self._text_after(read, drawn[:tokens])
-            if positions := [text.find(stop) for stop in stops if stop in text]:
-                return tokens, text[: min(positions)]
+        for token_count in range(1, len(generated_tokens) + 1):
+            text = self._decode_after(input_tokens, generated_tokens[:token_count])
+            if positions := [text.find(stop) for stop in stop_texts if stop in text]:
+                return token_count, text[: min(positions)]
         return None
 
 
-def _shortened(completion: Completion, tokens: int) -> Completion:
-    """Return the first `tokens` tokens of a completion that ends with a stop text."""
+def _truncate(completion: Completion, token_count: int) -> Completion:
+    """Return the first tokens of a completion that ends with a stop text."""
+    sampling_support = completion.sampling_support
+    if sampling_support is not None:
+        sampling_support = sampling_support.select(slice(token_count))
     return replace(
         completion,
-        tokens=completion.tokens[:tokens],
-        logprobs=completion.logprobs[:tokens],
-        weight_versions=completion.weight_versions[:tokens],
+        tokens=completion.tokens[:token_count],
+        logprobs=completion.logprobs[:token_count],
+        weight_versions=completion.weight_versions[:token_count],
         finish_reason="stop",
-        kept=None if completion.kept is None else completion.kept.select(slice(tokens)),
-        routes=None,
+        sampling_support=sampling_support,
+        # routing replay is not supported with agents
+        expert_routing=None,
     )
 
 
@@ -438,97 +488,99 @@ class AgentServer(OpenAIServer):
     A request without the API key of an open session gets the status 401.
     """
 
-    def __init__(self, host: str, most_characters: int) -> None:
+    def __init__(self, host: str, max_characters: int) -> None:
         """Create an endpoint that is not listening yet.
 
         Args:
             host: Name or address of this machine that agents can connect to.
-            most_characters: Maximum number of characters of a request body.
+            max_characters: Maximum number of characters of a request body.
         """
+        # before the base class, whose constructor calls `build_routes`
         self._sessions: dict[str, AgentSession] = {}
-        super().__init__(host, 0, most_characters, "environment.endpoint_host")
+        super().__init__(host, 0, max_characters, "environment.endpoint_host")
 
-    def url(self, session: AgentSession) -> str:
+    def get_session_url(self, session: AgentSession) -> str:
         """Return the URL of a session; with `/v1` appended it is the agent's `base_url`."""
-        return f"{self.address}/episodes/{session.name}"
+        return f"{self.url}/episodes/{session.name}"
 
-    def open(self, session: AgentSession) -> None:
+    def open_session(self, session: AgentSession) -> None:
         """Start to serve a session."""
-        self.on_loop(self._opened(session))
+        self.run_on_loop(self._add_session(session))
 
     def close_session(self, session: AgentSession) -> None:
         """Stop serving a session, which gets no further turns after this method has returned.
 
         May be called repeatedly.
         """
-        self.on_loop(self._closed(session))
+        self.run_on_loop(self._remove_session(session))
 
-    async def _opened(self, session: AgentSession) -> None:
+    async def _add_session(self, session: AgentSession) -> None:
         """Register a session; runs on the server's loop, like all other accesses to sessions."""
         self._sessions[session.name] = session
 
-    async def _closed(self, session: AgentSession) -> None:
+    async def _remove_session(self, session: AgentSession) -> None:
         """Remove a session, and cancel its completions in flight."""
         self._sessions.pop(session.name, None)
         session.close()
 
-    def routes(self) -> list[Route]:
-        """See `OpenAIServer.routes`."""
+    def build_routes(self) -> list[Route]:
+        """See `OpenAIServer.build_routes`."""
         root = "/episodes/{episode}"
-        routes = {
-            "attempts": ("POST", self._begun),
-            "v1/reward": ("POST", self._rewarded),
-            "v1/models": ("GET", self._models),
-            "v1/chat/completions": ("POST", self._completed),
-            "v1/completions": ("POST", self._completed),
+        handlers = {
+            "attempts": ("POST", self._start_attempt),
+            "v1/reward": ("POST", self._add_reward),
+            "v1/models": ("GET", self._list_models),
+            "v1/chat/completions": ("POST", self._complete),
+            "v1/completions": ("POST", self._complete),
         }
         return [
-            Route(f"{root}/{path}", self._served(handler), methods=[method])
-            for path, (method, handler) in routes.items()
+            Route(f"{root}/{path}", self._authenticate(handler), methods=[method])
+            for path, (method, handler) in handlers.items()
         ]
 
-    def _served(self, handler: _Handler) -> Callable[[Request], Awaitable[Response]]:
+    def _authenticate(self, handler: _Handler) -> Callable[[Request], Awaitable[Response]]:
         """Return a route handler that calls `handler` for requests with the right API key."""
 
         async def serve(request: Request) -> Response:
             session = self._sessions.get(request.path_params["episode"])
             key = request.headers.get("authorization", "").removeprefix("Bearer ")
-            expected = None
+            expected_key = None
             if session is not None:
-                expected = session.key if handler == self._begun else session.agent_key
+                # only the worker process, never the agent itself, may start an attempt
+                is_worker_request = handler == self._start_attempt
+                expected_key = session.worker_key if is_worker_request else session.agent_key
             # the comparison takes constant time, so that it does not reveal a prefix of the key
             if (
                 session is None
-                or expected is None
-                or not hmac.compare_digest(key.encode(), expected.encode())
+                or expected_key is None
+                or not hmac.compare_digest(key.encode(), expected_key.encode())
             ):
-                raise Refused(
+                raise RequestError(
                     401, "no episode in flight has this URL and API key", "invalid_api_key"
                 )
             return await handler(session, request)
 
         return serve
 
-    async def _begun(self, session: AgentSession, request: Request) -> Response:
+    async def _start_attempt(self, session: AgentSession, request: Request) -> Response:
         """Start an attempt of the agent, and return its API key."""
-        return JSONResponse({"api_key": session.begin()})
+        return JSONResponse({"api_key": session.start_attempt()})
 
-    async def _models(self, session: AgentSession, request: Request) -> Response:
+    async def _list_models(self, session: AgentSession, request: Request) -> Response:
         """List the policy as the only model."""
-        return models_response(MODEL)
+        return build_models_response(MODEL_NAME)
 
-    async def _rewarded(self, session: AgentSession, request: Request) -> Response:
+    async def _add_reward(self, session: AgentSession, request: Request) -> Response:
         """Add to the reward of the episode, and return the sum."""
-        body = parsed(RewardBody, await self.read(request))
+        body = parse_body(RewardBody, await self.read_body(request))
         if not is_finite_number(body.reward):
-            raise Refused(400, f"reward: must be a finite number, got {body.reward}")
+            raise RequestError(400, f"reward: must be a finite number, got {body.reward}")
         session.reward += body.reward
         return JSONResponse({"reward": session.reward})
 
-    async def _completed(self, session: AgentSession, request: Request) -> Response:
+    async def _complete(self, session: AgentSession, request: Request) -> Response:
         """Answer a request for a chat completion or a text completion."""
-        kind: type[CompletionBody] = (
-            ChatBody if request.url.path.endswith("/chat/completions") else TextBody
-        )
-        body = parsed(kind, await self.read(request))
-        return await self.answer(request, body, session.answer(body), session.name)
+        is_chat = request.url.path.endswith("/chat/completions")
+        body_type: type[CompletionBody] = ChatBody if is_chat else TextBody
+        body = parse_body(body_type, await self.read_body(request))
+        return await self.respond(request, body, session.answer(body), session.name)

@@ -13,10 +13,10 @@ import psutil
 
 from aligner.errors import ConfigError
 from aligner.user_code import import_object
-from aligner.values import callable_place
+from aligner.values import split_callable_name
 
 # timeout in seconds of the request that starts an attempt
-_BEGIN_S = 30.0
+_START_TIMEOUT_S = 30.0
 
 
 class AgentFailed(Exception):
@@ -34,13 +34,13 @@ class AgentRun:
     def __init__(self, agent: str | None = None, command: Sequence[str] | None = None) -> None:
         """Create an agent from exactly one of `agent`, `module:function`, and `command`."""
         self._command = command
-        self._function = None if agent is None else _function(agent)
+        self._function = None if agent is None else _import_function(agent)
 
     @staticmethod
     def check(agent: str | None = None, command: Sequence[str] | None = None) -> None:
         """Raise ConfigError, with only the reason as message, if the function does not exist."""
         if agent is not None:
-            _function(agent)
+            _import_function(agent)
 
     async def reset(self, task: Mapping[str, Any], seed: int) -> str:
         """Run the agent to its end.
@@ -55,9 +55,9 @@ class AgentRun:
             Exception: Any exception that the agent's function raises.
         """
         base_url = f"{task['url']}/v1"
-        api_key = await asyncio.to_thread(_begun, task["url"], task["key"])
+        api_key = await asyncio.to_thread(_start_attempt, task["url"], task["key"])
         if self._function is None:
-            await self._commanded(task["task"], base_url, api_key)
+            await self._run_command(task["task"], base_url, api_key)
         elif inspect.iscoroutinefunction(self._function):
             await self._function(task["task"], base_url, api_key)
         else:
@@ -71,15 +71,16 @@ class AgentRun:
         return ""
 
     async def step(self, action: str) -> tuple[str, float, bool]:
-        """Return the end of the episode; the pool never calls this method."""
+        """Return the end of an episode; the pool never calls this method."""
         return "", 0.0, True
 
-    async def _commanded(self, task: Mapping[str, Any], base_url: str, api_key: str) -> None:
+    async def _run_command(self, task: Mapping[str, Any], base_url: str, api_key: str) -> None:
         """Run the command with the task as JSON on its stdin.
 
         Kills the command, with its child processes, if the call is cancelled. Raises AgentFailed.
         """
         assert self._command is not None
+        # OpenAI's client reads its defaults from these two environment variables
         process = await asyncio.create_subprocess_exec(
             *self._command,
             stdin=asyncio.subprocess.PIPE,
@@ -88,6 +89,7 @@ class AgentRun:
         try:
             await process.communicate(json.dumps(task).encode())
         finally:
+            # still running: the call was cancelled, by a timeout or the end of the episode
             if process.returncode is None:
                 _kill(process.pid)
                 await process.wait()
@@ -95,24 +97,26 @@ class AgentRun:
             raise AgentFailed(f"{' '.join(self._command)} exited with code {process.returncode}")
 
 
-def _function(name: str) -> Callable[..., Any]:
+def _import_function(name: str) -> Callable[..., Any]:
     """Import the agent's function. Raises ConfigError if `name` does not name one."""
-    location = callable_place(name)
-    function = None if location is None else import_object(*location)
+    location = split_callable_name(name)
+    function = None
+    if location is not None:
+        function = import_object(*location)
     if not callable(function):
         raise ConfigError(f"environment.agent={name}: must be module:function")
     return function
 
 
-def _begun(url: str, key: str) -> str:
-    """Tell the endpoint that an attempt starts, and return the API key of the attempt."""
+def _start_attempt(url: str, key: str) -> str:
+    """Report the start of an attempt to the endpoint; return the API key of the attempt."""
     request = urllib.request.Request(
         f"{url}/attempts", b"", {"Authorization": f"Bearer {key}"}, method="POST"
     )
     # the endpoint belongs to the run, so a proxy of the environment variables must not be used
-    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with direct.open(request, timeout=_BEGIN_S) as answer:
-        return str(json.load(answer)["api_key"])
+    direct_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with direct_opener.open(request, timeout=_START_TIMEOUT_S) as response:
+        return str(json.load(response)["api_key"])
 
 
 def _kill(process_id: int) -> None:

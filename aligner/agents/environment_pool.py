@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from aligner.agents.agent_run import AgentRun
 from aligner.agents.episode_environment import EpisodeLost, Outcome
-from aligner.agents.episode_journal import EpisodeJournal, digest
+from aligner.agents.episode_journal import EpisodeJournal, compute_call_digest
 from aligner.agents.worker_process import (
     EnvironmentFailed,
     WorkerLost,
@@ -31,7 +31,7 @@ from aligner.schema.environment import EnvironmentConfig
 _log = logging.getLogger(__name__)
 _MIB = 2**20
 # maximum number of characters of an answer in an error message
-_SHOWN_CHARACTERS = 300
+_MAX_SHOWN_CHARACTERS = 300
 _Result = TypeVar("_Result")
 
 
@@ -40,13 +40,13 @@ class _Worker:
 
     def __init__(self, settings: WorkerSettings) -> None:
         self._settings = settings
-        self._closes = False
+        self._is_closing = False
         # the process that is being started, for `close` to kill
-        self._newest: WorkerProcess | None = None
-        self.starting = asyncio.create_task(self._started(None))
+        self._current: WorkerProcess | None = None
+        self.starting = asyncio.create_task(self._start(None))
         """Task that returns the process when it is ready."""
 
-    async def process(self) -> WorkerProcess:
+    async def get_process(self) -> WorkerProcess:
         """Return the process when it is ready; start a new one if the previous one was lost.
 
         Raises EnvironmentFailed if the process does not become ready.
@@ -54,33 +54,36 @@ class _Worker:
         if self.starting.done() and (
             self.starting.exception() is not None or self.starting.result().is_lost
         ):
-            self.starting = asyncio.create_task(
-                self._started(None if self.starting.exception() else self.starting.result())
-            )
+            previous = None if self.starting.exception() else self.starting.result()
+            self.starting = asyncio.create_task(self._start(previous))
         try:
-            # several episodes may wait for this start: the cancellation of one must not end it
+            # Several episodes may wait for this start; the cancellation of one must not end it.
             return await asyncio.shield(self.starting)
         except ConfigError as error:  # although the pool's first process could import it
             raise EnvironmentFailed(f"the environment could not be imported: {error}") from error
 
     async def close(self) -> None:
         """End the process, also if it is still starting."""
-        self._closes = True
-        if self._newest is not None and not self.starting.done():
-            self._newest.kill()
+        self._is_closing = True
+        # A process that imports its environment may take minutes until it is ready.
+        if self._current is not None and not self.starting.done():
+            self._current.kill()
         await asyncio.wait([self.starting])
         if self.starting.exception() is None:
             await self.starting.result().close()
 
-    async def _started(self, before: WorkerProcess | None) -> WorkerProcess:
-        """Close the process `before`, start a new one, and return it when it is ready."""
-        if before is not None:
-            self._newest = None
-            await before.close()
-        self._newest = process = await WorkerProcess.start(self._settings)
-        if self._closes:
+    async def _start(self, previous: WorkerProcess | None) -> WorkerProcess:
+        """Close the process `previous`, start a new one, and return it when it is ready."""
+        if previous is not None:
+            self._current = None
+            await previous.close()
+
+        process = await WorkerProcess.start(self._settings)
+        self._current = process
+        # `close` may have run during the start, when there was no process to kill yet.
+        if self._is_closing:
             process.kill()
-        await process.ready()
+        await process.wait_until_ready()
         return process
 
 
@@ -101,14 +104,14 @@ class _Episode:
 
     name: str
     calls: list[list[Any]]
-    """The reset, then the steps of the episode, as `asked_outcome` takes them."""
+    """The reset, then the steps of the episode, as `call_environment` takes them."""
     digests: list[str]
     """Journal keys of the calls; the key of the reset covers the target and its arguments."""
     answer: "Future[Outcome]" = field(default_factory=Future)
     """Answer to the last call."""
     failures: int = 0
     """Number of failures of the episode's environments."""
-    place: _Worker | None = None
+    slot: _Worker | None = None
     """Worker slot that the episode holds from its reset to its end."""
     environment: _Environment | None = None
     """The episode's current environment; None before its first call and after a failure."""
@@ -162,12 +165,13 @@ class EnvironmentPool:
             module, name, dict(arguments), settings.max_characters, memory_bytes
         )
         self._journal = journal or EpisodeJournal()
-        self._keeps = journal is not None
+        self._keeps_journal = journal is not None
         self._episodes: dict[str, _Episode] = {}
-        self._numbers = itertools.count(1)
+        # starts at 1, because 0 means that no environment runs (`environment_worker.NOTE`)
+        self._environment_numbers = itertools.count(1)
         # free slots: each worker is in the queue once per episode that it can still accept
-        self._places: asyncio.Queue[_Worker] = asyncio.Queue()
-        self._all: list[_Worker] = []
+        self._free_slots: asyncio.Queue[_Worker] = asyncio.Queue()
+        self._workers: list[_Worker] = []
         self._tasks = set[asyncio.Task[Any]]()
         self._loop = asyncio.new_event_loop()
         self._thread: threading.Thread | None = None
@@ -176,14 +180,15 @@ class EnvironmentPool:
         `time.perf_counter`. The span `environments` covers a period in which calls are in flight;
         the callback gets it in the pool's thread. The span `wait` covers a call of `wait`."""
         # number of calls in flight, and the time since which there is at least one
-        self._under_way = 0
-        self._since = 0.0
-        # episodes started, and seconds that each call has waited, since the last `take_waits`
-        self._begun = 0
-        self._waits = list[float]()
+        self._calls_in_flight = 0
+        self._in_flight_since_s = 0.0
+        # episodes started, and seconds that each call has waited, since the last call of
+        # `take_environment_wait_s`
+        self._episodes_started = 0
+        self._wait_times_s = list[float]()
 
     @classmethod
-    def of(
+    def from_config(
         cls, settings: EnvironmentConfig, journal: EpisodeJournal | None = None
     ) -> "EnvironmentPool":
         """Return the pool for the target and arguments of a configuration."""
@@ -192,7 +197,7 @@ class EnvironmentPool:
         return cls(settings.target, settings.arguments, settings, journal)
 
     @classmethod
-    def of_agents(cls, settings: EnvironmentConfig) -> "EnvironmentPool":
+    def for_agents(cls, settings: EnvironmentConfig) -> "EnvironmentPool":
         """Return a pool in which the `reset` of an episode runs the agent of a configuration."""
         arguments = {"agent": settings.agent, "command": settings.agent_command}
         return cls(f"{AgentRun.__module__}:{AgentRun.__name__}", arguments, settings)
@@ -211,7 +216,7 @@ class EnvironmentPool:
         )
         self._thread.start()
         try:
-            self._run(self._begin()).result()
+            self._run(self._start_workers()).result()
         except EnvironmentFailed as error:
             self.close()
             raise ConfigError(str(error)) from error
@@ -248,9 +253,10 @@ class EnvironmentPool:
 
         # answers of another environment class or of other arguments must not be reused
         target = [self._settings.module, self._settings.name, self._settings.arguments]
-        state = self._episodes[episode] = _Episode(episode, [call], [digest([*call, *target])])
-        self._begun += 1
-        state.answer = self._run(self._answered(state))
+        state = _Episode(episode, [call], [compute_call_digest([*call, *target])])
+        self._episodes[episode] = state
+        self._episodes_started += 1
+        state.answer = self._run(self._run_call(state))
         return state.answer
 
     def step(self, episode: str, action: str) -> "Future[Outcome]":
@@ -267,6 +273,7 @@ class EnvironmentPool:
                 f"episode {episode} is still waiting for the answer to its previous step; call step"
                 " again after the answer has arrived"
             )
+        # `exception` would raise CancelledError for a cancelled call.
         if state.answer.cancelled() or state.answer.exception() is not None:
             reason = "it was cancelled" if state.answer.cancelled() else state.answer.exception()
             raise AlignerError(f"episode {episode} is lost and accepts no more steps: {reason}")
@@ -274,8 +281,8 @@ class EnvironmentPool:
             raise AlignerError(f"episode {episode} is done and accepts no more steps")
 
         state.calls.append(["step", action])
-        state.digests.append(digest(state.calls[-1]))
-        state.answer = self._run(self._answered(state))
+        state.digests.append(compute_call_digest(state.calls[-1]))
+        state.answer = self._run(self._run_call(state))
         return state.answer
 
     def wait(
@@ -290,17 +297,17 @@ class EnvironmentPool:
         if self.listener is not None:
             self.listener("wait", begin, time.perf_counter())
 
-    def take_waits(self) -> float | None:
+    def take_environment_wait_s(self) -> float | None:
         """Return the mean time that an episode waited for answers, in seconds.
 
         The time includes the wait for a worker slot. It covers the calls that ended since the
         previous call of this method, divided by the number of episodes started since then. Returns
         None if no episode was started.
         """
-        episodes = self._begun
-        waits = self._waits
-        self._begun = 0
-        self._waits = []
+        episodes = self._episodes_started
+        waits = self._wait_times_s
+        self._episodes_started = 0
+        self._wait_times_s = []
         return sum(waits) / episodes if episodes else None
 
     def finish(self, episode: str) -> None:
@@ -315,8 +322,8 @@ class EnvironmentPool:
         state.answer.cancel()
         # a cancelled call frees the slot itself; without a call in flight, this does
         if self._thread is not None:
-            self._loop.call_soon_threadsafe(self._leave, state)
-        if not self._keeps:
+            self._loop.call_soon_threadsafe(self._end_episode, state)
+        if not self._keeps_journal:
             self._journal.forget([episode])
 
     def forget(self, is_over: Callable[[str], bool]) -> None:
@@ -334,95 +341,99 @@ class EnvironmentPool:
         thread = self._thread
         self._thread = None
         if thread is not None:
-            self._run(self._end()).result()
+            self._run(self._close_workers()).result()
             self._loop.call_soon_threadsafe(self._loop.stop)
             thread.join()
         self._loop.close()
 
-    def _run(self, work: Coroutine[Any, Any, _Result]) -> "Future[_Result]":
+    def _run(self, coroutine: Coroutine[Any, Any, _Result]) -> "Future[_Result]":
         """Run a coroutine in the thread of the pool."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
-    async def _begin(self) -> None:
+    async def _start_workers(self) -> None:
         """Start all workers, and wait for the first one that is ready or has failed."""
-        self._all = [_Worker(self._settings) for _ in range(self._limits.workers)]
+        self._workers = [_Worker(self._settings) for _ in range(self._limits.workers)]
         # the slots alternate between the workers, so that few episodes spread over all of them
         for _ in range(self._limits.episodes_per_worker):
-            for worker in self._all:
-                self._places.put_nowait(worker)
+            for worker in self._workers:
+                self._free_slots.put_nowait(worker)
         # a class that the first process cannot import fails in all processes: `result` raises it
-        first, _ = await asyncio.wait(
-            [worker.starting for worker in self._all], return_when=asyncio.FIRST_COMPLETED
+        completed, _ = await asyncio.wait(
+            [worker.starting for worker in self._workers], return_when=asyncio.FIRST_COMPLETED
         )
-        first.pop().result()
+        completed.pop().result()
 
-    async def _end(self) -> None:
+    async def _close_workers(self) -> None:
         """Cancel all tasks of the pool, then close the workers."""
         # a cancelled call creates a task that closes its environment, so one pass is not enough
         while self._tasks:
             for task in self._tasks:
                 task.cancel()
             await asyncio.wait({*self._tasks})
-        await asyncio.gather(*(worker.close() for worker in self._all))
+        await asyncio.gather(*(worker.close() for worker in self._workers))
 
-    def _hold(self, task: "asyncio.Task[Any] | None") -> None:
+    def _track(self, task: "asyncio.Task[Any] | None") -> None:
         """Keep a reference to a task until it is done; `close` cancels the remaining ones."""
         if task is not None:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def _answered(self, episode: _Episode) -> Outcome:
+    async def _run_call(self, episode: _Episode) -> Outcome:
         """Return the answer to the episode's last call; give its slot back if it is over."""
-        self._hold(asyncio.current_task())
+        self._track(asyncio.current_task())
         call = len(episode.calls) - 1
         try:
-            with self._timed():
-                outcome = await self._told(episode, call)
+            with self._measure_call():
+                outcome = await self._answer_call(episode, call)
         except BaseException:  # the episode is lost, or `finish` has cancelled the call
-            self._leave(episode)
+            self._end_episode(episode)
             raise
         if outcome.done:
-            self._leave(episode)
+            self._end_episode(episode)
         return outcome
 
-    async def _told(self, episode: _Episode, call: int) -> Outcome:
+    async def _answer_call(self, episode: _Episode, call: int) -> Outcome:
         """Return the answer to a call from the journal, else from an environment."""
-        if episode.place is None:
-            episode.place = await self._places.get()
-        outcome = self._journal.told(episode.name, call, episode.digests[call])
+        # An episode needs a slot even if the journal answers its calls: the number of open episodes
+        # is limited in the same way in a resumed run.
+        if episode.slot is None:
+            episode.slot = await self._free_slots.get()
+        outcome = self._journal.find(episode.name, call, episode.digests[call])
         if outcome is None:
-            outcome = await self._outcome(episode)
+            outcome = await self._answer_with_retries(episode)
+            # Recorded before the policy sees it, so that a resumed run reads the same answer.
             self._journal.record(episode.name, call, episode.digests[call], outcome)
         return outcome
 
     @contextmanager
-    def _timed(self) -> Iterator[None]:
+    def _measure_call(self) -> Iterator[None]:
         """Measure the time of a call, and report the span in which any calls are in flight."""
         begin = time.perf_counter()
-        if not self._under_way:
-            self._since = begin
-        self._under_way += 1
+        if not self._calls_in_flight:
+            self._in_flight_since_s = begin
+        self._calls_in_flight += 1
         try:
             yield
         finally:
             now = time.perf_counter()
-            self._under_way -= 1
-            self._waits.append(now - begin)
-            if not self._under_way and self.listener is not None:
-                self.listener("environments", self._since, now)
+            self._calls_in_flight -= 1
+            self._wait_times_s.append(now - begin)
+            if not self._calls_in_flight and self.listener is not None:
+                self.listener("environments", self._in_flight_since_s, now)
 
-    async def _outcome(self, episode: _Episode) -> Outcome:
+    async def _answer_with_retries(self, episode: _Episode) -> Outcome:
         """Return the answer to the episode's last call, with retries in fresh environments.
 
         Raises EpisodeLost after more than `retries` failures.
         """
         while True:
             try:
-                return await self._asked(episode)
+                return await self._send_calls(episode)
             except WorkerLost:
                 # another environment of the process was at fault: not a failure of this episode
                 episode.environment = None
             except EnvironmentFailed as error:
+                # The environment may be in an inconsistent state: the retry starts a fresh one.
                 environment = episode.environment
                 episode.environment = None
                 call = 0 if environment is None else environment.calls
@@ -432,62 +443,69 @@ class EnvironmentPool:
                 _log.warning(
                     "episode %s: %s failed (failure %d): %s",
                     episode.name,
-                    _named(call),
+                    _get_call_name(call),
                     episode.failures,
                     error,
                 )
-                if episode.failures > (retries := self._limits.retries):
+                retries = self._limits.retries
+                if episode.failures > retries:
                     message = (
-                        f"episode {episode.name}: {_named(call)} failed: {error}; gave up after"
-                        f" {retries} retries"
+                        f"episode {episode.name}: {_get_call_name(call)} failed: {error}; gave up"
+                        f" after {retries} retries"
                     )
                     raise EpisodeLost(message) from error
 
-    async def _asked(self, episode: _Episode) -> Outcome:
+    async def _send_calls(self, episode: _Episode) -> Outcome:
         """Send the calls that the environment has not answered yet; return the last answer.
 
         A fresh environment gets all calls of the episode. Raises EpisodeLost if it answers one of
         them differently from the journal.
         """
-        if episode.place is None:
+        if episode.slot is None:
             raise AssertionError  # an open episode holds a slot
         environment = episode.environment
         if environment is None:
-            environment = _Environment(await episode.place.process(), next(self._numbers))
+            process = await episode.slot.get_process()
+            environment = _Environment(process, next(self._environment_numbers))
             episode.environment = environment
 
-        for call, request in enumerate(episode.calls[environment.calls :], start=environment.calls):
-            outcome = Outcome(
-                **await environment.process.ask(
-                    environment.number, request, self._limits.deadline_s
-                )
+        unanswered_calls = episode.calls[environment.calls :]
+        for call, request in enumerate(unanswered_calls, start=environment.calls):
+            answer = await environment.process.call(
+                environment.number, request, self._limits.deadline_s
             )
-            recorded = self._journal.told(episode.name, call, episode.digests[call])
+            outcome = Outcome(**answer)
+            # The policy has already seen the recorded answers, so a replay has to repeat them.
+            recorded = self._journal.find(episode.name, call, episode.digests[call])
             if recorded is not None and recorded != outcome:
                 raise EpisodeLost(
-                    f"episode {episode.name}: {_named(call)} returned a different answer on replay:"
-                    f" first {_shown(recorded)}, then {_shown(outcome)}. The answers of an"
-                    " environment must depend only on task, seed and actions"
+                    f"episode {episode.name}: {_get_call_name(call)} returned a different answer on"
+                    f" replay: first {_format_outcome(recorded)}, then {_format_outcome(outcome)}."
+                    " The answers of an environment must depend only on task, seed and actions"
                 )
             environment.calls += 1
         return outcome
 
-    def _leave(self, episode: _Episode) -> None:
+    def _end_episode(self, episode: _Episode) -> None:
         """Close the episode's environment in the background, then free the slot."""
-        worker = episode.place
-        episode.place = None
+        # May be called twice, after the last answer and by `finish`; the slot is freed only once.
+        worker = episode.slot
+        episode.slot = None
         environment = episode.environment
         episode.environment = None
         if worker is not None:
-            self._hold(self._loop.create_task(self._vacate(episode.name, worker, environment)))
+            task = self._loop.create_task(self._free_slot(episode.name, worker, environment))
+            self._track(task)
 
-    async def _vacate(self, episode: str, place: _Worker, environment: _Environment | None) -> None:
+    async def _free_slot(
+        self, episode: str, slot: _Worker, environment: _Environment | None
+    ) -> None:
         """Close an environment, and put its slot back into the queue."""
         try:
             if environment is not None:
                 await self._close_environment(episode, environment)
         finally:
-            self._places.put_nowait(place)
+            self._free_slots.put_nowait(slot)
 
     async def _close_environment(self, episode: str, environment: _Environment) -> None:
         """Close an environment; log a failure."""
@@ -497,12 +515,12 @@ class EnvironmentPool:
             _log.warning("episode %s: closing its environment failed: %s", episode, error)
 
 
-def _named(call: int) -> str:
+def _get_call_name(call: int) -> str:
     """Return the name of a call for messages."""
     return "reset" if call == 0 else f"step {call}"
 
 
-def _shown(outcome: Outcome) -> str:
+def _format_outcome(outcome: Outcome) -> str:
     """Return an answer as a text of limited length for messages."""
     text = str(outcome)
-    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…"
+    return text if len(text) <= _MAX_SHOWN_CHARACTERS else f"{text[:_MAX_SHOWN_CHARACTERS]}…"

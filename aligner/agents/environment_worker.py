@@ -26,7 +26,7 @@ from collections.abc import Callable, Coroutine, Generator, Mapping
 from contextvars import ContextVar
 from typing import IO, Any
 
-from aligner.agents.episode_environment import WrongAnswer, asked_outcome
+from aligner.agents.episode_environment import InvalidAnswer, call_environment
 from aligner.errors import ConfigError
 from aligner.user_code import import_object
 
@@ -38,10 +38,10 @@ NOTE = struct.Struct("<QQ")
 """Format of the shared file: number of the environment whose code runs, 0 if none, and number of
 steps of environment code since the start."""
 # maximum number of characters of an exception's message
-_MOST_TOLD = 2000
+_MAX_MESSAGE_CHARACTERS = 2000
 
 # number of the environment that a task belongs to; tasks inherit it from the task that starts them
-_running: ContextVar[int] = ContextVar(
+_environment_number: ContextVar[int] = ContextVar(
     "the environment that a task belongs to, and the tasks that it starts", default=0
 )
 
@@ -50,96 +50,113 @@ class _Host:
     """The environments of this process, by the numbers that the pool assigns."""
 
     def __init__(
-        self, make: Callable[[], Any], most_characters: int, answers: IO[str], note: int
+        self,
+        create_environment: Callable[[], Any],
+        max_characters: int,
+        responses: IO[str],
+        note_fd: int,
     ) -> None:
-        self._make = make
-        self._most_characters = most_characters
-        self._answers = answers
-        self._note = note
+        self._create_environment = create_environment
+        self._max_characters = max_characters
+        self._responses = responses
+        self._note_fd = note_fd
         self._environments: dict[int, Any] = {}
         # the last call of each environment
         self._calls: dict[int, asyncio.Task[None]] = {}
         # number of steps of environment code so far
-        self._notes = 0
+        self._step_count = 0
 
-    def answer(self, content: Mapping[str, Any]) -> None:
+    def send(self, content: Mapping[str, Any]) -> None:
         """Send a message to the pool."""
-        print(json.dumps(content), file=self._answers, flush=True)
+        print(json.dumps(content), file=self._responses, flush=True)
 
-    def take(self, line: str) -> None:
+    def start_call(self, line: str) -> None:
         """Start the call of one line of the input."""
         call, number, request = json.loads(line)
-        # the task inherits the number; each callback of the loop has its own context
-        _running.set(number)
+        # The task inherits the number; each callback of the loop has its own context.
+        _environment_number.set(number)
+        # CLOSE cancels the previous call if it is still in flight.
         task = asyncio.get_running_loop().create_task(
-            self._answered(call, number, request, self._calls.get(number))
+            self._execute(call, number, request, self._calls.get(number))
         )
         self._calls[number] = task
 
     async def close(self) -> None:
         """Close every environment."""
-        closings = [self._closed(number, self._calls.get(number)) for number in self._environments]
+        closings = [
+            self._close_environment(number, self._calls.get(number))
+            for number in self._environments
+        ]
         await asyncio.gather(*closings, return_exceptions=True)
 
-    async def noted(self, work: Coroutine[Any, Any, Any], number: int) -> Any:
+    async def run_with_note(self, coroutine: Coroutine[Any, Any, Any], number: int) -> Any:
         """Return a coroutine's result; the note names environment `number` while its code runs."""
-        return await self._steps(work, number)
+        return await self._drive(coroutine, number)
 
     @types.coroutine
-    def _steps(self, work: Coroutine[Any, Any, Any], number: int) -> Generator[Any, Any, Any]:
-        """Drive a coroutine step by step, and note each step; like `yield from work` otherwise."""
-        resume = work.send
+    def _drive(self, coroutine: Coroutine[Any, Any, Any], number: int) -> Generator[Any, Any, Any]:
+        """Drive a coroutine like `yield from coroutine`, but note each of its steps.
+
+        A step is the code between two suspensions. Only this code can block the loop, so the note
+        is empty while the coroutine is suspended.
+        """
+        resume = coroutine.send
         value = None
         while True:
-            self._notes += 1
-            os.pwrite(self._note, NOTE.pack(number, self._notes), 0)
+            self._step_count += 1
+            os.pwrite(self._note_fd, NOTE.pack(number, self._step_count), 0)
             try:
                 awaited = resume(value)
             except StopIteration as end:
                 return end.value
             finally:
-                os.pwrite(self._note, NOTE.pack(0, self._notes), 0)
+                os.pwrite(self._note_fd, NOTE.pack(0, self._step_count), 0)
             try:
-                resume = work.send
+                resume = coroutine.send
                 value = yield awaited
             # a cancellation, or an exception of the awaited future: the coroutine handles it
             except BaseException as error:
-                resume = work.throw
+                resume = coroutine.throw
                 value = error
 
-    async def _answered(
-        self, call: int, number: int, asked: list[Any], before: asyncio.Task[None] | None
+    async def _execute(
+        self, call: int, number: int, request: list[Any], previous_call: asyncio.Task[None] | None
     ) -> None:
-        """Execute a call, and send its answer; `before` is the previous call of the environment."""
+        """Execute a call, and send its answer; CLOSE cancels `previous_call` if it is in flight."""
         try:
-            if asked == CLOSE:
-                answer = await self._closed(number, before)
+            if request == CLOSE:
+                answer = await self._close_environment(number, previous_call)
             else:
                 if number not in self._environments:
-                    self._environments[number] = self._make()
-                answer = vars(
-                    await asked_outcome(self._environments[number], asked, self._most_characters)
+                    self._environments[number] = self._create_environment()
+                outcome = await call_environment(
+                    self._environments[number], request, self._max_characters
                 )
-        except WrongAnswer as error:
+                answer = vars(outcome)
+        except InvalidAnswer as error:
             answer = {"problem": str(error)}
         except BaseException as error:  # the user's code may raise anything
             traceback.print_exc()
-            answer = {"problem": f"{asked[0]} raised {type(error).__name__}: {error}"[:_MOST_TOLD]}
-        self.answer({"call": call, **answer})
+            problem = f"{request[0]} raised {type(error).__name__}: {error}"
+            answer = {"problem": problem[:_MAX_MESSAGE_CHARACTERS]}
+        self.send({"call": call, **answer})
 
-    async def _closed(self, number: int, call: asyncio.Task[None] | None) -> dict[str, Any]:
+    async def _close_environment(
+        self, number: int, call: asyncio.Task[None] | None
+    ) -> dict[str, Any]:
         """Cancel the call of an environment that is in flight, and close the environment."""
         if call is not None and not call.done():
             call.cancel()
             await asyncio.wait([call])
         self._calls.pop(number, None)
+        # None if the environment's constructor has raised an exception
         environment = self._environments.pop(number, None)
         if hasattr(environment, "close"):
             await environment.close()
         return {}
 
 
-def _made_by(module: str, name: str, arguments: Mapping[str, Any]) -> Callable[[], Any]:
+def _build_factory(module: str, name: str, arguments: Mapping[str, Any]) -> Callable[[], Any]:
     """Return a function that creates an environment of the class `module:name`.
 
     Calls the static method `check` of the class with the arguments if the class has one. Raises
@@ -164,18 +181,19 @@ def _made_by(module: str, name: str, arguments: Mapping[str, Any]) -> Callable[[
         ) from error
     except ValueError:  # the class has no signature, for example one written in C
         pass
+    # `check` finds configuration errors before the first episode, without an environment.
     if hasattr(environment_class, "check"):
         environment_class.check(**arguments)
     return lambda: environment_class(**arguments)
 
 
-def _read(requests: IO[str], host: _Host, loop: asyncio.AbstractEventLoop) -> None:
+def _read_requests(requests: IO[str], host: _Host, loop: asyncio.AbstractEventLoop) -> None:
     """Pass the input's lines to the loop; at the end, close all environments and exit.
 
     Runs in a thread, because environments may block the loop.
     """
     for line in requests:
-        loop.call_soon_threadsafe(host.take, line)
+        loop.call_soon_threadsafe(host.start_call, line)
     asyncio.run_coroutine_threadsafe(host.close(), loop).result()
     # ends the process from this thread, without waiting for threads of environments
     os._exit(0)
@@ -185,17 +203,21 @@ async def _serve(host: _Host, requests: IO[str]) -> None:
     """Answer calls until the process exits."""
     loop = asyncio.get_running_loop()
 
-    def task(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> asyncio.Task[Any]:
-        return asyncio.Task(host.noted(work, _running.get()), loop=loop, **options)
+    def create_task(
+        loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any
+    ) -> asyncio.Task[Any]:
+        return asyncio.Task(
+            host.run_with_note(coroutine, _environment_number.get()), loop=loop, **options
+        )
 
     # tasks that environments start are noted too
-    loop.set_task_factory(task)
-    threading.Thread(target=_read, args=(requests, host, loop), daemon=True).start()
-    host.answer({})
+    loop.set_task_factory(create_task)
+    threading.Thread(target=_read_requests, args=(requests, host, loop), daemon=True).start()
+    host.send({})
     await loop.create_future()
 
 
-def _watch(leader: int) -> None:
+def _watch_leader(leader: int) -> None:
     """Kill a process group when its leader has exited, or `CLOSING_S` after the end of the input.
 
     Runs in a process of its own, because an environment may block the leader.
@@ -217,28 +239,28 @@ def serve() -> None:
     """Run the worker, which is the leader of its process group, and a process that watches it."""
     leader = os.getpid()
     if os.fork() == 0:
-        _watch(leader)
+        _watch_leader(leader)
 
     # environments must neither read calls nor print into the answers: their stdin is empty, and
     # their stdout is stderr
     requests = os.fdopen(os.dup(0))
-    answers = os.fdopen(os.dup(1), "w")
+    responses = os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     # a forked child would keep the pipe open, and the pool would not see this process exit
-    os.register_at_fork(after_in_child=lambda: os.close(answers.fileno()))
-    module, name, arguments, most_characters, memory_bytes, note, sys.path = json.loads(
+    os.register_at_fork(after_in_child=lambda: os.close(responses.fileno()))
+    module, name, arguments, max_characters, memory_bytes, note_fd, sys.path = json.loads(
         requests.readline()
     )
 
     if memory_bytes is not None:
         resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, resource.RLIM_INFINITY))
     try:
-        make = _made_by(module, name, arguments)
+        create_environment = _build_factory(module, name, arguments)
     except ConfigError as error:
-        print(json.dumps({"refused": str(error)}), file=answers, flush=True)
+        print(json.dumps({"refused": str(error)}), file=responses, flush=True)
         return
-    asyncio.run(_serve(_Host(make, most_characters, answers, note), requests))
+    asyncio.run(_serve(_Host(create_environment, max_characters, responses, note_fd), requests))
 
 
 if __name__ == "__main__":

@@ -13,10 +13,10 @@ Observation = str | list[dict[str, str]]
 `name` and `tool_call_id`, the id of the call that it answers."""
 
 # maximum number of characters of a value in an error message
-_SHOWN_CHARACTERS = 200
+_MAX_SHOWN_CHARACTERS = 200
 # required and allowed fields of a message
-_MUST = {"role", "content"}
-_MAY = _MUST | {"name", "tool_call_id"}
+_REQUIRED_FIELDS = {"role", "content"}
+_ALLOWED_FIELDS = _REQUIRED_FIELDS | {"name", "tool_call_id"}
 
 
 class EpisodeEnvironment(Protocol):
@@ -69,7 +69,7 @@ class EpisodeLost(AlignerError):
     """An episode cannot continue; the message contains its name, the call and the reason."""
 
 
-class WrongAnswer(AlignerError):
+class InvalidAnswer(AlignerError):
     """An environment returned an invalid answer; the message says what is allowed."""
 
 
@@ -84,88 +84,97 @@ class Outcome:
     """Whether the episode is over."""
 
 
-async def asked_outcome(environment: Any, asked: Sequence[Any], most_characters: int) -> Outcome:
+async def call_environment(
+    environment: Any, request: Sequence[Any], max_characters: int
+) -> Outcome:
     """Call an environment, and return its validated answer.
 
     Args:
         environment: The environment.
-        asked: The call: `["reset", task, seed]` or `["step", action]`.
-        most_characters: Maximum number of characters of the observation.
+        request: The call: `["reset", task, seed]` or `["step", action]`.
+        max_characters: Maximum number of characters of the observation.
 
     Raises:
-        WrongAnswer: The answer is invalid.
+        InvalidAnswer: The answer is invalid.
         Exception: Any exception that the environment raises.
     """
-    name, *arguments = asked
+    name, *arguments = request
     result = getattr(environment, name)(*arguments)
     if not inspect.isawaitable(result):
-        raise WrongAnswer(
-            f"{name} returned {_shown(result)} without await; define it as `async def {name}`"
+        raise InvalidAnswer(
+            f"{name} returned {_format_value(result)} without await; define it as"
+            f" `async def {name}`"
         )
 
     answer = await result
     if name == "reset":
-        return Outcome(_observation(answer, name, most_characters))
+        return Outcome(_validate_observation(answer, name, max_characters))
     if not isinstance(answer, (tuple, list)) or len(answer) != 3:
-        raise WrongAnswer(
-            f"step returned {_shown(answer)}; must be a tuple (observation, reward, done)"
+        raise InvalidAnswer(
+            f"step returned {_format_value(answer)}; must be a tuple (observation, reward, done)"
         )
 
+    # Gymnasium and NumPy environments return the reward and the flag as NumPy scalars.
     observation = answer[0]
-    reward = _plain(answer[1])
-    done = _plain(answer[2])
+    reward = _to_python(answer[1])
+    done = _to_python(answer[2])
     if not is_finite_number(reward):
-        raise WrongAnswer(f"step returned reward={_shown(reward)}; must be a finite number")
+        raise InvalidAnswer(
+            f"step returned reward={_format_value(reward)}; must be a finite number"
+        )
     if not isinstance(done, bool):
-        raise WrongAnswer(f"step returned done={_shown(done)}; must be True or False")
-    return Outcome(_observation(observation, name, most_characters), float(reward), done)
+        raise InvalidAnswer(f"step returned done={_format_value(done)}; must be True or False")
+    return Outcome(_validate_observation(observation, name, max_characters), float(reward), done)
 
 
-def _observation(value: Any, name: str, most_characters: int) -> Observation:
-    """Return a valid observation; `name` is the method that returned it. Raises WrongAnswer."""
+def _validate_observation(value: Any, name: str, max_characters: int) -> Observation:
+    """Return a valid observation; `name` is the method that returned it. Raises InvalidAnswer."""
+    # A text is checked like the content of a single message.
     messages = value if isinstance(value, list) else [{"role": "", "content": value}]
     for message in messages:
         if (
             not isinstance(message, dict)
-            or not _MUST <= {*message} <= _MAY
-            or not all(map(_is_text, message.values()))
+            or not _REQUIRED_FIELDS <= {*message} <= _ALLOWED_FIELDS
+            or not all(map(_is_encodable, message.values()))
         ):
-            raise WrongAnswer(
-                f"{name} returned the observation {_shown(value)}; must be a string or a list of"
-                " messages with exactly `role` and `content` (a tool message may also have `name`"
-                " and `tool_call_id`); all values must be strings that can be encoded as UTF-8"
+            raise InvalidAnswer(
+                f"{name} returned the observation {_format_value(value)}; must be a string or a"
+                " list of messages with exactly `role` and `content` (a tool message may also have"
+                " `name` and `tool_call_id`); all values must be strings that can be encoded as"
+                " UTF-8"
             )
-    if (
-        characters := sum(len(text) for message in messages for text in message.values())
-    ) > most_characters:
-        raise WrongAnswer(
+
+    characters = sum(len(text) for message in messages for text in message.values())
+    if characters > max_characters:
+        raise InvalidAnswer(
             f"{name} returned an observation of {characters} characters; must have at most"
-            f" {most_characters} characters"
+            f" {max_characters} characters"
         )
-    if len(messages) > max(most_characters, 1):
-        raise WrongAnswer(
-            f"{name} returned {len(messages)} messages; must return at most {most_characters}"
+    # Empty messages have no characters, but each of them costs tokens of the chat template.
+    if len(messages) > max(max_characters, 1):
+        raise InvalidAnswer(
+            f"{name} returned {len(messages)} messages; must return at most {max_characters}"
         )
     return value if isinstance(value, str) else [dict(message) for message in messages]
 
 
-def _is_text(value: Any) -> bool:
+def _is_encodable(value: Any) -> bool:
     """Return whether a value is a string that UTF-8 can encode: one without surrogates."""
+    # JSON can transport lone surrogates, but the tokenizer and the sample files need UTF-8.
     return type(value) is str and (
         value.isascii() or not any("\ud800" <= character <= "\udfff" for character in value)
     )
 
 
-def _plain(value: Any) -> Any:
+def _to_python(value: Any) -> Any:
     """Return a NumPy or torch scalar as a Python value, and any other value unchanged."""
-    return value.item() if hasattr(value, "item") and getattr(value, "ndim", 1) == 0 else value
+    is_scalar = hasattr(value, "item") and getattr(value, "ndim", 1) == 0
+    return value.item() if is_scalar else value
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     """Return the representation of a value, with limited length, for an error message."""
     text = repr(value)
-    return (
-        text
-        if len(text) <= _SHOWN_CHARACTERS
-        else f"{text[:_SHOWN_CHARACTERS]}… ({len(text)} characters)"
-    )
+    if len(text) <= _MAX_SHOWN_CHARACTERS:
+        return text
+    return f"{text[:_MAX_SHOWN_CHARACTERS]}… ({len(text)} characters)"

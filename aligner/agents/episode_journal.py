@@ -29,8 +29,8 @@ _log = logging.getLogger(__name__)
 class _Entry:
     """A recorded answer."""
 
-    asked: str
-    """Digest of the call; see `digest`."""
+    call_digest: str
+    """Digest of the call; see `compute_call_digest`."""
     outcome: Outcome
     size: int
     """Size of the entry's line in the file, in bytes; 0 without a file."""
@@ -55,7 +55,8 @@ class EpisodeJournal:
         self._lock = threading.Lock()
         self._episodes: dict[str, list[_Entry]] = {}
         # sizes in bytes of the file, and of its lines that are still in use
-        self._size = self._live = 0
+        self._size = 0
+        self._live_size = 0
         self._file = None if directory is None else directory / "episodes.jsonl"
         if self._file is not None:
             self._file.parent.mkdir(parents=True, exist_ok=True)
@@ -68,15 +69,14 @@ class EpisodeJournal:
         with self._lock:
             return [*self._episodes]
 
-    def told(self, episode: str, call: int, asked: str) -> Outcome | None:
+    def find(self, episode: str, call: int, call_digest: str) -> Outcome | None:
         """Return the answer to a call; None if none is recorded for a call with this digest."""
         with self._lock:
             entries = self._episodes.get(episode, [])
-            return (
-                entries[call].outcome
-                if call < len(entries) and entries[call].asked == asked
-                else None
-            )
+            # An answer to another request with the same index must not be reused, for example after
+            # the sampling of the resumed run has changed.
+            is_recorded = call < len(entries) and entries[call].call_digest == call_digest
+            return entries[call].outcome if is_recorded else None
 
     def answers(self, episode: str) -> list[Outcome]:
         """Return all answers of an episode, in the order of its calls."""
@@ -84,20 +84,20 @@ class EpisodeJournal:
             return [entry.outcome for entry in self._episodes.get(episode, [])]
 
     @fenced_write()
-    def record(self, episode: str, call: int, asked: str, outcome: Outcome) -> None:
+    def record(self, episode: str, call: int, call_digest: str, outcome: Outcome) -> None:
         """Record the answer to a call; it replaces this and all later answers of the episode.
 
         Args:
             episode: Name of the episode.
             call: Index of the call; 0 is the reset.
-            asked: Digest of the call.
+            call_digest: Digest of the call.
             outcome: The answer.
 
         Raises:
             AlignerError: The journal does not contain the previous call of the episode.
             OSError: The file cannot be written; the error contains its name.
         """
-        entry = {"episode": episode, "call": call, "asked": asked, **vars(outcome)}
+        entry = {"episode": episode, "call": call, "asked": call_digest, **vars(outcome)}
         with self._lock:
             if call > len(self._episodes.get(episode, [])):
                 raise AlignerError(
@@ -116,17 +116,18 @@ class EpisodeJournal:
             known = [episode for episode in episodes if episode in self._episodes]
             if known:
                 self._apply({"forget": known}, self._write({"forget": known}))
-            # rewriting at this size costs no more than the lines that were appended since the last
-            # time
-            if self._file is not None and self._size > 2 * self._live:
+            # Amortized constant cost: the file is rewritten only after as many bytes were appended
+            # as the rewriting copies.
+            if self._file is not None and self._size > 2 * self._live_size:
                 self._rewrite(self._file)
 
     def _write(self, content: dict[str, Any]) -> int:
         """Append a line to the file, and return its size in bytes; 0 without a file."""
         if self._file is None:
             return 0
+        line = _encode_line(content)
         try:
-            append_to_file(self._file, line := _line(content))
+            append_to_file(self._file, line)
         except OSError:
             # remove an incomplete line, so that the next one does not continue it
             with contextlib.suppress(OSError):
@@ -142,15 +143,16 @@ class EpisodeJournal:
         """
         if "forget" in content:
             for episode in content["forget"]:
-                self._live -= sum(entry.size for entry in self._episodes.pop(episode))
+                self._live_size -= sum(entry.size for entry in self._episodes.pop(episode))
             return
 
         entries = self._episodes.setdefault(content["episode"], [])
         call = content["call"]
         if call > len(entries):
             raise ValueError(call)
+        # A new answer invalidates the answers to all later calls, which depended on it.
         outcome = Outcome(content["observation"], content["reward"], content["done"])
-        self._live += size - sum(entry.size for entry in entries[call:])
+        self._live_size += size - sum(entry.size for entry in entries[call:])
         entries[call:] = [_Entry(content["asked"], outcome, size)]
 
     def _read(self, file: Path) -> None:
@@ -162,10 +164,15 @@ class EpisodeJournal:
                         raise DamagedError("the line is truncated")
                     self._apply(unseal(line[:-1].decode("ascii")), len(line))
                 except (DamagedError, KeyError, TypeError, ValueError) as error:
+                    # Later lines may depend on the damaged one, such as answers to later calls.
+                    dropped_bytes = os.fstat(stream.fileno()).st_size - self._size
                     _log.warning(
                         "%s:%d: %s; dropped this line and all later lines (%d bytes); their"
                         " environment calls run again",
-                        *(file, number, error, os.fstat(stream.fileno()).st_size - self._size),
+                        file,
+                        number,
+                        error,
+                        dropped_bytes,
                     )
                     os.truncate(file, self._size)
                     return
@@ -179,18 +186,18 @@ class EpisodeJournal:
                     content = {
                         "episode": episode,
                         "call": call,
-                        "asked": entry.asked,
+                        "asked": entry.call_digest,
                         **vars(entry.outcome),
                     }
-                    stream.write(_line(content))
-        self._size = self._live
+                    stream.write(_encode_line(content))
+        self._size = self._live_size
 
 
-def digest(asked: Sequence[Any]) -> str:
-    """Return the hash by which a journal identifies a call; `asked` contains JSON values."""
-    return xxhash.xxh3_128_hexdigest(json.dumps(asked, sort_keys=True).encode())
+def compute_call_digest(call: Sequence[Any]) -> str:
+    """Return the hash by which a journal identifies a call, which consists of JSON values."""
+    return xxhash.xxh3_128_hexdigest(json.dumps(call, sort_keys=True).encode())
 
 
-def _line(content: dict[str, Any]) -> bytes:
+def _encode_line(content: dict[str, Any]) -> bytes:
     """Return an object as a line with its checksum."""
     return seal(json.dumps(content)).encode() + b"\n"

@@ -9,9 +9,9 @@ from aligner.agents.episodes import EnvironmentEpisodes
 from aligner.agents.tool_catalogue import list_tools, with_tool_arguments
 from aligner.agents.tool_protocol import ListedTool
 from aligner.data.tokenizer import Tokenizer
-from aligner.engines.engine_loop import FollowsEpisodes, SampleSource
+from aligner.engines.engine_loop import EpisodeFollower, EpisodeSource
 from aligner.engines.engine_protocol import GenerationEngine, SpanListener
-from aligner.paths import run_paths
+from aligner.paths import get_run_paths
 from aligner.schema import Config
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def build_episodes(
     rank: int,
     listener: SpanListener | None = None,
     tools: Sequence[ListedTool] | None = None,
-) -> SampleSource:
+) -> EpisodeSource:
     """Return the source of this rank's episodes, which the caller has to close.
 
     The ranks of a replica other than the first have no environments: they execute the first rank's
@@ -44,26 +44,29 @@ def build_episodes(
     Raises:
         ConfigError: Environments or agents cannot be started.
     """
-    if not engine.leads:
-        return FollowsEpisodes(engine)
-    process = f"{role}-{rank}"
+    if not engine.is_leader:
+        return EpisodeFollower(engine)
+    # every process that runs episodes has its own journal
+    process_name = f"{role}-{rank}"
     if config.environment.has_agent:
-        return _agents(config, engine, tokenizer, process)
-    return _environments(config, engine, tokenizer, process, listener, tools)
+        return _start_agents(config, engine, tokenizer, process_name)
+    return _start_environments(config, engine, tokenizer, process_name, listener, tools)
 
 
-def _environments(
+def _start_environments(
     config: Config,
     engine: GenerationEngine,
     tokenizer: Tokenizer,
-    process: str,
+    process_name: str,
     listener: SpanListener | None,
     tools: Sequence[ListedTool] | None,
 ) -> EnvironmentEpisodes:
     """Start the environments of this process, and return the source of their episodes."""
-    tools = list_tools(config.environment) if tools is None else tools
-    environments = EnvironmentPool.of(
-        with_tool_arguments(config.environment, tools, tokenizer), _journal(config, process)
+    if tools is None:
+        tools = list_tools(config.environment)
+    environments = EnvironmentPool.from_config(
+        with_tool_arguments(config.environment, tools, tokenizer),
+        _build_journal(config, process_name),
     )
     environments.listener = listener
     environments.start()
@@ -73,24 +76,33 @@ def _environments(
         tokenizer,
         config.environment,
         config.seed,
-        by_steps=config.rollout.spare_prompts > 0,
+        # with spare prompts, the step consists of the prompts that are complete first, so the
+        # speed of environments must not decide which ones these are
+        should_deliver_by_steps=config.rollout.spare_prompts > 0,
     )
 
 
-def _journal(config: Config, process: str) -> EpisodeJournal | None:
+def _build_journal(config: Config, process_name: str) -> EpisodeJournal | None:
     """Return the journal of this process; None without checkpoints, since no run can resume."""
     has_checkpoints = config.checkpoint.every or config.checkpoint.every_minutes
-    return EpisodeJournal(run_paths(config).episodes / process) if has_checkpoints else None
+    return (
+        EpisodeJournal(get_run_paths(config).episodes / process_name) if has_checkpoints else None
+    )
 
 
-def _agents(
-    config: Config, engine: GenerationEngine, tokenizer: Tokenizer, process: str
+def _start_agents(
+    config: Config, engine: GenerationEngine, tokenizer: Tokenizer, process_name: str
 ) -> "AgentEpisodes":
     """Start the agents' processes and their endpoint, and return the source of their episodes."""
-    # imports packages of the extra `agents`; `aligner.checks.environment` checks that it is there
+    # requires the extra `agents`; `aligner.checks.environment` checks that it is installed
     from aligner.agents.agent_episodes import AgentEpisodes
 
-    context = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-    return AgentEpisodes.begin(
-        engine, tokenizer, config.environment, config.seed, context, _journal(config, process)
+    max_sequence_length = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    return AgentEpisodes.create(
+        engine,
+        tokenizer,
+        config.environment,
+        config.seed,
+        max_sequence_length,
+        _build_journal(config, process_name),
     )

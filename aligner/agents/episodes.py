@@ -24,11 +24,11 @@ from aligner.engines.engine_loop import (
     EngineLoop,
     Interrupted,
     SamplesInFlight,
-    reserve_longest,
+    append_completion,
+    append_observation,
+    create_unfinished_sample,
+    reserve_cache,
     start_on_replica,
-    unfinished_sample,
-    with_completion,
-    with_observation,
 )
 from aligner.engines.engine_protocol import (
     GenerationEngine,
@@ -48,18 +48,18 @@ class EpisodeState:
 
     name: str
     request: GenerationRequest
-    partial: Sample | None
+    partial_rollout: Sample | None
     """The partial rollout that the episode continues; None after the replay has reached its end."""
     branches: list[Sample] = field(default_factory=list)
     """The earlier sequences of the episode."""
     sample: Sample | None = None
     """The current sequence at the end of its last turn; None before the first turn."""
-    turn: Tensor | None = None
-    """int64 [R]: the tokens of the last turn, including its end."""
+    last_turn: Tensor | None = None
+    """Tokens of the last turn, including its end, int64 [R]; None before the first turn."""
     position: int = 0
     """Number of response tokens of the current sequence up to the end of the last turn; with the
     next observation, up to the start of the next turn."""
-    turns: int = 0
+    turn_count: int = 0
     """Number of turns in all sequences."""
     conversation: Conversation | None = None
     """The chat messages before the last turn; None without messages."""
@@ -69,9 +69,10 @@ class EpisodeState:
     @property
     def is_replayed(self) -> bool:
         """Whether the partial rollout contains the environment's next observation."""
-        partial = self.partial
-        return partial is not None and (
-            len(self.branches) < len(partial.branches) or self.position < len(partial.response)
+        partial_rollout = self.partial_rollout
+        return partial_rollout is not None and (
+            len(self.branches) < len(partial_rollout.branches)
+            or self.position < len(partial_rollout.response)
         )
 
     def render_messages(self, messages: Messages, chat: ChatTurns) -> list[int] | NewBranch:
@@ -83,7 +84,7 @@ class EpisodeState:
             AlignerError: The prompt does not consist of messages, or the chat template accepts no
                 message after the last turn.
         """
-        assert self.turn is not None
+        assert self.last_turn is not None
         if self.conversation is None:
             metadata = self.request.prompt.metadata
             self.conversation = chat.begin(
@@ -91,30 +92,35 @@ class EpisodeState:
                 metadata.get("tools"),
                 metadata.get("chat_template_kwargs"),
             )
+            # messages can be appended only to a prompt that the chat template has rendered
             if not torch.equal(self.conversation.tokens, self.request.prompt.tokens):
                 raise AlignerError(
                     "the environment returned chat messages, but the prompt is plain text; the"
                     " prompt must consist of chat messages"
                 )
-        length = len(self.conversation.tokens) + len(self.turn)
-        conversation = chat.append_turn(self.conversation, self.turn, messages)
+
+        context_length = len(self.conversation.tokens) + len(self.last_turn)
+        conversation = chat.append_turn(self.conversation, self.last_turn, messages)
         if isinstance(conversation, NewBranch):
             return conversation
         self.conversation = conversation
-        return conversation.tokens[length:].tolist()
+        return conversation.tokens[context_length:].tolist()
 
     def append_turn(self, sample: Sample) -> Tensor:
-        """Replace the current sequence by `sample`, which has one more turn; return its tokens."""
-        self.turn = sample.response[self.position :]
+        """Replace the current sequence by `sample`, which has one more turn.
+
+        Returns the tokens of that turn, int64 [R].
+        """
+        self.last_turn = sample.response[self.position :]
         self.sample = sample
-        self.turns += 1
+        self.turn_count += 1
         self.position = len(sample.response)
-        return self.turn
+        return self.last_turn
 
     def append_observation(self, observation: list[int] | NewBranch) -> None:
-        """Move behind the observation's tokens, or start the sequence of a new branch."""
+        """Advance the position past the observation, or start the sequence of a new branch."""
         if isinstance(observation, NewBranch):
-            self.branches.append(self.complete("stop", branches=()))
+            self.branches.append(self.to_sample("stop", branches=()))
             self.sample = None
             self.position = 0
             self.rewards = []
@@ -122,109 +128,127 @@ class EpisodeState:
         else:
             self.position += len(observation)
 
-    def complete(self, reason: FinishReason, branches: tuple[Sample, ...] | None = None) -> Sample:
+    def to_sample(
+        self, finish_reason: FinishReason, branches: tuple[Sample, ...] | None = None
+    ) -> Sample:
         """Return the current sequence as a sample; `branches=None` adds all earlier sequences."""
         assert self.sample is not None
-        return self._add_rewards(replace(self.sample, finish_reason=reason), branches)
+        return self._with_rewards(replace(self.sample, finish_reason=finish_reason), branches)
 
     @property
     def partial_sequence(self) -> Sample:
         """The current sequence as far as the partial rollout contains it."""
-        assert self.partial is not None
-        return replace(self.partial.sequences[len(self.branches)], branches=(), rewards=None)
+        assert self.partial_rollout is not None
+        return replace(
+            self.partial_rollout.sequences[len(self.branches)], branches=(), rewards=None
+        )
 
-    def unfinished(self) -> Sample:
+    def to_partial_rollout(self) -> Sample:
         """Return the episode as a partial rollout, which a later step can continue."""
-        if self.partial is not None:
-            return self.partial
-        sample = self.sample or unfinished_sample(replace(self.request, begun=None))
-        return self._add_rewards(replace(sample, finish_reason="unfinished"), None)
+        # interrupted during the replay: nothing has been generated yet
+        if self.partial_rollout is not None:
+            return self.partial_rollout
+        sample = self.sample or create_unfinished_sample(replace(self.request, partial_sample=None))
+        return self._with_rewards(replace(sample, finish_reason="unfinished"), None)
 
     def matches_replay(self, observation: list[int] | NewBranch) -> bool:
         """Return whether the partial rollout continues with this observation.
 
         The environment's rewards before the observation must be equal too.
         """
-        assert self.partial is not None
-        sequence, *later = self.partial.sequences[len(self.branches) :]
-        rewards = sequence.rewards
-        if rewards is None:
-            rewards = torch.zeros(len(sequence.response))
-        if not torch.equal(rewards[: self.position], self._sum_rewards(self.position)):
+        assert self.partial_rollout is not None
+        sequence, *later_sequences = self.partial_rollout.sequences[len(self.branches) :]
+        expected_rewards = sequence.rewards
+        if expected_rewards is None:
+            expected_rewards = torch.zeros(len(sequence.response))
+        rewards = self._sum_rewards(self.position)
+        if not torch.equal(expected_rewards[: self.position], rewards):
             return False
 
         is_at_end = self.position == len(sequence.response)
         if isinstance(observation, NewBranch):
-            if not is_at_end or not later:
+            if not is_at_end or not later_sequences:
                 return False
-            prompt = later[0].tokens[: later[0].prompt_length]
+            next_sequence = later_sequences[0]
+            prompt = next_sequence.tokens[: next_sequence.prompt_length]
             return torch.equal(observation.conversation.tokens, prompt)
 
-        # observation tokens follow until the model generated a token again
+        # the observation extends to the next token that the model generated
         end = self.position
         while end < len(sequence.response) and not is_generated(sequence, end):
             end += 1
         return not is_at_end and observation == sequence.response[self.position : end].tolist()
 
-    def next_turn(self, stop_token_ids: Collection[int]) -> Sample | None:
+    def find_next_turn(self, stop_token_ids: Collection[int]) -> Sample | None:
         """Return the partial rollout's sequence up to the end of its next turn.
 
         Returns None if the turn has no end there, because generation was interrupted.
         """
-        assert self.partial is not None
-        sequence, *later = self.partial.sequences[len(self.branches) :]
-        length = len(sequence.response)
-        for index in range(self.position, length):
+        assert self.partial_rollout is not None
+        sequence, *later_sequences = self.partial_rollout.sequences[len(self.branches) :]
+        end = len(sequence.response)
+        for index in range(self.position, end):
             token = int(sequence.response[index])
+            # an observation may contain stop tokens, too
             if token in stop_token_ids and is_generated(sequence, index):
-                length = index + 1
+                end = index + 1
                 break
         else:
-            if not later:
+            # the turn extends to the end of the sequence; it is complete if a branch follows
+            if not later_sequences:
                 return None
-        return replace(sequence.truncate(length, "stop"), branches=(), rewards=None)
+        return replace(sequence.truncate(end, "stop"), branches=(), rewards=None)
 
-    def _add_rewards(self, sample: Sample, branches: tuple[Sample, ...] | None) -> Sample:
-        """Return the sample with the environment's rewards; see `complete` for `branches`."""
+    def _with_rewards(self, sample: Sample, branches: tuple[Sample, ...] | None) -> Sample:
+        """Return the sample with the environment's rewards; see `to_sample` for `branches`."""
         rewards = self._sum_rewards(len(sample.response))
         if branches is None:
             branches = tuple(self.branches)
         return replace(sample, rewards=rewards, branches=branches)
 
-    def _sum_rewards(self, tokens: int) -> Tensor:
-        """Return the environment's rewards of the current sequence, float32 [tokens]."""
-        rewards = torch.zeros(tokens)
+    def _sum_rewards(self, length: int) -> Tensor:
+        """Return the environment's rewards of the current sequence, float32 [length]."""
+        rewards = torch.zeros(length)
         for index, reward in self.rewards:
             rewards[index] += reward
         return rewards
 
 
-def branch_prompt(request: GenerationRequest, read: Tensor, options: SamplingOptions) -> Sample:
-    """Return the empty sample of a branch of an episode, whose prompt is `read`, int64 [T].
+def create_branch(
+    request: GenerationRequest, input_tokens: Tensor, options: SamplingOptions
+) -> Sample:
+    """Return the sample of a new branch of an episode, which has no response yet.
 
-    The prompt and the response of a branch together may have as many tokens as the prompt and the
-    response of the episode. Raises AlignerError if that leaves no room for a response.
+    Args:
+        request: The request of the episode.
+        input_tokens: The prompt of the branch, int64 [T].
+        options: Sampling options of the episode.
+
+    Raises:
+        AlignerError: The prompt leaves no room for a response: prompt and response of a branch
+            together may have as many tokens as those of the episode.
     """
-    limit = len(request.prompt.tokens) + request.limit(options)
-    if limit - len(read) < max(1, options.min_new_tokens):
+    limit = len(request.prompt.tokens) + request.get_token_limit(options)
+    if limit - len(input_tokens) < max(1, options.min_new_tokens):
         raise AlignerError(
-            f"the re-rendered conversation has {len(read)} tokens and leaves no room"
+            f"the re-rendered conversation has {len(input_tokens)} tokens and leaves no room"
             f" for a response; prompt and response together must have at most {limit} tokens"
         )
-    prompt = replace(request.prompt, text="", tokens=read)
-    return unfinished_sample(GenerationRequest(prompt, request.sample_index))
+    prompt = replace(request.prompt, text="", tokens=input_tokens)
+    return create_unfinished_sample(GenerationRequest(prompt, request.sample_index))
 
 
 def is_generated(sample: Sample, index: int) -> bool:
     """Return whether the model generated a response token, in contrast to an observation."""
-    return sample.drawn is None or bool(sample.drawn[index])
+    return sample.generated_mask is None or bool(sample.generated_mask[index])
 
 
 _STEPS_PER_ANSWER = 4
-"""Engine steps after which an answer is delivered if answers are delivered by steps."""
+"""Engine steps between a request to an environment and the delivery of the answer, if answers are
+delivered by steps."""
 
 
-def episode_name(prompt_id: int, sample_index: int, number: int = 1) -> str:
+def build_episode_name(prompt_id: int, sample_index: int, number: int = 1) -> str:
     """Return the name by which environments know an episode.
 
     `number` distinguishes episodes of the same sample; it is 1 for the first.
@@ -234,17 +258,17 @@ def episode_name(prompt_id: int, sample_index: int, number: int = 1) -> str:
 
 @dataclass(frozen=True)
 class EnvironmentEpisodes:
-    """Starts episodes in the environments of this process (`SampleSource`)."""
+    """Starts episodes in the environments of this process (`EpisodeSource`)."""
 
     engine: GenerationEngine
     environments: EnvironmentPool
     tokenizer: Tokenizer
     settings: EnvironmentConfig
     seed: int
-    by_steps: bool = False
+    should_deliver_by_steps: bool = False
     """Deliver answers a fixed number of engine steps after the request, so that the set of complete
     episodes does not depend on how fast environments are."""
-    logged: set[str] = field(default_factory=set)
+    logged_messages: set[str] = field(default_factory=set)
     """Messages that are logged only once."""
 
     @cached_property
@@ -252,13 +276,14 @@ class EnvironmentEpisodes:
         """The chat template. Raises ConfigError for a model without one."""
         return ChatTurns.for_tokenizer(self.tokenizer)
 
-    def forget(self, first: int) -> None:
-        """See `SampleSource.forget`."""
-        self.environments.forget(lambda name: int(name.partition("/")[0]) < first)
+    def drop_journal_before(self, first_prompt: int) -> None:
+        """See `EpisodeSource.drop_journal_before`."""
+        # the name of an episode begins with its prompt's id; see `build_episode_name`
+        self.environments.forget(lambda name: int(name.partition("/")[0]) < first_prompt)
 
-    def take_waits(self) -> float | None:
-        """See `SampleSource.take_waits`."""
-        return self.environments.take_waits()
+    def take_environment_wait_s(self) -> float | None:
+        """See `EpisodeSource.take_environment_wait_s`."""
+        return self.environments.take_environment_wait_s()
 
     def close(self) -> None:
         """Stop the environments."""
@@ -268,26 +293,30 @@ class EnvironmentEpisodes:
         self, requests: Sequence[GenerationRequest], options: SamplingOptions
     ) -> SamplesInFlight:
         """Start one episode per request, or continue the one that the request has begun."""
-        return start_on_replica(self.engine, requests, lambda: self._start(requests, options))
+        return start_on_replica(self.engine, requests, lambda: self._create_loop(requests, options))
 
-    def _start(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> EngineLoop:
+    def _create_loop(
+        self, requests: Sequence[GenerationRequest], options: SamplingOptions
+    ) -> EngineLoop:
         """Return a loop with one coroutine per episode."""
         turn_end = self.tokenizer.get_single_token(self.settings.turn_end, "environment.turn_end")
         if turn_end is not None:
             options = replace(options, stop_token_ids=(*options.stop_token_ids, turn_end))
-        self.engine.check([replace(request, begun=None) for request in requests], options)
-        reserve_longest(self.engine, requests, options)
+        self.engine.check([replace(request, partial_sample=None) for request in requests], options)
+        reserve_cache(self.engine, requests, options)
         loop = EngineLoop(
             self.engine,
-            steps_per_answer=_STEPS_PER_ANSWER if self.by_steps else None,
+            steps_per_answer=_STEPS_PER_ANSWER if self.should_deliver_by_steps else None,
             listener=self.environments.listener,
         )
-        numbers = Counter[tuple[int, int]]()
+
+        # the same sample may be requested more than once
+        episode_counts = Counter[tuple[int, int]]()
         for index, request in enumerate(requests):
-            sample = (request.prompt.id, request.sample_index)
-            numbers[sample] += 1
-            name = episode_name(*sample, numbers[sample])
-            episode = EpisodeState(name, request, request.begun)
+            sample_key = (request.prompt.id, request.sample_index)
+            episode_counts[sample_key] += 1
+            name = build_episode_name(*sample_key, episode_counts[sample_key])
+            episode = EpisodeState(name, request, request.partial_sample)
             loop.spawn(index, _EpisodeRun(self, loop, index, episode, options).run())
         return loop
 
@@ -319,24 +348,25 @@ class _EpisodeRun:
         self._episode = episode
         self._options = options
         # tokens that end a turn
-        self._ends = frozenset(options.stop_token_ids)
+        self._stop_token_ids = frozenset(options.stop_token_ids)
 
     async def run(self) -> Sample:
         """Return the sample of the episode: complete, lost, or unfinished if it is interrupted."""
         episode = self._episode
         source = self._source
         prompt = episode.request.prompt
-        task, seed = task_of(prompt, source.tokenizer, source.seed)
-        outcome = source.environments.reset(episode.name, task, seed)
+        task, seed = build_task(prompt, source.tokenizer, source.seed)
+        answer = source.environments.reset(episode.name, task, seed)
         try:
-            return await self._play(outcome)
+            return await self._play(answer)
         except Interrupted:
-            return episode.unfinished()
+            return episode.to_partial_rollout()
         except EpisodeLost as error:
             _log.warning("%s", error)
-            return lost_sample(episode.request, source.tokenizer.pad_token_id)
+            return build_lost_sample(episode.request, source.tokenizer.pad_token_id)
         finally:
             source.environments.finish(episode.name)
+            # the engine holds the KV cache of an episode between its turns
             source.engine.release(prompt.id, episode.request.sample_index)
 
     async def _play(self, answer: Any) -> Sample:
@@ -351,39 +381,45 @@ class _EpisodeRun:
         """
         episode = self._episode
         while True:
-            outcome: Outcome = await self._loop.answer(
+            outcome: Outcome = await self._loop.wait_for_answer(
                 answer, self._index, is_replayed=episode.is_replayed
             )
             # the answer to a reset, which comes before the first turn, has no reward
-            if episode.turn is not None:
+            if episode.last_turn is not None:
+                # a reward belongs to the turn that the environment answers: to its last token
                 episode.rewards.append((episode.position - 1, outcome.reward))
 
             if episode.is_replayed:
                 sequence = self._replay(outcome)
             else:
                 # the replay has reached its end: from here on the episode is new
-                episode.partial = None
+                episode.partial_rollout = None
                 if self._is_over(outcome):
-                    return episode.complete("stop" if outcome.done else "length")
+                    return episode.to_sample("stop" if outcome.done else "length")
                 try:
                     sequence = self._continue(outcome)
                 except AlignerError as error:
                     _log.info("episode %s ended early: %s", episode.name, error)
                     if episode.sample is None:
-                        return lost_sample(episode.request, self._source.tokenizer.pad_token_id)
-                    return episode.complete("length")
+                        return build_lost_sample(
+                            episode.request, self._source.tokenizer.pad_token_id
+                        )
+                    return episode.to_sample("length")
 
+            # a replayed turn that is complete need not be generated
             if sequence.finish_reason == "unfinished":
                 sequence = await self._generate(sequence)
-                episode.partial = None
+                episode.partial_rollout = None
                 if sequence.finish_reason == "unfinished":
                     episode.sample = sequence
-                    return episode.unfinished()
+                    return episode.to_partial_rollout()
 
             turn = episode.append_turn(sequence)
             if sequence.finish_reason == "length":
-                return episode.complete("length")
-            answer = self._source.environments.step(episode.name, self._action(sequence, turn))
+                return episode.to_sample("length")
+            answer = self._source.environments.step(
+                episode.name, self._decode_action(sequence, turn)
+            )
 
     def _continue(self, outcome: Outcome) -> Sample:
         """Return the sequence with the environment's observation, or the start of a new branch.
@@ -391,18 +427,20 @@ class _EpisodeRun:
         Raises AlignerError if that leaves no room for a generated token.
         """
         episode = self._episode
-        observation = self._observation(outcome.observation)
+        observation = self._encode_observation(outcome.observation)
         if isinstance(observation, NewBranch):
             request = episode.request
             self._source.engine.check_branch(request.prompt.id)
-            sequence = branch_prompt(request, observation.conversation.tokens, self._options)
+            sequence = create_branch(request, observation.conversation.tokens, self._options)
             # the branch does not continue the tokens in the KV cache
             self._source.engine.release(request.prompt.id, request.sample_index)
             self._log_branch(observation)
         else:
-            current = episode.sample or unfinished_sample(replace(episode.request, begun=None))
-            limit = self._limit(current)
-            sequence = with_observation(current, observation, limit)
+            current_sequence = episode.sample or create_unfinished_sample(
+                replace(episode.request, partial_sample=None)
+            )
+            limit = self._get_response_limit(current_sequence)
+            sequence = append_observation(current_sequence, observation, limit)
         episode.append_observation(observation)
         return sequence
 
@@ -414,29 +452,33 @@ class _EpisodeRun:
         """
         episode = self._episode
         try:
-            observation = self._observation(outcome.observation)
+            observation = self._encode_observation(outcome.observation)
         except AlignerError as error:
             raise EpisodeLost(f"episode {episode.name} cannot be resumed: {error}") from error
         if self._is_over(outcome) or not episode.matches_replay(observation):
             raise EpisodeLost(
                 f"episode {episode.name} cannot be resumed: on replay, its environment"
-                f" returned a different answer after {episode.turns} turns: {outcome}. The answers"
-                " of an environment must depend only on task, seed and actions"
+                f" returned a different answer after {episode.turn_count} turns: {outcome}. The"
+                " answers of an environment must depend only on task, seed and actions"
             )
         episode.append_observation(observation)
-        return episode.next_turn(self._ends) or episode.partial_sequence
+        return episode.find_next_turn(self._stop_token_ids) or episode.partial_sequence
 
     async def _generate(self, sequence: Sample) -> Sample:
-        """Generate a turn."""
+        """Generate a turn, or the rest of one, and return the sequence with it."""
         episode = self._episode
-        used = len(sequence.response)
+        response_length = len(sequence.response)
+        # number of response tokens at which the turn is truncated
         turn_limit = min(
-            self._limit(sequence), episode.position + self._source.settings.max_turn_tokens
+            self._get_response_limit(sequence),
+            episode.position + self._source.settings.max_turn_tokens,
         )
+        max_new_tokens = turn_limit - response_length
+        min_new_tokens = max(0, self._options.min_new_tokens - response_length)
         sampling = replace(
             self._options,
-            max_new_tokens=turn_limit - used,
-            min_new_tokens=min(max(0, self._options.min_new_tokens - used), turn_limit - used),
+            max_new_tokens=max_new_tokens,
+            min_new_tokens=min(min_new_tokens, max_new_tokens),
         )
         request = episode.request
         key = RequestKey(request.prompt.id, request.sample_index, sequence.prompt_length)
@@ -450,36 +492,38 @@ class _EpisodeRun:
         completion = await self._loop.generate(
             sequence.tokens, sampling, key=key, is_continued=True
         )
-        return with_completion(sequence, completion)
+        return append_completion(sequence, completion)
 
-    def _limit(self, sequence: Sample) -> int:
+    def _get_response_limit(self, sequence: Sample) -> int:
         """Return the maximum number of response tokens of a sequence of the episode."""
         request = self._episode.request
-        limit = request.limit(self._options)
+        limit = request.get_token_limit(self._options)
+        # prompt and response of a branch share the token budget of those of the episode
         return min(limit, len(request.prompt.tokens) + limit - sequence.prompt_length)
 
-    def _action(self, sequence: Sample, turn: torch.Tensor) -> str:
+    def _decode_action(self, sequence: Sample, turn: torch.Tensor) -> str:
         """Return the text of the turn's tokens, int64 [R], for the environment.
 
         The text contains no end-of-sequence token.
         """
         tokenizer = self._source.tokenizer
         text_tokens = turn[:-1] if int(turn[-1]) in tokenizer.eos_token_ids else turn
+        preceding_tokens = sequence.tokens[: len(sequence.tokens) - len(turn)]
         # some models mark tool calls with special tokens, which the tool parser needs
         return tokenizer.decode_after(
-            sequence.tokens[: len(sequence.tokens) - len(turn)],
+            preceding_tokens,
             text_tokens,
             skip_special_tokens=not self._source.settings.has_tools,
         )
 
     def _is_over(self, outcome: Outcome) -> bool:
-        """Return whether no turn follows an answer."""
+        """Return whether the episode ends with this answer of its environment."""
         episode = self._episode
-        return episode.turn is not None and (
-            outcome.done or episode.turns == self._source.settings.max_turns
+        return episode.last_turn is not None and (
+            outcome.done or episode.turn_count == self._source.settings.max_turns
         )
 
-    def _observation(self, observation: Observation) -> list[int] | NewBranch:
+    def _encode_observation(self, observation: Observation) -> list[int] | NewBranch:
         """Return the tokens of an observation.
 
         Returns a `NewBranch` if messages cannot be appended to the generated tokens. Raises
@@ -490,7 +534,7 @@ class _EpisodeRun:
             prompt = episode.request.prompt
             preceding_tokens = prompt.tokens if episode.sample is None else episode.sample.tokens
             return self._source.tokenizer.encode_observation(preceding_tokens, observation).tolist()
-        if episode.turn is not None:
+        if episode.last_turn is not None:
             return episode.render_messages(observation, self._source.chat)
         if observation:
             raise AlignerError(
@@ -501,9 +545,9 @@ class _EpisodeRun:
 
     def _log_branch(self, observation: NewBranch) -> None:
         """Log the first new branch of all episodes."""
-        logged = self._source.logged
-        if "branch" not in logged:
-            logged.add("branch")
+        logged_messages = self._source.logged_messages
+        if "branch" not in logged_messages:
+            logged_messages.add("branch")
             _log.info(
                 "episode %s starts a new branch (logged for the first episode only): %s",
                 self._episode.name,
@@ -511,24 +555,27 @@ class _EpisodeRun:
             )
 
 
-def task_of(prompt: Prompt, tokenizer: Tokenizer, seed: int) -> tuple[dict[str, Any], int]:
+def build_task(prompt: Prompt, tokenizer: Tokenizer, seed: int) -> tuple[dict[str, Any], int]:
     """Return the task of an episode, as JSON values, and its seed in a run with this seed.
 
     All samples of a prompt have the same task and the same seed.
     """
-    return {
-        **prompt.metadata,
-        "prompt": tokenizer.decode(prompt.tokens),
-    }, seed * 1_000_003 + prompt.id
+    task = {**prompt.metadata, "prompt": tokenizer.decode(prompt.tokens)}
+    # runs with different seeds share no episode seed, as long as prompt ids are below a million
+    episode_seed = seed * 1_000_003 + prompt.id
+    return task, episode_seed
 
 
-def lost_sample(request: GenerationRequest, filler: int) -> Sample:
-    """Return the sample of a lost episode: the response is the token `filler`, the reward NaN."""
+def build_lost_sample(request: GenerationRequest, filler_token: int) -> Sample:
+    """Return the sample of a lost episode, whose reward is NaN.
+
+    A sample must have a response token, so its response is `filler_token`.
+    """
     prompt = request.prompt
     return Sample(
         prompt_id=prompt.id,
         sample_index=request.sample_index,
-        tokens=torch.cat((prompt.tokens.cpu(), torch.tensor([filler]))),
+        tokens=torch.cat((prompt.tokens.cpu(), torch.tensor([filler_token]))),
         prompt_length=len(prompt.tokens),
         engine_logprobs=torch.zeros(1),
         weight_versions=torch.zeros(1, dtype=torch.int64),

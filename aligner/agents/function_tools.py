@@ -17,7 +17,7 @@ from typing import Any
 from aligner.agents.tool_protocol import ToolFailed
 from aligner.errors import ConfigError
 from aligner.user_code import import_object
-from aligner.values import callable_place
+from aligner.values import split_callable_name
 
 
 @dataclass(frozen=True)
@@ -34,34 +34,32 @@ class FunctionTool:
         After the timeout, an `async` function is cancelled; the thread of another function
         continues, and its result is ignored.
         """
-        _check(arguments, self.parameters, self.function)
-        answer: str = await within(self._answer(arguments), timeout_s)
+        _check_arguments(arguments, self.parameters, self.function)
+        answer: str = await run_with_timeout(self._call_function(arguments), timeout_s)
         return answer
 
-    async def _answer(self, arguments: dict[str, Any]) -> str:
+    async def _call_function(self, arguments: dict[str, Any]) -> str:
         """Call the function, and return its result as text. Raises ToolFailed if it fails."""
         try:
             if inspect.iscoroutinefunction(self.function):
                 answer = await self.function(**arguments)
             else:
-                answer = await _in_thread(lambda: self.function(**arguments))
-            return (
-                answer
-                if isinstance(answer, str)
-                else json.dumps(answer, ensure_ascii=False, default=str)
-            )
+                answer = await _run_in_thread(lambda: self.function(**arguments))
+            if isinstance(answer, str):
+                return answer
+            return json.dumps(answer, ensure_ascii=False, default=str)
         # the user's code may raise anything; SystemExit must not end the worker process
         except (Exception, SystemExit) as error:
             raise ToolFailed(f"{type(error).__name__}: {error}") from error
 
 
-def tool_function(place: str) -> Callable[..., Any]:
-    """Import the function that `place`, `module:function`, names.
+def import_tool_function(name: str) -> Callable[..., Any]:
+    """Import the function with the name `module:function`.
 
     Raises ConfigError, with a message that contains only the reason, if there is no such function
     or the package jsonschema is not installed.
     """
-    location = callable_place(place)
+    location = split_callable_name(name)
     if location is None:
         raise ConfigError("must be python or module:function")
     if find_spec("jsonschema") is None:
@@ -77,12 +75,13 @@ def tool_function(place: str) -> Callable[..., Any]:
     return function
 
 
-async def within(work: Coroutine[Any, Any, Any], timeout_s: float) -> Any:
+async def run_with_timeout(coroutine: Coroutine[Any, Any, Any], timeout_s: float) -> Any:
     """Return the result of a coroutine.
 
     Raises ToolFailed after the timeout; the coroutine is cancelled, but not awaited.
     """
-    task = asyncio.ensure_future(work)
+    # `asyncio.wait_for` would wait until the cancelled coroutine ends, which user code may delay.
+    task = asyncio.ensure_future(coroutine)
     try:
         await asyncio.wait([task], timeout=timeout_s)
         if not task.done():
@@ -92,17 +91,18 @@ async def within(work: Coroutine[Any, Any, Any], timeout_s: float) -> Any:
         task.cancel()
 
 
-async def _in_thread(call: Callable[[], Any]) -> Any:
+async def _run_in_thread(call: Callable[[], Any]) -> Any:
     """Return the result of a call in a daemon thread, which does not delay the process's exit."""
     loop = asyncio.get_running_loop()
     answer = asyncio.get_running_loop().create_future()
     context = contextvars.copy_context()
 
-    def told(result: Any, error: BaseException | None) -> None:
+    # the loop may have cancelled the future after the timeout
+    def set_answer(result: Any, error: BaseException | None) -> None:
         if not answer.done():
             answer.set_result((result, error))
 
-    def work() -> None:
+    def run() -> None:
         result = None
         error = None
         try:
@@ -110,16 +110,17 @@ async def _in_thread(call: Callable[[], Any]) -> Any:
         except BaseException as raised:  # the awaiting coroutine raises it
             error = raised
         with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(told, result, error)
+            loop.call_soon_threadsafe(set_answer, result, error)
 
-    threading.Thread(target=work, daemon=True).start()
+    # Not an executor of asyncio, whose threads the interpreter joins at its exit.
+    threading.Thread(target=run, daemon=True).start()
     result, error = await answer
     if error is not None:
         raise error
     return result
 
 
-def _check(
+def _check_arguments(
     arguments: dict[str, Any], parameters: Mapping[str, Any], function: Callable[..., Any]
 ) -> None:
     """Raise ToolFailed if the function does not accept the arguments."""

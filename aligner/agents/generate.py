@@ -1,7 +1,7 @@
 """Implementation of `aligner generate`: write samples of a stored model to a JSONL file.
 
-`plan_job` checks the input and tokenizes the prompts, `draw` generates the samples, and `generate`
-writes them. `load` and `require_generating` are also used by `aligner serve-model`.
+`plan_job` checks the input and tokenizes the prompts, `generate_samples` generates the samples, and
+`generate` writes them. `aligner serve-model` also uses `load_weights` and `read_generating_shape`.
 """
 
 import json
@@ -18,7 +18,7 @@ import torch
 
 from aligner.agents.environment_pool import EnvironmentPool
 from aligner.agents.episode_journal import EpisodeJournal
-from aligner.agents.episodes import EnvironmentEpisodes, episode_name
+from aligner.agents.episodes import EnvironmentEpisodes, build_episode_name
 from aligner.agents.tool_catalogue import list_tools, tool_schemas, with_tool_arguments
 from aligner.agents.tool_protocol import ListedTool
 from aligner.data.chat_turns import ChatTurns
@@ -35,7 +35,7 @@ from aligner.data.tokenizer import Tokenizer
 from aligner.data.tokenizer_files import find_tokenizer_problem
 from aligner.data.types import Prompt, Sample
 from aligner.engines.build import build_engine
-from aligner.engines.engine_loop import SingleResponses, StartsSamples
+from aligner.engines.engine_loop import SampleStarter, SingleResponses
 from aligner.engines.engine_protocol import GenerationEngine, GenerationRequest, SamplingOptions
 from aligner.errors import AlignerError, ConfigError
 from aligner.files import convert_write_errors, open_new_file
@@ -73,7 +73,7 @@ class Job:
     shape: ModelShape
     tokenizer: Tokenizer
     prompts: Sequence[Prompt]
-    samples: int
+    samples_per_prompt: int
     """Number of responses per prompt."""
     options: SamplingOptions
     seed: int
@@ -95,7 +95,7 @@ class Job:
         return [
             GenerationRequest(prompt, index)
             for prompt in self.prompts
-            for index in range(self.samples)
+            for index in range(self.samples_per_prompt)
         ]
 
 
@@ -128,10 +128,10 @@ def plan_job(
         ConfigError: The model generates no text or has no tokenizer, the sampling options are
             invalid, or a prompt, named by its index, leaves no room for the response.
     """
-    shape = require_generating(source)
-    stops = shape.eos_token_ids if stop_at_eos else ()
+    shape = read_generating_shape(source)
+    stop_token_ids = shape.eos_token_ids if stop_at_eos else ()
     try:
-        options = SamplingOptions(max_new_tokens, stop_token_ids=stops, **sampling)
+        options = SamplingOptions(max_new_tokens, stop_token_ids=stop_token_ids, **sampling)
     except AlignerError as error:
         raise ConfigError(str(error)) from error
     if options.greedy and samples > 1:
@@ -140,8 +140,8 @@ def plan_job(
             " sample per prompt, or turn off greedy decoding"
         )
 
-    longest = shape.max_positions - max_new_tokens
-    if longest < 1:
+    max_prompt_tokens = shape.max_positions - max_new_tokens
+    if max_prompt_tokens < 1:
         raise ConfigError(
             f"max_new_tokens={max_new_tokens}: must be less than the model's"
             f" {shape.max_positions} positions, which include the prompt"
@@ -149,27 +149,44 @@ def plan_job(
 
     tokenizer = Tokenizer(source.companions)
     # end of the error message for a prompt that is too long
-    allowed = (
-        f"{longest}, the model's {shape.max_positions} positions minus {max_new_tokens} new tokens"
+    limit_description = (
+        f"{max_prompt_tokens}, the model's {shape.max_positions} positions minus {max_new_tokens}"
+        " new tokens"
     )
     tools = [] if environment is None else list_tools(environment)
     schemas = tool_schemas(tools)
-    tokenized = [
-        (
-            to_prompt(record, record.get_text("prompt"), tokenizer, longest, allowed, id=index)
-            if environment is None
-            else to_chat_prompt(add_tools(record, schemas), tokenizer, longest, allowed, id=index)
-        )
-        for index, record in enumerate(prompts)
-    ]
-    return Job(source, shape, tokenizer, tokenized, samples, options, seed, environment, tools)
+
+    tokenized_prompts = []
+    for index, record in enumerate(prompts):
+        if environment is None:
+            prompt = to_prompt(
+                record,
+                record.get_text("prompt"),
+                tokenizer,
+                max_prompt_tokens,
+                limit_description,
+                id=index,
+            )
+        else:
+            prompt = to_chat_prompt(
+                add_tools(record, schemas),
+                tokenizer,
+                max_prompt_tokens,
+                limit_description,
+                id=index,
+            )
+        tokenized_prompts.append(prompt)
+    return Job(
+        source, shape, tokenizer, tokenized_prompts, samples, options, seed, environment, tools
+    )
 
 
-def require_generating(source: Source) -> ModelShape:
+def read_generating_shape(source: Source) -> ModelShape:
     """Return the shape of a stored model that can generate text.
 
     Raises ConfigError if the model has no vocabulary head or no tokenizer.
     """
+    # generation_config.json may list end tokens that config.json omits, such as the end of a turn
     shape = with_all_end_tokens(
         read_config(source.config, "the model's config.json"), source.companions
     )
@@ -218,32 +235,35 @@ def generate(
         ConfigError: `output` cannot be written, or exists and must not be overwritten, or the
             engine cannot run on this machine.
     """
-    done = Progress(0, 0, 0.0)
+    totals = Progress(0, 0, 0.0)
 
-    def told(now: Progress) -> None:
-        nonlocal done
-        done = now
-        progress(now)
+    def record_progress(latest: Progress) -> None:
+        nonlocal totals
+        totals = latest
+        progress(latest)
 
-    with written(output, overwrite) as file:
-        for sample in draw(job, settings, told):
-            score = None if job.environment is None else episode_score(sample)
+    threshold = -math.inf if min_score is None else min_score
+    with open_output(output, overwrite) as file:
+        for sample in generate_samples(job, settings, record_progress):
+            score = None if job.environment is None else compute_episode_score(sample)
             # NaN, the score of a lost episode, fails this comparison too
-            if score is not None and not score >= (-math.inf if min_score is None else min_score):
+            if score is not None and not score >= threshold:
                 continue
-            for record in (
-                [conversation_record(job, sample)] if as_messages else sequence_records(job, sample)
-            ):
-                file.write(json_line(record))
-    return done
+            if as_messages:
+                records = [build_conversation_record(job, sample)]
+            else:
+                records = build_sequence_records(job, sample)
+            for record in records:
+                file.write(format_json_line(record))
+    return totals
 
 
-def json_line(record: Mapping[str, Any]) -> bytes:
+def format_json_line(record: Mapping[str, Any]) -> bytes:
     """Return a record as a line of a JSONL file."""
     return (json.dumps(record, ensure_ascii=False) + "\n").encode()
 
 
-def draw(
+def generate_samples(
     job: Job, settings: EngineConfig, progress: Callable[[Progress], None]
 ) -> Iterator[Sample]:
     """Yield the samples of a job in the order of its requests, from an engine in this process.
@@ -260,19 +280,21 @@ def draw(
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     # the engine reserves memory for the longest sequence of the job, not for the model's context
-    longest = max(prompt.tokens.numel() for prompt in job.prompts) + job.options.max_new_tokens
+    longest_prompt = max(prompt.tokens.numel() for prompt in job.prompts)
     engine = build_engine(
-        job.shape, settings, job.source.companions, seed=job.seed, device=device, context=longest
+        job.shape,
+        settings,
+        job.source.companions,
+        seed=job.seed,
+        device=device,
+        max_sequence_length=longest_prompt + job.options.max_new_tokens,
     )
-    pool = (
-        None
-        if job.environment is None
-        else EnvironmentPool.of(
-            with_tool_arguments(job.environment, job.tools, job.tokenizer), job.journal
-        )
-    )
+    pool = None
+    if job.environment is not None:
+        environment = with_tool_arguments(job.environment, job.tools, job.tokenizer)
+        pool = EnvironmentPool.from_config(environment, job.journal)
     try:
-        source: StartsSamples = SingleResponses(engine)
+        source: SampleStarter = SingleResponses(engine)
         if pool is not None and job.environment is not None:
             try:
                 pool.start()
@@ -280,30 +302,35 @@ def draw(
                 raise ConfigError(f"environment.target: {error}") from error
             source = EnvironmentEpisodes(engine, pool, job.tokenizer, job.environment, job.seed)
 
-        load(engine, job.source)
+        load_weights(engine, job.source)
         generation = source.start(job.requests, job.options)
         # complete samples, by request index, that have to wait for samples of earlier requests
-        waiting: dict[int, Sample] = {}
-        totals = Progress(0, 0, 0.0)
+        waiting_samples: dict[int, Sample] = {}
         next_index = 0
-        started = time.monotonic()
-        while not generation.done:
-            complete = generation.step()
-            waiting |= complete
-            while next_index in waiting:
-                yield waiting.pop(next_index)
+        totals = Progress(0, 0, 0.0)
+        start_s = time.monotonic()
+        while not generation.is_done:
+            completed_samples = generation.step()
+            waiting_samples |= completed_samples
+            while next_index in waiting_samples:
+                yield waiting_samples.pop(next_index)
                 next_index += 1
 
-            tokens = totals.tokens + sum(
+            new_tokens = sum(
                 sequence.generated_token_count
-                for _, sample in complete
+                for _, sample in completed_samples
                 for sequence in sample.sequences
             )
-            rewards = totals.rewards + tuple(
-                episode_score(sample) for _, sample in complete if sample.rewards is not None
+            new_rewards = tuple(
+                compute_episode_score(sample)
+                for _, sample in completed_samples
+                if sample.rewards is not None
             )
             totals = Progress(
-                totals.samples + len(complete), tokens, time.monotonic() - started, rewards
+                samples=totals.samples + len(completed_samples),
+                tokens=totals.tokens + new_tokens,
+                seconds=time.monotonic() - start_s,
+                rewards=totals.rewards + new_rewards,
             )
             progress(totals)
     finally:
@@ -312,13 +339,14 @@ def draw(
         engine.shutdown()
 
 
-def load(engine: GenerationEngine, source: Source) -> None:
+def load_weights(engine: GenerationEngine, source: Source) -> None:
     """Load the weights of a stored model into an engine of one rank.
 
     Their weight version is the training step of the model, 0 if it has none.
     """
     update = engine.begin_update(source.step)
     try:
+        # group by group, so that host memory never contains the whole model
         for tensors in source.weights():
             views = update.views(list(tensors))
             for name, tensor in tensors.items():
@@ -331,7 +359,7 @@ def load(engine: GenerationEngine, source: Source) -> None:
 
 
 @contextmanager
-def written(output: Path, overwrite: bool) -> Iterator[BinaryIO]:
+def open_output(output: Path, overwrite: bool) -> Iterator[BinaryIO]:
     """Open a file under a temporary name, and rename it to `output` when the block succeeds.
 
     Raises ConfigError if `output` cannot be written, or exists and must not be overwritten.
@@ -344,41 +372,44 @@ def written(output: Path, overwrite: bool) -> Iterator[BinaryIO]:
         )
         raise ConfigError(f"{output}: {advice}")
     with ExitStack() as stack:
+        # only errors of opening are converted here, not those of the caller's block
         with convert_write_errors(output):
             file = stack.enter_context(open_new_file(output))
         yield file
 
 
-def sequence_records(job: Job, sample: Sample) -> list[dict[str, Any]]:
+def build_sequence_records(job: Job, sample: Sample) -> list[dict[str, Any]]:
     """Return one record per sequence of a sample: its branches, then the sample itself.
 
     If the sample has branches, each record contains the sequence's own prompt, and the score of the
     whole episode.
     """
     if not sample.branches:
-        return [sample_record(job, sample)]
-    return [
-        sample_record(job, replace(sequence, branches=()))
-        | {
-            "prompt": job.tokenizer.decode(prompt_tokens, skip_special_tokens=False),
-            "prompt_tokens": prompt_tokens.tolist(),
-        }
-        | {"score": episode_score(sample)}
-        for sequence in sample.sequences
-        for prompt_tokens in [sequence.tokens[: sequence.prompt_length]]
-    ]
+        return [build_sample_record(job, sample)]
+
+    records = []
+    for sequence in sample.sequences:
+        record = build_sample_record(job, replace(sequence, branches=()))
+        prompt_tokens = sequence.tokens[: sequence.prompt_length]
+        record["prompt"] = job.tokenizer.decode(prompt_tokens, skip_special_tokens=False)
+        record["prompt_tokens"] = prompt_tokens.tolist()
+        record["score"] = compute_episode_score(sample)
+        records.append(record)
+    return records
 
 
-def sample_record(job: Job, sample: Sample) -> dict[str, Any]:
+def build_sample_record(job: Job, sample: Sample) -> dict[str, Any]:
     """Return the output record of a sample without branches."""
     prompt = job.prompts[sample.prompt_id]
-    episode: dict[str, Any] = {}
+    episode_fields: dict[str, Any] = {}
     if job.environment is not None:
-        marks = torch.ones(len(sample.response)) if sample.drawn is None else sample.drawn
-        episode = {
-            "score": episode_score(sample),
+        generated_mask = sample.generated_mask
+        if generated_mask is None:
+            generated_mask = torch.ones(len(sample.response))
+        episode_fields = {
+            "score": compute_episode_score(sample),
             "turns": build_transcript(sample, job.tokenizer),
-            "drawn": marks.int().tolist(),
+            "drawn": generated_mask.int().tolist(),
             "prompt_tokens": prompt.tokens.tolist(),
         }
     return {
@@ -389,28 +420,29 @@ def sample_record(job: Job, sample: Sample) -> dict[str, Any]:
         "finish_reason": sample.finish_reason,
         "tokens": sample.response.tolist(),
         "logprobs": sample.engine_logprobs.tolist(),
-        "weight_version": int(sample.weight_versions.max()),  # observation tokens have version 0
+        # observation tokens have version 0
+        "weight_version": int(sample.weight_versions.max()),
         "metadata": dict(prompt.metadata),
-        **episode,
+        **episode_fields,
     }
 
 
-def conversation_record(job: Job, sample: Sample) -> dict[str, Any]:
+def build_conversation_record(job: Job, sample: Sample) -> dict[str, Any]:
     """Return the output record of an episode as chat messages."""
     prompt = job.prompts[sample.prompt_id]
     answers = [
         outcome.observation
-        for outcome in job.journal.answers(episode_name(prompt.id, sample.sample_index))
+        for outcome in job.journal.answers(build_episode_name(prompt.id, sample.sample_index))
     ]
     conversation = build_conversation(sample, prompt, answers, job.tokenizer, lambda: job.chat)
     return conversation | {
-        "score": episode_score(sample),
+        "score": compute_episode_score(sample),
         "prompt_index": prompt.id,
         "sample_index": sample.sample_index,
     }
 
 
-def episode_score(sample: Sample) -> float:
+def compute_episode_score(sample: Sample) -> float:
     """Return the sum of an episode's rewards; NaN if the episode was lost."""
     reward = sample.environment_reward
     return 0.0 if reward is None else float(reward)

@@ -9,8 +9,8 @@ from aligner.errors import ConfigError
 from aligner.user_code import import_object
 
 # ANSI color sequences, which the text rendering of some environments contains
-_COLOURS = re.compile(r"\x1b\[[\d;]*m")
-_SHOWN_CHARACTERS = 80
+_COLOR_SEQUENCES = re.compile(r"\x1b\[[\d;]*m")
+_MAX_SHOWN_CHARACTERS = 80
 
 
 class GymnasiumEnvironment:
@@ -55,7 +55,7 @@ class GymnasiumEnvironment:
                 `actions` does not name each action.
         """
         self._id = id
-        self._environment = _made(id, arguments or {})
+        self._environment = _make_environment(id, arguments or {})
         self._actions = list(actions)
         self._bad_action_reward = bad_action_reward
         self._wording = wording
@@ -68,6 +68,7 @@ class GymnasiumEnvironment:
                 f"id={id}: the action space is {space}, must be Discrete or Text; for"
                 " any other action space, set parser=module:callable"
             )
+        # Discrete spaces may start at a number other than 0.
         self._numbers = (
             range(int(space.start), int(space.start + space.n)) if kind == "Discrete" else None
         )
@@ -79,63 +80,63 @@ class GymnasiumEnvironment:
     async def reset(self, task: Mapping[str, Any], seed: int) -> str:
         """Reset the environment, and return the first observation."""
         observation, _ = self._environment.reset(seed=seed, options=task.get("options"))
-        return self._worded(observation)
+        return self._render(observation)
 
     async def step(self, action: str) -> tuple[str, float, bool]:
         """Execute an action; for an invalid one, return the actions that are allowed."""
         try:
-            parsed_action = self._action(action)
+            parsed_action = self._parse_action(action)
         except ValueError as error:
-            return (
-                self._wording.replace("{observation}", str(error)),
-                self._bad_action_reward,
-                False,
-            )
+            message = self._wording.replace("{observation}", str(error))
+            return message, self._bad_action_reward, False
         observation, reward, terminated, truncated, _ = self._environment.step(parsed_action)
-        return self._worded(observation), float(reward), bool(terminated or truncated)
+        return self._render(observation), float(reward), bool(terminated or truncated)
 
     async def close(self) -> None:
         """Close the environment."""
         self._environment.close()
 
-    def _action(self, text: str) -> Any:
+    def _parse_action(self, text: str) -> Any:
         """Parse the action of a turn. Raises ValueError, with the allowed actions, if invalid."""
         space = self._environment.action_space
         if self._parser is not None:
             action = self._parser(text)
             allowed = str(space)
         elif self._numbers is None:
+            # Models often add whitespace around an action, but it may belong to the action.
             action = text if space.contains(text) else text.strip()
             allowed = str(space)
         else:
             # the model may reason in the lines before
-            action = _number(
-                (text.strip().splitlines() or [""])[-1].strip(), self._numbers, self._actions
-            )
+            last_line = (text.strip().splitlines() or [""])[-1].strip()
+            action = _find_action_number(last_line, self._numbers, self._actions)
             allowed = ", ".join(self._actions) or f"{self._numbers[0]} to {self._numbers[-1]}"
         if action is None or not space.contains(action):
             raise ValueError(
-                f"{text.strip()[-_SHOWN_CHARACTERS:]!r} is no action; actions are {allowed}"
+                f"{text.strip()[-_MAX_SHOWN_CHARACTERS:]!r} is no action; actions are {allowed}"
             )
         return action
 
-    def _worded(self, observation: Any) -> str:
+    def _render(self, observation: Any) -> str:
         """Return the text of an observation, in `wording`."""
         rendered = (
             self._environment.render() if self._environment.render_mode == "ansi" else observation
         )
-        return self._wording.replace("{observation}", _COLOURS.sub("", str(rendered)).strip("\n"))
+        text = _COLOR_SEQUENCES.sub("", str(rendered)).strip("\n")
+        # not `str.format`, because the text and the user's wording may contain other braces
+        return self._wording.replace("{observation}", text)
 
 
-def _number(said: str, numbers: range, names: Sequence[str]) -> int | None:
+def _find_action_number(text: str, numbers: range, names: Sequence[str]) -> int | None:
     """Return the number of the action with this name or number; None if there is none."""
+    # Names have priority, because a name may look like the number of another action.
     for number, name in zip(numbers, names, strict=False):
-        if said.casefold() == name.casefold():
+        if text.casefold() == name.casefold():
             return number
-    return next((number for number in numbers if said == str(number)), None)
+    return next((number for number in numbers if text == str(number)), None)
 
 
-def _made(id: str, arguments: Mapping[str, Any]) -> Any:
+def _make_environment(id: str, arguments: Mapping[str, Any]) -> Any:
     """Create a Gymnasium environment. Raises ConfigError, with similar ids, if that fails."""
     try:
         import gymnasium
@@ -147,7 +148,5 @@ def _made(id: str, arguments: Mapping[str, Any]) -> Any:
         return gymnasium.make(id, **arguments)
     except (gymnasium.error.Error, ImportError) as error:
         similar_ids = difflib.get_close_matches(id, gymnasium.registry, n=3)
-        raise ConfigError(
-            f"id={id}: {error}"
-            + (f"; similar ids: {', '.join(similar_ids)}" if similar_ids else "")
-        ) from error
+        suggestion = f"; similar ids: {', '.join(similar_ids)}" if similar_ids else ""
+        raise ConfigError(f"id={id}: {error}{suggestion}") from error

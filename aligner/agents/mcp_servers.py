@@ -9,7 +9,7 @@ import shlex
 import shutil
 from typing import TYPE_CHECKING, Any
 
-from aligner.agents.function_tools import within
+from aligner.agents.function_tools import run_with_timeout
 from aligner.agents.tool_protocol import ListedTool, ToolFailed
 from aligner.errors import AlignerError, ConfigError
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from mcp.types import CallToolResult
 
 # timeout in seconds of a request for a server's tools
-_LISTING_S = 60.0
+_LISTING_TIMEOUT_S = 60.0
 
 
 class McpServer:
@@ -32,8 +32,8 @@ class McpServer:
         """Create a client without a session; `server` is a command line or an HTTP(S) URL."""
         self._server = server
         self._session: _Session | None = None
-        self._begins = asyncio.Lock()
-        self._endings: list[asyncio.Task[None]] = []
+        self._start_lock = asyncio.Lock()
+        self._closing_tasks: list[asyncio.Task[None]] = []
 
     async def call(self, tool: str, arguments: dict[str, Any], timeout_s: float) -> str:
         """Call a tool of the server, and return its answer.
@@ -46,13 +46,14 @@ class McpServer:
         from mcp_types import CONNECTION_CLOSED
 
         # concurrent calls must not start two sessions
-        async with self._begins:
+        async with self._start_lock:
             if self._session is None:
-                self._session = await _Session.begun(self._server)
+                self._session = await _Session.connect(self._server)
             session = self._session
         try:
-            return _text(await within(session.client.call_tool(tool, arguments), timeout_s))
-        except _ToldSo:
+            result = await run_with_timeout(session.client.call_tool(tool, arguments), timeout_s)
+            return _convert_to_text(result)
+        except _ToolError:
             raise
         except MCPError as error:
             if error.code != CONNECTION_CLOSED:
@@ -66,7 +67,7 @@ class McpServer:
         # a concurrent call may already have replaced the session
         if self._session is session:
             self._session = None
-            self._endings.append(asyncio.ensure_future(session.end()))
+            self._closing_tasks.append(asyncio.ensure_future(session.close()))
         raise ToolFailed(
             f"{reason}; the server is started again for the next call, without what it had kept"
         )
@@ -76,11 +77,11 @@ class McpServer:
         session = self._session
         self._session = None
         if session is not None:
-            self._endings.append(asyncio.ensure_future(session.end()))
-        await asyncio.gather(*self._endings)
+            self._closing_tasks.append(asyncio.ensure_future(session.close()))
+        await asyncio.gather(*self._closing_tasks)
 
 
-class _ToldSo(ToolFailed):
+class _ToolError(ToolFailed):
     """The server's answer reports an error of the tool; the session is still usable."""
 
 
@@ -90,70 +91,73 @@ class _Session:
     It has a task of its own, because the library must open and close a connection in the same task.
     """
 
-    def __init__(self, client: "Client", task: "asyncio.Task[None]", over: asyncio.Event) -> None:
+    def __init__(
+        self, client: "Client", task: "asyncio.Task[None]", close_event: asyncio.Event
+    ) -> None:
         self.client = client
         self._task = task
-        self._over = over
+        self._close_event = close_event
 
     @staticmethod
-    async def begun(server: str) -> "_Session":
+    async def connect(server: str) -> "_Session":
         """Connect to a server, and return the session when the server has answered.
 
         Raises AlignerError if the server does not start.
         """
         from mcp import Client
 
-        over = asyncio.Event()
-        client = Client(_transport(server))
+        close_event = asyncio.Event()
+        client = Client(_build_transport(server))
         ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-        async def live() -> None:
+        async def run_connection() -> None:
             async with client:
                 ready.set_result(None)
-                await over.wait()
+                await close_event.wait()
 
-        task = asyncio.ensure_future(live())
+        task = asyncio.ensure_future(run_connection())
         try:
             await asyncio.wait([task, ready], return_when=asyncio.FIRST_COMPLETED)
             if not ready.done():
                 raise AlignerError(
-                    f"the MCP server {server!r} did not start: {_reason(task.exception())}"
+                    f"the MCP server {server!r} did not start: {_describe_error(task.exception())}"
                 )
         except asyncio.CancelledError:
+            # without this, the server's process would run until the end of the worker process
             task.cancel()
             raise
-        return _Session(client, task, over)
+        return _Session(client, task, close_event)
 
-    async def end(self) -> None:
+    async def close(self) -> None:
         """Close the connection, which takes a few seconds at most, whatever the server does."""
-        self._over.set()
+        self._close_event.set()
         await asyncio.wait([self._task])
         if not self._task.cancelled():
             # mark the exception as retrieved: it has been reported, or results from closing
             self._task.exception()
 
 
-def listed_tools(server: str) -> list[ListedTool]:
+def list_server_tools(server: str) -> list[ListedTool]:
     """Start a server, and return its tools; the server is stopped again.
 
     Raises ConfigError, with a message that contains only the reason, if that fails.
     """
     try:
-        return asyncio.run(_listed(server))
+        return asyncio.run(_list_tools(server))
     except ImportError as error:
         raise ConfigError(
             f"requires the mcp package; install it with pip install 'aligner[mcp]': {error}"
         ) from error
     except Exception as error:  # connection errors of several libraries
-        raise ConfigError(f"listing the server's tools failed: {_reason(error)}") from error
+        raise ConfigError(f"listing the server's tools failed: {_describe_error(error)}") from error
 
 
-async def _listed(server: str) -> list[ListedTool]:
+async def _list_tools(server: str) -> list[ListedTool]:
     """Return the tools of a server from all pages of its list."""
     from mcp import Client
 
     tools: list[ListedTool] = []
-    async with Client(_transport(server), read_timeout_seconds=_LISTING_S) as client:
+    async with Client(_build_transport(server), read_timeout_seconds=_LISTING_TIMEOUT_S) as client:
         page = await client.list_tools()
         while True:
             for tool in page.tools:
@@ -170,24 +174,26 @@ async def _listed(server: str) -> list[ListedTool]:
             page = await client.list_tools(cursor=page.next_cursor)
 
 
-def _transport(server: str) -> "str | StdioServerParameters":
+def _build_transport(server: str) -> "str | StdioServerParameters":
     """Return the transport of a server. Raises AlignerError if its command does not exist."""
     from mcp import StdioServerParameters
 
     if server.startswith(("http://", "https://")):
         return server
+    # a server of its own for each client, which communicates over stdin and stdout
     command, *arguments = shlex.split(server) or [""]
     if shutil.which(command) is None:
         raise AlignerError(f"command {command!r} not found")
     # a server that hangs must not outlive the process that started it
-    if (setpriv := shutil.which("setpriv")) is not None:
+    setpriv = shutil.which("setpriv")
+    if setpriv is not None:
         return StdioServerParameters(
             command=setpriv, args=["--pdeathsig", "KILL", "--", command, *arguments]
         )
     return StdioServerParameters(command=command, args=arguments)
 
 
-def _text(result: "CallToolResult") -> str:
+def _convert_to_text(result: "CallToolResult") -> str:
     """Return an answer as text for the model; other content becomes its type in brackets.
 
     Raises ToolFailed if the answer reports an error of the tool.
@@ -201,12 +207,13 @@ def _text(result: "CallToolResult") -> str:
     if not parts and result.structured_content is not None:
         parts = [json.dumps(result.structured_content, ensure_ascii=False)]
     if result.is_error:
-        raise _ToldSo("\n".join(parts) or "it says no more")
+        raise _ToolError("\n".join(parts) or "it says no more")
     return "\n".join(parts)
 
 
-def _reason(error: BaseException | None) -> str:
+def _describe_error(error: BaseException | None) -> str:
     """Return the type and message of an error; of an exception group, those of its first error."""
+    # anyio's task groups wrap the error in one exception group per level
     while isinstance(inner := getattr(error, "exceptions", None), tuple) and inner:
         error = inner[0]
     return f"{type(error).__name__}: {error}"

@@ -8,59 +8,65 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from aligner.agents.openai_protocol import Refused
+from aligner.agents.openai_protocol import RequestError
 
-# the reasoning at the start of an answer, up to its last end tag
-_REASONING = re.compile(r"\A.*</think>\s*", re.DOTALL)
+# The reasoning at the start of an answer, up to its last end tag. Some templates put the start tag
+# into the prompt, so the answer need not contain one.
+_REASONING_PREFIX = re.compile(r"\A.*</think>\s*", re.DOTALL)
 
 
-def template_messages(messages: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:
+def to_template_messages(messages: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:
     """Convert the messages of a request to the format of chat templates.
 
-    Contents become strings, and JSON arguments of tool calls become objects. Raises Refused if a
-    message has no role, has content other than text, or has an invalid tool call.
+    Contents become strings, and JSON arguments of tool calls become objects. Raises RequestError if
+    a message has no role, has content other than text, or has an invalid tool call.
     """
-    return tuple(_template_message(message, index) for index, message in enumerate(messages))
+    return tuple(_to_template_message(message, index) for index, message in enumerate(messages))
 
 
-def _template_message(message: Mapping[str, Any], place: int) -> dict[str, Any]:
-    """Convert one message; `place` is its index in the request."""
+def _to_template_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
+    """Convert one message; `index` is its index in the request."""
     if not isinstance(message.get("role"), str):
-        raise Refused(400, f"messages.{place}.role: must be a string, got {message.get('role')!r}")
+        raise RequestError(
+            400, f"messages.{index}.role: must be a string, got {message.get('role')!r}"
+        )
     # chat templates test whether a field exists; clients send null for missing fields
-    converted = {key: value for key, value in message.items() if value is not None}
-    converted["content"] = _content(message, place)
-    if converted.get("tool_calls"):
+    template_message = {key: value for key, value in message.items() if value is not None}
+    template_message["content"] = _get_text(message, index)
+    if template_message.get("tool_calls"):
         try:
-            converted["tool_calls"] = [_template_call(call) for call in converted["tool_calls"]]
+            template_message["tool_calls"] = [
+                _to_template_call(call) for call in template_message["tool_calls"]
+            ]
         except (KeyError, TypeError, AttributeError):
-            raise Refused(
+            raise RequestError(
                 400,
-                f"messages.{place}.tool_calls: each must be a function call with `name` and"
+                f"messages.{index}.tool_calls: each must be a function call with `name` and"
                 " `arguments`",
             ) from None
     else:
-        converted.pop("tool_calls", None)
-    return converted
+        template_message.pop("tool_calls", None)
+    return template_message
 
 
-def _content(message: Mapping[str, Any], place: int) -> str:
-    """Return the text of a message; `place` is its index in the request."""
+def _get_text(message: Mapping[str, Any], index: int) -> str:
+    """Return the text of a message; `index` is its index in the request."""
     content = message.get("content")
+    # OpenAI's format allows a list of parts, such as texts and images, in place of a string
     if isinstance(content, list) and all(
         isinstance(part, dict) and isinstance(part.get("text"), str) for part in content
     ):
         return "".join(part["text"] for part in content)
     if content is not None and not isinstance(content, str):
-        raise Refused(
+        raise RequestError(
             400,
-            f"messages.{place}.content: must be a string or a list of text parts, got"
+            f"messages.{index}.content: must be a string or a list of text parts, got"
             f" {str(content)[:100]!r}",
         )
     return content or ""
 
 
-def _template_call(call: Mapping[str, Any]) -> dict[str, Any]:
+def _to_template_call(call: Mapping[str, Any]) -> dict[str, Any]:
     """Return a tool call with parsed arguments."""
     function = call["function"]
     return {
@@ -68,12 +74,12 @@ def _template_call(call: Mapping[str, Any]) -> dict[str, Any]:
         "function": {
             **function,
             "name": function["name"],
-            "arguments": _value(function["arguments"]),
+            "arguments": _parse_arguments(function["arguments"]),
         },
     }
 
 
-def _value(arguments: Any) -> Any:
+def _parse_arguments(arguments: Any) -> Any:
     """Parse the arguments of a call; return invalid JSON, and any other value, unchanged."""
     try:
         return json.loads(arguments) if isinstance(arguments, str) else arguments
@@ -81,7 +87,7 @@ def _value(arguments: Any) -> Any:
         return arguments
 
 
-def compared(message: Mapping[str, Any], rules: Collection[str]) -> str:
+def build_comparison_key(message: Mapping[str, Any], rules: Collection[str]) -> str:
     """Return a text that is equal for two messages if the rules consider them equal.
 
     Args:
@@ -89,17 +95,21 @@ def compared(message: Mapping[str, Any], rules: Collection[str]) -> str:
         rules: Differences to ignore (`environment.matching`): "reasoning", "whitespace" and
             "arguments" (the formatting of the JSON arguments of tool calls).
     """
-    content = _content(message, 0)
+    # the messages have been validated, so the index for an error message is not needed
+    content = _get_text(message, 0)
     if "reasoning" in rules and message.get("role") == "assistant":
-        content = _REASONING.sub("", content)
+        content = _REASONING_PREFIX.sub("", content)
     if "whitespace" in rules:
         content = " ".join(content.split())
+
     calls = []
     for call in message.get("tool_calls") or []:
         arguments = call["function"]["arguments"]
         # parsed arguments are equal even if their JSON texts differ in spaces or order
-        arguments = _value(arguments) if "arguments" in rules else arguments
+        if "arguments" in rules:
+            arguments = _parse_arguments(arguments)
         calls.append([call.get("id"), call["function"]["name"], arguments])
+
     return json.dumps(
         [message.get("role"), content, calls, message.get("tool_call_id")], sort_keys=True
     )

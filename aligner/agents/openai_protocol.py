@@ -1,7 +1,7 @@
 """Wire format of the OpenAI-compatible endpoints: checked requests, answers and errors.
 
-The pydantic models validate the bodies of requests. `answered` and `streamed` format answers as
-JSON objects or server-sent events, and `Refused` formats errors.
+The pydantic models validate the bodies of requests. `format_response` and `format_events` format
+answers as JSON objects or server-sent events, and `RequestError` formats errors.
 """
 
 import json
@@ -14,27 +14,28 @@ from pydantic import BaseModel, Field, ValidationError
 from aligner.data.tool_calls import ToolCall
 from aligner.errors import AlignerError
 
-MODEL = "policy"
+MODEL_NAME = "policy"
 """Model name that `/v1/models` lists; requests may contain any other name."""
 FinishReason = Literal["stop", "length", "tool_calls"]
+
 # Request parameters that are ignored. They would change the distribution that the run trains on, or
 # request what the model does not support, but the format of the answer does not depend on them.
-_IGNORED = (
-    *(
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "seed",
-        "logit_bias",
-        "reasoning_effort",
-        "parallel_tool_calls",
-    ),
-    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+_IGNORED_PARAMETERS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "logit_bias",
+    "reasoning_effort",
+    "parallel_tool_calls",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
 )
 
 
-class Refused(AlignerError):
+class RequestError(AlignerError):
     """Error of a request, with the HTTP status and OpenAI's error code for the client."""
 
     def __init__(self, status: int, message: str, code: str | None = None) -> None:
@@ -42,10 +43,12 @@ class Refused(AlignerError):
         self.status = status
         self.code = code
 
-    def content(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """Return the error as a JSON object in OpenAI's format."""
-        kind = "authentication_error" if self.status == 401 else "invalid_request_error"
-        return {"error": {"message": str(self), "type": kind, "param": None, "code": self.code}}
+        error_type = "authentication_error" if self.status == 401 else "invalid_request_error"
+        return {
+            "error": {"message": str(self), "type": error_type, "param": None, "code": self.code}
+        }
 
 
 class _StreamOptions(BaseModel):
@@ -57,7 +60,7 @@ class _StreamOptions(BaseModel):
 class CompletionBody(BaseModel, extra="allow"):
     """Fields of both text and chat completion requests; unknown fields are accepted."""
 
-    model: str = MODEL
+    model: str = MODEL_NAME
     n: int = Field(1, ge=1, le=128)
     max_tokens: int | None = Field(None, ge=1)
     stop: str | list[str] | None = None
@@ -65,42 +68,45 @@ class CompletionBody(BaseModel, extra="allow"):
     stream_options: _StreamOptions | None = None
 
     @property
-    def limit(self) -> int | None:
+    def token_limit(self) -> int | None:
         """Maximum number of tokens of the answer; None if the request sets no limit."""
         return self.max_tokens
 
     @property
-    def stops(self) -> tuple[str, ...]:
+    def stop_texts(self) -> tuple[str, ...]:
         """Stop texts, which end the answer; empty texts are left out."""
-        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        return tuple(text for text in stop if text)
+        texts = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return tuple(text for text in texts if text)
 
     @property
-    def ignored(self) -> list[str]:
+    def ignored_parameters(self) -> list[str]:
         """Names of the ignored parameters that the request sets."""
-        return [name for name in _IGNORED if (self.model_extra or {}).get(name) is not None]
+        # pydantic collects the fields that the model does not define in `model_extra`
+        extra_fields = self.model_extra or {}
+        return [name for name in _IGNORED_PARAMETERS if extra_fields.get(name) is not None]
 
     @property
-    def wants_logprobs(self) -> bool:
+    def should_return_logprobs(self) -> bool:
         """Whether the answer must contain the log-probs of its tokens."""
         raise NotImplementedError
 
-    def refuse(self) -> None:
-        """Raise Refused if the request needs a feature that the endpoint does not support."""
+    def check_supported(self) -> None:
+        """Raise RequestError if the request needs a feature that the endpoint does not support."""
 
 
 class TextBody(CompletionBody):
     """A request to `/v1/completions`."""
 
     prompt: str | list[int]
+    # number of alternatives per token: the endpoint reports only the sampled token
     logprobs: int | None = Field(None, ge=0, le=0)
     echo: Literal[False] | None = None
     suffix: Literal[""] | None = None
     best_of: Literal[1] | None = None
 
     @property
-    def wants_logprobs(self) -> bool:
-        """See `CompletionBody.wants_logprobs`."""
+    def should_return_logprobs(self) -> bool:
+        """See `CompletionBody.should_return_logprobs`."""
         return self.logprobs is not None
 
 
@@ -117,26 +123,27 @@ class ChatBody(CompletionBody):
     response_format: dict[str, Any] | None = None
 
     @property
-    def limit(self) -> int | None:
-        """See `CompletionBody.limit`; `max_completion_tokens` has precedence."""
+    def token_limit(self) -> int | None:
+        """See `CompletionBody.token_limit`; `max_completion_tokens` has precedence."""
         return self.max_completion_tokens or self.max_tokens
 
     @property
-    def calls_tools(self) -> bool:
+    def should_parse_tool_calls(self) -> bool:
         """Whether tool calls in the generated text become `tool_calls` of the answer."""
         return bool(self.tools) and self.tool_choice != "none"
 
     @property
-    def wants_logprobs(self) -> bool:
-        """See `CompletionBody.wants_logprobs`."""
+    def should_return_logprobs(self) -> bool:
+        """See `CompletionBody.should_return_logprobs`."""
         return bool(self.logprobs)
 
-    def refuse(self) -> None:
-        """See `CompletionBody.refuse`; the only supported response format is text."""
-        if (kind := (self.response_format or {}).get("type", "text")) != "text":
-            raise Refused(
+    def check_supported(self) -> None:
+        """See `CompletionBody.check_supported`; the only supported response format is text."""
+        response_format = (self.response_format or {}).get("type", "text")
+        if response_format != "text":
+            raise RequestError(
                 400,
-                f"response_format={kind!r}: is not supported; must be text",
+                f"response_format={response_format!r}: is not supported; must be text",
                 "unsupported",
             )
 
@@ -151,18 +158,19 @@ class ModelChatBody(ChatBody):
     top_p: float = Field(1.0, gt=0, le=1)
     top_logprobs: int | None = Field(None, ge=0, le=20)
 
-    def refuse(self) -> None:
-        """See `CompletionBody.refuse`; stop texts and tools are not supported."""
-        super().refuse()
-        if self.stops or self.tools:
-            raise Refused(
+    def check_supported(self) -> None:
+        """See `CompletionBody.check_supported`; stop texts and tools are not supported."""
+        super().check_supported()
+        if self.stop_texts or self.tools:
+            raise RequestError(
                 400,
                 "stop, tools: are not supported; a response ends at the model's own stop tokens and"
                 " has no tool calls",
                 "unsupported",
             )
-        if self.top_logprobs and (self.limit, self.top_p) != (1, 1):
-            raise Refused(
+        # alternatives are computed from the logits of one token, without the engine's sampler
+        if self.top_logprobs and (self.token_limit, self.top_p) != (1, 1):
+            raise RequestError(
                 400,
                 f"top_logprobs={self.top_logprobs}: is supported only with max_tokens=1 and without"
                 " top_p",
@@ -179,36 +187,38 @@ class RewardBody(BaseModel):
 BodyT = TypeVar("BodyT", bound=BaseModel)
 
 
-def parsed(kind: type[BodyT], content: bytes) -> BodyT:
-    """Validate the body of a request, and return it as an object of type `kind`.
+def parse_body(body_type: type[BodyT], content: bytes) -> BodyT:
+    """Validate the body of a request, and return it as an object of type `body_type`.
 
-    Raises Refused, with the name of the first invalid field, if the body is invalid.
+    Raises RequestError, with the name of the first invalid field, if the body is invalid.
     """
     try:
-        body = kind.model_validate_json(content)
+        body = body_type.model_validate_json(content)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        field = ".".join(map(str, first["loc"])) or "the request body"
-        value = repr(first["input"])
-        raise Refused(
-            400, f"{field}: {first['msg']}; got {value if len(value) <= 100 else value[:100] + '…'}"
-        ) from None
+        first_error = error.errors(include_url=False, include_context=False)[0]
+        # errors of the body itself, such as invalid JSON, have no location
+        field = ".".join(map(str, first_error["loc"])) or "the request body"
+        value = repr(first_error["input"])
+        # the value may be a whole conversation
+        if len(value) > 100:
+            value = value[:100] + "…"
+        raise RequestError(400, f"{field}: {first_error['msg']}; got {value}") from None
     if isinstance(body, CompletionBody):
-        body.refuse()
+        body.check_supported()
     return body
 
 
 @dataclass(frozen=True)
-class DrawnToken:
+class AnswerToken:
     """A generated token of an answer."""
 
     text: str
     logprob: float
     """Log-prob of the token at the sampling temperature."""
-    likeliest: tuple["DrawnToken", ...] = ()
+    top_logprobs: tuple["AnswerToken", ...] = ()
     """Most probable tokens at this position, in descending order; empty if not requested."""
 
-    def told(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """Return the token as in a chat answer's log-probs, without its alternatives."""
         return {"token": self.text, "logprob": self.logprob, "bytes": [*self.text.encode()]}
 
@@ -222,31 +232,34 @@ class Answer:
     finish_reason: FinishReason
     prompt_tokens: int
     """Number of input tokens."""
-    tokens: tuple[DrawnToken, ...] = ()
+    tokens: tuple[AnswerToken, ...] = ()
     """The generated tokens."""
     content: str | None = None
     """Text outside the tool calls; None for an answer without tool calls."""
-    calls: tuple[ToolCall, ...] = ()
+    tool_calls: tuple[ToolCall, ...] = ()
     """Parsed tool calls of the answer."""
 
     @property
     def message(self) -> dict[str, Any]:
         """The answer as a chat message."""
-        if not self.calls:
+        if not self.tool_calls:
             return {"role": "assistant", "content": self.text}
-        calls = [
+        tool_calls = [
             {
                 "id": call.id,
                 "type": "function",
                 "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
             }
-            for call in self.calls
+            for call in self.tool_calls
         ]
-        return {"role": "assistant", "content": self.content or None, "tool_calls": calls}
+        # OpenAI's format has null, not an empty text, as the content of a pure tool call
+        return {"role": "assistant", "content": self.content or None, "tool_calls": tool_calls}
 
 
-def answered(name: str, body: CompletionBody, answers: Sequence[Answer]) -> dict[str, Any]:
-    """Return the JSON object that answers a request; `name` is its id."""
+def format_response(
+    response_id: str, body: CompletionBody, answers: Sequence[Answer]
+) -> dict[str, Any]:
+    """Return the JSON object that answers a request."""
     is_chat = isinstance(body, ChatBody)
     choices = []
     for index, answer in enumerate(answers):
@@ -256,28 +269,35 @@ def answered(name: str, body: CompletionBody, answers: Sequence[Answer]) -> dict
                 "index": index,
                 **content,
                 "finish_reason": answer.finish_reason,
-                "logprobs": _logprobs(body, answer),
+                "logprobs": _build_logprobs(body, answer),
             }
         )
     return {
-        **_head(name, body, "chat.completion" if is_chat else "text_completion"),
+        **_build_common_fields(
+            response_id, body, "chat.completion" if is_chat else "text_completion"
+        ),
         "choices": choices,
-        "usage": _usage(answers),
+        "usage": _build_usage(answers),
     }
 
 
-def streamed(name: str, body: CompletionBody, answers: Sequence[Answer]) -> Iterator[str]:
-    """Yield the server-sent events that answer a request; `name` is its id.
+def format_events(
+    response_id: str, body: CompletionBody, answers: Sequence[Answer]
+) -> Iterator[str]:
+    """Yield the server-sent events that answer a request.
 
     Each complete answer is one event, and its finish reason is a second one.
     """
     is_chat = isinstance(body, ChatBody)
-    head = _head(name, body, "chat.completion.chunk" if is_chat else "text_completion")
+    common_fields = _build_common_fields(
+        response_id, body, "chat.completion.chunk" if is_chat else "text_completion"
+    )
     for index, answer in enumerate(answers):
         content: dict[str, Any] = {"text": answer.text}
         if is_chat:
             delta = answer.message
-            if answer.calls:
+            if answer.tool_calls:
+                # clients merge the deltas of a call by its index
                 delta["tool_calls"] = [
                     {"index": call_index, **call}
                     for call_index, call in enumerate(delta["tool_calls"])
@@ -287,37 +307,40 @@ def streamed(name: str, body: CompletionBody, answers: Sequence[Answer]) -> Iter
             "index": index,
             **content,
             "finish_reason": None,
-            "logprobs": _logprobs(body, answer),
+            "logprobs": _build_logprobs(body, answer),
         }
-        yield _event({**head, "choices": [choice]})
-        end: Mapping[str, Any] = {"delta": {}} if is_chat else {"text": ""}
-        yield _event(
-            {
-                **head,
-                "choices": [
-                    {"index": index, **end, "finish_reason": answer.finish_reason, "logprobs": None}
-                ],
-            }
-        )
+        yield _format_event({**common_fields, "choices": [choice]})
+
+        empty_content: Mapping[str, Any] = {"delta": {}} if is_chat else {"text": ""}
+        last_choice = {
+            "index": index,
+            **empty_content,
+            "finish_reason": answer.finish_reason,
+            "logprobs": None,
+        }
+        yield _format_event({**common_fields, "choices": [last_choice]})
+
     if body.stream_options is not None and body.stream_options.include_usage:
-        yield _event({**head, "choices": [], "usage": _usage(answers)})
+        yield _format_event({**common_fields, "choices": [], "usage": _build_usage(answers)})
     yield "data: [DONE]\n\n"
 
 
-def _head(name: str, body: CompletionBody, kind: str) -> dict[str, Any]:
+def _build_common_fields(
+    response_id: str, body: CompletionBody, object_type: str
+) -> dict[str, Any]:
     """Return the fields that every response object starts with.
 
     `created` is 0, so that a response does not depend on the time.
     """
-    return {"id": name, "object": kind, "created": 0, "model": body.model}
+    return {"id": response_id, "object": object_type, "created": 0, "model": body.model}
 
 
-def _event(content: Mapping[str, Any]) -> str:
+def _format_event(content: Mapping[str, Any]) -> str:
     """Format an object as a server-sent event."""
     return f"data: {json.dumps(content)}\n\n"
 
 
-def _usage(answers: Sequence[Answer]) -> dict[str, int]:
+def _build_usage(answers: Sequence[Answer]) -> dict[str, int]:
     """Return the token counts of a request; all of its answers have the same prompt."""
     prompt_tokens = answers[0].prompt_tokens
     generated_tokens = sum(len(answer.tokens) for answer in answers)
@@ -328,24 +351,25 @@ def _usage(answers: Sequence[Answer]) -> dict[str, int]:
     }
 
 
-def _logprobs(body: CompletionBody, answer: Answer) -> dict[str, Any] | None:
+def _build_logprobs(body: CompletionBody, answer: Answer) -> dict[str, Any] | None:
     """Return the log-probs of an answer in the format of its endpoint; None if not requested."""
-    if not body.wants_logprobs:
+    if not body.should_return_logprobs:
         return None
     if isinstance(body, ChatBody):
         return {
             "content": [
-                token.told()
-                | {"top_logprobs": [alternative.told() for alternative in token.likeliest]}
+                token.to_json()
+                | {"top_logprobs": [alternative.to_json() for alternative in token.top_logprobs]}
                 for token in answer.tokens
             ]
         }
+
     texts = [token.text for token in answer.tokens]
-    logprobs = [token.logprob for token in answer.tokens]
+    # number of characters before each token
     offsets = [len("".join(texts[:index])) for index in range(len(texts))]
     return {
         "tokens": texts,
-        "token_logprobs": logprobs,
+        "token_logprobs": [token.logprob for token in answer.tokens],
         "top_logprobs": None,
         "text_offset": offsets,
     }

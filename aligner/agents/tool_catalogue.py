@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from aligner.agents.function_tools import tool_function
-from aligner.agents.mcp_servers import listed_tools
+from aligner.agents.function_tools import import_tool_function
+from aligner.agents.mcp_servers import list_server_tools
 from aligner.agents.python_sandbox import PythonSandbox
 from aligner.agents.tool_environment import ToolEnvironment
 from aligner.agents.tool_protocol import ListedTool
@@ -46,14 +46,13 @@ def list_tools(settings: EnvironmentConfig) -> list[ListedTool]:
             if source == PYTHON:
                 tools.append(ListedTool("python", source, _PYTHON_SCHEMA))
             else:
-                tools.append(
-                    ListedTool("function", source, build_tool_schema(tool_function(source)))
-                )
+                schema = build_tool_schema(import_tool_function(source))
+                tools.append(ListedTool("function", source, schema))
         except ConfigError as error:
             raise ConfigError(f"environment.tools: {source}: {error}") from error
     for server in settings.mcp:
         try:
-            tools += listed_tools(server)
+            tools += list_server_tools(server)
         except ConfigError as error:
             raise ConfigError(f"environment.mcp: {server}: {error}") from error
 
@@ -71,16 +70,17 @@ def list_tools(settings: EnvironmentConfig) -> list[ListedTool]:
 
 def tool_schemas(tools: Sequence[ListedTool]) -> list[dict[str, Any]] | None:
     """Return the tools' schemas for the chat template; None if there are no tools."""
+    # Some chat templates write a header of tools even for an empty list.
     return [tool.schema for tool in tools] or None
 
 
-def sandbox_here(settings: EnvironmentConfig) -> tuple[PythonSandbox, list[str]]:
+def detect_sandbox(settings: EnvironmentConfig) -> tuple[PythonSandbox, list[str]]:
     """Return the sandbox of the tool `python` on this machine, and what it does not enforce.
 
     Raises ConfigError if the sandbox is incomplete and `environment.sandbox=required`.
     """
-    sandbox = PythonSandbox.here(settings.python)
-    gaps = sandbox.gaps()
+    sandbox = PythonSandbox.detect(settings.python)
+    gaps = sandbox.find_gaps()
     if gaps and settings.sandbox == "required":
         raise ConfigError(
             f"environment.tools: {PYTHON}: this machine does not enforce the sandbox:"
@@ -103,21 +103,23 @@ def with_tool_arguments(
         tokenizer: Tokenizer of the policy, whose chat template determines the tool call format.
 
     Raises:
-        ConfigError: The chat template supports no tool calls, or `sandbox_here` raises it.
+        ConfigError: The chat template supports no tool calls, or `detect_sandbox` raises it.
     """
     if not settings.has_tools:
         return settings
-    form = detect_tool_format(tokenizer)
-    if form is None:
+    tool_format = detect_tool_format(tokenizer)
+    if tool_format is None:
         raise ConfigError(
             "environment.tools: the model's chat template does not write tool calls in a supported"
             " format"
         )
 
-    isolation = sandbox_here(settings)[0].isolation if PYTHON in settings.tools else "none"
-    # keyword arguments of `ToolEnvironment`
+    # Detected here, not in each environment, because the detection starts several processes.
+    isolation = detect_sandbox(settings)[0].isolation if PYTHON in settings.tools else "none"
+    # Keyword arguments of `ToolEnvironment`, as JSON values. The episode journal identifies the
+    # environment by them, so their names must not change between versions.
     tool_arguments = {
-        "form": form,
+        "form": tool_format,
         "tools": [asdict(tool) for tool in tools],
         "timeout_s": settings.tool_timeout_s,
         "most_calls": settings.tool_calls,
@@ -135,11 +137,11 @@ def with_tool_arguments(
 def describe_tools(settings: EnvironmentConfig) -> list[str]:
     """Return the lines of `aligner validate` about the tools and about gaps of the sandbox.
 
-    Raises ConfigError like `list_tools` and `sandbox_here`.
+    Raises ConfigError like `list_tools` and `detect_sandbox`.
     """
     lines = [f"tool {tool.name}: {tool.place}" for tool in list_tools(settings)]
     if PYTHON in settings.tools:
-        _, gaps = sandbox_here(settings)
+        _, gaps = detect_sandbox(settings)
         lines += [
             f"note: environment.sandbox={settings.sandbox}: not enforced on this machine: {gap}"
             for gap in gaps

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from aligner.agents.episode_environment import Observation
-from aligner.agents.function_tools import FunctionTool, tool_function
+from aligner.agents.function_tools import FunctionTool, import_tool_function
 from aligner.agents.mcp_servers import McpServer
 from aligner.agents.python_sandbox import Isolation, PythonSandbox
 from aligner.agents.tool_protocol import ListedTool, Tool, ToolFailed
@@ -14,7 +14,7 @@ from aligner.data.tool_calls import THINK_START, MalformedCall, ToolCall, ToolFo
 from aligner.schema.environment import PythonToolConfig
 
 # text that replaces the middle of an answer that is too long
-_CUT = "\n[… {left_out} characters left out …]\n"
+_OMISSION_TEXT = "\n[… {left_out} characters left out …]\n"
 
 
 class ToolEnvironment:
@@ -50,28 +50,30 @@ class ToolEnvironment:
             isolation: Isolation of the sandbox on this machine.
             python: Fields of `PythonToolConfig`.
         """
-        self._form = form
+        self._tool_format = form
         self._timeout_s = timeout_s
-        self._most_calls = most_calls
+        self._max_calls = most_calls
         self._tool_characters = tool_characters
-        self._most_characters = most_characters
+        self._max_characters = most_characters
         self._servers: dict[str, McpServer] = {}
         self._sandbox = PythonSandbox(PythonToolConfig(**python), isolation)
-        listed = [ListedTool(**tool) for tool in tools]
-        self._tools = {tool.name: self._tool(tool) for tool in listed}
+        listed_tools = [ListedTool(**tool) for tool in tools]
+        self._tools = {tool.name: self._build_tool(tool) for tool in listed_tools}
         # number of messages of the chat so far, and whether the prompt ends inside reasoning
-        self._messages = 0
-        self._reasons = False
+        self._message_count = 0
+        self._is_reasoning = False
 
     async def reset(self, task: Mapping[str, Any], seed: int) -> Observation:
         """Start the episode; there is no observation besides the prompt."""
-        self._messages = len(task.get("messages", ()))
-        self._reasons = str(task.get("prompt", "")).rstrip().endswith(THINK_START)
+        self._message_count = len(task.get("messages", ()))
+        self._is_reasoning = str(task.get("prompt", "")).rstrip().endswith(THINK_START)
         return []
 
     async def step(self, action: str) -> tuple[Observation, float, bool]:
         """Execute the tool calls of a turn, and return their answers; end without any calls."""
-        calls = parse_turn(action, self._form, self._messages, is_reasoning=self._reasons).calls
+        calls = parse_turn(
+            action, self._tool_format, self._message_count, is_reasoning=self._is_reasoning
+        ).calls
         if not calls:
             return [], 0.0, True
 
@@ -83,43 +85,48 @@ class ToolEnvironment:
             answers = [{"role": "user", "content": text}]
         else:
             tool_calls = [call for call in calls if isinstance(call, ToolCall)]
-            contents = await asyncio.gather(*map(self._answer, tool_calls[: self._most_calls]))
-            refusal = _error(f"the call was not carried out, a turn may have {self._most_calls}")
+            contents = await asyncio.gather(*map(self._execute_call, tool_calls[: self._max_calls]))
+            # Chat templates and models expect one answer per call, so excess calls get one, too.
+            refusal = _format_error(
+                f"the call was not carried out, a turn may have {self._max_calls}"
+            )
             contents += [refusal] * (len(tool_calls) - len(contents))
             answers = [
                 call.to_message(content) for call, content in zip(tool_calls, contents, strict=True)
             ]
-        self._messages += 1 + len(answers)
-        return self._within_bounds(answers), 0.0, False
+        # the assistant's message of this turn, and the answers
+        self._message_count += 1 + len(answers)
+        return self._limit_lengths(answers), 0.0, False
 
     async def close(self) -> None:
         """Close the episode's sessions with MCP servers."""
         await asyncio.gather(*(server.close() for server in self._servers.values()))
 
-    def _tool(self, listed: ListedTool) -> Tool:
+    def _build_tool(self, listed_tool: ListedTool) -> Tool:
         """Return the object that executes calls of a tool; tools of a server share a session."""
-        if listed.kind == "python":
+        if listed_tool.kind == "python":
             return _PythonTool(self._sandbox, self._tool_characters)
-        if listed.kind == "function":
+        if listed_tool.kind == "function":
             return FunctionTool(
-                tool_function(listed.place), listed.schema["function"]["parameters"]
+                import_tool_function(listed_tool.place),
+                listed_tool.schema["function"]["parameters"],
             )
-        server = self._servers.setdefault(listed.place, McpServer(listed.place))
-        return _ServerTool(server, listed.name)
+        server = self._servers.setdefault(listed_tool.place, McpServer(listed_tool.place))
+        return _ServerTool(server, listed_tool.name)
 
-    async def _answer(self, call: ToolCall) -> str:
+    async def _execute_call(self, call: ToolCall) -> str:
         """Execute a call, and return the tool's answer, or an error message for the model."""
         tool = self._tools.get(call.name)
         if tool is None:
-            return _error(
+            return _format_error(
                 f"there is no tool {call.name[:100]!r}; there are {', '.join(self._tools)}"
             )
         try:
             return await tool.call(call.arguments, self._timeout_s)
         except ToolFailed as error:
-            return _error(str(error))
+            return _format_error(str(error))
 
-    def _within_bounds(self, answers: list[dict[str, str]]) -> list[dict[str, str]]:
+    def _limit_lengths(self, answers: list[dict[str, str]]) -> list[dict[str, str]]:
         """Return the messages with contents that are shortened to the limits.
 
         Roles, names and call ids count towards the limit of all messages; the rest is divided
@@ -128,9 +135,9 @@ class ToolEnvironment:
         other_characters = sum(
             len(text) for answer in answers for key, text in answer.items() if key != "content"
         )
-        share = max(self._most_characters - other_characters, 0) // len(answers)
+        share = max(self._max_characters - other_characters, 0) // len(answers)
         limit = min(share, self._tool_characters)
-        return [answer | {"content": _shortened(answer["content"], limit)} for answer in answers]
+        return [answer | {"content": _shorten(answer["content"], limit)} for answer in answers]
 
 
 @dataclass(frozen=True)
@@ -138,13 +145,13 @@ class _PythonTool:
     """The tool `python`, which runs programs in the sandbox."""
 
     sandbox: PythonSandbox
-    most_characters: int
+    max_characters: int
 
     async def call(self, arguments: dict[str, Any], timeout_s: float) -> str:
         """Run the program `code`, and return its output."""
         if {*arguments} != {"code"} or not isinstance(arguments["code"], str):
             raise ToolFailed("wrong arguments: it takes `code`, a text, alone")
-        return await self.sandbox.run(arguments["code"], timeout_s, self.most_characters)
+        return await self.sandbox.run(arguments["code"], timeout_s, self.max_characters)
 
 
 @dataclass(frozen=True)
@@ -159,20 +166,23 @@ class _ServerTool:
         return await self.server.call(self.name, arguments, timeout_s)
 
 
-def _error(what: str) -> str:
+def _format_error(message: str) -> str:
     """Return an error message for the model."""
-    return f"Error: {what}"
+    return f"Error: {message}"
 
 
-def _shortened(text: str, most: int) -> str:
-    """Return a text of at most `most` characters that UTF-8 can encode.
+def _shorten(text: str, max_characters: int) -> str:
+    """Return a text of at most `max_characters` characters that UTF-8 can encode.
 
     A longer text keeps its beginning and its end.
     """
     # replaces lone surrogates
     text = text.encode(errors="replace").decode()
-    if len(text) <= most:
+    if len(text) <= max_characters:
         return text
-    cut = _CUT.format(left_out=len(text) - most)
-    remaining = max(most - len(cut), 0)
-    return (text[: remaining - remaining // 2] + cut + text[len(text) - remaining // 2 :])[:most]
+    omission = _OMISSION_TEXT.format(left_out=len(text) - max_characters)
+    remaining = max(max_characters - len(omission), 0)
+    beginning = text[: remaining - remaining // 2]
+    end = text[len(text) - remaining // 2 :]
+    # the slice is needed if the omission text alone is longer than the limit
+    return (beginning + omission + end)[:max_characters]

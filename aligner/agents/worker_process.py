@@ -20,12 +20,12 @@ from aligner.agents.environment_worker import CLOSE, CLOSING_S, NOTE
 from aligner.errors import AlignerError, ConfigError
 
 # timeout in seconds for the start of the process and the import of the environment
-_START_S = 180.0
+_START_TIMEOUT_S = 180.0
 # Seconds for which the code of a late environment must run without a break, before the environment
 # is considered to block the worker's loop.
-_GRACE_S = 0.2
+_GRACE_PERIOD_S = 0.2
 # interval in seconds at which a late call looks for its answer
-_LOOK_S = 0.02
+_POLL_S = 0.02
 # Maximum size of an answer's JSON line: a fixed part, and the bytes per character if each character
 # is escaped, or is a message of its own.
 _LINE_BYTES = 1 << 16
@@ -50,7 +50,7 @@ class WorkerSettings:
     """Name of the environment class in its module."""
     arguments: dict[str, Any]
     """Keyword arguments of the environment class, as JSON values."""
-    most_characters: int
+    max_characters: int
     """Maximum number of characters of an observation."""
     memory_bytes: int | None
     """Limit of the process's address space in bytes; None for no limit."""
@@ -59,16 +59,16 @@ class WorkerSettings:
 class WorkerProcess:
     """A process that hosts environments; create it with `start`."""
 
-    def __init__(self, process: asyncio.subprocess.Process, note: int) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, note_fd: int) -> None:
         self._process = process
         # descriptor of a memory file, in which the worker notes the environment whose code runs
-        self._note = note
-        self._calls = itertools.count()
+        self._note_fd = note_fd
+        self._call_numbers = itertools.count()
         # environment number and answer of each call in flight
-        self._waiting: dict[int, tuple[int, asyncio.Future[dict[str, Any]]]] = {}
-        self._reading: asyncio.Task[None] | None = None
+        self._pending: dict[int, tuple[int, asyncio.Future[dict[str, Any]]]] = {}
+        self._reader: asyncio.Task[None] | None = None
         # environment that made the pool end the process, and the reason; 0 for no environment
-        self._guilty: tuple[int, str] | None = None
+        self._cause: tuple[int, str] | None = None
         self._is_lost = False
 
     @property
@@ -88,32 +88,38 @@ class WorkerProcess:
 
     @staticmethod
     async def start(settings: WorkerSettings) -> "WorkerProcess":
-        """Start a process, which imports the environment; await `ready` before the first call."""
+        """Start a process, which imports the environment.
+
+        Await `wait_until_ready` before the first call.
+        """
         # a memory file, because the pool must be able to read the note while the worker hangs, and
         # after it has crashed
-        note = os.memfd_create("aligner-environment")
-        os.pwrite(note, NOTE.pack(0, 0), 0)
+        note_fd = os.memfd_create("aligner-environment")
+        os.pwrite(note_fd, NOTE.pack(0, 0), 0)
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", environment_worker.__name__),
+            sys.executable,
+            "-m",
+            environment_worker.__name__,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            limit=_LINE_BYTES + _BYTES_PER_CHARACTER * settings.most_characters,
+            limit=_LINE_BYTES + _BYTES_PER_CHARACTER * settings.max_characters,
+            # a process group of its own, which `kill` ends with all child processes of environments
             start_new_session=True,
-            pass_fds=[note],
+            pass_fds=[note_fd],
         )
-        worker = WorkerProcess(process, note)
+        worker = WorkerProcess(process, note_fd)
         message = [
             settings.module,
             settings.name,
             settings.arguments,
-            settings.most_characters,
+            settings.max_characters,
             settings.memory_bytes,
         ]
         # the worker must find the user's modules on the same path
-        worker._send([*message, note, sys.path])
+        worker._send([*message, note_fd, sys.path])
         return worker
 
-    async def ready(self) -> None:
+    async def wait_until_ready(self) -> None:
         """Wait until the process has imported the environment; end the process if that fails.
 
         Must not be cancelled.
@@ -124,25 +130,28 @@ class WorkerProcess:
             EnvironmentFailed: The process exited, or did not import the environment in time.
         """
         try:
-            line = await asyncio.wait_for(_stream(self._process.stdout).readline(), _START_S)
+            line = await asyncio.wait_for(
+                _get_pipe(self._process.stdout).readline(), _START_TIMEOUT_S
+            )
         except asyncio.TimeoutError:
             raise EnvironmentFailed(
-                f"the environment was not imported within {_START_S:g} s; {await self._end()}"
+                f"the environment was not imported within {_START_TIMEOUT_S:g} s;"
+                f" {await self._terminate()}"
             ) from None
         answer = json.loads(line or "null")
         if answer is None:
-            raise EnvironmentFailed(f"the environment was not imported; {await self._end()}")
+            raise EnvironmentFailed(f"the environment was not imported; {await self._terminate()}")
         if "refused" in answer:
-            await self._end()
+            await self._terminate()
             raise ConfigError(answer["refused"])
-        self._reading = asyncio.create_task(self._read())
+        self._reader = asyncio.create_task(self._read())
 
     def kill(self) -> None:
         """Kill the process group: the process and all processes that it started in its group."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
-    async def ask(self, number: int, asked: Sequence[Any], deadline_s: float) -> dict[str, Any]:
+    async def call(self, number: int, request: Sequence[Any], deadline_s: float) -> dict[str, Any]:
         """Send a call to environment `number`, and return its answer.
 
         While the code of another environment keeps the process busy, the deadline is extended by up
@@ -150,7 +159,7 @@ class WorkerProcess:
 
         Args:
             number: Number of the environment; its first call creates it.
-            asked: The call, as `asked_outcome` takes it, or `CLOSE`.
+            request: The call, as `call_environment` takes it, or `CLOSE`.
             deadline_s: Maximum time in seconds from the sending of the call.
 
         Raises:
@@ -163,20 +172,20 @@ class WorkerProcess:
             raise WorkerLost("its process exited")
 
         loop = asyncio.get_running_loop()
-        call = next(self._calls)
+        call = next(self._call_numbers)
         answer = loop.create_future()
-        self._waiting[call] = number, answer
-        timer = loop.call_later(deadline_s, self._set_late, call)
+        self._pending[call] = (number, answer)
+        timer = loop.call_later(deadline_s, self._mark_late, call)
         try:
-            self._send([call, number, asked])
+            self._send([call, number, request])
             response: dict[str, Any] = await answer
-            if not response:  # `_set_late` has replaced the future
-                _, answer = self._waiting[call]
-                await self._late(number, answer, deadline_s)
+            if not response:  # `_mark_late` has replaced the future
+                _, answer = self._pending[call]
+                await self._wait_for_late_answer(number, answer, deadline_s)
                 response = answer.result()
         finally:
             timer.cancel()
-            del self._waiting[call]
+            del self._pending[call]
 
         if "problem" in response:
             raise EnvironmentFailed(response["problem"])
@@ -191,113 +200,113 @@ class WorkerProcess:
         """
         with contextlib.suppress(WorkerLost):
             try:
-                await self.ask(number, CLOSE, deadline_s)
-            except _Late as error:
-                self._give_up(number, str(error))
+                await self.call(number, CLOSE, deadline_s)
+            except _LateAnswer as error:
+                self._kill_because_of(number, str(error))
                 raise
 
     async def close(self) -> None:
         """End the process after its environments have closed, or after a timeout."""
         # the end of its input makes the worker close its environments and exit
-        _stream(self._process.stdin).close()
-        if self._reading is not None:
-            await asyncio.wait([self._reading], timeout=CLOSING_S + 1.0)
-            if not self._reading.done():
-                self._give_up(0, "was closed")
-            await self._reading
+        _get_pipe(self._process.stdin).close()
+        if self._reader is not None:
+            await asyncio.wait([self._reader], timeout=CLOSING_S + 1.0)
+            if not self._reader.done():
+                self._kill_because_of(0, "was closed")
+            await self._reader
 
-    def _set_late(self, call: int) -> None:
+    def _mark_late(self, call: int) -> None:
         """Answer a call with an empty dict; a new future stands for the answer that is missing."""
-        number, answer = self._waiting[call]
+        number, answer = self._pending[call]
         if not answer.done():
-            self._waiting[call] = number, asyncio.get_running_loop().create_future()
+            # `call` wakes up from the old future, and waits for the new one with a bounded time.
+            self._pending[call] = (number, asyncio.get_running_loop().create_future())
             answer.set_result({})
 
-    async def _late(
+    async def _wait_for_late_answer(
         self, number: int, answer: asyncio.Future[dict[str, Any]], deadline_s: float
     ) -> None:
-        """Return as soon as a late call has an answer or an exception; raise _Late if it gets none.
+        """Return as soon as a late call has an answer or an exception.
 
-        The environment gets more time while the code of another one runs. If its own code blocks
-        the loop, the process is killed.
+        Raises _LateAnswer if it gets neither. The environment gets more time while the code of
+        another one runs. If its own code blocks the loop, the process is killed.
         """
         loop = asyncio.get_running_loop()
-        end = loop.time() + deadline_s + 5 * _GRACE_S
-        # the extension of the deadline: another environment's code may have delayed this one
-        while self._noted()[0] not in (0, number) and loop.time() < end:
-            await asyncio.wait([answer], timeout=_LOOK_S)
+        # The other environment has the same deadline, after which its own call ends the process.
+        end = loop.time() + deadline_s + 5 * _GRACE_PERIOD_S
+        # The extension of the deadline: another environment's code may have delayed this one
+        while self._read_note()[0] not in (0, number) and loop.time() < end:
+            await asyncio.wait([answer], timeout=_POLL_S)
             if answer.done():
                 return
 
         problem = f"timed out after {deadline_s:g} s"
-        if (note := self._noted())[0] == number:
-            await asyncio.wait([answer], timeout=_GRACE_S)
+        note = self._read_note()
+        if note[0] == number:
+            await asyncio.wait([answer], timeout=_GRACE_PERIOD_S)
             if answer.done():
                 return
-            # neither the environment nor the count has changed: the same step still runs
-            if self._noted() == note:
-                self._give_up(number, f"{problem} and blocked its process")
+            # Neither the environment nor the count has changed: the same step still runs
+            if self._read_note() == note:
+                self._kill_because_of(number, f"{problem} and blocked its process")
                 await asyncio.wait([answer])
                 return
-        raise _Late(problem)
+        raise _LateAnswer(problem)
 
     async def _read(self) -> None:
         """Deliver the answers of the process until it ends; then fail the calls in flight."""
         # a line that is not JSON: its source is unknown, and the process cannot be used any more
         with contextlib.suppress(ValueError):
-            while line := await _stream(self._process.stdout).readline():
+            while line := await _get_pipe(self._process.stdout).readline():
                 answer = json.loads(line)
-                _, waiting = self._waiting.get(answer["call"], (0, None))
-                if waiting is not None and not waiting.done():
-                    waiting.set_result(answer)
+                _, pending_answer = self._pending.get(answer["call"], (0, None))
+                if pending_answer is not None and not pending_answer.done():
+                    pending_answer.set_result(answer)
 
         self._is_lost = True
-        guilty, reason = self._guilty or (self._noted()[0], "")
-        reason = f"{reason}; " * bool(reason) + await self._end()
+        # If the process has crashed in the code of an environment, the note contains its number.
+        cause, reason = self._cause or (self._read_note()[0], "")
+        reason = f"{reason}; " * bool(reason) + await self._terminate()
         # if the cause is unknown, each environment with a call in flight counts as failed
-        for number, waiting in self._waiting.values():
-            if not waiting.done():
-                waiting.set_exception(
-                    (EnvironmentFailed if guilty in (0, number) else WorkerLost)(reason)
-                )
+        for number, pending_answer in self._pending.values():
+            if not pending_answer.done():
+                error_class = EnvironmentFailed if cause in (0, number) else WorkerLost
+                pending_answer.set_exception(error_class(reason))
 
-    def _give_up(self, guilty: int, why: str) -> None:
-        """Kill the process because of environment `guilty`; 0 if no environment is the cause."""
-        self._guilty = (guilty, why)
+    def _kill_because_of(self, cause: int, reason: str) -> None:
+        """Kill the process because of environment `cause`; 0 if no environment is the cause."""
+        self._cause = (cause, reason)
         self._is_lost = True
         self.kill()
 
-    async def _end(self) -> str:
+    async def _terminate(self) -> str:
         """Kill the process group, release its resources, and return how the process ended."""
         self.kill()
         code = await self._process.wait()
-        requests = _stream(self._process.stdin)
+        requests = _get_pipe(self._process.stdin)
         requests.close()
         with contextlib.suppress(ConnectionError):  # it ended before it read all of its input
             await requests.wait_closed()
-        os.close(self._note)
-        ending = (
-            f"was killed by {signal.Signals(-code).name}"
-            if code < 0
-            else f"exited with code {code}"
-        )
-        return f"its process {ending}"
+        os.close(self._note_fd)
+        if code < 0:
+            return f"its process was killed by {signal.Signals(-code).name}"
+        return f"its process exited with code {code}"
 
-    def _noted(self) -> tuple[int, int]:
+    def _read_note(self) -> tuple[int, int]:
         """Return the number of the environment whose code runs, 0 if none, and the step count."""
-        number, count = NOTE.unpack(os.pread(self._note, NOTE.size, 0))
+        number, count = NOTE.unpack(os.pread(self._note_fd, NOTE.size, 0))
         return number, count
 
     def _send(self, message: Sequence[Any]) -> None:
         """Write a message to the process as a line of JSON."""
-        _stream(self._process.stdin).write(json.dumps(message).encode() + b"\n")
+        _get_pipe(self._process.stdin).write(json.dumps(message).encode() + b"\n")
 
 
-class _Late(EnvironmentFailed):
+class _LateAnswer(EnvironmentFailed):
     """The environment missed its deadline, but its process still works."""
 
 
-def _stream(stream: Any) -> Any:
+def _get_pipe(stream: Any) -> Any:
     """Return a stream of the process, which is never None."""
     if stream is None:
         raise AssertionError  # stdin and stdout are pipes

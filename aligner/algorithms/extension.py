@@ -19,7 +19,7 @@ from aligner.data.types import Experience, ScoredSamples, Stats
 from aligner.errors import AlignerError, ConfigError
 from aligner.schema import AlgorithmConfig
 from aligner.user_code import import_object
-from aligner.values import callable_place
+from aligner.values import split_callable_name
 
 _log = logging.getLogger(__name__)
 
@@ -143,7 +143,7 @@ def _import_function(key: str, name: str) -> tuple[str, Callable[..., Any]]:
         name: Value of the key, `module:callable`.
     """
     label = f"algorithm.{key}={name}"
-    location = callable_place(name)
+    location = split_callable_name(name)
     if location is None:
         raise ConfigError(f"{label}: must be a built-in name or module:callable")
     module, attribute = location

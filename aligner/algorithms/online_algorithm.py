@@ -29,10 +29,10 @@ from aligner.data.types import (
 )
 from aligner.schema import AlgorithmConfig, Config, TeacherConfig
 from aligner.schema.derived import (
-    asks_before_update,
-    least_scores,
-    overlong_buffer,
-    rows_together,
+    get_min_scores,
+    get_overlong_buffer,
+    get_rows_per_group,
+    needs_logprobs_before_update,
 )
 
 
@@ -303,10 +303,10 @@ def build_online_algorithm(config: Config) -> OnlineAlgorithm:
         estimate=find_estimator(settings.advantage),
         policy_loss=find_loss(settings.loss),
         shaping=build_shaping(config),
-        group_size=rows_together(config),
-        min_scores_per_prompt=least_scores(config),
+        group_size=get_rows_per_group(config),
+        min_scores_per_prompt=get_min_scores(config),
         max_response_tokens=config.rollout.max_response_tokens,
-        needs_old_logprobs=asks_before_update(config),
+        needs_old_logprobs=needs_logprobs_before_update(config),
         teacher=config.teacher if config.has_teacher else None,
     )
 
@@ -317,7 +317,7 @@ def build_shaping(config: Config) -> ScoreShaping:
     return ScoreShaping(
         missing_end_score=config.reward.missing_end_score,
         max_response_tokens=config.rollout.max_response_tokens,
-        overlong_buffer=overlong_buffer(config),
+        overlong_buffer=get_overlong_buffer(config),
         length_penalty=settings.length_penalty,
         target_length=settings.target_length,
     )

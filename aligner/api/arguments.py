@@ -19,15 +19,15 @@ from pathlib import Path
 from types import FunctionType
 from typing import IO, TYPE_CHECKING, Any
 
-from aligner.config.compose import AUTOMATIC, default_name
-from aligner.config.conf_files import flat_keys, group_directories, group_options
+from aligner.config.compose import AUTOMATIC, make_default_name
+from aligner.config.conf_files import find_group_directories, flatten_keys, list_group_options
 from aligner.config.overrides import parse_override
-from aligner.errors import ConfigError, error_from_exit_code
+from aligner.errors import ConfigError, build_exit_error
 from aligner.files import write_file
 from aligner.observability.logs import ERROR_PREFIX
-from aligner.paths import PRIVATE, RunPaths
-from aligner.schema.keys import known_key
-from aligner.schema.scoring_functions import function_problem
+from aligner.paths import PRIVATE_MODE, RunPaths
+from aligner.schema.keys import find_schema_key
+from aligner.schema.scoring_functions import find_function_problem
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -95,7 +95,7 @@ class ChildCommand:
         if code := self.exit_code:
             printed, error = self._split_output()
             last = (printed.splitlines() or [f"exited with code {code}"])[-1]
-            raise error_from_exit_code(code, error or otherwise or last)
+            raise build_exit_error(code, error or otherwise or last)
 
     def finish(self) -> None:
         """Wait until the command ends, and end it if the waiting is interrupted.
@@ -179,7 +179,7 @@ def launch_arguments(
     if isinstance(reward, str):
         texts.append(
             override_text(
-                "reward.function" if function_problem(reward) is None else "reward", reward
+                "reward.function" if find_function_problem(reward) is None else "reward", reward
             )
         )
     elif reward is not None:
@@ -190,8 +190,8 @@ def launch_arguments(
     elif data is not None:
         records = to_json_lines(data)
     for key, value in keys.items():
-        is_section = isinstance(value, Mapping) and known_key(key) is None
-        entries = flat_keys(f"{key}.", value) if is_section else {key: value}
+        is_section = isinstance(value, Mapping) and find_schema_key(key) is None
+        entries = flatten_keys(f"{key}.", value) if is_section else {key: value}
         texts += [override_text(name, entry) for name, entry in entries.items()]
     return LaunchArguments(tuple(texts), records, python_path)
 
@@ -273,10 +273,10 @@ def write_records(
     Raises:
         ConfigError: The directory contains a run with other records.
     """
-    options = group_options(group_directories(config_directory))
+    options = list_group_options(find_group_directories(config_directory))
     parsed = [parse_override(text, options) for text in overrides]
     values = {override.key_or_group: str(override.value()) for override in parsed}
-    name = values.get("run.name") or default_name(values.get("experiment", AUTOMATIC))
+    name = values.get("run.name") or make_default_name(values.get("experiment", AUTOMATIC))
     paths = RunPaths(Path(values.get("run.dir") or f"runs/{name}").absolute())
     file = paths.records
     if file.is_file() and file.read_text(encoding="utf-8") != records and paths.config.is_file():
@@ -284,7 +284,7 @@ def write_records(
             f"data: the run in this directory uses other records ({file}); choose another run.dir,"
             " or pass the path of a file as data"
         )
-    paths.root.mkdir(PRIVATE, parents=True, exist_ok=True)
+    paths.root.mkdir(PRIVATE_MODE, parents=True, exist_ok=True)
     write_file(file, records)
     return file, (override_text("data.path", file), override_text("run.dir", paths.root))
 

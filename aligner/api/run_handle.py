@@ -22,8 +22,8 @@ from rich.text import Text
 
 from aligner.api.arguments import ChildCommand, Records, launch_arguments, write_records
 from aligner.config.compose import load_config
-from aligner.config.conf_files import group_directories, group_options
-from aligner.errors import STOP_SIGNAL, AlignerError, ConfigError, error_from_exit_code
+from aligner.config.conf_files import find_group_directories, list_group_options
+from aligner.errors import STOP_SIGNAL, AlignerError, ConfigError, build_exit_error
 from aligner.launcher.run_directory import read_state
 from aligner.launcher.status import ENDED_STATES, RunStatus, describe_status, read_status
 from aligner.observability.console import WINDOW_STEPS, Pace
@@ -217,7 +217,7 @@ def launch(
             run.wait()
     """
     directory = None if config_dir is None else Path(config_dir)
-    options = group_options(group_directories(directory))
+    options = list_group_options(find_group_directories(directory))
     arguments = launch_arguments(model, algorithm, reward, data, keys, options)
     texts = (*arguments.overrides, *overrides)
     records_file = None
@@ -508,7 +508,7 @@ class Run:
             if status.exit_code is None:
                 raise AlignerError(message)
             if status.exit_code:
-                raise error_from_exit_code(status.exit_code, message)
+                raise build_exit_error(status.exit_code, message)
 
     def _check_deadline(self, deadline: float | None) -> None:
         """Raise TimeoutError if the deadline is over."""

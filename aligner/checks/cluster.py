@@ -11,19 +11,26 @@ from pathlib import Path
 from aligner.errors import ConfigError
 from aligner.models.model_source import ExpectedInputs
 from aligner.models.shape import ModelShape
-from aligner.paths import cache_directory
-from aligner.placement.local_devices import local_devices
+from aligner.paths import get_cache_directory
+from aligner.placement.local_devices import assign_local_devices
 from aligner.placement.roles import has_generator
-from aligner.placement.slurm_layout import JobLayout, container_mounts, slurm_layout, slurm_role
+from aligner.placement.slurm_layout import (
+    JobLayout,
+    compute_slurm_layout,
+    get_slurm_settings,
+    list_container_mounts,
+)
 from aligner.schema import Config
-from aligner.schema.references import read_paths
+from aligner.schema.references import find_read_paths
 
 # Time limits that `sbatch --time` accepts.
-_TIME = r"\d+(:\d{1,2}(:\d{1,2})?)?|\d+-\d{1,2}(:\d{1,2}){0,2}|UNLIMITED|INFINITE"
+_TIME_LIMIT = r"\d+(:\d{1,2}(:\d{1,2})?)?|\d+-\d{1,2}(:\d{1,2}){0,2}|UNLIMITED|INFINITE"
 _REGISTRY_IMAGE = r"[\w.-]+(:\d+)?[#/]?[\w./@:-]*"
 
 
-def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs) -> Iterator[str]:
+def find_problems(
+    config: Config, model: ModelShape | None, expected: ExpectedInputs
+) -> Iterator[str]:
     """Yield a line for each problem of the placement of roles on this machine or in a Slurm job.
 
     Only problems that are visible on the machine that submits the job are reported.
@@ -31,39 +38,40 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
     slurm = config.cluster.slurm
     if config.cluster.kind != "slurm":
         try:
-            local_devices(config)
+            assign_local_devices(config)
         except ConfigError as error:
             yield str(error)
         return
     try:
-        yield from _replica_problems(config, slurm_layout(config))
+        yield from _find_replica_problems(config, compute_slurm_layout(config))
     except ConfigError as error:
         yield str(error)
     if slurm.time is not None:
-        yield from _time_problems(slurm.time, slurm.grace_s)
+        yield from _find_time_problems(slurm.time, slurm.grace_s)
     # Runs that do not train a model resume after their last step, without checkpoints.
-    if slurm.requeue and config.algorithm.learns:
-        yield from _requeue_problems(config)
+    if slurm.requeue and config.algorithm.trains_model:
+        yield from _find_requeue_problems(config)
     if config.server.interface != "0.0.0.0":
         yield (
             f"server.interface={config.server.interface}: must be 0.0.0.0 with cluster=slurm,"
             " because clients connect to each server at the address of its node"
         )
 
+    # Roles without an image of their own run in the image of the job.
     images = {"cluster.slurm.image": slurm.image}
     images |= {
-        f"cluster.slurm.roles.{role}.image": slurm_role(config, role).image
+        f"cluster.slurm.roles.{role}.image": get_slurm_settings(config, role).image
         for role in vars(slurm.roles)
     }
     for key, image in images.items():
         if image is not None:
-            yield from _image_problems(key, image)
-    yield from _path_problems(config, has_image=any(images.values()))
+            yield from _find_image_problems(key, image)
+    yield from _find_path_problems(config, has_image=any(images.values()))
     if any(images.values()):
-        yield from _mount_problems(config)
+        yield from _find_mount_problems(config)
 
 
-def _path_problems(config: Config, has_image: bool) -> Iterator[str]:
+def _find_path_problems(config: Config, has_image: bool) -> Iterator[str]:
     """Yield paths with characters that Slurm or a container does not support."""
     if config.run.dir is not None and "\\" in config.run.dir:
         yield (
@@ -71,8 +79,11 @@ def _path_problems(config: Config, has_image: bool) -> Iterator[str]:
             " Slurm would not replace the job and task numbers in the names of log files; choose"
             " another directory"
         )
-    mounted = {"run.dir": config.run.dir or "", "ALIGNER_CACHE": str(cache_directory())}
-    for key, path in mounted.items():
+    paths_in_container = {
+        "run.dir": config.run.dir or "",
+        "ALIGNER_CACHE": str(get_cache_directory()),
+    }
+    for key, path in paths_in_container.items():
         if has_image and re.search("[:,]", path):
             yield (
                 f"{key}={path}: must not contain a colon or a comma with cluster.slurm.image,"
@@ -80,14 +91,14 @@ def _path_problems(config: Config, has_image: bool) -> Iterator[str]:
             )
 
 
-def _time_problems(time: str, grace_s: int) -> Iterator[str]:
+def _find_time_problems(time: str, grace_s: int) -> Iterator[str]:
     """Yield problems of the time limit of the job."""
-    if not re.fullmatch(_TIME, time):
+    if not re.fullmatch(_TIME_LIMIT, time):
         yield (
             f"cluster.slurm.time={time}: must be minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM,"
             " D-HH:MM:SS or UNLIMITED"
         )
-    elif _seconds(time) <= grace_s:
+    elif _parse_time_limit(time) <= grace_s:
         yield (
             f"cluster.slurm.time={time}: must be longer than cluster.slurm.grace_s={grace_s} s,"
             " because Slurm sends the stop signal cluster.slurm.grace_s seconds before the time"
@@ -95,11 +106,12 @@ def _time_problems(time: str, grace_s: int) -> Iterator[str]:
         )
 
 
-def _requeue_problems(config: Config) -> Iterator[str]:
+def _find_requeue_problems(config: Config) -> Iterator[str]:
     """Yield a problem if a requeued job would have no checkpoint from which to resume."""
     every = config.checkpoint.every
     minutes = config.checkpoint.every_minutes
     steps = config.run.steps
+    # A checkpoint after the last step comes too late for a requeued job.
     if not minutes and not 0 < every < steps:
         yield (
             f"cluster.slurm.requeue=true: with checkpoint.every={every} and"
@@ -110,8 +122,8 @@ def _requeue_problems(config: Config) -> Iterator[str]:
         )
 
 
-def _seconds(time: str) -> float:
-    """Return the seconds of a time limit that matches `_TIME`; infinity without a limit."""
+def _parse_time_limit(time: str) -> float:
+    """Return the seconds of a time limit that matches `_TIME_LIMIT`; infinity without a limit."""
     if not time[0].isdigit():
         return math.inf
     days, dash, rest = time.rpartition("-")
@@ -124,20 +136,21 @@ def _seconds(time: str) -> float:
     )
 
 
-def _replica_problems(config: Config, layout: JobLayout) -> Iterator[str]:
+def _find_replica_problems(config: Config, layout: JobLayout) -> Iterator[str]:
     """Yield a problem if a replica of an external engine would span several nodes.
 
     vLLM and TensorRT-LLM start all workers of a replica on the node of the replica's first rank.
     """
     engine = config.engine
-    if engine.kind == "embedded" or not config.algorithm.generates:
+    if engine.kind == "embedded" or not config.algorithm.generates_samples:
         return
     role = "generator" if has_generator(config) else "trainer"
     placement = layout.placements[role]
-    settings = slurm_role(config, role)
+    settings = get_slurm_settings(config, role)
     tensor = engine.parallel.tensor
     if placement.nodes == 1 or placement.ranks_per_node % tensor == 0:
         return
+    # The message names the key that determines the number of ranks per node.
     key = (
         "cluster.devices_per_node"
         if settings.devices is None
@@ -153,7 +166,7 @@ def _replica_problems(config: Config, layout: JobLayout) -> Iterator[str]:
     )
 
 
-def _image_problems(key: str, image: str) -> Iterator[str]:
+def _find_image_problems(key: str, image: str) -> Iterator[str]:
     """Yield problems of a container image, which is a file or a name in a registry."""
     is_file = image.startswith(("/", ".")) or image.endswith((".sqsh", ".squashfs"))
     if is_file and not Path(image).is_file():
@@ -165,10 +178,11 @@ def _image_problems(key: str, image: str) -> Iterator[str]:
         yield f"{key}={image}: must be a file or the name of an image, such as REGISTRY#NAME:TAG"
 
 
-def _mount_problems(config: Config) -> Iterator[str]:
+def _find_mount_problems(config: Config) -> Iterator[str]:
     """Yield invalid mounts, and files in the configuration that the container would not see."""
+    # A mount has the form SOURCE:TARGET[:FLAGS].
     visible_directories = []
-    for mount in container_mounts(config):
+    for mount in list_container_mounts(config):
         source, _, target = mount.partition(":")
         target = target.partition(":")[0]
         if not target or not target.startswith("/"):
@@ -181,7 +195,7 @@ def _mount_problems(config: Config) -> Iterator[str]:
         visible_directories.append(target)
     if config.cluster.slurm.mount_home:
         visible_directories.append(str(Path.home()))
-    for key, path in read_paths(config).items():
+    for key, path in find_read_paths(config).items():
         if Path(path).exists() and not any(
             Path(path).is_relative_to(directory) for directory in visible_directories if directory
         ):

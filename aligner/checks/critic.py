@@ -5,12 +5,12 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from aligner.checks.trained_model import (
-    cut_shape,
-    frozen_problems,
-    micro_batch_problems,
-    optimizer_problems,
-    precision_problems,
-    reader_problems,
+    find_frozen_problems,
+    find_micro_batch_problems,
+    find_optimizer_problems,
+    find_precision_problems,
+    find_reader_problems,
+    get_partial_shape,
 )
 from aligner.errors import ConfigError
 from aligner.models.families import SCALAR_HEAD
@@ -19,15 +19,18 @@ from aligner.models.model_source import ExpectedInputs, directory_shape, read_no
 from aligner.models.shape import ModelShape
 from aligner.models.weight_slices import weight_table
 from aligner.schema import Config
-from aligner.schema.derived import critic_updates
+from aligner.schema.derived import count_critic_updates
 
 
-def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs) -> Iterator[str]:
+def find_problems(
+    config: Config, model: ModelShape | None, expected: ExpectedInputs
+) -> Iterator[str]:
     """Yield a line for each problem of the critic.
 
     `critic.num_layers` is checked for a reward model that is trained, too.
     """
     critic = config.critic
+    # From here on, `model` is the initial model of the critic.
     if config.algorithm.has_critic and critic.path is not None:
         policy = model
         directory = Path(critic.path)
@@ -38,7 +41,7 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
         except ConfigError as error:
             yield str(error)
         else:
-            yield from reader_problems(config, policy, "critic.path", directory, model)
+            yield from find_reader_problems(config, policy, "critic.path", directory, model)
     has_too_many_layers = model is not None and (critic.num_layers or 0) > model.num_layers
     if model is not None and has_too_many_layers:
         yield (
@@ -48,9 +51,10 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
     if not config.algorithm.has_critic:
         return
     if model is not None and not has_too_many_layers:
-        shape = cut_shape(config, model)
+        shape = get_partial_shape(config, model)
         yield from layout_problems("critic.parallel", critic.parallel, shape)
-        yield from frozen_problems("critic", critic, weight_table(shape, "scalar"))
+        yield from find_frozen_problems("critic", critic, weight_table(shape, "scalar"))
+    # The head has a learning rate of its own, which freezing the head would make useless.
     if critic.head_learning_rate is not None and any(
         fnmatchcase(SCALAR_HEAD.name, pattern) for pattern in critic.frozen
     ):
@@ -59,6 +63,6 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
             f"{key}: has no effect, because critic.frozen={critic.frozen} freezes the head;"
             " remove one of the two settings"
         )
-    yield from micro_batch_problems(config, "critic", critic)
-    yield from precision_problems(config, "critic", critic, model)
-    yield from optimizer_problems("critic", critic, critic_updates(config))
+    yield from find_micro_batch_problems(config, "critic", critic)
+    yield from find_precision_problems(config, "critic", critic, model)
+    yield from find_optimizer_problems("critic", critic, count_critic_updates(config))

@@ -14,12 +14,12 @@ from aligner.errors import ConfigError
 from aligner.models.model_source import ExpectedInputs, is_expected
 from aligner.models.shape import ModelShape
 from aligner.schema import Config, DataConfig
-from aligner.schema.data_sources import FUNCTION, data_sources, is_dataset
-from aligner.schema.derived import longest_sequence, longest_sequence_keys
-from aligner.schema.reasoning_tasks import ReasoningTask, reasoning_tasks
+from aligner.schema.data_sources import FUNCTION, is_dataset, parse_data_sources
+from aligner.schema.derived import describe_max_sequence_length, get_max_sequence_length
+from aligner.schema.reasoning_tasks import ReasoningTask, parse_reasoning_tasks
 
 # Kind of records that each trainer reads.
-_RECORDS = {
+_RECORD_KINDS = {
     "online": "prompt",
     "preferences": "prompt",
     "sft": "demonstration",
@@ -29,10 +29,12 @@ _RECORDS = {
 }
 
 
-def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs) -> Iterator[str]:
+def find_problems(
+    config: Config, model: ModelShape | None, expected: ExpectedInputs
+) -> Iterator[str]:
     """Yield a line for each problem of the data, except for the content of the records."""
-    yield from _source_problems(config, expected)
-    yield from _difficulty_problems(config.data, expected)
+    yield from _find_source_problems(config, expected)
+    yield from _find_difficulty_problems(config.data, expected)
     normalization = config.data.normalization
     if (
         normalization is not None
@@ -40,26 +42,30 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
         and not Path(normalization).exists()
     ):
         yield f"data.normalization={normalization}: no such file"
-    longest = longest_sequence(config)
-    if model is not None and not config.algorithm.generates and longest > model.max_positions:
+    max_length = get_max_sequence_length(config)
+    if (
+        model is not None
+        and not config.algorithm.generates_samples
+        and max_length > model.max_positions
+    ):
         yield (
-            f"{longest_sequence_keys(config)}: {longest} tokens exceed the {model.max_positions}"
-            " positions of the model; set smaller lengths"
+            f"{describe_max_sequence_length(config)}: {max_length} tokens exceed the"
+            f" {model.max_positions} positions of the model; set smaller lengths"
         )
 
 
-def _source_problems(config: Config, expected: ExpectedInputs) -> Iterator[str]:
+def _find_source_problems(config: Config, expected: ExpectedInputs) -> Iterator[str]:
     """Yield problems of the sources, the tasks and the prompts."""
     data = config.data
     trainer = config.algorithm.trainer
     try:
-        sources = data_sources(data)
+        sources = parse_data_sources(data)
     except ConfigError as error:
         yield str(error)
         return
     if data.tasks:
-        yield from _task_problems(reasoning_tasks(data.tasks))
-    if not sources and not config.algorithm.generates:
+        yield from _find_task_problems(parse_reasoning_tasks(data.tasks))
+    if not sources and not config.algorithm.generates_samples:
         yield (
             f"data.prompts: algorithm.trainer={trainer} requires records, not only prompts; set"
             " data.path=FILE"
@@ -68,17 +74,18 @@ def _source_problems(config: Config, expected: ExpectedInputs) -> Iterator[str]:
         yield "data.prompts: must not contain an empty prompt"
     for source in sources:
         if not is_expected(source.path, expected) and (
-            problem := path_problem(source.path, trainer)
+            problem := find_path_problem(source.path, trainer)
         ):
-            yield f"{source.given_as}: {problem}"
+            yield f"{source.setting_text}: {problem}"
 
 
-def _difficulty_problems(data: DataConfig, expected: ExpectedInputs) -> Iterator[str]:
+def _find_difficulty_problems(data: DataConfig, expected: ExpectedInputs) -> Iterator[str]:
     """Yield problems of the selection and the order of prompts by their difficulty."""
     for key, bounds in {
         "data.pass_rate": data.pass_rate,
         "data.curriculum.between": data.curriculum.between,
     }.items():
+        # An empty list means no selection.
         if bounds and not (len(bounds) == 2 and 0 <= bounds[0] <= bounds[1] <= 1):
             value = ", ".join(f"{bound:g}" for bound in bounds)
             yield (f"{key}=[{value}]: must be [LOW, HIGH] with 0 <= LOW <= HIGH <= 1")
@@ -88,7 +95,9 @@ def _difficulty_problems(data: DataConfig, expected: ExpectedInputs) -> Iterator
             " undo the order; set data.shuffle=false"
         )
     if (samples := data.pass_rate_samples) is not None:
-        if not is_expected(samples, expected) and (problem := path_problem(Path(samples), "sft")):
+        if not is_expected(samples, expected) and (
+            problem := find_path_problem(Path(samples), "sft")
+        ):
             yield f"data.pass_rate_samples={samples}: {problem}"
         if not data.pass_rate and data.sort_by is None:
             yield (
@@ -98,8 +107,9 @@ def _difficulty_problems(data: DataConfig, expected: ExpectedInputs) -> Iterator
             )
 
 
-def _task_problems(tasks: Sequence[ReasoningTask]) -> Iterator[str]:
+def _find_task_problems(tasks: Sequence[ReasoningTask]) -> Iterator[str]:
     """Yield problems of the tasks of `data.tasks` according to the library reasoning_gym."""
+    # reasoning_gym is an optional dependency.
     try:
         from reasoning_gym.factory import CURRICULA, DATASETS
     except ImportError as error:
@@ -123,6 +133,7 @@ def _task_problems(tasks: Sequence[ReasoningTask]) -> Iterator[str]:
             yield (
                 f"{key}.difficulty: {task.name} has no difficulty levels; set {key}.config instead"
             )
+        # DATASETS maps names to (dataset class, config class). aligner sets `seed` and `size`.
         allowed = {field.name for field in fields(DATASETS[task.name][1])} - {"seed", "size"}
         for entry in sorted(task.config.keys() - allowed):
             close_names = difflib.get_close_matches(entry, allowed, n=1)
@@ -134,7 +145,7 @@ def _task_problems(tasks: Sequence[ReasoningTask]) -> Iterator[str]:
             yield f"{key}.config.{entry}: {task.name} has no such setting; {hint}"
 
 
-def path_problem(path: Path, trainer: str) -> str | None:
+def find_path_problem(path: Path, trainer: str) -> str | None:
     """Return the problem of the path of a data source; None if there is no problem.
 
     The records are not read, except for a test whether a file is empty.
@@ -147,8 +158,8 @@ def path_problem(path: Path, trainer: str) -> str | None:
         is_callable_name = re.fullmatch(r"[\w.]+:\w+", str(path).removeprefix(FUNCTION))
         return None if is_callable_name else f"must be {FUNCTION}MODULE:CALLABLE"
     if path.is_dir():
-        return _directory_problem(path)
-    allowed = (".jsonl", ".txt") if _RECORDS[trainer] == "prompt" else (".jsonl",)
+        return _find_directory_problem(path)
+    allowed = (".jsonl", ".txt") if _RECORD_KINDS[trainer] == "prompt" else (".jsonl",)
     if path.suffix not in allowed:
         dataset = "a directory saved by Hugging Face datasets (save_to_disk)"
         return (
@@ -160,12 +171,13 @@ def path_problem(path: Path, trainer: str) -> str | None:
         return (
             None
             if any(line.strip() for line in lines)
-            else f"the {_RECORDS[trainer]} file is empty"
+            else f"the {_RECORD_KINDS[trainer]} file is empty"
         )
 
 
-def _directory_problem(path: Path) -> str | None:
+def _find_directory_problem(path: Path) -> str | None:
     """Return the problem of a directory of records; None if there is no problem."""
+    # save_to_disk of a DatasetDict writes one directory per split.
     if (path / "dataset_dict.json").is_file():
         splits = sorted(split.name for split in path.iterdir() if is_dataset(split))
         return (

@@ -7,10 +7,10 @@ from aligner.errors import ConfigError
 from aligner.models.layouts import cache_bytes_per_token, engine_problems, tensor_sizes
 from aligner.models.model_source import ExpectedInputs, read_architecture
 from aligner.models.shape import ModelShape
-from aligner.placement.roles import device_of, has_gpu, uses_gpus
+from aligner.placement.roles import get_device, has_gpu, uses_gpus
 from aligner.schema import Config, EngineConfig
-from aligner.schema.derived import longest_sequence, longest_sequence_keys
-from aligner.vllm_environment import vllm_architectures
+from aligner.schema.derived import describe_max_sequence_length, get_max_sequence_length
+from aligner.vllm_environment import read_supported_architectures
 
 TENSORRT_LLM_FAMILIES = ("llama", "mixtral", "qwen3_moe")
 """Model families whose weights can be sent to TensorRT-LLM."""
@@ -19,22 +19,24 @@ VLLM_FAMILIES = ("llama", "mixtral", "qwen3_moe", "gpt2", "gpt_neox")
 # Head dimensions that the CPU attention of vLLM 0.32 supports.
 _VLLM_CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 # External engines, which run in processes of their own and have a start timeout `timeout_s`.
-_PROGRAMS = ("tensorrt_llm", "vllm")
-_ELSE = "use engine=embedded"
+_EXTERNAL_ENGINES = ("tensorrt_llm", "vllm")
+_EMBEDDED_ADVICE = "use engine=embedded"
 # Number of elements that a vectorized activation function computes at a time on CPUs. The remaining
 # elements are computed in another way and may be rounded differently.
-_VECTOR = 32
+_VECTOR_SIZE = 32
 
 
-def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs) -> Iterator[str]:
+def find_problems(
+    config: Config, model: ModelShape | None, expected: ExpectedInputs
+) -> Iterator[str]:
     """Yield a line for each reason why the engine cannot generate samples or receive weights."""
-    if not config.algorithm.generates:
+    if not config.algorithm.generates_samples:
         return
     if model is not None:
         yield from engine_problems(config.engine.parallel, model)
-        yield from engine_kind_problems(config.engine, model)
-        yield from _rank_problems(config, model)
-        yield from _cache_problems(config, model)
+        yield from find_engine_kind_problems(config.engine, model)
+        yield from _find_rank_problems(config, model)
+        yield from _find_cache_problems(config, model)
         if (
             config.engine.kind == "vllm"
             and not uses_gpus(config)
@@ -43,24 +45,23 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
             sizes = ", ".join(map(str, _VLLM_CPU_HEADS))
             yield (
                 f"engine.kind=vllm: vLLM on CPUs supports the head dimensions {sizes}, but the"
-                f" model has {model.head_dim}; {_ELSE}"
+                f" model has {model.head_dim}; {_EMBEDDED_ADVICE}"
             )
 
+    # The nodes of a Slurm job may have other packages and devices than this machine.
     if config.cluster.kind == "local":
-        architecture = (
-            read_architecture(config, model, expected)
-            if model and config.engine.kind == "vllm"
-            else None
-        )
-        yield from engine_machine_problems(config.engine, architecture)
-    yield from _drawing_problems(config)
+        architecture = None
+        if model and config.engine.kind == "vllm":
+            architecture = read_architecture(config, model, expected)
+        yield from find_engine_machine_problems(config.engine, architecture)
+    yield from _find_sampling_problems(config)
     if config.engine.exact:
-        yield from _exact_problems(config, model)
-    yield from _update_problems(config)
-    yield from _start_problems(config)
+        yield from _find_exact_problems(config, model)
+    yield from _find_update_problems(config)
+    yield from _find_start_problems(config)
 
 
-def _rank_problems(config: Config, shape: ModelShape) -> Iterator[str]:
+def _find_rank_problems(config: Config, shape: ModelShape) -> Iterator[str]:
     """Yield a problem if a colocated engine does not use all ranks of the trainer."""
     engine = config.engine.parallel
     ranks = config.actor.parallel.ranks
@@ -75,24 +76,24 @@ def _rank_problems(config: Config, shape: ModelShape) -> Iterator[str]:
         )
 
 
-def _cache_problems(config: Config, model: ModelShape) -> Iterator[str]:
+def _find_cache_problems(config: Config, model: ModelShape) -> Iterator[str]:
     """Yield a problem if the KV cache is too small for the longest sequence."""
     budget = config.engine.kv_cache_mib
-    longest = longest_sequence(config)
-    itemsize = device_of(config, config.engine.precision).itemsize
+    max_length = get_max_sequence_length(config)
+    itemsize = get_device(config, config.engine.precision).itemsize
     # The last token of a response is sampled, but never fed back into the model.
     needed_bytes = cache_bytes_per_token(model, config.engine.parallel.tensor, itemsize) * (
-        longest - 1
+        max_length - 1
     )
     if budget is not None and needed_bytes > budget << 20:
         yield (
             f"engine.kv_cache_mib={budget}: must be at least {needed_bytes / 2**20:.1f} MiB to hold"
-            f" the KV cache of the longest sequence, {longest} tokens"
-            f" ({longest_sequence_keys(config)})"
+            f" the KV cache of the longest sequence, {max_length} tokens"
+            f" ({describe_max_sequence_length(config)})"
         )
 
 
-def _drawing_problems(config: Config) -> Iterator[str]:
+def _find_sampling_problems(config: Config) -> Iterator[str]:
     """Yield sampling settings that the engine does not support."""
     rollout = config.rollout
     if config.engine.kind == "embedded":
@@ -107,18 +108,20 @@ def _drawing_problems(config: Config) -> Iterator[str]:
     if rollout.min_p and config.engine.kind == "tensorrt_llm":
         yield (
             f"rollout.min_p={rollout.min_p:g}: must be 0 with engine.kind=tensorrt_llm, because"
-            f" not every sampler of TensorRT-LLM supports min_p; set rollout.min_p=0, or {_ELSE}"
+            " not every sampler of TensorRT-LLM supports min_p; set rollout.min_p=0, or"
+            f" {_EMBEDDED_ADVICE}"
         )
+    # The trainer renormalizes its log-probs over the sampling support of each token.
     elif rollout.renormalize and (rollout.top_k or rollout.top_p < 1 or rollout.min_p):
         yield (
             f"rollout.renormalize=true: is not supported with engine.kind={config.engine.kind},"
             f" which does not return the token ids kept by rollout.top_k={rollout.top_k},"
             f" rollout.top_p={rollout.top_p:g} and rollout.min_p={rollout.min_p:g}; set"
-            f" rollout.renormalize=false, or {_ELSE}"
+            f" rollout.renormalize=false, or {_EMBEDDED_ADVICE}"
         )
 
 
-def _exact_problems(config: Config, model: ModelShape | None) -> Iterator[str]:
+def _find_exact_problems(config: Config, model: ModelShape | None) -> Iterator[str]:
     """Yield settings with which log-probs cannot be bitwise equal in the engine and the trainer.
 
     With `engine.exact`, a log-prob must depend only on the sequence and the weights.
@@ -127,6 +130,7 @@ def _exact_problems(config: Config, model: ModelShape | None) -> Iterator[str]:
     engine = config.engine
     actor = config.actor
     threads = config.cluster.threads_per_rank
+    # Bitwise equality requires the same order of summation and the same rounding in all matmuls.
     if uses_gpus(config):
         yield f"{key}: is supported on CPUs only, but this run uses GPUs; set engine.exact=false"
     for name, section in (("engine", engine), ("actor", actor)):
@@ -157,15 +161,15 @@ def _exact_problems(config: Config, model: ModelShape | None) -> Iterator[str]:
             f"{key}: is not supported for mixture-of-experts models, whose experts may receive too"
             " few tokens for batch-invariant matmuls; set engine.exact=false"
         )
-    elif model is not None and model.ffn_hidden_size % _VECTOR:
+    elif model is not None and model.ffn_hidden_size % _VECTOR_SIZE:
         yield (
-            f"{key}: requires a feed-forward size that is a multiple of {_VECTOR}, but the model"
-            f" has {model.ffn_hidden_size}, so the engine and the trainer could round the last"
-            " elements differently; set engine.exact=false"
+            f"{key}: requires a feed-forward size that is a multiple of {_VECTOR_SIZE}, but the"
+            f" model has {model.ffn_hidden_size}, so the engine and the trainer could round the"
+            " last elements differently; set engine.exact=false"
         )
 
 
-def _update_problems(config: Config) -> Iterator[str]:
+def _find_update_problems(config: Config) -> Iterator[str]:
     """Yield problems of the weight sync with the placement of the engine."""
     if config.engine.in_flight == "interrupt" and not config.rollout.max_staleness:
         yield (
@@ -174,8 +178,8 @@ def _update_problems(config: Config) -> Iterator[str]:
             " rollout.max_staleness to 1 or more"
         )
     if config.engine.placement == "server":
-        yield from _generator_problems(config)
-    yield from _publish_problems(config)
+        yield from _find_generator_problems(config)
+    yield from _find_publish_problems(config)
     if config.engine.update != "shared":
         return
     if config.actor.lora.rank:
@@ -184,10 +188,9 @@ def _update_problems(config: Config) -> Iterator[str]:
             f" actor.lora.rank={config.actor.lora.rank}, because the engine would use the"
             " trainer's base weights without the adapters; set engine.update to atomic or in_place"
         )
-    engine_bytes, actor_bytes = (
-        device_of(config, precision).itemsize
-        for precision in (config.engine.precision, config.actor.precision)
-    )
+    # The engine computes with the trainer's own tensors.
+    engine_bytes = get_device(config, config.engine.precision).itemsize
+    actor_bytes = get_device(config, config.actor.precision).itemsize
     if engine_bytes != actor_bytes:
         yield (
             "engine.update=shared: requires the same precision in the engine and the trainer, but"
@@ -197,7 +200,7 @@ def _update_problems(config: Config) -> Iterator[str]:
         )
 
 
-def _publish_problems(config: Config) -> Iterator[str]:
+def _find_publish_problems(config: Config) -> Iterator[str]:
     """Yield problems of `engine.publish=changes`, which sends only the changed weights."""
     engine = config.engine
     key = f"engine.publish={config.engine.publish}"
@@ -214,7 +217,7 @@ def _publish_problems(config: Config) -> Iterator[str]:
             )
 
 
-def _generator_problems(config: Config) -> Iterator[str]:
+def _find_generator_problems(config: Config) -> Iterator[str]:
     """Yield settings that an engine on its own devices (`engine.placement=server`) lacks."""
     engine = config.engine
     key = "engine.placement=server"
@@ -228,11 +231,11 @@ def _generator_problems(config: Config) -> Iterator[str]:
             f"{key}: is not supported with engine.sleep=true, which frees GPU memory for a"
             " colocated trainer; set engine.sleep=false"
         )
-    if engine.kind in _PROGRAMS:
+    if engine.kind in _EXTERNAL_ENGINES:
         # A generator becomes healthy only after its engine has started. A colocated engine starts
         # together with the trainer, for which there is no start timeout.
         start_timeout_s = config.server.start_timeout_s
-        engine_start_s = _may_start(engine)
+        engine_start_s = _get_start_timeout(engine)
         if start_timeout_s < engine_start_s:
             yield (
                 f"server.start_timeout_s={start_timeout_s:g}: must be at least"
@@ -242,12 +245,12 @@ def _generator_problems(config: Config) -> Iterator[str]:
             )
 
 
-def _may_start(engine: EngineConfig) -> float:
+def _get_start_timeout(engine: EngineConfig) -> float:
     """Return the start timeout of an external engine in seconds."""
     return engine.vllm.timeout_s if engine.kind == "vllm" else engine.tensorrt_llm.timeout_s
 
 
-def _start_problems(config: Config) -> Iterator[str]:
+def _find_start_problems(config: Config) -> Iterator[str]:
     """Yield a problem if the start of an external engine may exceed the collective timeout.
 
     The other ranks of a replica wait in a collective until the engine of the replica has started.
@@ -255,25 +258,26 @@ def _start_problems(config: Config) -> Iterator[str]:
     engine = config.engine
     collective_s = config.cluster.collective_timeout_s
     if (
-        engine.kind in _PROGRAMS
+        engine.kind in _EXTERNAL_ENGINES
         and engine.parallel.tensor > 1
-        and collective_s <= _may_start(engine)
+        and collective_s <= _get_start_timeout(engine)
     ):
         yield (
-            f"cluster.collective_timeout_s={collective_s:g}: must be above {_may_start(engine):g},"
-            " because the other ranks of a replica wait for its engine to start, which may take"
-            f" engine.{engine.kind}.timeout_s={_may_start(engine):g} s"
+            f"cluster.collective_timeout_s={collective_s:g}: must be above"
+            f" {_get_start_timeout(engine):g}, because the other ranks of a replica wait for its"
+            " engine to start, which may take"
+            f" engine.{engine.kind}.timeout_s={_get_start_timeout(engine):g} s"
         )
 
 
-def engine_kind_problems(engine: EngineConfig, shape: ModelShape) -> Iterator[str]:
+def find_engine_kind_problems(engine: EngineConfig, shape: ModelShape) -> Iterator[str]:
     """Yield a line for each reason why the engine cannot run a model on any machine."""
     if engine.kind == "vllm":
         if shape.family not in VLLM_FAMILIES:
             families = ", ".join(VLLM_FAMILIES)
             yield (
                 "engine.kind=vllm: weight sync is not supported for the model family"
-                f" {shape.family}; supported: {families}; {_ELSE}"
+                f" {shape.family}; supported: {families}; {_EMBEDDED_ADVICE}"
             )
         if engine.update != "in_place":
             yield f"engine.update={engine.update}: must be in_place with engine.kind=vllm"
@@ -285,23 +289,26 @@ def engine_kind_problems(engine: EngineConfig, shape: ModelShape) -> Iterator[st
         yield (
             f"{prefix}: does not support the model family {shape.family}; supported:"
             f" {', '.join(TENSORRT_LLM_FAMILIES)} (Llama, Mistral, Qwen2, Qwen3, Mixtral,"
-            f" Qwen3-MoE); {_ELSE}"
+            f" Qwen3-MoE); {_EMBEDDED_ADVICE}"
         )
     if engine.precision == "fp32":
         yield (
             "engine.precision=fp32: must be auto or bf16 with engine.kind=tensorrt_llm, which"
-            f" computes in bf16; for fp32, {_ELSE}"
+            f" computes in bf16; for fp32, {_EMBEDDED_ADVICE}"
         )
     if engine.update != "in_place":
         yield (f"engine.update={engine.update}: must be in_place with engine.kind=tensorrt_llm")
     if shape.vocab_size % engine.parallel.tensor:
         yield (
             f"engine.parallel.tensor={engine.parallel.tensor}: must divide the model's"
-            f" {shape.vocab_size} vocabulary entries with engine.kind=tensorrt_llm; {_ELSE}"
+            f" {shape.vocab_size} vocabulary entries with engine.kind=tensorrt_llm;"
+            f" {_EMBEDDED_ADVICE}"
         )
 
 
-def engine_machine_problems(engine: EngineConfig, architecture: str | None = None) -> Iterator[str]:
+def find_engine_machine_problems(
+    engine: EngineConfig, architecture: str | None = None
+) -> Iterator[str]:
     """Yield a line for each reason why the engine cannot run on this machine.
 
     The packages of the engine are not imported, because that takes too long for a check.
@@ -312,11 +319,12 @@ def engine_machine_problems(engine: EngineConfig, architecture: str | None = Non
     """
     if engine.kind == "vllm":
         try:
-            supported = vllm_architectures(engine.vllm)
+            # An empty result means that the list of architectures could not be read.
+            supported = read_supported_architectures(engine.vllm)
             if architecture is not None and supported and architecture not in supported:
                 yield (
                     "engine.kind=vllm: the installed vLLM does not support the architecture"
-                    f" {architecture}; {_ELSE}"
+                    f" {architecture}; {_EMBEDDED_ADVICE}"
                 )
         except ConfigError as error:
             yield str(error)
@@ -333,7 +341,7 @@ def engine_machine_problems(engine: EngineConfig, architecture: str | None = Non
         yield (
             f"{prefix}: requires the Python packages {' and '.join(missing)}, which are not"
             " installed here; run in a TensorRT-LLM release image with ray installed"
-            f" (docs/tensorrt_llm.md), or {_ELSE}"
+            f" (docs/tensorrt_llm.md), or {_EMBEDDED_ADVICE}"
         )
     if not has_gpu():
-        yield f"{prefix}: requires a GPU, but this machine has none; {_ELSE}"
+        yield f"{prefix}: requires a GPU, but this machine has none; {_EMBEDDED_ADVICE}"

@@ -5,32 +5,35 @@ The checks compare these settings with the engine, the sampling settings and the
 
 from collections.abc import Iterator
 
-from aligner.extras import lacking
+from aligner.extras import describe_missing_modules
 from aligner.models.model_source import ExpectedInputs
 from aligner.models.shape import ModelShape
 from aligner.schema import Config
-from aligner.schema.conditions import value_text
-from aligner.schema.environment import MATCHING, PYTHON, TOOLS, EnvironmentConfig
-from aligner.values import callable_place
+from aligner.schema.conditions import format_value
+from aligner.schema.environment import MATCHING_CHOICES, PYTHON, TOOLS, EnvironmentConfig
+from aligner.values import split_callable_name
 
 
-def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs) -> Iterator[str]:
+def find_problems(
+    config: Config, model: ModelShape | None, expected: ExpectedInputs
+) -> Iterator[str]:
     """Yield a line for each reason why the run cannot generate episodes."""
     settings = config.environment
-    yield from _agent_problems(config)
+    yield from _find_agent_problems(config)
     if settings.target is None:
         return
     key = f"environment.target={settings.target}"
-    yield from _tool_problems(settings)
-    if callable_place(settings.target) is None and settings.target != TOOLS:
+    yield from _find_tool_problems(settings)
+    if split_callable_name(settings.target) is None and settings.target != TOOLS:
         yield f"{key}: must be {TOOLS}, module:Class, or null"
+    # The deadline applies to each call of the environment, and each turn is one call.
     formula = (
         f"environment.deadline_s={settings.deadline_s:g} x"
         f" environment.max_turns={settings.max_turns}"
     )
-    longest_s = settings.deadline_s * settings.max_turns
-    yield from _patience_problems(
-        config, key, longest_s, f"may wait {longest_s:g} s for its environment", formula
+    max_duration_s = settings.deadline_s * settings.max_turns
+    yield from _find_timeout_problems(
+        config, key, max_duration_s, f"may wait {max_duration_s:g} s for its environment", formula
     )
     if not config.rollout.stop_at_eos and settings.turn_end is None:
         yield (
@@ -45,7 +48,7 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
         )
 
 
-def _agent_problems(config: Config) -> Iterator[str]:
+def _find_agent_problems(config: Config) -> Iterator[str]:
     """Yield settings with which agents cannot be trained."""
     settings = config.environment
     engine = config.engine
@@ -53,7 +56,7 @@ def _agent_problems(config: Config) -> Iterator[str]:
     if not settings.has_agent:
         return
     key = "environment.agent" if settings.agent is not None else "environment.agent_command"
-    if missing_extra := lacking("agents"):
+    if missing_extra := describe_missing_modules("agents"):
         yield f"{key}: {missing_extra}"
     names = [
         name for name in ("target", "agent", "agent_command") if getattr(settings, name) is not None
@@ -63,23 +66,26 @@ def _agent_problems(config: Config) -> Iterator[str]:
             f"environment.{' and environment.'.join(names)}: only one of these keys can be set;"
             " set the other keys to null"
         )
-    if settings.agent is not None and callable_place(settings.agent) is None:
+    if settings.agent is not None and split_callable_name(settings.agent) is None:
         yield f"environment.agent={settings.agent}: must be module:function, or null"
     if settings.agent_command == []:
         yield "environment.agent_command=[]: must contain a program, or be null"
-    if unknown := sorted({*settings.matching} - {*MATCHING}):
-        yield f"environment.matching={unknown}: allowed: {', '.join(MATCHING)}"
+    if unknown_values := sorted({*settings.matching} - {*MATCHING_CHOICES}):
+        yield f"environment.matching={unknown_values}: allowed: {', '.join(MATCHING_CHOICES)}"
     if engine.kind != "embedded":
         yield (
             f"{key}: is not supported with engine.kind={engine.kind}, because only the embedded"
             " engine can branch a conversation; set engine.kind=embedded"
         )
+    # The deadline applies to a whole episode of an agent, and a failed episode is retried.
     formula = (
         f"environment.deadline_s={settings.deadline_s:g} x (1 +"
         f" environment.retries={settings.retries})"
     )
-    longest_s = settings.deadline_s * (1 + settings.retries)
-    yield from _patience_problems(config, key, longest_s, f"may take {longest_s:g} s", formula)
+    max_duration_s = settings.deadline_s * (1 + settings.retries)
+    yield from _find_timeout_problems(
+        config, key, max_duration_s, f"may take {max_duration_s:g} s", formula
+    )
 
     # For each key: its value, the value that agents require, and the reason.
     requirements = {
@@ -108,39 +114,39 @@ def _agent_problems(config: Config) -> Iterator[str]:
     for name, (value, allowed, reason) in requirements.items():
         if value != allowed:
             yield (
-                f"{key}: is not supported with {name}={value_text(value)}: {reason}; set"
-                f" {name}={value_text(allowed)}"
+                f"{key}: is not supported with {name}={format_value(value)}: {reason}; set"
+                f" {name}={format_value(allowed)}"
             )
 
 
-def _patience_problems(
-    config: Config, key: str, longest_s: float, what: str, each: str
+def _find_timeout_problems(
+    config: Config, key: str, max_duration_s: float, description: str, formula: str
 ) -> Iterator[str]:
     """Yield problems if an episode may last longer than the other ranks or the trainer wait.
 
     Args:
         config: Configuration of the run.
         key: Key that selects the environment or the agent, with its value.
-        longest_s: Maximum duration of an episode in seconds.
-        what: Description of the duration, for the messages.
-        each: Keys from which `longest_s` is computed, for the messages.
+        max_duration_s: Maximum duration of an episode in seconds.
+        description: Description of the duration, for the messages.
+        formula: Keys from which `max_duration_s` is computed, for the messages.
     """
     collective_s = config.cluster.collective_timeout_s
     request_s = config.server.request_timeout_s
-    if config.engine.parallel.ranks > 1 and longest_s > collective_s:
+    if config.engine.parallel.ranks > 1 and max_duration_s > collective_s:
         yield (
-            f"{key}: an episode {what} ({each}), but the other ranks wait only"
+            f"{key}: an episode {description} ({formula}), but the other ranks wait only"
             f" cluster.collective_timeout_s={collective_s:g} s for an episode; set"
-            f" cluster.collective_timeout_s to at least {longest_s:g}"
+            f" cluster.collective_timeout_s to at least {max_duration_s:g}"
         )
-    if config.engine.placement == "server" and longest_s >= request_s:
+    if config.engine.placement == "server" and max_duration_s >= request_s:
         yield (
-            f"server.request_timeout_s={request_s:g}: must be above {longest_s:g}, because an"
-            f" episode {what} ({each})"
+            f"server.request_timeout_s={request_s:g}: must be above {max_duration_s:g}, because an"
+            f" episode {description} ({formula})"
         )
 
 
-def _tool_problems(settings: EnvironmentConfig) -> Iterator[str]:
+def _find_tool_problems(settings: EnvironmentConfig) -> Iterator[str]:
     """Yield problems of the tools of an environment."""
     if settings.target == TOOLS and not settings.has_tools:
         yield (
@@ -150,7 +156,7 @@ def _tool_problems(settings: EnvironmentConfig) -> Iterator[str]:
     if not settings.has_tools:
         return
     for tool in settings.tools:
-        if tool != PYTHON and callable_place(tool) is None:
+        if tool != PYTHON and split_callable_name(tool) is None:
             yield f"environment.tools: {tool!r}: must be {PYTHON}, or module:function"
     if settings.tool_timeout_s >= settings.deadline_s:
         yield (

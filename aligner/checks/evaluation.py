@@ -3,29 +3,32 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from aligner.checks.data import path_problem
-from aligner.checks.reward import unasked_problems
+from aligner.checks.data import find_path_problem
+from aligner.checks.reward import find_judge_access_problems
 from aligner.errors import ConfigError
 from aligner.models.model_source import ExpectedInputs, is_expected
 from aligner.models.shape import ModelShape
 from aligner.schema import Config
-from aligner.schema.data_sources import fields_problems
-from aligner.schema.evaluation_suites import Suite, evaluation_suites
-from aligner.schema.reward_sources import evaluation_judge
-from aligner.schema.scoring_functions import function_problem
+from aligner.schema.data_sources import find_fields_problems
+from aligner.schema.evaluation_suites import Suite, parse_evaluation_suites
+from aligner.schema.reward_sources import parse_evaluation_judge
+from aligner.schema.scoring_functions import find_function_problem
 
 
-def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs) -> Iterator[str]:
+def find_problems(
+    config: Config, model: ModelShape | None, expected: ExpectedInputs
+) -> Iterator[str]:
     """Yield a line for each problem of the evaluation, except for the content of the prompts."""
     settings = config.evaluation
     trainer = config.algorithm.trainer
-    if not config.algorithm.learns and settings.every:
+    if not config.algorithm.trains_model and settings.every:
         yield (
             f"evaluation.every={settings.every}: algorithm.trainer={trainer} trains no model, so"
             " there is nothing to evaluate; set evaluation.every=0"
         )
+    # Offline trainers compute the loss of held-out records.
     elif (
-        config.algorithm.learns
+        config.algorithm.trains_model
         and trainer != "online"
         and settings.every
         and not config.data.held_out
@@ -34,21 +37,22 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
             f"evaluation.every={settings.every}: requires held-out records; set data.held_out=ROWS"
         )
     if trainer == "online":
-        yield from _online_problems(config, expected)
+        yield from _find_online_problems(config, expected)
 
 
-def _online_problems(config: Config, expected: ExpectedInputs) -> Iterator[str]:
+def _find_online_problems(config: Config, expected: ExpectedInputs) -> Iterator[str]:
     """Yield problems of the suites, and of asynchronous evaluation."""
-    for suite in evaluation_suites(config):
-        yield from _suite_problems(config, suite, expected)
+    for suite in parse_evaluation_suites(config):
+        yield from _find_suite_problems(config, suite, expected)
     if config.evaluation.every and config.evaluation.asynchronous:
-        yield from _beside_problems(config)
+        yield from _find_asynchronous_problems(config)
 
 
-def _suite_problems(config: Config, suite: Suite, expected: ExpectedInputs) -> Iterator[str]:
+def _find_suite_problems(config: Config, suite: Suite, expected: ExpectedInputs) -> Iterator[str]:
     """Yield problems of the prompts, the scoring and the sampling of a suite."""
     settings = suite.settings
     key = suite.key
+    # Without data.tasks, evaluation.questions has no effect.
     questions = bool(config.data.tasks) and settings.questions
     if questions and (settings.path is not None or settings.prompts):
         yield (
@@ -66,15 +70,15 @@ def _suite_problems(config: Config, suite: Suite, expected: ExpectedInputs) -> I
     if (
         path is not None
         and not is_expected(path, expected)
-        and (problem := path_problem(Path(path), "online"))
+        and (problem := find_path_problem(Path(path), "online"))
     ):
         yield f"{key}.path={path}: {problem}"
     if any(not prompt.strip() for prompt in settings.prompts):
         yield f"{key}.prompts: must not contain an empty prompt"
-    yield from fields_problems(f"{key}.fields", settings.fields)
-    if settings.function is not None and (problem := function_problem(settings.function)):
+    yield from find_fields_problems(f"{key}.fields", settings.fields)
+    if settings.function is not None and (problem := find_function_problem(settings.function)):
         yield f"{key}.function={settings.function}: {problem}"
-    yield from _judge_problems(config, suite)
+    yield from _find_judge_problems(config, suite)
     if settings.greedy and settings.samples > 1:
         yield (
             f"{key}.samples={settings.samples}: must be 1 with greedy decoding, because all"
@@ -82,13 +86,14 @@ def _suite_problems(config: Config, suite: Suite, expected: ExpectedInputs) -> I
         )
 
 
-def _beside_problems(config: Config) -> Iterator[str]:
+def _find_asynchronous_problems(config: Config) -> Iterator[str]:
     """Yield the reasons why a step cannot be evaluated while the next step trains."""
     key = "evaluation.asynchronous=true"
     run = config.run
     if not config.rollout.steps_ahead:
         advice = "engine.placement=server rollout.max_staleness=1"
         yield f"{key}: requires a generator that generates while the policy trains; set {advice}"
+    # While a step is evaluated, the next step already trains, so that the run would end too late.
     end_settings = {"run.end_at": run.end_at, "run.end_without_gain": run.end_without_gain}
     for name, value in end_settings.items():
         if value is not None and (name != "run.end_at" or str(value).startswith("eval/")):
@@ -98,17 +103,17 @@ def _beside_problems(config: Config) -> Iterator[str]:
             )
 
 
-def _judge_problems(config: Config, suite: Suite) -> Iterator[str]:
+def _find_judge_problems(config: Config, suite: Suite) -> Iterator[str]:
     """Yield problems of the judge that compares responses with reference responses."""
     try:
-        judge = evaluation_judge(suite.settings, suite.key)
+        judge = parse_evaluation_judge(suite.settings, suite.key)
     except ConfigError as error:
         yield str(error)
         return
     if judge is None:
         return
-    yield from unasked_problems(config, judge)
-    if config.environment.draws_episodes:
+    yield from find_judge_access_problems(config, judge)
+    if config.environment.has_episodes:
         yield (
             f"{judge.key}: compares responses to one prompt, which is not supported with"
             " multi-turn episodes; remove the judge"

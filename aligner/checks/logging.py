@@ -12,13 +12,15 @@ from aligner.models.shape import ModelShape
 from aligner.schema import Config
 
 # Environment variables with which wandb authenticates.
-_KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
-_SERVER = "https://api.wandb.ai"
+_KEY_VARIABLES = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
+_DEFAULT_SERVER = "https://api.wandb.ai"
 # Schemes of tracking URIs that mlflow opens with sqlalchemy.
-_DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
+_DATABASE_SCHEMES = ("sqlite", "postgresql", "mysql", "mssql")
 
 
-def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs) -> Iterator[str]:
+def find_problems(
+    config: Config, model: ModelShape | None, expected: ExpectedInputs
+) -> Iterator[str]:
     """Yield a line for each enabled tracker that is not installed or has no API key."""
     wandb = config.logging.wandb
     mlflow = config.logging.mlflow
@@ -34,7 +36,7 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
             " variable WANDB_API_KEY, or set logging.wandb.mode=offline"
         )
     scheme = urlsplit(mlflow.tracking_uri or "").scheme.partition("+")[0]
-    if mlflow.enabled and scheme in _DATABASES and not _is_installed("sqlalchemy"):
+    if mlflow.enabled and scheme in _DATABASE_SCHEMES and not _is_installed("sqlalchemy"):
         yield (
             f"logging.mlflow.tracking_uri={mlflow.tracking_uri}: a database requires the full"
             " mlflow package; install it with pip install mlflow, or set the http:// address of a"
@@ -54,10 +56,11 @@ def _is_installed(package: str) -> bool:
 
 def _has_wandb_key() -> bool:
     """Return whether a wandb API key is in the environment, or in the file of `wandb login`."""
-    if any(os.environ.get(name) for name in _KEYS):
+    if any(os.environ.get(name) for name in _KEY_VARIABLES):
         return True
+    # `wandb login` stores the API key in this file.
     file = Path(os.environ.get("NETRC") or Path.home() / ".netrc")
-    host = urlsplit(os.environ.get("WANDB_BASE_URL") or _SERVER).hostname
+    host = urlsplit(os.environ.get("WANDB_BASE_URL") or _DEFAULT_SERVER).hostname
     try:
         return host is not None and netrc.netrc(file).authenticators(host) is not None
     except (OSError, netrc.NetrcParseError):

@@ -4,27 +4,33 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from aligner.checks.trained_model import micro_batch_problems, precision_problems, reader_problems
+from aligner.checks.trained_model import (
+    find_micro_batch_problems,
+    find_precision_problems,
+    find_reader_problems,
+)
 from aligner.errors import ConfigError
 from aligner.models.layouts import layout_problems
 from aligner.models.model_source import ExpectedInputs, directory_shape, read_normalization
 from aligner.models.shape import ModelShape
 from aligner.schema import Config, ParallelConfig
-from aligner.schema.evaluation_suites import evaluated_suites
+from aligner.schema.evaluation_suites import get_active_suites
 from aligner.schema.reward_sources import (
     JudgeSource,
     ModelSource,
     RemoteSource,
     Source,
     has_step_rewards,
-    model_sources,
-    reward_sources,
+    parse_reward_sources,
+    select_model_sources,
 )
 
 
-def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs) -> Iterator[str]:
+def find_problems(
+    config: Config, model: ModelShape | None, expected: ExpectedInputs
+) -> Iterator[str]:
     """Yield a line for each problem of the reward's sources and of their placement."""
-    if not config.algorithm.generates:
+    if not config.algorithm.generates_samples:
         return
     missing_end_score = config.reward.missing_end_score
     rollout = config.rollout
@@ -34,28 +40,30 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
             " response can end with an end-of-sequence token; set rollout.truncate_token or"
             " rollout.stop_at_eos=true"
         )
-    if has_step_rewards(config.reward) and config.critic_scores:
+    if has_step_rewards(config.reward) and config.critic_serves_reward:
         yield (
             "critic.with_reward=true: is not supported with per-step rewards, which require a"
             " separate reward server; set critic.with_reward=false"
         )
     try:
-        sources = reward_sources(config.reward)
+        sources = parse_reward_sources(config.reward)
     except ConfigError as error:
         yield str(error)
         return
 
-    models = model_sources(sources)
-    yield from _place_problems(config, models)
-    layout_key, layout = _layout(config)
+    # Only Megatron models are computed by several ranks; other sources run on rank 0.
+    models = select_model_sources(sources)
+    yield from _find_layout_problems(config, models)
+    layout_key, layout = _get_reward_layout(config)
+    # Rank 0 requests the scores of HTTP sources, while the other ranks wait in a collective.
     if layout.ranks > 1:
-        yield from _patience_problems(config, sources)
+        yield from _find_timeout_problems(config, sources)
     for source in sources:
         if isinstance(source, JudgeSource):
-            yield from _judge_problems(config, source)
+            yield from _find_judge_problems(config, source)
     if models:
-        yield from micro_batch_problems(config, "reward", config.reward)
-        yield from precision_problems(config, "reward", config.reward, None)
+        yield from find_micro_batch_problems(config, "reward", config.reward)
+        yield from find_precision_problems(config, "reward", config.reward, None)
 
     for source in models:
         try:
@@ -65,35 +73,35 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
         except ConfigError as error:
             yield str(error)
         else:
-            yield from reader_problems(
+            yield from find_reader_problems(
                 config, model, f"{source.key}.path", Path(source.path), shape
             )
 
 
-def _layout(config: Config) -> tuple[str, ParallelConfig]:
+def _get_reward_layout(config: Config) -> tuple[str, ParallelConfig]:
     """Return the key and the layout with which reward models run."""
-    if config.critic_scores:
+    if config.critic_serves_reward:
         return "critic.parallel", config.critic.parallel
     return "reward.parallel", config.reward.parallel
 
 
-def _place_problems(config: Config, models: tuple[ModelSource, ...]) -> Iterator[str]:
+def _find_layout_problems(config: Config, models: tuple[ModelSource, ...]) -> Iterator[str]:
     """Yield problems of `reward.parallel` with the processes that compute the reward."""
     reward = config.reward
     layout = config.reward.parallel
-    if config.critic_scores and layout not in (ParallelConfig(), config.critic.parallel):
+    if config.critic_serves_reward and layout not in (ParallelConfig(), config.critic.parallel):
         yield (
             "reward.parallel: critic.with_reward=true runs the reward models with the layout"
             " critic.parallel; remove reward.parallel, or set it to the values of critic.parallel"
         )
-    elif not config.critic_scores and layout.ranks != 1 and not models:
+    elif not config.critic_serves_reward and layout.ranks != 1 and not models:
         yield (
             f"reward.parallel: got {layout.ranks} ranks, must be 1, because no reward source is a"
             f" model (reward.kind={reward.kind})"
         )
 
 
-def _patience_problems(config: Config, sources: tuple[Source, ...]) -> Iterator[str]:
+def _find_timeout_problems(config: Config, sources: tuple[Source, ...]) -> Iterator[str]:
     """Yield sources whose timeout exceeds the time that the other ranks wait in a collective."""
     limit = config.cluster.collective_timeout_s
     for source in sources:
@@ -103,81 +111,84 @@ def _patience_problems(config: Config, sources: tuple[Source, ...]) -> Iterator[
                 f" cluster.collective_timeout_s={limit:g}, the time that the other ranks wait for"
                 " the scores"
             )
-        if isinstance(source, JudgeSource) and source.longest_s >= limit:
+        if isinstance(source, JudgeSource) and source.max_duration_s >= limit:
             yield (
-                f"{_judge_patience(source)} must be below cluster.collective_timeout_s={limit:g},"
-                " the time that the other ranks wait for the scores"
+                f"{_describe_judge_duration(source)} must be below"
+                f" cluster.collective_timeout_s={limit:g}, the time that the other ranks wait for"
+                " the scores"
             )
 
 
-def _judge_patience(source: JudgeSource) -> str:
+def _describe_judge_duration(source: JudgeSource) -> str:
     """Return the beginning of a message about the maximum duration of a judgment."""
     return (
         f"{source.key}.judge_timeout_s={source.judge_timeout_s:g},"
         f" {source.key}.judge_tries={source.judge_tries}: one judgment may take"
-        f" {source.longest_s:g} s, which"
+        f" {source.max_duration_s:g} s, which"
     )
 
 
-def unasked_problems(config: Config, source: JudgeSource) -> Iterator[str]:
+def find_judge_access_problems(config: Config, source: JudgeSource) -> Iterator[str]:
     """Yield a problem of the judge's API key.
 
     The key of a Slurm job is not checked, because the job has its own environment.
     """
-    if config.cluster.kind == "local" and (problem := judge_key_problem(source)):
+    if config.cluster.kind == "local" and (problem := find_judge_key_problem(source)):
         yield problem
 
 
-def _judge_problems(config: Config, source: JudgeSource) -> Iterator[str]:
+def _find_judge_problems(config: Config, source: JudgeSource) -> Iterator[str]:
     """Yield problems of a judge's API key, of its timeouts, and of its comparisons."""
-    yield from unasked_problems(config, source)
+    yield from find_judge_access_problems(config, source)
     request_s = config.server.request_timeout_s
-    if source.longest_s >= request_s:
+    if source.max_duration_s >= request_s:
         limit = f"server.request_timeout_s={request_s:g}"
         yield (
-            f"{_judge_patience(source)} must be below {limit}, the time that the trainer waits"
-            " for the scores"
+            f"{_describe_judge_duration(source)} must be below {limit}, the time that the trainer"
+            " waits for the scores"
         )
-    if source.compares:
-        yield from _comparison_problems(config, source)
+    if source.is_comparison:
+        yield from _find_comparison_problems(config, source)
 
 
-def _comparison_problems(config: Config, source: JudgeSource) -> Iterator[str]:
+def _find_comparison_problems(config: Config, source: JudgeSource) -> Iterator[str]:
     """Yield the reasons why a judge cannot compare the samples of a prompt.
 
     All samples of a prompt must be in the same request, and must continue the same prompt.
     """
-    asks = f"{source.key}.judge_asks={source.judge_asks}"
+    setting = f"{source.key}.judge_asks={source.judge_asks}"
     rollout = config.rollout
     server = config.server
     samples = rollout.samples_per_prompt
     if samples < 2:
         yield (
-            f"{asks}: compares the samples of a prompt and requires at least 2 samples, got"
+            f"{setting}: compares the samples of a prompt and requires at least 2 samples, got"
             f" rollout.samples_per_prompt={samples}"
         )
-    size = server.max_batch_size
-    if rollout.prompts_per_step * samples > size and size % samples:
+    max_rows = server.max_batch_size
+    # Requests are filled up to `max_rows` rows, so that only a multiple keeps each prompt in one.
+    if rollout.prompts_per_step * samples > max_rows and max_rows % samples:
         yield (
-            f"{asks}: compares the samples of a prompt, but server.max_batch_size={size} would"
-            " split these samples over several requests; set server.max_batch_size to a multiple"
-            f" of rollout.samples_per_prompt={samples}"
+            f"{setting}: compares the samples of a prompt, but server.max_batch_size={max_rows}"
+            " would split these samples over several requests; set server.max_batch_size to a"
+            f" multiple of rollout.samples_per_prompt={samples}"
         )
-    if config.environment.draws_episodes:
+    if config.environment.has_episodes:
         yield (
-            f"{asks}: compares responses to one prompt, which is not supported with multi-turn"
+            f"{setting}: compares responses to one prompt, which is not supported with multi-turn"
             f" episodes; set {source.key}.judge_asks=score"
         )
-    for suite in evaluated_suites(config):
+    # A suite with its own function does not call the judge of the training reward.
+    for suite in get_active_suites(config):
         if suite.settings.function is None:
             yield (
-                f"{asks}: compares the samples of a prompt, but evaluation scores each response"
+                f"{setting}: compares the samples of a prompt, but evaluation scores each response"
                 f" and each reference response separately; set {suite.key}.function or"
                 " evaluation.every=0"
             )
 
 
-def judge_key_problem(source: JudgeSource) -> str | None:
+def find_judge_key_problem(source: JudgeSource) -> str | None:
     """Return the problem of a judge's API key in the environment of this process.
 
     Returns None if there is no problem, or if the judge needs no key. The message does not contain
@@ -186,6 +197,7 @@ def judge_key_problem(source: JudgeSource) -> str | None:
     name = source.judge_key_variable
     if name is None:
         return None
+    # The endpoint receives the key in an HTTP header, which must not contain spaces or controls.
     key = os.environ.get(name, "").strip()
     setting = f"{source.key}.judge_key_variable={name}"
     if not key:

@@ -8,37 +8,44 @@ from collections.abc import Iterator
 from aligner.models.model_source import ExpectedInputs
 from aligner.models.shape import ModelShape
 from aligner.schema import AlgorithmConfig, Config
-from aligner.schema.derived import WITHOUT_RATIO, longest_sequence, longest_sequence_keys
+from aligner.schema.derived import (
+    LOSSES_WITHOUT_RATIO,
+    describe_max_sequence_length,
+    get_max_sequence_length,
+)
 
 
-def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs) -> Iterator[str]:
+def find_problems(
+    config: Config, model: ModelShape | None, expected: ExpectedInputs
+) -> Iterator[str]:
     """Yield a line for each reason why samples cannot be generated with these settings."""
-    if not config.algorithm.generates:
+    if not config.algorithm.generates_samples:
         return
-    longest = longest_sequence(config)
-    if model is not None and longest > model.max_positions:
+    max_length = get_max_sequence_length(config)
+    if model is not None and max_length > model.max_positions:
         yield (
-            f"{longest_sequence_keys(config)}: {longest} tokens exceed the {model.max_positions}"
-            " positions of the model; set smaller lengths"
+            f"{describe_max_sequence_length(config)}: {max_length} tokens exceed the"
+            f" {model.max_positions} positions of the model; set smaller lengths"
         )
-    yield from _batch_problems(config)
-    yield from _length_problems(config)
+    yield from _find_batch_problems(config)
+    yield from _find_length_problems(config)
     if config.rollout.max_staleness:
-        yield from _staleness_problems(config)
-    yield from _spare_prompt_problems(config)
+        yield from _find_staleness_problems(config)
+    yield from _find_spare_prompt_problems(config)
 
 
-def _batch_problems(config: Config) -> Iterator[str]:
+def _find_batch_problems(config: Config) -> Iterator[str]:
     """Yield numbers of prompts and samples that cannot be divided evenly."""
     rollout = config.rollout
-    parts = config.rollout.micro_batches
+    micro_batches = config.rollout.micro_batches
     replicas = config.engine.parallel.data
     samples = rollout.prompts_per_micro_batch * rollout.samples_per_prompt
-    if rollout.prompts_per_step % parts:
+    if rollout.prompts_per_step % micro_batches:
         yield (
             f"rollout.prompts_per_step={rollout.prompts_per_step}: must be a multiple of"
-            f" rollout.micro_batches={parts}"
+            f" rollout.micro_batches={micro_batches}"
         )
+    # Each replica generates the same number of samples of a micro-batch.
     elif samples % replicas:
         yield (
             f"engine.parallel.data={replicas}: must divide the {samples} samples of a rollout"
@@ -46,7 +53,7 @@ def _batch_problems(config: Config) -> Iterator[str]:
         )
 
 
-def _length_problems(config: Config) -> Iterator[str]:
+def _find_length_problems(config: Config) -> Iterator[str]:
     """Yield response lengths that contradict each other."""
     rollout = config.rollout
     if rollout.min_response_tokens > rollout.max_response_tokens:
@@ -54,6 +61,7 @@ def _length_problems(config: Config) -> Iterator[str]:
             f"rollout.min_response_tokens={rollout.min_response_tokens}: must be at most"
             f" rollout.max_response_tokens={rollout.max_response_tokens}"
         )
+    # The token would never be searched for.
     if rollout.truncate_token is not None and rollout.truncate_after >= rollout.max_response_tokens:
         yield (
             f"rollout.truncate_after={rollout.truncate_after}: must be below"
@@ -61,7 +69,7 @@ def _length_problems(config: Config) -> Iterator[str]:
         )
 
 
-def _staleness_problems(config: Config) -> Iterator[str]:
+def _find_staleness_problems(config: Config) -> Iterator[str]:
     """Yield the reasons why the run cannot generate samples ahead of training."""
     key = f"rollout.max_staleness={config.rollout.max_staleness}"
     if config.engine.placement != "server":
@@ -74,16 +82,17 @@ def _staleness_problems(config: Config) -> Iterator[str]:
             f"{key}: must be 0 with algorithm.trainer={config.algorithm.trainer}, which does not"
             " train on the samples"
         )
-    elif not _is_sound_with_age(config.algorithm):
+    elif not _corrects_staleness(config.algorithm):
+        # Losses over whole responses have one importance weight per response.
         loss = config.algorithm.loss
         levels = "sequence" if loss in ("dpo", "copg") else "token or sequence"
-        ratio = "" if loss in WITHOUT_RATIO else ", or algorithm.ratio_against=sampler"
+        ratio = "" if loss in LOSSES_WITHOUT_RATIO else ", or algorithm.ratio_against=sampler"
         yield (
             f"{key}: algorithm.loss={loss} would treat samples of older weights as on-policy; set"
             f" algorithm.truncated_importance={levels}{ratio}, or accept the bias with"
             " algorithm.uncorrected_staleness=true"
         )
-    if config.critic_scores:
+    if config.critic_serves_reward:
         yield (
             f"{key}: is not supported with critic.with_reward=true. This setting computes scores"
             " and values in one request, but asynchronous training computes values only when the"
@@ -91,18 +100,19 @@ def _staleness_problems(config: Config) -> Iterator[str]:
         )
 
 
-def _is_sound_with_age(settings: AlgorithmConfig) -> bool:
+def _corrects_staleness(settings: AlgorithmConfig) -> bool:
     """Return whether the loss corrects for stale samples, or the user accepts the bias."""
     is_corrected = settings.truncated_importance != "none" or settings.ratio_against == "sampler"
     return is_corrected or settings.uncorrected_staleness
 
 
-def _spare_prompt_problems(config: Config) -> Iterator[str]:
+def _find_spare_prompt_problems(config: Config) -> Iterator[str]:
     """Yield problems of `rollout.spare_prompts` with the batch size and the maximum staleness."""
     rollout = config.rollout
     key = f"rollout.spare_prompts={rollout.spare_prompts}"
     if rollout.spare_prompts > rollout.prompts_per_step:
         yield f"{key}: must be at most rollout.prompts_per_step={rollout.prompts_per_step}"
+    # Each deferral adds one weight version to the age of a prompt.
     if rollout.spare_prompts and rollout.max_staleness <= rollout.max_deferrals:
         yield (
             f"{key}: a prompt that is carried over rollout.max_deferrals={rollout.max_deferrals}"

@@ -3,21 +3,24 @@
 from collections.abc import Iterator
 from datetime import datetime
 
-from aligner.checks.checkpoint import metric_problems
+from aligner.checks.checkpoint import find_metric_problems
 from aligner.models.model_source import ExpectedInputs
 from aligner.models.shape import ModelShape
 from aligner.schema import Config
-from aligner.schema.conditions import value_text
+from aligner.schema.conditions import format_value
 
 
-def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs) -> Iterator[str]:
+def find_problems(
+    config: Config, model: ModelShape | None, expected: ExpectedInputs
+) -> Iterator[str]:
     """Yield a line for each problem of an early stop, of a condition that ends the run, or of the
     date."""
-    stop = config.run.stop_after
+    stop_after = config.run.stop_after
     steps = config.run.steps
-    if stop is not None and stop > steps:
-        yield f"run.stop_after={stop}: must be at most run.steps={steps}"
-    yield from _end_problems(config)
+    if stop_after is not None and stop_after > steps:
+        yield f"run.stop_after={stop_after}: must be at most run.steps={steps}"
+    yield from _find_end_problems(config)
+    # Any valid date stands for a date that is not set.
     try:
         datetime.fromisoformat(config.run.date or "2026-11-23")
     except ValueError as error:
@@ -27,43 +30,44 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
         )
 
 
-def _end_problems(config: Config) -> Iterator[str]:
+def _find_end_problems(config: Config) -> Iterator[str]:
     """Yield problems of the metrics that end the run early."""
     run = config.run
-    best = config.checkpoint.best_metric
+    best_metric = config.checkpoint.best_metric
     try:
         if (target := run.end_target) is not None:
-            yield from _unmeasured(config, f"run.end_at={run.end_at}", target[0])
+            yield from _find_metric_problems(config, f"run.end_at={run.end_at}", target[0])
     except ValueError:
         yield f"run.end_at={run.end_at}: must be METRIC:NUMBER, such as eval/score:0.9"
     if run.end_without_gain is None:
         return
     setting = f"run.end_without_gain={run.end_without_gain}"
-    if best is not None and best.startswith("eval/"):
-        yield from _unmeasured(config, setting, best)
+    if best_metric is not None and best_metric.startswith("eval/"):
+        yield from _find_metric_problems(config, setting, best_metric)
     else:
         yield (
             f"{setting}: requires checkpoint.best_metric to be a metric of evaluations, such as"
-            f" eval/score, got checkpoint.best_metric={value_text(best)}"
+            f" eval/score, got checkpoint.best_metric={format_value(best_metric)}"
         )
 
 
-def _unmeasured(config: Config, given: str, metric: str) -> Iterator[str]:
+def _find_metric_problems(config: Config, setting: str, metric: str) -> Iterator[str]:
     """Yield the reasons why the run does not measure a metric before its last step.
 
     Args:
         config: Configuration of the run.
-        given: Key that names the metric, with its value.
+        setting: Key that names the metric, with its value.
         metric: Name of the metric.
     """
-    yield from metric_problems(config, given, metric)
-    is_evaluated_at_its_end = config.algorithm.trainer != "online" and config.data.held_out > 0
+    yield from find_metric_problems(config, setting, metric)
+    # Offline runs with held-out records are always evaluated at their end, which is too late.
+    is_evaluated_at_end = config.algorithm.trainer != "online" and config.data.held_out > 0
     if (
         metric.startswith("eval/")
-        and is_evaluated_at_its_end
+        and is_evaluated_at_end
         and not (config.evaluation.every or config.checkpoint.every)
     ):
         yield (
-            f"{given}: requires evaluations before the last step of the run;"
+            f"{setting}: requires evaluations before the last step of the run;"
             " set evaluation.every=STEPS"
         )

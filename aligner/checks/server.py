@@ -10,24 +10,26 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from aligner.errors import ConfigError
-from aligner.extras import lacking, unfit_numpy
+from aligner.extras import describe_missing_modules, describe_numpy_conflict
 from aligner.models.model_source import ExpectedInputs
 from aligner.models.shape import ModelShape
 from aligner.placement.addresses import (
-    client_address,
-    explicit_ports,
-    interface_address,
-    port_is_free,
+    get_client_address,
+    get_configured_ports,
+    get_interface_address,
+    is_port_free,
 )
-from aligner.placement.roles import has_generator, server_ranks
-from aligner.placement.tls import AUTO, TLSFiles, tls_files
+from aligner.placement.roles import count_server_ranks, has_generator
+from aligner.placement.tls import AUTO, TLSFiles, get_tls_files
 from aligner.schema import Config, EvaluationConfig, TLSConfig
-from aligner.schema.derived import longest_sequence, longest_sequence_keys
-from aligner.schema.evaluation_suites import evaluation_suites
-from aligner.schema.server import LAST_PORT
+from aligner.schema.derived import describe_max_sequence_length, get_max_sequence_length
+from aligner.schema.evaluation_suites import parse_evaluation_suites
+from aligner.schema.server import MAX_PORT
 
 
-def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs) -> Iterator[str]:
+def find_problems(
+    config: Config, model: ModelShape | None, expected: ExpectedInputs
+) -> Iterator[str]:
     """Yield a line for each problem of the servers.
 
     Servers must be able to listen on their ports, be reachable for the run's clients, and accept
@@ -35,31 +37,31 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
     """
     if (
         config.cluster.kind == "local"
-        and (groups := server_ranks(config))
-        and (package_problem := lacking("server") or unfit_numpy())
+        and (server_ranks := count_server_ranks(config))
+        and (package_problem := describe_missing_modules("server") or describe_numpy_conflict())
     ):
-        yield f"this run starts servers ({', '.join(groups)}): {package_problem}"
-    yield from _port_problems(config)
-    yield from tls_problems(config)
-    yield from _patience_problems(config)
-    if not config.algorithm.generates:
+        yield f"this run starts servers ({', '.join(server_ranks)}): {package_problem}"
+    yield from _find_port_problems(config)
+    yield from find_tls_problems(config)
+    yield from _find_timeout_problems(config)
+    if not config.algorithm.generates_samples:
         return
-    longest = longest_sequence(config)
-    max_length = config.server.max_sequence_length
-    if max_length is not None and max_length < longest:
+    max_length = get_max_sequence_length(config)
+    limit = config.server.max_sequence_length
+    if limit is not None and limit < max_length:
         yield (
-            f"server.max_sequence_length={max_length}: must be at least {longest}, the longest"
-            f" sequence ({longest_sequence_keys(config)}); set a larger value or null"
+            f"server.max_sequence_length={limit}: must be at least {max_length}, the longest"
+            f" sequence ({describe_max_sequence_length(config)}); set a larger value or null"
         )
-    yield from _request_problems(config, longest)
+    yield from _find_request_problems(config, max_length)
 
 
-def _patience_problems(config: Config) -> Iterator[str]:
+def _find_timeout_problems(config: Config) -> Iterator[str]:
     """Yield timeouts that are shorter than a permitted start or restart of a server."""
     server = config.server
     cluster = config.cluster
-    groups = server_ranks(config)
-    if not groups:
+    ranks_by_server = count_server_ranks(config)
+    if not ranks_by_server:
         return
     # A restart consists of noticing the failure, stopping the process, and starting a new one.
     restart_s = server.health_timeout_s + cluster.stop_timeout_s + server.start_timeout_s
@@ -72,16 +74,16 @@ def _patience_problems(config: Config) -> Iterator[str]:
             f" server.start_timeout_s={server.start_timeout_s:g} s. Set a larger value or"
             " server.max_restarts=0"
         )
-    waiting = next((group for group, ranks in groups.items() if ranks > 1), None)
-    if waiting is not None and cluster.collective_timeout_s < server.start_timeout_s:
+    multi_rank_server = next((group for group, ranks in ranks_by_server.items() if ranks > 1), None)
+    if multi_rank_server is not None and cluster.collective_timeout_s < server.start_timeout_s:
         yield (
             f"cluster.collective_timeout_s={cluster.collective_timeout_s:g}: must be at least"
             f" server.start_timeout_s={server.start_timeout_s:g}, because the other ranks of the"
-            f" {waiting} server wait for its rank 0 to start"
+            f" {multi_rank_server} server wait for its rank 0 to start"
         )
 
 
-def _request_problems(config: Config, longest: int) -> Iterator[str]:
+def _find_request_problems(config: Config, max_length: int) -> Iterator[str]:
     """Yield requests that exceed `server.max_request_tokens`, which the servers would reject.
 
     Padding counts, so that each row may count as many tokens as the longest sequence.
@@ -101,14 +103,14 @@ def _request_problems(config: Config, longest: int) -> Iterator[str]:
         (
             "for scores or values of",
             min(scored_samples, server.max_batch_size),
-            longest,
+            max_length,
             "reduce server.max_batch_size",
         )
     ]
     if has_critic:
         rows = samples // config.algorithm.minibatches
         requests.append(
-            ("for a critic update with", rows, longest, "increase algorithm.minibatches")
+            ("for a critic update with", rows, max_length, "increase algorithm.minibatches")
         )
     if has_generator(config):
         rows = prompts + rollout.spare_prompts
@@ -120,8 +122,8 @@ def _request_problems(config: Config, longest: int) -> Iterator[str]:
                 "increase rollout.micro_batches",
             )
         )
-    for suite in evaluation_suites(config) if config.evaluation.every else ():
-        requests += _evaluation_requests(config, suite.settings, longest)
+    for suite in parse_evaluation_suites(config) if config.evaluation.every else ():
+        requests += _iterate_evaluation_requests(config, suite.settings, max_length)
 
     for purpose, rows, tokens, alternative in requests:
         if rows * tokens > server.max_request_tokens:
@@ -132,10 +134,10 @@ def _request_problems(config: Config, longest: int) -> Iterator[str]:
             )
 
 
-def _evaluation_requests(
-    config: Config, settings: EvaluationConfig, longest: int
+def _iterate_evaluation_requests(
+    config: Config, settings: EvaluationConfig, max_length: int
 ) -> Iterator[tuple[str, int, int, str]]:
-    """Yield the largest requests of an evaluation suite; see `_request_problems`.
+    """Yield the largest requests of an evaluation suite; see `_find_request_problems`.
 
     An evaluation requests all its prompts at once. The number of prompts in a file is not known
     before the file is read, so that a suite with a file and without `count` yields no request for
@@ -144,7 +146,7 @@ def _evaluation_requests(
     Args:
         config: Configuration of the run.
         settings: Settings of the suite.
-        longest: Length of the longest sequence in tokens.
+        max_length: Length of the longest sequence in tokens.
 
     Yields:
         Purpose, rows, tokens per row, and the alternative to a higher limit.
@@ -153,7 +155,7 @@ def _evaluation_requests(
     prompts = min(len(settings.prompts) or sys.maxsize, settings.count or sys.maxsize)
     if settings.function is None:
         rows = min(prompts * settings.samples, config.server.max_batch_size)
-        yield "for evaluation scores of", rows, longest, "reduce server.max_batch_size"
+        yield "for evaluation scores of", rows, max_length, "reduce server.max_batch_size"
     if has_generator(config) and prompts < sys.maxsize:
         yield (
             "to generate for an evaluation from",
@@ -163,7 +165,7 @@ def _evaluation_requests(
         )
 
 
-def _port_problems(config: Config) -> Iterator[str]:
+def _find_port_problems(config: Config) -> Iterator[str]:
     """Yield a line for each fixed port that is out of range, used twice or in use.
 
     An interface that does not exist is a problem, too. Interfaces and free ports are tested only if
@@ -172,9 +174,9 @@ def _port_problems(config: Config) -> Iterator[str]:
     interface = config.server.interface
     is_local = config.cluster.kind == "local"
     try:
-        address = interface_address(interface) if is_local else ""
+        address = get_interface_address(interface) if is_local else ""
         if is_local:
-            port_is_free(address, 0)
+            is_port_free(address, 0)  # raises OSError if no socket can be bound to the interface
     except ConfigError as error:
         yield str(error)
         return
@@ -186,12 +188,12 @@ def _port_problems(config: Config) -> Iterator[str]:
         return
 
     key_by_port: dict[int, str] = {}
-    for key, port in explicit_ports(config).items():
-        if port > LAST_PORT:
-            yield f"{key}={port}: must be at most {LAST_PORT}"
+    for key, port in get_configured_ports(config).items():
+        if port > MAX_PORT:
+            yield f"{key}={port}: must be at most {MAX_PORT}"
         elif port in key_by_port:
             yield f"{key}={port}: {key_by_port[port]} is the same port; set different ports"
-        elif is_local and not port_is_free(address, port):
+        elif is_local and not is_port_free(address, port):
             yield (
                 f"{key}={port}: the port is in use on {address}; set another port, or 0 for a"
                 " free port"
@@ -199,21 +201,21 @@ def _port_problems(config: Config) -> Iterator[str]:
         key_by_port.setdefault(port, key)
 
 
-def tls_problems(config: Config) -> Iterator[str]:
+def find_tls_problems(config: Config) -> Iterator[str]:
     """Yield a line for each reason why the run's clients could not connect to its servers."""
     if config.server.tls.certificate == AUTO:
-        yield from _unread(config.server.tls)
+        yield from _find_ineffective_tls_files(config.server.tls)
         return
-    file_problems = list(_missing(config.server.tls))
+    file_problems = list(_find_missing_tls_files(config.server.tls))
     yield from file_problems
-    files = tls_files(config)
+    files = get_tls_files(config)
     if file_problems or files is None:
         return
     try:
-        address = client_address(config) if config.cluster.kind == "local" else None
+        address = get_client_address(config) if config.cluster.kind == "local" else None
     except ConfigError:
-        return  # _port_problems reports an unknown interface
-    problem = _handshake_problem(files, address)
+        return  # _find_port_problems reports an unknown interface
+    problem = _find_handshake_problem(files, address)
     if problem is not None:
         yield problem
 
@@ -225,15 +227,16 @@ def check_certificate(config: Config, hosts: Iterable[str]) -> None:
         config: Configuration of the run.
         hosts: Host names or addresses of the servers.
     """
-    files = tls_files(config)
+    files = get_tls_files(config)
     if files is None:
         return
+    # Sorted, so that the same host is reported at each launch.
     for host in sorted({*hosts}):
-        if (problem := _handshake_problem(files, host)) is not None:
+        if (problem := _find_handshake_problem(files, host)) is not None:
             raise ConfigError(problem)
 
 
-def _unread(tls: TLSConfig) -> Iterator[str]:
+def _find_ineffective_tls_files(tls: TLSConfig) -> Iterator[str]:
     """Yield the TLS files that are set although the run creates its own files."""
     for name in ("key", "authorities"):
         if (file := getattr(tls, name)) is not None:
@@ -243,14 +246,14 @@ def _unread(tls: TLSConfig) -> Iterator[str]:
             )
 
 
-def _missing(tls: TLSConfig) -> Iterator[str]:
+def _find_missing_tls_files(tls: TLSConfig) -> Iterator[str]:
     """Yield the TLS settings that lack another setting, and the files that do not exist."""
     files = {"certificate": tls.certificate, "key": tls.key, "authorities": tls.authorities}
     if tls.certificate is None:
-        ineffective = [name for name in ("key", "authorities") if files[name] is not None] + [
+        ineffective_names = [name for name in ("key", "authorities") if files[name] is not None] + [
             "mutual"
         ] * tls.mutual
-        for name in ineffective:
+        for name in ineffective_names:
             yield (
                 f"server.tls.{name}={getattr(tls, name)}: requires server.tls.certificate; TLS is"
                 " off without it"
@@ -266,7 +269,7 @@ def _missing(tls: TLSConfig) -> Iterator[str]:
             yield f"server.tls.{name}={file}: no such file"
 
 
-def _handshake_problem(files: TLSFiles, address: str | None) -> str | None:
+def _find_handshake_problem(files: TLSFiles, address: str | None) -> str | None:
     """Return the problem of a TLS handshake between a client and a server with these files.
 
     With mutual TLS, the server verifies the client, too.
@@ -304,7 +307,7 @@ def _handshake_problem(files: TLSFiles, address: str | None) -> str | None:
     server.verify_mode = ssl.CERT_REQUIRED if files.mutual else ssl.CERT_NONE
     client.check_hostname = address is not None
     try:
-        _shake_hands(server, client, address)
+        _perform_handshake(server, client, address)
     except ssl.SSLError as error:
         reason = getattr(error, "verify_message", None) or error.reason or error
         return (
@@ -314,7 +317,7 @@ def _handshake_problem(files: TLSFiles, address: str | None) -> str | None:
     return None
 
 
-def _shake_hands(server: ssl.SSLContext, client: ssl.SSLContext, address: str | None) -> None:
+def _perform_handshake(server: ssl.SSLContext, client: ssl.SSLContext, address: str | None) -> None:
     """Perform a TLS handshake in memory, without sockets.
 
     Raises:
@@ -322,15 +325,15 @@ def _shake_hands(server: ssl.SSLContext, client: ssl.SSLContext, address: str | 
     """
     to_server = ssl.MemoryBIO()
     to_client = ssl.MemoryBIO()
-    unfinished = [
+    unfinished_sides = [
         client.wrap_bio(to_client, to_server, server_hostname=address),
         server.wrap_bio(to_server, to_client, server_side=True),
     ]
     # Each side continues until it needs a message of the other side.
-    while unfinished:
-        for side in list(unfinished):
+    while unfinished_sides:
+        for side in list(unfinished_sides):
             try:
                 side.do_handshake()
-                unfinished.remove(side)
+                unfinished_sides.remove(side)
             except ssl.SSLWantReadError:
                 pass

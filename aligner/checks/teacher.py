@@ -4,12 +4,12 @@ import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from aligner.checks.algorithm import OWN_TARGET
+from aligner.checks.algorithm import LOSSES_WITHOUT_ADVANTAGES
 from aligner.checks.trained_model import (
-    micro_batch_problems,
-    policys_difference,
-    precision_problems,
-    reader_problems,
+    find_micro_batch_problems,
+    find_precision_problems,
+    find_reader_problems,
+    find_tokenizer_difference,
 )
 from aligner.errors import ConfigError
 from aligner.models.layouts import layout_problems
@@ -17,24 +17,26 @@ from aligner.models.model_source import ExpectedInputs, directory_shape, is_expe
 from aligner.models.shape import ModelShape
 from aligner.paths import TEACHER_SCORES_INDEX
 from aligner.schema import Config
-from aligner.schema.teacher_sources import TeacherSource, teacher_sources
+from aligner.schema.teacher_sources import TeacherSource, parse_teacher_sources
 
 
-def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs) -> Iterator[str]:
+def find_problems(
+    config: Config, model: ModelShape | None, expected: ExpectedInputs
+) -> Iterator[str]:
     """Yield a line for each problem of the teachers, of their scores, and of the algorithm."""
     if config.teacher.scores is not None:
-        yield from _scores_problems(config, Path(config.teacher.scores), expected)
+        yield from _find_scores_problems(config, Path(config.teacher.scores), expected)
     if not config.has_teacher:
         return
     settings = config.algorithm
     try:
-        sources = teacher_sources(config.teacher)
+        sources = parse_teacher_sources(config.teacher)
     except ConfigError as error:
         yield str(error)
         return
     if config.teacher.loss != "advantage":
-        yield from _divergence_problems(config, sources)
-    elif settings.loss in OWN_TARGET:
+        yield from _find_divergence_problems(config, sources)
+    elif settings.loss in LOSSES_WITHOUT_ADVANTAGES:
         yield (
             f"{sources[0].key}.path={sources[0].path}: teacher.loss=advantage adds an advantage"
             f" to each token, but algorithm.loss={settings.loss} does not use advantages; set"
@@ -50,12 +52,12 @@ def problems(config: Config, model: ModelShape | None, expected: ExpectedInputs)
             " a KL penalty in the reward has no effect; set algorithm.kl_placement=loss or"
             " algorithm.kl_coefficient=0"
         )
-    yield from micro_batch_problems(config, "teacher", config.teacher)
+    yield from find_micro_batch_problems(config, "teacher", config.teacher)
     for source in sources:
-        yield from _model_problems(config, source, model, expected)
+        yield from _find_model_problems(config, source, model, expected)
 
 
-def _scores_problems(config: Config, scores: Path, expected: ExpectedInputs) -> Iterator[str]:
+def _find_scores_problems(config: Config, scores: Path, expected: ExpectedInputs) -> Iterator[str]:
     """Yield problems of stored teacher scores.
 
     The content of the scores is not checked here, but when the run is prepared.
@@ -73,14 +75,14 @@ def _scores_problems(config: Config, scores: Path, expected: ExpectedInputs) -> 
             f"teacher.scores={scores}: has no {TEACHER_SCORES_INDEX}; expected the output of a"
             " completed run of algorithm=teacher_scores"
         )
-    elif (difference := policys_difference(config, scores)) is not None:
+    elif (difference := find_tokenizer_difference(config, scores)) is not None:
         yield (
             f"teacher.scores={scores}: {difference}; the scores must come from a teacher with the"
             " policy's tokenizer"
         )
 
 
-def _divergence_problems(config: Config, sources: Sequence[TeacherSource]) -> Iterator[str]:
+def _find_divergence_problems(config: Config, sources: Sequence[TeacherSource]) -> Iterator[str]:
     """Yield settings that are not supported with a divergence from the teacher in the loss."""
     key = f"teacher.loss={config.teacher.loss}"
     loss = config.algorithm.loss
@@ -90,6 +92,7 @@ def _divergence_problems(config: Config, sources: Sequence[TeacherSource]) -> It
             f"{key}: is a mean over tokens and is not supported with algorithm.loss={loss}, which"
             " compares whole responses; set another algorithm.loss"
         )
+    # The divergence compares distributions over the teacher's most probable tokens.
     excludes_tokens = {
         "top_k": rollout.top_k > 0,
         "top_p": rollout.top_p < 1,
@@ -101,6 +104,7 @@ def _divergence_problems(config: Config, sources: Sequence[TeacherSource]) -> It
             " probable under the teacher's distribution; sample from all tokens with"
             " rollout.top_k=0 rollout.top_p=1 rollout.min_p=0"
         )
+    # A divergence needs one teacher distribution per position; advantages of teachers can be mixed.
     for first, second in itertools.combinations(sources, 2):
         if not first.tasks or not second.tasks or set(first.tasks) & set(second.tasks):
             yield (
@@ -109,7 +113,7 @@ def _divergence_problems(config: Config, sources: Sequence[TeacherSource]) -> It
             )
 
 
-def _model_problems(
+def _find_model_problems(
     config: Config, source: TeacherSource, policy: ModelShape | None, expected: ExpectedInputs
 ) -> Iterator[str]:
     """Yield problems of the model of a teacher."""
@@ -126,6 +130,6 @@ def _model_problems(
     except ConfigError as error:
         yield str(error)
         return
-    yield from precision_problems(config, "teacher", config.teacher, shape)
+    yield from find_precision_problems(config, "teacher", config.teacher, shape)
     yield from layout_problems("teacher.parallel", config.teacher.parallel, shape)
-    yield from reader_problems(config, policy, key, path, shape)
+    yield from find_reader_problems(config, policy, key, path, shape)

@@ -14,10 +14,10 @@ from aligner.models.vocabulary import read_vocabulary, vocabulary_difference
 from aligner.models.weight_slices import TensorSpec, frozen_names
 from aligner.placement.roles import uses_gpus
 from aligner.schema import ActorConfig, Config, MegatronModelConfig, TrainedModelConfig
-from aligner.schema.derived import longest_sequence, longest_sequence_keys
+from aligner.schema.derived import describe_max_sequence_length, get_max_sequence_length
 
 
-def cut_shape(config: Config, model: ModelShape) -> ModelShape:
+def get_partial_shape(config: Config, model: ModelShape) -> ModelShape:
     """Return the shape of the critic or of the reward model that is trained.
 
     The shape has the first `critic.num_layers` layers of the model, or all layers if the model has
@@ -28,8 +28,8 @@ def cut_shape(config: Config, model: ModelShape) -> ModelShape:
     )
 
 
-def micro_batch_problems(
-    config: Config, role: str, settings: MegatronModelConfig, together: int = 1
+def find_micro_batch_problems(
+    config: Config, role: str, settings: MegatronModelConfig, num_sequences: int = 1
 ) -> Iterator[str]:
     """Yield a problem if a micro-batch is too small for the longest sequences.
 
@@ -37,23 +37,24 @@ def micro_batch_problems(
         config: Configuration of the run.
         role: Name of the role's section.
         settings: Settings of the role.
-        together: Number of sequences that must be in the same micro-batch.
+        num_sequences: Number of sequences that must be in the same micro-batch.
     """
+    # A sequence is never split over micro-batches.
     tokens = settings.micro_batch_tokens
-    longest = longest_sequence(config)
-    if tokens < together * longest:
+    max_length = get_max_sequence_length(config)
+    if tokens < num_sequences * max_length:
         content = (
             "the longest sequence"
-            if together == 1
-            else f"{together} of the longest sequences, which must be in one micro-batch"
+            if num_sequences == 1
+            else f"{num_sequences} of the longest sequences, which must be in one micro-batch"
         )
         yield (
-            f"{role}.micro_batch_tokens={tokens}: must be at least {together * longest} to hold"
-            f" {content} ({longest_sequence_keys(config)})"
+            f"{role}.micro_batch_tokens={tokens}: must be at least {num_sequences * max_length} to"
+            f" hold {content} ({describe_max_sequence_length(config)})"
         )
 
 
-def reader_problems(
+def find_reader_problems(
     config: Config, policy: ModelShape | None, key: str, directory: Path, shape: ModelShape
 ) -> Iterator[str]:
     """Yield problems of a model that reads the policy's samples, such as a critic or a teacher.
@@ -68,14 +69,14 @@ def reader_problems(
         shape: Shape of the model.
     """
     setting = f"{key}={directory}"
-    longest = longest_sequence(config)
-    if shape.max_positions < longest:
+    max_length = get_max_sequence_length(config)
+    if shape.max_positions < max_length:
         yield (
             f"{setting}: the model has {shape.max_positions} positions, but the longest sequence"
-            f" has {longest} tokens ({longest_sequence_keys(config)}); set smaller lengths or"
-            " another model"
+            f" has {max_length} tokens ({describe_max_sequence_length(config)}); set smaller"
+            " lengths or another model"
         )
-    if (difference := policys_difference(config, directory)) is not None:
+    if (difference := find_tokenizer_difference(config, directory)) is not None:
         yield (
             f"{setting}: {difference}; the model reads the policy's tokens and must have the"
             " policy's tokenizer"
@@ -84,7 +85,7 @@ def reader_problems(
     if policy is None or shape.vocab_size >= policy.vocab_size:
         return
 
-    policy_directory = _policy_directory(config)
+    policy_directory = _find_policy_directory(config)
     tokens = None if policy_directory is None else read_vocabulary(policy_directory)
     # The embedding matrix of the policy may have more rows than its tokenizer has tokens.
     vocabulary = policy.vocab_size if tokens is None else min(policy.vocab_size, len(tokens))
@@ -95,13 +96,13 @@ def reader_problems(
         )
 
 
-def policys_difference(config: Config, directory: Path) -> str | None:
+def find_tokenizer_difference(config: Config, directory: Path) -> str | None:
     """Return the difference between a directory's tokenizer and the policy's, in words.
 
     Returns None if there is no difference, or if a tokenizer cannot be read. See
     `vocabulary_difference`.
     """
-    policy_directory = _policy_directory(config)
+    policy_directory = _find_policy_directory(config)
     return (
         None
         if policy_directory is None
@@ -109,7 +110,7 @@ def policys_difference(config: Config, directory: Path) -> str | None:
     )
 
 
-def _policy_directory(config: Config) -> Path | None:
+def _find_policy_directory(config: Config) -> Path | None:
     """Return the policy's model directory; None if it cannot be determined.
 
     The check of the policy's shape reports that problem.
@@ -120,7 +121,7 @@ def _policy_directory(config: Config) -> Path | None:
         return None
 
 
-def precision_problems(
+def find_precision_problems(
     config: Config, role: str, settings: MegatronModelConfig, shape: ModelShape | None
 ) -> Iterator[str]:
     """Yield settings with which fp8 matmuls are not supported."""
@@ -144,7 +145,7 @@ def precision_problems(
         )
 
 
-def frozen_problems(
+def find_frozen_problems(
     role: str, settings: TrainedModelConfig, table: tuple[TensorSpec, ...]
 ) -> Iterator[str]:
     """Yield problems of the patterns of frozen weights, such as a pattern without a match.
@@ -160,7 +161,7 @@ def frozen_problems(
         yield str(error)
 
 
-def optimizer_problems(role: str, settings: TrainedModelConfig, steps: int) -> Iterator[str]:
+def find_optimizer_problems(role: str, settings: TrainedModelConfig, steps: int) -> Iterator[str]:
     """Yield problems of the optimizer of a role.
 
     Args:
@@ -170,6 +171,7 @@ def optimizer_problems(role: str, settings: TrainedModelConfig, steps: int) -> I
     """
     optimizer = settings.optimizer
     key = f"{role}.optimizer"
+    # The learning rate would never reach its peak.
     if optimizer.warmup_steps >= max(steps, 1):
         yield (
             f"{key}.warmup_steps={optimizer.warmup_steps}: must be below {steps}, the number of"
@@ -192,6 +194,7 @@ def optimizer_problems(role: str, settings: TrainedModelConfig, steps: int) -> I
                 f"{key}.offload_fraction={optimizer.offload_fraction}: {reason}; set"
                 f" {key}.offload_fraction=0"
             )
+    # Megatron-LM has the same requirements: only the distributed optimizer gathers parameters.
     if optimizer.overlap_param_gather and not (
         optimizer.distributed and optimizer.overlap_grad_reduce
     ):

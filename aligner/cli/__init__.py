@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import NoReturn
 
 from aligner.cli.command_table import COMMANDS, parse_arguments
-from aligner.errors import AlignerError, Interrupted, Stopped, exit_code
+from aligner.errors import AlignerError, Interrupted, Stopped, get_exit_code
 from aligner.files import describe_full_disk
 from aligner.launcher.exhausted_resources import exhausted_resources, full_shared_memory
 from aligner.launcher.rank_heartbeat import start_heartbeat
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except (Exception, KeyboardInterrupt) as error:
         _report_error(error, parsed)
         error_at_end = error
-    code = exit_code(error_at_end)
+    code = get_exit_code(error_at_end)
     if "RANK" in os.environ and (code or parsed.command == "serve"):
         # Exit without interpreter shutdown, which can wait forever for a peer or for threads of a
         # server; the launcher would not notice the failure. A server has already drained its

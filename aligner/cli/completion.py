@@ -6,8 +6,8 @@ The scripts complete commands, options, files, and options of configuration grou
 import argparse
 
 from aligner.cli.command_table import OVERRIDES_COMPLETION, build_parser
-from aligner.config.conf_files import group_directories, group_options
-from aligner.schema.keys import schema_keys
+from aligner.config.conf_files import find_group_directories, list_group_options
+from aligner.schema.keys import get_schema_keys
 
 # bash splits words at `=`, so the function reads the word before the cursor from the line itself,
 # and returns only the part of each completion after the last `=` of that word.
@@ -37,11 +37,11 @@ def print_completion(parsed: argparse.Namespace) -> None:
 
 def _words() -> list[str]:
     """Return overrides to complete: options of the built-in groups, and choices of keys."""
-    options = group_options(group_directories(None))
+    options = list_group_options(find_group_directories(None))
     groups = [f"{group}={name}" for group, names in options.items() for name in names]
     return groups + [
         f"{key.name}={choice}"
-        for key in schema_keys().values()
+        for key in get_schema_keys().values()
         for choice in key.choices
         if ":" not in choice
     ]

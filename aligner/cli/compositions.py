@@ -14,8 +14,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from aligner.checks.data import problems as data_problems
-from aligner.config.compose import compose_config, keys_given, load_config
+from aligner.checks.data import find_problems as find_data_problems
+from aligner.config.compose import compose_config, find_user_keys, load_config
 from aligner.config.defaults import choose
 from aligner.config.situation import Choice, DataStatistics, Situation
 from aligner.errors import ConfigError
@@ -25,11 +25,11 @@ from aligner.models.model_source import (
     read_shape,
     resolve_hub_models,
 )
-from aligner.paths import run_paths
+from aligner.paths import get_run_paths
 from aligner.placement.machine import measure_machine
 from aligner.schema import Config
-from aligner.schema.conditions import value_text
-from aligner.schema.keys import value_at, with_values
+from aligner.schema.conditions import format_value
+from aligner.schema.keys import get_value, with_values
 from aligner.schema.references import parse_reference
 
 
@@ -50,13 +50,13 @@ def compose_command(parsed: argparse.Namespace, *, weights: bool = True) -> Conf
     )
     if not config.run.automatic:
         return config
-    given_keys = keys_given(parsed.overrides, config, parsed.config_dir)
-    started_file = run_paths(config).config
-    if config.run.resumes and started_file.is_file():
+    given_keys = find_user_keys(parsed.overrides, config, parsed.config_dir)
+    started_file = get_run_paths(config).config
+    if config.run.should_resume and started_file.is_file():
         return _restore_choices(config, load_config(started_file), given_keys)
 
     absent = absent_inputs(config)
-    if problems := list(data_problems(config, None, absent)):
+    if problems := list(find_data_problems(config, None, absent)):
         raise ConfigError("\n".join(problems))
     data = _measure_data(config)
     situation = Situation(
@@ -102,7 +102,9 @@ def _measure_data(config: Config) -> DataStatistics | None:
 def _restore_choices(config: Config, started: Config, given_keys: frozenset[str]) -> Config:
     """Return the configuration with the values that were chosen when the run started."""
     keys = [key for key in started.run.chosen if key not in given_keys]
-    return _record_choices(with_values(config, {key: value_at(started, key) for key in keys}), keys)
+    return _record_choices(
+        with_values(config, {key: get_value(started, key) for key in keys}), keys
+    )
 
 
 def _record_choices(config: Config, keys: list[str]) -> Config:
@@ -127,4 +129,4 @@ def _format_value(value: Any) -> str:
             for key, entry in value.items()
         }
         return "{" + ", ".join(f"{key}: {entry}" for key, entry in entries.items()) + "}"
-    return value_text(value)
+    return format_value(value)

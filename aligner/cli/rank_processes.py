@@ -15,7 +15,7 @@ from aligner.launcher.heartbeats import require_triton_for_heartbeat
 from aligner.launcher.rank_environment import adopt_environment
 from aligner.observability.logs import configure_logs
 from aligner.observability.timeline import report_stage
-from aligner.placement.roles import server_ranks
+from aligner.placement.roles import count_server_ranks
 from aligner.schema import Config
 
 # Function of each role as `module:function`. The modules import torch, so they are imported after
@@ -58,10 +58,10 @@ def serve(parsed: argparse.Namespace) -> None:
     groups = [text.partition("=")[2] for text in parsed.overrides if text.startswith("role=")]
     parsed.overrides = [text for text in parsed.overrides if not text.startswith("role=")]
     config = _read_rank_config(parsed)
-    if len(groups) != 1 or groups[0] not in server_ranks(config):
+    if len(groups) != 1 or groups[0] not in count_server_ranks(config):
         raise ConfigError(
             f"role={','.join(groups)}: expected exactly one role; allowed:"
-            f" {', '.join(server_ranks(config))}"
+            f" {', '.join(count_server_ranks(config))}"
         )
     configure_logs(config.logging.format, groups[0])
     require_triton_for_heartbeat(config, groups[0])
@@ -96,7 +96,7 @@ def _read_rank_config(parsed: argparse.Namespace) -> Config:
                 f"dry_run.scale={plan.config.dry_run.scale}: is supported only by `aligner launch`"
                 " and `aligner validate`"
             )
-        if missing := ", ".join(prerequisite.name for prerequisite in plan.missing):
+        if missing := ", ".join(prerequisite.name for prerequisite in plan.missing_prerequisites):
             raise ConfigError(
                 f"{missing}: the run needs the result of this experiment, which has not run yet;"
                 " `aligner launch` runs prerequisite experiments first"

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from rich.console import Console
 
 from aligner.cli.compositions import compose_command
-from aligner.config.compose import unread_notes
+from aligner.config.compose import describe_unread_keys
 from aligner.config.prerequisites import RunPlan, plan_run
 from aligner.errors import ConfigError
 from aligner.launcher.forks import ForkServer
@@ -27,8 +27,8 @@ from aligner.models.model_source import (
     stored_model_notes,
 )
 from aligner.models.shape import ModelShape
-from aligner.placement.memory.role_memory import memory_needs, memory_table
-from aligner.placement.placement_table import layer_notes, placement_table
+from aligner.placement.memory.role_memory import build_memory_table, compute_role_memory
+from aligner.placement.placement_table import build_placement_table, find_layer_notes
 from aligner.placement.roles import describe_model, has_gpu
 from aligner.schema import Config
 
@@ -80,7 +80,7 @@ def validate(parsed: argparse.Namespace) -> None:
     if plan.config.dry_run.scale != "none":
         validate_dry_run(plan)
         return
-    results = plan.results()
+    results = plan.get_result_shapes()
     absent = _absent_inputs(plan)
     shape = plan.check(absent)
     for prerequisite in plan.prerequisites:
@@ -89,20 +89,22 @@ def validate(parsed: argparse.Namespace) -> None:
             if prerequisite.is_complete
             else f"will run first, in {prerequisite.entry}"
         )
-        print(f"prerequisite experiment {prerequisite.name} ({prerequisite.gives}): {state}")
+        print(f"prerequisite experiment {prerequisite.name} ({prerequisite.result_kind}): {state}")
     if plan.config.environment.has_tools:
         from aligner.agents.tool_catalogue import describe_tools  # imports torch
 
         for line in describe_tools(plan.config.environment):
             print(line)
     console = Console()
-    console.print(placement_table(plan.config))
+    console.print(build_placement_table(plan.config))
     expected = {**absent, **results}
-    console.print(memory_table(plan.config, memory_needs(plan.config, shape, expected)))
+    console.print(
+        build_memory_table(plan.config, compute_role_memory(plan.config, shape, expected))
+    )
     print(describe_model(plan.config, shape, expected))
     for line in _end_token_lines(plan.config, shape):
         print(line)
-    for line in layer_notes(plan.config):
+    for line in find_layer_notes(plan.config):
         print(line)
     for line in stored_model_notes(plan.config, expected):
         print(line)
@@ -151,7 +153,7 @@ def _plan_run(parsed: argparse.Namespace, *, weights: bool = True) -> RunPlan:
         weights: Whether to download the weights of a model of the Hugging Face Hub.
     """
     config = compose_command(parsed, weights=weights)
-    for note in unread_notes(config, parsed.config_dir):
+    for note in describe_unread_keys(config, parsed.config_dir):
         print(f"aligner: note: {note}", file=sys.stderr)
     return plan_run(config, parsed.config_dir)
 
@@ -161,7 +163,7 @@ def _absent_inputs(plan: RunPlan) -> ExpectedInputs:
 
     The configuration describes their shapes. Results of prerequisite experiments are excluded.
     """
-    results = plan.results()
+    results = plan.get_result_shapes()
     absent = {
         path: shape
         for path, shape in absent_inputs(plan.config).items()

@@ -29,14 +29,14 @@ from aligner.data.export import export, find_source, parse_size
 from aligner.data.prompts import read_prompts
 from aligner.data.records import Record
 from aligner.errors import ConfigError
-from aligner.extras import lacking
+from aligner.extras import describe_missing_modules
 from aligner.launcher.processes import terminate_with_launcher
 from aligner.observability.console import build_metrics_table
 from aligner.rewards.scorers import resolve_scorer
 from aligner.rewards.sources import TextSource
 from aligner.schema import EngineConfig
 from aligner.schema.environment import EnvironmentConfig
-from aligner.schema.reward_sources import JudgeSource, evaluation_judge
+from aligner.schema.reward_sources import JudgeSource, parse_evaluation_judge
 
 # Experiment without an environment, to which the keys of the command line are added.
 _BASE_EXPERIMENT = "tiny_ppo"
@@ -99,7 +99,8 @@ def evaluate_samples(parsed: argparse.Namespace) -> None:
             progress=show,
         )
     if parsed.json:
-        print(json.dumps({"prompts": len(answers.prompts), "samples": answers.samples, **metrics}))
+        counts = {"prompts": len(answers.prompts), "samples": answers.samples_per_prompt}
+        print(json.dumps({**counts, **metrics}))
     else:
         Console().print(
             build_metrics_table(
@@ -110,7 +111,7 @@ def evaluate_samples(parsed: argparse.Namespace) -> None:
 
 def serve_model(parsed: argparse.Namespace) -> None:
     """Serve a model with an OpenAI-compatible endpoint until Ctrl-C, after printing its address."""
-    if lack := lacking("agents"):
+    if lack := describe_missing_modules("agents"):
         raise ConfigError(f"aligner serve-model: {lack}")
     from aligner.agents.model_endpoint import ModelEndpoint  # requires the extra `agents`
 
@@ -120,10 +121,10 @@ def serve_model(parsed: argparse.Namespace) -> None:
     endpoint.start()
     if endpoint.notice is not None:
         print(f"aligner: note: {endpoint.notice}", file=sys.stderr)
-    print(f"{endpoint.address}/v1", flush=True)
+    print(f"{endpoint.url}/v1", flush=True)
     try:
         with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C ends the server
-            endpoint.work()
+            endpoint.run_engine()
     finally:
         endpoint.close()
 
@@ -172,7 +173,7 @@ def _parse_judge(parsed: argparse.Namespace) -> JudgeSource | None:
     # Hydra requires a plus sign to add an entry to a mapping.
     overrides = [f"+{text.lstrip('+')}" for text in parsed.overrides]
     return (
-        evaluation_judge(
+        parse_evaluation_judge(
             compose_config(
                 [f"experiment={_BASE_EXPERIMENT}", "evaluation.every=1", *overrides]
             ).evaluation

@@ -1,1 +1,1 @@
-"""A configuration composed, saved, resumed, built on others, and made small for a dry run."""
+"""Composition, automatic values, prerequisites and resumption of configurations; dry runs."""

@@ -34,19 +34,36 @@ from omegaconf.errors import (
 
 from aligner.config.conf_files import (
     ConfSource,
-    defining_option,
-    group_directories,
-    group_options,
-    option_values,
+    find_defining_option,
+    find_group_directories,
+    list_group_options,
+    read_option_values,
     read_yaml,
     report_old_key,
 )
-from aligner.config.overrides import check_read, current_values, given_keys, parse_override
+from aligner.config.overrides import (
+    check_read,
+    collect_user_keys,
+    format_current_values,
+    parse_override,
+)
 from aligner.errors import ConfigError
 from aligner.files import write_file
 from aligner.schema import Config
-from aligner.schema.key_validation import InvalidKeys, KeyProblem, section_line, validated
-from aligner.schema.keys import MASK, check_key, known_key, schema_keys, unmet, value_at
+from aligner.schema.key_validation import (
+    InvalidKeys,
+    KeyProblem,
+    format_section_error,
+    validate_config,
+)
+from aligner.schema.keys import (
+    MASK,
+    check_key,
+    find_schema_key,
+    find_unmet_terms,
+    get_schema_keys,
+    get_value,
+)
 from aligner.schema.renamed import with_current_keys
 
 AUTOMATIC = "automatic"
@@ -56,7 +73,7 @@ _WITHOUT_EXPERIMENT = (
     " algorithm=grpo data.path=FILE reward.function=NAME"
 )
 # Hydra's groups for its own command line. A composition without them is one sixth faster.
-_HYDRAS_OWN_GROUPS = [
+_REMOVED_HYDRA_GROUPS = [
     f"~hydra/{group}"
     for group in ("launcher", "sweeper", "help", "hydra_help", "hydra_logging", "job_logging")
 ]
@@ -81,10 +98,11 @@ def compose_config(overrides: Sequence[str], config_directory: Path | None = Non
     Example:
         `compose_config(["experiment=arithmetic", "run.steps=10"])`
     """
-    directories = group_directories(config_directory)
-    options = group_options(directories)
+    directories = find_group_directories(config_directory)
+    options = list_group_options(directories)
     parsed_overrides = [parse_override(text, options) for text in overrides]
     keys = {override.key_or_group for override in parsed_overrides}
+    # As in Hydra, the last override of the same group wins.
     experiment = next(
         (
             str(entry.value())
@@ -104,7 +122,7 @@ def compose_config(overrides: Sequence[str], config_directory: Path | None = Non
     check_read(config, parsed_overrides, options, directories)
     if (
         "experiment" not in keys
-        and config.algorithm.generates
+        and config.algorithm.generates_samples
         and not any(key.startswith("reward") for key in keys)
     ):
         raise ConfigError(
@@ -114,17 +132,18 @@ def compose_config(overrides: Sequence[str], config_directory: Path | None = Non
 
     config = _with_engine_replicas(_with_names(config, experiment))
     return dataclasses.replace(
-        config, run=dataclasses.replace(config.run, command=_command(overrides, config_directory))
+        config,
+        run=dataclasses.replace(config.run, command=_format_command(overrides, config_directory)),
     )
 
 
-def keys_given(
+def find_user_keys(
     overrides: Sequence[str], config: Config, config_directory: Path | None = None
 ) -> frozenset[str]:
     """Return the keys that the command line or the experiment sets in a composed configuration."""
-    directories = group_directories(config_directory)
-    options = group_options(directories)
-    return given_keys(
+    directories = find_group_directories(config_directory)
+    options = list_group_options(directories)
+    return collect_user_keys(
         [parse_override(text, options) for text in overrides],
         options,
         directories,
@@ -132,56 +151,57 @@ def keys_given(
     )
 
 
-def unread_notes(config: Config, config_directory: Path | None = None) -> list[str]:
+def describe_unread_keys(config: Config, config_directory: Path | None = None) -> list[str]:
     """Return notes about the keys that the experiment's file sets, but that the run does not read.
 
     Keys with the same reason share a line.
     """
     keys_by_reason: dict[str, list[str]] = {}
-    directories = group_directories(config_directory)
-    for key in option_values(directories, "experiment", config.run.experiment):
-        schema_key = schema_keys()[key]
-        if value_at(config, key) != schema_key.default and (
-            terms := unmet(config, schema_key.read)
+    directories = find_group_directories(config_directory)
+    for key in read_option_values(directories, "experiment", config.run.experiment):
+        schema_key = get_schema_keys()[key]
+        if get_value(config, key) != schema_key.default and (
+            terms := find_unmet_terms(config, schema_key.condition)
         ):
-            keys_by_reason.setdefault(current_values(config, terms), []).append(key)
+            keys_by_reason.setdefault(format_current_values(config, terms), []).append(key)
     return [
         f"{', '.join(keys)}: has no effect with {reason}" for reason, keys in keys_by_reason.items()
     ]
 
 
-def _command(overrides: Sequence[str], config_directory: Path | None) -> str:
+def _format_command(overrides: Sequence[str], config_directory: Path | None) -> str:
     """Return the command that launches the same run again.
 
     The command contains neither `run.dir` nor `run.resume`. Secret values are masked.
     """
     groups = () if config_directory is None else ("--config-dir", str(config_directory))
     repeated_overrides = (
-        _masked(text)
+        _mask_override(text)
         for text in overrides
         if text.partition("=")[0] not in ("run.dir", "run.resume")
     )
     return shlex.join(("aligner", "launch", *groups, *repeated_overrides))
 
 
-def _masked(override: str) -> str:
+def _mask_override(override: str) -> str:
     """Return an override without the values of environment variables.
 
     The values may be secret, and the command is displayed and sent to the trackers.
     """
     key = override.partition("=")[0]
+    # The whole override is searched: `cluster.slurm={environment: {…}}` has the values inside.
     is_secret = key.lstrip("+").startswith("cluster") and "environment" in override
     return f"{key}={MASK}" if is_secret else override
 
 
 def save_config(config: Config, path: Path) -> None:
     """Write the resolved configuration as YAML, atomically."""
-    write_file(path, config_text(dataclasses.asdict(config)))
+    write_file(path, format_config(dataclasses.asdict(config)))
 
 
-def config_text(values: Mapping[str, Any]) -> str:
+def format_config(values: Mapping[str, Any]) -> str:
     """Return the nested values of a configuration as YAML, without interpolations."""
-    return yaml.safe_dump(_escaped(values), sort_keys=False, allow_unicode=True)
+    return yaml.safe_dump(_escape(values), sort_keys=False, allow_unicode=True)
 
 
 def load_config(path: Path) -> Config:
@@ -196,13 +216,16 @@ def load_config(path: Path) -> Config:
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: the configuration must be a mapping of keys to values")
     try:
-        return _validated(OmegaConf.create(with_current_keys(values)))
+        return _resolve_and_validate(OmegaConf.create(with_current_keys(values)))
     except (ConfigError, OmegaConfBaseException) as error:
         raise ConfigError(f"{path}: {_explain(error)}") from error
 
 
 def _compose(
-    root: str, overrides: Sequence[Override], directories: Sequence[Path], groups: Collection[str]
+    root: str,
+    overrides: Sequence[Override],
+    directories: Sequence[Path],
+    group_names: Collection[str],
 ) -> Config:
     """Compose and validate a root file, options of groups, and overrides of keys.
 
@@ -210,29 +233,32 @@ def _compose(
         root: Name of the root file in the built-in directory, without `.yaml`.
         overrides: Parsed overrides of the command line.
         directories: Directories with groups, the built-in one first.
-        groups: Names of all groups.
+        group_names: Names of all groups.
 
     Raises:
         ConfigError: The composition fails or is not valid.
     """
-    group_overrides = [override for override in overrides if override.key_or_group in groups]
+    group_overrides = [override for override in overrides if override.key_or_group in group_names]
     # `group={...}` changes keys of a section that has the name of a group; it chooses no option.
     options = [override for override in group_overrides if not isinstance(override.value(), dict)]
     changes = [override for override in overrides if override not in options]
     option_texts = tuple(str(override.input_line) for override in options)
+
+    # Overrides of keys are not part of the cached composition, so that runs with the same options
+    # share it. They are applied to the caller's own copy of the node below.
     # The user's files may change during the lifetime of this process, so that a composition with
     # these files must not come from the cache.
-    compose_options = _composed if len(directories) == 1 else _composed.__wrapped__
+    compose_options = _compose_options if len(directories) == 1 else _compose_options.__wrapped__
     command_line_text = " ".join(str(override.input_line) for override in group_overrides)
 
     try:
         node, choices = pickle.loads(compose_options(root, option_texts, tuple(directories)))
         for override in changes:
             _apply(override, node)
-        return _validated(node)
+        return _resolve_and_validate(node)
     except InvalidKeys as error:
         keys = [override.key_or_group for override in changes]
-        lines = [_line(problem, keys, choices, directories) for problem in error.problems]
+        lines = [_format_problem(problem, keys, choices, directories) for problem in error.problems]
         raise ConfigError("\n".join(lines)) from error
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_explain(error)) from error
@@ -246,7 +272,7 @@ def _compose(
 
 
 @functools.lru_cache(512)
-def _composed(root: str, options: tuple[str, ...], directories: tuple[Path, ...]) -> bytes:
+def _compose_options(root: str, options: tuple[str, ...], directories: tuple[Path, ...]) -> bytes:
     """Compose a root file and options of groups on top of the schema's defaults.
 
     Returns:
@@ -256,27 +282,28 @@ def _composed(root: str, options: tuple[str, ...], directories: tuple[Path, ...]
     Plugins.instance().register(ConfSource)
     # Hydra looks for the root before it sets up the search path, so the root must be in the store.
     ConfigStore.instance().store(name=root, node=read_yaml(directories[0] / f"{root}.yaml"))
-    search_path = ",".join(_quoted(f"{ConfSource.scheme()}://{path}") for path in directories)
-    overrides = [f"hydra.searchpath=[{search_path}]", *_HYDRAS_OWN_GROUPS, *options]
+    search_path = ",".join(_quote(f"{ConfSource.scheme()}://{path}") for path in directories)
+    overrides = [f"hydra.searchpath=[{search_path}]", *_REMOVED_HYDRA_GROUPS, *options]
+    # initialize() raises if Hydra is still initialized, as in the program of a user of the API.
     GlobalHydra.instance().clear()
     with initialize(config_path=None, version_base="1.3"):
-        composed = compose(root, overrides=overrides, return_hydra_config=True)
-    with open_dict(composed):
-        hydra = composed.pop("hydra")
+        composed_node = compose(root, overrides=overrides, return_hydra_config=True)
+    with open_dict(composed_node):
+        hydra = composed_node.pop("hydra")
 
     choices = {str(group): name for group, name in hydra.runtime.choices.items() if name}
-    node = OmegaConf.unsafe_merge(pickle.loads(_defaults()), composed)
+    node = OmegaConf.unsafe_merge(pickle.loads(_pickle_defaults()), composed_node)
     OmegaConf.set_struct(node, True)  # a mapping gets new entries only with +KEY=VALUE
     return pickle.dumps((node, choices))
 
 
 @functools.cache
-def _defaults() -> bytes:
+def _pickle_defaults() -> bytes:
     """Return the schema's default configuration as a pickled node."""
     return pickle.dumps(OmegaConf.create(dataclasses.asdict(Config())))
 
 
-def _quoted(text: str) -> str:
+def _quote(text: str) -> str:
     """Return a text as a quoted value of Hydra's override grammar."""
     escaped = text.replace("\\", "\\\\").replace("'", "\\'")
     return f"'{escaped}'"
@@ -290,23 +317,23 @@ def _apply(override: Override, node: DictConfig) -> None:
     """
     key = override.key_or_group
     value = override.value()
-    if known_key(key) is None:
+    if find_schema_key(key) is None:
         if not isinstance(value, dict):
-            raise ConfigError(section_line(key, value))
+            raise ConfigError(format_section_error(key, value))
         value = with_current_keys(value, key, report_old_key)
     is_new = override.is_add() or override.is_force_add()
     OmegaConf.update(node, key, value, merge=True, force_add=is_new)
 
 
-def _validated(node: DictConfig) -> Config:
+def _resolve_and_validate(node: DictConfig) -> Config:
     """Resolve the interpolations of a node and return the validated configuration."""
     values = OmegaConf.to_container(node, resolve=True, throw_on_missing=True)
-    return validated(typing.cast(dict[str, Any], values))
+    return validate_config(typing.cast(dict[str, Any], values))
 
 
-def _line(
+def _format_problem(
     problem: KeyProblem,
-    overridden: Sequence[str],
+    overridden_keys: Sequence[str],
     choices: Mapping[str, str],
     directories: Sequence[Path],
 ) -> str:
@@ -314,7 +341,7 @@ def _line(
 
     Args:
         problem: Problem of a key's value.
-        overridden: Keys and sections that the command line sets.
+        overridden_keys: Keys and sections that the command line sets.
         choices: Chosen option of each group.
         directories: Directories with groups.
     """
@@ -326,14 +353,14 @@ def _line(
             "the first line must be `# @package _global_`, followed by the keys (in"
             f" experiment/{experiment}.yaml)"
         )
-    if any(key == name or key.startswith(f"{name}.") for name in overridden):
-        return problem.line
+    if any(key == name or key.startswith(f"{name}.") for name in overridden_keys):
+        return problem.message
     # The keys of an experiment take precedence over those of the groups.
-    ordered = {group: name for group, name in choices.items() if group != "experiment"}
+    ordered_choices = {group: name for group, name in choices.items() if group != "experiment"}
     if experiment is not None:
-        ordered["experiment"] = experiment
-    option = defining_option(directories, key, ordered)
-    return problem.line if option is None else f"{problem.line} (in {option}.yaml)"
+        ordered_choices["experiment"] = experiment
+    option = find_defining_option(directories, key, ordered_choices)
+    return problem.message if option is None else f"{problem.message} (in {option}.yaml)"
 
 
 def _explain(error: BaseException) -> str:
@@ -345,6 +372,7 @@ def _explain(error: BaseException) -> str:
             return _explain_key(cause)
         cause = cause.__cause__ or cause.__context__
 
+    # Hydra puts the file at the beginning of its message, and appends the whole search path.
     file_note = ""
     message = str(error).partition("Config search path")[0]
     if isinstance(error, ConfigCompositionException) and (
@@ -362,8 +390,8 @@ def _explain_key(error: OmegaConfBaseException) -> str:
     if isinstance(error, (ConfigKeyError, ConfigAttributeError)):
         try:
             check_key(key)
-        except ConfigError as unknown:
-            return str(unknown)
+        except ConfigError as unknown_key_error:
+            return str(unknown_key_error)
         return f"{key}: no such entry; add it with +{key}=VALUE"
     if isinstance(error, InterpolationResolutionError):
         return f"{key}: {message}; write a literal ${{ as \\${{"
@@ -372,7 +400,7 @@ def _explain_key(error: OmegaConfBaseException) -> str:
     return f"{key}: {message}"
 
 
-def default_name(experiment: str = AUTOMATIC) -> str:
+def make_default_name(experiment: str = AUTOMATIC) -> str:
     """Return the name of a run without `run.name`: the experiment and the current time."""
     return f"{experiment}-{datetime.now():%Y%m%d-%H%M%S}"
 
@@ -385,13 +413,15 @@ def _with_names(config: Config, experiment: str) -> Config:
             directory contains a character that is not supported.
     """
     run = config.run
-    if run.resumes and run.name is None and run.dir is None:
+    if run.should_resume and run.name is None and run.dir is None:
         raise ConfigError(
             f"run.resume={run.resume}: requires the directory or name of the run to resume; set"
             " run.dir=DIRECTORY or run.name=NAME"
         )
     started_name = (
-        _started_name(Path(run.dir or Path("runs") / str(run.name))) if run.resumes else None
+        _read_started_name(Path(run.dir or Path("runs") / str(run.name)))
+        if run.should_resume
+        else None
     )
     if started_name and run.name not in (None, started_name):
         raise ConfigError(
@@ -399,14 +429,19 @@ def _with_names(config: Config, experiment: str) -> Config:
             " set run.dir"
         )
 
-    name = run.name or started_name or _directory_name(run.dir) or default_name(experiment)
+    name = run.name or started_name or _derive_run_name(run.dir) or make_default_name(experiment)
     if not re.fullmatch(r"[\w.+=-]+", name) or name in (".", ".."):
         raise ConfigError(f"run.name={name}: must consist of letters, digits and . _ - + =")
 
     directory = os.path.abspath(run.dir or Path("runs") / name)  # noqa: PTH100 - Path.resolve would follow links
     # File names, logs or YAML cannot contain null bytes, line breaks or surrogates.
     if bad_character := next(
-        (c for c in directory if c in "\0\n\r" or "\ud800" <= c <= "\udfff"), None
+        (
+            character
+            for character in directory
+            if character in "\0\n\r" or "\ud800" <= character <= "\udfff"
+        ),
+        None,
     ):
         raise ConfigError(
             f"run.dir={directory!r}: must not contain the character {bad_character!r}; choose"
@@ -416,7 +451,7 @@ def _with_names(config: Config, experiment: str) -> Config:
     return dataclasses.replace(config, run=run_with_names)
 
 
-def _directory_name(directory: str | None) -> str:
+def _derive_run_name(directory: str | None) -> str:
     """Return a run name that is derived from the name of the run directory.
 
     `_` replaces the characters that a run name must not contain. The result is empty if the
@@ -426,7 +461,7 @@ def _directory_name(directory: str | None) -> str:
     return "" if name in (".", "..") else name
 
 
-def _started_name(directory: Path) -> str | None:
+def _read_started_name(directory: Path) -> str | None:
     """Return the name with which the run in a directory was started; None if there is no run.
 
     A resumed run keeps this name even if its directory was moved, because the run's servers use
@@ -459,11 +494,11 @@ def _with_engine_replicas(config: Config) -> Config:
     return dataclasses.replace(config, engine=engine_with_replicas)
 
 
-def _escaped(value: Any) -> Any:
+def _escape(value: Any) -> Any:
     """Return a value in whose strings `${` is escaped, so that OmegaConf reads it literally."""
     if isinstance(value, str):
         # Backslashes before `${` are doubled, because OmegaConf would read them as escapes, too.
         return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
     if isinstance(value, dict):
-        return {key: _escaped(entry) for key, entry in value.items()}
-    return [_escaped(entry) for entry in value] if isinstance(value, list) else value
+        return {key: _escape(entry) for key, entry in value.items()}
+    return [_escape(entry) for entry in value] if isinstance(value, list) else value

@@ -18,8 +18,8 @@ from hydra.plugins.config_source import ConfigLoadError, ConfigResult, ConfigSou
 from omegaconf import OmegaConf
 
 from aligner.errors import ConfigError
-from aligner.schema.keys import known_key
-from aligner.schema.renamed import RENAMED_KEYS, current_key, with_current_keys
+from aligner.schema.keys import find_schema_key
+from aligner.schema.renamed import RENAMED_KEYS, get_current_key, with_current_keys
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 # Hydra's header `# @package _global_`: the keys of the file begin at the root.
@@ -48,6 +48,7 @@ class ConfLoader(yaml.SafeLoader):
         Raises:
             ConstructorError: A key occurs twice.
         """
+        # PyYAML accepts duplicate keys, and the last one wins.
         names = set()
         for key, _ in node.value:
             if key.value in names and isinstance(key, yaml.ScalarNode):
@@ -63,6 +64,7 @@ class ConfLoader(yaml.SafeLoader):
 
 
 ConfLoader.yaml_implicit_resolvers = {
+    # A copy, because PyYAML's loaders share these lists.
     first: [resolver for resolver in resolvers if resolver[0] not in _NUMERIC_TAGS]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
@@ -124,7 +126,7 @@ class ConfSource(ConfigSource):
         file = self._file(config_path)
         if not file.is_file():
             raise ConfigLoadError(f"{file}: no such file")
-        content, package = _read_option(file, file.stat().st_mtime_ns)
+        content, package = _read_option_file(file, file.stat().st_mtime_ns)
         return ConfigResult(
             provider=self.provider,
             path=f"{self.scheme()}://{self.path}",
@@ -138,14 +140,14 @@ class ConfSource(ConfigSource):
 
 
 @functools.lru_cache(512)
-def _read_option(file: Path, changed_ns: int) -> tuple[dict[str, Any], str | None]:
+def _read_option_file(file: Path, modified_ns: int) -> tuple[dict[str, Any], str | None]:
     """Return the content of an option's file and the package in its header.
 
     The content has the current names of keys. The package is None without a header.
 
     Args:
         file: File of an option.
-        changed_ns: Modification time of the file in nanoseconds. It belongs to the cache key, so
+        modified_ns: Modification time of the file in nanoseconds. It belongs to the cache key, so
             that a changed file is read again.
 
     Raises:
@@ -158,6 +160,7 @@ def _read_option(file: Path, changed_ns: int) -> tuple[dict[str, Any], str | Non
         )
     header = _PACKAGE_HEADER.match(file.read_text(encoding="utf-8"))
     package = header[1] if header else None
+    # Without the header, Hydra nests the keys of a file below the name of its group.
     section = "" if package == "_global_" else file.parent.name
 
     def report(key: str) -> None:
@@ -166,7 +169,7 @@ def _read_option(file: Path, changed_ns: int) -> tuple[dict[str, Any], str | Non
     return with_current_keys(content or {}, section, report), package
 
 
-def built_in_directory() -> Path:
+def find_built_in_directory() -> Path:
     """Return the directory `conf/`: inside the package of a wheel, next to it in a checkout.
 
     Raises:
@@ -180,20 +183,20 @@ def built_in_directory() -> Path:
     )
 
 
-def group_directories(config_directory: Path | None) -> list[Path]:
+def find_group_directories(config_directory: Path | None) -> list[Path]:
     """Return the directories with groups: the built-in one, then the user's own.
 
     Raises:
         ConfigError: The user's directory does not exist.
     """
     if config_directory is None:
-        return [built_in_directory()]
+        return [find_built_in_directory()]
     if not config_directory.is_dir():
         raise ConfigError(f"--config-dir {config_directory}: no such directory")
-    return [built_in_directory(), config_directory.resolve()]
+    return [find_built_in_directory(), config_directory.resolve()]
 
 
-def group_options(directories: Iterable[Path]) -> dict[str, list[str]]:
+def list_group_options(directories: Iterable[Path]) -> dict[str, list[str]]:
     """Return the names of the options of each group, by the name of the group.
 
     Raises:
@@ -215,26 +218,27 @@ def group_options(directories: Iterable[Path]) -> dict[str, list[str]]:
     return groups
 
 
-def option_values(directories: Sequence[Path], group: str, name: str) -> dict[str, Any]:
+def read_option_values(directories: Sequence[Path], group: str, name: str) -> dict[str, Any]:
     """Return the keys that an option of a group sets, including the keys that it inherits.
 
     An option inherits the keys of the options of the same group in its `defaults` list.
     """
-    values, defaults = _option(directories, group, name)
+    values, defaults = _read_option(directories, group, name)
     inherited: dict[str, Any] = {}
     for default in defaults:
         if isinstance(default, str) and default != "_self_":
-            inherited |= option_values(directories, group, default)
+            inherited |= read_option_values(directories, group, default)
     return inherited | values
 
 
-def chosen_options(directories: Sequence[Path], experiment: str) -> dict[str, str]:
+def read_chosen_options(directories: Sequence[Path], experiment: str) -> dict[str, str]:
     """Return the options of other groups that an experiment chooses, by group.
 
     The choices of the experiments in its `defaults` list count as its own.
     """
     choices: dict[str, str] = {}
-    for default in _option(directories, "experiment", experiment)[1]:
+    for default in _read_option(directories, "experiment", experiment)[1]:
+        # `override /GROUP: NAME` is a mapping; the name of another experiment is a string.
         if isinstance(default, dict):
             choices |= {
                 str(group).rpartition("/")[2]: str(name)
@@ -242,48 +246,50 @@ def chosen_options(directories: Sequence[Path], experiment: str) -> dict[str, st
                 if name is not None
             }
         elif default != "_self_":
-            choices |= chosen_options(directories, str(default))
+            choices |= read_chosen_options(directories, str(default))
     return choices
 
 
-def defining_option(
+def find_defining_option(
     directories: Sequence[Path], key: str, options: Mapping[str, str]
 ) -> str | None:
     """Return the option `GROUP/NAME` whose file sets a key or a key below it; None without one.
 
     Args:
-        directories: Directories with groups, see `group_directories`.
+        directories: Directories with groups, see `find_group_directories`.
         key: Dotted key.
         options: Chosen option of each group; later options take precedence.
     """
+    # The file that wins is the last one that sets the key: search from the end. Within a file, its
+    # own keys take precedence over those of its `defaults` list.
     for group, name in reversed(list(options.items())):
-        values, defaults = _option(directories, group, name)
+        values, defaults = _read_option(directories, group, name)
         if any(file_key == key or file_key.startswith(f"{key}.") for file_key in values):
             return f"{group}/{name}"
         for default in reversed(defaults):
             if not isinstance(default, str) or default == "_self_":
                 continue
-            if option := defining_option(directories, key, {group: default}):
+            if option := find_defining_option(directories, key, {group: default}):
                 return option
     return None
 
 
 @functools.cache
-def report_old_key(key: str, where: str = "") -> None:
-    """Print a warning that a key has been renamed, once per process and `where`.
+def report_old_key(key: str, prefix: str = "") -> None:
+    """Print a warning that a key has been renamed, once per process and `prefix`.
 
     Args:
         key: Old name of the key.
-        where: Prefix of the warning, such as the file with the key.
+        prefix: Prefix of the warning, such as the file with the key.
     """
     print(
-        f"aligner: warning: {where}{key} is now {RENAMED_KEYS[key]}; the next release no longer"
+        f"aligner: warning: {prefix}{key} is now {RENAMED_KEYS[key]}; the next release no longer"
         " accepts the old name",
         file=sys.stderr,
     )
 
 
-def flat_keys(prefix: str, content: Mapping[str, Any]) -> dict[str, Any]:
+def flatten_keys(prefix: str, content: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of nested sections by dotted key, under the current names of the keys.
 
     The value of a mapping key, such as `model.config`, remains one value.
@@ -294,13 +300,16 @@ def flat_keys(prefix: str, content: Mapping[str, Any]) -> dict[str, Any]:
     """
     values: dict[str, Any] = {}
     for name, value in content.items():
-        key = current_key(f"{prefix}{name}")
-        is_section = isinstance(value, dict) and known_key(key) is None
-        values |= flat_keys(f"{key}.", value) if is_section else {key: value}
+        key = get_current_key(f"{prefix}{name}")
+        # A mapping that is not the value of a key is a section.
+        is_section = isinstance(value, dict) and find_schema_key(key) is None
+        values |= flatten_keys(f"{key}.", value) if is_section else {key: value}
     return values
 
 
-def _option(directories: Sequence[Path], group: str, name: str) -> tuple[dict[str, Any], list[Any]]:
+def _read_option(
+    directories: Sequence[Path], group: str, name: str
+) -> tuple[dict[str, Any], list[Any]]:
     """Return the keys that the file of an option sets, and its `defaults` list.
 
     Both are empty if no directory has the file.
@@ -308,8 +317,8 @@ def _option(directories: Sequence[Path], group: str, name: str) -> tuple[dict[st
     for directory in directories:
         file = directory / group / f"{name}.yaml"
         if file.is_file():
-            content, package = _read_option(file, file.stat().st_mtime_ns)
+            content, package = _read_option_file(file, file.stat().st_mtime_ns)
             values = {key: value for key, value in content.items() if key != "defaults"}
             prefix = "" if package == "_global_" else f"{group}."
-            return flat_keys(prefix, values), content.get("defaults", [])
+            return flatten_keys(prefix, values), content.get("defaults", [])
     return {}, []

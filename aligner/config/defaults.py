@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from aligner.config.layout_search import find_layout
-from aligner.config.situation import Choice, Situation, counted
+from aligner.config.situation import Choice, Situation, format_count
 from aligner.errors import ConfigError
 from aligner.schema import Config
-from aligner.schema.derived import GROUPED, policy_updates
+from aligner.schema.derived import GROUP_ESTIMATORS, count_policy_updates
 from aligner.schema.keys import is_read, with_values
 from aligner.schema.reward_sources import has_reward_model
 
@@ -23,7 +23,7 @@ from aligner.schema.reward_sources import has_reward_model
 class Size:
     """Learning rates and batch size for models of one size class."""
 
-    parameters: float
+    max_parameters: float
     """Maximum number of parameters of the size class."""
     online: float
     """Learning rate of a policy that trains on its own samples."""
@@ -46,21 +46,21 @@ SIZES = (
     Size(math.inf, online=5e-7, critic=9e-6, imitation=5e-6, preference=3e-7, samples_on_cpu=16),
 )
 # Maximum number of samples per step on CPUs, for any number of cores.
-_SAMPLES_ON_CPU = 256
+_MAX_SAMPLES_ON_CPU = 256
 # Samples per step, by the minimum number of GPUs.
 _SAMPLES_ON_GPUS = {1: 128, 2: 256, 8: 512, 64: 1024}
 # Learning rate of LoRA adapters as a multiple of the learning rate of full fine-tuning.
-_LORA = 10.0
+_LORA_RATE_FACTOR = 10.0
 # Rank of the LoRA adapters for a model that does not fit into memory without LoRA.
-_RANK = 16
+_LORA_RANK = 16
 # Samples per prompt of algorithms that compare these samples.
-_GROUP = 8
+_GROUP_SIZE = 8
 # Samples per prompt of other algorithms.
-_ALONE = 4
-UNREAD = "default, because the records could not be read or the tokenizer does not exist yet"
+_SAMPLES_WITHOUT_GROUP = 4
+UNREAD_REASON = "default, because the records could not be read or the tokenizer does not exist yet"
 """Reason of a choice that does not take the data into account."""
 # Number of parameters from which loading the weights takes minutes.
-_LARGE = 5e9
+_LARGE_MODEL = 5e9
 
 
 def choose(config: Config, situation: Situation) -> tuple[Config, tuple[Choice, ...]]:
@@ -79,28 +79,32 @@ def choose(config: Config, situation: Situation) -> tuple[Config, tuple[Choice, 
     """
     choices: list[Choice] = []
     for rule in RULES:
+        # A rule keeps the configuration that it was called with, without its own choices.
         for choice in rule(config, situation):
-            if choice.key not in situation.given and is_read(config, choice.key):
+            if choice.key not in situation.user_keys and is_read(config, choice.key):
                 config = with_values(config, {choice.key: choice.value})
                 choices.append(choice)
     return config, tuple(choices)
 
 
-def size_of(parameters: int) -> Size:
+def get_size(parameters: int) -> Size:
     """Return the size class of a model with this number of parameters."""
-    return next(size for size in SIZES if parameters <= size.parameters)
+    return next(size for size in SIZES if parameters <= size.max_parameters)
 
 
-def samples_at_once(situation: Situation) -> int:
+def get_samples_per_step(situation: Situation) -> int:
     """Return the number of samples per step that suits the model's size and the machine."""
     gpus = situation.machine.gpus
     if not gpus:
-        on_two_cores = size_of(situation.parameters).samples_on_cpu
-        return min(_SAMPLES_ON_CPU, max(on_two_cores, on_two_cores * situation.machine.cores // 2))
+        samples_on_two_cores = get_size(situation.parameters).samples_on_cpu
+        return min(
+            _MAX_SAMPLES_ON_CPU,
+            max(samples_on_two_cores, samples_on_two_cores * situation.machine.cores // 2),
+        )
     return max(samples for min_gpus, samples in _SAMPLES_ON_GPUS.items() if gpus >= min_gpus)
 
 
-def _fields(config: Config, situation: Situation) -> Iterator[Choice]:
+def _choose_fields(config: Config, situation: Situation) -> Iterator[Choice]:
     """Map the field names of the records to aligner's field names."""
     data = situation.data
     if data is not None and data.fields:
@@ -111,56 +115,62 @@ def _fields(config: Config, situation: Situation) -> Iterator[Choice]:
         yield Choice("data.fields", dict(data.fields), f"in the records {descriptions}")
 
 
-def _prompt_lengths(config: Config, situation: Situation) -> Iterator[Choice]:
+def _choose_prompt_length(config: Config, situation: Situation) -> Iterator[Choice]:
     """Fit the maximum prompt length to the data."""
     data = situation.data
     # At least half of the model's positions are reserved for the response.
-    max_limit = max(1, situation.shape.max_positions // 2)
+    upper_bound = max(1, situation.shape.max_positions // 2)
     if data is None:
-        limit = min(config.data.max_prompt_tokens, max_limit)
-        yield Choice("data.max_prompt_tokens", limit, UNREAD)
+        limit = min(config.data.max_prompt_tokens, upper_bound)
+        yield Choice("data.max_prompt_tokens", limit, UNREAD_REASON)
         return
-    # A few very long prompts must not determine the size of every batch.
-    longest = (
-        data.longest_prompt if data.longest_prompt <= 2 * data.most_prompts else data.most_prompts
-    )
 
-    limit = min(_rounded(longest), max_limit)
+    # A few very long prompts must not determine the size of every batch.
+    has_outliers = data.longest_prompt > 2 * data.prompt_length_p99
+    prompt_length = data.prompt_length_p99 if has_outliers else data.longest_prompt
+
+    limit = min(_round_up(prompt_length), upper_bound)
     reason = (
-        f"the longest prompt of {data.looked_at} has {data.longest_prompt} tokens; 99% of the"
-        f" prompts have at most {data.most_prompts} tokens"
+        f"the longest prompt of {data.read_records_text} has {data.longest_prompt} tokens; 99% of"
+        f" the prompts have at most {data.prompt_length_p99} tokens"
     )
     yield Choice("data.max_prompt_tokens", limit, reason)
-    if data.longest_prompt > limit or not data.is_whole:
+    if data.longest_prompt > limit or not data.is_complete:
         yield Choice("data.long_prompts", "drop", "longer prompts are dropped and counted")
 
 
-def _response_lengths(config: Config, situation: Situation) -> Iterator[Choice]:
+def _choose_response_length(config: Config, situation: Situation) -> Iterator[Choice]:
     """Fit the maximum response length to the answers or responses in the data."""
     data = situation.data
     gpus = situation.machine.gpus
     available_tokens = situation.shape.max_positions - config.data.max_prompt_tokens
     answer = data.longest_answer if data is not None else 0
-    if config.algorithm.generates:
-        min_tokens = (1024 if situation.parameters > 4e9 else 512) if gpus else 64
-        max_tokens, device_text = (
-            (2048, "on GPUs") if gpus else (128, "on CPUs, where generation is slow")
-        )
-        tokens = min(max_tokens, max(min_tokens, _rounded(2 * answer)))
-        reason = (
-            f"twice the longest answer in the records that were read ({answer} tokens), limited to"
-            f" the range {min_tokens} to {max_tokens} {device_text}"
-            if answer
-            else f"the default {device_text}, because no answers were found in the data"
-        )
+    if config.algorithm.generates_samples:
+        if gpus:
+            min_tokens = 1024 if situation.parameters > 4e9 else 512
+            max_tokens = 2048
+            device_text = "on GPUs"
+        else:
+            min_tokens = 64
+            max_tokens = 128
+            device_text = "on CPUs, where generation is slow"
+        tokens = min(max_tokens, max(min_tokens, _round_up(2 * answer)))
+        if answer:
+            reason = (
+                f"twice the longest answer in the records that were read ({answer} tokens), limited"
+                f" to the range {min_tokens} to {max_tokens} {device_text}"
+            )
+        else:
+            reason = f"the default {device_text}, because no answers were found in the data"
         key = "rollout.max_response_tokens"
     elif answer:
-        tokens = _rounded(answer if data is not None and data.is_whole else answer * 5 // 4)
+        # Records that were not read may have longer responses: a quarter is added for them.
+        tokens = _round_up(answer if data is not None and data.is_complete else answer * 5 // 4)
         reason = f"the longest response in the records that were read has {answer} tokens"
         key = "data.max_response_tokens"
     else:
         tokens = config.data.max_response_tokens
-        reason = UNREAD
+        reason = UNREAD_REASON
         key = "data.max_response_tokens"
 
     if tokens > available_tokens:
@@ -169,8 +179,10 @@ def _response_lengths(config: Config, situation: Situation) -> Iterator[Choice]:
             f" {available_tokens} are available for the response"
         )
     yield Choice(key, max(1, min(tokens, available_tokens)), reason)
-    if not config.algorithm.generates and (
-        tokens > available_tokens or (data is not None and not data.is_whole)
+
+    # Without this choice, the first longer record would end the run.
+    if not config.algorithm.generates_samples and (
+        tokens > available_tokens or (data is not None and not data.is_complete)
     ):
         yield Choice(
             "data.skip_bad_records",
@@ -179,31 +191,34 @@ def _response_lengths(config: Config, situation: Situation) -> Iterator[Choice]:
         )
 
 
-def _samples(config: Config, situation: Situation) -> Iterator[Choice]:
+def _choose_samples_per_prompt(config: Config, situation: Situation) -> Iterator[Choice]:
     """Choose the samples per prompt: more if the algorithm compares the samples of a prompt."""
     settings = config.algorithm
     compares_samples = (
-        settings.advantage in GROUPED or settings.loss == "copg" or settings.train_on != "all"
+        settings.advantage in GROUP_ESTIMATORS
+        or settings.loss == "copg"
+        or settings.train_on != "all"
     )
     compares_samples = compares_samples or settings.trainer == "preferences"
-    reason = (
-        f"{settings.name} compares the samples of a prompt"
-        if compares_samples
-        else f"{settings.name} does not compare the samples of a prompt"
+    verb = "compares" if compares_samples else "does not compare"
+    reason = f"{settings.name} {verb} the samples of a prompt"
+    yield Choice(
+        "rollout.samples_per_prompt",
+        _GROUP_SIZE if compares_samples else _SAMPLES_WITHOUT_GROUP,
+        reason,
     )
-    yield Choice("rollout.samples_per_prompt", _GROUP if compares_samples else _ALONE, reason)
 
 
-def _batch(config: Config, situation: Situation) -> Iterator[Choice]:
+def _choose_batch(config: Config, situation: Situation) -> Iterator[Choice]:
     """Choose the prompts per step, and the batch size of offline trainers."""
     gpus = situation.machine.gpus
-    samples = samples_at_once(situation)
-    machine_text = f"on {counted(situation.machine.cores, 'core')}"
+    samples = get_samples_per_step(situation)
+    machine_text = f"on {format_count(situation.machine.cores, 'core')}"
     if gpus:
         machine_text = (
             f"with {gpus} GPUs per node"
-            if situation.machine.most_nodes > 1
-            else f"on {counted(gpus, 'GPU')}"
+            if situation.machine.max_nodes > 1
+            else f"on {format_count(gpus, 'GPU')}"
         )
 
     records = situation.data.records if situation.data is not None else None
@@ -211,67 +226,69 @@ def _batch(config: Config, situation: Situation) -> Iterator[Choice]:
     prompts = max(1, samples // config.rollout.samples_per_prompt)
     if records is not None and records < prompts:
         prompts = max(1, records)
-    reason = f"{samples} samples per step {machine_text} for a model with {situation.billions}"
+    reason = (
+        f"{samples} samples per step {machine_text} for a model with {situation.parameters_text}"
+    )
+    # -(-a // b) rounds the quotient up.
     yield Choice("rollout.prompts_per_step", -(-prompts // unit) * unit, reason)
+
     rows = samples // 4 if gpus else max(8, samples // 8)
     yield Choice(
         "data.batch_size",
         -(-rows // unit) * unit,
-        f"sequences per step {machine_text} for a model with {situation.billions}",
+        f"sequences per step {machine_text} for a model with {situation.parameters_text}",
     )
 
 
-def _parts(config: Config, situation: Situation) -> Iterator[Choice]:
+def _choose_micro_batches(config: Config, situation: Situation) -> Iterator[Choice]:
     """Split the rollout into micro-batches if models score the samples."""
     has_scoring_models = (
         has_reward_model(config.reward) or config.algorithm.has_critic or config.has_teacher
     )
-    micro_batches = (
-        2
-        if has_scoring_models
-        and config.rollout.prompts_per_step % (2 * max(1, situation.machine.gpus)) == 0
-        else 1
-    )
-    reason = (
-        "models score one micro-batch while the next micro-batch is generated"
-        if micro_batches > 1
-        else "generating all samples of a step in one batch is fastest"
-    )
+    # Each micro-batch must still divide into equal parts for all ranks.
+    is_divisible = config.rollout.prompts_per_step % (2 * max(1, situation.machine.gpus)) == 0
+    if has_scoring_models and is_divisible:
+        micro_batches = 2
+        reason = "models score one micro-batch while the next micro-batch is generated"
+    else:
+        micro_batches = 1
+        reason = "generating all samples of a step in one batch is fastest"
     yield Choice("rollout.micro_batches", micro_batches, reason)
 
 
-def _steps(config: Config, situation: Situation) -> Iterator[Choice]:
+def _choose_steps(config: Config, situation: Situation) -> Iterator[Choice]:
     """Choose the number of steps from the number of records."""
     data = situation.data
     if data is None:
-        yield Choice("run.steps", 100, UNREAD)
+        yield Choice("run.steps", 100, UNREAD_REASON)
         return
 
+    # Offline trainers read all their records; an online run may be longer or shorter.
     is_online = config.algorithm.trainer == "online"
     passes = 2 if config.algorithm.trainer in ("online", "sft") else 1
-    rows = config.rollout.prompts_per_step if config.algorithm.generates else config.data.batch_size
+    rows = (
+        config.rollout.prompts_per_step
+        if config.algorithm.generates_samples
+        else config.data.batch_size
+    )
     needed_steps = max(1, math.ceil(passes * data.records / rows))
     min_steps, max_steps = (20, 500) if situation.machine.gpus else (20, 50)
     # Models of the smallest size class take less than a second per step.
-    if not situation.machine.gpus and situation.parameters <= SIZES[0].parameters:
+    if not situation.machine.gpus and situation.parameters <= SIZES[0].max_parameters:
         min_steps = 50
         max_steps = 200
     steps = min(max_steps, max(min_steps, needed_steps)) if is_online else needed_steps
     reason = (
-        f"{counted(needed_steps, 'step')} of {rows} records"
+        f"{format_count(needed_steps, 'step')} of {rows} records"
         f" {'cover' if needed_steps > 1 else 'covers'} the {data.records} records"
         f" {'twice' if passes == 2 else 'once'}"
     )
-    yield Choice(
-        "run.steps",
-        steps,
-        f"{reason}; limited to the range {min_steps} to {max_steps} on this machine"
-        if is_online
-        else reason,
-    )
+    if is_online:
+        reason = f"{reason}; limited to the range {min_steps} to {max_steps} on this machine"
+    yield Choice("run.steps", steps, reason)
 
 
-def _adapters(config: Config, situation: Situation) -> Iterator[Choice]:
+def _choose_adapters(config: Config, situation: Situation) -> Iterator[Choice]:
     """Use LoRA if the model fits into GPU memory only with LoRA."""
     if (
         not situation.machine.gpus
@@ -280,13 +297,13 @@ def _adapters(config: Config, situation: Situation) -> Iterator[Choice]:
     ):
         return
 
-    values: dict[str, Any] = {"actor.lora.rank": _RANK}
+    values: dict[str, Any] = {"actor.lora.rank": _LORA_RANK}
     if situation.shape.num_experts:  # LoRA does not support experts
         values["actor.lora.targets"] = ["attention"]
     if _has_layout(with_values(config, values), situation):
         reason = (
             "LoRA, because the weights, gradients and optimizer state of a model with"
-            f" {situation.billions} do not fit into GPU memory"
+            f" {situation.parameters_text} do not fit into GPU memory"
         )
         yield from (Choice(key, value, reason) for key, value in values.items())
 
@@ -300,28 +317,33 @@ def _has_layout(config: Config, situation: Situation) -> bool:
     return True
 
 
-def _learning_rates(config: Config, situation: Situation) -> Iterator[Choice]:
+def _choose_learning_rates(config: Config, situation: Situation) -> Iterator[Choice]:
     """Choose the learning rates from the model's size, the trainer and LoRA."""
-    size = size_of(situation.parameters)
+    size = get_size(situation.parameters)
     trainer = config.algorithm.trainer
-    rate = {"online": size.online, "dpo": size.preference}.get(trainer, size.imitation)
+    rates = {"online": size.online, "dpo": size.preference}
+    rate = rates.get(trainer, size.imitation)
     has_lora = config.actor.lora.rank > 0
     reason = (
-        f"for algorithm.trainer={trainer} and a model with {situation.billions}; larger models"
-        " need lower rates"
-    ) + (f"; multiplied by {_LORA:g} for LoRA" if has_lora else "")
+        f"for algorithm.trainer={trainer} and a model with {situation.parameters_text}; larger"
+        " models need lower rates"
+    ) + (f"; multiplied by {_LORA_RATE_FACTOR:g} for LoRA" if has_lora else "")
     # Rounding avoids values such as 9.999999999999999e-06 instead of 1e-05.
     yield Choice(
-        "actor.optimizer.learning_rate", float(f"{rate * _LORA:.3g}") if has_lora else rate, reason
+        "actor.optimizer.learning_rate",
+        float(f"{rate * _LORA_RATE_FACTOR:.3g}") if has_lora else rate,
+        reason,
     )
     yield Choice(
-        "critic.optimizer.learning_rate", size.critic, f"for a critic with {situation.billions}"
+        "critic.optimizer.learning_rate",
+        size.critic,
+        f"for a critic with {situation.parameters_text}",
     )
 
 
-def _warmup(config: Config, situation: Situation) -> Iterator[Choice]:
+def _choose_warmup(config: Config, situation: Situation) -> Iterator[Choice]:
     """Choose the learning-rate warm-up of the policy."""
-    updates = policy_updates(config)
+    updates = count_policy_updates(config)
     if warmup := min(10, updates // 10):
         yield Choice(
             "actor.optimizer.warmup_steps",
@@ -331,18 +353,18 @@ def _warmup(config: Config, situation: Situation) -> Iterator[Choice]:
         )
 
 
-def _patience(config: Config, situation: Situation) -> Iterator[Choice]:
+def _choose_timeouts(config: Config, situation: Situation) -> Iterator[Choice]:
     """Raise the start timeouts for models that take minutes to load."""
-    if situation.parameters < _LARGE:
+    if situation.parameters < _LARGE_MODEL:
         return
-    factor = 2 if situation.parameters > size_of(int(_LARGE)).parameters else 1
-    reason = f"loading a model with {situation.billions} takes minutes"
+    factor = 2 if situation.parameters > get_size(int(_LARGE_MODEL)).max_parameters else 1
+    reason = f"loading a model with {situation.parameters_text} takes minutes"
     yield Choice("server.start_timeout_s", 900.0 * factor, reason)
     yield Choice("server.request_timeout_s", 1000.0 * factor, reason)
     yield Choice("cluster.collective_timeout_s", 1200.0 * factor, reason)
 
 
-def _device_memory(config: Config, situation: Situation) -> Iterator[Choice]:
+def _choose_device_memory(config: Config, situation: Situation) -> Iterator[Choice]:
     """Set the memory of one GPU, rounded down to whole GiB."""
     if situation.machine.gpus:
         gib = math.floor(situation.machine.gpu_memory_gib)
@@ -351,12 +373,12 @@ def _device_memory(config: Config, situation: Situation) -> Iterator[Choice]:
         )
 
 
-def _layout(config: Config, situation: Situation) -> Iterator[Choice]:
+def _choose_layout(config: Config, situation: Situation) -> Iterator[Choice]:
     """Choose the fastest layout that fits into memory."""
     yield from find_layout(config, situation)
 
 
-def _staleness(config: Config, situation: Situation) -> Iterator[Choice]:
+def _choose_staleness(config: Config, situation: Situation) -> Iterator[Choice]:
     """Generate synchronously if the engine is colocated."""
     if config.engine.placement == "colocated":
         reason = (
@@ -366,25 +388,25 @@ def _staleness(config: Config, situation: Situation) -> Iterator[Choice]:
         yield Choice("rollout.max_staleness", 0, reason)
 
 
-def _rounded(tokens: int) -> int:
+def _round_up(tokens: int) -> int:
     """Return a number of tokens, rounded up to a multiple of 16."""
     return max(16, -(-tokens // 16) * 16)
 
 
 RULES = (
-    _fields,
-    _prompt_lengths,
-    _response_lengths,
-    _samples,
-    _batch,
-    _parts,
-    _steps,
-    _adapters,
-    _learning_rates,
-    _warmup,
-    _patience,
-    _device_memory,
-    _layout,
-    _staleness,
+    _choose_fields,
+    _choose_prompt_length,
+    _choose_response_length,
+    _choose_samples_per_prompt,
+    _choose_batch,
+    _choose_micro_batches,
+    _choose_steps,
+    _choose_adapters,
+    _choose_learning_rates,
+    _choose_warmup,
+    _choose_timeouts,
+    _choose_device_memory,
+    _choose_layout,
+    _choose_staleness,
 )
 """Rules of `choose`, in the order in which they are applied."""

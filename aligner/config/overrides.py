@@ -14,11 +14,22 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
-from aligner.config.conf_files import chosen_options, flat_keys, option_values, report_old_key
+from aligner.config.conf_files import (
+    flatten_keys,
+    read_chosen_options,
+    read_option_values,
+    report_old_key,
+)
 from aligner.errors import ConfigError
 from aligner.schema import Config
-from aligner.schema.conditions import Term, value_text
-from aligner.schema.keys import check_key, known_key, schema_keys, unmet, value_at
+from aligner.schema.conditions import Term, format_value
+from aligner.schema.keys import (
+    check_key,
+    find_schema_key,
+    find_unmet_terms,
+    get_schema_keys,
+    get_value,
+)
 from aligner.schema.renamed import RENAMED_KEYS
 
 
@@ -41,6 +52,7 @@ def parse_override(text: str, options: Mapping[str, list[str]]) -> Override:
     if "=" not in text and not text.startswith("~"):
         hint = f"; did you mean experiment={text}?" if text in options["experiment"] else ""
         raise ConfigError(f"{text}: expected an override key=value{hint}")
+    # An unknown name is reported before the syntax of its value.
     if key not in options:
         check_key(key, options)
     if text.startswith("~"):
@@ -80,8 +92,10 @@ def quote_text(override: str) -> str:
         `run.dir=/data/it's` becomes `run.dir="/data/it's"`.
     """
     name, _, value = override.partition("=")
-    key = known_key(name.lstrip("+"))
-    takes_text = key is not None and schema_keys()[key].type_name.removesuffix(" | None") == "str"
+    key = find_schema_key(name.lstrip("+"))
+    takes_text = (
+        key is not None and get_schema_keys()[key].type_name.removesuffix(" | None") == "str"
+    )
     is_path = name.endswith((".dir", ".path")) or "/" in value
     if not (takes_text and is_path) or value[:1] in ("'", '"'):
         return override
@@ -115,22 +129,28 @@ def check_read(
         directories: Directories with groups.
     """
     problems = []
+    # Only the last override of a key has an effect.
     overrides_by_key = {override.key_or_group: override for override in overrides}
     for key, override in overrides_by_key.items():
         value = override.value()
         if key in groups and not isinstance(value, dict):
-            values = {} if key == "experiment" else option_values(directories, key, str(value))
+            # describe_unread_keys in compose.py reports the unread keys of an experiment.
+            values = {} if key == "experiment" else read_option_values(directories, key, str(value))
             unmet_terms = {
-                str(override.input_line): _unmet_by_option(config, values, overrides_by_key)
+                str(override.input_line): _find_unmet_terms_of_option(
+                    config, values, overrides_by_key
+                )
             }
         elif value is None:
             continue  # a key without effect may be null
-        elif known_key(key) is not None:
-            unmet_terms = {str(override.input_line).lstrip("+"): _unmet_by(config, key)}
-        else:
-            keys = flat_keys(f"{key}.", value) if isinstance(value, dict) else {}
+        elif find_schema_key(key) is not None:
             unmet_terms = {
-                f"{name}={value_text(entry)}": _unmet_by(config, name)
+                str(override.input_line).lstrip("+"): _find_unmet_terms_of_key(config, key)
+            }
+        else:  # a section with a mapping of values, such as rollout={top_k: 5}
+            keys = flatten_keys(f"{key}.", value) if isinstance(value, dict) else {}
+            unmet_terms = {
+                f"{name}={format_value(entry)}": _find_unmet_terms_of_key(config, name)
                 for name, entry in keys.items()
                 if entry is not None
             }
@@ -138,21 +158,21 @@ def check_read(
             if terms:
                 required = " and ".join(map(str, terms))
                 problems.append(
-                    f"{setting}: has no effect with {current_values(config, terms)}; requires"
-                    f" {required}"
+                    f"{setting}: has no effect with {format_current_values(config, terms)};"
+                    f" requires {required}"
                 )
     if problems:
         raise ConfigError("\n".join(problems))
 
 
-def current_values(config: Config, terms: Iterable[Term]) -> str:
+def format_current_values(config: Config, terms: Iterable[Term]) -> str:
     """Return the current values of the keys of unmet terms, for a message."""
     return " and ".join(
-        dict.fromkeys(f"{term.key}={value_text(value_at(config, term.key))}" for term in terms)
+        dict.fromkeys(f"{term.key}={format_value(get_value(config, term.key))}" for term in terms)
     )
 
 
-def given_keys(
+def collect_user_keys(
     overrides: Iterable[Override],
     groups: Collection[str],
     directories: Sequence[Path],
@@ -169,8 +189,9 @@ def given_keys(
         directories: Directories with groups.
         experiment: Name of the experiment.
     """
-    options = chosen_options(directories, experiment)
-    keys = set(option_values(directories, "experiment", experiment))
+    # An option on the command line replaces the experiment's option of the same group.
+    options = read_chosen_options(directories, experiment)
+    keys = set(read_option_values(directories, "experiment", experiment))
     for override in overrides:
         key = override.key_or_group
         value = override.value()
@@ -178,22 +199,22 @@ def given_keys(
             options[key] = str(value)
         else:
             keys |= (
-                set(flat_keys(f"{key}.", value))
-                if isinstance(value, dict) and known_key(key) is None
-                else {known_key(key) or key}
+                set(flatten_keys(f"{key}.", value))
+                if isinstance(value, dict) and find_schema_key(key) is None
+                else {find_schema_key(key) or key}
             )
     for group, name in options.items():
-        keys |= set(option_values(directories, group, name))
+        keys |= set(read_option_values(directories, group, name))
     return frozenset(keys)
 
 
-def _unmet_by(config: Config, name: str) -> tuple[Term, ...]:
+def _find_unmet_terms_of_key(config: Config, name: str) -> tuple[Term, ...]:
     """Return the unmet terms of the condition under which the run reads a key or mapping entry."""
-    return unmet(config, schema_keys()[known_key(name) or name].read)
+    return find_unmet_terms(config, get_schema_keys()[find_schema_key(name) or name].condition)
 
 
-def _unmet_by_option(
-    config: Config, values: Mapping[str, Any], given: Collection[str]
+def _find_unmet_terms_of_option(
+    config: Config, values: Mapping[str, Any], command_line_keys: Collection[str]
 ) -> tuple[Term, ...]:
     """Return the terms that a group option lacks to have an effect; empty if it has an effect.
 
@@ -204,19 +225,19 @@ def _unmet_by_option(
     Args:
         config: Composed configuration.
         values: Values of the option by key.
-        given: Keys that the command line sets, which may replace values of the option.
+        command_line_keys: Keys that the command line sets, which may replace values of the option.
     """
     replaced_values = tuple(
-        Term(key, "=", (value_text(value),))
+        Term(key, "=", (format_value(value),))
         for key, value in values.items()
-        if not schema_keys()[key].is_mapping
-        and value_at(config, key) != value
-        and not _unmet_by(config, key)
+        if not get_schema_keys()[key].is_mapping
+        and get_value(config, key) != value
+        and not _find_unmet_terms_of_key(config, key)
     )
-    unmet_terms = [_unmet_by(config, key) for key in values]
+    unmet_terms = [_find_unmet_terms_of_key(config, key) for key in values]
     if (
         not values
-        or any(key in given for key in values)
+        or any(key in command_line_keys for key in values)
         # At least one key is read and has the value of the option.
         or len(replaced_values) + sum(map(bool, unmet_terms)) < len(values)
     ):

@@ -16,20 +16,24 @@ from pathlib import Path
 
 from aligner.checks.check import check
 from aligner.config.compose import compose_config
-from aligner.config.resume import resume_problems
+from aligner.config.resume import find_resume_problems
 from aligner.errors import ConfigError
 from aligner.models.model_source import NOTHING_EXPECTED, ExpectedInputs, first_layers, read_shape
 from aligner.models.shape import ModelShape
-from aligner.paths import PREFERENCES, RESPONSES, TEACHER_SCORES, cache_directory
+from aligner.paths import PREFERENCES, RESPONSES, TEACHER_SCORES, get_cache_directory
 from aligner.schema import Config
 from aligner.schema.references import Reference, map_paths, parse_reference
 from aligner.version import __version__
 
 # Contents of the result files of a run that does not train a model.
-_FILES = {PREFERENCES: "preferences", RESPONSES: "responses", TEACHER_SCORES: "teacher scores"}
+_RESULT_KINDS = {
+    PREFERENCES: "preferences",
+    RESPONSES: "responses",
+    TEACHER_SCORES: "teacher scores",
+}
 # Sections that are not part of a result's hash, except for `run.steps`, `run.stop_after` and the
 # keys that end a run early.
-_NOT_MADE_FROM = ("run", "cluster", "server", "checkpoint", "evaluation", "logging", "dry_run")
+_UNHASHED_SECTIONS = ("run", "cluster", "server", "checkpoint", "evaluation", "logging", "dry_run")
 
 
 @dataclass(frozen=True)
@@ -64,20 +68,20 @@ class Prerequisite:
 
         A reference without a file stands for the first file.
         """
-        if self.config.algorithm.learns:
+        if self.config.algorithm.trains_model:
             return ()
         if self.config.algorithm.trainer == "teacher_scores":
             return (TEACHER_SCORES,)
         return (RESPONSES,) if self.config.algorithm.pairs == "none" else (PREFERENCES, RESPONSES)
 
     @property
-    def gives(self) -> str:
+    def result_kind(self) -> str:
         """Kind of the result, for messages."""
         if self.files:
-            return _FILES[self.files[0]]
+            return _RESULT_KINDS[self.files[0]]
         return "a reward model" if self.config.algorithm.trainer == "reward_model" else "a policy"
 
-    def path(self, file: str | None) -> Path:
+    def get_path(self, file: str | None) -> Path:
         """Return the path of a file of the result.
 
         None stands for the first of `files`, or for the model directory.
@@ -96,24 +100,24 @@ class RunPlan:
     a complete result are omitted."""
 
     @property
-    def missing(self) -> tuple[Prerequisite, ...]:
+    def missing_prerequisites(self) -> tuple[Prerequisite, ...]:
         """Prerequisites without a complete result."""
         return tuple(
             prerequisite for prerequisite in self.prerequisites if not prerequisite.is_complete
         )
 
-    def results(self) -> ExpectedInputs:
+    def get_result_shapes(self) -> ExpectedInputs:
         """Return the shape of each missing result by its directory; None unless it is a model."""
         expected: dict[str, ModelShape | None] = {}
-        for prerequisite in self.missing:
-            expected[str(prerequisite.result)] = _result_shape(prerequisite.config, expected)
+        for prerequisite in self.missing_prerequisites:
+            expected[str(prerequisite.result)] = _get_result_shape(prerequisite.config, expected)
         return expected
 
-    def check(self, absent: ExpectedInputs = NOTHING_EXPECTED) -> ModelShape:
+    def check(self, expected: ExpectedInputs = NOTHING_EXPECTED) -> ModelShape:
         """Check the run, its missing prerequisites and its run directory before anything starts.
 
         Args:
-            absent: Model directories that need not exist.
+            expected: Model directories that need not exist.
 
         Returns:
             The shape of the run's policy.
@@ -122,30 +126,34 @@ class RunPlan:
             ConfigError: The run or a prerequisite has problems. The message of the run has one line
                 for each problem, see `aligner.checks.check.check`.
         """
-        return check(self.config, self.expected_inputs(absent), resume_problems(self.config))
+        return check(
+            self.config, self.check_prerequisites(expected), find_resume_problems(self.config)
+        )
 
-    def expected_inputs(self, absent: ExpectedInputs = NOTHING_EXPECTED) -> ExpectedInputs:
-        """Check the missing prerequisites, and return `absent` together with their results.
+    def check_prerequisites(self, expected: ExpectedInputs = NOTHING_EXPECTED) -> ExpectedInputs:
+        """Check the missing prerequisites, and return `expected` together with their results.
 
         Raises:
             ConfigError: A prerequisite has problems, or its `run.stop_after` is not null.
         """
-        expected = dict(absent)
-        for prerequisite in self.missing:
+        all_expected = dict(expected)
+        for prerequisite in self.missing_prerequisites:
             try:
                 if prerequisite.config.run.stop_after is not None:
                     raise ConfigError(
                         f"run.stop_after={prerequisite.config.run.stop_after}: must be null in an"
                         " experiment whose result another experiment uses"
                     )
-                check(prerequisite.config, expected)
+                check(prerequisite.config, all_expected)
                 # Prerequisites that run later may use this result.
-                expected[str(prerequisite.result)] = _result_shape(prerequisite.config, expected)
+                all_expected[str(prerequisite.result)] = _get_result_shape(
+                    prerequisite.config, all_expected
+                )
             except ConfigError as error:
                 raise ConfigError(
                     f"prerequisite experiment {prerequisite.name}: {error}"
                 ) from error
-        return expected
+        return all_expected
 
 
 def plan_run(config: Config, config_directory: Path | None = None) -> RunPlan:
@@ -161,7 +169,7 @@ def plan_run(config: Config, config_directory: Path | None = None) -> RunPlan:
     """
     planner = _Planner(config_directory)
     resolved_config = planner.resolve(config, ())
-    return RunPlan(resolved_config, tuple(planner.needed(resolved_config)))
+    return RunPlan(resolved_config, tuple(planner.order_prerequisites(resolved_config)))
 
 
 class _Planner:
@@ -169,7 +177,7 @@ class _Planner:
 
     def __init__(self, config_directory: Path | None) -> None:
         self._config_directory = config_directory
-        self._known: dict[str, Prerequisite] = {}
+        self._prerequisites_by_name: dict[str, Prerequisite] = {}
         """Resolved experiments by name."""
 
     def resolve(self, config: Config, dependents: tuple[str, ...]) -> Config:
@@ -181,49 +189,52 @@ class _Planner:
         """
         inputs: dict[str, str] = {}
 
-        def path(key: str, text: str) -> str:
+        def replace_reference(key: str, text: str) -> str:
             reference = parse_reference(key, text)
             if reference is None:
                 return text
-            prerequisite = self._prerequisite(reference, config, dependents)
+            prerequisite = self._resolve_reference(reference, config, dependents)
             inputs[key] = text
-            return str(prerequisite.path(reference.file))
+            return str(prerequisite.get_path(reference.file))
 
-        resolved_config = map_paths(config, path)
+        resolved_config = map_paths(config, replace_reference)
         # The configuration of a resumed run already has paths; run.inputs has their references.
         run = dataclasses.replace(
             resolved_config.run, inputs={**resolved_config.run.inputs, **inputs}
         )
         return dataclasses.replace(resolved_config, run=run)
 
-    def needed(self, config: Config) -> Iterator[Prerequisite]:
+    def order_prerequisites(self, config: Config) -> Iterator[Prerequisite]:
         """Yield the prerequisites of a resolved configuration in a topological order.
 
         Each prerequisite occurs once, after its own prerequisites.
         """
-        ordered: dict[Path, Prerequisite] = {}
+        ordered_prerequisites: dict[Path, Prerequisite] = {}
 
-        def visit(inputs: Config) -> None:
-            for key, text in inputs.run.inputs.items():
+        def visit(dependent: Config) -> None:
+            for key, text in dependent.run.inputs.items():
                 reference = parse_reference(key, str(text))
-                prerequisite = self._known.get(reference.experiment) if reference else None
-                if prerequisite is None or prerequisite.entry in ordered:
+                prerequisite = (
+                    self._prerequisites_by_name.get(reference.experiment) if reference else None
+                )
+                if prerequisite is None or prerequisite.entry in ordered_prerequisites:
                     continue
+                # The prerequisites of a complete result are not needed any more.
                 if not prerequisite.is_complete:
                     visit(prerequisite.config)
-                ordered[prerequisite.entry] = prerequisite
+                ordered_prerequisites[prerequisite.entry] = prerequisite
 
         visit(config)
-        yield from ordered.values()
+        yield from ordered_prerequisites.values()
 
-    def _prerequisite(
-        self, reference: Reference, user: Config, dependents: tuple[str, ...]
+    def _resolve_reference(
+        self, reference: Reference, referring_config: Config, dependents: tuple[str, ...]
     ) -> Prerequisite:
         """Resolve the experiment of a reference, and check the kind of its result.
 
         Args:
             reference: Reference to the experiment's result.
-            user: Configuration that contains the reference.
+            referring_config: Configuration that contains the reference.
             dependents: Experiments that depend on the experiment, outermost first.
 
         Raises:
@@ -232,13 +243,14 @@ class _Planner:
         """
         setting = f"{reference.key}={reference.text}"
         name = reference.experiment
+        # `dependents` is the path of the depth-first search.
         if name in dependents:
             cycle = (*dependents[dependents.index(name) :], name)
             raise ConfigError(
                 f"{setting}: circular dependency between experiments: {' -> '.join(cycle)}"
             )
 
-        if name not in self._known:
+        if name not in self._prerequisites_by_name:
             try:
                 config = compose_config([f"experiment={name}"], self._config_directory)
             except ConfigError as error:
@@ -248,11 +260,13 @@ class _Planner:
                     f"{setting}: run.automatic=true is not supported in an experiment whose result"
                     " another experiment uses; set run.automatic=false and all values in its file"
                 )
-            self._known[name] = self._entry(name, config, (*dependents, name))
+            self._prerequisites_by_name[name] = self._resolve_experiment(
+                name, config, (*dependents, name)
+            )
 
-        prerequisite = self._known[name]
-        kind = _kind(reference, prerequisite)
-        allowed = _allowed_kinds(reference.key, user)
+        prerequisite = self._prerequisites_by_name[name]
+        kind = _get_kind(reference, prerequisite)
+        allowed = _get_allowed_kinds(reference.key, referring_config)
         if kind not in allowed:
             raise ConfigError(
                 f"{setting}: expected {' or '.join(allowed)}, got {kind} (experiment {name} has"
@@ -260,30 +274,36 @@ class _Planner:
             )
         return prerequisite
 
-    def _entry(self, experiment: str, config: Config, dependents: tuple[str, ...]) -> Prerequisite:
+    def _resolve_experiment(
+        self, experiment: str, config: Config, dependents: tuple[str, ...]
+    ) -> Prerequisite:
         """Resolve an experiment and find its directory in the cache."""
+        # The paths of the unresolved configuration enter the hash as fingerprints: the paths of
+        # references contain the location of the cache, which must not change the hash.
         resolved_config = self.resolve(config, dependents)
-        values = dataclasses.asdict(map_paths(config, self._identity))
-        content = {section: values[section] for section in values if section not in _NOT_MADE_FROM}
+        values = dataclasses.asdict(map_paths(config, self._fingerprint))
+        content = {
+            section: values[section] for section in values if section not in _UNHASHED_SECTIONS
+        }
         content["steps"] = [config.run.steps, config.run.stop_after]
-        if config.run.ends:  # the last step then depends on the evaluation, too
+        if config.run.end_conditions:  # the last step then depends on the evaluation, too
             checkpoint = config.checkpoint
             content["ends"] = [
-                config.run.ends,
+                config.run.end_conditions,
                 checkpoint.every,
                 checkpoint.best_metric,
                 values["evaluation"],
             ]
         content["aligner"] = __version__
         for role in ("critic", "engine", "reward", "teacher"):
-            del content[role]["ports"]
+            del content[role]["ports"]  # ports do not change the result
 
         digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
-        entry = cache_directory().absolute() / "experiments" / f"{experiment}-{digest}"
+        entry = get_cache_directory().absolute() / "experiments" / f"{experiment}-{digest}"
         run = dataclasses.replace(resolved_config.run, name=entry.name, dir=str(entry / "run"))
         return Prerequisite(experiment, dataclasses.replace(resolved_config, run=run), entry)
 
-    def _identity(self, key: str, text: str) -> str:
+    def _fingerprint(self, key: str, text: str) -> str:
         """Return the text with which a path enters the hash of a result.
 
         The text of a reference names the cache entry and the file. The text of an ordinary path
@@ -291,41 +311,45 @@ class _Planner:
         """
         reference = parse_reference(key, text)
         if reference is not None:
-            return f"{self._known[reference.experiment].entry.name}/{reference.file}"
+            return (
+                f"{self._prerequisites_by_name[reference.experiment].entry.name}/{reference.file}"
+            )
 
         path = Path(text).absolute()
         if not path.exists():
             return text
-        files = (
-            sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
-        )
+        # Hashing the content of large models and data would take minutes.
+        if path.is_dir():
+            files = sorted(file for file in path.rglob("*") if file.is_file())
+        else:
+            files = [path]
         stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
         return json.dumps([str(path), stats])
 
 
-def _kind(reference: Reference, first: Prerequisite) -> str:
+def _get_kind(reference: Reference, prerequisite: Prerequisite) -> str:
     """Return the kind of the model or file that a reference stands for.
 
     Raises:
         ConfigError: The result has no such file.
     """
     if reference.file is None:
-        return first.gives
+        return prerequisite.result_kind
     setting = f"{reference.key}={reference.text}"
-    if not first.files:
+    if not prerequisite.files:
         raise ConfigError(
-            f"{setting}: the result is {first.gives}, but a single file of this result cannot be"
-            f" selected; use experiment:{first.name}"
+            f"{setting}: the result is {prerequisite.result_kind}, but a single file of this result"
+            f" cannot be selected; use experiment:{prerequisite.name}"
         )
-    if reference.file not in first.files:
+    if reference.file not in prerequisite.files:
         raise ConfigError(
-            f"{setting}: no such file in the result of experiment {first.name};"
-            f" its files: {', '.join(first.files)}"
+            f"{setting}: no such file in the result of experiment {prerequisite.name};"
+            f" its files: {', '.join(prerequisite.files)}"
         )
-    return _FILES[reference.file]
+    return _RESULT_KINDS[reference.file]
 
 
-def _allowed_kinds(key: str, config: Config) -> tuple[str, ...]:
+def _get_allowed_kinds(key: str, config: Config) -> tuple[str, ...]:
     """Return the kinds of results that a path key accepts.
 
     Prompts can be read both from preferences and from responses.
@@ -345,9 +369,9 @@ def _allowed_kinds(key: str, config: Config) -> tuple[str, ...]:
     return ("preferences", "responses")
 
 
-def _result_shape(config: Config, expected: ExpectedInputs) -> ModelShape | None:
+def _get_result_shape(config: Config, expected: ExpectedInputs) -> ModelShape | None:
     """Return the shape of the model that an experiment trains; None if it trains no model."""
-    if not config.algorithm.learns:
+    if not config.algorithm.trains_model:
         return None
     shape = read_shape(config, expected)
     return first_layers(config, shape) if config.algorithm.trainer == "reward_model" else shape

@@ -1,7 +1,7 @@
 """Checks of the run directory before a run starts or resumes.
 
 A resumed run must keep its configuration, except for keys that do not change what the run learns
-(`MAY_CHANGE`) and for keys that the user lists in `run.changes`.
+(`CHANGEABLE_KEYS`) and for keys that the user lists in `run.changes`.
 """
 
 import dataclasses
@@ -13,12 +13,12 @@ from typing import Any
 
 from aligner.config.compose import load_config
 from aligner.errors import ConfigError
-from aligner.paths import LOCK, RECORDS, RunPaths, can_resume, run_paths
+from aligner.paths import LOCK, RECORDS, RunPaths, can_resume, get_run_paths
 from aligner.schema import Config
-from aligner.schema.keys import schema_keys, schema_sections, value_at
-from aligner.schema.renamed import current_key
+from aligner.schema.keys import get_schema_keys, get_schema_sections, get_value
+from aligner.schema.renamed import get_current_key
 
-MAY_CHANGE: tuple[tuple[str, str], ...] = (
+CHANGEABLE_KEYS: tuple[tuple[str, str], ...] = (
     ("run.steps", "may only increase; the learning-rate schedule then ends at the new last step"),
     (
         "run.stop_after run.max_restarts run.resume run.changes run.command run.chosen",
@@ -85,20 +85,20 @@ MAY_CHANGE: tuple[tuple[str, str], ...] = (
 
 # Keys that define the weights of the initial models. A run creates these weights only once, so that
 # a later change of the keys would have no effect.
-_OF_THE_MODEL = (
+_INITIAL_MODEL_KEYS = (
     "model.source model.package model.config.* model.initializer_std dry_run.scale dry_run.models.*"
 )
 # Maximum number of changed keys in an error message.
-_SHOWN = 30
+_MAX_LISTED_KEYS = 30
 
 
-def resume_problems(config: Config) -> Iterator[str]:
+def find_resume_problems(config: Config) -> Iterator[str]:
     """Yield the reasons why the run cannot start or resume in its run directory.
 
     `run.resume` says whether the run must start (`false`), must resume (`true`), or resumes if it
     can (`auto`).
     """
-    paths = run_paths(config)
+    paths = get_run_paths(config)
     resume = config.run.resume
     try:
         is_new = is_unused(paths)
@@ -122,13 +122,13 @@ def resume_problems(config: Config) -> Iterator[str]:
         )
         yield f"run.dir={paths.root}: already exists; {advice}, or set another run.dir or run.name"
     elif resume == "true" and not can_resume(config):
-        missing_part = "complete checkpoint" if config.algorithm.learns else "completed steps"
+        missing_part = "complete checkpoint" if config.algorithm.trains_model else "completed steps"
         yield (
             f"run.resume=true: no {missing_part} in {paths.root}; set run.resume=auto to start the"
             " run from the beginning"
         )
     else:
-        yield from _changes(config, load_config(paths.config))
+        yield from _find_changes(config, load_config(paths.config))
 
 
 def check_directory(config: Config) -> None:
@@ -137,13 +137,13 @@ def check_directory(config: Config) -> None:
     Another process could still write to the directory during the first check.
 
     Raises:
-        ConfigError: `resume_problems` finds a problem; the message contains all problems.
+        ConfigError: `find_resume_problems` finds a problem; the message contains all problems.
     """
-    if problems := list(resume_problems(config)):
+    if problems := list(find_resume_problems(config)):
         raise ConfigError("\n".join(problems))
 
 
-def settled(config: Config) -> Config:
+def with_decided_resume(config: Config) -> Config:
     """Return the configuration with `run.resume=auto` replaced by `true` or `false`.
 
     The value is `true` if the run directory contains a run that can be resumed.
@@ -154,7 +154,7 @@ def settled(config: Config) -> Config:
     return dataclasses.replace(config, run=dataclasses.replace(config.run, resume=resume))
 
 
-def dated(config: Config) -> Config:
+def with_date(config: Config) -> Config:
     """Return the configuration with the date of the run, `run.date`.
 
     A date in the configuration takes precedence. Otherwise, a resumed run keeps its date, and a new
@@ -162,8 +162,8 @@ def dated(config: Config) -> Config:
     """
     if config.run.date is not None:
         return config
-    config_file = run_paths(config).config
-    if config.run.resumes and config_file.is_file():
+    config_file = get_run_paths(config).config
+    if config.run.should_resume and config_file.is_file():
         date = load_config(config_file).run.date
     else:
         date = datetime.now().isoformat(timespec="seconds")
@@ -180,28 +180,31 @@ def is_unused(paths: RunPaths) -> bool:
     return all(file.name in (LOCK, RECORDS) for file in paths.root.iterdir())
 
 
-def _changes(config: Config, started: Config) -> Iterator[str]:
+def _find_changes(config: Config, started_config: Config) -> Iterator[str]:
     """Yield the problems of a resumed run whose configuration has changed.
 
     Args:
         config: Configuration of this launch.
-        started: Configuration with which the run was started.
+        started_config: Configuration with which the run was started.
     """
-    allowed_keys = [current_key(name) for name in config.run.changes]
-    if unknown := [name for name in allowed_keys if not _is_key(name)]:
+    # The user may list a key under its old name.
+    allowed_keys = [get_current_key(name) for name in config.run.changes]
+    if unknown_keys := [name for name in allowed_keys if not _is_key(name)]:
         yield (
-            f"run.changes: unknown keys: {', '.join(unknown)}; docs/configuration.md lists all keys"
+            f"run.changes: unknown keys: {', '.join(unknown_keys)}; docs/configuration.md lists all"
+            " keys"
         )
-    old_values = _flat(started)
-    new_values = _flat(config)
+    # The union of the keys: entries of mappings may be in only one of the configurations.
+    old_values = _flatten(started_config)
+    new_values = _flatten(config)
     changed_keys = [
         key
         for key in sorted(old_values.keys() | new_values.keys())
         if old_values.get(key) != new_values.get(key)
     ]
-    fixed_keys = [key for key in changed_keys if _makes_the_model(key, started)]
+    fixed_keys = [key for key in changed_keys if _defines_initial_model(key, started_config)]
     change_lines = [
-        f"  {key}: {_shown(old_values, key)} -> {_shown(new_values, key)}"
+        f"  {key}: {_format_value(old_values, key)} -> {_format_value(new_values, key)}"
         for key in changed_keys
         if key in fixed_keys
         or not _may_change(key, old_values.get(key), new_values.get(key), allowed_keys)
@@ -209,71 +212,74 @@ def _changes(config: Config, started: Config) -> Iterator[str]:
     if not change_lines:
         return
 
-    omission = [f"  and {len(change_lines) - _SHOWN} more"] if len(change_lines) > _SHOWN else []
-    model_note = (
-        [
+    omission_note = []
+    if len(change_lines) > _MAX_LISTED_KEYS:
+        omission_note = [f"  and {len(change_lines) - _MAX_LISTED_KEYS} more"]
+    model_note = []
+    if fixed_keys:
+        model_note = [
             f"  the initial model was created with {', '.join(fixed_keys)}: these keys cannot"
             " change, even if run.changes contains them"
         ]
-        if fixed_keys
-        else []
-    )
     # run.changes helps only for keys that do not define the initial model.
     advice = (
         " list the keys that you want to change in run.changes=[KEY,...],"
         if len(change_lines) > len(fixed_keys)
         else ""
     )
-    config_file = run_paths(config).config
+    config_file = get_run_paths(config).config
     yield "\n".join(
         [
             (
                 f"run.resume={config.run.resume}: the run was started with other values. Changed"
                 f" keys ({config_file} -> this launch):"
             ),
-            *change_lines[:_SHOWN],
-            *omission,
+            *change_lines[:_MAX_LISTED_KEYS],
+            *omission_note,
             *model_note,
             f"  restore the original values,{advice} or start another run",
         ]
     )
 
 
-def _makes_the_model(key: str, started: Config) -> bool:
+def _defines_initial_model(key: str, started_config: Config) -> bool:
     """Return whether a key defines the weights of the initial models."""
     if key == "seed":  # the seed of random initial weights
-        return started.model.source == "random"
-    return any(fnmatchcase(key, pattern) for pattern in _OF_THE_MODEL.split())
+        return started_config.model.source == "random"
+    return any(fnmatchcase(key, pattern) for pattern in _INITIAL_MODEL_KEYS.split())
 
 
-def _may_change(key: str, own: Any, given: Any, meant: list[str]) -> bool:
-    """Return whether a resumed run may change a key from `own` to `given`.
+def _may_change(key: str, started_value: Any, new_value: Any, listed_keys: list[str]) -> bool:
+    """Return whether a resumed run may change a key from `started_value` to `new_value`.
 
     Args:
         key: Dotted key.
-        own: Value with which the run was started.
-        given: Value of this launch.
-        meant: Keys and sections in `run.changes`.
+        started_value: Value with which the run was started.
+        new_value: Value of this launch.
+        listed_keys: Keys and sections in `run.changes`.
     """
-    if any(key == name or key.startswith(f"{name}.") for name in meant):
+    if any(key == name or key.startswith(f"{name}.") for name in listed_keys):
         return True
-    if key == "run.date" and given is None:  # the run keeps its date
+    if key == "run.date" and new_value is None:  # the run keeps its date
         return True
     if key == "run.steps":
-        return bool(given > own)
+        return bool(new_value > started_value)
     return any(
-        fnmatchcase(key, pattern) for patterns, _ in MAY_CHANGE for pattern in patterns.split()
+        fnmatchcase(key, pattern) for patterns, _ in CHANGEABLE_KEYS for pattern in patterns.split()
     )
 
 
 def _is_key(name: str) -> bool:
     """Return whether a name is a key, a section, or an entry of a mapping key."""
-    names = {*schema_keys(), *(section.name for section in schema_sections() if section.name)}
-    mappings = [key.name for key in schema_keys().values() if key.is_mapping]
+    names = {
+        *get_schema_keys(),
+        *(section.name for section in get_schema_sections() if section.name),
+    }
+    mappings = [key.name for key in get_schema_keys().values() if key.is_mapping]
     return name in names or any(name.startswith(f"{mapping}.") for mapping in mappings)
 
 
-def _flat(config: Config) -> dict[str, Any]:
+def _flatten(config: Config) -> dict[str, Any]:
     """Return all values by dotted key; the entries of mappings have keys of their own."""
     values: dict[str, Any] = {}
 
@@ -284,12 +290,12 @@ def _flat(config: Config) -> dict[str, Any]:
         elif value != {}:
             values[key] = value
 
-    for name in schema_keys():
-        add(name, value_at(config, name))
+    for name in get_schema_keys():
+        add(name, get_value(config, name))
     return values
 
 
-def _shown(values: Mapping[str, Any], key: str) -> str:
+def _format_value(values: Mapping[str, Any], key: str) -> str:
     """Return the value of a key as JSON, for a message."""
     if key not in values:
         return "not set"

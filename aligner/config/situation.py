@@ -7,12 +7,12 @@ from typing import Any
 from aligner.models.model_source import NOTHING_EXPECTED, ExpectedInputs
 from aligner.models.shape import ModelShape
 from aligner.placement.machine import Machine
-from aligner.placement.roles import parameter_count, parameters_text
+from aligner.placement.roles import count_parameters, format_parameter_count
 
 
-def counted(number: int, what: str) -> str:
+def format_count(number: int, noun: str) -> str:
     """Return a number with a noun, which has an "s" unless the number is 1: `2 cores`."""
-    return f"{number} {what}{'' if number == 1 else 's'}"
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 @dataclass(frozen=True)
@@ -21,13 +21,13 @@ class DataStatistics:
 
     records: int
     """Number of records."""
-    looked_at: str
+    read_records_text: str
     """Description of the records that were read, for messages."""
-    is_whole: bool
+    is_complete: bool
     """Whether all records were read."""
     longest_prompt: int
     """Length of the longest prompt in tokens."""
-    most_prompts: int
+    prompt_length_p99: int
     """99th percentile of the prompt lengths in tokens."""
     longest_answer: int
     """Length of the longest response, or of the longest `answer` of a prompt; 0 without any."""
@@ -52,7 +52,7 @@ class Situation:
     it reads the records."""
     machine: Machine
     """Cores, GPUs and memory."""
-    given: frozenset[str] = frozenset()
+    user_keys: frozenset[str] = frozenset()
     """Keys that the user set."""
     expected: ExpectedInputs = field(default_factory=lambda: NOTHING_EXPECTED)
     """Inputs that need not exist yet."""
@@ -60,12 +60,12 @@ class Situation:
     @property
     def parameters(self) -> int:
         """Number of parameters of the policy."""
-        return parameter_count(self.shape)
+        return count_parameters(self.shape)
 
     @property
-    def billions(self) -> str:
+    def parameters_text(self) -> str:
         """Number of parameters of the policy, in words."""
-        return parameters_text(self.parameters)
+        return format_parameter_count(self.parameters)
 
 
 @dataclass(frozen=True)

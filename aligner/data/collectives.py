@@ -16,8 +16,8 @@ from torch.distributed import ProcessGroup
 
 from aligner.data.types import (
     FINISH_REASONS,
-    KeptTokens,
     Sample,
+    SamplingSupport,
     concatenate_response_values,
     concatenate_support,
 )
@@ -200,7 +200,7 @@ def samples_to_tensors(samples: Sequence[Sample]) -> dict[str, Tensor]:
             *(sample.prompt_id, sample.sample_index, sample.tokens.numel(), sample.prompt_length),
             *(
                 FINISH_REASONS.index(sample.finish_reason),
-                0 if sample.routes is None else len(sample.routes),
+                0 if sample.expert_routing is None else len(sample.expert_routing),
             ),
         )
         for sample in samples
@@ -214,15 +214,19 @@ def samples_to_tensors(samples: Sequence[Sample]) -> dict[str, Tensor]:
         "versions": torch.cat([empty, *(sample.weight_versions for sample in samples)]),
         "logprobs": torch.cat([torch.empty(0), *(sample.engine_logprobs for sample in samples)]),
     }
-    for name in ("drawn", "rewards"):
-        if (values := concatenate_response_values(samples, name)) is not None:
-            tensors[name] = values
+    if (generated_mask := concatenate_response_values(samples, "generated_mask")) is not None:
+        tensors["drawn"] = generated_mask
+    if (rewards := concatenate_response_values(samples, "rewards")) is not None:
+        tensors["rewards"] = rewards
     if any(branches):
         tensors["branches"] = torch.tensor(branches)
     if (support := concatenate_support(samples)) is not None:
         tensors |= {"kept_counts": support.counts, "kept_ids": support.ids}
-    if routes := [sample.routes for sample in samples if sample.routes is not None]:
-        tensors["routes"] = torch.cat(routes)
+    recorded_routing = [
+        sample.expert_routing for sample in samples if sample.expert_routing is not None
+    ]
+    if recorded_routing:
+        tensors["routes"] = torch.cat(recorded_routing)
     return tensors
 
 
@@ -239,13 +243,13 @@ def samples_from_tensors(tensors: Mapping[str, Tensor]) -> list[Sample]:
     }
     absent = [None] * len(responses)
     tokens = tensors["tokens"].split(lengths)
-    supports = routes = None
+    supports = expert_routing = None
     if "kept_counts" in tensors:
-        support = KeptTokens.from_counts(tensors["kept_counts"], tensors["kept_ids"])
+        support = SamplingSupport.from_counts(tensors["kept_counts"], tensors["kept_ids"])
         indices = torch.arange(len(support.counts)).split(responses)
         supports = [support.select(index) for index in indices]
     if "routes" in tensors:
-        routes = tensors["routes"].split(heads[:, 5].tolist())
+        expert_routing = tensors["routes"].split(heads[:, 5].tolist())
 
     samples = [
         Sample(
@@ -256,9 +260,11 @@ def samples_from_tensors(tensors: Mapping[str, Tensor]) -> list[Sample]:
             engine_logprobs=parts["logprobs"][row],
             weight_versions=parts["versions"][row],
             finish_reason=FINISH_REASONS[finish],
-            kept=None if supports is None else supports[row],
-            routes=routes[row] if routes is not None and routed_tokens else None,
-            drawn=parts.get("drawn", absent)[row],
+            sampling_support=None if supports is None else supports[row],
+            expert_routing=expert_routing[row]
+            if expert_routing is not None and routed_tokens
+            else None,
+            generated_mask=parts.get("drawn", absent)[row],
             rewards=parts.get("rewards", absent)[row],
         )
         for row, (prompt_id, sample_index, _, prompt_length, finish, routed_tokens) in enumerate(

@@ -35,8 +35,8 @@ from aligner.data.records import (
 from aligner.data.tokenizer import Tokenizer, build_run_tokenizer
 from aligner.errors import AlignerError, ConfigError
 from aligner.schema import Config, DataConfig, TeacherConfig
-from aligner.schema.data_sources import data_sources
-from aligner.schema.reward_sources import FunctionSource, reward_sources
+from aligner.schema.data_sources import parse_data_sources
+from aligner.schema.reward_sources import FunctionSource, parse_reward_sources
 
 # Number of measured records with the most characters, and of further measured records.
 _LONGEST = 64
@@ -85,18 +85,18 @@ def measure_data(config: Config, directory: Path) -> DataStatistics | None:
         return None
 
     prompt_lengths = sorted(prompt for prompt, _ in lengths)
-    is_whole = len(sampled_records) == len(raw_records)
+    is_complete = len(sampled_records) == len(raw_records)
     return DataStatistics(
         records=len(raw_records),
-        looked_at=(
+        read_records_text=(
             f"all {len(raw_records)} records"
-            if is_whole
+            if is_complete
             else f"{len(sampled_records)} of {len(raw_records)} records, including the longest"
             " record"
         ),
-        is_whole=is_whole,
+        is_complete=is_complete,
         longest_prompt=prompt_lengths[-1],
-        most_prompts=prompt_lengths[(len(prompt_lengths) - 1) * 99 // 100],
+        prompt_length_p99=prompt_lengths[(len(prompt_lengths) - 1) * 99 // 100],
         longest_answer=max(answer for _, answer in lengths),
         fields=fields,
         example=_format_example(records[0], fields) if fields else "",
@@ -114,7 +114,7 @@ def _has_template(tokenizer: Tokenizer) -> bool:
 
 def _read_raw_records(data: DataConfig) -> list[RawRecord]:
     """Return the records of all data sources, with the fields that the configuration names."""
-    sources = data_sources(data)
+    sources = parse_data_sources(data)
     if not sources:
         return [RawRecord({"prompt": text}, "data.prompts") for text in data.prompts]
     all_records: list[RawRecord] = []
@@ -126,11 +126,11 @@ def _read_raw_records(data: DataConfig) -> list[RawRecord]:
             values = parse_records(
                 raw_records,
                 lambda record: dict(record.values),
-                source.given_as,
+                source.setting_text,
                 skip=True,
                 fields=source.fields,
             )[0]
-            raw_records = [RawRecord(value, source.given_as) for value in values]
+            raw_records = [RawRecord(value, source.setting_text) for value in values]
         all_records += raw_records
     return all_records
 
@@ -142,7 +142,7 @@ def _choose_record_fields(
 
     Choose none if the configuration names any field.
     """
-    if any(source.fields for source in data_sources(config.data)):
+    if any(source.fields for source in parse_data_sources(config.data)):
         return FieldChoice()
     records = _parse_records(sampled_records)
     records += _records_with_rare_parts(records, raw_records)
@@ -150,10 +150,10 @@ def _choose_record_fields(
     return choose_fields(
         records,
         algorithm.trainer,
-        generates=algorithm.generates,
+        generates=algorithm.generates_samples,
         reads_answer=any(
             isinstance(source, FunctionSource) and source.function in _ANSWER_FUNCTIONS
-            for source in reward_sources(config.reward)
+            for source in parse_reward_sources(config.reward)
         ),
     )
 
@@ -233,7 +233,7 @@ def _measure_lengths(config: Config, file: Path, tokenizer: Tokenizer) -> Iterat
         held_out=0,
         normalization=None,
     )
-    if config.algorithm.generates:
+    if config.algorithm.generates_samples:
         prompts = open_prompts(data, tokenizer, 0)
         for prompt in prompts.take(0, len(prompts)):
             answers = (prompt.metadata.get(name) for name in ("answer", "response"))

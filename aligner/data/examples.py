@@ -150,7 +150,7 @@ def open_run_data(config: Config, tokenizer: Tokenizer) -> RunData:
         )
 
     notices = examples.notices
-    examples, held_out = examples.hold_out(data.held_out if config.algorithm.learns else 0)
+    examples, held_out = examples.hold_out(data.held_out if config.algorithm.trains_model else 0)
     if held_out:
         selection = (
             f"selected at random with seed={config.seed}"

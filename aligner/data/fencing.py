@@ -20,7 +20,7 @@ from typing import Any
 from aligner.data.checksums import DamagedError, read_sealed, seal
 from aligner.errors import AlignerError, ConfigError
 from aligner.files import NO_LOCKS, LockHolder
-from aligner.paths import run_paths
+from aligner.paths import get_run_paths
 from aligner.schema import Config
 
 _log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ def claim_run(config: Config) -> dict[str, Any]:
         ConfigError: Another process is in the middle of a write and does not finish it in time.
         AlignerError: The file `claim` is damaged.
     """
-    file = run_paths(config).claim
+    file = get_run_paths(config).claim
     file.parent.mkdir(parents=True, exist_ok=True)
     with os.fdopen(os.open(file, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=0) as stream:
         _lock(config, stream.fileno(), fcntl.LOCK_EX)
@@ -84,7 +84,7 @@ def fenced_write() -> Iterator[None]:
         yield
         return
     config, record = _writer_claim
-    file = run_paths(config).claim
+    file = get_run_paths(config).claim
     with file.open("rb") as stream:
         _lock(config, stream.fileno(), fcntl.LOCK_SH)
         current = read_sealed(file)
@@ -119,7 +119,7 @@ def _lock(config: Config, descriptor: int, kind: int) -> None:
             if not isinstance(error, BlockingIOError):
                 raise
         if (waited := time.monotonic() - start) > next_message_s:
-            current = read_sealed(run_paths(config).claim)
+            current = read_sealed(get_run_paths(config).claim)
             problem = (
                 f"run.dir={config.run.dir}: attempt {current['attempt']} ({current['holder']}) is"
                 " writing to the run"

@@ -23,7 +23,7 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from aligner.config.dry_run.tiny_settings import text_limit
+from aligner.config.dry_run.tiny_settings import get_text_limit
 from aligner.data.checksums import FileRecord
 from aligner.data.tokenizer import (
     build_character_tokenizer,
@@ -33,7 +33,7 @@ from aligner.data.tokenizer import (
 from aligner.data.tokenizer_classes import REGISTERED
 from aligner.data.tokenizer_files import find_tokenizer_problem
 from aligner.errors import ConfigError
-from aligner.extras import lacking
+from aligner.extras import describe_missing_modules
 from aligner.files import create_directory, name_file_in_errors, open_new_file
 from aligner.models.hugging_face import (
     ARCHITECTURES,
@@ -61,7 +61,7 @@ from aligner.models.weight_slices import (
     group_by_stored_tensor,
     weight_table,
 )
-from aligner.paths import run_paths
+from aligner.paths import get_run_paths
 from aligner.schema import Config
 
 _log = logging.getLogger(__name__)
@@ -245,7 +245,7 @@ def prepare_model(config: Config) -> Path:
     for note in config_notes(directory_config(directory, "model.path")):
         _log.info("%s: %s", directory, note)
     for name, entries in config.dry_run.models.items():
-        _create(run_paths(config).random_model(name), _write_random, config, entries, "scalar")
+        _create(get_run_paths(config).random_model(name), _write_random, config, entries, "scalar")
     return directory
 
 
@@ -335,7 +335,7 @@ def _write_random(
     shape = _write_config(content, directory)
     tokenizer = build_character_tokenizer(shape)
     if config.dry_run.scale != "none":
-        tokenizer = build_lenient_tokenizer(shape, text_limit(config))
+        tokenizer = build_lenient_tokenizer(shape, get_text_limit(config))
         (directory / "chat_template.jinja").write_text(_PLAIN_CHAT, encoding="utf-8")
     tokenizer.save(str(directory / "tokenizer.json"))
     if content["model_type"] in REGISTERED:
@@ -376,7 +376,7 @@ def _write_converted(directory: Path, file: Path) -> None:
         ConfigError: A package of the extra `demo` is not installed, or the tokenizer has no special
             token for padding.
     """
-    if lack := lacking("demo", "transformers", "gguf", "accelerate"):
+    if lack := describe_missing_modules("demo", "transformers", "gguf", "accelerate"):
         raise ConfigError(f"model.source=gguf: {lack}")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

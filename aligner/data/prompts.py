@@ -52,7 +52,7 @@ from aligner.data.tokenizer import Tokenizer, Tools
 from aligner.data.types import Prompt
 from aligner.errors import AlignerError, ConfigError
 from aligner.schema import DataConfig
-from aligner.schema.data_sources import DataSource, task_sources
+from aligner.schema.data_sources import DataSource, parse_task_sources
 from aligner.schema.evaluation_suites import Suite
 
 Example = TypeVar("Example")
@@ -332,7 +332,9 @@ def open_prompts(
         ]
     stream = PromptStream(sources, weights, seed=seed, shuffle=data.shuffle, notices=notices)
     # Without a selection criterion, the stream does not need the pass rates.
-    stream.selector = PromptSelector(data.curriculum, seed) if data.curriculum.chooses else None
+    stream.selector = (
+        PromptSelector(data.curriculum, seed) if data.curriculum.selects_prompts else None
+    )
     return stream
 
 
@@ -373,7 +375,7 @@ def open_evaluation_prompts(
 
     if settings.questions and data.tasks:
         prompts_per_task = [
-            read_source(source, parse)[0] for source in task_sources(data, settings.questions)
+            read_source(source, parse)[0] for source in parse_task_sources(data, settings.questions)
         ]
         # One prompt of each task in turn, so that `count` below keeps all tasks.
         prompts = [prompt for group in zip(*prompts_per_task, strict=False) for prompt in group]
@@ -388,7 +390,7 @@ def open_evaluation_prompts(
         )
         prompts, _ = read_source(source, parse)
     return [
-        replace(prompt, id=suite.first_id + index)
+        replace(prompt, id=suite.first_prompt_id + index)
         for index, prompt in enumerate(prompts[: settings.count])
     ]
 

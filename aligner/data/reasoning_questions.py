@@ -18,14 +18,14 @@ from typing import Any
 import numpy as np
 
 from aligner.errors import AlignerError, ConfigError
-from aligner.schema.data import MOST_QUESTIONS
+from aligner.schema.data import MAX_QUESTIONS
 
 # One question in eight is held out for evaluation.
 _HELD_OUT_DIVISOR = 8
 # Maximum number of generated questions per returned question; the others are of the other split.
 _MAX_ATTEMPTS = 64
 # Distance between the first generator seeds of two consecutive seeds, so that they never overlap.
-_SEED_STRIDE = MOST_QUESTIONS * _MAX_ATTEMPTS
+_SEED_STRIDE = MAX_QUESTIONS * _MAX_ATTEMPTS
 # Number of questions per reasoning_gym dataset: constructing a dataset can take longer than
 # generating a question.
 _DATASET_SIZE = 64

@@ -18,8 +18,13 @@ from typing import Any, TypeVar
 from aligner.child_function import ChildFunction, ChildLost, ChildRaised
 from aligner.errors import ConfigError
 from aligner.schema import DataConfig
-from aligner.schema.data_sources import FUNCTION, DataSource, data_sources, is_dataset
-from aligner.schema.templates import filled, optional_fields, template_fields, without_empty
+from aligner.schema.data_sources import FUNCTION, DataSource, is_dataset, parse_data_sources
+from aligner.schema.templates import (
+    drop_empty_fields,
+    fill_template,
+    find_optional_fields,
+    find_required_fields,
+)
 from aligner.values import is_finite_number
 
 Example = TypeVar("Example")
@@ -121,7 +126,7 @@ def read_examples(
     Raises:
         ConfigError: A source cannot be read, or has no usable record.
     """
-    sources = data_sources(data)
+    sources = parse_data_sources(data)
     skip = data.skip_bad_records
     results = [read_source(source, parse, skip=skip) for source in sources]
     if not sources:
@@ -141,7 +146,7 @@ def read_source(
     raw_records = read_raw_records(
         source.path, f"{source.key}.path=", timeout_s=source.timeout_s, arguments=source.arguments
     )
-    return parse_records(raw_records, parse, source.given_as, skip=skip, fields=source.fields)
+    return parse_records(raw_records, parse, source.setting_text, skip=skip, fields=source.fields)
 
 
 def read_inline_prompts(
@@ -161,7 +166,7 @@ def has_steps(data: DataConfig) -> bool:
     Raises:
         ConfigError: The source cannot be read, or has no usable record.
     """
-    source = data_sources(data)[0]
+    source = parse_data_sources(data)[0]
     for raw_record in read_raw_records(
         source.path, f"{source.key}.path=", timeout_s=source.timeout_s, arguments=source.arguments
     ):
@@ -171,7 +176,8 @@ def has_steps(data: DataConfig) -> bool:
             if not data.skip_bad_records:
                 raise
     raise ConfigError(
-        f"{source.given_as}: no record can be parsed; all were skipped (data.skip_bad_records=true)"
+        f"{source.setting_text}: no record can be parsed; all were skipped"
+        " (data.skip_bad_records=true)"
     )
 
 
@@ -380,11 +386,11 @@ def _map_field(origin: str, data_values: Mapping[str, Any], name: str, source: s
     """
     optional_values = {
         field: _to_text(data_values[field])
-        for field in optional_fields(source)
+        for field in find_optional_fields(source)
         if data_values.get(field) is not None
     }
-    template = without_empty(source, optional_values)
-    required_fields = template_fields(template)
+    template = drop_empty_fields(source, optional_values)
+    required_fields = find_required_fields(template)
     if not required_fields:
         value = get_field(data_values, source)
         if value is None and source not in data_values:
@@ -400,7 +406,7 @@ def _map_field(origin: str, data_values: Mapping[str, Any], name: str, source: s
             raise missing_field_error(
                 origin, field_name, f", which `fields` maps to `{name}`", data_values
             )
-    return filled(
+    return fill_template(
         template, {field_name: _to_text(data_values[field_name]) for field_name in required_fields}
     )
 

@@ -15,7 +15,7 @@ from aligner.errors import ConfigError
 from aligner.models.model_source import model_directory
 from aligner.schema import Config
 from aligner.schema.data_sources import FUNCTION
-from aligner.schema.references import read_paths
+from aligner.schema.references import find_read_paths
 
 InputChecksums = Mapping[str, Mapping[str, FileRecord]]
 """Size and checksum of each file, by configuration key and then by the file's path in the directory
@@ -87,7 +87,7 @@ def _input_paths(config: Config) -> dict[str, Path]:
     """Return the paths of models and data by configuration key, without those of evaluations."""
     paths = {
         key: Path(path)
-        for key, path in read_paths(config).items()
+        for key, path in find_read_paths(config).items()
         if not key.startswith("evaluation.") and not path.startswith(FUNCTION)
     }
     if config.model.source != "directory":

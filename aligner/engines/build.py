@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from aligner.checks.engine import engine_kind_problems, engine_machine_problems
+from aligner.checks.engine import find_engine_kind_problems, find_engine_machine_problems
 from aligner.engines.engine_protocol import GenerationEngine, SpanListener
 from aligner.errors import ConfigError
 from aligner.models.shape import ModelShape
@@ -26,8 +26,8 @@ def build_engine(
     seed: int,
     group: ProcessGroup | None = None,
     device: torch.device | str = "cpu",
-    shared: Mapping[str, Tensor] | None = None,
-    context: int | None = None,
+    shared_parameters: Mapping[str, Tensor] | None = None,
+    max_sequence_length: int | None = None,
     listener: SpanListener | None = None,
 ) -> GenerationEngine:
     """Return this rank's part of an engine of kind `settings.kind`, without weights.
@@ -40,29 +40,50 @@ def build_engine(
         seed: Seed of the random streams.
         group: Ranks of this rank's replica, in order; None if the replica has one rank.
         device: Device of this rank.
-        shared: Parameters of the trainer that the embedded engine uses instead of copies.
-        context: Maximum sequence length in tokens for which vLLM or TensorRT-LLM reserves memory;
-            None: the model's maximum.
+        shared_parameters: Parameters of the trainer that the embedded engine uses instead of
+            copies.
+        max_sequence_length: Maximum sequence length in tokens for which vLLM or TensorRT-LLM
+            reserves memory; None: the model's maximum.
         listener: The embedded engine calls it with `prefill` after each forward pass that prefills
             prompts.
 
     Raises:
         ConfigError: The engine does not support this model, or cannot run on this machine.
     """
-    if problems := [*engine_kind_problems(settings, shape), *engine_machine_problems(settings)]:
+    if problems := [
+        *find_engine_kind_problems(settings, shape),
+        *find_engine_machine_problems(settings),
+    ]:
         raise ConfigError("\n".join(problems))
+
+    # Imported here, because each engine needs packages that may be missing for the others.
     if settings.kind == "tensorrt_llm":
         from aligner.engines.tensorrt_llm.tensorrt_llm_engine import TensorRTLLMEngine
 
         return TensorRTLLMEngine(
-            directory, shape, settings, rank, seed, group, device=device, context=context
+            directory,
+            shape,
+            settings,
+            rank,
+            seed,
+            group,
+            device=device,
+            max_sequence_length=max_sequence_length,
         )
     if settings.kind == "vllm":
         from aligner.engines.vllm.vllm_engine import VLLMEngine
 
         return VLLMEngine(
-            directory, shape, settings, rank, seed, group, device=device, context=context
+            directory,
+            shape,
+            settings,
+            rank,
+            seed,
+            group,
+            device=device,
+            max_sequence_length=max_sequence_length,
         )
+
     from aligner.engines.embedded.embedded_engine import EmbeddedEngine
 
-    return EmbeddedEngine(shape, settings, rank, seed, group, device, shared, listener)
+    return EmbeddedEngine(shape, settings, rank, seed, group, device, shared_parameters, listener)

@@ -1,12 +1,13 @@
 """Coroutines that generate samples, run in one thread together with the steps of an engine.
 
 `EngineLoop` runs one coroutine per sample. A coroutine awaits `GenerationEngine.generate`, or
-`EngineLoop.answer` for what another process computes, such as an environment. Between two engine
-steps all coroutines run until each of them awaits one of the two, so that the requests of a step do
-not depend on timing.
+`EngineLoop.wait_for_answer` for the answer of another process, such as an environment. Between two
+engine steps all coroutines run until each of them awaits one of the two, so that the requests of a
+step do not depend on timing.
 """
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
@@ -15,7 +16,13 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from aligner.data.types import Completion, FinishReason, KeptTokens, Sample, create_empty_samples
+from aligner.data.types import (
+    Completion,
+    FinishReason,
+    Sample,
+    SamplingSupport,
+    create_empty_samples,
+)
 from aligner.engines.engine_protocol import (
     GenerationEngine,
     GenerationRequest,
@@ -23,17 +30,17 @@ from aligner.engines.engine_protocol import (
     SamplingOptions,
     SpanListener,
 )
-from aligner.errors import AlignerError, EngineGone
+from aligner.errors import AlignerError, EngineExited
 
 T = TypeVar("T")
 
-_WAIT_S = 0.1
+_MAX_WAIT_S = 0.1
 """Longest wait for answers if the engine has no work: the caller shows that it is alive, and
 receives new weights."""
 
 
 class Interrupted(Exception):
-    """Raised by `EngineLoop.answer` when the sample is wanted as it is (partial rollout)."""
+    """Raised by `EngineLoop.wait_for_answer` to make a coroutine return its partial sample."""
 
 
 class SamplesInFlight(Protocol):
@@ -43,15 +50,18 @@ class SamplesInFlight(Protocol):
     """
 
     @property
-    def done(self) -> bool:
+    def is_done(self) -> bool:
         """Whether every sample is complete and was returned."""
 
     def step(self, count: int | None = 1) -> list[tuple[int, Sample]]:
         """Run `count` engine steps, or as many as there are.
 
-        Returns the samples that are complete, each with its index among the requests; the ranks
-        other than the replica's first return the indices alone, with samples of no meaning. Raises
-        AlignerError on every rank of the replica.
+        Returns:
+            The samples that are complete, each with its index among the requests. On the ranks
+            other than the replica's first only the indices are valid.
+
+        Raises:
+            AlignerError: Generation failed; raised on every rank of the replica.
         """
 
     def interrupt(self) -> list[tuple[int, Sample]]:
@@ -61,7 +71,7 @@ class SamplesInFlight(Protocol):
         """Drop the samples that are not complete."""
 
 
-class StartsSamples(Protocol):
+class SampleStarter(Protocol):
     """Starts the generation of samples: single responses, or episodes."""
 
     def start(
@@ -74,13 +84,13 @@ class StartsSamples(Protocol):
         """
 
 
-class SampleSource(StartsSamples, Protocol):
+class EpisodeSource(SampleStarter, Protocol):
     """Starts episodes, and owns the processes that they need."""
 
-    def forget(self, first: int) -> None:
-        """Drop the journal of the prompts before `first` in the stream. Raises OSError."""
+    def drop_journal_before(self, first_prompt: int) -> None:
+        """Drop the journal of the prompts before `first_prompt` in the stream. Raises OSError."""
 
-    def take_waits(self) -> float | None:
+    def take_environment_wait_s(self) -> float | None:
         """Return the mean time in seconds that an episode waited for its environment since the last
         call; None if there was none, or if it is unknown."""
 
@@ -93,9 +103,12 @@ class _Answer:
     """An answer that a coroutine awaits."""
 
     order: int
-    source: Future[Any]
+    """Answers that are delivered together are delivered in this order."""
+    future: Future[Any]
+    """The pending answer of the other process."""
     delivered: "asyncio.Future[Any]"
-    due: int
+    """Future that the coroutine awaits."""
+    due_step: int
     """Engine step at which it is delivered, if answers are delivered by steps."""
 
 
@@ -112,9 +125,9 @@ class EngineLoop:
         """
         Args:
             engine: The engine whose steps are run.
-            steps_per_answer: Deliver an answer this many engine steps after the call of `answer`,
-                and wait for it then, so that the engine's batches do not depend on how fast
-                environments are; None: as soon as it has arrived.
+            steps_per_answer: Deliver an answer this many engine steps after the call of
+                `wait_for_answer`, and wait for it then, so that the engine's batches do not depend
+                on how fast environments are; None: as soon as it has arrived.
             listener: Called with the times at which the loop waited for answers (`wait`).
         """
         self._engine = engine
@@ -122,14 +135,17 @@ class EngineLoop:
         self._listener = listener
         self._loop = asyncio.new_event_loop()
         self._tasks: dict[asyncio.Task[Any], int] = {}
+        """Index of the result of each coroutine that has not returned."""
         self._answers: list[_Answer] = []
-        self._generating = 0
+        self._pending_requests = 0
         """Requests of the coroutines that the engine has not completed."""
         self._steps = 0
+        """Number of engine steps so far, with which `due_step` is compared."""
         self._results: list[tuple[int, Any]] = []
+        """Results that were not taken yet, with the indices of their coroutines."""
 
     @property
-    def done(self) -> bool:
+    def is_done(self) -> bool:
         """Whether every coroutine has returned and its result was taken."""
         return not self._tasks and not self._results
 
@@ -147,29 +163,34 @@ class EngineLoop:
     ) -> Completion:
         """Call `GenerationEngine.generate` for a coroutine of this loop."""
         request = self._engine.submit(tokens, sampling, key, is_continued)
+        # A request that the engine refuses is complete already, and its coroutine can run on.
         if not request.future.done():
-            self._generating += 1
-            request.future.add_done_callback(self._count_completion)
+            self._pending_requests += 1
+            request.future.add_done_callback(self._on_completion)
         return await asyncio.wrap_future(request.future)
 
-    def _count_completion(self, future: "Future[Completion]") -> None:
-        self._generating -= 1
+    def _on_completion(self, future: "Future[Completion]") -> None:
+        self._pending_requests -= 1
 
-    async def answer(self, source: "Future[T]", order: int, *, is_replayed: bool = False) -> T:
-        """Await what another process computes.
+    async def wait_for_answer(
+        self, answer: "Future[T]", order: int, *, is_replayed: bool = False
+    ) -> T:
+        """Await the answer of another process.
 
         Args:
-            source: The answer.
+            answer: The pending answer.
             order: Answers that are delivered together are delivered in this order.
             is_replayed: Deliver it at once, because its content is known.
 
         Raises:
-            Interrupted: The sample is wanted as it is.
+            Interrupted: The coroutine must return its partial sample.
         """
         delay = 0 if is_replayed else self._steps_per_answer or 0
         delivered: asyncio.Future[T] = self._loop.create_future()
-        self._answers.append(_Answer(order, source, delivered, self._steps + delay))
-        source.add_done_callback(lambda _: self._engine.wake_up.set())
+        self._answers.append(_Answer(order, answer, delivered, self._steps + delay))
+        # The callback runs in the thread that completes the answer, while `_wait_for_answers` may
+        # wait in the thread of the loop.
+        answer.add_done_callback(lambda _: self._engine.wake_up.set())
         return await delivered
 
     def step(self) -> list[tuple[int, Any]]:
@@ -177,26 +198,27 @@ class EngineLoop:
         ended."""
         if self._loop.is_closed():
             return []
-        self.settle()
+        self.run_coroutines()
         self._deliver_answers()
         if self._engine.has_work:
             self._engine.step()
             self._steps += 1
-            self.settle()
+            self.run_coroutines()
         return self._take_results()
 
     def interrupt(self) -> list[tuple[int, Any]]:
-        """Have every coroutine return what it has, and return the results."""
+        """Interrupt every coroutine, and return the complete and the partial results."""
         if self._loop.is_closed():
             return []
-        self.settle()
+        self.run_coroutines()
+        # An interrupted coroutine may still request something else before it returns.
         while self._tasks:
             answers = self._answers
             self._answers = []
             for answer in answers:
                 answer.delivered.set_exception(Interrupted())
             self._engine.interrupt()
-            self.settle()
+            self.run_coroutines()
         return self._take_results()
 
     def close(self) -> None:
@@ -207,159 +229,188 @@ class EngineLoop:
         tasks = [*self._tasks]
         for task in tasks:
             task.cancel()
+        # `cancel` takes effect when the loop runs: the coroutines then execute their `finally`.
         if tasks:
             self._loop.run_until_complete(asyncio.wait(tasks))
         self._tasks.clear()
         self._results.clear()
-        if self._engine.has_work:
-            self._engine.interrupt()
-        self._loop.close()
+
+        # Their requests are still in flight, although nobody awaits them.
+        try:
+            if self._engine.has_work:
+                self._engine.interrupt()
+        finally:
+            self._loop.close()
 
     def _take_results(self) -> list[tuple[int, Any]]:
         results = self._results
         self._results = []
         return results
 
-    def settle(self) -> None:
+    def run_coroutines(self) -> None:
         """Run the coroutines until each has returned, or awaits the engine or an answer."""
-        if self._is_runnable:  # most engine steps complete no request
+        # Most engine steps complete no request, and starting the event loop would cost time.
+        if self._is_runnable:
             self._loop.run_until_complete(self._run_ready())
 
     @property
     def _is_runnable(self) -> bool:
-        return len(self._tasks) > self._generating + len(self._answers)
+        """Whether a coroutine can run: the others await one request or one answer each."""
+        return len(self._tasks) > self._pending_requests + len(self._answers)
 
     async def _run_ready(self) -> None:
         while self._is_runnable:
+            # Each ready task runs until its next `await`.
             await asyncio.sleep(0)
-            ended = [task for task in self._tasks if task.done()]
-            for task in sorted(ended, key=lambda each: self._tasks[each]):
+            finished = [task for task in self._tasks if task.done()]
+            # By index, so that the order of the results does not depend on the event loop.
+            for task in sorted(finished, key=lambda task: self._tasks[task]):
                 index = self._tasks.pop(task)
                 self._results.append((index, task.result()))
 
     def _deliver_answers(self) -> None:
+        """Deliver the answers that have arrived, or those that are due at this step."""
         is_idle = not self._engine.has_work and not self._results
         if self._steps_per_answer is None:
             if is_idle and self._answers:
                 self._wait_for_answers()
-            self._deliver([each for each in self._answers if each.source.done()])
+            self._deliver([answer for answer in self._answers if answer.future.done()])
             return
 
+        # An idle engine takes no steps, so the count jumps to the step of the next answer.
         if is_idle and self._answers:
-            self._steps = max(self._steps, min(each.due for each in self._answers))
-        while due := [each for each in self._answers if each.due <= self._steps]:
-            begin = time.perf_counter()
+            self._steps = max(self._steps, min(answer.due_step for answer in self._answers))
+        while due := [answer for answer in self._answers if answer.due_step <= self._steps]:
+            start_s = time.perf_counter()
             for answer in due:
-                answer.source.exception()  # waits for it
-            self._report_wait(begin)
+                # `exception` waits for the answer, and unlike `result` does not raise its error.
+                answer.future.exception()
+            self._report_wait(start_s)
             self._deliver(due)
 
     def _deliver(self, answers: Sequence[_Answer]) -> None:
-        for answer in sorted(answers, key=lambda each: each.order):
+        for answer in sorted(answers, key=lambda answer: answer.order):
             self._answers.remove(answer)
-            error = answer.source.exception()
+            error = answer.future.exception()
             if error is not None:
                 answer.delivered.set_exception(error)
             else:
-                answer.delivered.set_result(answer.source.result())
-        self.settle()
+                answer.delivered.set_result(answer.future.result())
+        self.run_coroutines()
 
     def _wait_for_answers(self) -> None:
         """Wait until an answer or a request arrives, or a moment has passed."""
-        begin = time.perf_counter()
+        start_s = time.perf_counter()
+        # The event is cleared before the check: what arrives after the check sets it again.
         self._engine.wake_up.clear()
-        if not any(each.source.done() for each in self._answers) and not self._engine.has_work:
-            self._engine.wake_up.wait(_WAIT_S)
-        self._report_wait(begin)
+        has_answer = any(answer.future.done() for answer in self._answers)
+        if not has_answer and not self._engine.has_work:
+            self._engine.wake_up.wait(_MAX_WAIT_S)
+        self._report_wait(start_s)
 
-    def _report_wait(self, begin: float) -> None:
+    def _report_wait(self, start_s: float) -> None:
         if self._listener is not None:
-            self._listener("wait", begin, time.perf_counter())
+            self._listener("wait", start_s, time.perf_counter())
 
 
-class LoopSamples:
+class LeaderSamples:
     """`SamplesInFlight` of a replica's first rank: the results of an `EngineLoop`."""
 
     def __init__(self, engine: GenerationEngine, start: Callable[[], EngineLoop]) -> None:
         """Start the loop. Raises AlignerError on every rank of the replica if `start` does."""
         self._engine = engine
-        self._started: EngineLoop | None = None
+        self._started_loop: EngineLoop | None = None
 
-        def begin() -> list[tuple[int, Sample]]:
-            self._started = start()
+        def start_loop() -> list[tuple[int, Sample]]:
+            self._started_loop = start()
             try:
-                self._started.settle()
+                self._started_loop.run_coroutines()
             except BaseException:
-                self._started.close()  # while the other ranks still execute the engine's steps
+                # `close` may interrupt the engine, and the other ranks follow the engine only until
+                # the outcome is shared.
+                self._started_loop.close()
                 raise
             return []
 
-        self._report(begin)
+        self._run_and_share_outcome(start_loop)
 
     @property
     def _loop(self) -> EngineLoop:
-        assert self._started is not None, "an instance exists only if its loop has started"
-        return self._started
+        assert self._started_loop is not None, "an instance exists only if its loop has started"
+        return self._started_loop
 
     @property
-    def done(self) -> bool:
-        """See `SamplesInFlight.done`."""
-        return self._started is None or self._started.done
+    def is_done(self) -> bool:
+        """See `SamplesInFlight.is_done`."""
+        return self._started_loop is None or self._started_loop.is_done
 
     def step(self, count: int | None = 1) -> list[tuple[int, Sample]]:
         """See `SamplesInFlight.step`."""
-        return self._report(lambda: self._run_steps(count))
+        return self._run_and_share_outcome(lambda: self._run_steps(count))
 
     def _run_steps(self, count: int | None) -> list[tuple[int, Sample]]:
         complete: list[tuple[int, Sample]] = []
-        taken = 0
-        while not self._loop.done and (count is None or taken < count):
+        # `_steps` of the loop also jumps, so the steps are counted here.
+        step_count = 0
+        while not self._loop.is_done and (count is None or step_count < count):
             complete += self._loop.step()
-            taken += 1
+            step_count += 1
         return complete
 
     def interrupt(self) -> list[tuple[int, Sample]]:
         """See `SamplesInFlight.interrupt`."""
-        return self._report(self._loop.interrupt)
+        return self._run_and_share_outcome(self._loop.interrupt)
 
     def cancel(self) -> None:
         """See `SamplesInFlight.cancel`."""
-        self._report(self._close)
+        self._run_and_share_outcome(self._close)
 
     def _close(self) -> list[tuple[int, Sample]]:
         self._loop.close()
         return []
 
-    def _report(self, act: Callable[[], list[tuple[int, Sample]]]) -> list[tuple[int, Sample]]:
-        """Act, and let the other ranks return with the outcome."""
+    def _run_and_share_outcome(
+        self, action: Callable[[], list[tuple[int, Sample]]]
+    ) -> list[tuple[int, Sample]]:
+        """Run the action, and let the other ranks return with the outcome."""
         try:
-            samples = act()
-        except (AlignerError, EngineGone) as error:
-            self._engine.end_turn({"error": str(error), "done": self.done, "indices": []})
+            samples = action()
+        except (AlignerError, EngineExited) as error:
+            # Nobody takes a step of a failed loop again; its coroutines end before the other ranks
+            # stop following the engine. An engine that has exited cannot be interrupted.
+            if self._started_loop is not None:
+                with contextlib.suppress(AlignerError, EngineExited):
+                    self._started_loop.close()
+            self._engine.end_turn({"error": str(error), "done": self.is_done, "indices": []})
             raise
+        # The other ranks need only the indices, because rank 0 of the replica reports the samples.
         indices = [index for index, _ in samples]
-        self._engine.end_turn({"error": None, "done": self.done, "indices": indices})
+        self._engine.end_turn({"error": None, "done": self.is_done, "indices": indices})
         return samples
 
 
-class FollowedSamples:
+class FollowerSamples:
     """`SamplesInFlight` of the other ranks of a replica: they execute the first rank's steps."""
 
     def __init__(self, engine: GenerationEngine, requests: Sequence[GenerationRequest]) -> None:
         """Start as the first rank does. Raises AlignerError if the first rank does."""
         self._engine = engine
         self._requests = requests
-        self.done = False
+        self.is_done = False
+        # The first rank shares one outcome at the start, and one for each call of a method.
         self.step()
 
     def step(self, count: int | None = 1) -> list[tuple[int, Sample]]:
         """See `SamplesInFlight.step`."""
         self._engine.follow()
         message = self._engine.end_turn()
-        self.done = message["done"]
+        self.is_done = message["done"]
         if message["error"] is not None:
             raise AlignerError(message["error"])
-        return [(index, unfinished_sample(self._requests[index])) for index in message["indices"]]
+        # The samples are placeholders, see `SamplesInFlight.step`.
+        return [
+            (index, create_unfinished_sample(self._requests[index])) for index in message["indices"]
+        ]
 
     def interrupt(self) -> list[tuple[int, Sample]]:
         """See `SamplesInFlight.interrupt`."""
@@ -379,17 +430,19 @@ def start_on_replica(
 
     Raises AlignerError on every rank if `start` does.
     """
-    if engine.leads:
-        return LoopSamples(engine, start)
-    return FollowedSamples(engine, requests)
+    if engine.is_leader:
+        return LeaderSamples(engine, start)
+    return FollowerSamples(engine, requests)
 
 
-def reserve_longest(
+def reserve_cache(
     engine: GenerationEngine, requests: Sequence[GenerationRequest], options: SamplingOptions
 ) -> None:
     """Have the engine prepare its KV cache for the longest prompts and responses of requests."""
     if requests:
-        longest = max(len(each.prompt.tokens) + each.limit(options) for each in requests)
+        longest = max(
+            len(request.prompt.tokens) + request.get_token_limit(options) for request in requests
+        )
         engine.reserve(len(requests), longest)
 
 
@@ -402,35 +455,35 @@ class SingleResponses:
     def start(
         self, requests: Sequence[GenerationRequest], options: SamplingOptions
     ) -> SamplesInFlight:
-        """See `StartsSamples.start`."""
+        """See `SampleStarter.start`."""
 
-        def start() -> EngineLoop:
+        def start_loop() -> EngineLoop:
             self.engine.check(requests, options)
-            reserve_longest(self.engine, requests, options)
+            reserve_cache(self.engine, requests, options)
             loop = EngineLoop(self.engine)
             for index, request in enumerate(requests):
                 loop.spawn(index, complete_response(loop, request, options))
             return loop
 
-        return start_on_replica(self.engine, requests, start)
+        return start_on_replica(self.engine, requests, start_loop)
 
 
 @dataclass(frozen=True)
-class FollowsEpisodes:
-    """`SampleSource` of the ranks of a replica other than the first."""
+class EpisodeFollower:
+    """`EpisodeSource` of the ranks of a replica other than the first."""
 
     engine: GenerationEngine
 
     def start(
         self, requests: Sequence[GenerationRequest], options: SamplingOptions
     ) -> SamplesInFlight:
-        """See `StartsSamples.start`."""
-        return FollowedSamples(self.engine, requests)
+        """See `SampleStarter.start`."""
+        return FollowerSamples(self.engine, requests)
 
-    def forget(self, first: int) -> None:
+    def drop_journal_before(self, first_prompt: int) -> None:
         """Do nothing: the first rank has the journal."""
 
-    def take_waits(self) -> float | None:
+    def take_environment_wait_s(self) -> float | None:
         """Return None: the first rank has the environments."""
         return None
 
@@ -442,33 +495,47 @@ async def complete_response(
     loop: EngineLoop, request: GenerationRequest, options: SamplingOptions
 ) -> Sample:
     """Generate the response of a sample, or continue its partial response."""
-    sample = unfinished_sample(request)
-    used = len(sample.response)
+    sample = create_unfinished_sample(request)
+    response_length = len(sample.response)
+    # The limits apply to the whole response, of which a part may exist already.
     sampling = replace(
         options,
-        max_new_tokens=request.limit(options) - used,
-        min_new_tokens=max(0, options.min_new_tokens - used),
+        max_new_tokens=request.get_token_limit(options) - response_length,
+        min_new_tokens=max(0, options.min_new_tokens - response_length),
     )
+    # The stream starts after the prompt also for a partial response, so that the remaining tokens
+    # use the random numbers that would have come next.
     key = RequestKey(request.prompt.id, request.sample_index, sample.prompt_length)
-    return with_completion(sample, await loop.generate(sample.tokens, sampling, key=key))
+    completion = await loop.generate(sample.tokens, sampling, key=key)
+    return append_completion(sample, completion)
 
 
-def unfinished_sample(request: GenerationRequest) -> Sample:
+def create_unfinished_sample(request: GenerationRequest) -> Sample:
     """Return the sample that a request continues; one without response tokens if it is new."""
-    if request.begun is not None:
-        return request.begun
-    return replace(create_empty_samples([request.prompt], 1)[0], sample_index=request.sample_index)
+    if request.partial_sample is not None:
+        return request.partial_sample
+    (sample,) = create_empty_samples([request.prompt], 1)
+    return replace(sample, sample_index=request.sample_index)
 
 
-def with_completion(sample: Sample, completion: Completion) -> Sample:
+def append_completion(sample: Sample, completion: Completion) -> Sample:
     """Return a sample with a completion of its tokens appended."""
-    generated = torch.ones(len(completion.tokens), dtype=torch.bool)
-    routes = sample.routes
-    if completion.routes is not None:
-        # the routing that was recorded first stays: it led to the tokens that follow
-        known = 0 if routes is None else len(routes)
-        new = completion.routes[known:]
-        routes = new if routes is None else torch.cat((routes, new))
+    token_count = len(completion.tokens)
+
+    # A sample without a mask has no observation tokens.
+    generated_mask = sample.generated_mask
+    if generated_mask is not None:
+        new_mask = torch.ones(token_count, dtype=torch.bool)
+        generated_mask = torch.cat((generated_mask, new_mask))
+
+    routes = sample.expert_routing
+    if completion.expert_routing is not None:
+        # The completion contains the routing of all tokens before it, too. The routing that was
+        # recorded first stays, because it led to the tokens that follow.
+        known_length = 0 if routes is None else len(routes)
+        new_routes = completion.expert_routing[known_length:]
+        routes = new_routes if routes is None else torch.cat((routes, new_routes))
+
     finish_reason: FinishReason = (
         "unfinished" if completion.finish_reason == "interrupted" else completion.finish_reason
     )
@@ -478,53 +545,60 @@ def with_completion(sample: Sample, completion: Completion) -> Sample:
         engine_logprobs=torch.cat((sample.engine_logprobs, completion.logprobs)),
         weight_versions=torch.cat((sample.weight_versions, completion.weight_versions)),
         finish_reason=finish_reason,
-        kept=_joined_support(sample, completion.kept, len(completion.tokens)),
-        routes=routes,
-        drawn=None if sample.drawn is None else torch.cat((sample.drawn, generated)),
+        sampling_support=_extend_support(sample, completion.sampling_support, token_count),
+        expert_routing=routes,
+        generated_mask=generated_mask,
     )
 
 
-def with_observation(sample: Sample, tokens: Sequence[int], limit: int) -> Sample:
+def append_observation(sample: Sample, tokens: Sequence[int], limit: int) -> Sample:
     """Return a sample with observation tokens appended, which the model did not generate.
 
     Raises AlignerError if they leave no room for a generated token within `limit` response tokens.
     """
-    used = len(sample.response)
+    response_length = len(sample.response)
     count = len(tokens)
-    if used + count >= limit:
+    # One more token must fit, because the observation is the input of another turn.
+    if response_length + count >= limit:
         raise AlignerError(
             f"prompt {sample.prompt_id}, sample {sample.sample_index}:"
-            f" {used} response tokens and {count} observation tokens leave no"
+            f" {response_length} response tokens and {count} observation tokens leave no"
             f" room for a generated token; the limit is {limit} tokens"
         )
     if not count:
         return replace(sample, finish_reason="unfinished")
-    generated = torch.ones(used, dtype=torch.bool) if sample.drawn is None else sample.drawn
+
+    generated_mask = sample.generated_mask
+    if generated_mask is None:
+        generated_mask = torch.ones(response_length, dtype=torch.bool)
+    # The zeros are placeholders: nothing reads log-probs and versions outside `generated_mask`.
     return replace(
         sample,
         tokens=torch.cat((sample.tokens.cpu(), torch.tensor(tokens, dtype=torch.int64))),
         engine_logprobs=torch.cat((sample.engine_logprobs, torch.zeros(count))),
         weight_versions=torch.cat((sample.weight_versions, torch.zeros(count, dtype=torch.int64))),
         finish_reason="unfinished",
-        kept=_joined_support(sample, None, count),
-        drawn=torch.cat((generated, torch.zeros(count, dtype=torch.bool))),
+        sampling_support=_extend_support(sample, None, count),
+        generated_mask=torch.cat((generated_mask, torch.zeros(count, dtype=torch.bool))),
     )
 
 
-def _joined_support(sample: Sample, support: KeptTokens | None, count: int) -> KeptTokens | None:
+def _extend_support(
+    sample: Sample, support: SamplingSupport | None, count: int
+) -> SamplingSupport | None:
     """Return the sampling support of a sample's response tokens and of `count` further ones."""
-    if sample.kept is None and support is None:
+    if sample.sampling_support is None and support is None:
         return None
     parts = [
-        sample.kept or KeptTokens.unrestricted(len(sample.response)),
-        support or KeptTokens.unrestricted(count),
+        sample.sampling_support or SamplingSupport.unrestricted(len(sample.response)),
+        support or SamplingSupport.unrestricted(count),
     ]
     counts = torch.cat([part.counts for part in parts])
-    ids = torch.cat([ids for part in parts for ids in part.split_ids()])
-    return KeptTokens.from_counts(counts, ids)
+    ids = torch.cat([*parts[0].split_ids(), *parts[1].split_ids()])
+    return SamplingSupport.from_counts(counts, ids)
 
 
-def finish(samples: SamplesInFlight, steps: int | None = None) -> dict[int, Sample]:
+def run_steps(samples: SamplesInFlight, steps: int | None = None) -> dict[int, Sample]:
     """Run `steps` engine steps, or until all samples are complete; return the completed samples by
     their index."""
-    return {} if samples.done else dict(samples.step(steps))
+    return {} if samples.is_done else dict(samples.step(steps))

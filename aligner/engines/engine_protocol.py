@@ -56,6 +56,7 @@ class SamplingOptions:
     """Return the expert routing of every token; mixture-of-experts models only."""
 
     def __post_init__(self) -> None:
+        # All problems are reported at once, so that a user corrects them in one go.
         rules = (
             (self.max_new_tokens >= 1, f"max_new_tokens={self.max_new_tokens}: must be at least 1"),
             (
@@ -80,22 +81,23 @@ class SamplingOptions:
             raise AlignerError("\n".join(problems))
 
     @property
-    def truncates(self) -> bool:
+    def has_truncation(self) -> bool:
         """Whether top-k, top-p or min-p exclude tokens."""
         return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
     @property
-    def tells_kept(self) -> bool:
+    def returns_support(self) -> bool:
         """Whether completions contain the sampling support of each token."""
-        return self.truncates and self.renormalize
+        return self.has_truncation and self.renormalize
 
     def is_batchable_with(self, other: "SamplingOptions") -> bool:
         """Return whether both differ at most in their token limits, so that one batch can hold
         both."""
-        same_limits = replace(
+        # The limits decide only when a response ends, not how its tokens are sampled.
+        with_other_limits = replace(
             self, max_new_tokens=other.max_new_tokens, min_new_tokens=other.min_new_tokens
         )
-        return same_limits == other
+        return with_other_limits == other
 
 
 @dataclass(frozen=True)
@@ -106,10 +108,10 @@ class GenerationRequest:
     sample_index: int
     max_new_tokens: int | None = None
     """Maximum number of response tokens of this sample, if lower than that of the options."""
-    begun: Sample | None = None
+    partial_sample: Sample | None = None
     """The unfinished sample (partial rollout) to continue."""
 
-    def limit(self, options: SamplingOptions) -> int:
+    def get_token_limit(self, options: SamplingOptions) -> int:
         """Return the maximum number of response tokens."""
         if self.max_new_tokens is None:
             return options.max_new_tokens
@@ -160,6 +162,7 @@ class EngineRequest:
 
     def resolve(self, completion: Completion) -> None:
         """Deliver the completion, unless the caller was cancelled."""
+        # `set_result` would raise InvalidStateError for a cancelled future.
         if not self.future.done():
             self.future.set_result(completion)
 
@@ -169,12 +172,14 @@ class EngineRequest:
             self.future.set_exception(error)
 
 
-def request_problems(
+def find_request_problems(
     requests: Sequence[GenerationRequest], options: SamplingOptions, shape: ModelShape
 ) -> list[str]:
     """Return one message per invalid request, with the prompt's id; the samples of a prompt share
     their messages."""
-    problems = [problem for request in requests for problem in _problems(request, options, shape)]
+    problems: list[str] = []
+    for request in requests:
+        problems += _find_problems(request, options, shape)
     if unknown := [token for token in options.stop_token_ids if not 0 <= token < shape.vocab_size]:
         problems.append(
             f"stop_token_ids={unknown}: must be in the vocabulary, [0, {shape.vocab_size})"
@@ -183,13 +188,17 @@ def request_problems(
         problems.append(
             "routes=true: requires a mixture-of-experts model; this model has no experts"
         )
+    # The samples of a prompt have equal messages; a dict removes the copies and keeps the order.
     return list(dict.fromkeys(problems))
 
 
-def _problems(request: GenerationRequest, options: SamplingOptions, shape: ModelShape) -> list[str]:
+def _find_problems(
+    request: GenerationRequest, options: SamplingOptions, shape: ModelShape
+) -> list[str]:
+    """Return one message per problem of a request."""
     prompt = request.prompt
     tokens = prompt.tokens
-    limit = request.limit(options)
+    limit = request.get_token_limit(options)
     if not len(tokens):
         return [f"prompt {prompt.id} is empty; must have at least one token"]
     problems = []
@@ -202,10 +211,11 @@ def _problems(request: GenerationRequest, options: SamplingOptions, shape: Model
             f"prompt {prompt.id}: max_new_tokens={limit} must be at least"
             f" {max(1, options.min_new_tokens)}"
         )
-    if request.begun is not None and len(request.begun.response) >= limit:
+    # A complete response is no request: at least one token must be missing.
+    if request.partial_sample is not None and len(request.partial_sample.response) >= limit:
         problems.append(
             f"prompt {prompt.id}: the partial response of sample {request.sample_index} has"
-            f" {len(request.begun.response)} tokens already, but max_new_tokens={limit}"
+            f" {len(request.partial_sample.response)} tokens already, but max_new_tokens={limit}"
         )
     if len(tokens) + limit > shape.max_positions:
         problems.append(
@@ -222,11 +232,11 @@ def _problems(request: GenerationRequest, options: SamplingOptions, shape: Model
     return problems
 
 
-_VLLM_VOCABULARY = 64
+_VLLM_VOCABULARY_MULTIPLE = 64
 """vLLM pads the vocabulary to a multiple of it."""
 
 
-def weight_format(settings: EngineConfig, device: torch.device | str) -> WeightFormat:
+def compute_weight_format(settings: EngineConfig, device: torch.device | str) -> WeightFormat:
     """Return the format in which an engine with these settings, on a device, gets weights."""
     layout = settings.parallel
     # TensorRT-LLM receives whole tensors on every GPU, and slices them itself.
@@ -236,18 +246,21 @@ def weight_format(settings: EngineConfig, device: torch.device | str) -> WeightF
             torch.bfloat16,
             settings.bucket_mib << 20,
         )
+
     precision = settings.precision
     if precision == "auto":
         precision = "bf16" if torch.device(device).type == "cuda" else "fp32"
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+
     # A bucket is counted in whole tensors, of which each worker receives only its slices.
     if settings.kind == "vllm":
         return WeightFormat(
             layout,
             dtype,
             settings.bucket_mib * layout.tensor << 20,
-            vocabulary_multiple=_VLLM_VOCABULARY,
+            vocabulary_multiple=_VLLM_VOCABULARY_MULTIPLE,
         )
+    # The embedded engine receives weights in memory that it has for all tensors at once.
     return WeightFormat(layout, dtype, None)
 
 
@@ -266,10 +279,10 @@ class GenerationEngine(ABC):
         self._settings = settings
         self.weight_format = weight_format
         """The format in which the engine receives new weights."""
-        self._why_no_weights = "no weight sync has completed yet"
-        self._incoming: int | None = None
+        self._no_weights_reason = "no weight sync has completed yet"
+        self._incoming_version: int | None = None
         """Version of the open update."""
-        self._asleep = False
+        self._is_asleep = False
         self._arrivals: list[EngineRequest] = []
         self._arrivals_lock = threading.Lock()
         self.wake_up = threading.Event()
@@ -285,8 +298,8 @@ class GenerationEngine(ABC):
     ) -> Completion:
         """Generate a completion of `tokens`.
 
-        May be called from any thread and event loop; somebody else has to run the engine's steps
-        (`EngineLoop`).
+        May be called from any thread and event loop. It does not run the engine's steps; the
+        caller of `step`, such as `EngineLoop`, does.
 
         Args:
             tokens: int64 [T], the input: the prompt, and everything that follows it so far.
@@ -310,9 +323,10 @@ class GenerationEngine(ABC):
     ) -> EngineRequest:
         """Queue a request for the next step; `generate` awaits its future. Thread-safe."""
         request = EngineRequest(tokens, sampling, key, is_continued)
-        if problem := self._unsupported(request):
+        if problem := self._find_unsupported(request):
             request.fail(AlignerError(problem))
             return request
+        # Callers run in any thread, and the engine takes the arrivals in the thread of its steps.
         with self._arrivals_lock:
             self._arrivals.append(request)
         self.wake_up.set()
@@ -328,7 +342,7 @@ class GenerationEngine(ABC):
         """
 
     @property
-    def leads(self) -> bool:
+    def is_leader(self) -> bool:
         """Whether this is the first rank of its replica."""
         return True
 
@@ -345,7 +359,7 @@ class GenerationEngine(ABC):
             raise AlignerError(
                 "the engine is already generating; finish or cancel the earlier generation first"
             )
-        if problems := request_problems(requests, options, self._shape):
+        if problems := find_request_problems(requests, options, self._shape):
             raise AlignerError("\n".join(problems))
 
     def check_branch(self, prompt_id: int) -> None:  # noqa: B027  (most engines can)
@@ -381,18 +395,20 @@ class GenerationEngine(ABC):
         ended."""
 
     def follow(self) -> None:  # noqa: B027  (engines whose other ranks have no steps)
-        """Execute the commands of rank 0 of the replica until it ends the turn (`end_turn`); on the
-        other ranks.
+        """Execute the commands of the replica's rank 0 until it calls `end_turn`.
 
-        Raises AlignerError as the command did on rank 0.
+        The other ranks of the replica call this method. Raises AlignerError if a command raised it
+        on rank 0.
         """
 
     def end_turn(self, message: Any = None) -> Any:
-        """On rank 0, let the other ranks return from `follow`. Returns rank 0's JSON `message` on
-        every rank."""
+        """Return rank 0's JSON `message` on every rank of the replica. Collective.
+
+        On rank 0 this call also makes the other ranks return from `follow`.
+        """
         return message
 
-    def take_guesses(self) -> tuple[int, int]:
+    def take_draft_counts(self) -> tuple[int, int]:
         """Return the numbers of draft tokens, and of accepted draft tokens, since the last call
         (`engine.speculation`)."""
         return 0, 0
@@ -422,7 +438,7 @@ class GenerationEngine(ABC):
     def shutdown(self) -> None:
         """Stop the processes that the engine started, if any. The engine is not used again."""
 
-    def _unsupported(self, request: EngineRequest) -> str | None:
+    def _find_unsupported(self, request: EngineRequest) -> str | None:
         """Return why this engine cannot serve a request; None if it can."""
         return None
 
@@ -431,29 +447,30 @@ class GenerationEngine(ABC):
         with self._arrivals_lock:
             arrivals = self._arrivals
             self._arrivals = []
+        # By key, so that a batch does not depend on the order in which threads submitted requests.
         return sorted(arrivals, key=lambda request: request.key.order)
 
     def _check_weights(self) -> None:
         if self.version is None:
-            raise AlignerError(f"the engine has no weights: {self._why_no_weights}")
+            raise AlignerError(f"the engine has no weights: {self._no_weights_reason}")
 
-    def _check_awake(self, what: str) -> None:
-        if self._asleep:
-            raise AlignerError(f"the engine is asleep and cannot {what}; wake the engine first")
+    def _check_awake(self, action: str) -> None:
+        if self._is_asleep:
+            raise AlignerError(f"the engine is asleep and cannot {action}; wake the engine first")
 
-    def _check_may_update(self, version: int) -> None:
+    def _check_can_update(self, version: int) -> None:
         self._check_awake("update its weights")
-        if self._incoming is not None:
+        if self._incoming_version is not None:
             raise AlignerError(
                 f"the weight update to version {version} cannot start: the update to version"
-                f" {self._incoming} is still open"
+                f" {self._incoming_version} is still open"
             )
 
-    def _check_may_sleep(self) -> None:
-        if self._incoming is not None:
+    def _check_can_sleep(self) -> None:
+        if self._incoming_version is not None:
             raise AlignerError(
-                f"the engine cannot sleep: the weight update to version {self._incoming} is open;"
-                " commit or abort it first"
+                "the engine cannot sleep: the weight update to version"
+                f" {self._incoming_version} is open; commit or abort it first"
             )
         if self.has_work:
             raise AlignerError(

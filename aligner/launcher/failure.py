@@ -17,7 +17,7 @@ from aligner.errors import AlignerError
 from aligner.launcher.exhausted_resources import count_oom_kills, exhausted_resources
 from aligner.launcher.ranks import Rank
 from aligner.observability.logs import ERROR_PREFIX, extract_text_lines
-from aligner.paths import can_resume, read_early_end, run_paths
+from aligner.paths import can_resume, get_run_paths, read_early_end
 from aligner.schema import Config
 
 # Number of lines of a log that an error message quotes.
@@ -253,7 +253,7 @@ def resume_command(config: Config, *overrides: str) -> str:
     return " ".join(
         [
             command,
-            *map(shlex.quote, (*overrides, f"run.dir={run_paths(config).root}")),
+            *map(shlex.quote, (*overrides, f"run.dir={get_run_paths(config).root}")),
             "run.resume=auto",
         ]
     )
@@ -274,16 +274,20 @@ def describe_next_steps(config: Config, step: int) -> list[str]:
 
 def _next_commands(config: Config, step: int) -> Iterator[tuple[str, str]]:
     """Yield each command with its purpose."""
-    run = shlex.quote(str(run_paths(config).root))
+    run = shlex.quote(str(get_run_paths(config).root))
     algorithm = config.algorithm
     yield f"aligner view {run}", "view metrics, timeline and samples in a browser"
-    has_model = algorithm.learns and can_resume(config)
-    if has_model and algorithm.trainer != "reward_model" and not config.environment.draws_episodes:
+    has_model = algorithm.trains_model and can_resume(config)
+    if has_model and algorithm.trainer != "reward_model" and not config.environment.has_episodes:
         prompts = f"--prompts {shlex.quote(_prompt_file(config))}"
         yield f"aligner generate {run} {prompts} --output samples.jsonl", "generate responses"
         # `aligner evaluate` expects one score per response, not one per step.
         function = None if config.reward.step_rewards else config.reward.function
-        if algorithm.generates and config.reward.kind == "function" and function is not None:
+        if (
+            algorithm.generates_samples
+            and config.reward.kind == "function"
+            and function is not None
+        ):
             yield (
                 f"aligner evaluate {run} {prompts} --function {shlex.quote(function)}",
                 "score greedy responses",
@@ -291,10 +295,12 @@ def _next_commands(config: Config, step: int) -> Iterator[tuple[str, str]]:
     if has_model:
         yield f"aligner convert {run} MODEL", "export the model as a Hugging Face directory"
     if config.cluster.kind == "local":
-        if read_early_end(run_paths(config)) is not None:
-            overrides = [f"{key}=null" for key in config.run.ends]
+        if read_early_end(get_run_paths(config)) is not None:
+            overrides = [f"{key}=null" for key in config.run.end_conditions]
             yield (
-                resume_command(config, *overrides, f"run.changes=[{','.join(config.run.ends)}]"),
+                resume_command(
+                    config, *overrides, f"run.changes=[{','.join(config.run.end_conditions)}]"
+                ),
                 "continue to the last step",
             )
         elif step < config.run.steps:

@@ -15,9 +15,9 @@ from aligner.launcher.rank_environment import is_healthy
 from aligner.launcher.rank_heartbeat import HEARTBEAT, STACKS_SIGNAL, require_for_heartbeat
 from aligner.launcher.ranks import Rank, Ranks
 from aligner.observability.logs import format_launcher_line
-from aligner.paths import run_paths
+from aligner.paths import get_run_paths
 from aligner.placement.addresses import load_endpoints
-from aligner.placement.roles import server_ranks
+from aligner.placement.roles import count_server_ranks
 from aligner.schema import Config
 
 # Seconds of silence after which the console reports a silent rank.
@@ -33,7 +33,7 @@ def _heartbeat_timeout(config: Config, role: str) -> tuple[str, float, float]:
     """
     key = "cluster.heartbeat_timeout_s"
     seconds = config.cluster.heartbeat_timeout_s
-    if role in server_ranks(config):
+    if role in count_server_ranks(config):
         key = "server.health_timeout_s"
         seconds = config.server.health_timeout_s
     return key, seconds, min(5.0, seconds / 6)
@@ -50,7 +50,7 @@ def heartbeat_environment(config: Config, role: str, ranks: int) -> dict[str, st
         role: Role or server group.
         ranks: Number of its ranks.
     """
-    files = [run_paths(config).heartbeat(role, rank) for rank in range(ranks)]
+    files = [get_run_paths(config).heartbeat(role, rank) for rank in range(ranks)]
     with contextlib.suppress(OSError):
         files[0].parent.mkdir(parents=True, exist_ok=True)
         for file in files:
@@ -66,8 +66,8 @@ def require_triton_for_heartbeat(config: Config, role: str) -> None:
     The dependency begins when the server is healthy for the first time: a loading server still
     sends heartbeats. On other ranks and in other roles, the function does nothing.
     """
-    file = run_paths(config).endpoints
-    if role not in server_ranks(config) or int(os.environ["RANK"]) or not file.is_file():
+    file = get_run_paths(config).endpoints
+    if role not in count_server_ranks(config) or int(os.environ["RANK"]) or not file.is_file():
         return
     endpoint = load_endpoints(file)[role]
     _, _, pause_s = _heartbeat_timeout(config, role)
@@ -104,8 +104,8 @@ class HeartbeatMonitor:
         """
         self._key, self._limit_s, self._pause_s = _heartbeat_timeout(config, role)
         self._format = config.logging.format
-        self._logs = run_paths(config).logs
-        self._files = {rank: run_paths(config).heartbeat(role, rank.rank) for rank in ranks}
+        self._logs = get_run_paths(config).logs
+        self._files = {rank: get_run_paths(config).heartbeat(role, rank.rank) for rank in ranks}
         self._last_heartbeats = {
             rank: _modification_time(file) for rank, file in self._files.items()
         }

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from rich.console import Console
 
-from aligner.config.dry_run.dry_run_plan import DryRun, changes_table, plan_dry_run
+from aligner.config.dry_run.dry_run_plan import DryRun, build_changes_table, plan_dry_run
 from aligner.config.prerequisites import Prerequisite, RunPlan
 from aligner.errors import AlignerError, ConfigError
 from aligner.files import create_directory
@@ -38,18 +38,18 @@ from aligner.launcher.run_directory import LockedError, lock_directory, require_
 from aligner.launcher.supervisor import Supervisor
 from aligner.observability.console import print_line
 from aligner.observability.metrics import read_metrics
-from aligner.paths import run_paths
+from aligner.paths import get_run_paths
 from aligner.placement.addresses import LOOPBACK
-from aligner.placement.local_devices import local_devices
-from aligner.placement.placement_table import placement_table, placements
+from aligner.placement.local_devices import assign_local_devices
+from aligner.placement.placement_table import build_placement_table, build_placements
 from aligner.placement.roles import (
-    PRETENDED_GPUS,
+    GPU_COUNT_VARIABLE,
+    compute_threads_per_rank,
+    count_role_ranks,
     describe_model,
+    get_visible_gpus,
     has_generator,
-    role_ranks,
-    threads_per_rank,
     uses_gpus,
-    visible_gpus,
 )
 from aligner.schema import Config
 
@@ -86,12 +86,12 @@ def launch(
         Stopped: The launcher received a stop request, and the run has saved a checkpoint.
         Interrupted: A signal requested the immediate end of the run.
     """
-    if pretended_gpus := os.environ.get(PRETENDED_GPUS):
+    if pretended_gpus := os.environ.get(GPU_COUNT_VARIABLE):
         raise ConfigError(
-            f"{PRETENDED_GPUS}={pretended_gpus}: is supported only by `aligner validate`; unset it"
-            " to launch a run"
+            f"{GPU_COUNT_VARIABLE}={pretended_gpus}: is supported only by `aligner validate`; unset"
+            " it to launch a run"
         )
-    root = run_paths(plan.config).root
+    root = get_run_paths(plan.config).root
     console = Console()
     print(f"run directory: {root}", flush=True)
     require_unlocked(root)
@@ -156,11 +156,11 @@ def _complete_prerequisite(
     if not prerequisite.is_complete:
         with lock_directory(prerequisite.entry, wait):
             if not prerequisite.is_complete:
-                root = run_paths(prerequisite.config).root
+                root = get_run_paths(prerequisite.config).root
                 print_line(
                     console,
-                    f"running prerequisite experiment {prerequisite.name} ({prerequisite.gives})"
-                    f" first; run directory: {root}",
+                    f"running prerequisite experiment {prerequisite.name}"
+                    f" ({prerequisite.result_kind}) first; run directory: {root}",
                 )
                 try:
                     _run_prerequisite(prerequisite, run, interrupts, console)
@@ -200,7 +200,7 @@ def _run_prerequisite(
     `_complete_prerequisite` for the arguments.
     """
     config = prerequisite.config
-    paths = run_paths(prerequisite.config)
+    paths = get_run_paths(prerequisite.config)
     # A launch that was killed may have left an incomplete result.
     for unfinished in prerequisite.entry.glob(".result.*"):
         shutil.rmtree(unfinished)
@@ -262,18 +262,18 @@ class LocalRanks(Processes, Ranks):
         if command is build_role_command and not uses_gpus(config):
             server = fork_server or start_fork_server()
             self.use_fork_server(server)
-            roles = dict.fromkeys(role.partition(".")[0] for role in role_ranks(config))
-            environment = library_environment(threads_per_rank(config))
-            server.set_up(run_paths(config).config, roles, environment)
+            roles = dict.fromkeys(role.partition(".")[0] for role in count_role_ranks(config))
+            environment = library_environment(compute_threads_per_rank(config))
+            server.set_up(get_run_paths(config).config, roles, environment)
 
     def start(self, role: str, restarts: int = 0) -> list[RankProcess]:
         """See `Ranks`."""
-        ranks = role_ranks(self._config).get(role, 1)
+        ranks = count_role_ranks(self._config).get(role, 1)
         started = []
-        command = self._command(role, run_paths(self._config).config)
+        command = self._command(role, get_run_paths(self._config).config)
         shared_environment = {
             **world_environment(
-                ranks, ranks, LOOPBACK, next(self._ports), threads_per_rank(self._config)
+                ranks, ranks, LOOPBACK, next(self._ports), compute_threads_per_rank(self._config)
             ),
             **heartbeat_environment(self._config, role, ranks),
         }
@@ -293,8 +293,8 @@ class LocalRanks(Processes, Ranks):
 
         The ranks number these devices from 0.
         """
-        devices = local_devices(self._config).get(group)
-        visible = visible_gpus()
+        devices = assign_local_devices(self._config).get(group)
+        visible = get_visible_gpus()
         if devices is None:
             return {}
         # The launcher itself may be restricted to some devices, which have other numbers there.
@@ -321,7 +321,7 @@ def launch_dry_run(plan: RunPlan, fork_server: ForkServer | None = None) -> None
     dry_run = _plan_cpu_dry_run(plan)
     launch(dry_run.plan, print_details=partial(_print_changes, dry_run), fork_server=fork_server)
     config = dry_run.plan.config
-    print(_summarize_dry_run(config, read_metrics(run_paths(config).metrics)), flush=True)
+    print(_summarize_dry_run(config, read_metrics(get_run_paths(config).metrics)), flush=True)
 
 
 def validate_dry_run(plan: RunPlan) -> None:
@@ -334,7 +334,7 @@ def validate_dry_run(plan: RunPlan) -> None:
     console = Console()
     shape = dry_run.plan.check()
     _print_changes(dry_run, console)
-    console.print(placement_table(dry_run.plan.config))
+    console.print(build_placement_table(dry_run.plan.config))
     print(describe_model(dry_run.plan.config, shape))
 
 
@@ -347,7 +347,7 @@ def _plan_cpu_dry_run(plan: RunPlan) -> DryRun:
 
 def _print_changes(dry_run: DryRun, console: Console) -> None:
     """Print the differences between the dry run and the run, and notes about them."""
-    console.print(changes_table(dry_run))
+    console.print(build_changes_table(dry_run))
     for note in dry_run.notes:
         print_line(console, f"note: {note}")
 
@@ -360,12 +360,12 @@ def _summarize_dry_run(config: Config, metrics: Sequence[Mapping[str, float]]) -
     """
     roles = ", ".join(
         f"{placement.role} {placement.layout}"
-        for placement in placements(config)
+        for placement in build_placements(config)
         if placement.layout != "-"
     )
     steps = [record for record in metrics if record["step"] > 0]
     parts = [f"dry run passed: {len(steps)} steps with {roles}"]
-    if config.algorithm.generates and any(
+    if config.algorithm.generates_samples and any(
         "time/reshard" in step or "time/snapshot" in step for step in steps
     ):
         owner = "the generator's" if has_generator(config) else "the engine's"

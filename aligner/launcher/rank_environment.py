@@ -23,14 +23,14 @@ from aligner.placement.addresses import (
     LOOPBACK,
     WORLD_SECRET,
     Endpoint,
-    client_address,
-    explicit_ports,
-    group_ports,
-    interface_address,
-    port_is_free,
+    get_client_address,
+    get_configured_ports,
+    get_group_ports,
+    get_interface_address,
+    is_port_free,
 )
-from aligner.placement.roles import server_ranks
-from aligner.placement.tls import tls_files
+from aligner.placement.roles import count_server_ranks
+from aligner.placement.tls import get_tls_files
 from aligner.schema import Config
 
 # Ports below the range that the kernel assigns to outgoing connections. A connection could take a
@@ -86,7 +86,7 @@ class FreePorts(contextlib.ExitStack):
         while self._candidates:
             port = self._candidates.pop()
             if self._claim(port) and all(
-                port_is_free(address, port) for address in self._addresses
+                is_port_free(address, port) for address in self._addresses
             ):
                 return port
         raise AlignerError(f"no free port left on {' and '.join(sorted(self._addresses))}")
@@ -109,13 +109,13 @@ def reserve_free_ports(config: Config, candidates: Iterable[int] = PORTS) -> Fre
 
     The ports are free on the servers' interface and on loopback. Configured ports are excluded.
     """
-    addresses = {interface_address(config.server.interface), LOOPBACK}
-    return FreePorts(addresses, set(candidates).difference(explicit_ports(config).values()))
+    addresses = {get_interface_address(config.server.interface), LOOPBACK}
+    return FreePorts(addresses, set(candidates).difference(get_configured_ports(config).values()))
 
 
 def local_hosts(config: Config) -> dict[str, str]:
     """Return the address of each server group when all groups run on this machine."""
-    return dict.fromkeys(server_ranks(config), client_address(config))
+    return dict.fromkeys(count_server_ranks(config), get_client_address(config))
 
 
 def pick_endpoints(
@@ -136,7 +136,7 @@ def pick_endpoints(
                 for port in (configured.http, configured.grpc, configured.metrics)
             ),
         )
-        for group, configured in group_ports(config).items()
+        for group, configured in get_group_ports(config).items()
     }
 
 
@@ -150,7 +150,7 @@ def is_healthy(config: Config, group: str, endpoint: Endpoint, timeout_s: float 
         timeout_s: Timeout of each of the two HTTP requests, in seconds.
     """
     role = group.partition(".")[0]
-    tls = tls_files(config)
+    tls = get_tls_files(config)
     # Ignore proxies of the environment: the servers of a run are never behind one.
     handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
     try:

@@ -23,7 +23,7 @@ from aligner.launcher.failure import (
 from aligner.launcher.heartbeats import HeartbeatMonitor
 from aligner.launcher.rank_environment import is_healthy
 from aligner.launcher.ranks import Rank, Ranks, get_max_restarts
-from aligner.paths import can_resume, run_paths
+from aligner.paths import can_resume, get_run_paths
 from aligner.placement.addresses import Endpoint
 from aligner.schema import Config
 from aligner.servers.restart_budget import RestartBudget
@@ -327,5 +327,5 @@ class TrainerGroup(RankGroup):
             config = dataclasses.replace(
                 self._config, run=dataclasses.replace(self._config.run, resume="true")
             )
-            save_config(config, run_paths(config).config)
+            save_config(config, get_run_paths(config).config)
         super()._start()

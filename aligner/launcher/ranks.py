@@ -14,7 +14,7 @@ from pathlib import Path
 from aligner.files import delete_older_half
 from aligner.launcher.exhausted_resources import count_oom_kills
 from aligner.observability.logs import format_launcher_line
-from aligner.paths import run_paths
+from aligner.paths import get_run_paths
 from aligner.schema import Config
 
 
@@ -162,7 +162,7 @@ def prepare_log(config: Config, role: str, rank: int, restarts: int) -> Path:
 
     Creates the directory of the log. If the rank is restarted, notes the restart in the log.
     """
-    log = run_paths(config).log(role, rank)
+    log = get_run_paths(config).log(role, rank)
     log.parent.mkdir(parents=True, exist_ok=True)
     if restarts:
         message = f"restarting {role} (restart {restarts} of this launch)"

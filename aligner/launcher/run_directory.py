@@ -25,18 +25,18 @@ import psutil
 from rich.console import Console
 
 from aligner.config.compose import save_config
-from aligner.config.resume import check_directory, dated, is_unused, settled
+from aligner.config.resume import check_directory, is_unused, with_date, with_decided_resume
 from aligner.data.fencing import claim_run
-from aligner.errors import AlignerError, ConfigError, Stopped, exit_code
+from aligner.errors import AlignerError, ConfigError, Stopped, get_exit_code
 from aligner.files import NO_LOCKS, LockHolder, write_file
 from aligner.launcher.failure import describe_next_steps
 from aligner.launcher.processes import read_start_ticks
 from aligner.observability.console import print_line, print_summary
 from aligner.observability.metrics import read_metrics
 from aligner.observability.trace import write_trace
-from aligner.paths import LOCK, PRIVATE, RunPaths, read_early_end, run_paths
+from aligner.paths import LOCK, PRIVATE_MODE, RunPaths, get_run_paths, read_early_end
 from aligner.placement.addresses import create_access_key
-from aligner.placement.roles import role_ranks
+from aligner.placement.roles import count_role_ranks
 from aligner.schema import Config
 
 HEARTBEAT_S = 10.0
@@ -137,10 +137,10 @@ class StateRecorder:
             config: The run's configuration.
             job: Slurm job id; None on a local machine.
         """
-        self._paths = run_paths(config)
+        self._paths = get_run_paths(config)
         self._path = self._paths.status
         pid = os.getpid()
-        roles = {name: RoleState(count) for name, count in role_ranks(config).items()}
+        roles = {name: RoleState(count) for name, count in count_role_ranks(config).items()}
         self._state = LauncherState(
             pid, read_start_ticks(pid), socket.gethostname(), time.time(), roles, job
         )
@@ -197,7 +197,10 @@ class StateRecorder:
             reason = (message or type(error).__name__).splitlines()[0]
         queued_again = queued_again or self._state.queued_again
         self._write(
-            ended=time.time(), exit_code=exit_code(error), reason=reason, queued_again=queued_again
+            ended=time.time(),
+            exit_code=get_exit_code(error),
+            reason=reason,
+            queued_again=queued_again,
         )
 
     def _write(self, **changes: Any) -> None:
@@ -398,14 +401,14 @@ def open_run_directory(
         ConfigError: The directory belongs to another run, or another launch still uses it after the
             timeout.
     """
-    paths = run_paths(config)
-    with lock_directory(paths.root, timeout_s=timeout_s, mode=PRIVATE):
+    paths = get_run_paths(config)
+    with lock_directory(paths.root, timeout_s=timeout_s, mode=PRIVATE_MODE):
         check_directory(config)
         # Fencing: from here on, a trainer of an earlier launch cannot write to the directory.
         if not (is_new := is_unused(paths)):
             claim_run(config)
-        config = dated(settled(config))
-        if not config.run.resumes:
+        config = with_date(with_decided_resume(config))
+        if not config.run.should_resume:
             _move_training_files(paths, console)
         stopped = None
         try:

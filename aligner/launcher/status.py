@@ -12,14 +12,14 @@ from datetime import timedelta
 from pathlib import Path
 
 from aligner.config.compose import load_config
-from aligner.errors import FINISHED, RESUMABLE, ConfigError, is_stopped
+from aligner.errors import FINISHED, RESUMABLE, ConfigError, is_stop_code
 from aligner.launcher.failure import resume_command
 from aligner.launcher.rank_environment import is_healthy
 from aligner.launcher.run_directory import LauncherState, RoleState, read_state
 from aligner.launcher.slurm.slurm_commands import is_in_queue
 from aligner.observability.console import WINDOW_STEPS, Pace, describe_step
 from aligner.observability.metrics import read_metrics
-from aligner.paths import RunPaths, can_resume, read_early_end, run_paths
+from aligner.paths import RunPaths, can_resume, get_run_paths, read_early_end
 from aligner.placement.addresses import load_endpoints
 from aligner.schema import Config
 
@@ -182,7 +182,7 @@ def _run_state(
         step: Last completed step.
         last_step_at: Time of the last step, in seconds since the epoch.
     """
-    is_done = step >= config.run.steps or read_early_end(run_paths(config)) is not None
+    is_done = step >= config.run.steps or read_early_end(get_run_paths(config)) is not None
     if launcher is None:
         unlaunched_state = "queued" if config.cluster.kind == "slurm" else "stopped"
         return "finished" if is_done else unlaunched_state
@@ -191,8 +191,8 @@ def _run_state(
     if launcher.exit_code == FINISHED:
         return "finished" if is_done else "stopped"  # run.stop_after
     if launcher.exit_code is not None:
-        return "stopped" if is_stopped(launcher.exit_code) else "failed"
-    if launcher.is_gone(run_paths(config).status.stat().st_mtime):
+        return "stopped" if is_stop_code(launcher.exit_code) else "failed"
+    if launcher.is_gone(get_run_paths(config).status.stat().st_mtime):
         return "stopped"
     return "starting" if last_step_at is None or last_step_at < launcher.started else "running"
 
@@ -215,7 +215,7 @@ def _role_statuses(
     config: Config, launcher: LauncherState, state: str, query_services: bool
 ) -> dict[str, RoleStatus]:
     """Return the status of each role that the launcher recorded."""
-    endpoints_file = run_paths(config).endpoints
+    endpoints_file = get_run_paths(config).endpoints
     endpoints = load_endpoints(endpoints_file) if endpoints_file.is_file() else {}
 
     def health(name: str, role: RoleState) -> str:
@@ -262,7 +262,7 @@ def _describe_end(
 
     The result is None for an active run, and for a run that has completed all steps.
     """
-    paths = run_paths(config)
+    paths = get_run_paths(config)
     queue_command = (
         f"squeue --name={config.run.name}" if launcher is None else f"squeue --jobs={launcher.job}"
     )

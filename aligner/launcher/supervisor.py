@@ -33,7 +33,7 @@ from aligner.models.model_source import model_directory
 from aligner.observability.console import make_progress, print_line
 from aligner.observability.metrics import FileFollower
 from aligner.observability.timeline import StageWatch, delete_stages
-from aligner.paths import DAMAGE, run_paths
+from aligner.paths import DAMAGE, get_run_paths
 from aligner.placement.addresses import Endpoint, save_endpoints
 from aligner.placement.roles import computes_on_devices
 from aligner.placement.tls import renew_certificate
@@ -173,8 +173,8 @@ class Supervisor:
             Stopped: The trainer saved a checkpoint after a stop request, or was terminated from
                 outside.
         """
-        save_endpoints(dict(endpoints), run_paths(self.config).endpoints)
-        delete_stages(run_paths(self.config))
+        save_endpoints(dict(endpoints), get_run_paths(self.config).endpoints)
+        delete_stages(get_run_paths(self.config))
         with closing(RunView(self.config, self.console)) as view:
             # Groups without a model start first: the fork server has their imports ready earlier
             # (cli/fork_server.py).
@@ -362,10 +362,14 @@ class RunView:
             config: The run's configuration.
             console: Console for the output.
         """
-        paths = run_paths(config)
+        paths = get_run_paths(config)
         # The steps before a resume were shown by the earlier launch.
-        self._metrics = FileFollower(paths.metrics, newest_bytes=0 if config.run.resumes else None)
-        self._samples = FileFollower(paths.samples, newest_bytes=0 if config.run.resumes else None)
+        self._metrics = FileFollower(
+            paths.metrics, newest_bytes=0 if config.run.should_resume else None
+        )
+        self._samples = FileFollower(
+            paths.samples, newest_bytes=0 if config.run.should_resume else None
+        )
         self._progress = make_progress(config.run.steps, console)
         self.show_note = self._progress.show_note
         """Function that prints a message on a line that stays visible above the progress bar."""

@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from aligner.data.types import KeptTokens
+from aligner.data.types import SamplingSupport
 from aligner.megatron.attention import PackedAttention
 from aligner.megatron.cpu_backend import mark_gradient_accumulated
 from aligner.megatron.logprobs import vocab_parallel_logprobs, vocab_parallel_top_ids
@@ -314,9 +314,9 @@ class _RouterReplay:
     entries.
     """
 
-    def __init__(self, routes: RoutingReplay, layer: int) -> None:
-        self._routes = routes
-        self._experts = routes.experts[:, layer]
+    def __init__(self, routing_replay: RoutingReplay, layer: int) -> None:
+        self._routing_replay = routing_replay
+        self._experts = routing_replay.experts[:, layer]
 
     def get_replay_topk(
         self,
@@ -342,11 +342,11 @@ class _RouterReplay:
             Scores [T, K] and expert ids, int64 [T, K].
         """
         _, expert_ids = choose(scores, topk, num_groups=num_groups, group_topk=group_topk)
-        token_index = self._routes.token_index
+        token_index = self._routing_replay.token_index
         recorded = self._experts.to(expert_ids)
         # Only the set of experts matters, not their order.
         is_mismatch = (expert_ids[token_index].sort(-1).values != recorded.sort(-1).values).any(-1)
-        self._routes.mismatch_counts.append(is_mismatch.sum())
+        self._routing_replay.mismatch_counts.append(is_mismatch.sum())
         expert_ids = expert_ids.index_copy(0, token_index, recorded)
         return scores.gather(1, expert_ids), expert_ids
 
@@ -372,9 +372,9 @@ class ExpertsLayer(TransformerLayer):
             packed_seq_params: The micro-batch, with recorded routing or without.
             **kwargs: Other arguments of megatron-core's layer.
         """
-        routes = None if packed_seq_params is None else packed_seq_params.routes
+        routing_replay = None if packed_seq_params is None else packed_seq_params.routing_replay
         self.mlp.router.router_replay = (
-            None if routes is None else _RouterReplay(routes, self.layer_number - 1)
+            None if routing_replay is None else _RouterReplay(routing_replay, self.layer_number - 1)
         )
         try:
             output: tuple[Tensor, Tensor | None] = super().forward(
@@ -514,7 +514,7 @@ class VocabularyHead(ColumnParallelLinear):
         temperature: float,
         chunk_tokens: int,
         with_entropy: bool = False,
-        kept_tokens: KeptTokens | None = None,
+        sampling_support: SamplingSupport | None = None,
         candidates: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the log-probs of targets and, optionally, entropies.
@@ -528,7 +528,7 @@ class VocabularyHead(ColumnParallelLinear):
             temperature: Temperature of the distribution.
             chunk_tokens: Maximum number of tokens whose logits exist at the same time.
             with_entropy: Whether to compute entropies.
-            kept_tokens: Sampling support of each target, [M]; None means the whole vocabulary.
+            sampling_support: Sampling support of each target, [M]; None means the whole vocabulary.
             candidates: Candidate token ids of each target, int64 [M, k].
 
         Returns:
@@ -543,7 +543,7 @@ class VocabularyHead(ColumnParallelLinear):
             chunk_tokens=chunk_tokens,
             group=self.tp_group,
             with_entropy=with_entropy,
-            kept_tokens=kept_tokens,
+            sampling_support=sampling_support,
             candidates=candidates,
             vocab_size=self._vocab_size,
         )

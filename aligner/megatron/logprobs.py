@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from aligner.data.types import KeptTokens
+from aligner.data.types import SamplingSupport
 from aligner.megatron import score_passes
 from aligner.megatron.cpu_backend import accumulate_matmul, mark_gradient_accumulated
 from aligner.models import batch_invariant
@@ -56,7 +56,7 @@ class _VocabParallelLogprobs(Function):
         chunk_tokens: int,
         group: dist.ProcessGroup | None,
         with_entropy: bool,
-        kept_tokens: KeptTokens | None,
+        sampling_support: SamplingSupport | None,
         candidates: Tensor | None,
         vocab_size: int | None,
     ) -> tuple[Tensor, Tensor | None]:
@@ -82,7 +82,7 @@ class _VocabParallelLogprobs(Function):
         for tokens in _split_range(len(targets), chunk_tokens):
             scores = _compute_scores(hidden[tokens], weight, temperature, buffer)
             scores[:, local_vocab:] = _MASKED_SCORE
-            _mask_scores(scores, kept_tokens, tokens, group)
+            _mask_scores(scores, sampling_support, tokens, group)
             if is_fused:
                 statistics = score_passes.compile_pass(score_passes.reduce_scores)(
                     scores, local[tokens, 0]
@@ -125,7 +125,7 @@ class _VocabParallelLogprobs(Function):
         context.save_for_backward(hidden, weight, local, is_local, peak, *scales, entropy, buffer)
         context.temperature = temperature
         context.chunk_tokens = chunk_tokens
-        context.kept_tokens = kept_tokens
+        context.sampling_support = sampling_support
         context.group = group
         context.local_vocab = local_vocab
         # The parameter itself, since a saved tensor does not have its attribute `main_grad`.
@@ -183,7 +183,7 @@ class _VocabParallelLogprobs(Function):
             else:
                 gradient = _compute_scores(hidden[tokens], weight, temperature, buffer)
                 gradient[:, context.local_vocab :] = _MASKED_SCORE
-                _mask_scores(gradient, context.kept_tokens, tokens, context.group)
+                _mask_scores(gradient, context.sampling_support, tokens, context.group)
             if is_fused:
                 columns = (
                     column[tokens]
@@ -265,25 +265,28 @@ def _compute_scores(hidden: Tensor, weight: Tensor, temperature: float, buffer: 
 
 
 def _mask_scores(
-    scores: Tensor, kept_tokens: KeptTokens | None, tokens: slice, group: dist.ProcessGroup | None
+    scores: Tensor,
+    sampling_support: SamplingSupport | None,
+    tokens: slice,
+    group: dist.ProcessGroup | None,
 ) -> None:
     """Overwrite the scores of tokens outside the sampling support, in place.
 
     Args:
         scores: This rank's scores, float32 [m, V/TP].
-        kept_tokens: Sampling support of all M targets; None means the whole vocabulary.
+        sampling_support: Sampling support of all M targets; None means the whole vocabulary.
         tokens: The m targets to which the scores belong.
         group: The tensor ranks.
     """
-    if kept_tokens is None:
+    if sampling_support is None:
         return
-    row, ids = kept_tokens.select(tokens).flatten_ids()
+    row, ids = sampling_support.select(tokens).flatten_ids()
     local, is_local = _to_local_ids(ids, scores.shape[1], group)
     row = row[is_local]
     local = local[is_local]
     supported_scores = scores[row, local]
     # A count of 0 means that the target was sampled from the whole vocabulary.
-    scores.masked_fill_((kept_tokens.counts[tokens] > 0)[:, None], _MASKED_SCORE)
+    scores.masked_fill_((sampling_support.counts[tokens] > 0)[:, None], _MASKED_SCORE)
     scores[row, local] = supported_scores
 
 
@@ -356,7 +359,7 @@ def vocab_parallel_logprobs(
     chunk_tokens: int,
     group: dist.ProcessGroup | None = None,
     with_entropy: bool = False,
-    kept_tokens: KeptTokens | None = None,
+    sampling_support: SamplingSupport | None = None,
     candidates: Tensor | None = None,
     vocab_size: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
@@ -374,8 +377,8 @@ def vocab_parallel_logprobs(
             time; the buffer has at least `batch_invariant.ROWS` rows.
         group: The tensor ranks; None without tensor parallelism.
         with_entropy: Whether to compute entropies.
-        kept_tokens: Sampling support of each target, [M]. Log-probs and entropies are normalized
-            over it; None means the whole vocabulary.
+        sampling_support: Sampling support of each target, [M]. Log-probs and entropies are
+            normalized over it; None means the whole vocabulary.
         candidates: Candidate token ids of each target, int64 [M, k], different from each other.
         vocab_size: Number of tokens of the vocabulary. Rows of the weights of all ranks together
             from this index on are padding; None means that there is no padding.
@@ -393,7 +396,7 @@ def vocab_parallel_logprobs(
         chunk_tokens,
         group,
         with_entropy,
-        kept_tokens,
+        sampling_support,
         candidates,
         vocab_size,
     )

@@ -108,7 +108,7 @@ class PackedSequences(PackedSeqParams):
     where it equals the column in the row."""
     context_group: dist.ProcessGroup | None = None
     """The context ranks; None without context parallelism."""
-    routes: RoutingReplay | None = None
+    routing_replay: RoutingReplay | None = None
     attention_tree: AttentionTree | None = None
     """Attention pattern that replaces the rows if rows share prefixes; otherwise None."""
     positions: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
@@ -192,7 +192,7 @@ def pack(
     bundles: Sequence[Bundle],
     device: torch.device,
     layout: PackingLayout | None = None,
-    routes: Tensor | None = None,
+    expert_routing: Tensor | None = None,
 ) -> PackedBatch:
     """Return this rank's part of the micro-batch that contains the rows of some bundles.
 
@@ -205,7 +205,7 @@ def pack(
             `layout.should_share_prefixes`.
         device: Device of the result.
         layout: Division of the tokens; None means that this rank holds all of them.
-        routes: Recorded expert routing of the whole batch, uint8 or int16 [B, S-1, L, K].
+        expert_routing: Recorded expert routing of the whole batch, uint8 or int16 [B, S-1, L, K].
     """
     layout = layout or PackingLayout()
     rows = torch.tensor([row for bundle in bundles for row in bundle.rows], dtype=torch.int64)
@@ -253,11 +253,11 @@ def pack(
     token_index = local_index[segments.packed_indices(starts, row, step)]
     is_local = token_index >= 0
     has_target = (token_index >= 0) & (step + 1 < counts[row])
-    if routes is not None:
-        sequences.routes = _build_routing_replay(
+    if expert_routing is not None:
+        sequences.routing_replay = _build_routing_replay(
             token_index[has_target],
             len(local),
-            routes[rows[row[has_target]], step[has_target]],
+            expert_routing[rows[row[has_target]], step[has_target]],
             layout,
             device,
         )
@@ -436,7 +436,7 @@ def pack_micro_batches(
     layout: PackingLayout | None = None,
     multiple: int = 1,
     group_size: int = 1,
-    routes: Tensor | None = None,
+    expert_routing: Tensor | None = None,
 ) -> list[PackedBatch]:
     """Return the micro-batches of one data rank, which contain its part of the rows.
 
@@ -454,7 +454,7 @@ def pack_micro_batches(
         layout: Division of the tokens; None means that this rank holds all tokens of a micro-batch.
         multiple: Number of which the number of micro-batches is a multiple.
         group_size: Number of consecutive rows that must be in one micro-batch.
-        routes: Recorded expert routing of the whole batch, uint8 or int16 [B, S-1, L, K].
+        expert_routing: Recorded expert routing of the whole batch, uint8 or int16 [B, S-1, L, K].
     """
     layout = layout or PackingLayout()
     bundlings = [bundle_without_sharing(lengths, group_size)]
@@ -498,7 +498,14 @@ def pack_micro_batches(
     )
     batches += [[] for _ in range(count - len(batches))]
     return [
-        pack(tokens, lengths, [local_bundles[index] for index in batch], device, layout, routes)
+        pack(
+            tokens,
+            lengths,
+            [local_bundles[index] for index in batch],
+            device,
+            layout,
+            expert_routing,
+        )
         for batch in batches
     ]
 

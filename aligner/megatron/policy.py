@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from aligner.data.export import Source
-from aligner.data.types import KeptTokens, PolicyLoss, Rows, Stats, TeacherTopK
+from aligner.data.types import PolicyLoss, Rows, SamplingSupport, Stats, TeacherTopK
 from aligner.megatron import world as worlds
 from aligner.megatron.layers import VocabularyHead
 from aligner.megatron.lora import LoraWeights
@@ -85,8 +85,8 @@ class Policy(CheckpointedModel):
         *,
         mask: Tensor | None = None,
         temperature: float | None = None,
-        kept_tokens: KeptTokens | None = None,
-        routes: Tensor | None = None,
+        sampling_support: SamplingSupport | None = None,
+        expert_routing: Tensor | None = None,
     ) -> Tensor:
         """Return the log-prob of each next token under the policy. Collective.
 
@@ -95,11 +95,11 @@ class Policy(CheckpointedModel):
             lengths: Lengths of the rows in tokens, int64 [B].
             mask: Targets to compute, bool [B, S-1]; None means all.
             temperature: Temperature of the distribution; None means the sampling temperature.
-            kept_tokens: Sampling support of the targets, [B, S-1]. The probabilities are normalized
-                over it.
-            routes: Recorded expert routing, uint8 or int16 [B, S-1, L, K], which replaces the
-                router's choices. Afterwards, `runner.routing_mismatch` is the fraction of choices
-                that the router would have made differently.
+            sampling_support: Sampling support of the targets, [B, S-1]. The probabilities are
+                normalized over it.
+            expert_routing: Recorded expert routing, uint8 or int16 [B, S-1, L, K], which replaces
+                the router's choices. Afterwards, `runner.routing_mismatch` is the fraction of
+                choices that the router would have made differently.
 
         Returns:
             float32 [B, S-1]; 0 outside the mask and after the end of a row.
@@ -109,7 +109,9 @@ class Policy(CheckpointedModel):
             "temperature": effective_temperature,
             "chunk_tokens": self._chunk_tokens,
         }
-        return _logprobs(self.runner, tokens, lengths, mask, kept_tokens, routes, **options)
+        return _logprobs(
+            self.runner, tokens, lengths, mask, sampling_support, expert_routing, **options
+        )
 
     def score_candidates(self, rows: Rows) -> tuple[Tensor, Rows]:
         """Return the log-probs of the rows, and the rows with the log-probs of their candidates.
@@ -228,7 +230,7 @@ class Policy(CheckpointedModel):
                 batch,
                 self.temperature,
                 self._chunk_tokens,
-                rows.kept,
+                rows.sampling_support,
                 candidates,
                 with_entropy=True,
             )
@@ -252,7 +254,9 @@ class Policy(CheckpointedModel):
             return value, stats | {"entropy": unpacked["entropies"].detach().sum() / tokens}
 
         stats = self.runner.update(
-            self.runner.pack(minibatch.tokens, minibatch.lengths, group_size, minibatch.routes),
+            self.runner.pack(
+                minibatch.tokens, minibatch.lengths, group_size, minibatch.expert_routing
+            ),
             packed_loss,
         )
         # Each row is nonzero on one rank only, so the all-reduce assembles the whole minibatch.
@@ -397,8 +401,8 @@ def _logprobs(
     tokens: Tensor,
     lengths: Tensor,
     mask: Tensor | None,
-    kept_tokens: KeptTokens | None,
-    routes: Tensor | None,
+    sampling_support: SamplingSupport | None,
+    expert_routing: Tensor | None,
     *,
     temperature: float,
     chunk_tokens: int,
@@ -409,14 +413,16 @@ def _logprobs(
         batch = _mask_batch(batch, mask, output.device)
         batch_kept_tokens = (
             None
-            if kept_tokens is None
-            else kept_tokens.select((batch.batch_rows, slice(batch.width - 1))).to(output.device)
+            if sampling_support is None
+            else sampling_support.select((batch.batch_rows, slice(batch.width - 1))).to(
+                output.device
+            )
         )
         return batch.unpack_targets(
             _score(runner, output, batch, temperature, chunk_tokens, batch_kept_tokens)[0]
         )
 
-    return runner.compute_rows(tokens, lengths, tokens.shape[1] - 1, read_output, routes)
+    return runner.compute_rows(tokens, lengths, tokens.shape[1] - 1, read_output, expert_routing)
 
 
 def _score(
@@ -425,7 +431,7 @@ def _score(
     batch: PackedBatch,
     temperature: float,
     chunk_tokens: int,
-    kept_tokens: KeptTokens | None,
+    sampling_support: SamplingSupport | None,
     candidates: Tensor | None = None,
     *,
     with_entropy: bool = False,
@@ -438,7 +444,7 @@ def _score(
         batch: Micro-batch with M targets.
         temperature: Temperature of the distribution.
         chunk_tokens: Number of tokens whose logits exist at the same time.
-        kept_tokens: Sampling support, [N, L-1].
+        sampling_support: Sampling support, [N, L-1].
         candidates: Candidate token ids of each target, int64 [M, k].
         with_entropy: Whether to compute entropies.
 
@@ -453,11 +459,11 @@ def _score(
         temperature=temperature,
         chunk_tokens=chunk_tokens,
         with_entropy=with_entropy,
-        kept_tokens=(
+        sampling_support=(
             None
-            if kept_tokens is None
-            else kept_tokens.select(
-                torch.unravel_index(batch.target_rows, kept_tokens.counts.shape)
+            if sampling_support is None
+            else sampling_support.select(
+                torch.unravel_index(batch.target_rows, sampling_support.counts.shape)
             )
         ),
         candidates=candidates,

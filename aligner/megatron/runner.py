@@ -15,7 +15,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
-from aligner.checks.actor import lora_problems
+from aligner.checks.actor import find_lora_problems
 from aligner.data.collectives import broadcast_json
 from aligner.data.types import Stats
 from aligner.errors import AlignerError, ConfigError
@@ -136,7 +136,7 @@ class ModelRunner:
             self.chunks, shape, world, weight_table(shape, head)
         )
         if isinstance(settings, ActorConfig) and settings.lora.rank:
-            if problems := list(lora_problems("actor", settings, shape)):
+            if problems := list(find_lora_problems("actor", settings, shape)):
                 raise ConfigError("\n".join(problems))
             self.weights = LoraWeights(self.chunks, shape, world, head, settings.lora, world.seed)
             self.trained_weights = self.weights.adapters
@@ -226,7 +226,11 @@ class ModelRunner:
                 yield f"{index}.{name}", parameter
 
     def pack(
-        self, tokens: Tensor, lengths: Tensor, group_size: int = 1, routes: Tensor | None = None
+        self,
+        tokens: Tensor,
+        lengths: Tensor,
+        group_size: int = 1,
+        expert_routing: Tensor | None = None,
     ) -> list[PackedBatch]:
         """Return the packed micro-batches of this rank's data rank; see `pack_micro_batches`.
 
@@ -234,7 +238,7 @@ class ModelRunner:
             tokens: Right-padded rows of the whole batch, int64 [B, S].
             lengths: Lengths of the rows in tokens, int64 [B].
             group_size: Number of consecutive rows that must be in one micro-batch.
-            routes: Recorded expert routing, uint8 or int16 [B, S-1, L, K].
+            expert_routing: Recorded expert routing, uint8 or int16 [B, S-1, L, K].
 
         Raises:
             AlignerError: If a sequence is longer than the model's positions, or if the routing is
@@ -248,8 +252,8 @@ class ModelRunner:
                 f"sequence {int(lengths.argmax())} of the batch has {longest} tokens, but the model"
                 f" has {self.shape.max_positions} positions; shorten the prompts or the responses"
             )
-        if routes is not None:
-            self._check_routes(routes)
+        if expert_routing is not None:
+            self._check_expert_routing(expert_routing)
         return pack_micro_batches(
             tokens,
             lengths,
@@ -262,10 +266,10 @@ class ModelRunner:
             # whose size is the number of pipeline stages.
             multiple=layout.pipeline if layout.virtual_pipeline > 1 else 1,
             group_size=group_size,
-            routes=routes,
+            expert_routing=expert_routing,
         )
 
-    def _check_routes(self, routes: Tensor) -> None:
+    def _check_expert_routing(self, expert_routing: Tensor) -> None:
         """Raise AlignerError if the routing [B, S-1, L, K] is that of another model.
 
         Every rank checks the whole batch: an unknown expert would otherwise fail on one rank only,
@@ -273,12 +277,12 @@ class ModelRunner:
         """
         shape = self.shape
         expected = (shape.num_layers, shape.experts_per_token)
-        max_expert = int(routes.max()) if routes.numel() else 0
-        if routes.shape[2:] != expected or not 0 <= max_expert < shape.num_experts:
+        max_expert = int(expert_routing.max()) if expert_routing.numel() else 0
+        if expert_routing.shape[2:] != expected or not 0 <= max_expert < shape.num_experts:
             raise AlignerError(
                 "expert routing replay: the recorded routing has (layers, experts per token)="
-                f"{tuple(routes.shape[2:])} and expert ids up to {max_expert}; the model has"
-                f" (layers, experts per token)={expected} and {shape.num_experts} experts"
+                f"{tuple(expert_routing.shape[2:])} and expert ids up to {max_expert}; the model"
+                f" has (layers, experts per token)={expected} and {shape.num_experts} experts"
             )
 
     def compute_rows(
@@ -287,7 +291,7 @@ class ModelRunner:
         lengths: Tensor,
         width: int,
         read_output: OutputReader,
-        routes: Tensor | None = None,
+        expert_routing: Tensor | None = None,
     ) -> Tensor:
         """Return a result for each sequence of the whole batch, on every rank. Collective.
 
@@ -297,13 +301,13 @@ class ModelRunner:
             width: Number of values of a row of the result.
             read_output: Function that returns the results [N, up to `width`] of a micro-batch of N
                 sequences.
-            routes: Recorded expert routing, uint8 or int16 [B, S-1, L, K].
+            expert_routing: Recorded expert routing, uint8 or int16 [B, S-1, L, K].
 
         Returns:
             float32 [B, width] in host memory; values that `read_output` does not return are zero.
         """
         collected = torch.zeros(tokens.shape[0], width)
-        batches = self.pack(tokens, lengths, routes=routes)
+        batches = self.pack(tokens, lengths, expert_routing=expert_routing)
         parts = self.forward(batches, read_output)
         # The outputs are equal on the tensor and context ranks, so only one of them contributes.
         if self.world.is_output_rank:
@@ -316,7 +320,9 @@ class ModelRunner:
     def _measure_routing_mismatch(self, batches: Sequence[PackedBatch]) -> None:
         """Update `routing_mismatch` from the micro-batches of a pass with routing replay."""
         replays = [
-            batch.sequences.routes for batch in batches if batch.sequences.routes is not None
+            batch.sequences.routing_replay
+            for batch in batches
+            if batch.sequences.routing_replay is not None
         ]
         if not replays:
             return

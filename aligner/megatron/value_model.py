@@ -27,7 +27,7 @@ from aligner.models.model_source import (
 )
 from aligner.models.shape import ModelShape
 from aligner.schema import Config, MegatronModelConfig, TrainedModelConfig
-from aligner.schema.derived import critic_updates
+from aligner.schema.derived import count_critic_updates
 
 RowsLoss: TypeAlias = Callable[[Tensor, RowsT, float], tuple[Tensor, Stats]]
 """Function `loss(values, rows, denominator)` of N rows.
@@ -231,7 +231,7 @@ def build_critic(config: Config, world: World, loss: ValueLoss) -> ValueModel:
         world,
         directory,
         config.critic,
-        total_updates=critic_updates(config),
+        total_updates=count_critic_updates(config),
         loss=loss,
         head_scale=scale,
     )

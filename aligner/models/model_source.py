@@ -39,12 +39,12 @@ from aligner.models.weight_headers import (
     weight_problems,
 )
 from aligner.models.weight_slices import weight_table
-from aligner.paths import cache_directory, run_paths
+from aligner.paths import get_cache_directory, get_run_paths
 from aligner.schema import Config, ModelConfig
 from aligner.schema.data_sources import FUNCTION
-from aligner.schema.references import map_paths, read_paths
-from aligner.schema.reward_sources import ModelSource, model_sources, reward_sources
-from aligner.schema.teacher_sources import TeacherSource, teacher_sources
+from aligner.schema.references import find_read_paths, map_paths
+from aligner.schema.reward_sources import ModelSource, parse_reward_sources, select_model_sources
+from aligner.schema.teacher_sources import TeacherSource, parse_teacher_sources
 from aligner.values import is_finite_number
 
 ExpectedInputs = Mapping[str, ModelShape | None]
@@ -100,7 +100,7 @@ def random_reward_models(config: Config) -> ExpectedInputs:
     """Return the shapes of the reward models that a dry run creates before its roles start."""
     models = config.dry_run.models
     return {
-        str(run_paths(config).random_model(name)): read_described_config(
+        str(get_run_paths(config).random_model(name)): read_described_config(
             entries, f"dry_run.models.{name}"
         )
         for name, entries in models.items()
@@ -211,11 +211,13 @@ def model_directory(config: Config) -> Path:
     """
     model = config.model
     if model.source == "random":
-        return run_paths(config).initial_model
+        return get_run_paths(config).initial_model
     if model.source == "gguf":
         file = gguf_file(model)
         package = str(model.package)
-        return cache_directory() / "models" / f"{package}-{package_version(package)}-{file.stem}"
+        return (
+            get_cache_directory() / "models" / f"{package}-{package_version(package)}-{file.stem}"
+        )
     return _configured_directory(model)
 
 
@@ -231,7 +233,11 @@ def reward_shapes(
     config: Config, expected: ExpectedInputs = NOTHING_EXPECTED
 ) -> dict[ModelSource, ModelShape]:
     """Return the shapes of the reward models. Raises ConfigError if one does not exist."""
-    sources = model_sources(reward_sources(config.reward)) if config.algorithm.generates else ()
+    sources = (
+        select_model_sources(parse_reward_sources(config.reward))
+        if config.algorithm.generates_samples
+        else ()
+    )
     return {
         source: directory_shape(Path(source.path), f"{source.key}.path", expected)
         for source in sources
@@ -242,7 +248,7 @@ def teacher_shapes(
     config: Config, policy: ModelShape, expected: ExpectedInputs = NOTHING_EXPECTED
 ) -> dict[TeacherSource, ModelShape]:
     """Return the shapes of the teachers. Raises ConfigError if one does not exist."""
-    sources = teacher_sources(config.teacher) if config.has_teacher else ()
+    sources = parse_teacher_sources(config.teacher) if config.has_teacher else ()
     return {source: teacher_shape(config, source, policy, expected) for source in sources}
 
 
@@ -331,7 +337,9 @@ def _absent_model(key: str, path: str | None, entries: Mapping[str, Any]) -> dic
 
 def _absent_data(config: Config) -> dict[str, None]:
     paths = [
-        path for key, path in read_paths(config).items() if key.startswith(("data.", "evaluation."))
+        path
+        for key, path in find_read_paths(config).items()
+        if key.startswith(("data.", "evaluation."))
     ]
     return {
         str(Path(path)): None
@@ -521,7 +529,7 @@ def _installer() -> list[str]:
 
 
 def _package_cache() -> Path:
-    return cache_directory().absolute() / "packages"
+    return get_cache_directory().absolute() / "packages"
 
 
 @dataclass(frozen=True)
@@ -598,11 +606,11 @@ def _named_models(config: Config) -> Iterator[_StoredModel]:
     if config.algorithm.has_critic and config.critic.path is not None:
         yield _StoredModel("critic.path", Path(config.critic.path), "critic")
     try:
-        rewards = reward_sources(config.reward) if config.algorithm.generates else ()
-        teachers = teacher_sources(config.teacher) if config.has_teacher else ()
+        rewards = parse_reward_sources(config.reward) if config.algorithm.generates_samples else ()
+        teachers = parse_teacher_sources(config.teacher) if config.has_teacher else ()
     except ConfigError:  # their sections report it
         return
-    for source in model_sources(rewards):
+    for source in select_model_sources(rewards):
         yield _StoredModel(f"{source.key}.path", Path(source.path), "reward")
     for teacher in teachers:
         yield _StoredModel(f"{teacher.key}.path", Path(teacher.path), "language")

@@ -18,7 +18,7 @@ from aligner.files import write_file
 from aligner.observability.metrics import MetricsSink, Record, read_metrics
 from aligner.paths import RunPaths
 from aligner.schema import Config
-from aligner.schema.keys import shown
+from aligner.schema.keys import get_masked_values
 
 SUPERSEDED_DIRECTORY = "superseded"
 """Directory below the run's `wandb` directory to which a resume moves earlier offline recordings,
@@ -250,7 +250,7 @@ class WandbSink:
             entity=settings.entity,
             group=settings.group,
             tags=settings.tags,
-            config=shown(config),
+            config=get_masked_values(config),
             resume="allow" if is_resumed and settings.mode == "online" else None,
             allow_val_change=True,
             reinit="create_new",  # the process may have other wandb runs
@@ -381,7 +381,9 @@ class MlflowSink:
 
         stored = self._client.get_run(self._id).data.params
         parameters = [
-            Param(key, str(value)) for key, value in _flatten(shown(config)) if key not in stored
+            Param(key, str(value))
+            for key, value in _flatten(get_masked_values(config))
+            if key not in stored
         ]
         for start in range(0, len(parameters), _PARAMETERS_PER_REQUEST):
             self._client.log_batch(

@@ -25,7 +25,7 @@ from typing import Any
 
 from aligner.files import append_to_file, read_newer_half, write_file
 from aligner.observability.logs import set_log_step
-from aligner.paths import RunPaths, run_paths
+from aligner.paths import RunPaths, get_run_paths
 from aligner.schema import Config
 
 PHASE_SPAN_NAMES = {"reshard": "publish", "server_wait": "wait"}
@@ -229,7 +229,7 @@ def open_timeline(
 ) -> Timeline:
     """Return the timeline of a rank of a role or server group; with `logging.timeline=false`, it
     writes nothing."""
-    path = run_paths(config).timeline / f"{role}-{rank}.jsonl"
+    path = get_run_paths(config).timeline / f"{role}-{rank}.jsonl"
     if role == "trainer" and config.engine.placement == "server":
         # With a generator role, the trainer waits while samples are generated.
         span_names = {**span_names, "generate": "wait"}
@@ -261,7 +261,7 @@ def report_stage(config: Config, role: str, stage: str | None) -> None:
     """
     if int(os.environ.get("RANK", "0")):
         return
-    file = run_paths(config).stages / role
+    file = get_run_paths(config).stages / role
     with contextlib.suppress(OSError):  # other writers report a full disk
         if stage is None:
             file.unlink(missing_ok=True)

@@ -16,9 +16,9 @@ import psutil
 
 from aligner.errors import ConfigError
 from aligner.files import create_private_file, write_file
-from aligner.paths import PRIVATE, run_paths
-from aligner.placement.roles import server_ranks
-from aligner.placement.tls import tls_files
+from aligner.paths import PRIVATE_MODE, get_run_paths
+from aligner.placement.roles import count_server_ranks
+from aligner.placement.tls import get_tls_files
 from aligner.schema import Config, PortsConfig
 
 # Number of ports of a server: HTTP, gRPC and metrics.
@@ -27,7 +27,7 @@ LOOPBACK = "127.0.0.1"
 _ALL_INTERFACES = "0.0.0.0"
 
 
-def interface_address(interface: str) -> str:
+def get_interface_address(interface: str) -> str:
     """Return the IPv4 address of a network interface of this machine.
 
     Args:
@@ -58,65 +58,65 @@ def interface_address(interface: str) -> str:
     return addresses_by_name[interface]
 
 
-def client_address(config: Config) -> str:
+def get_client_address(config: Config) -> str:
     """Return the address at which clients on this machine reach the servers.
 
     This is the loopback address if the servers listen on all interfaces.
     """
-    address = interface_address(config.server.interface)
+    address = get_interface_address(config.server.interface)
     return LOOPBACK if address == _ALL_INTERFACES else address
 
 
-def group_ports(config: Config) -> dict[str, PortsConfig]:
+def get_group_ports(config: Config) -> dict[str, PortsConfig]:
     """Return the configured ports of each server group; 0 means that the launch chooses the port.
 
     The ports of a replica are `PORTS_PER_SERVER` above those of the previous replica.
     """
 
     def add_offset(ports: PortsConfig, offset: int) -> PortsConfig:
+        # 0 stays 0, which means that the launch chooses the port.
         return PortsConfig(**{name: port and port + offset for name, port in asdict(ports).items()})
 
-    roles = {
+    ports_by_role = {
         "generator": config.engine.ports,
         "critic": config.critic.ports,
         "reward": config.reward.ports,
         "teacher": config.teacher.ports,
     }
     ports_by_group = {}
-    for group in server_ranks(config):
+    for group in count_server_ranks(config):
         role, _, replica = group.partition(".")
-        ports_by_group[group] = add_offset(roles[role], int(replica or 0) * PORTS_PER_SERVER)
+        offset = int(replica or 0) * PORTS_PER_SERVER
+        ports_by_group[group] = add_offset(ports_by_role[role], offset)
     return ports_by_group
 
 
-def explicit_ports(config: Config) -> dict[str, int]:
+def get_configured_ports(config: Config) -> dict[str, int]:
     """Return the configured ports by key, without the ports that the launch chooses."""
     ports_by_key = {}
-    for group, ports in group_ports(config).items():
+    for group, ports in get_group_ports(config).items():
         role, _, replica = group.partition(".")
+        # Only the first replica's ports are values of keys; the others are described as a sum.
         offset = f" + {int(replica) * PORTS_PER_SERVER} ({group})" if replica else ""
         section = "engine" if role == "generator" else role
-        ports_by_key.update(
-            {
-                f"{section}.ports.{name}{offset}": port
-                for name, port in asdict(ports).items()
-                if port
-            }
-        )
+        for name, port in asdict(ports).items():
+            if port:
+                ports_by_key[f"{section}.ports.{name}{offset}"] = port
     return ports_by_key
 
 
-def port_is_free(interface: str, port: int) -> bool:
+def is_port_free(interface: str, port: int) -> bool:
     """Return whether a server could listen on the port now.
 
     Raises:
         OSError: This machine does not have the interface.
     """
     with socket.socket() as listener:
+        # Otherwise a port whose last connections are in TIME_WAIT would not be free.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((interface, port))
-        except PermissionError:
+        except PermissionError:  # a port below 1024
             return False
         except OSError:
             # Distinguish a used port from a missing interface, for which this raises OSError.
@@ -155,17 +155,17 @@ def create_access_key(config: Config) -> None:
     Raises:
         ConfigError: The existing file is not a valid key.
     """
-    path = run_paths(config).access_key
+    path = get_run_paths(config).access_key
     if config.server.guard == "none":
         return
     if not path.exists():
-        path.parent.mkdir(PRIVATE, parents=True, exist_ok=True)
+        path.parent.mkdir(PRIVATE_MODE, parents=True, exist_ok=True)
         # Servers that start at the same time all use the first key that one of them creates.
         create_private_file(path, secrets.token_urlsafe(32) + "\n")
-    _read_key(path)
+    _read_access_key(path)
 
 
-def _read_key(path: Path) -> str:
+def _read_access_key(path: Path) -> str:
     """Return the key in a file, or raise ConfigError if it is not valid."""
     try:
         key = path.read_text(encoding="ascii", errors="replace").strip()
@@ -183,19 +183,21 @@ def _read_key(path: Path) -> str:
     return key
 
 
-def run_access(config: Config) -> Access:
+def load_access(config: Config) -> Access:
     """Return the access of the run's own processes to its servers.
 
     Raises:
         ConfigError: The run has no valid key.
     """
-    key = _read_key(run_paths(config).access_key) if config.server.guard == "key" else None
-    tls = tls_files(config)
+    has_key = config.server.guard == "key"
+    key = _read_access_key(get_run_paths(config).access_key) if has_key else None
+    tls = get_tls_files(config)
     if tls is None:
         return Access(key)
-    return Access(
-        key, tls.authorities, *((tls.certificate, tls.key) if tls.mutual else (None, None))
-    )
+    # A client presents a certificate of its own only with mutual TLS.
+    if tls.mutual:
+        return Access(key, tls.authorities, tls.certificate, tls.key)
+    return Access(key, tls.authorities, None, None)
 
 
 @dataclass(frozen=True)
@@ -210,21 +212,18 @@ class Endpoint:
 
 def save_endpoints(endpoints: dict[str, Endpoint], path: Path) -> None:
     """Write the endpoint of each server group to a file, atomically."""
-    write_file(
-        path,
-        json.dumps({group: asdict(endpoint) for group, endpoint in endpoints.items()}, indent=1)
-        + "\n",
-    )
+    content = {group: asdict(endpoint) for group, endpoint in endpoints.items()}
+    write_file(path, json.dumps(content, indent=1) + "\n")
 
 
 def load_endpoints(path: Path) -> dict[str, Endpoint]:
     """Read the endpoint of each server group from a file.
 
-    See `aligner.placement.roles.server_ranks` for the names of the groups.
+    See `aligner.placement.roles.count_server_ranks` for the names of the groups.
     """
     return {group: Endpoint(**fields) for group, fields in json.loads(path.read_text()).items()}
 
 
-def role_endpoints(endpoints: dict[str, Endpoint], role: str) -> list[Endpoint]:
+def select_role_endpoints(endpoints: dict[str, Endpoint], role: str) -> list[Endpoint]:
     """Return the endpoints of all replicas of a role, in order: `reward`, `reward.1`, …"""
     return [endpoint for group, endpoint in endpoints.items() if group.partition(".")[0] == role]

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 
 from aligner.errors import ConfigError
-from aligner.placement.roles import computes_on_devices, count_gpus, role_of, role_ranks
+from aligner.placement.roles import computes_on_devices, count_gpus, count_role_ranks, get_role
 from aligner.schema import Config
 
 
@@ -52,6 +52,7 @@ def describe_devices(devices: tuple[int, ...]) -> str:
         >>> describe_devices((0, 1, 2, 3, 6))
         '0-3,6'
     """
+    # runs of consecutive devices
     runs: list[list[int]] = []
     for device in devices:
         if runs and device == runs[-1][-1] + 1:
@@ -61,7 +62,7 @@ def describe_devices(devices: tuple[int, ...]) -> str:
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
-def local_devices(config: Config) -> dict[str, tuple[int, ...]]:
+def assign_local_devices(config: Config) -> dict[str, tuple[int, ...]]:
     """Return the GPUs of each role or server group, one per rank, as indices of the usable GPUs.
 
     Groups without devices in `cluster.devices` get the next free GPUs, the trainer first. The
@@ -75,16 +76,20 @@ def local_devices(config: Config) -> dict[str, tuple[int, ...]]:
         return {}
     ranks = {
         group: size
-        for group, size in role_ranks(config).items()
+        for group, size in count_role_ranks(config).items()
         if computes_on_devices(config, group)
     }
+
+    # The trainer first: it gets the first free GPUs, although it starts last.
     ordered_ranks = {"trainer": ranks["trainer"], **ranks}
-    assigned = {
-        group: devices
-        for group in ordered_ranks
-        if (devices := _configured_devices(config, group, ordered_ranks, count)) is not None
-    }
-    _check_generator(config, assigned)
+    assigned = {}
+    for group in ordered_ranks:
+        devices = _get_configured_devices(config, group, ordered_ranks, count)
+        if devices is not None:
+            assigned[group] = devices
+    _check_generator_devices(config, assigned)
+
+    # A device may be listed for several roles; groups without a list get unlisted devices only.
     used = {device for devices in assigned.values() for device in devices}
     free = [device for device in range(count) if device not in used]
     unassigned = {group: size for group, size in ordered_ranks.items() if group not in assigned}
@@ -96,14 +101,14 @@ def local_devices(config: Config) -> dict[str, tuple[int, ...]]:
     return {group: assigned[group] for group in ordered_ranks}
 
 
-def _configured_devices(
+def _get_configured_devices(
     config: Config, group: str, ranks: dict[str, int], count: int
 ) -> tuple[int, ...] | None:
     """Return the devices of a group in `cluster.devices`; None if the key is not set.
 
     Replicas use consecutive parts of the list. They share the devices if the list is shorter.
     """
-    role = role_of(group)
+    role = get_role(group)
     size = ranks[group]
     text: str | None = getattr(config.cluster.devices, role)
     if text is None:
@@ -115,11 +120,13 @@ def _configured_devices(
             f"{key}={text}: must list {size} devices (one per rank), or a multiple of {size}"
             " devices for several replicas"
         )
-    first = [other for other in ranks if role_of(other) == role].index(group) * size % len(devices)
+    replicas = [other for other in ranks if get_role(other) == role]
+    # The modulo lets further replicas start again at the first device.
+    first = replicas.index(group) * size % len(devices)
     return devices[first : first + size]
 
 
-def _check_generator(config: Config, configured: dict[str, tuple[int, ...]]) -> None:
+def _check_generator_devices(config: Config, configured: dict[str, tuple[int, ...]]) -> None:
     """Raise ConfigError if trainer and generator share a device, which NCCL does not support."""
     shared = {*configured.get("trainer", ())} & {*configured.get("generator", ())}
     if shared:

@@ -29,7 +29,7 @@ class Machine:
     """Number of GPUs that the roles of the run use; 0 if they compute on CPUs."""
     gpu_memory_gib: float = 0.0
     """Memory of each GPU in GiB that models and their computation may use."""
-    most_nodes: int = 1
+    max_nodes: int = 1
     """Maximum number of nodes."""
 
 
@@ -40,28 +40,33 @@ def measure_machine(config: Config) -> Machine:
         ConfigError: The memory of the GPUs cannot be determined.
     """
     cores = len(os.sched_getaffinity(0))
-    memory = psutil.virtual_memory().total / 2**30
+    memory_gib = psutil.virtual_memory().total / 2**30
+    # The file contains `max` if the container has no limit.
     if (
         _MEMORY_LIMIT_FILE.is_file()
         and (limit := _MEMORY_LIMIT_FILE.read_text().strip()).isdecimal()
     ):
-        memory = min(memory, int(limit) / 2**30)
+        memory_gib = min(memory_gib, int(limit) / 2**30)
+
     if config.cluster.kind == "slurm":
         gpu_memory_gib = (
             (config.cluster.device_memory_gib or _NODE_GPU_GIB) if uses_gpus(config) else 0.0
         )
+        # The submitting machine may have no GPUs, so the nodes are described by configuration keys.
         return Machine(
             cores,
-            memory,
+            memory_gib,
             config.cluster.devices_per_node if gpu_memory_gib else 0,
             gpu_memory_gib,
-            most_nodes=64,
+            max_nodes=64,
         )
-    if not (gpus := count_gpus()):
-        return Machine(cores, memory)
-    return Machine(
-        cores, memory, gpus, config.cluster.device_memory_gib or min(_read_gpu_memory_gib())
-    )
+
+    gpus = count_gpus()
+    if not gpus:
+        return Machine(cores, memory_gib)
+    # A rank may get any of the GPUs, so the smallest one determines what fits.
+    gpu_memory_gib = config.cluster.device_memory_gib or min(_read_gpu_memory_gib())
+    return Machine(cores, memory_gib, gpus, gpu_memory_gib)
 
 
 def _read_gpu_memory_gib() -> list[float]:

@@ -5,19 +5,19 @@ from dataclasses import astuple, dataclass
 
 from rich.table import Table
 
-from aligner.placement.local_devices import describe_devices, local_devices
+from aligner.placement.local_devices import assign_local_devices, describe_devices
 from aligner.placement.roles import (
+    compute_threads_per_rank,
     computes_on_devices,
+    count_role_ranks,
+    get_role,
     has_generator,
-    role_of,
-    role_ranks,
-    threads_per_rank,
     uses_gpus,
 )
 from aligner.schema import Config, ParallelConfig
 from aligner.schema.derived import has_reference
 from aligner.schema.reward_sources import describe_sources
-from aligner.schema.teacher_sources import teacher_sources
+from aligner.schema.teacher_sources import parse_teacher_sources
 
 
 @dataclass(frozen=True)
@@ -60,86 +60,94 @@ def describe_layout(parallel: ParallelConfig) -> str:
     return " ".join(parts)
 
 
-def placements(config: Config) -> tuple[Placement, ...]:
+def build_placements(config: Config) -> tuple[Placement, ...]:
     """Return the placement of each role and server group of a run."""
     engine = config.engine
     engine_layout = f"TP{engine.parallel.tensor} DP{engine.parallel.data}"
     is_separate = has_generator(config)
-    colocated = config.algorithm.generates and not is_separate
-    with_engine = f", {engine.kind} engine" if colocated else ""
-    runs = {
-        "online": f"policy, reference{with_engine}",
-        "preferences": f"policy{with_engine}",
+    is_colocated = config.algorithm.generates_samples and not is_separate
+    engine_text = f", {engine.kind} engine" if is_colocated else ""
+
+    # by `algorithm.trainer`
+    trainer_components = {
+        "online": f"policy, reference{engine_text}",
+        "preferences": f"policy{engine_text}",
         "sft": "policy",
         "dpo": "policy, reference" if has_reference(config) else "policy",
         "reward_model": "reward model",
         "teacher_scores": "teacher",
     }
     sources = describe_sources(config.reward)
+
     devices = {
         group: f"cuda {describe_devices(indices)}"
-        for group, indices in local_devices(config).items()
+        for group, indices in assign_local_devices(config).items()
     }
     default_device = "cuda" if uses_gpus(config) else "cpu"
     # The cores of a job's nodes are not known before the job starts.
     is_known = config.cluster.kind == "local" or config.cluster.threads_per_rank is not None
-    threads = threads_per_rank(config) if is_known else None
-    ranks = role_ranks(config)
+    threads = compute_threads_per_rank(config) if is_known else None
+    ranks = count_role_ranks(config)
 
     def build_placement(role: str, layout: str, runs: str) -> Placement:
         device = devices.get(role, default_device) if computes_on_devices(config, role) else "cpu"
         return Placement(role, ranks[role], layout, runs, device, threads)
 
-    layout = describe_layout(config.actor.parallel) + (
-        f", engine {engine_layout}" if colocated else ""
-    )
-    roles = [build_placement("trainer", layout, runs[config.algorithm.trainer])]
+    trainer_layout = describe_layout(config.actor.parallel)
+    if is_colocated:
+        trainer_layout += f", engine {engine_layout}"
+    components = trainer_components[config.algorithm.trainer]
+    roles = [build_placement("trainer", trainer_layout, components)]
+
     if is_separate:
         roles.append(build_placement("generator", engine_layout, f"{engine.kind} engine"))
     if "critic" in ranks:
-        values = (
-            "value model"
-            if config.critic.path is None
-            else f"value model, from {config.critic.path}"
+        critic_models = "value model"
+        if config.critic.path is not None:
+            critic_models += f", from {config.critic.path}"
+        if config.critic_serves_reward:
+            critic_models += f", {sources}"
+        roles.append(
+            build_placement("critic", describe_layout(config.critic.parallel), critic_models)
         )
-        values = f"{values}, {sources}" if config.critic_scores else values
-        roles.append(build_placement("critic", describe_layout(config.critic.parallel), values))
+
+    # A reward function has no layout.
     reward_layout = (
         describe_layout(config.reward.parallel) if computes_on_devices(config, "reward") else "-"
     )
     roles += [
         build_placement(group, reward_layout, sources)
         for group in ranks
-        if role_of(group) == "reward"
+        if get_role(group) == "reward"
     ]
+
     teacher_layout = describe_layout(config.teacher.parallel)
     teacher_names = "teacher " + ", ".join(
-        source.path for source in teacher_sources(config.teacher)
+        source.path for source in parse_teacher_sources(config.teacher)
     )
-    return (
-        *roles,
-        *(
-            build_placement(group, teacher_layout, teacher_names)
-            for group in ranks
-            if role_of(group) == "teacher"
-        ),
-    )
+    roles += [
+        build_placement(group, teacher_layout, teacher_names)
+        for group in ranks
+        if get_role(group) == "teacher"
+    ]
+    return tuple(roles)
 
 
-def placement_table(config: Config) -> Table:
+def build_placement_table(config: Config) -> Table:
     """Return the roles of a run as a table."""
     table = Table(
-        title=f"{config.run.experiment}: {sum(role_ranks(config).values())} processes",
+        title=f"{config.run.experiment}: {sum(count_role_ranks(config).values())} processes",
         title_justify="left",
     )
+    # The columns are the fields of `Placement`, in their order.
     for column in ("role", "ranks", "layout", "components", "device", "threads"):
         table.add_column(column, justify="right" if column in ("ranks", "threads") else "left")
-    for placement in placements(config):
+    for placement in build_placements(config):
         table.add_row(*("-" if value is None else str(value) for value in astuple(placement)))
     return table
 
 
-def layer_notes(config: Config) -> Iterator[str]:
+def find_layer_notes(config: Config) -> Iterator[str]:
     """Yield a note for each role whose GPU layers do not use those of transformer-engine."""
     models = {
         "trainer": config.actor,
@@ -147,9 +155,9 @@ def layer_notes(config: Config) -> Iterator[str]:
         "reward": config.reward,
         "teacher": config.teacher,
     }
-    for role in {
-        role_of(group): None for group in role_ranks(config) if computes_on_devices(config, group)
-    }:
+    groups = [group for group in count_role_ranks(config) if computes_on_devices(config, group)]
+    # Each role once, in the order of its first group.
+    for role in dict.fromkeys(get_role(group) for group in groups):
         if role in models and uses_gpus(config):
             reason = "in float32" if models[role].precision == "fp32" else ""
             if role == "trainer" and config.actor.lora.rank:

@@ -13,7 +13,7 @@ from aligner.schema.reward_sources import has_reward_model
 
 # Environment variable with a number of GPUs, to validate configurations on a machine that has other
 # GPUs or none.
-PRETENDED_GPUS = "ALIGNER_GPUS"
+GPU_COUNT_VARIABLE = "ALIGNER_GPUS"
 
 
 def count_gpus() -> int:
@@ -25,19 +25,21 @@ def count_gpus() -> int:
     Raises:
         ConfigError: ALIGNER_GPUS is not a number.
     """
-    if gpus := os.environ.get(PRETENDED_GPUS):
-        if not gpus.isdecimal():
-            raise ConfigError(f"{PRETENDED_GPUS}={gpus}: must be a number of GPUs")
-        return int(gpus)
+    pretended_gpus = os.environ.get(GPU_COUNT_VARIABLE)
+    if pretended_gpus:
+        if not pretended_gpus.isdecimal():
+            raise ConfigError(f"{GPU_COUNT_VARIABLE}={pretended_gpus}: must be a number of GPUs")
+        return int(pretended_gpus)
+
     # Some sandboxes hide the driver's files, but all show the devices.
     driver_files = Path("/proc/driver/nvidia/gpus").glob("*")
     device_files = Path("/dev").glob("nvidia[0-9]*")
     count = len([*driver_files]) or len([*device_files])
-    visible = visible_gpus()
+    visible = get_visible_gpus()
     return count if visible is None else min(count, len(visible))
 
 
-def visible_gpus() -> list[str] | None:
+def get_visible_gpus() -> list[str] | None:
     """Return the names in CUDA_VISIBLE_DEVICES; None if the variable is not set."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return None if visible is None else [name for name in visible.split(",") if name]
@@ -63,31 +65,33 @@ def uses_gpus(config: Config) -> bool:
 class Device:
     """Kind of device that a model computes on, and the size of a number of its layers."""
 
-    gpus: bool
+    is_gpu: bool
     """Whether the device is a GPU."""
     itemsize: int
     """Bytes of a number: 2 for bf16, also with fp8 matmuls, and 4 for fp32."""
 
 
-def device_of(config: Config, precision: str) -> Device:
+def get_device(config: Config, precision: str) -> Device:
     """Return the device of a role or engine; precision `auto` is bf16 on GPUs and fp32 on CPUs."""
-    gpus = uses_gpus(config)
-    return Device(gpus, 2 if precision in ("bf16", "fp8") or (precision == "auto" and gpus) else 4)
+    is_gpu = uses_gpus(config)
+    is_bf16 = precision in ("bf16", "fp8") or (precision == "auto" and is_gpu)
+    return Device(is_gpu, 2 if is_bf16 else 4)
 
 
 def has_generator(config: Config) -> bool:
     """Return whether the engine is a separate role, on its own devices."""
-    return config.algorithm.generates and config.engine.placement == "server"
+    return config.algorithm.generates_samples and config.engine.placement == "server"
 
 
-def server_ranks(config: Config) -> dict[str, int]:
+def count_server_ranks(config: Config) -> dict[str, int]:
     """Return the number of ranks of each server group.
 
     The groups are `generator`, `critic`, `reward` and `teacher`. Further replicas are `reward.1`, …
     """
-    if not config.algorithm.generates:
+    if not config.algorithm.generates_samples:
         return {}
-    rewards = 0 if config.critic_scores else config.reward.replicas
+    # The critic's ranks may serve the rewards, too; then there is no reward group.
+    rewards = 0 if config.critic_serves_reward else config.reward.replicas
     teachers = config.teacher.replicas * config.has_teacher
     generator = {"generator": config.engine.parallel.ranks} if has_generator(config) else {}
     critic = {"critic": config.critic.parallel.ranks} if config.algorithm.has_critic else {}
@@ -104,12 +108,12 @@ def _replica_groups(role: str, count: int) -> list[str]:
     return [f"{role}.{replica}" if replica else role for replica in range(count)]
 
 
-def role_ranks(config: Config) -> dict[str, int]:
+def count_role_ranks(config: Config) -> dict[str, int]:
     """Return the number of ranks of each role or server group, in the order in which they start."""
-    return {**server_ranks(config), "trainer": config.actor.parallel.ranks}
+    return {**count_server_ranks(config), "trainer": config.actor.parallel.ranks}
 
 
-def role_of(group: str) -> str:
+def get_role(group: str) -> str:
     """Return the role of a server group, for example `reward` for the replica `reward.1`.
 
     The role of `prepare` is `trainer`, because it runs on the trainer's devices.
@@ -122,19 +126,19 @@ def computes_on_devices(config: Config, group: str) -> bool:
 
     Only a reward function has none, and needs no device.
     """
-    return role_of(group) != "reward" or has_reward_model(config.reward)
+    return get_role(group) != "reward" or has_reward_model(config.reward)
 
 
-def threads_per_rank(config: Config) -> int:
+def compute_threads_per_rank(config: Config) -> int:
     """Return the number of OpenMP threads of each rank of a run on this machine.
 
     Unless the configuration sets a number, the ranks share the cores of this process.
     """
-    ranks = sum(role_ranks(config).values())
-    return configured_threads(config) or max(1, len(os.sched_getaffinity(0)) // ranks)
+    ranks = sum(count_role_ranks(config).values())
+    return get_configured_threads(config) or max(1, len(os.sched_getaffinity(0)) // ranks)
 
 
-def configured_threads(config: Config) -> int | None:
+def get_configured_threads(config: Config) -> int | None:
     """Return the configured number of OpenMP threads per rank, or None.
 
     On GPUs the default is 1, as with torchrun: the remaining CPU work is so small that a thread
@@ -147,16 +151,16 @@ def configured_threads(config: Config) -> int | None:
     return config.cluster.threads_per_rank or (1 if uses_gpus(config) and not offloads else None)
 
 
-def parameter_count(shape: ModelShape, head: Head = "vocabulary") -> int:
+def count_parameters(shape: ModelShape, head: Head = "vocabulary") -> int:
     """Return the number of weights of a model."""
     return sum(spec.numel for spec in weight_table(shape, head))
 
 
-def parameters_text(count: int) -> str:
+def format_parameter_count(count: int) -> str:
     """Return a number of parameters as text.
 
     Example:
-        >>> parameters_text(70_600_000_000)
+        >>> format_parameter_count(70_600_000_000)
         '70.6 B parameters'
     """
     if count >= 1e9:
@@ -186,12 +190,12 @@ def describe_model(
     text = (
         f"{kind}: {model.num_layers} layers, hidden size {model.hidden_size}, {model.num_heads}"
         f" heads, {model.num_kv_heads} key-value heads, vocabulary size {model.vocab_size},"
-        f" {parameters_text(parameter_count(model, head))}"
+        f" {format_parameter_count(count_parameters(model, head))}"
     )
     if not config.algorithm.has_critic:
         return text
     critic = critic_shape(config, shape, expected)
     return (
         f"{text}\ncritic: {critic.num_layers} layers,"
-        f" {parameters_text(parameter_count(critic, 'scalar'))}"
+        f" {format_parameter_count(count_parameters(critic, 'scalar'))}"
     )

@@ -8,19 +8,19 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from aligner.errors import ConfigError
-from aligner.paths import cache_directory, run_paths
+from aligner.paths import get_cache_directory, get_run_paths
 from aligner.placement.local_devices import parse_devices
-from aligner.placement.roles import computes_on_devices, role_of, role_ranks
+from aligner.placement.roles import computes_on_devices, count_role_ranks, get_role
 from aligner.schema import Config, SlurmRoleConfig
 
 
-def container_mounts(config: Config) -> list[str]:
+def list_container_mounts(config: Config) -> list[str]:
     """Return the mounts of a role's container.
 
     These are the run directory and the cache, at the same paths as outside, and the configured
     mounts.
     """
-    required_paths = [str(path) for path in (run_paths(config).root, cache_directory())]
+    required_paths = [str(path) for path in (get_run_paths(config).root, get_cache_directory())]
     return [*(f"{path}:{path}" for path in required_paths), *config.cluster.slurm.mounts]
 
 
@@ -80,33 +80,35 @@ class JobLayout:
         return sum(placement.shares_node(other) for other in self.placements.values()) > 1
 
 
-def slurm_role(config: Config, group: str) -> SlurmRoleConfig:
+def get_slurm_settings(config: Config, group: str) -> SlurmRoleConfig:
     """Return the Slurm settings of the role of a server group."""
-    settings: SlurmRoleConfig = getattr(config.cluster.slurm.roles, role_of(group))
+    settings: SlurmRoleConfig = getattr(config.cluster.slurm.roles, get_role(group))
     return settings
 
 
-def container_image(config: Config, group: str) -> str | None:
+def get_container_image(config: Config, group: str) -> str | None:
     """Return the container image of a role or server group; None without a container."""
-    return slurm_role(config, group).image or config.cluster.slurm.image
+    return get_slurm_settings(config, group).image or config.cluster.slurm.image
 
 
-def slurm_layout(config: Config) -> JobLayout:
+def compute_slurm_layout(config: Config) -> JobLayout:
     """Return the placement of all roles.
 
     Raises:
         ConfigError: The roles cannot be placed as configured; the error names the keys.
     """
-    groups = role_ranks(config)
-    roles = list(dict.fromkeys(role_of(group) for group in ("trainer", *groups)))
-    if problems := [*_role_problems(config, roles)]:
+    groups = count_role_ranks(config)
+    roles = list(dict.fromkeys(get_role(group) for group in ("trainer", *groups)))
+    if problems := [*_find_role_problems(config, roles)]:
         raise ConfigError("\n".join(problems))
-    hosts = [role for role in roles if slurm_role(config, role).shares_nodes_with is None]
+
+    # Each role with nodes of its own has one component; other roles share the nodes of such a role.
+    hosts = [role for role in roles if get_slurm_settings(config, role).shares_nodes_with is None]
     placements: dict[str, RolePlacement] = {}
     for role in roles:
-        placements |= _place_role(
-            config, role, hosts.index(slurm_role(config, role).shares_nodes_with or role)
-        )
+        host = get_slurm_settings(config, role).shares_nodes_with or role
+        placements |= _place_role(config, role, hosts.index(host))
+
     components = []
     for index, host in enumerate(hosts):
         component_placements = {
@@ -115,41 +117,43 @@ def slurm_layout(config: Config) -> JobLayout:
             if placement.component == index
         }
         _check_shared_nodes(config, host, component_placements)
-        components.append(_component(config, host, component_placements))
+        components.append(_build_component(config, host, component_placements))
+
+    # Placements were computed by role; a layout lists the groups in the order of their start.
     layout = JobLayout(tuple(components), {group: placements[group] for group in groups})
     return layout if config.cluster.slurm.heterogeneous else _merge_components(layout)
 
 
-def _role_problems(config: Config, roles: list[str]) -> Iterator[str]:
+def _find_role_problems(config: Config, roles: list[str]) -> Iterator[str]:
     """Yield an error for each invalid setting of a single role."""
     for role in roles:
-        settings = slurm_role(config, role)
+        settings = get_slurm_settings(config, role)
         key = f"cluster.slurm.roles.{role}"
         host = settings.shares_nodes_with
         if host is not None:
-            given = f"{key}.shares_nodes_with={host}"
+            setting = f"{key}.shares_nodes_with={host}"
             if host not in roles:
-                yield f"{given}: the run has no such role; must be one of {', '.join(roles)}"
-            elif host == role or slurm_role(config, host).shares_nodes_with is not None:
-                yield f"{given}: must be another role whose own `shares_nodes_with` is null"
+                yield f"{setting}: the run has no such role; must be one of {', '.join(roles)}"
+            elif host == role or get_slurm_settings(config, host).shares_nodes_with is not None:
+                yield f"{setting}: must be another role whose own `shares_nodes_with` is null"
             if settings.nodes is not None:
                 yield (
-                    f"{key}.nodes={settings.nodes}: is not supported with {given}, which places"
+                    f"{key}.nodes={settings.nodes}: is not supported with {setting}, which places"
                     f" the role on the nodes of {host}; remove one of the two settings"
                 )
         try:
-            _configured_devices(config, role)
+            _get_configured_devices(config, role)
         except ConfigError as error:
             yield str(error)
 
 
-def _configured_devices(config: Config, role: str) -> tuple[int, ...] | None:
+def _get_configured_devices(config: Config, role: str) -> tuple[int, ...] | None:
     """Return the configured device indices of a role; None if the key is null.
 
     Raises:
         ConfigError: The value is not a list of devices, or a node lacks one of them.
     """
-    text = slurm_role(config, role).devices
+    text = get_slurm_settings(config, role).devices
     devices_per_node = config.cluster.devices_per_node
     if text is None:
         return None
@@ -175,11 +179,11 @@ def _place_role(config: Config, role: str, component: int) -> dict[str, RolePlac
         ConfigError: The ranks cannot be distributed evenly over the nodes.
     """
     replicas = {
-        group: ranks for group, ranks in role_ranks(config).items() if role_of(group) == role
+        group: ranks for group, ranks in count_role_ranks(config).items() if get_role(group) == role
     }
     ranks = next(iter(replicas.values()))
-    nodes = slurm_role(config, role).nodes
-    chosen_devices = _configured_devices(config, role)
+    nodes = get_slurm_settings(config, role).nodes
+    chosen_devices = _get_configured_devices(config, role)
     slots = (
         tuple(range(config.cluster.devices_per_node)) if chosen_devices is None else chosen_devices
     )
@@ -198,19 +202,19 @@ def _place_role(config: Config, role: str, component: int) -> dict[str, RolePlac
             f" cannot be distributed evenly over nodes with {len(slots)} devices ({limit_key});"
             " change one of the two keys, or the layout"
         )
+
     nodes_per_replica, replicas_per_node = packing
     ranks_per_node = ranks // nodes_per_replica
+    # None means all devices of the node; a replica that shares its node gets a part of them.
     uses_some_devices = chosen_devices is not None or replicas_per_node > 1
     placements = {}
     for index, group in enumerate(replicas):
         first_slot = index % replicas_per_node * ranks_per_node
         devices = slots[first_slot : first_slot + ranks_per_node] if uses_some_devices else None
+        # Either several replicas share a node, or a replica has several nodes: one factor is 1.
+        first_node = index // replicas_per_node * nodes_per_replica
         placements[group] = RolePlacement(
-            component,
-            index // replicas_per_node * nodes_per_replica,
-            nodes_per_replica,
-            ranks_per_node,
-            devices,
+            component, first_node, nodes_per_replica, ranks_per_node, devices
         )
     return placements
 
@@ -231,11 +235,12 @@ def _pack_replicas(
         even distribution does not exist.
     """
     if nodes is None:
-        nodes_per_replica = -(-ranks // slots)
+        nodes_per_replica = -(-ranks // slots)  # rounded up
         replicas_per_node = 1 if nodes_per_replica > 1 else min(replicas, slots // ranks)
     else:
         nodes_per_replica = max(1, nodes // replicas)
         replicas_per_node = 1 if nodes >= replicas else -(-replicas // nodes)
+    # Every node has the same number of ranks, because `srun` gets one number for all nodes.
     fits = (
         ranks % nodes_per_replica == 0
         and ranks // nodes_per_replica * replicas_per_node <= slots
@@ -252,17 +257,19 @@ def _check_shared_nodes(config: Config, host: str, placements: Mapping[str, Role
         host: Role that determines the number of nodes.
         placements: Placements of all groups of the component.
     """
-    if all(role_of(group) == host for group in placements):
+    if all(get_role(group) == host for group in placements):
         return
     nodes = 1 + max(
         placement.node_range[-1]
         for group, placement in placements.items()
-        if role_of(group) == host
+        if get_role(group) == host
     )
-    is_divided = len({role_of(group) for group in placements if _needs_device(config, group)}) > 1
-    owners: dict[int, str] = {}
+    device_roles = {get_role(group) for group in placements if _needs_device(config, group)}
+    # A role that alone needs devices may use all of them, without a list.
+    is_divided = len(device_roles) > 1
+    device_owners: dict[int, str] = {}
     for group, placement in placements.items():
-        role = role_of(group)
+        role = get_role(group)
         key = f"cluster.slurm.roles.{role}"
         if placement.node_range[-1] >= nodes:
             raise ConfigError(
@@ -276,12 +283,13 @@ def _check_shared_nodes(config: Config, host: str, placements: Mapping[str, Role
                 f"{key}.devices=null: must list devices, such as 0-3, because several roles share"
                 f" the nodes of {host}"
             )
+        # Replicas of one role may share devices, different roles may not.
         for device in placement.devices:
-            if owners.setdefault(device, role) != role:
-                configured = slurm_role(config, role).devices
+            if device_owners.setdefault(device, role) != role:
+                configured = get_slurm_settings(config, role).devices
                 raise ConfigError(
                     f"{key}.devices={configured}: device {device} already belongs to"
-                    f" {owners[device]}"
+                    f" {device_owners[device]}"
                 )
 
 
@@ -290,11 +298,13 @@ def _needs_device(config: Config, group: str) -> bool:
     return config.cluster.slurm.gpus != "none" and computes_on_devices(config, group)
 
 
-def _component(config: Config, host: str, placements: Mapping[str, RolePlacement]) -> Component:
+def _build_component(
+    config: Config, host: str, placements: Mapping[str, RolePlacement]
+) -> Component:
     """Return a component with the ranks and devices that its groups need in total."""
     nodes = range(1 + max(placement.node_range[-1] for placement in placements.values()))
 
-    def busiest(groups: Iterable[str]) -> int:
+    def count_ranks_on_busiest_node(groups: Iterable[str]) -> int:
         """Return the number of the groups' ranks on the node that has the most of them."""
         group_placements = [placements[group] for group in groups]
         return max(
@@ -308,17 +318,25 @@ def _component(config: Config, host: str, placements: Mapping[str, RolePlacement
 
     on_devices = [group for group in placements if _needs_device(config, group)]
     # Device lists refer to all devices of a node, so all of them are requested.
-    has_device_lists = any(slurm_role(config, group).devices is not None for group in on_devices)
-    devices = config.cluster.devices_per_node if has_device_lists else busiest(on_devices)
-    return Component(host, len(nodes), busiest(placements), devices)
+    has_device_lists = any(
+        get_slurm_settings(config, group).devices is not None for group in on_devices
+    )
+    devices = (
+        config.cluster.devices_per_node
+        if has_device_lists
+        else count_ranks_on_busiest_node(on_devices)
+    )
+    return Component(host, len(nodes), count_ranks_on_busiest_node(placements), devices)
 
 
 def _merge_components(layout: JobLayout) -> JobLayout:
     """Return a layout with a single component that has the nodes of all components in order."""
+    # Node indices within a component become indices within the whole job.
     offsets = [
         sum(component.nodes for component in layout.components[:index])
         for index in range(len(layout.components))
     ]
+    # Nodes of one component have the same options, so each of them gets the most that a role needs.
     merged = Component(
         layout.components[0].role,
         sum(component.nodes for component in layout.components),

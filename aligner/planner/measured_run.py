@@ -16,7 +16,7 @@ from aligner.errors import ConfigError
 from aligner.observability.metrics import read_metrics
 from aligner.observability.trace import WAIT, Span, flatten_spans, read_spans
 from aligner.paths import RunPaths
-from aligner.placement.roles import role_of
+from aligner.placement.roles import get_role
 from aligner.planner.pipeline_model import DEVICE_ROLES, HOST, Phase, PipelineModel
 from aligner.schema import Config
 from aligner.schema.reward_sources import has_reward_model
@@ -386,7 +386,7 @@ def _server_phase(run: _Recording, name: str) -> Phase:
     """Measure a phase that one or several replicas of a server share."""
     config = run.config
     groups = {span.role for span in run.server_spans(name) if span.step in run.step_numbers}
-    role = role_of(next(iter(groups)))
+    role = get_role(next(iter(groups)))
     models = {"critic": config.critic, "reward": config.reward, "teacher": config.teacher}
     devices = models[role].parallel.ranks * len(groups)
     if role == "reward" and not has_reward_model(config.reward):
@@ -436,7 +436,7 @@ def _measure_usage(run: _Recording, placement: Mapping[str, int]) -> tuple[RoleU
     by_role: dict[str, dict[tuple[str, int], list[Span]]] = defaultdict(lambda: defaultdict(list))
     for span in run.spans:
         if span.name not in _EXCLUDED:
-            by_role[role_of(span.role)][span.role, span.rank].append(span)
+            by_role[get_role(span.role)][span.role, span.rank].append(span)
 
     work = {
         role: _merge((span.start, span.end) for spans in ranks.values() for span in spans)

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from aligner.errors import AlignerError, EngineGone
+from aligner.errors import AlignerError, EngineExited
 from aligner.models.weight_slices import Slice, TensorSpec, cut_shape
 from aligner.resharding.transfer_plan import Transfer, TransferPlan, extent
 
@@ -221,7 +221,7 @@ class Link:
 
         Raises:
             AlignerError: If the block failed on any rank. The link is closed then.
-            EngineGone: On a rank whose block raised this error, which ends its process.
+            EngineExited: On a rank whose block raised this error, which ends its process.
         """
         self._require_group()
         self._agreement_count += 1
@@ -248,7 +248,7 @@ class Link:
 
         if problem is not None:
             self.close(problem)
-            if isinstance(cause, EngineGone):
+            if isinstance(cause, EngineExited):
                 raise cause
             raise AlignerError(f"{failure}:\n{problem}") from cause
 

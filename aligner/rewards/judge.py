@@ -21,13 +21,13 @@ from itertools import combinations, permutations
 from pathlib import Path
 from typing import Any
 
-from aligner.checks.reward import judge_key_problem
+from aligner.checks.reward import find_judge_key_problem
 from aligner.errors import ConfigError
-from aligner.paths import PRIVATE, RunPaths
+from aligner.paths import PRIVATE_MODE, RunPaths
 from aligner.rewards.remote import HttpEndpoint, RateLimiter
 from aligner.rewards.scorers import ScorerUnavailable, ScoringError, ScoringRequest
 from aligner.schema.reward_sources import JudgeSource
-from aligner.schema.templates import filled
+from aligner.schema.templates import fill_template
 from aligner.values import is_finite_number
 
 _VERDICT = re.compile(r"VERDICT:\W*(A|B|TIE)\b", re.IGNORECASE)
@@ -182,7 +182,7 @@ def build_question(template: str, request: ScoringRequest, **variables: object) 
         for name, value in {**request.metadata, "prompt": request.prompt, **variables}.items()
     }
     try:
-        return filled(template, values)
+        return fill_template(template, values)
     except KeyError as missing:
         fields = ", ".join(sorted(request.metadata)) or "none"
         raise ScoringError(
@@ -301,7 +301,7 @@ class JudgeLedger:
         self._run = run
         self._lock = threading.Lock()
         with self._translate_errors():
-            directory.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
+            directory.mkdir(mode=PRIVATE_MODE, parents=True, exist_ok=True)
             self._database = sqlite3.connect(
                 self._path, timeout=_LOCK_TIMEOUT_S, check_same_thread=False
             )
@@ -464,7 +464,7 @@ class Judge:
         Raises:
             ConfigError: The environment lacks the variable with the endpoint's API key.
         """
-        if problem := judge_key_problem(source):
+        if problem := find_judge_key_problem(source):
             raise ConfigError(problem)
         key = (
             None

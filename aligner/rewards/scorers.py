@@ -17,12 +17,17 @@ from typing import Any, TypeVar
 
 from aligner.child_function import ChildFunction, ChildLost, ChildRaised, ChildTooSlow
 from aligner.errors import AlignerError, ConfigError, UnavailableError
-from aligner.extras import lacking
+from aligner.extras import describe_missing_modules
 from aligner.rewards.math_checker import require_math_verify
 from aligner.rewards.verifiers import Rule, Unverifiable
-from aligner.schema.scoring_functions import FUNCTIONS, RULES, function_place, function_problem
+from aligner.schema.scoring_functions import (
+    FUNCTIONS,
+    RULES,
+    find_function_problem,
+    resolve_function_name,
+)
 from aligner.user_code import import_object
-from aligner.values import callable_place
+from aligner.values import split_callable_name
 
 
 @dataclass(frozen=True)
@@ -90,7 +95,9 @@ def _sentiment_analyzer() -> Any:
     try:
         from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
     except ImportError as error:
-        raise ConfigError(f"reward.function=sentiment: {lacking('sentiment') or error}") from error
+        raise ConfigError(
+            f"reward.function=sentiment: {describe_missing_modules('sentiment') or error}"
+        ) from error
     return SentimentIntensityAnalyzer()
 
 
@@ -345,9 +352,9 @@ def resolve_scorer(
     Raises:
         ConfigError: The scorer does not exist, or a package that it requires is not installed.
     """
-    location = function_place(name)
+    location = resolve_function_name(name)
     if location is None:
-        raise ConfigError(f"{key}={name}: {function_problem(name)}")
+        raise ConfigError(f"{key}={name}: {find_function_problem(name)}")
     # Missing packages are reported now instead of at the first score.
     if name == "sentiment":
         _sentiment_analyzer()
@@ -370,7 +377,7 @@ def resolve_scorer(
 
 def resolve_step_scorer(name: str, key: str, timeout_s: float | None = None) -> StepScorer:
     """Return the custom function `module:callable`, which rewards steps. See `resolve_scorer`."""
-    location = callable_place(name)
+    location = split_callable_name(name)
     if location is None:
         raise ConfigError(f"{key}={name}: step rewards require a function given as module:callable")
     try:

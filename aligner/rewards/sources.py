@@ -484,7 +484,7 @@ def _score_source(settings: Source, source: RewardSource, batch: ScoringBatch) -
         rows = torch.arange(len(raw))
     else:
         weights = torch.tensor(
-            [settings.weight_of(request.metadata) for request in batch.requests()],
+            [settings.get_weight(request.metadata) for request in batch.requests()],
             dtype=torch.float64,
         )
         # The source scores only the responses of tasks with a nonzero weight.

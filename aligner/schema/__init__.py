@@ -12,7 +12,7 @@ from aligner.schema.actor import ActorConfig, LoraConfig
 from aligner.schema.algorithm import AlgorithmConfig, PreferenceConfig
 from aligner.schema.checkpoint import CheckpointConfig
 from aligner.schema.cluster import ClusterConfig, SlurmRoleConfig
-from aligner.schema.critic import TRAINED, CriticConfig
+from aligner.schema.critic import HAS_CRITIC, CriticConfig
 from aligner.schema.data import CurriculumConfig, DataConfig
 from aligner.schema.dry_run import DryRunConfig
 from aligner.schema.engine import (
@@ -53,34 +53,36 @@ class Config:
     run: RunConfig = section(RunConfig)
     model: ModelConfig = section(ModelConfig)
     data: DataConfig = section(DataConfig)
-    rollout: RolloutConfig = section(RolloutConfig, read="algorithm.trainer=online|preferences")
-    algorithm: AlgorithmConfig = section(AlgorithmConfig, read=".trainer=online")
+    rollout: RolloutConfig = section(RolloutConfig, read_if="algorithm.trainer=online|preferences")
+    algorithm: AlgorithmConfig = section(AlgorithmConfig, read_if=".trainer=online")
+    # Only these trainers compute log-probs over the policy's vocabulary.
     actor: ActorConfig = section(
         ActorConfig, logprob_chunk_tokens="algorithm.trainer=online|sft|dpo|teacher_scores"
     )
-    critic: CriticConfig = section(CriticConfig, read=TRAINED)
+    critic: CriticConfig = section(CriticConfig, read_if=HAS_CRITIC)
+    # Only reward models compute in Megatron; functions and HTTP services do not.
     reward: RewardConfig = section(
         RewardConfig,
-        read="algorithm.trainer=online|preferences",
+        read_if="algorithm.trainer=online|preferences",
         micro_batch_tokens=".kind=model|combined",
         precision=".kind=model|combined",
     )
-    teacher: TeacherConfig = section(TeacherConfig, read=HAS_TEACHER)
-    environment: EnvironmentConfig = section(EnvironmentConfig, read="algorithm.trainer=online")
-    engine: EngineConfig = section(EngineConfig, read="algorithm.trainer=online|preferences")
-    server: ServerConfig = section(ServerConfig, read="algorithm.trainer=online|preferences")
+    teacher: TeacherConfig = section(TeacherConfig, read_if=HAS_TEACHER)
+    environment: EnvironmentConfig = section(EnvironmentConfig, read_if="algorithm.trainer=online")
+    engine: EngineConfig = section(EngineConfig, read_if="algorithm.trainer=online|preferences")
+    server: ServerConfig = section(ServerConfig, read_if="algorithm.trainer=online|preferences")
     cluster: ClusterConfig = section(ClusterConfig)
     checkpoint: CheckpointConfig = section(
-        CheckpointConfig, read="algorithm.trainer!=preferences|teacher_scores"
+        CheckpointConfig, read_if="algorithm.trainer!=preferences|teacher_scores"
     )
     evaluation: EvaluationConfig = section(
-        EvaluationConfig, read="algorithm.trainer=online and evaluation.every>0"
+        EvaluationConfig, read_if="algorithm.trainer=online and evaluation.every>0"
     )
     logging: LoggingConfig = section(LoggingConfig)
-    dry_run: DryRunConfig = section(DryRunConfig, read=".scale=tiny")
+    dry_run: DryRunConfig = section(DryRunConfig, read_if=".scale=tiny")
 
     @property
-    def critic_scores(self) -> bool:
+    def critic_serves_reward(self) -> bool:
         """Whether the critic's processes also serve the reward."""
         return self.algorithm.has_critic and self.critic.with_reward
 

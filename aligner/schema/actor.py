@@ -39,6 +39,6 @@ class ActorConfig(TrainedModelConfig):
         False,
         "Whether the reference weights stay in GPU memory. False copies the reference weights"
         " from host memory each time the reference is used.",
-        read=".lora.rank=0",
+        read_if=".lora.rank=0",
     )
-    lora: LoraConfig = section(LoraConfig, read=".rank>0")
+    lora: LoraConfig = section(LoraConfig, read_if=".rank>0")

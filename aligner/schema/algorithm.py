@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from aligner.schema.options import CALLABLE, option, section
-from aligner.values import callable_place
+from aligner.values import split_callable_name
 
 
 @dataclass
@@ -31,27 +31,27 @@ class PreferenceConfig:
         "Assumed probability that the label of a pair is wrong (conservative DPO).",
         minimum=0,
         maximum=0.5,
-        read=".kind=sigmoid",
+        read_if=".kind=sigmoid",
     )
     per_token: bool = option(
         False,
         "Whether the log-prob of a response is the mean over its tokens instead of the sum."
         " `simpo` and `orpo` always use the mean.",
-        read=".kind=sigmoid|ipo|rpo_fwd_kl|rpo_bwd_kl|rpo_sq",
+        read_if=".kind=sigmoid|ipo|rpo_fwd_kl|rpo_bwd_kl|rpo_sq",
     )
     target_margin: float = option(
         0.5,
         "Target margin between the chosen and the rejected response in the logits of the loss"
         " (SimPO's gamma).",
         minimum=0,
-        read=".kind=simpo",
+        read_if=".kind=simpo",
     )
     reward_scale: float = option(
         1.0,
         "Factor of the reward difference of a pair. The reward difference is the record's"
         " `margin`, or the difference of the scores with `algorithm.loss=dpo`.",
         minimum=1e-6,
-        read=".kind=rpo_fwd_kl|rpo_bwd_kl|rpo_sq",
+        read_if=".kind=rpo_fwd_kl|rpo_bwd_kl|rpo_sq",
     )
     imitation_weight: float = option(
         0.0,
@@ -59,13 +59,13 @@ class PreferenceConfig:
         " loss (Pang et al. 2024); 0 means no cross-entropy term. For `orpo`, the weight is"
         " always 1.",
         minimum=0,
-        read=".kind=sigmoid|ipo|simpo|rpo_fwd_kl|rpo_bwd_kl|rpo_sq",
+        read_if=".kind=sigmoid|ipo|simpo|rpo_fwd_kl|rpo_bwd_kl|rpo_sq",
     )
     desirable_weight: float = option(
-        1.0, "Loss weight of responses with the label true.", minimum=0, read=".kind=kto"
+        1.0, "Loss weight of responses with the label true.", minimum=0, read_if=".kind=kto"
     )
     undesirable_weight: float = option(
-        1.0, "Loss weight of responses with the label false.", minimum=0, read=".kind=kto"
+        1.0, "Loss weight of responses with the label false.", minimum=0, read_if=".kind=kto"
     )
 
     @property
@@ -88,7 +88,7 @@ class PreferenceConfig:
 class AlgorithmConfig:
     """Trainer, advantage estimator, loss and KL penalty."""
 
-    name: str = option("ppo", "Name of this combination of algorithm settings.", read="always")
+    name: str = option("ppo", "Name of this combination of algorithm settings.", read_if="always")
     trainer: str = option(
         "online",
         "`online`: reinforcement learning on the policy's own samples; `sft`: supervised"
@@ -105,24 +105,24 @@ class AlgorithmConfig:
         " the record's `response` as chosen and each sample as rejected (SPIN, Chen et al."
         " 2024); `none`: no pairs, only responses.",
         choices=("best_and_worst", "all", "demonstration", "none"),
-        read=".trainer=preferences",
+        read_if=".trainer=preferences",
     )
     responses: str = option(
         "all",
         "Samples that are written to `responses.jsonl`. `all`: all samples; `best`: the best"
         " sample of each prompt.",
         choices=("all", "best"),
-        read=".trainer=preferences",
+        read_if=".trainer=preferences",
     )
     min_score: float | None = option(
         None,
         "Minimum score of a sample that is written to `responses.jsonl`; null means no minimum.",
-        read=".trainer=preferences",
+        read_if=".trainer=preferences",
     )
     kept_fields: list[str] = option(
         [],
         "Fields of a prompt's record that are stored with the prompt's responses.",
-        read=".trainer=preferences",
+        read_if=".trainer=preferences",
     )
     epochs: int = option(1, "Number of passes over the samples of a step (PPO epochs).", minimum=1)
     minibatches: int = option(1, "Number of optimizer steps per pass.", minimum=1)
@@ -168,7 +168,8 @@ class AlgorithmConfig:
         " the token ratios of the response (GSPO); `sequence_product`: product of the token"
         " ratios of the response.",
         choices=("token", "sequence", "sequence_product"),
-        read=".loss=clip|*:*",
+        # `*:*` is the name of a user's own loss, which may use any of these settings.
+        read_if=".loss=clip|*:*",
     )
     ratio_against: str = option(
         "trainer",
@@ -176,7 +177,7 @@ class AlgorithmConfig:
         " of the step (proximal policy); `sampler`: the engine's log-probs from generation. With"
         " `sampler`, clipping also limits the effect of staleness.",
         choices=("trainer", "sampler"),
-        read=".loss=clip|cispo|*:*",
+        read_if=".loss=clip|cispo|*:*",
     )
     aggregation: str = option(
         "token",
@@ -191,37 +192,37 @@ class AlgorithmConfig:
         "Whether to train a critic for your own advantage estimator"
         " (`algorithm.advantage=module:callable`). `algorithm.advantage=gae` always trains a"
         " critic.",
-        read=".advantage=*:*",
+        read_if=".advantage=*:*",
     )
     gamma: float = option(
         1.0,
         "Discount factor.",
         minimum=0,
         maximum=1,
-        read=".advantage=gae|reinforce|reinforce_plus_plus|*:* or .loss=*:*",
+        read_if=".advantage=gae|reinforce|reinforce_plus_plus|*:* or .loss=*:*",
     )
     lam: float = option(
-        0.95, "Lambda of GAE.", minimum=0, maximum=1, read=".advantage=gae|*:* or .loss=*:*"
+        0.95, "Lambda of GAE.", minimum=0, maximum=1, read_if=".advantage=gae|*:* or .loss=*:*"
     )
     clip_low: float = option(
         0.2,
         "Lower clip range: the policy ratio is clipped at 1 - `clip_low`.",
         minimum=0,
         maximum=1,
-        read=".loss=clip|cispo|*:* or .advantage=*:*",
+        read_if=".loss=clip|cispo|*:* or .advantage=*:*",
     )
     clip_high: float = option(
         0.2,
         "Upper clip range: the policy ratio is clipped at 1 + `clip_high`.",
         minimum=0,
-        read=".loss=clip|cispo|*:* or .advantage=*:*",
+        read_if=".loss=clip|cispo|*:* or .advantage=*:*",
     )
     dual_clip: float | None = option(
         None,
         "Dual-clip bound: maximum loss of a token with a negative advantage, as a multiple of"
         " the absolute advantage. Null means no bound.",
         minimum=1,
-        read=".loss=clip|*:*",
+        read_if=".loss=clip|*:*",
     )
     truncated_importance: str = option(
         "none",
@@ -230,68 +231,68 @@ class AlgorithmConfig:
         " engine's probability. `none`: no correction; `token`: one weight per token;"
         " `sequence`: one weight per response (one weight per pair for `algorithm.loss=dpo`).",
         choices=("none", "token", "sequence"),
-        read=".loss=clip|cispo|reinforce|copg|dpo|cross_entropy|*:*",
+        read_if=".loss=clip|cispo|reinforce|copg|dpo|cross_entropy|*:*",
     )
     truncated_importance_cap: float = option(
-        2.0, "Maximum importance weight.", minimum=1, read=".truncated_importance!=none"
+        2.0, "Maximum importance weight.", minimum=1, read_if=".truncated_importance!=none"
     )
     above_importance_cap: str = option(
         "truncate",
         "Handling of importance weights above the cap. `truncate`: the weight is set to the"
         " cap; `drop`: the token or response is excluded from the loss.",
         choices=("truncate", "drop"),
-        read=".truncated_importance!=none",
+        read_if=".truncated_importance!=none",
     )
     routing_replay: bool = option(
         False,
         "Whether the policy and the reference use the engine's expert routing of each token for"
         " log-probs and updates (routing replay). Only for mixture-of-experts models.",
-        read=".trainer=online",
+        read_if=".trainer=online",
     )
     uncorrected_staleness: bool = option(
         False,
         "Whether to allow training on stale samples as if they were on-policy, without"
         " `algorithm.truncated_importance` or `algorithm.ratio_against=sampler`. With false,"
         " such a configuration is an error.",
-        read="rollout.max_staleness>0",
+        read_if="rollout.max_staleness>0",
     )
     value_clip: float = option(
         0.2,
         "Clip range of the value loss: maximum difference between the clipped value and the old"
         " value.",
         minimum=0,
-        read=".with_critic=true or .advantage=gae",
+        read_if=".with_critic=true or .advantage=gae",
     )
     critic_warmup_steps: int = option(
         0,
         "Number of steps at the start of the run in which only the critic trains. The policy,"
         " its learning-rate schedule and the KL coefficient do not change in these steps.",
         minimum=0,
-        read=".with_critic=true or .advantage=gae",
+        read_if=".with_critic=true or .advantage=gae",
     )
     whiten_rewards: bool = option(
         False,
         "Whether to scale the rewards of a step to variance 1, without changing their mean.",
-        read=".advantage!=none or .loss=copg|*:*",
+        read_if=".advantage!=none or .loss=copg|*:*",
     )
     whiten_advantages: bool = option(
         True,
         "Whether to normalize advantages to mean 0 and variance 1.",
-        read=".advantage!=none or .loss=*:*",
+        read_if=".advantage!=none or .loss=*:*",
     )
     whiten_over: str = option(
         "step",
         "Tokens over which advantages are normalized. `step`: all tokens of the step; `prompt`:"
         " all tokens of the samples of a prompt.",
         choices=("step", "prompt"),
-        read=".whiten_advantages=true",
+        read_if=".whiten_advantages=true",
     )
     kl_placement: str = option(
         "reward",
         "Placement of the KL penalty. `reward`: the penalty is subtracted from the reward of"
         " each token; `loss`: the penalty is added to the loss.",
         choices=("reward", "loss"),
-        read=".kl_coefficient>0",
+        read_if=".kl_coefficient>0",
     )
     kl_coefficient: float = option(
         0.05, "Weight of the per-token KL penalty; 0 means no penalty.", minimum=0
@@ -301,27 +302,27 @@ class AlgorithmConfig:
         "Estimator of the KL divergence, with log-ratio d = log π - log π_ref. `k1`: d; `k2`:"
         " d²/2; `k3`: exp(-d) - 1 + d.",
         choices=("k1", "k2", "k3"),
-        read=".kl_coefficient>0",
+        read_if=".kl_coefficient>0",
     )
     kl_target: float | None = option(
         None,
         "Target KL divergence per sequence for an adaptive KL coefficient; null means a fixed"
         " coefficient.",
         above=0,
-        read=".kl_coefficient>0",
+        read_if=".kl_coefficient>0",
     )
     kl_horizon: int = option(
         10000,
         "Horizon of the adaptive KL coefficient in samples.",
         minimum=1,
-        read=".kl_target!=null",
+        read_if=".kl_target!=null",
     )
     early_stop_kl: float | None = option(
         None,
         "Maximum of `policy/approx_kl` in an update. After an update with a higher value, the"
         " remaining updates of the step are skipped. Null means no maximum.",
         minimum=0,
-        read=".loss=clip|cispo|*:*",
+        read_if=".loss=clip|cispo|*:*",
     )
     entropy_coefficient: float = option(
         0.0, "Weight of the entropy bonus in the loss; 0 means no bonus.", minimum=0
@@ -333,34 +334,34 @@ class AlgorithmConfig:
         " means no penalty.",
         minimum=0,
         maximum=1,
-        read=".trainer=online|preferences",
+        read_if=".trainer=online|preferences",
     )
     length_penalty: float = option(
         0.0,
         "Penalty that is subtracted from the score for each token by which the response length"
         " differs from `algorithm.target_length`; 0 means no penalty.",
         minimum=0,
-        read=".trainer=online|preferences",
+        read_if=".trainer=online|preferences",
     )
     target_length: int = option(
         0,
         "Response length without a length penalty, in generated tokens; 0 means that every"
         " generated token is penalized.",
         minimum=0,
-        read=".length_penalty>0",
+        read_if=".length_penalty>0",
     )
     overlong_filter: bool = option(
         False,
         "Whether to exclude truncated responses from the policy and critic losses. Truncated"
         " responses still count in the advantages of the prompt's other samples.",
-        read=".loss=clip|cispo|reinforce|cross_entropy|*:*",
+        read_if=".loss=clip|cispo|reinforce|cross_entropy|*:*",
     )
     bootstrap_cut: bool = option(
         False,
         "Whether the return of a truncated response includes the critic's value after the last"
         " token (bootstrapping). False means a value of 0, as for a complete response. The score"
         " of the response is included in both cases, unless `reward.missing_end_score=0`.",
-        read=(
+        read_if=(
             ".advantage=gae and .overlong_filter=false or .with_critic=true and"
             " .overlong_filter=false"
         ),
@@ -371,19 +372,19 @@ class AlgorithmConfig:
         " replace prompts whose samples all have the same score. The run fails if too few prompts"
         " with different scores are found. 0 means no replacement.",
         minimum=0,
-        read=".trainer=online|preferences",
+        read_if=".trainer=online|preferences",
     )
     preference: PreferenceConfig = section(
-        PreferenceConfig, read="algorithm.loss=dpo|*:* or algorithm.trainer=dpo"
+        PreferenceConfig, read_if="algorithm.loss=dpo|*:* or algorithm.trainer=dpo"
     )
 
     @property
-    def generates(self) -> bool:
+    def generates_samples(self) -> bool:
         """Whether the run generates samples of the policy and scores them."""
         return self.trainer in ("online", "preferences")
 
     @property
-    def learns(self) -> bool:
+    def trains_model(self) -> bool:
         """Whether the run trains a model.
 
         A run that does not train a model has no checkpoints, and resumes after its last step.
@@ -404,11 +405,12 @@ class AlgorithmConfig:
     def has_critic(self) -> bool:
         """Whether the run trains a critic in addition to the policy."""
         needs_critic = self.advantage == "gae" or (
-            self.with_critic and callable_place(self.advantage) is not None
+            self.with_critic and split_callable_name(self.advantage) is not None
         )
+        # The default of `advantage` is gae, also in runs that have no advantages.
         return self.trainer == "online" and needs_critic
 
     @property
-    def policy_starts_after(self) -> int:
+    def steps_before_policy_updates(self) -> int:
         """Number of steps before the first step that updates the policy."""
         return self.critic_warmup_steps if self.has_critic else 0

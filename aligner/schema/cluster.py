@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import Any
 
-from aligner.schema.critic import TRAINED
+from aligner.schema.critic import HAS_CRITIC
 from aligner.schema.options import option, section
-from aligner.schema.reward import OWN_SERVER
+from aligner.schema.reward import HAS_REWARD_SERVER
 from aligner.schema.teacher import HAS_TEACHER
 
 
@@ -49,11 +49,13 @@ class SlurmRolesConfig:
 
     trainer: SlurmRoleConfig = section(SlurmRoleConfig)
     generator: SlurmRoleConfig = section(
-        SlurmRoleConfig, read="cluster.kind=slurm and engine.placement=server"
+        SlurmRoleConfig, read_if="cluster.kind=slurm and engine.placement=server"
     )
-    critic: SlurmRoleConfig = section(SlurmRoleConfig, read=("cluster.kind=slurm", TRAINED))
-    reward: SlurmRoleConfig = section(SlurmRoleConfig, read=("cluster.kind=slurm", OWN_SERVER))
-    teacher: SlurmRoleConfig = section(SlurmRoleConfig, read=("cluster.kind=slurm", HAS_TEACHER))
+    critic: SlurmRoleConfig = section(SlurmRoleConfig, read_if=("cluster.kind=slurm", HAS_CRITIC))
+    reward: SlurmRoleConfig = section(
+        SlurmRoleConfig, read_if=("cluster.kind=slurm", HAS_REWARD_SERVER)
+    )
+    teacher: SlurmRoleConfig = section(SlurmRoleConfig, read_if=("cluster.kind=slurm", HAS_TEACHER))
 
 
 @dataclass
@@ -125,20 +127,20 @@ class LocalDevicesConfig:
     generator: str | None = option(
         None,
         "GPUs of the generator; null means the next free GPUs.",
-        read="engine.placement=server",
+        read_if="engine.placement=server",
     )
     critic: str | None = option(
-        None, "GPUs of the critic; null means the next free GPUs.", read=TRAINED
+        None, "GPUs of the critic; null means the next free GPUs.", read_if=HAS_CRITIC
     )
     reward: str | None = option(
         None,
         "GPUs of a reward model, assigned to its replicas in order; null means the next free GPUs.",
-        read=OWN_SERVER,
+        read_if=HAS_REWARD_SERVER,
     )
     teacher: str | None = option(
         None,
         "GPUs of the teacher, assigned to its replicas in order; null means the next free GPUs.",
-        read=HAS_TEACHER,
+        read_if=HAS_TEACHER,
     )
 
 
@@ -155,7 +157,7 @@ class ClusterConfig:
         8,
         "Number of GPUs per node, or number of ranks per node without GPUs.",
         minimum=1,
-        read=".kind=slurm or .device_memory_gib!=null",
+        read_if=".kind=slurm or .device_memory_gib!=null",
     )
     device_memory_gib: float | None = option(
         None,
@@ -163,7 +165,7 @@ class ClusterConfig:
         " error. Null means that the estimate is only printed.",
         minimum=1,
     )
-    devices: LocalDevicesConfig = section(LocalDevicesConfig, read="cluster.kind=local")
+    devices: LocalDevicesConfig = section(LocalDevicesConfig, read_if="cluster.kind=local")
     threads_per_rank: int | None = option(
         None,
         "Number of OpenMP threads per rank. Null means 1 on GPUs (unless"
@@ -197,4 +199,4 @@ class ClusterConfig:
         " `run.max_restarts` and `server.max_restarts`).",
         minimum=1,
     )
-    slurm: SlurmConfig = section(SlurmConfig, read="cluster.kind=slurm")
+    slurm: SlurmConfig = section(SlurmConfig, read_if="cluster.kind=slurm")

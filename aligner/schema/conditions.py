@@ -1,6 +1,6 @@
 """Conditions under which a run reads a key.
 
-The schema writes the condition of a key as a text, in the argument `read` of `option`:
+The schema writes the condition of a key as a text, in the argument `read_if` of `option`:
 
 - `algorithm.loss=clip|cispo` holds if the key has one of these values. A value may be a pattern, as
   in file names.
@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from aligner.schema.options import CALLABLE, Read
+from aligner.schema.options import CALLABLE, ConditionText
 
 # Key, sign and values of a term.
 _TERM = re.compile(r"(\.?\w+(?:\.\w+)*)(!=|=|>)(\S+)")
 _ALWAYS = "always"
-_UNSET = ("null", "{}", "[]")
+_UNSET_VALUES = ("null", "{}", "[]")
 # Patterns of values with their text in the documentation.
 _PATTERNS = {"*:*": CALLABLE, "experiment:*": "experiment:NAME"}
 
@@ -38,11 +38,11 @@ class Term:
     values: tuple[str, ...]
     """Patterns of values; a single number for `>`."""
 
-    def holds(self, value: Any) -> bool:
+    def is_met(self, value: Any) -> bool:
         """Return whether a value of the key meets the requirement."""
         if self.sign == ">":
             return value is not None and bool(value > float(self.values[0]))
-        matches = any(fnmatchcase(value_text(value), pattern) for pattern in self.values)
+        matches = any(fnmatchcase(format_value(value), pattern) for pattern in self.values)
         return matches == (self.sign == "=")
 
     def __str__(self) -> str:
@@ -52,7 +52,11 @@ class Term:
             return f"{self.key} above {values}"
         if self.sign == "=":
             return f"{self.key}={values}"
-        return f"{self.key} set" if self.values[0] in _UNSET else f"{self.key} other than {values}"
+        return (
+            f"{self.key} set"
+            if self.values[0] in _UNSET_VALUES
+            else f"{self.key} other than {values}"
+        )
 
 
 Alternatives = tuple[tuple[Term, ...], ...]
@@ -61,18 +65,18 @@ Condition = tuple[Alternatives, ...]
 """Alternatives that must all hold; a key with an empty condition is always read."""
 
 
-def value_text(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Return a key's value as it is written on the command line."""
-    return (
-        "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-    )
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def parse_condition(written: Read, section: str) -> Condition:
+def parse_condition(conditions: ConditionText, section: str) -> Condition:
     """Parse a condition of the schema.
 
     Args:
-        written: One or several conditions, see the module's docstring.
+        conditions: One or several conditions, see the module's docstring.
         section: Dotted name of the section with the condition.
 
     Raises:
@@ -81,19 +85,19 @@ def parse_condition(written: Read, section: str) -> Condition:
     Example:
         `parse_condition(".loss=clip and .epochs>1", "algorithm")`
     """
-    if written == _ALWAYS:
+    if conditions == _ALWAYS:
         return ()
-    texts = (written,) if isinstance(written, str) else written
+    texts = (conditions,) if isinstance(conditions, str) else conditions
     return tuple(
         tuple(
-            tuple(_term(term, section) for term in clause.split(" and "))
+            tuple(_parse_term(term, section) for term in clause.split(" and "))
             for clause in text.split(" or ")
         )
         for text in texts
     )
 
 
-def _term(text: str, section: str) -> Term:
+def _parse_term(text: str, section: str) -> Term:
     """Parse a term such as `.loss=clip|cispo` of a section."""
     parts = _TERM.fullmatch(text)
     if parts is None:
@@ -104,20 +108,22 @@ def _term(text: str, section: str) -> Term:
     return Term(section + key if key.startswith(".") else key, sign, tuple(values.split("|")))
 
 
-def condition_text(condition: Condition) -> str:
+def format_condition(condition: Condition) -> str:
     """Return a condition as Markdown; empty for a key that is always read."""
     parts = []
     for alternatives in condition:
+        # A comma separates the alternatives if one of them contains an "and" or an "or" itself.
         has_commas = any(
             len(clause) > 1 or len(term.values) > 1 for clause in alternatives for term in clause
         )
-        clauses = [" and ".join(map(_term_text, clause)) for clause in alternatives]
+        clauses = [" and ".join(map(_format_term, clause)) for clause in alternatives]
         parts.append((", or " if has_commas else " or ").join(clauses))
+    # "and" binds more strongly than "or", so that only a semicolon separates such parts clearly.
     has_alternatives = any(len(alternatives) > 1 for alternatives in condition)
     return ("; and " if has_alternatives else " and ").join(parts)
 
 
-def _term_text(term: Term) -> str:
+def _format_term(term: Term) -> str:
     """Return a term as Markdown."""
     if term.sign == ">":
         return f"`{term.key}` is above {term.values[0]}"
@@ -127,4 +133,6 @@ def _term_text(term: Term) -> str:
     if term.sign == "=":
         is_single = len(names) == 1 and names[0] != f"`{CALLABLE}`"
         return f"`{term.key}={term.values[0]}`" if is_single else f"`{term.key}` is {alternatives}"
-    return f"`{term.key}` is " + ("set" if term.values[0] in _UNSET else f"not {alternatives}")
+    return f"`{term.key}` is " + (
+        "set" if term.values[0] in _UNSET_VALUES else f"not {alternatives}"
+    )

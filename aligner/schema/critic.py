@@ -6,7 +6,7 @@ from aligner.schema.options import option, section
 from aligner.schema.server import PortsConfig
 from aligner.schema.trained_model import TrainedModelConfig
 
-TRAINED = "algorithm.with_critic=true or algorithm.advantage=gae"
+HAS_CRITIC = "algorithm.with_critic=true or algorithm.advantage=gae"
 """Condition of a run with a critic."""
 
 
@@ -25,7 +25,7 @@ class CriticConfig(TrainedModelConfig):
         "Number of layers that the critic (or the trained reward model) uses, counted from the"
         " first layer of the initial model. Null means all layers.",
         minimum=1,
-        read=f"{TRAINED} or algorithm.trainer=reward_model",
+        read_if=f"{HAS_CRITIC} or algorithm.trainer=reward_model",
     )
     head_learning_rate: float | None = option(
         None,

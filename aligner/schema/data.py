@@ -5,9 +5,9 @@ from typing import Any
 
 from aligner.schema.options import option, section
 
-LARGEST_SEED = 2**10 - 1
+MAX_SEED = 2**10 - 1
 """Largest seed of a task of reasoning_gym."""
-MOST_QUESTIONS = 2**16
+MAX_QUESTIONS = 2**16
 """Maximum number of questions of a task of reasoning_gym."""
 TASK = "task"
 """Record field with the name of the task; reward weights and teachers can depend on it."""
@@ -30,7 +30,7 @@ class CurriculumConfig:
         " that, the prompt is sampled again. 0 means that paused prompts are never sampled"
         " again.",
         minimum=0,
-        read=".between!=[]",
+        read_if=".between!=[]",
     )
     target: float | None = option(
         None,
@@ -45,7 +45,7 @@ class CurriculumConfig:
         "Minimum sampling probability of a prompt, regardless of its pass rate.",
         above=0,
         maximum=1,
-        read=".target!=null",
+        read_if=".target!=null",
     )
     decay: float = option(
         1.0,
@@ -57,7 +57,7 @@ class CurriculumConfig:
     )
 
     @property
-    def chooses(self) -> bool:
+    def selects_prompts(self) -> bool:
         """Whether the curriculum may skip prompts."""
         return bool(self.between) or self.target is not None
 
@@ -94,25 +94,25 @@ class DataConfig:
     task_prompt: str = option(
         "{question}",
         "Prompt template for the questions of reasoning_gym; must contain `{question}`.",
-        read=".tasks!=[]",
+        read_if=".tasks!=[]",
     )
     task_messages: bool = option(
         False,
         "Whether the prompt of a task is a user message, rendered with the model's chat"
         " template; false means plain text.",
-        read=".tasks!=[]",
+        read_if=".tasks!=[]",
     )
     prompts: list[str] = option(
         [],
         "List of prompts, used instead of `data.path`.",
-        read=".path=null and .sources={} and .tasks=[]",
+        read_if=".path=null and .sources={} and .tasks=[]",
     )
     fields: dict[str, Any] = option(
         {},
         "Mapping from aligner's field names to field names of the data, such as `{prompt:"
         " question}`, or to templates, such as `{prompt: 'Q: {question}'}`. Applies to each"
         " source without its own `fields`.",
-        read=".path!=null or .sources!={} or .tasks!=[]",
+        read_if=".path!=null or .sources!={} or .tasks!=[]",
     )
     sanitize: bool = option(
         True,
@@ -159,19 +159,19 @@ class DataConfig:
         "Maximum response length in tokens, including the end-of-sequence token. A longer"
         " response makes the record invalid.",
         minimum=2,
-        read="algorithm.trainer=sft|dpo|reward_model|teacher_scores",
+        read_if="algorithm.trainer=sft|dpo|reward_model|teacher_scores",
     )
     end_of_sequence: bool = option(
         True,
         "Whether to append an end-of-sequence token to each response. Set false for a reward"
         " model that scores responses truncated at the maximum length.",
-        read="algorithm.trainer=sft|dpo|reward_model|teacher_scores",
+        read_if="algorithm.trainer=sft|dpo|reward_model|teacher_scores",
     )
     margin: bool = option(
         True,
         "Whether to use the field `margin` of each record, which is the intended score"
         " difference between the chosen and the rejected response. False ignores the field.",
-        read=(
+        read_if=(
             "algorithm.trainer=reward_model or algorithm.trainer=dpo and"
             " algorithm.preference.kind=rpo_fwd_kl|rpo_bwd_kl|rpo_sq"
         ),
@@ -182,14 +182,14 @@ class DataConfig:
         " with earlier turns as part of the prompt; `all`: every assistant turn, including its"
         " end-of-turn token.",
         choices=("last", "all"),
-        read="algorithm.trainer=sft|teacher_scores",
+        read_if="algorithm.trainer=sft|teacher_scores",
     )
     generated_tokens: bool = option(
         True,
         "Whether to use the generated token ids that are stored with a response, without"
         " appending an end-of-sequence token. False tokenizes the text of the response instead;"
         " set false if a model with another tokenizer generated the response.",
-        read=(
+        read_if=(
             "algorithm.trainer=sft|dpo|reward_model|teacher_scores or algorithm.trainer=online and"
             " evaluation.every>0"
         ),
@@ -202,33 +202,33 @@ class DataConfig:
         "Numeric record field by which each source is sorted in ascending order. `-FIELD` sorts"
         " in descending order: `-pass_rate` sorts from easy to hard. Requires"
         " `data.shuffle=false`.",
-        read="algorithm.trainer=online|preferences",
+        read_if="algorithm.trainer=online|preferences",
     )
     pass_rate: list[float] = option(
         [],
         "Range `[LOW, HIGH]` of the record field `pass_rate` (0 to 1); records with a value"
         " outside the range are skipped. `[]` means no filter.",
-        read="algorithm.trainer=online|preferences",
+        read_if="algorithm.trainer=online|preferences",
     )
     pass_rate_samples: str | None = option(
         None,
         "File of scored samples of the prompts, written by `aligner evaluate --output`. The"
         " `pass_rate` of a prompt is computed from this file as the fraction of the prompt's"
         " samples that pass.",
-        read="algorithm.trainer=online|preferences",
+        read_if="algorithm.trainer=online|preferences",
     )
     pass_threshold: float | None = option(
         1.0,
         "Minimum reward score of a sample that passes. Null means that the pass rate of a"
         " prompt is the mean of its scores, each clipped to the range 0 to 1.",
-        read="algorithm.trainer=online or .pass_rate_samples!=null",
+        read_if="algorithm.trainer=online or .pass_rate_samples!=null",
     )
-    curriculum: CurriculumConfig = section(CurriculumConfig, read="algorithm.trainer=online")
+    curriculum: CurriculumConfig = section(CurriculumConfig, read_if="algorithm.trainer=online")
     batch_size: int = option(
         32,
         "Number of records per training step.",
         minimum=1,
-        read="algorithm.trainer=sft|dpo|reward_model",
+        read_if="algorithm.trainer=sft|dpo|reward_model",
     )
     held_out: int = option(
         0,
@@ -236,18 +236,18 @@ class DataConfig:
         " on. The records are selected at random by `seed`; with `data.shuffle=false`, the last"
         " records are held out.",
         minimum=0,
-        read="algorithm.trainer=sft|dpo|reward_model",
+        read_if="algorithm.trainer=sft|dpo|reward_model",
     )
     normalization: str | None = option(
         None,
         "File of samples of the initial policy, each with a prompt and a response. The scores"
         " of the reward model are normalized on these samples. Null means the responses of the"
         " preference pairs.",
-        read="algorithm.trainer=reward_model",
+        read_if="algorithm.trainer=reward_model",
     )
     normalization_samples: int = option(
         256,
         "Number of samples that are used for normalization, starting with the first sample.",
         minimum=2,
-        read="algorithm.trainer=reward_model",
+        read_if="algorithm.trainer=reward_model",
     )

@@ -8,7 +8,7 @@ from typing import Any
 from aligner.errors import ConfigError, collect_problems
 from aligner.schema import DataConfig
 from aligner.schema.entries import Entries, Text, Weight, parse_entries
-from aligner.schema.reasoning_tasks import reasoning_tasks
+from aligner.schema.reasoning_tasks import parse_reasoning_tasks
 
 
 class DataEntries(Entries):
@@ -38,21 +38,22 @@ class DataSource:
     """Keyword arguments of the function."""
 
     @property
-    def given_as(self) -> str:
+    def setting_text(self) -> str:
         """Key with the path, for messages."""
         return f"{self.key}.path={self.path}"
 
 
-def data_sources(data: DataConfig) -> tuple[DataSource, ...]:
+def parse_data_sources(data: DataConfig) -> tuple[DataSource, ...]:
     """Return the sources, in the configuration's order; none if the prompts are in `data.prompts`.
 
     Raises:
         ConfigError: One line for each problem of the sources.
     """
     if data.tasks and data.path is None and not data.sources:
-        return task_sources(data, None)
+        return parse_task_sources(data, None)
 
-    problems = list(_misplaced(data))
+    # The problems of all sources are collected, so that one launch reports all of them.
+    problems = list(_find_source_problems(data))
     sources = []
     if data.path is not None:
         sources.append(
@@ -60,13 +61,13 @@ def data_sources(data: DataConfig) -> tuple[DataSource, ...]:
         )
     for name, entries in data.sources.items():
         with collect_problems(problems):
-            sources.append(_source(f"data.sources.{name}", entries, data))
+            sources.append(_parse_source(f"data.sources.{name}", entries, data))
     if problems:
         raise ConfigError("\n".join(problems))
     return tuple(sources)
 
 
-def _source(key: str, entries: Any, data: DataConfig) -> DataSource:
+def _parse_source(key: str, entries: Any, data: DataConfig) -> DataSource:
     """Return the source of an entry of `data.sources`.
 
     Raises:
@@ -75,15 +76,16 @@ def _source(key: str, entries: Any, data: DataConfig) -> DataSource:
     source_entries: DataEntries = parse_entries(
         DataEntries, key, entries, expected="path and optionally weight and fields"
     )
+    # An empty mapping is different from None: the source then uses aligner's own field names.
     fields = data.fields if source_entries.fields is None else source_entries.fields
-    if problems := list(fields_problems(f"{key}.fields", fields)):
+    if problems := list(find_fields_problems(f"{key}.fields", fields)):
         raise ConfigError("\n".join(problems))
     return DataSource(
         key, Path(source_entries.path), source_entries.weight, fields, data.function_timeout_s
     )
 
 
-def task_sources(data: DataConfig, held_out: int | None) -> tuple[DataSource, ...]:
+def parse_task_sources(data: DataConfig, held_out: int | None) -> tuple[DataSource, ...]:
     """Return a source for each of `data.tasks`.
 
     Args:
@@ -94,25 +96,28 @@ def task_sources(data: DataConfig, held_out: int | None) -> tuple[DataSource, ..
     Raises:
         ConfigError: One line for each problem of the tasks.
     """
-    tasks = reasoning_tasks(data.tasks)
+    tasks = parse_reasoning_tasks(data.tasks)
     if "{question}" not in data.task_prompt:
         raise ConfigError(
             f"data.task_prompt={data.task_prompt!r}: must contain {{question}}, the placeholder"
             " for the question of a task"
         )
-    shared = {
+    # The same function generates both sets; `held_out` selects disjoint questions.
+    shared_arguments = {
         "prompt": data.task_prompt,
         "messages": data.task_messages,
         "held_out": held_out is not None,
     }
     sources = []
     for index, task in enumerate(tasks):
-        arguments = task.model_dump(exclude={"weight", "fields"}) | shared
+        arguments = task.model_dump(exclude={"weight", "fields"}) | shared_arguments
         arguments["questions"] = held_out or task.questions
-        names = task.fields or data.fields
+        fields = task.fields or data.fields
         key = f"data.tasks[{index}]"
         sources.append(
-            DataSource(key, _QUESTIONS, task.weight, names, data.function_timeout_s, arguments)
+            DataSource(
+                key, _QUESTIONS_PATH, task.weight, fields, data.function_timeout_s, arguments
+            )
         )
     return tuple(sources)
 
@@ -121,7 +126,7 @@ FUNCTION = "function:"
 """Prefix of a path that stands for a Python function: `function:MODULE:CALLABLE`."""
 
 
-_QUESTIONS = Path(f"{FUNCTION}aligner.data.reasoning_questions:questions")
+_QUESTIONS_PATH = Path(f"{FUNCTION}aligner.data.reasoning_questions:questions")
 
 
 def is_dataset(path: Path) -> bool:
@@ -129,7 +134,7 @@ def is_dataset(path: Path) -> bool:
     return (path / "state.json").is_file() and (path / "dataset_info.json").is_file()
 
 
-def _misplaced(data: DataConfig) -> Iterator[str]:
+def _find_source_problems(data: DataConfig) -> Iterator[str]:
     """Yield the keys of sources that exclude each other, and the problems of `data.fields`."""
     if data.path is not None and data.sources:
         yield (
@@ -144,10 +149,10 @@ def _misplaced(data: DataConfig) -> Iterator[str]:
             "data: no prompts or other records; set data.path=FILE, data.sources, data.tasks=[…]"
             " or data.prompts=[…]"
         )
-    yield from fields_problems("data.fields", data.fields)
+    yield from find_fields_problems("data.fields", data.fields)
 
 
-def fields_problems(key: str, fields: Any) -> Iterator[str]:
+def find_fields_problems(key: str, fields: Any) -> Iterator[str]:
     """Yield a line for each problem of a mapping of field names.
 
     Args:

@@ -33,7 +33,7 @@ class TensorRTLLMConfig:
         "Fraction of a GPU's free memory that TensorRT-LLM uses for the KV cache.",
         minimum=0.01,
         maximum=1,
-        read="engine.kind=tensorrt_llm and engine.kv_cache_mib=null",
+        read_if="engine.kind=tensorrt_llm and engine.kv_cache_mib=null",
     )
     max_num_tokens: int = option(
         8192,
@@ -96,14 +96,14 @@ class SpeculationConfig:
         minimum=0,
     )
     ngram: int = option(
-        3, "Length in tokens of the n-gram for prompt lookup.", minimum=1, read=".tokens>0"
+        3, "Length in tokens of the n-gram for prompt lookup.", minimum=1, read_if=".tokens>0"
     )
     rows: int = option(
         4,
         "Maximum number of responses in flight on a rank for speculative decoding. With more"
         " responses in flight, the rank uses no draft tokens.",
         minimum=1,
-        read=".tokens>0",
+        read_if=".tokens>0",
     )
 
 
@@ -125,7 +125,7 @@ class EngineConfig:
         choices=("colocated", "server"),
     )
     parallel: EngineParallelConfig = section(EngineParallelConfig)
-    ports: PortsConfig = section(PortsConfig, read="engine.placement=server")
+    ports: PortsConfig = section(PortsConfig, read_if="engine.placement=server")
     precision: str = option(
         "auto",
         "Precision of weights and computation; `auto` means bf16 on GPUs and fp32 on CPUs.",
@@ -136,14 +136,14 @@ class EngineConfig:
         "Whether the engine and the trainer use batch-invariant kernels and one thread per"
         " rank, so that engine and trainer log-probs are bitwise equal. Requires a dense model"
         " in fp32 on CPUs, without tensor parallelism and without LoRA.",
-        read=".kind=embedded",
+        read_if=".kind=embedded",
     )
     packed_weights: bool = option(
         True,
         "Whether the engine on CPUs keeps a packed copy of its matrices for decode and rebuilds"
         " the copy for every weight version. The copy reduces the time of matmuls by 15% to 48%"
         " and doubles the memory for weights.",
-        read=(".kind=embedded", ".exact=false"),
+        read_if=(".kind=embedded", ".exact=false"),
     )
     batch_size: int = option(
         64, "Maximum number of sequences that one engine rank decodes at the same time.", minimum=1
@@ -163,9 +163,9 @@ class EngineConfig:
         " and starts waiting responses only at a synchronization. Null means 8 on GPUs and 1 on"
         " CPUs.",
         minimum=1,
-        read=".kind=embedded",
+        read_if=".kind=embedded",
     )
-    speculation: SpeculationConfig = section(SpeculationConfig, read="engine.kind=embedded")
+    speculation: SpeculationConfig = section(SpeculationConfig, read_if="engine.kind=embedded")
     sleep: bool = option(
         False, "Whether the engine releases its device memory while the policy trains."
     )
@@ -191,7 +191,7 @@ class EngineConfig:
         " these responses are complete; `interrupt`: these responses continue from their"
         " existing tokens with the new weights.",
         choices=("finish", "interrupt"),
-        read=".placement=server",
+        read_if=".placement=server",
     )
     update_timeout_s: float = option(
         300.0,
@@ -210,5 +210,5 @@ class EngineConfig:
         "Maximum size in MiB of the buckets in which weights are transferred between ranks.",
         minimum=1,
     )
-    tensorrt_llm: TensorRTLLMConfig = section(TensorRTLLMConfig, read="engine.kind=tensorrt_llm")
-    vllm: VLLMConfig = section(VLLMConfig, read="engine.kind=vllm")
+    tensorrt_llm: TensorRTLLMConfig = section(TensorRTLLMConfig, read_if="engine.kind=tensorrt_llm")
+    vllm: VLLMConfig = section(VLLMConfig, read_if="engine.kind=vllm")

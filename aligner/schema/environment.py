@@ -5,16 +5,16 @@ from typing import Any
 
 from aligner.schema.options import option, section
 
-MATCHING = ("arguments", "reasoning", "whitespace")
+MATCHING_CHOICES = ("arguments", "reasoning", "whitespace")
 """Allowed values of `environment.matching`: changes that an agent may make to the messages of a
 conversation without starting a new branch."""
 TOOLS = "tools"
 """Value of `environment.target` for the environment that runs tools."""
 PYTHON = "python"
 """Name of the tool that runs Python programs in a sandbox."""
-_TARGET = ".target!=null"
-_AGENT = ".agent!=null or .agent_command!=null"
-_SET = f"{_TARGET} or {_AGENT}"
+_HAS_TARGET = ".target!=null"
+_HAS_AGENT = ".agent!=null or .agent_command!=null"
+_HAS_EPISODES = f"{_HAS_TARGET} or {_HAS_AGENT}"
 
 
 @dataclass
@@ -44,7 +44,7 @@ class EnvironmentConfig:
         " environment; null means no environment.",
     )
     arguments: dict[str, Any] = option(
-        {}, "Keyword arguments of the environment class.", read=_TARGET
+        {}, "Keyword arguments of the environment class.", read_if=_HAS_TARGET
     )
     agent: str | None = option(
         None,
@@ -63,50 +63,53 @@ class EnvironmentConfig:
         "Changes to earlier messages that an agent may make without starting a new branch."
         " `arguments`: different JSON formatting of tool-call arguments; `reasoning`: omitted"
         " reasoning; `whitespace`: different spaces and line endings.",
-        read=_AGENT,
+        read_if=_HAS_AGENT,
     )
     endpoint_host: str = option(
-        "127.0.0.1", "Host address of the endpoint that agents connect to.", read=_AGENT
+        "127.0.0.1", "Host address of the endpoint that agents connect to.", read_if=_HAS_AGENT
     )
     max_turns: int = option(
         8,
         "Maximum number of policy turns per episode; a longer episode is truncated.",
         minimum=1,
-        read=_SET,
+        read_if=_HAS_EPISODES,
     )
     max_turn_tokens: int = option(
         64,
         "Maximum length of a policy turn in tokens; a longer turn truncates the episode."
         " `rollout.max_response_tokens` limits the total length of all turns and observations.",
         minimum=1,
-        read=_SET,
+        read_if=_HAS_EPISODES,
     )
     turn_end: str | None = option(
         None,
         "Text of a single token that ends a turn, in addition to the end-of-sequence token;"
         " null means no additional token.",
-        read=_TARGET,
+        read_if=_HAS_TARGET,
     )
     workers: int = option(
-        1, "Number of processes per engine replica that run environments.", minimum=1, read=_SET
+        1,
+        "Number of processes per engine replica that run environments.",
+        minimum=1,
+        read_if=_HAS_EPISODES,
     )
     episodes_per_worker: int = option(
         64,
         "Maximum number of concurrent episodes per process; further episodes wait.",
         minimum=1,
-        read=_SET,
+        read_if=_HAS_EPISODES,
     )
     deadline_s: float = option(
         60.0,
         "Timeout in seconds of one environment call, or of the whole episode of an agent.",
         above=0,
-        read=_SET,
+        read_if=_HAS_EPISODES,
     )
     memory_mib: int | None = option(
         None,
         "Maximum address space of a process in MiB; null means no limit.",
         minimum=64,
-        read=_SET,
+        read_if=_HAS_EPISODES,
     )
     retries: int = option(
         1,
@@ -114,46 +117,46 @@ class EnvironmentConfig:
         " earlier calls of the episode, and the episode continues. If all retries fail, the"
         " prompt is skipped and counted in `rollout/skipped`.",
         minimum=0,
-        read=_SET,
+        read_if=_HAS_EPISODES,
     )
     max_characters: int = option(
         100_000,
         "Maximum length in characters of an environment's answer, or of one request from an agent.",
         minimum=1,
-        read=_SET,
+        read_if=_HAS_EPISODES,
     )
     tools: list[str] = option(
         [],
         "Tools that the policy may call: your own functions as `module:function`, and `python`,"
         " which runs programs in a sandbox.",
-        read=_TARGET,
+        read_if=_HAS_TARGET,
     )
     mcp: list[str] = option(
         [],
         "MCP servers (Model Context Protocol) whose tools the policy may call. Each entry is a"
         " command that starts a server, or the URL of a server.",
-        read=_TARGET,
+        read_if=_HAS_TARGET,
     )
     tool_timeout_s: float = option(
         20.0,
         "Timeout of a tool call in seconds. After a timeout, the policy gets an error as the"
         " tool's answer.",
         above=0,
-        read=_TARGET,
+        read_if=_HAS_TARGET,
     )
     tool_characters: int = option(
         8_000,
         "Maximum length of a tool's answer in characters. The middle of a longer answer is cut"
         " out.",
         minimum=100,
-        read=_TARGET,
+        read_if=_HAS_TARGET,
     )
     tool_calls: int = option(
         8,
         "Maximum number of tool calls per turn. The calls run in parallel; further calls are"
         " rejected.",
         minimum=1,
-        read=_TARGET,
+        read_if=_HAS_TARGET,
     )
     sandbox: str = option(
         "required",
@@ -161,9 +164,9 @@ class EnvironmentConfig:
         " cannot enforce the whole sandbox; `best_effort`: programs run with the protection that"
         " the machine can enforce.",
         choices=("required", "best_effort"),
-        read=_TARGET,
+        read_if=_HAS_TARGET,
     )
-    python: PythonToolConfig = section(PythonToolConfig, read="environment.target!=null")
+    python: PythonToolConfig = section(PythonToolConfig, read_if="environment.target!=null")
 
     @property
     def has_tools(self) -> bool:
@@ -171,7 +174,7 @@ class EnvironmentConfig:
         return self.target is not None and bool(self.tools or self.mcp)
 
     @property
-    def draws_episodes(self) -> bool:
+    def has_episodes(self) -> bool:
         """Whether responses are multi-turn episodes."""
         return self.target is not None or self.has_agent
 

@@ -23,7 +23,7 @@ class EvaluationConfig:
         False,
         "Whether evaluations run asynchronously, concurrently with the next training step."
         " Requires asynchronous rollouts (`rollout.max_staleness` above 0).",
-        read=".every!=0",
+        read_if=".every!=0",
     )
     path: str | None = option(
         None,
@@ -34,7 +34,7 @@ class EvaluationConfig:
         {},
         "Mapping from aligner's field names to field names of the evaluation data, as"
         " `data.fields`.",
-        read=".path!=null",
+        read_if=".path!=null",
     )
     prompts: list[str] = option([], "List of held-out prompts, used instead of `evaluation.path`.")
     questions: int = option(
@@ -42,7 +42,7 @@ class EvaluationConfig:
         "Number of held-out questions of each task in `data.tasks`, used instead of"
         " `evaluation.path`.",
         minimum=0,
-        read="data.tasks!=[]",
+        read_if="data.tasks!=[]",
     )
     group_by: str | None = option(
         None,
@@ -65,7 +65,7 @@ class EvaluationConfig:
         "Sampling temperature.",
         minimum=1e-3,
         # Suites inherit the temperature.
-        read=".greedy=false or .greedy=null and .samples>1 or .suites!={}",
+        read_if=".greedy=false or .greedy=null and .samples>1 or .suites!={}",
     )
     function: str | None = option(
         None,
@@ -76,7 +76,7 @@ class EvaluationConfig:
         3600.0,
         "Timeout in seconds for your own scoring function to score all responses.",
         minimum=0.1,
-        read=".function!=null or .suites!={}",
+        read_if=".function!=null or .suites!={}",
     )
     pass_threshold: float = option(1.0, "Minimum score for a response to pass (`eval/pass@k`).")
     judge: dict[str, Any] = option(

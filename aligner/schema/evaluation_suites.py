@@ -11,19 +11,19 @@ from pydantic import create_model
 
 from aligner.errors import ConfigError
 from aligner.schema import Config, EvaluationConfig
-from aligner.schema.entries import Entries, parse_entries, section_field
+from aligner.schema.entries import Entries, make_section_field, parse_entries
 
 # Keys of the section that apply to all suites.
-_SHARED = ("every", "asynchronous", "suites")
+_SHARED_KEYS = ("every", "asynchronous", "suites")
 # Keys that a suite does not inherit from the section.
-_OWN = ("path", "fields", "prompts", "questions", "group_by", "judge")
-_FIELDS: dict[str, Any] = {
-    name: (hint, section_field(EvaluationConfig, name))
+_NOT_INHERITED_KEYS = ("path", "fields", "prompts", "questions", "group_by", "judge")
+_SUITE_FIELDS: dict[str, Any] = {
+    name: (hint, make_section_field(EvaluationConfig, name))
     for name, hint in typing.get_type_hints(EvaluationConfig).items()
-    if name not in _SHARED
+    if name not in _SHARED_KEYS
 }
 # Entries of a suite: the keys of `evaluation` that apply to a single suite.
-_SuiteEntries = create_model("_SuiteEntries", __base__=Entries, **_FIELDS)
+_SuiteEntries = create_model("_SuiteEntries", __base__=Entries, **_SUITE_FIELDS)
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 
@@ -47,16 +47,17 @@ class Suite:
         return "eval/" if self.name is None else f"eval/{self.name}/"
 
     @property
-    def first_id(self) -> int:
+    def first_prompt_id(self) -> int:
         """Id of the first prompt of the suite.
 
         The id depends only on the name of the suite. It is above the ids of all training prompts,
         and differs from the ids of other suites, so that prompts do not share random streams.
         """
+        # A CRC of 32 bits, shifted by 20, leaves room for 2**20 prompts per suite.
         return 2**40 + (0 if self.name is None else zlib.crc32(self.name.encode()) << 20)
 
 
-def evaluation_suites(config: Config) -> tuple[Suite, ...]:
+def parse_evaluation_suites(config: Config) -> tuple[Suite, ...]:
     """Return the evaluation suites of a configuration.
 
     The section `evaluation` itself comes first, if it has prompts or if there are no named suites.
@@ -67,36 +68,39 @@ def evaluation_suites(config: Config) -> tuple[Suite, ...]:
         ConfigError: One line for each problem of the entries of a suite.
     """
     section = config.evaluation
-    if problems := list(suite_problems(section)):
+    if problems := list(find_suite_problems(section)):
         raise ConfigError("\n".join(problems))
-    unnamed = [Suite(None, section)] if _has_prompts(config) or not section.suites else []
-    not_inherited = {name: getattr(EvaluationConfig(), name) for name in (*_OWN, "suites")}
+    unnamed_suites = [Suite(None, section)] if _has_prompts(config) or not section.suites else []
+    # These keys get the default of the schema unless the suite sets them.
+    default_values = {
+        name: getattr(EvaluationConfig(), name) for name in (*_NOT_INHERITED_KEYS, "suites")
+    }
     return (
-        *unnamed,
+        *unnamed_suites,
         *(
-            Suite(name, replace(section, **(not_inherited | dict(entries))))
+            Suite(name, replace(section, **(default_values | dict(entries))))
             for name, entries in section.suites.items()
         ),
     )
 
 
-def evaluated_suites(config: Config) -> tuple[Suite, ...]:
+def get_active_suites(config: Config) -> tuple[Suite, ...]:
     """Return the evaluation suites of a run that evaluates responses, and none for other runs.
 
     Raises:
-        ConfigError: See `evaluation_suites`.
+        ConfigError: See `parse_evaluation_suites`.
     """
     return (
-        evaluation_suites(config)
+        parse_evaluation_suites(config)
         if config.algorithm.trainer == "online" and config.evaluation.every
         else ()
     )
 
 
-def suite_problems(section: EvaluationConfig) -> Iterator[str]:
+def find_suite_problems(section: EvaluationConfig) -> Iterator[str]:
     """Yield the problems of the entries of each suite."""
     for name, entries in section.suites.items():
-        yield from _problems(name, entries)
+        yield from _find_problems(name, entries)
 
 
 def _has_prompts(config: Config) -> bool:
@@ -109,7 +113,7 @@ def _has_prompts(config: Config) -> bool:
     )
 
 
-def _problems(name: str, entries: Any) -> Iterator[str]:
+def _find_problems(name: str, entries: Any) -> Iterator[str]:
     """Yield the problems of the name and the entries of a suite."""
     key = f"evaluation.suites.{name}"
     # The metrics eval/score/… belong to groups of prompts.
@@ -120,10 +124,12 @@ def _problems(name: str, entries: Any) -> Iterator[str]:
         )
     suite_entries = entries
     if isinstance(entries, Mapping):
-        for entry in _SHARED:
+        for entry in _SHARED_KEYS:
             if entry in entries:
                 yield f"{key}.{entry}: applies to all suites; set evaluation.{entry}"
-        suite_entries = {entry: value for entry, value in entries.items() if entry not in _SHARED}
+        suite_entries = {
+            entry: value for entry, value in entries.items() if entry not in _SHARED_KEYS
+        }
     try:
         parse_entries(_SuiteEntries, key, suite_entries, expected="path or prompts")
     except ConfigError as error:

@@ -25,11 +25,11 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 
 from aligner.errors import ConfigError
 from aligner.schema import Config
-from aligner.schema.conditions import value_text
-from aligner.schema.entries import section_field, value_problem
-from aligner.schema.keys import check_key, is_read, schema_keys
+from aligner.schema.conditions import format_value
+from aligner.schema.entries import describe_value_error, make_section_field
+from aligner.schema.keys import check_key, get_schema_keys, is_read
 from aligner.schema.options import CALLABLE
-from aligner.values import callable_place
+from aligner.values import split_callable_name
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class KeyProblem:
 
     key: str
     """Dotted key as in the configuration; the schema need not have it."""
-    line: str
+    message: str
     """Error message of one line, which begins with the key."""
 
 
@@ -46,7 +46,7 @@ class InvalidKeys(ConfigError):
     """A configuration has invalid keys; the message has one line for each of them."""
 
     def __init__(self, problems: tuple[KeyProblem, ...]) -> None:
-        super().__init__("\n".join(problem.line for problem in problems))
+        super().__init__("\n".join(problem.message for problem in problems))
         self.problems = problems
 
 
@@ -56,7 +56,7 @@ class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, defer_build=True)
 
 
-def validated(values: Mapping[str, Any]) -> Config:
+def validate_config(values: Mapping[str, Any]) -> Config:
     """Validate the values of nested sections, and return them as a configuration.
 
     Values are converted to the types of their keys. A key that the run does not read may always be
@@ -65,37 +65,41 @@ def validated(values: Mapping[str, Any]) -> Config:
     Raises:
         InvalidKeys: A key is unknown, or its value has a wrong type or is not allowed.
     """
-    nulls = [
+    # A null of a key that does not allow it is removed before the validation, so that the key gets
+    # its default. Whether this is an error depends on whether the run reads the key.
+    null_keys = [
         name
-        for name, key in schema_keys().items()
-        if not key.allows_null and _is_null(values, name)
+        for name, key in get_schema_keys().items()
+        if not key.allows_null and _has_null_at(values, name)
     ]
     values_without_nulls = values
-    for name in nulls:
-        values_without_nulls = _without(values_without_nulls, name.split("."))
+    for name in null_keys:
+        values_without_nulls = _remove_key(values_without_nulls, name.split("."))
     try:
-        model = _section_model(Config).model_validate(values_without_nulls)
+        model = _make_section_model(Config).model_validate(values_without_nulls)
     except ValidationError as error:
         # Several errors of pydantic may concern the same key, such as those of a union's types.
-        problems = {_key_problem(problem, values): None for problem in error.errors()}
+        problems = {_to_key_problem(problem, values): None for problem in error.errors()}
         raise InvalidKeys(tuple(problems)) from error
-    config: Config = _as_dataclass(Config, model)
+    config: Config = _to_dataclass(Config, model)
 
     # Whether a run reads a key is known only now, after the other keys have been validated.
-    if read_nulls := [name for name in nulls if is_read(config, name)]:
-        raise InvalidKeys(tuple(KeyProblem(name, type_line(name, None)) for name in read_nulls))
+    if read_null_keys := [name for name in null_keys if is_read(config, name)]:
+        raise InvalidKeys(
+            tuple(KeyProblem(name, format_type_error(name, None)) for name in read_null_keys)
+        )
     return config
 
 
-def value_problems(config: Config) -> Iterator[str]:
+def find_value_problems(config: Config) -> Iterator[str]:
     """Yield one line for each key whose value has a wrong type or is not allowed."""
     try:
-        validated(dataclasses.asdict(config))
+        validate_config(dataclasses.asdict(config))
     except InvalidKeys as error:
         yield str(error)
 
 
-def _is_null(values: Any, key: str) -> bool:
+def _has_null_at(values: Any, key: str) -> bool:
     """Return whether nested values have null at a dotted key."""
     for part in key.split("."):
         if not isinstance(values, Mapping) or part not in values:
@@ -104,42 +108,42 @@ def _is_null(values: Any, key: str) -> bool:
     return values is None
 
 
-def _without(values: Mapping[str, Any], path: Sequence[str]) -> Mapping[str, Any]:
+def _remove_key(values: Mapping[str, Any], path: Sequence[str]) -> Mapping[str, Any]:
     """Return nested values without the key at a path."""
     name, *rest = path
     if rest:
-        return {**values, name: _without(values[name], rest)}
+        return {**values, name: _remove_key(values[name], rest)}
     return {key: value for key, value in values.items() if key != name}
 
 
 @functools.cache
-def _section_model(section: type) -> type[BaseModel]:
+def _make_section_model(section: type) -> type[BaseModel]:
     """Return the pydantic model of a section, which contains models of its subsections."""
     hints = typing.get_type_hints(section)
     definitions: dict[str, Any] = {}
     for key in dataclasses.fields(section):
         hint = hints[key.name]
         if dataclasses.is_dataclass(hint):
-            model = _section_model(typing.cast(type, hint))
+            model = _make_section_model(typing.cast(type, hint))
             definitions[key.name] = (model, Field(default_factory=model))
         else:
-            value_type = _value_type(hint, key.metadata["choices"])
-            definitions[key.name] = (value_type, section_field(section, key.name))
+            value_type = _get_value_type(hint, key.metadata["choices"])
+            definitions[key.name] = (value_type, make_section_field(section, key.name))
     return create_model(section.__name__, __base__=_Section, **definitions)
 
 
-def _as_dataclass(section: type, model: BaseModel) -> Any:
+def _to_dataclass(section: type, model: BaseModel) -> Any:
     """Return the validated values of a model as the dataclass of its section."""
     values = {}
     for key in dataclasses.fields(section):
         value = getattr(model, key.name)
         is_section = isinstance(value, _Section)
         factory = typing.cast(type, key.default_factory)
-        values[key.name] = _as_dataclass(factory, value) if is_section else value
+        values[key.name] = _to_dataclass(factory, value) if is_section else value
     return section(**values)
 
 
-def _value_type(hint: Any, choices: tuple[str, ...] = ()) -> Any:
+def _get_value_type(hint: Any, choices: tuple[str, ...] = ()) -> Any:
     """Return the type of a key for pydantic, with the conversions that values from YAML need.
 
     Args:
@@ -147,50 +151,52 @@ def _value_type(hint: Any, choices: tuple[str, ...] = ()) -> Any:
         choices: Allowed values; empty if all values of the type are allowed.
     """
     if isinstance(hint, types.UnionType):
-        (inner,) = (kind for kind in typing.get_args(hint) if kind is not type(None))
-        return _value_type(inner, choices) | None
+        # The only unions of the schema are those of one type and None.
+        (inner_type,) = (kind for kind in typing.get_args(hint) if kind is not type(None))
+        return _get_value_type(inner_type, choices) | None
     if typing.get_origin(hint) is list:
         (entry,) = typing.get_args(hint)
-        return list[_value_type(entry)]  # type: ignore[misc]
+        return list[_get_value_type(entry)]  # type: ignore[misc]
     if hint is int:
-        return Annotated[int, BeforeValidator(_as_integer)]
+        return Annotated[int, BeforeValidator(_require_integer)]
     if hint is float:
-        return Annotated[float, BeforeValidator(_as_float)]
+        return Annotated[float, BeforeValidator(_require_number)]
     if hint is str:
-        text = Annotated[str, BeforeValidator(_as_text)]
-        return Annotated[text, AfterValidator(_one_of(choices))] if choices else text
+        # YAML parses a name such as 2024 or true as a number or a boolean.
+        text = Annotated[str, BeforeValidator(_to_text)]
+        return Annotated[text, AfterValidator(_make_choice_validator(choices))] if choices else text
     return hint
 
 
-def _as_integer(value: Any) -> Any:
+def _require_integer(value: Any) -> Any:
     """Return the value; raise an error for 2.0 and true, which pydantic would convert."""
     if isinstance(value, (bool, float)):
         raise PydanticCustomError("wrong_type", "not an integer")
     return value
 
 
-def _as_float(value: Any) -> Any:
+def _require_number(value: Any) -> Any:
     """Return the value; raise an error for true, which pydantic would convert."""
     if isinstance(value, bool):
         raise PydanticCustomError("wrong_type", "not a number")
     return value
 
 
-def _as_text(value: Any) -> Any:
+def _to_text(value: Any) -> Any:
     """Return a number or a boolean as its YAML text; other values are unchanged."""
     if isinstance(value, bool):
         return str(value).lower()
     return str(value) if isinstance(value, (int, float)) else value
 
 
-def _one_of(choices: tuple[str, ...]) -> Callable[[str], str]:
+def _make_choice_validator(choices: tuple[str, ...]) -> Callable[[str], str]:
     """Return a validator that accepts only the choices.
 
     If the choices contain `module:callable`, it also accepts the names of user functions.
     """
 
     def check(value: str) -> str:
-        is_user_function = CALLABLE in choices and callable_place(value) is not None
+        is_user_function = CALLABLE in choices and split_callable_name(value) is not None
         if value not in choices and not is_user_function:
             raise ValueError(f"allowed: {', '.join(choices)}")
         return value
@@ -198,52 +204,56 @@ def _one_of(choices: tuple[str, ...]) -> Callable[[str], str]:
     return check
 
 
-def _key_problem(error: ErrorDetails, values: Mapping[str, Any]) -> KeyProblem:
+def _to_key_problem(error: ErrorDetails, values: Mapping[str, Any]) -> KeyProblem:
     """Translate a pydantic error into a problem with a message in aligner's form.
 
     Args:
         error: Error of pydantic.
         values: Values of nested sections before the validation.
     """
-    dotted = ".".join(str(part) for part in error["loc"])
+    # pydantic gives the location as names of fields and indices of list entries.
+    dotted_key = ".".join(str(part) for part in error["loc"])
     if error["type"] in ("extra_forbidden", "invalid_key"):
-        return KeyProblem(dotted, _unknown_line(dotted))
+        return KeyProblem(dotted_key, _format_unknown_key(dotted_key))
 
     # The location of an error may continue below the key, for example with the index of a list.
-    key = next((name for name in _prefixes(dotted) if name in schema_keys()), dotted)
-    if key not in schema_keys():
-        return KeyProblem(key, section_line(key, error["input"]))
+    key = next(
+        (name for name in _iterate_prefixes(dotted_key) if name in get_schema_keys()), dotted_key
+    )
+    if key not in get_schema_keys():
+        return KeyProblem(key, format_section_error(key, error["input"]))
 
+    # These errors have a value of the right type, but outside the bounds or the choices.
     if "ctx" in error or error["type"] == "finite_number":
         value = error["input"]
-        is_float = schema_keys()[key].type_name.startswith("float")
+        is_float = get_schema_keys()[key].type_name.startswith("float")
         converted_value = float(value) if is_float else value
-        return KeyProblem(key, f"{key}={converted_value}: {value_problem(error)}")
+        return KeyProblem(key, f"{key}={converted_value}: {describe_value_error(error)}")
 
-    value = _value_at(values, key)
+    value = _get_nested_value(values, key)
     location = error["loc"][key.count(".") + 1 :]
     if isinstance(value, list) and location:
-        entry_type = schema_keys()[key].type_name.removeprefix("list[").removesuffix("]")
-        entry = value_text(error["input"])
+        entry_type = get_schema_keys()[key].type_name.removeprefix("list[").removesuffix("]")
+        entry = format_value(error["input"])
         return KeyProblem(key, f"{key}[{location[0]}]={entry}: expected {entry_type}")
-    return KeyProblem(key, type_line(key, value))
+    return KeyProblem(key, format_type_error(key, value))
 
 
-def _prefixes(key: str) -> Iterator[str]:
+def _iterate_prefixes(key: str) -> Iterator[str]:
     """Yield a dotted key, then the sections around it."""
     while key:
         yield key
         key = key.rpartition(".")[0]
 
 
-def _value_at(values: Any, key: str) -> Any:
+def _get_nested_value(values: Any, key: str) -> Any:
     """Return the value of a dotted key in nested mappings."""
     for part in key.split("."):
         values = values[part]
     return values
 
 
-def _unknown_line(key: str) -> str:
+def _format_unknown_key(key: str) -> str:
     """Return the message about an unknown key, with a suggestion."""
     try:
         check_key(key)
@@ -252,23 +262,23 @@ def _unknown_line(key: str) -> str:
     return f"{key}: unknown key"
 
 
-def section_line(section: str, value: Any) -> str:
+def format_section_error(section: str, value: Any) -> str:
     """Return the message about a single value that is set for a whole section."""
-    example_key = next(name for name in schema_keys() if name.startswith(f"{section}."))
+    example_key = next(name for name in get_schema_keys() if name.startswith(f"{section}."))
     return (
-        f"{section}={value_text(value)}: is a section; set a key of this section, such as"
+        f"{section}={format_value(value)}: is a section; set a key of this section, such as"
         f" {example_key}=…"
     )
 
 
-def type_line(key: str, value: Any) -> str:
+def format_type_error(key: str, value: Any) -> str:
     """Return the message about a value of the wrong type.
 
     Args:
         key: Dotted key of the schema.
         value: Value of the wrong type.
     """
-    schema_key = schema_keys()[key]
+    schema_key = get_schema_keys()[key]
     expected = schema_key.type_name.replace(" | None", " or null")
     if value is None:
         return f"{key}=null: expected {expected}, got null"

@@ -43,7 +43,7 @@ class Key:
     """Inclusive upper bound."""
     below: float | None
     """Exclusive upper bound."""
-    read: Condition
+    condition: Condition
     """Condition under which a run reads the key: the key's own, or that of its section."""
     is_mapping: bool
     """Whether the user chooses the entries below the key, as in `model.config.hidden_size`."""
@@ -62,53 +62,58 @@ class Section:
     """Dotted name; empty for the root."""
     help: str
     """Docstring of the section's dataclass."""
-    read: Condition
+    condition: Condition
     """Condition under which a run reads the keys without a condition of their own."""
     keys: tuple[Key, ...]
     """Keys in the schema's order."""
 
 
-def _sections(
+def _iterate_sections(
     kind: type,
     name: str,
-    read: Condition = (),
-    above: Condition = (),
-    of_keys: Mapping[str, Any] = MappingProxyType({}),
+    condition: Condition = (),
+    parent_condition: Condition = (),
+    key_conditions: Mapping[str, Any] = MappingProxyType({}),
 ) -> Iterator[Section]:
     """Yield a section, then its subsections recursively.
 
     Args:
         kind: Dataclass of the section.
         name: Dotted name of the section; empty for the root.
-        read: Condition of the section.
-        above: Condition of the section's parent. It applies to the keys that `read` names, because
-            a key must be read to decide whether its section is read.
-        of_keys: Conditions of single keys or subsections, by field name. They take precedence over
-            the conditions in the fields.
+        condition: Condition of the section.
+        parent_condition: Condition of the section's parent. It applies to the keys that `condition`
+            names, because a key must be read to decide whether its section is read.
+        key_conditions: Conditions of single keys or subsections, by field name. They take
+            precedence over the conditions in the fields.
     """
     hints = typing.get_type_hints(kind)
+    # Without this exception, `algorithm.trainer=online` as the condition of `algorithm` would also
+    # be the condition of `algorithm.trainer` itself, and is_read would not terminate.
     keys_in_condition = {
-        term.key for alternatives in read for clause in alternatives for term in clause
+        term.key for alternatives in condition for clause in alternatives for term in clause
     }
+
     keys = []
-    nested = []
+    subsections = []
     for field in dataclasses.fields(kind):
         hint = hints[field.name]
-        dotted = f"{name}.{field.name}" if name else field.name
-        condition_text = of_keys.get(field.name, field.metadata["read"])
+        dotted_key = f"{name}.{field.name}" if name else field.name
+        condition_text = key_conditions.get(field.name, field.metadata["read_if"])
         if dataclasses.is_dataclass(hint):
-            conditions = (
-                (read, above)
-                if condition_text is None
-                else (parse_condition(condition_text, dotted), read)
+            if condition_text is None:
+                conditions = (condition, parent_condition)
+            else:
+                conditions = (parse_condition(condition_text, dotted_key), condition)
+            subsections.append(
+                (typing.cast(type, hint), dotted_key, *conditions, field.metadata["keys"])
             )
-            nested.append((typing.cast(type, hint), dotted, *conditions, field.metadata["keys"]))
             continue
-        default_condition = above if dotted in keys_in_condition else read
+
+        default_condition = parent_condition if dotted_key in keys_in_condition else condition
         factory = field.default_factory
         keys.append(
             Key(
-                name=dotted,
+                name=dotted_key,
                 type_name=(
                     str(hint).replace("typing.", "") if typing.get_origin(hint) else hint.__name__
                 ),
@@ -119,38 +124,39 @@ def _sections(
                 above=field.metadata["above"],
                 maximum=field.metadata["maximum"],
                 below=field.metadata["below"],
-                read=default_condition
+                condition=default_condition
                 if condition_text is None
                 else parse_condition(condition_text, name),
                 is_mapping=typing.get_origin(hint) is dict,
             )
         )
-    yield Section(name, (kind.__doc__ or "").strip(), read, tuple(keys))
-    for inner in nested:
-        yield from _sections(*inner)
+
+    yield Section(name, (kind.__doc__ or "").strip(), condition, tuple(keys))
+    for subsection in subsections:
+        yield from _iterate_sections(*subsection)
 
 
 @lru_cache(maxsize=1)
-def schema_sections() -> tuple[Section, ...]:
+def get_schema_sections() -> tuple[Section, ...]:
     """Return all sections of the schema in the schema's order, beginning with the root."""
-    return tuple(_sections(Config, ""))
+    return tuple(_iterate_sections(Config, ""))
 
 
 @lru_cache(maxsize=1)
-def schema_keys() -> dict[str, Key]:
+def get_schema_keys() -> dict[str, Key]:
     """Return all keys of the schema by dotted name."""
-    return {key.name: key for section in schema_sections() for key in section.keys}
+    return {key.name: key for section in get_schema_sections() for key in section.keys}
 
 
-def known_key(name: str) -> str | None:
+def find_schema_key(name: str) -> str | None:
     """Return the schema key with a name, or the mapping key whose entry has the name.
 
     Returns None if there is no such key.
 
     Example:
-        `known_key("model.config.hidden_size")` returns `"model.config"`.
+        `find_schema_key("model.config.hidden_size")` returns `"model.config"`.
     """
-    keys = schema_keys()
+    keys = get_schema_keys()
     if name in keys:
         return name
     return next(
@@ -172,28 +178,28 @@ def check_key(key: str, groups: Iterable[str] = ()) -> None:
         key: Dotted name.
         groups: Further names that may be suggested.
     """
-    sections = {section.name for section in schema_sections() if section.name}
-    if key in sections or known_key(key) is not None:
+    sections = {section.name for section in get_schema_sections() if section.name}
+    if key in sections or find_schema_key(key) is not None:
         return
     raise ConfigError(
-        f"{key}: unknown key; {_suggestion(key, [*schema_keys(), *sections, *groups])}"
+        f"{key}: unknown key; {_suggest_key(key, [*get_schema_keys(), *sections, *groups])}"
     )
 
 
-def _suggestion(key: str, candidates: Sequence[str]) -> str:
+def _suggest_key(key: str, candidates: Sequence[str]) -> str:
     """Return a hint with the candidates that are similar to an unknown key."""
-    parent, _, last = key.rpartition(".")
+    parent, _, last_part = key.rpartition(".")
     if parent in candidates:
         siblings = sorted(
             name.rpartition(".")[2] for name in candidates if name.rpartition(".")[0] == parent
         )
-        close_names = difflib.get_close_matches(last, siblings, n=1)
-        return (
-            f"did you mean {parent}.{close_names[0]}?"
-            if close_names
-            else f"allowed in {parent}: {', '.join(siblings)}"
-        )
-    same_last_part = [name for name in candidates if name.rpartition(".")[2] == last]
+        close_names = difflib.get_close_matches(last_part, siblings, n=1)
+        if close_names:
+            return f"did you mean {parent}.{close_names[0]}?"
+        return f"allowed in {parent}: {', '.join(siblings)}"
+
+    # A key without its section, such as `temperature`, is ambiguous: name all keys that end in it.
+    same_last_part = [name for name in candidates if name.rpartition(".")[2] == last_part]
     close_names = (
         same_last_part
         if same_last_part and not parent
@@ -204,7 +210,7 @@ def _suggestion(key: str, candidates: Sequence[str]) -> str:
     )
 
 
-def value_at(config: Config, name: str) -> Any:
+def get_value(config: Config, name: str) -> Any:
     """Return the value of a dotted key or section."""
     value: Any = config
     for part in name.split("."):
@@ -212,41 +218,47 @@ def value_at(config: Config, name: str) -> Any:
     return value
 
 
-def unmet(config: Config, condition: Condition) -> tuple[Term, ...]:
+def find_unmet_terms(config: Config, condition: Condition) -> tuple[Term, ...]:
     """Return the terms that must change so that a condition holds; empty if it holds.
 
     Of several alternatives, the one with the fewest unmet terms is chosen. A term also counts as
     unmet if the run does not read its key; the unmet terms of that key are then included.
     """
+    # A condition is a conjunction of alternatives, so that its unmet terms are the union of one
+    # clause for each of them. Duplicates are removed, but the order of the terms is kept.
     clauses = (
-        min((_unmet_terms(config, clause) for clause in alternatives), key=len)
+        min((_find_unmet_in_clause(config, clause) for clause in alternatives), key=len)
         for alternatives in condition
     )
     return tuple(dict.fromkeys(term for clause in clauses for term in clause))
 
 
-def _unmet_terms(config: Config, clause: Sequence[Term]) -> list[Term]:
+def _find_unmet_in_clause(config: Config, clause: Sequence[Term]) -> list[Term]:
     """Return the unmet terms of a clause, including those of the keys in the clause."""
     unmet_terms: dict[Term, None] = {}
     for term in clause:
-        unmet_terms |= dict.fromkeys(unmet(config, schema_keys()[term.key].read))
-        unmet_terms |= {} if term.holds(value_at(config, term.key)) else {term: None}
+        # A value that the run does not read has no effect, even if it meets the term.
+        unmet_terms |= dict.fromkeys(
+            find_unmet_terms(config, get_schema_keys()[term.key].condition)
+        )
+        unmet_terms |= {} if term.is_met(get_value(config, term.key)) else {term: None}
     return list(unmet_terms)
 
 
 def is_read(config: Config, name: str) -> bool:
     """Return whether the run reads a key."""
-    return not unmet(config, schema_keys()[name].read)
+    return not find_unmet_terms(config, get_schema_keys()[name].condition)
 
 
-def only_read(config: Config) -> Config:
+def with_unread_defaults(config: Config) -> Config:
     """Return the configuration with the default values of all keys that the run does not read."""
     # Most of the hundreds of keys share the condition of their section, so that each distinct
     # condition is evaluated only once.
-    conditions = {key.read for key in schema_keys().values()}
-    unread = {condition for condition in conditions if unmet(config, condition)}
+    conditions = {key.condition for key in get_schema_keys().values()}
+    unread = {condition for condition in conditions if find_unmet_terms(config, condition)}
     return with_values(
-        config, {name: key.default for name, key in schema_keys().items() if key.read in unread}
+        config,
+        {name: key.default for name, key in get_schema_keys().items() if key.condition in unread},
     )
 
 
@@ -255,11 +267,11 @@ def with_values(config: Config, values: Mapping[str, Any]) -> Config:
 
     Later values take precedence. A name may also be a section, or an entry of a mapping.
     """
-    new_config: Config = _replaced(config, values)
+    new_config: Config = _replace(config, values)
     return new_config
 
 
-def _replaced(value: Any, changes: Mapping[str, Any]) -> Any:
+def _replace(value: Any, changes: Mapping[str, Any]) -> Any:
     """Return a copy of a section, a mapping or a value with changes.
 
     Each section is copied only once, because the names are grouped by their first part.
@@ -269,24 +281,25 @@ def _replaced(value: Any, changes: Mapping[str, Any]) -> Any:
         changes: New values by dotted name relative to `value`. The empty name replaces `value`.
     """
     groups: dict[str, dict[str, Any]] = {}
-    for name, new in changes.items():
+    for name, new_value in changes.items():
         if not name:
-            value = new
+            # A new value of the whole section replaces the earlier changes of its keys.
+            value = new_value
             groups = {}
             continue
         part, _, rest = name.partition(".")
-        groups.setdefault(part, {})[rest] = new
+        groups.setdefault(part, {})[rest] = new_value
 
     if not groups:
         return value
     if isinstance(value, dict):
-        return value | {part: _replaced(value.get(part), inner) for part, inner in groups.items()}
+        return value | {part: _replace(value.get(part), inner) for part, inner in groups.items()}
     return dataclasses.replace(
-        value, **{part: _replaced(getattr(value, part), inner) for part, inner in groups.items()}
+        value, **{part: _replace(getattr(value, part), inner) for part, inner in groups.items()}
     )
 
 
-def shown(config: Config) -> dict[str, Any]:
+def get_masked_values(config: Config) -> dict[str, Any]:
     """Return the nested values of a configuration without secrets.
 
     The values of environment variables are masked, so that the result may be shown to users who

@@ -65,13 +65,13 @@ class LoggingConfig:
         "Number of steps between outputs of samples, which are shown and stored in"
         " `samples.jsonl`.",
         minimum=1,
-        read="algorithm.trainer=online|preferences",
+        read_if="algorithm.trainer=online|preferences",
     )
     samples_count: int = option(
         4,
         "Number of samples in each output.",
         minimum=1,
-        read="algorithm.trainer=online|preferences",
+        read_if="algorithm.trainer=online|preferences",
     )
     samples_mib: int = option(
         1024,
@@ -79,7 +79,7 @@ class LoggingConfig:
         " larger, the oldest token files are deleted first, then the oldest step files. 0 means"
         " that no samples are stored.",
         minimum=0,
-        read="algorithm.trainer=online|preferences",
+        read_if="algorithm.trainer=online|preferences",
     )
-    wandb: WandbConfig = section(WandbConfig, read=".enabled=true")
-    mlflow: MlflowConfig = section(MlflowConfig, read=".enabled=true")
+    wandb: WandbConfig = section(WandbConfig, read_if=".enabled=true")
+    mlflow: MlflowConfig = section(MlflowConfig, read_if=".enabled=true")

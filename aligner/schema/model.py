@@ -21,10 +21,10 @@ class ModelConfig:
         "Hugging Face model directory, name of a model on the Hugging Face Hub (such as"
         " `Qwen/Qwen3-0.6B`), or `experiment:NAME` for the model that the experiment NAME"
         " trained.",
-        read=".source=directory",
+        read_if=".source=directory",
     )
     package: str | None = option(
-        None, "Importable Python package that contains the GGUF file.", read=".source=gguf"
+        None, "Importable Python package that contains the GGUF file.", read_if=".source=gguf"
     )
     config: dict[str, Any] = option(
         {},
@@ -32,11 +32,11 @@ class ModelConfig:
         " define the model. With `model.source=directory`, `aligner validate` uses these"
         " settings if the model directory does not exist; in this case, the data need not exist"
         " either.",
-        read=".source=random or .path!=experiment:*",
+        read_if=".source=random or .path!=experiment:*",
     )
     initializer_std: float = option(
         0.02,
         "Standard deviation of random initial weights.",
         minimum=0,
-        read=".source=random or dry_run.scale=tiny",
+        read_if=".source=random or dry_run.scale=tiny",
     )

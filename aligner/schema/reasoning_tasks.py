@@ -6,11 +6,18 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field
 
 from aligner.errors import ConfigError, collect_problems
-from aligner.schema.data import LARGEST_SEED, MOST_QUESTIONS
-from aligner.schema.entries import Entries, Text, Weight, allowed_entries, explained, parse_entries
+from aligner.schema.data import MAX_QUESTIONS, MAX_SEED
+from aligner.schema.entries import (
+    Entries,
+    Text,
+    Weight,
+    list_allowed_entries,
+    make_field_with_message,
+    parse_entries,
+)
 
 
-def _as_pair(difficulty: Any) -> Any:
+def _to_pair(difficulty: Any) -> Any:
     """Return (level, level) for a single level."""
     return (difficulty, difficulty) if isinstance(difficulty, int) else difficulty
 
@@ -21,29 +28,31 @@ _Level = Annotated[int, Field(ge=0, strict=True)]
 class ReasoningTask(Entries):
     """A task of reasoning_gym, and the selection of its questions."""
 
-    name: Text = explained("must be the name of a task")
+    name: Text = make_field_with_message("must be the name of a task")
     """Name of the task in reasoning_gym."""
     weight: Weight = 1.0
     """Weight relative to the other tasks."""
-    questions: int = explained(
-        f"must be an integer from 1 to {MOST_QUESTIONS}", default=1000, ge=1, le=MOST_QUESTIONS
+    questions: int = make_field_with_message(
+        f"must be an integer from 1 to {MAX_QUESTIONS}", default=1000, ge=1, le=MAX_QUESTIONS
     )
     """Number of different questions that are trained on."""
-    seed: int = explained(
-        f"must be an integer from 0 to {LARGEST_SEED}", default=0, ge=0, le=LARGEST_SEED
+    seed: int = make_field_with_message(
+        f"must be an integer from 0 to {MAX_SEED}", default=0, ge=0, le=MAX_SEED
     )
-    difficulty: Annotated[tuple[_Level, _Level] | None, BeforeValidator(_as_pair)] = explained(
-        "must be a level (an integer, at least 0), or two levels, [FIRST, LAST]",
-        default=None,
-        strict=False,
+    difficulty: Annotated[tuple[_Level, _Level] | None, BeforeValidator(_to_pair)] = (
+        make_field_with_message(
+            "must be a level (an integer, at least 0), or two levels, [FIRST, LAST]",
+            default=None,
+            strict=False,
+        )
     )
     """Levels of the task's curriculum at the first and the last question; None means the task's
     own defaults."""
-    config: dict[str, Any] = explained(
+    config: dict[str, Any] = make_field_with_message(
         "must be a mapping of the task's settings", default_factory=dict
     )
     """Settings of the task in reasoning_gym."""
-    fields: dict[str, str] = explained(
+    fields: dict[str, str] = make_field_with_message(
         "must be a mapping from aligner's field names to the record's", default_factory=dict
     )
     """Field names of `reasoning_questions.questions`, by aligner's field names; empty means
@@ -51,11 +60,11 @@ class ReasoningTask(Entries):
 
 
 ReasoningTask.unknown_hint = (
-    f"allowed: {', '.join(allowed_entries(ReasoningTask))}; put the task's settings in config"
+    f"allowed: {', '.join(list_allowed_entries(ReasoningTask))}; put the task's settings in config"
 )
 
 
-def reasoning_tasks(tasks: Sequence[Any]) -> tuple[ReasoningTask, ...]:
+def parse_reasoning_tasks(tasks: Sequence[Any]) -> tuple[ReasoningTask, ...]:
     """Parse the value of `data.tasks`.
 
     Args:
@@ -68,6 +77,7 @@ def reasoning_tasks(tasks: Sequence[Any]) -> tuple[ReasoningTask, ...]:
     parsed_tasks = []
     for index, task in enumerate(tasks):
         key = f"data.tasks[{index}]"
+        # A bare name is short for a mapping with only the name.
         entries = {"name": task} if isinstance(task, str) else task
         if not isinstance(entries, Mapping):
             problems.append(

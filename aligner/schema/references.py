@@ -17,7 +17,7 @@ from aligner.schema.keys import is_read
 _PREFIX = "experiment:"
 _NAME = re.compile(r"[\w.+=-]+")
 # Keys whose values are paths; `*` stands for any entry of a mapping.
-_PATHS = (
+_PATH_KEYS = (
     "model.path",
     "data.path",
     "data.sources.*.path",
@@ -65,6 +65,7 @@ def parse_reference(key: str, text: str) -> Reference | None:
 
     experiment, _, file = text.removeprefix(_PREFIX).partition("/")
     parts = file.split("/")
+    # A file outside the result, such as `../run/config.yaml`, does not belong to the cached result.
     if not _NAME.fullmatch(experiment) or (file and any(part in ("", ".", "..") for part in parts)):
         raise ConfigError(
             f"{key}={text}: expected experiment:NAME, or experiment:NAME/FILE for a file in the"
@@ -75,25 +76,28 @@ def parse_reference(key: str, text: str) -> Reference | None:
 
 def map_paths(config: Config, change: Callable[[str, str], str]) -> Config:
     """Return the configuration with `change(key, path)` for each path that the run reads."""
-    for pattern in _PATHS:
+    for pattern in _PATH_KEYS:
+        # A pattern such as `data.sources.*.path` belongs to the mapping key `data.sources`.
         if is_read(config, pattern.partition(".*")[0]):
-            config = _mapped(config, pattern.split("."), "", change)
+            config = _map_value(config, pattern.split("."), "", change)
     return config
 
 
-def read_paths(config: Config) -> dict[str, str]:
+def find_read_paths(config: Config) -> dict[str, str]:
     """Return the paths that the run reads, by dotted key."""
     paths: dict[str, str] = {}
 
-    def note(key: str, path: str) -> str:
+    def record_path(key: str, path: str) -> str:
         paths[key] = path
         return path
 
-    map_paths(config, note)
+    map_paths(config, record_path)
     return paths
 
 
-def _mapped(value: Any, parts: Sequence[str], key: str, change: Callable[[str, str], str]) -> Any:
+def _map_value(
+    value: Any, parts: Sequence[str], key: str, change: Callable[[str, str], str]
+) -> Any:
     """Return a section, a mapping or a value in which the paths of one pattern are replaced.
 
     Args:
@@ -108,8 +112,10 @@ def _mapped(value: Any, parts: Sequence[str], key: str, change: Callable[[str, s
     rest = parts[1:]
     if isinstance(value, dict):
         names = [name for name in value if part in ("*", name)]
-        return value | {name: _mapped(value[name], rest, f"{key}.{name}", change) for name in names}
+        return value | {
+            name: _map_value(value[name], rest, f"{key}.{name}", change) for name in names
+        }
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return value  # a value of the wrong type, which the checks report
-    new_value = _mapped(getattr(value, part), rest, f"{key}.{part}".removeprefix("."), change)
+    new_value = _map_value(getattr(value, part), rest, f"{key}.{part}".removeprefix("."), change)
     return dataclasses.replace(value, **{part: new_value})

@@ -36,7 +36,7 @@ RENAMED_METRICS: Mapping[str, str] = {
 """New names of metrics by their old names."""
 
 
-def current_key(key: str) -> str:
+def get_current_key(key: str) -> str:
     """Return the current name of a dotted key."""
     return RENAMED_KEYS.get(key, key)
 
@@ -63,6 +63,7 @@ def with_current_keys(
         if key in RENAMED_KEYS:
             if report is not None:
                 report(key)
+            # The new key is in the same section, so that only the last part of its name changes.
             old_values[RENAMED_KEYS[key].rpartition(".")[2]] = value
         else:
             current_values[name] = value

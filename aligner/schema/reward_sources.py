@@ -13,29 +13,30 @@ from aligner.schema.data import TASK
 from aligner.schema.entries import (
     Entries,
     Text,
-    checked_by,
-    explained,
+    make_field_with_message,
+    make_section_field,
+    make_validator,
     parse_entries,
-    section_field,
 )
 from aligner.schema.judge_questions import (
-    ASKINGS,
     COMPARISONS,
-    pattern_problem,
-    record_fields,
-    template_problem,
+    JUDGE_QUESTIONS,
+    find_pattern_problem,
+    find_record_fields,
+    find_template_problem,
 )
-from aligner.schema.scoring_functions import FUNCTIONS, RULES, function_problem
+from aligner.schema.scoring_functions import FUNCTIONS, RULES, find_function_problem
 
 # Entries of judges that return scores, and of all sources; the judge of an evaluation has neither.
 _SCORE_ENTRIES = ("judge_pattern", "judge_lowest", "judge_highest")
 _SOURCE_ENTRIES = ("kind", "weight", "task_weights", "gain", "bias")
 
 
-def _url_problem(url: str) -> str | None:
+def _find_url_problem(url: str) -> str | None:
     """Return the problem of an HTTP URL; None if there is no problem."""
     try:
         parts = urlsplit(url)
+        # urlsplit checks the port only when it is read: ValueError if it is above 65535.
         is_complete = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:
         is_complete = False
@@ -43,7 +44,7 @@ def _url_problem(url: str) -> str | None:
     return None if is_complete and is_readable else "must be http://HOST[:PORT]/PATH, or https://…"
 
 
-_Url = Annotated[str, checked_by(_url_problem)]
+_Url = Annotated[str, make_validator(_find_url_problem)]
 
 
 class Source(Entries):
@@ -55,7 +56,7 @@ class Source(Entries):
     """Dotted key of the source: `reward`, or `reward.sources.NAME`."""
     weight: float = 1.0
     """Weight of the source in the score."""
-    task_weights: dict[str, float] = explained(
+    task_weights: dict[str, float] = make_field_with_message(
         "must be a mapping from task names to finite numbers", default_factory=dict
     )
     """Weights for records of some tasks; a source with weight 0 does not score the record."""
@@ -66,25 +67,26 @@ class Source(Entries):
     origin: ClassVar[str]
     """Name of the required entry that identifies the scorer, such as `function` or `url`."""
 
+    # pydantic's own hash of a frozen model fails, because `task_weights` is a dict.
     def __hash__(self) -> int:
         return hash(self.key)
 
-    def weight_of(self, record: Mapping[str, Any]) -> float:
+    def get_weight(self, record: Mapping[str, Any]) -> float:
         """Return the weight for the responses to the prompt of a record."""
         return self.task_weights.get(str(record.get(TASK)), self.weight)
 
-    def is_asked(self, record: Mapping[str, Any]) -> bool:
+    def should_score(self, record: Mapping[str, Any]) -> bool:
         """Return whether the source scores the responses to the prompt of a record."""
-        return not self.task_weights or self.weight_of(record) != 0
+        return not self.task_weights or self.get_weight(record) != 0
 
 
 class FunctionSource(Source):
     """A Python function that scores texts."""
 
     kind: Literal["function"] = "function"
-    function: Annotated[str, checked_by(function_problem)]
-    function_timeout_s: float = section_field(RewardConfig, "function_timeout_s")
-    step_rewards: bool = section_field(RewardConfig, "step_rewards")
+    function: Annotated[str, make_validator(find_function_problem)]
+    function_timeout_s: float = make_section_field(RewardConfig, "function_timeout_s")
+    step_rewards: bool = make_section_field(RewardConfig, "step_rewards")
     origin = "function"
 
     @model_validator(mode="after")
@@ -103,8 +105,8 @@ class ModelSource(Source):
 
     kind: Literal["model"] = "model"
     path: Text
-    step_separator: Text | None = section_field(RewardConfig, "step_separator")
-    step_probability: bool = section_field(RewardConfig, "step_probability")
+    step_separator: Text | None = make_section_field(RewardConfig, "step_separator")
+    step_probability: bool = make_section_field(RewardConfig, "step_probability")
     origin = "path"
 
 
@@ -113,8 +115,8 @@ class RemoteSource(Source):
 
     kind: Literal["remote"] = "remote"
     url: _Url
-    timeout_s: float = section_field(RewardConfig, "timeout_s")
-    skip_special_tokens: bool = section_field(RewardConfig, "skip_special_tokens")
+    timeout_s: float = make_section_field(RewardConfig, "timeout_s")
+    skip_special_tokens: bool = make_section_field(RewardConfig, "skip_special_tokens")
     origin = "url"
 
 
@@ -125,27 +127,27 @@ class JudgeSource(Source):
     kind: Literal["judge"] = "judge"
     judge_url: _Url
     judge_model: Text
-    judge_asks: Literal["score", "yes_no", "pairwise", "ranking"] = section_field(
+    judge_asks: Literal["score", "yes_no", "pairwise", "ranking"] = make_section_field(
         RewardConfig, "judge_asks"
     )
-    judge_template: Text | None = section_field(RewardConfig, "judge_template")
-    judge_pattern: Annotated[str, checked_by(pattern_problem)] = section_field(
+    judge_template: Text | None = make_section_field(RewardConfig, "judge_template")
+    judge_pattern: Annotated[str, make_validator(find_pattern_problem)] = make_section_field(
         RewardConfig, "judge_pattern"
     )
-    judge_lowest: float = section_field(RewardConfig, "judge_lowest")
-    judge_highest: float = section_field(RewardConfig, "judge_highest")
-    judge_temperature: float = section_field(RewardConfig, "judge_temperature")
-    judge_max_tokens: int = section_field(RewardConfig, "judge_max_tokens")
-    judge_tries: int = section_field(RewardConfig, "judge_tries")
-    judge_timeout_s: float = section_field(RewardConfig, "judge_timeout_s")
-    judge_concurrency: int = section_field(RewardConfig, "judge_concurrency")
-    judge_requests_per_minute: float | None = section_field(
+    judge_lowest: float = make_section_field(RewardConfig, "judge_lowest")
+    judge_highest: float = make_section_field(RewardConfig, "judge_highest")
+    judge_temperature: float = make_section_field(RewardConfig, "judge_temperature")
+    judge_max_tokens: int = make_section_field(RewardConfig, "judge_max_tokens")
+    judge_tries: int = make_section_field(RewardConfig, "judge_tries")
+    judge_timeout_s: float = make_section_field(RewardConfig, "judge_timeout_s")
+    judge_concurrency: int = make_section_field(RewardConfig, "judge_concurrency")
+    judge_requests_per_minute: float | None = make_section_field(
         RewardConfig, "judge_requests_per_minute"
     )
-    judge_key_variable: Text | None = section_field(RewardConfig, "judge_key_variable")
-    judge_input_price: float = section_field(RewardConfig, "judge_input_price")
-    judge_output_price: float = section_field(RewardConfig, "judge_output_price")
-    judge_cache: Text | None = section_field(RewardConfig, "judge_cache")
+    judge_key_variable: Text | None = make_section_field(RewardConfig, "judge_key_variable")
+    judge_input_price: float = make_section_field(RewardConfig, "judge_input_price")
+    judge_output_price: float = make_section_field(RewardConfig, "judge_output_price")
+    judge_cache: Text | None = make_section_field(RewardConfig, "judge_cache")
     origin = "judge_url"
 
     @model_validator(mode="after")
@@ -157,7 +159,7 @@ class JudgeSource(Source):
                 f"{self.key}.judge_lowest={self.judge_lowest:g}: must be below"
                 f" {self.key}.judge_highest={self.judge_highest:g}"
             )
-        if problem := template_problem(self.judge_asks, self.template):
+        if problem := find_template_problem(self.judge_asks, self.template):
             problems.append(f"{self.key}.judge_template: {problem}")
         if problems:
             raise ValueError("\n".join(problems))
@@ -166,20 +168,20 @@ class JudgeSource(Source):
     @property
     def template(self) -> str:
         """Template of the question, with fields in braces."""
-        return self.judge_template or ASKINGS[self.judge_asks].template
+        return self.judge_template or JUDGE_QUESTIONS[self.judge_asks].template
 
     @property
     def record_fields(self) -> tuple[str, ...]:
         """Fields of the question that a prompt's record must have."""
-        return record_fields(self.judge_asks, self.template)
+        return find_record_fields(self.judge_asks, self.template)
 
     @property
-    def longest_s(self) -> float:
+    def max_duration_s(self) -> float:
         """Maximum time in seconds until a question has an answer or its last attempt has failed."""
         return self.judge_tries * self.judge_timeout_s
 
     @property
-    def compares(self) -> bool:
+    def is_comparison(self) -> bool:
         """Whether the judge compares the samples of a prompt, and so needs several samples."""
         return self.judge_asks in COMPARISONS
 
@@ -190,15 +192,15 @@ RewardSource = Annotated[
 """Union of the kinds of entries of `reward.sources`."""
 
 
-def reward_sources(reward: RewardConfig) -> tuple[Source, ...]:
+def parse_reward_sources(reward: RewardConfig) -> tuple[Source, ...]:
     """Return the sources of the score.
 
     Raises:
         ConfigError: One line for each problem of the sources.
     """
-    problems = list(_combination_problems(reward)) if reward.kind == "combined" else []
+    problems = list(_find_combination_problems(reward)) if reward.kind == "combined" else []
     sources = []
-    for key, name, entries in _entries(reward):
+    for key, name, entries in _iterate_entries(reward):
         with collect_problems(problems):
             sources.append(_parse_source(key, name, entries))
     if problems:
@@ -222,7 +224,7 @@ def _parse_source(key: str, name: str, entries: Any) -> Source:
     return source
 
 
-def _combination_problems(reward: RewardConfig) -> Iterator[str]:
+def _find_combination_problems(reward: RewardConfig) -> Iterator[str]:
     """Yield problems of the combination of several sources."""
     if not reward.sources:
         yield (
@@ -243,24 +245,25 @@ def _combination_problems(reward: RewardConfig) -> Iterator[str]:
         )
 
 
-def source_names(reward: RewardConfig) -> tuple[str, ...]:
+def list_source_names(reward: RewardConfig) -> tuple[str, ...]:
     """Return the names of the sources, in the order of the parts of a score.
 
     Raises:
         ConfigError: One line for each problem of the sources.
     """
-    return tuple(source.name for source in reward_sources(reward))
+    return tuple(source.name for source in parse_reward_sources(reward))
 
 
-def score_parts(reward: RewardConfig) -> int | None:
+def count_score_parts(reward: RewardConfig) -> int | None:
     """Return the number of score parts that precede step rewards; None without step rewards."""
     if not has_step_rewards(reward):
         return None
-    names = source_names(reward)
+    # A score with a single source has no parts besides itself.
+    names = list_source_names(reward)
     return len(names) if len(names) > 1 else 0
 
 
-def model_sources(sources: tuple[Source, ...]) -> tuple[ModelSource, ...]:
+def select_model_sources(sources: tuple[Source, ...]) -> tuple[ModelSource, ...]:
     """Return the sources that are Megatron models."""
     return tuple(source for source in sources if isinstance(source, ModelSource))
 
@@ -281,16 +284,18 @@ def _entries_have_steps(entries: Any) -> bool:
     return entries.get("step_rewards") is True or entries.get("step_separator") is not None
 
 
-def judge_sources(reward: RewardConfig) -> tuple[JudgeSource, ...]:
+def parse_judge_sources(reward: RewardConfig) -> tuple[JudgeSource, ...]:
     """Return the sources that are judges.
 
     Raises:
         ConfigError: One line for each problem of the sources.
     """
-    return tuple(source for source in reward_sources(reward) if isinstance(source, JudgeSource))
+    return tuple(
+        source for source in parse_reward_sources(reward) if isinstance(source, JudgeSource)
+    )
 
 
-def evaluation_judge(
+def parse_evaluation_judge(
     evaluation: EvaluationConfig, section: str = "evaluation"
 ) -> JudgeSource | None:
     """Return the judge that compares responses with references; None without a judge.
@@ -326,7 +331,7 @@ def evaluation_judge(
     return judge
 
 
-def asked_address(source: Source) -> str | None:
+def get_request_url(source: Source) -> str | None:
     """Return the URL of a source that is requested over HTTP; None for any other source."""
     if isinstance(source, RemoteSource):
         return source.url
@@ -336,32 +341,33 @@ def asked_address(source: Source) -> str | None:
 def has_reward_model(reward: RewardConfig) -> bool:
     """Return whether a source is a Megatron model; False for invalid sources."""
     try:
-        return bool(model_sources(reward_sources(reward)))
+        return bool(select_model_sources(parse_reward_sources(reward)))
     except ConfigError:
         return False
 
 
 def describe_sources(reward: RewardConfig) -> str:
     """Return a short description of the sources, for the placement table."""
-    descriptions = [_description(source) for source in reward_sources(reward)]
+    descriptions = [_describe_source(source) for source in parse_reward_sources(reward)]
     if reward.combine == "sum":
         return " + ".join(descriptions)
     return f"{reward.combine} of {', '.join(descriptions)}"
 
 
-def _description(source: Source) -> str:
+def _describe_source(source: Source) -> str:
     """Return a short description of a source, with its weight unless the weight is 1."""
     weight = "" if source.weight == 1 else f"{source.weight:g} x "
-    return f"{weight}{source_entry(source)['kind']} {getattr(source, source.origin)}"
+    return f"{weight}{to_source_entry(source)['kind']} {getattr(source, source.origin)}"
 
 
-def source_entry(source: Source) -> dict[str, Any]:
+def to_source_entry(source: Source) -> dict[str, Any]:
     """Return a source as an entry of `reward.sources`."""
+    # An empty mapping stands for a default, such as no task weights.
     values = source.model_dump(exclude_none=True)
     return {name: value for name, value in values.items() if value != {}}
 
 
-def without_tasks(reward: RewardConfig) -> dict[str, Any]:
+def without_task_weights(reward: RewardConfig) -> dict[str, Any]:
     """Return `reward.sources` in which every source scores all records.
 
     Raises:
@@ -370,15 +376,16 @@ def without_tasks(reward: RewardConfig) -> dict[str, Any]:
     if reward.kind != "combined":
         return dict(reward.sources)
     changed_entries = {
-        source.name: source_entry(source.model_copy(update={"task_weights": {}}))
+        source.name: to_source_entry(source.model_copy(update={"task_weights": {}}))
+        # A source that scores only some tasks often has the weight 0 for the others.
         | {"weight": source.weight or 1.0}
-        for source in reward_sources(reward)
+        for source in parse_reward_sources(reward)
         if source.task_weights
     }
     return dict(reward.sources) | changed_entries
 
 
-def _entries(reward: RewardConfig) -> Iterator[tuple[str, str, Any]]:
+def _iterate_entries(reward: RewardConfig) -> Iterator[tuple[str, str, Any]]:
     """Yield the key, the name and the entries of each source.
 
     The keys of the section `reward` are the entries of a single source.
@@ -392,6 +399,7 @@ def _entries(reward: RewardConfig) -> Iterator[tuple[str, str, Any]]:
         for model in (FunctionSource, ModelSource, RemoteSource, JudgeSource)
         if model.model_fields["kind"].default == reward.kind
     )
+    # Fields such as `weight` are entries of `reward.sources` only, not keys of `reward`.
     entries = {name: getattr(reward, name, None) for name in model.model_fields}
     yield (
         "reward",

@@ -38,7 +38,7 @@ class RolloutConfig:
         " prompts. Applies in addition to `rollout.max_skipped_prompts`.",
         minimum=0,
         maximum=1,
-        read=".max_skipped_prompts>0",
+        read_if=".max_skipped_prompts>0",
     )
     spare_prompts: int = option(
         0,
@@ -52,7 +52,7 @@ class RolloutConfig:
         "Maximum number of steps over which a partial rollout is carried over; after that, the"
         " trainer waits for the rollout.",
         minimum=1,
-        read=".spare_prompts>0",
+        read_if=".spare_prompts>0",
     )
     max_response_tokens: int = option(128, "Maximum response length in tokens.", minimum=1)
     min_response_tokens: int = option(
@@ -88,7 +88,7 @@ class RolloutConfig:
         "Whether log-probs, including the trainer's log-probs, are renormalized over the tokens"
         " that top-k, top-p and min-p keep. False means log-probs over all tokens, which bias"
         " the policy ratios.",
-        read=".top_k>0 or .top_p!=1.0 or .min_p>0",
+        read_if=".top_k>0 or .top_p!=1.0 or .min_p>0",
     )
     stop_at_eos: bool = option(True, "Whether a response ends at an end-of-sequence token.")
     truncate_token: str | None = option(
@@ -100,7 +100,7 @@ class RolloutConfig:
         16,
         "Number of tokens at the start of a response in which `rollout.truncate_token` is ignored.",
         minimum=0,
-        read=".truncate_token!=null",
+        read_if=".truncate_token!=null",
     )
 
     @property
@@ -125,4 +125,5 @@ class RolloutConfig:
         A prompt that is carried over becomes one weight version staler each time. The generation
         starts so late that the prompt does not exceed `max_staleness`.
         """
+        # Without spare prompts, no prompt is carried over.
         return self.max_staleness - (self.max_deferrals if self.spare_prompts else 0)

@@ -40,21 +40,21 @@ class RunConfig:
         "Maximum KL divergence to the reference (`kl/reference`) in nats per response. The run"
         " ends after the first step with a higher value. Null means no maximum.",
         above=0,
-        read="algorithm.trainer=online",
+        read_if="algorithm.trainer=online",
     )
     end_at: str | None = option(
         None,
         "Target of a metric as `METRIC:NUMBER`, such as `eval/score:0.9`. The run ends after"
         " the first step at which the metric is at least the target (for a loss, perplexity, KL"
         " or `mismatch/…`: at most the target). Null means no target.",
-        read="algorithm.trainer!=preferences|teacher_scores",
+        read_if="algorithm.trainer!=preferences|teacher_scores",
     )
     end_without_gain: int | None = option(
         None,
         "Early-stopping patience: number of consecutive evaluations without a new best value of"
         " `checkpoint.best_metric` after which the run ends. Null means no early stopping.",
         minimum=1,
-        read="algorithm.trainer!=preferences|teacher_scores",
+        read_if="algorithm.trainer!=preferences|teacher_scores",
     )
     max_restarts: int = option(
         3,
@@ -76,7 +76,7 @@ class RunConfig:
         "Keys or sections that a resumed run may change, in addition to the keys that"
         ' docs/configuration.md lists under "What a resumed run may change". Any other change is'
         " an error. Keys that define the weights of the initial model can never change.",
-        read=".resume!=false",
+        read_if=".resume!=false",
     )
     date: str | None = option(
         None,
@@ -93,12 +93,12 @@ class RunConfig:
     )
 
     @property
-    def resumes(self) -> bool:
+    def should_resume(self) -> bool:
         """Whether the run resumes if its directory has a checkpoint."""
         return self.resume != "false"
 
     @property
-    def ends(self) -> dict[str, Any]:
+    def end_conditions(self) -> dict[str, Any]:
         """Values of the keys that are set and can end the run before its last step, by key."""
         values = {
             "run.end_kl": self.end_kl,
@@ -116,6 +116,7 @@ class RunConfig:
         """
         if self.end_at is None:
             return None
+        # float() raises ValueError, too, if the part after the colon is not a number.
         metric, _, number = self.end_at.rpartition(":")
         if not metric or not math.isfinite(float(number)):
             raise ValueError(self.end_at)

@@ -5,7 +5,7 @@ The checks of a configuration use these names without importing the functions.
 
 from collections.abc import Mapping
 
-from aligner.values import callable_place
+from aligner.values import split_callable_name
 
 FUNCTIONS: Mapping[str, str] = {
     "digit_fraction": "aligner.rewards.scorers:digit_fraction",
@@ -25,22 +25,22 @@ RULES: Mapping[str, str] = {
 _BUILT_IN = {**FUNCTIONS, **RULES}
 
 
-def function_place(name: str) -> tuple[str, str] | None:
+def resolve_function_name(name: str) -> tuple[str, str] | None:
     """Return the module and the attribute of a scoring function; None for an invalid name.
 
     Args:
         name: Name of a built-in function, or `module:callable`.
     """
-    return callable_place(_BUILT_IN.get(name, name))
+    return split_callable_name(_BUILT_IN.get(name, name))
 
 
-def function_problem(name: str) -> str | None:
+def find_function_problem(name: str) -> str | None:
     """Return the problem of the name of a scoring function; None if there is no problem.
 
     The function is not imported, so that a valid name may still not exist.
     """
     return (
         None
-        if function_place(name)
+        if resolve_function_name(name)
         else f"must be one of {', '.join(sorted(_BUILT_IN))}, or module:callable"
     )

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from aligner.schema.options import option, section
 
-LAST_PORT = 65535
+MAX_PORT = 65535
 """Highest TCP port number."""
 
 
@@ -12,9 +12,9 @@ LAST_PORT = 65535
 class PortsConfig:
     """Ports of the server; 0 means a free port."""
 
-    http: int = option(0, "HTTP port.", minimum=0, maximum=LAST_PORT)
-    grpc: int = option(0, "gRPC port.", minimum=0, maximum=LAST_PORT)
-    metrics: int = option(0, "Port of the Prometheus metrics.", minimum=0, maximum=LAST_PORT)
+    http: int = option(0, "HTTP port.", minimum=0, maximum=MAX_PORT)
+    grpc: int = option(0, "gRPC port.", minimum=0, maximum=MAX_PORT)
+    metrics: int = option(0, "Port of the Prometheus metrics.", minimum=0, maximum=MAX_PORT)
 
 
 @dataclass
@@ -44,7 +44,7 @@ class ServerConfig:
     interface: str = option(
         "127.0.0.1",
         "Address or name of the network interface on which the endpoints listen.",
-        read="algorithm.trainer=online|preferences or cluster.kind=slurm",
+        read_if="algorithm.trainer=online|preferences or cluster.kind=slurm",
     )
     guard: str = option(
         "key",
@@ -58,14 +58,14 @@ class ServerConfig:
         False,
         "Whether to accept `critic_train` requests without a sequence number, from third-party"
         " clients.",
-        read="algorithm.with_critic=true or algorithm.advantage=gae",
+        read_if="algorithm.with_critic=true or algorithm.advantage=gae",
     )
     start_timeout_s: float = option(
         180.0,
         "Maximum startup time of a role in seconds. The run fails if a role is not healthy"
         " after this time.",
         minimum=1,
-        read="always",
+        read_if="always",
     )
     request_timeout_s: float = option(
         300.0,

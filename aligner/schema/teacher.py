@@ -7,14 +7,14 @@ from aligner.schema.options import option, section
 from aligner.schema.server import PortsConfig
 from aligner.schema.trained_model import MegatronModelConfig
 
-_AS_ROLE = (
+_HAS_TEACHER_CONDITIONS = (
     "algorithm.trainer=online and teacher.path!=null",
     "algorithm.trainer=online and teacher.sources!={}",
 )
-HAS_TEACHER = " or ".join(_AS_ROLE)
+HAS_TEACHER = " or ".join(_HAS_TEACHER_CONDITIONS)
 """Condition of a run with teacher servers."""
-_FROM_SCORES = "algorithm.trainer=sft and teacher.scores!=null"
-_LEARNS = f"{HAS_TEACHER} or {_FROM_SCORES}"
+_HAS_STORED_SCORES = "algorithm.trainer=sft and teacher.scores!=null"
+_IS_DISTILLED = f"{HAS_TEACHER} or {_HAS_STORED_SCORES}"
 
 
 @dataclass
@@ -26,7 +26,7 @@ class TeacherConfig(MegatronModelConfig):
         None,
         "Teacher model: model directory, name on the Hugging Face Hub, or `experiment:NAME`."
         " Null means no teacher, or the teachers in `teacher.sources`.",
-        read="algorithm.trainer=online",
+        read_if="algorithm.trainer=online",
     )
     sources: dict[str, Any] = option(
         {},
@@ -34,20 +34,20 @@ class TeacherConfig(MegatronModelConfig):
         " `path`, `weight` (relative weight among the teachers that score a sample; default 1)"
         " and `tasks` (the teacher is used for prompts whose field `task` has one of these"
         " values; default: all tasks).",
-        read="algorithm.trainer=online",
+        read_if="algorithm.trainer=online",
     )
     scores: str | None = option(
         None,
         "Stored teacher scores of the demonstrations: the directory `teacher_scores` of a run"
         " with `algorithm=teacher_scores`, or `experiment:NAME`. The policy learns from these"
         " scores instead of the tokens of the demonstrations.",
-        read="algorithm.trainer=sft",
+        read_if="algorithm.trainer=sft",
     )
     imitation_weight: float = option(
         0.0,
         "Weight of the cross-entropy of the demonstrations, in addition to the divergence.",
         minimum=0,
-        read=_FROM_SCORES,
+        read_if=_HAS_STORED_SCORES,
     )
     loss: str = option(
         "advantage",
@@ -57,7 +57,7 @@ class TeacherConfig(MegatronModelConfig):
         " `reverse_kl`: KL(policy ‖ teacher); `jensen_shannon`: generalized Jensen-Shannon"
         " divergence.",
         choices=("advantage", "forward_kl", "reverse_kl", "jensen_shannon"),
-        read=_LEARNS,
+        read_if=_IS_DISTILLED,
     )
     top_k: int = option(
         64,
@@ -65,9 +65,9 @@ class TeacherConfig(MegatronModelConfig):
         " combined into one further outcome. A number above the vocabulary size means all"
         " tokens.",
         minimum=1,
-        read=" or ".join(
+        read_if=" or ".join(
             (
-                *(f"{each} and .loss!=advantage" for each in _AS_ROLE),
+                *(f"{each} and .loss!=advantage" for each in _HAS_TEACHER_CONDITIONS),
                 "algorithm.trainer=teacher_scores",
             )
         ),
@@ -78,14 +78,14 @@ class TeacherConfig(MegatronModelConfig):
         " approaches the forward KL near 0 and the reverse KL near 1.",
         above=0,
         below=1,
-        read=".loss=jensen_shannon",
+        read_if=".loss=jensen_shannon",
     )
     weight: float = option(
         1.0,
         "Weight of the distillation term: the log-prob difference in the advantages, or the"
         " divergence in the loss.",
         above=0,
-        read=_LEARNS,
+        read_if=_IS_DISTILLED,
     )
     logprob_chunk_tokens: int = option(
         1024, "Number of tokens whose logits are in memory at the same time.", minimum=1
@@ -99,7 +99,7 @@ class TeacherConfig(MegatronModelConfig):
     ports: PortsConfig = section(PortsConfig)
 
     @property
-    def asked_tokens(self) -> int:
+    def requested_top_k(self) -> int:
         """Number of most probable tokens per position whose log-probs the teacher returns; 0 means
         none."""
         return 0 if self.loss == "advantage" else self.top_k

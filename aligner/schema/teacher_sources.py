@@ -8,7 +8,7 @@ from pydantic import Field
 from aligner.errors import ConfigError, collect_problems
 from aligner.schema import TeacherConfig
 from aligner.schema.data import TASK
-from aligner.schema.entries import Entries, Text, Weight, explained, parse_entries
+from aligner.schema.entries import Entries, Text, Weight, make_field_with_message, parse_entries
 
 
 class TeacherSource(Entries):
@@ -20,7 +20,7 @@ class TeacherSource(Entries):
     """Hugging Face model directory."""
     weight: Weight = 1.0
     """Weight relative to the other teachers that score a sample."""
-    tasks: tuple[str, ...] = explained(
+    tasks: tuple[str, ...] = make_field_with_message(
         "expected a list of task names; remove this key for a teacher of all tasks",
         default=(),
         min_length=1,
@@ -29,7 +29,7 @@ class TeacherSource(Entries):
     """Tasks of the prompts that the teacher scores; empty means all prompts."""
 
 
-def teacher_sources(teacher: TeacherConfig) -> tuple[TeacherSource, ...]:
+def parse_teacher_sources(teacher: TeacherConfig) -> tuple[TeacherSource, ...]:
     """Return the teachers, in the configuration's order.
 
     Raises:
@@ -61,7 +61,9 @@ def teacher_sources(teacher: TeacherConfig) -> tuple[TeacherSource, ...]:
     return tuple(sources)
 
 
-def teacher_shares(sources: Sequence[TeacherSource], metadata: Mapping[str, Any]) -> list[float]:
+def compute_teacher_shares(
+    sources: Sequence[TeacherSource], metadata: Mapping[str, Any]
+) -> list[float]:
     """Return the share of each teacher in the samples of a prompt; the shares add up to 1.
 
     Args:
@@ -72,6 +74,7 @@ def teacher_shares(sources: Sequence[TeacherSource], metadata: Mapping[str, Any]
         ConfigError: No teacher scores prompts of this task.
     """
     task = metadata.get(TASK)
+    # The weights are normalized over the teachers of this task only.
     weights = [
         source.weight if not source.tasks or task in source.tasks else 0.0 for source in sources
     ]

@@ -8,12 +8,12 @@ _FIELD = re.compile(r"\{(\w+)\}")
 _OPTIONAL = re.compile(r"\s*\{(\w+)\?\}")
 
 
-def template_fields(template: str) -> tuple[str, ...]:
+def find_required_fields(template: str) -> tuple[str, ...]:
     """Return the names of the required fields of a template, without duplicates and in order."""
     return tuple(dict.fromkeys(_FIELD.findall(template)))
 
 
-def filled(template: str, values: Mapping[str, str]) -> str:
+def fill_template(template: str, values: Mapping[str, str]) -> str:
     """Return the template with the values of its fields.
 
     Other braces, and braces in the values, are unchanged.
@@ -21,22 +21,23 @@ def filled(template: str, values: Mapping[str, str]) -> str:
     Raises:
         KeyError: A field has no value.
     """
+    # str.format would fail for other braces, such as those of JSON or LaTeX in a template.
     return _FIELD.sub(lambda field: values[field[1]], template)
 
 
-def optional_fields(template: str) -> tuple[str, ...]:
+def find_optional_fields(template: str) -> tuple[str, ...]:
     """Return the names of the optional fields, `{name?}`, which records may lack."""
     return tuple(dict.fromkeys(_OPTIONAL.findall(template)))
 
 
-def without_empty(template: str, values: Mapping[str, str]) -> str:
+def drop_empty_fields(template: str, values: Mapping[str, str]) -> str:
     """Return the template without the optional fields that have no value.
 
     Other optional fields become required fields: `{name?}` becomes `{name}`. The white space before
     a removed field is removed, too.
     """
 
-    def kept(match: re.Match[str]) -> str:
+    def replace_field(match: re.Match[str]) -> str:
         return match[0].replace("?}", "}") if values.get(match[1], "").strip() else ""
 
-    return _OPTIONAL.sub(kept, template)
+    return _OPTIONAL.sub(replace_field, template)

@@ -29,7 +29,7 @@ class ParallelConfig:
         " remaining layers are distributed evenly over the other stages. Null means that all"
         " stages have the same number of layers.",
         minimum=1,
-        read=".pipeline>1",
+        read_if=".pipeline>1",
     )
     data: int = option(1, "Data-parallel size (DP).", minimum=1)
     context: int = option(
@@ -48,6 +48,7 @@ class ParallelConfig:
     @property
     def ranks(self) -> int:
         """Number of processes in the role."""
+        # Expert parallelism divides these ranks in another way and adds none.
         return self.tensor * self.pipeline * self.data * self.context
 
     @property
@@ -68,7 +69,7 @@ class OptimizerConfig:
     )
     learning_rate: float = option(1e-5, "Peak learning rate.", minimum=0)
     min_learning_rate: float = option(
-        0.0, "Learning rate at the end of the decay.", minimum=0, read=".schedule=linear|cosine"
+        0.0, "Learning rate at the end of the decay.", minimum=0, read_if=".schedule=linear|cosine"
     )
     schedule: str = option(
         "linear",
@@ -88,7 +89,7 @@ class OptimizerConfig:
         choices=("pytorch", "tensorflow"),
     )
     momentum: float = option(
-        0.95, "Muon's (Nesterov) momentum.", minimum=0, below=1, read=".kind=muon"
+        0.95, "Muon's (Nesterov) momentum.", minimum=0, below=1, read_if=".kind=muon"
     )
     newton_schulz_steps: int = option(
         5,
@@ -96,7 +97,7 @@ class OptimizerConfig:
         " precision of the layers.",
         minimum=1,
         maximum=20,
-        read=".kind=muon",
+        read_if=".kind=muon",
     )
     update_rms: float = option(
         0.2,
@@ -104,7 +105,7 @@ class OptimizerConfig:
         " 0.2, updates are about as large as AdamW's updates, so you can use AdamW's learning"
         " rates and weight decay.",
         above=0,
-        read=".kind=muon",
+        read_if=".kind=muon",
     )
     weight_decay: float = option(0.0, "Decoupled weight decay.", minimum=0)
     clip_grad_norm: float = option(
@@ -161,7 +162,7 @@ class MegatronModelConfig:
         " one factor per 128 elements or per 128x128 block (Hopper, CUDA 12.9); `mxfp8`: one"
         " factor per 32 elements (Blackwell).",
         choices=("tensorwise", "blockwise", "mxfp8"),
-        read=".precision=fp8",
+        read_if=".precision=fp8",
     )
 
 

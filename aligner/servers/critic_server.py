@@ -16,7 +16,7 @@ from aligner.algorithms.policy_losses import value_loss
 from aligner.data.fencing import fenced_write, set_writer_claim
 from aligner.errors import AlignerError
 from aligner.models.model_source import critic_directory
-from aligner.paths import run_paths
+from aligner.paths import get_run_paths
 from aligner.schema import Config
 from aligner.schema.reward_sources import has_reward_model
 from aligner.servers.critic_client import RunId, SequenceError, UpdateLedger
@@ -296,11 +296,11 @@ class CriticRank:
         if run_id is not None:
             self._ledger.check_run(RunId.parse(run_id))
             # Only aligner's trainers create the file `claim`; third-party clients do not.
-            if run_paths(self._config).claim.exists():
+            if get_run_paths(self._config).claim.exists():
                 set_writer_claim(self._config, {"attempt": RunId.parse(run_id).attempt})
 
     def _get_checkpoint_directory(self, step: int) -> Path:
-        return run_paths(self._config).checkpoint(step, "critic")
+        return get_run_paths(self._config).checkpoint(step, "critic")
 
 
 def _read_sequence_number(arrays: Mapping[str, NDArray]) -> int | None:

@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from aligner.data.types import Sample
 from aligner.engines.engine_protocol import SamplingOptions
-from aligner.engines.replicas import Enough
+from aligner.engines.replicas import EarlyStopCondition
 from aligner.placement.addresses import Access, Endpoint
 from aligner.servers.remote_client import RemoteClient, RemoteFuture, TransportError
 from aligner.servers.wire_protocol import (
@@ -59,7 +59,7 @@ class GeneratorClient(RemoteClient):
         samples: Sequence[Sample],
         samples_per_prompt: int,
         options: SamplingOptions,
-        enough: Enough | None = None,
+        enough: EarlyStopCondition | None = None,
         weight_version: int | None = None,
     ) -> RemoteFuture[list[Sample]]:
         """Request that samples are generated or continued.
@@ -156,7 +156,7 @@ def build_generate_request(
     samples: Sequence[Sample],
     samples_per_prompt: int,
     options: SamplingOptions,
-    enough: Enough | None = None,
+    enough: EarlyStopCondition | None = None,
     weight_version: int | None = None,
 ) -> dict[str, NDArray]:
     """Return the input tensors of the endpoint `generate`. See `GeneratorClient.generate`."""
@@ -184,9 +184,9 @@ def build_generate_request(
             if name in input_names
         }
     if enough is not None:
-        arrays["enough"] = np.array([enough.prompts], dtype=np.int64)
+        arrays["enough"] = np.array([enough.min_prompts], dtype=np.int64)
         arrays["due"] = np.zeros((len(first_samples), 1), dtype=np.int64)
-        arrays["due"][list(enough.due)] = 1
+        arrays["due"][list(enough.required_prompts)] = 1
     return arrays
 
 

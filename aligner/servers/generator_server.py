@@ -20,15 +20,15 @@ from aligner.data.model_directory import read_shape
 from aligner.data.tokenizer import build_run_tokenizer
 from aligner.data.types import Prompt, Sample, create_empty_samples
 from aligner.engines.build import build_engine
-from aligner.engines.engine_loop import SampleSource, SingleResponses, StartsSamples
+from aligner.engines.engine_loop import EpisodeSource, SampleStarter, SingleResponses
 from aligner.engines.engine_protocol import GenerationEngine, SamplingOptions
 from aligner.engines.replicas import (
-    STEPS_A_PART,
-    Enough,
-    SamplesInParts,
+    STEPS_PER_PART,
+    EarlyStopCondition,
+    GenerationParts,
+    create_replica_group,
     generate_in_parts,
-    replica_group,
-    run_through,
+    run_to_completion,
 )
 from aligner.megatron.world import join
 from aligner.models.model_source import model_directory
@@ -66,7 +66,7 @@ def serve_generator(config: Config) -> None:
 
     directory = model_directory(config)
     shape = read_shape(directory)
-    group = replica_group(settings.parallel, rank, timeout)
+    group = create_replica_group(settings.parallel, rank, timeout)
     engine = build_engine(
         shape,
         settings,
@@ -75,10 +75,10 @@ def serve_generator(config: Config) -> None:
         seed=config.seed,
         group=group,
         device=device,
-        context=config.data.max_prompt_tokens + config.rollout.max_response_tokens,
+        max_sequence_length=config.data.max_prompt_tokens + config.rollout.max_response_tokens,
     )
     episodes = None
-    if config.environment.draws_episodes:
+    if config.environment.has_episodes:
         tokenizer = build_run_tokenizer(config, directory)
         episodes = build_episodes(config, engine, tokenizer, "generator", rank)
 
@@ -133,7 +133,7 @@ class GeneratorRank:
         engine: GenerationEngine,
         receiver: WeightReceiver,
         rank: int,
-        episodes: SampleSource | None = None,
+        episodes: EpisodeSource | None = None,
     ) -> None:
         """Store the engine and its surroundings.
 
@@ -149,7 +149,7 @@ class GeneratorRank:
         self._receiver = receiver
         self._rank = rank
         self._episodes = episodes
-        self._source: StartsSamples = episodes or SingleResponses(engine)
+        self._source: SampleStarter = episodes or SingleResponses(engine)
         self._can_interrupt = config.engine.in_flight == "interrupt"
 
     @property
@@ -179,7 +179,7 @@ class GeneratorRank:
         metadata: Sequence[Mapping[str, Any]] | None = None,
         first_prompt: int | None = None,
         **partial_rollouts: Tensor,
-    ) -> SamplesInParts | list[Sample]:
+    ) -> GenerationParts | list[Sample]:
         """Generate samples, or continue partial rollouts.
 
         Args:
@@ -214,7 +214,7 @@ class GeneratorRank:
                 f" {weight_version} or newer"
             )
         if self._episodes is not None and first_prompt is not None:
-            self._episodes.forget(first_prompt)
+            self._episodes.drop_journal_before(first_prompt)
 
         prompts = [
             Prompt(id=prompt_id, text="", tokens=row[:length], metadata=fields)
@@ -235,10 +235,10 @@ class GeneratorRank:
             responses_from_tensors(samples, partial_rollouts) if partial_rollouts else samples,
             samples_per_prompt,
             _build_sampling_options(options),
-            steps=None if enough is None and not self._can_interrupt else STEPS_A_PART,
-            enough=None if enough is None else Enough(enough, tuple(due)),
+            steps=None if enough is None and not self._can_interrupt else STEPS_PER_PART,
+            early_stop=None if enough is None else EarlyStopCondition(enough, tuple(due)),
         )
-        return parts if self._can_interrupt else run_through(parts)
+        return parts if self._can_interrupt else run_to_completion(parts)
 
     @rank_handler(runs_at_pauses=True)
     def _version(self) -> dict[str, Any]:

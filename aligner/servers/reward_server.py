@@ -19,7 +19,7 @@ from aligner.data.tokenizer import ResponseDecoder, extract_ids_with_bos, read_t
 from aligner.errors import ConfigError
 from aligner.models.model_source import model_directory, read_normalization
 from aligner.models.vocabulary import require_same_vocabulary
-from aligner.paths import run_paths
+from aligner.paths import get_run_paths
 from aligner.rewards.judge import build_judge
 from aligner.rewards.scorers import ScoringRequest
 from aligner.rewards.sources import (
@@ -290,7 +290,7 @@ def build_reward_rank(
     tokenizer = read_tokenizer(directory)
     limits = compute_model_limits(config, directory, tokenizer.get_vocab_size())
     parts: list[tuple[reward_sources.Source, RewardSource]] = []
-    for source in reward_sources.reward_sources(config.reward):
+    for source in reward_sources.parse_reward_sources(config.reward):
         if isinstance(source, reward_sources.ModelSource):
             assert build_model is not None
             require_same_vocabulary(f"{source.key}.path", Path(source.path), directory)
@@ -303,7 +303,9 @@ def build_reward_rank(
             )
             limits = intersect_limits(limits, model_request_limits)
         elif isinstance(source, reward_sources.JudgeSource):
-            parts.append((source, TextSource(source.name, build_judge(source, run_paths(config)))))
+            parts.append(
+                (source, TextSource(source.name, build_judge(source, get_run_paths(config))))
+            )
         elif isinstance(source, reward_sources.FunctionSource) and source.step_rewards:
             parts.append((source, build_step_source(source)))
         else:

@@ -22,15 +22,15 @@ from torch import Tensor
 from aligner.errors import AlignerError
 from aligner.models.model_source import directory_shape
 from aligner.observability.timeline import open_timeline, report_stage
-from aligner.paths import run_paths
+from aligner.paths import get_run_paths
 from aligner.placement.addresses import (
     create_access_key,
-    group_ports,
-    interface_address,
+    get_group_ports,
+    get_interface_address,
+    load_access,
     load_endpoints,
-    run_access,
 )
-from aligner.placement.tls import create_certificate, tls_files
+from aligner.placement.tls import create_certificate, get_tls_files
 from aligner.schema import Config, PortsConfig
 from aligner.servers.executor import SpmdExecutor
 from aligner.servers.rank_commands import Handler
@@ -204,8 +204,8 @@ def _create_host(config: Config, role: str) -> TritonHost:
     create_certificate(config)
 
     server = config.server
-    paths = run_paths(config)
-    ports = group_ports(config)[role]
+    paths = get_run_paths(config)
+    ports = get_group_ports(config)[role]
     log = paths.triton_log(role)
     if paths.endpoints.exists():  # the addresses that the launcher has given to the clients
         endpoint = load_endpoints(paths.endpoints)[role]
@@ -213,11 +213,11 @@ def _create_host(config: Config, role: str) -> TritonHost:
     log.parent.mkdir(parents=True, exist_ok=True)
 
     guard = Guard(
-        run_access(config).key,
-        tls_files(config),
+        load_access(config).key,
+        get_tls_files(config),
         _REQUEST_OVERHEAD_BYTES + _BYTES_PER_TOKEN * server.max_request_tokens,
     )
-    address = interface_address(server.interface)
+    address = get_interface_address(server.interface)
     # Half of the role's startup time, so that a second attempt to start Triton is possible.
     start_s = server.start_timeout_s / 2
     return TritonHost(

@@ -19,7 +19,11 @@ from aligner.megatron.world import initialize, shutdown
 from aligner.models.model_source import directory_shape, model_directory
 from aligner.models.vocabulary import require_same_vocabulary
 from aligner.schema import Config
-from aligner.schema.teacher_sources import TeacherSource, teacher_shares, teacher_sources
+from aligner.schema.teacher_sources import (
+    TeacherSource,
+    compute_teacher_shares,
+    parse_teacher_sources,
+)
 from aligner.servers.rank_commands import Handler, RowBatcher, rank_handler
 from aligner.servers.serving import Caller, compute_model_limits, copy_to_tensor, serve_frozen
 from aligner.servers.triton_host import EndpointFunction
@@ -44,7 +48,7 @@ def serve_teacher(config: Config, group: str = "teacher") -> None:
         ConfigError: A model does not exist, or its tokenizer differs from the policy's.
     """
     settings = config.teacher
-    sources = teacher_sources(config.teacher)
+    sources = parse_teacher_sources(config.teacher)
     shapes = [directory_shape(Path(source.path), f"{source.key}.path") for source in sources]
     policy_directory = model_directory(config)
     for source in sources:
@@ -204,7 +208,7 @@ class TeacherRank:
         )
         try:
             return [
-                teacher_shares(self._sources, fields)
+                compute_teacher_shares(self._sources, fields)
                 for fields in metadata or [{}] * len(arrays["tokens"])
             ]
         except ConfigError as error:

@@ -55,12 +55,12 @@ from aligner.servers.wire_protocol import (
 from aligner.triton_cleanup import (
     claim_paths,
     claim_triton_files,
-    close_triton_memory,
     find_triton_environments,
     is_alive,
     kill_processes,
     remove_claimed_paths,
     remove_triton_files,
+    restrict_triton_memory,
 )
 
 _log = logging.getLogger(__name__)
@@ -263,7 +263,7 @@ class TritonHost:
             with guard():
                 self._load_models(list_triton_sockets(self._socket_directory)["grpc"])
                 # For kernels without the system call filters of `private_children`.
-                close_triton_memory()
+                restrict_triton_memory()
                 self._open_gateway(gateway)
         finally:
             claim_paths([workspace.path, *(find_triton_environments() - earlier_environments)])

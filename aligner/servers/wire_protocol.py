@@ -19,8 +19,8 @@ from torch.nn.utils.rnn import pad_sequence
 from aligner.data.collectives import samples_from_tensors, samples_to_tensors
 from aligner.data.types import (
     FinishReason,
-    KeptTokens,
     Sample,
+    SamplingSupport,
     concatenate_response_values,
     concatenate_support,
 )
@@ -325,15 +325,15 @@ def responses_to_tensors(
         "stopped": torch.tensor([[_FINISH_CODES[sample.finish_reason]] for sample in samples]),
     }
 
-    if (kept := concatenate_support(samples)) is not None:
-        tensors["kept_counts"] = pad_rows(
-            kept.counts.split([len(sample.response) for sample in samples])
-        )
+    response_lengths = [len(sample.response) for sample in samples]
+    if (support := concatenate_support(samples)) is not None:
+        tensors["kept_counts"] = pad_rows(support.counts.split(response_lengths))
         # Triton does not support empty tensors.
-        tensors["kept_ids"] = kept.ids if len(kept.ids) else kept.ids.new_zeros(1)
-    for name in ("drawn", "rewards"):
-        if (values := concatenate_response_values(samples, name)) is not None:
-            tensors[name] = pad_rows(values.split([len(sample.response) for sample in samples]))
+        tensors["kept_ids"] = support.ids if len(support.ids) else support.ids.new_zeros(1)
+    if (generated_mask := concatenate_response_values(samples, "generated_mask")) is not None:
+        tensors["drawn"] = pad_rows(generated_mask.split(response_lengths))
+    if (rewards := concatenate_response_values(samples, "rewards")) is not None:
+        tensors["rewards"] = pad_rows(rewards.split(response_lengths))
 
     if branched_samples := [sample for sample in samples if sample.branches]:
         tensors["branches"] = torch.frombuffer(
@@ -351,12 +351,17 @@ def responses_to_tensors(
         tensors["read"] = pad_rows(policy_prompts)
         tensors["read_lengths"] = torch.tensor([[len(prompt)] for prompt in policy_prompts])
 
-    # A sample without a response has no routes. All other samples must have them.
-    routes = [sample.routes for sample in samples if sample.routes is not None]
-    if routes and all(sample.routes is not None for sample in samples if len(sample.response)):
-        no_routes = routes[0][:0]
+    # A sample without a response has no expert routing. All other samples must have them.
+    recorded_routing = [
+        sample.expert_routing for sample in samples if sample.expert_routing is not None
+    ]
+    if recorded_routing and all(
+        sample.expert_routing is not None for sample in samples if len(sample.response)
+    ):
+        empty_routing = recorded_routing[0][:0]
         tensors["routes"] = pad_rows(
-            no_routes if sample.routes is None else sample.routes for sample in samples
+            empty_routing if sample.expert_routing is None else sample.expert_routing
+            for sample in samples
         ).short()
     return tensors
 
@@ -370,15 +375,16 @@ def responses_from_tensors(
     """
     reasons = {code: reason for reason, code in _FINISH_CODES.items()}
 
-    kept = routes = None
+    support = expert_routing = None
     if "kept_counts" in tensors:
         counts = tensors["kept_counts"]
-        support = KeptTokens.from_counts(counts.flatten(), tensors["kept_ids"])
-        kept = replace(support, counts=counts, starts=support.starts.view(counts.shape))
+        support = SamplingSupport.from_counts(counts.flatten(), tensors["kept_ids"])
+        support = replace(support, counts=counts, starts=support.starts.view(counts.shape))
     if "routes" in tensors:
-        routes = tensors["routes"]
+        expert_routing = tensors["routes"]
         # Expert ids are int16 on the wire, and uint8 in samples where they fit.
-        routes = routes if bool((routes > 255).any()) else routes.byte()
+        if not bool((expert_routing > 255).any()):
+            expert_routing = expert_routing.byte()
 
     branched_samples: Iterator[Sample] = iter(())
     if "branches" in tensors:
@@ -401,13 +407,13 @@ def responses_from_tensors(
                 engine_logprobs=tensors["logprobs"][row, :length],
                 weight_versions=tensors["weight_versions"][row, :length],
                 finish_reason=reasons[int(tensors["stopped"][row, 0])],
-                kept=None if kept is None else kept.select((row, slice(length))),
-                routes=(
+                sampling_support=None if support is None else support.select((row, slice(length))),
+                expert_routing=(
                     None
-                    if routes is None or not length
-                    else routes[row, : len(prompt) + length - 1]
+                    if expert_routing is None or not length
+                    else expert_routing[row, : len(prompt) + length - 1]
                 ),
-                drawn=tensors["drawn"][row, :length] if "drawn" in tensors else None,
+                generated_mask=tensors["drawn"][row, :length] if "drawn" in tensors else None,
                 rewards=tensors["rewards"][row, :length] if "rewards" in tensors else None,
             )
         )

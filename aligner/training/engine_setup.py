@@ -16,9 +16,9 @@ from aligner.engines.engine_protocol import (
     GenerationEngine,
     SamplingOptions,
     SpanListener,
-    weight_format,
+    compute_weight_format,
 )
-from aligner.engines.replicas import replica_group
+from aligner.engines.replicas import create_replica_group
 from aligner.megatron.policy import Policy
 from aligner.models.model_source import model_directory
 from aligner.models.shape import ModelShape
@@ -36,10 +36,10 @@ from aligner.resharding.weight_update import WeightPublisher, WeightUpdate
 from aligner.schema import Config, RolloutConfig
 from aligner.servers.generator_client import GeneratorClient
 from aligner.training.samplers import ColocatedSampler, RemoteSampler, Sampler
-from aligner.training.services import together
+from aligner.training.services import run_and_broadcast_result
 
 
-def build_engine_ends(
+def build_sampler_and_publisher(
     config: Config,
     policy: Policy,
     tokenizer: Tokenizer,
@@ -60,25 +60,29 @@ def build_engine_ends(
         tools: Tools of the environment.
     """
     if has_generator(config):
-        publisher = _remote_publisher(config, policy, client, listener)
+        publisher = _build_remote_publisher(config, policy, client, listener)
         return RemoteSampler(client, publisher), publisher
 
     layout = config.engine.parallel
     rank = policy.world.rank
-    group = replica_group(layout, rank, timedelta(seconds=config.cluster.collective_timeout_s))
+    timeout = timedelta(seconds=config.cluster.collective_timeout_s)
+    group = create_replica_group(layout, rank, timeout)
+    # The engine sizes its KV cache by the free memory, before the optimizer state is allocated.
     with policy.runner.reserve_optimizer_memory():
-        engine = _colocated_engine(config, policy, group, listener)
+        engine = _build_colocated_engine(config, policy, group, listener)
+
     episodes = None
-    if config.environment.draws_episodes:
+    if config.environment.has_episodes:
         episodes = build_episodes(config, engine, tokenizer, "trainer", rank, listener, tools)
     sampler = ColocatedSampler(engine, layout, rank, config.engine.sleep, episodes)
-    return sampler, _colocated_publisher(config, policy, engine)
+    return sampler, _build_colocated_publisher(config, policy, engine)
 
 
-def _remote_publisher(
+def _build_remote_publisher(
     config: Config, policy: Policy, client: GeneratorClient | None, listener: SpanListener | None
 ) -> RemotePublisher:
     """Return the publisher that sends weights to the generator."""
+    # Only rank 0 has a client; the other ranks only send their slices of the weights.
     calls = None
     if client is not None:
         has_restarted = functools.partial(
@@ -87,23 +91,28 @@ def _remote_publisher(
         calls = GeneratorCalls(client.query_instance, has_restarted, client.connect, client.receive)
 
     world = policy.world
-    generator_format = weight_format(config.engine, world.device)
+    # The generator computes the same format from the same configuration, so that both sides derive
+    # the same transfer plan without exchanging it.
+    generator_format = compute_weight_format(config.engine, world.device)
+    plan = plan_between_worlds(policy.runner.shape, config.actor.parallel, generator_format)
     return RemotePublisher(
-        plan_between_worlds(policy.runner.shape, config.actor.parallel, generator_format),
+        plan,
         world.rank,
         world.device,
         generator_format,
         config.engine,
         host=os.environ["MASTER_ADDR"],
         read=policy.runner.weights.read,
-        run_on_rank0_and_share=together,
+        run_on_rank0_and_share=run_and_broadcast_result,
         calls=calls,
         # In a synchronous run, the trainer records the weight transfer as a phase of its own.
         listener=listener if config.rollout.max_staleness > 0 else None,
     )
 
 
-def _colocated_publisher(config: Config, policy: Policy, engine: GenerationEngine) -> Publisher:
+def _build_colocated_publisher(
+    config: Config, policy: Policy, engine: GenerationEngine
+) -> Publisher:
     """Return the publisher that sends weights to the engine on the trainer's ranks."""
     weights = policy.runner.weights
     world = policy.world
@@ -130,16 +139,18 @@ def _colocated_publisher(config: Config, policy: Policy, engine: GenerationEngin
     )
 
 
-def _colocated_engine(
+def _build_colocated_engine(
     config: Config, policy: Policy, group: ProcessGroup | None, listener: SpanListener | None
 ) -> GenerationEngine:
     """Return this rank's part of a colocated engine; `group` holds the ranks of its replica."""
     layout = config.engine.parallel
     weights = policy.runner.weights
     world = policy.world
-    shared = None
+    shared_parameters = None
     if config.engine.update == "shared":
-        shared = weights.parameters_with_slices(
+        # Where both layouts have the same slices, the engine uses the trainer's parameters instead
+        # of a copy.
+        shared_parameters = weights.parameters_with_slices(
             compute_engine_slices(weights.table, layout, world.rank)
         )
     return build_engine(
@@ -150,13 +161,13 @@ def _colocated_engine(
         seed=config.seed,
         group=group,
         device=world.device,
-        shared=shared,
-        context=config.data.max_prompt_tokens + config.rollout.max_response_tokens,
+        shared_parameters=shared_parameters,
+        max_sequence_length=config.data.max_prompt_tokens + config.rollout.max_response_tokens,
         listener=listener,
     )
 
 
-def build_options(settings: RolloutConfig, shape: ModelShape) -> SamplingOptions:
+def build_sampling_options(settings: RolloutConfig, shape: ModelShape) -> SamplingOptions:
     """Return the sampling parameters of a run's rollouts."""
     return SamplingOptions(
         max_new_tokens=settings.max_response_tokens,

@@ -34,24 +34,24 @@ from aligner.engines.engine_protocol import SamplingOptions
 from aligner.errors import AlignerError
 from aligner.files import write_file
 from aligner.megatron.policy import Policy
-from aligner.paths import run_paths
+from aligner.paths import get_run_paths
 from aligner.rewards.judge import Judge, build_judge
 from aligner.rewards.scorers import ScoringRequest, call_scorer, resolve_scorer
 from aligner.rewards.sources import ScoringBatch, TextSource
 from aligner.schema import Config, EvaluationConfig
-from aligner.schema.derived import draws_greedily
-from aligner.schema.evaluation_suites import Suite, evaluation_suites
-from aligner.schema.reward_sources import evaluation_judge
+from aligner.schema.derived import is_greedy
+from aligner.schema.evaluation_suites import Suite, parse_evaluation_suites
+from aligner.schema.reward_sources import parse_evaluation_judge
 from aligner.servers.remote_client import RemoteFuture
-from aligner.training.engine_setup import build_options
-from aligner.training.rollout_builder import RolloutBuilder, environment_scores
-from aligner.training.services import PendingRows, Services, together
+from aligner.training.engine_setup import build_sampling_options
+from aligner.training.rollout_builder import RolloutBuilder, compute_environment_scores
+from aligner.training.services import PendingRows, Services, run_and_broadcast_result
 
 Wins = Sequence[tuple[float, float] | None]
 """Results of `Judge.compare`."""
 
 
-def scoring_requests(
+def build_scoring_requests(
     prompts: Sequence[Prompt], samples: Sequence[Sample], tokenizer: Tokenizer
 ) -> list[ScoringRequest]:
     """Return the last turn of each sample as a response to all tokens before it.
@@ -60,52 +60,57 @@ def scoring_requests(
     """
     requests = []
     for prompt, sample in zip(prompts, samples, strict=True):
-        before, last = split_turns_with_context(sample)[-1]
-        response = tokenizer.decode_after(before, last)
-        requests.append(ScoringRequest(tokenizer.decode(before), response, prompt.metadata))
+        context, last_turn = split_turns_with_context(sample)[-1]
+        response = tokenizer.decode_after(context, last_turn)
+        requests.append(ScoringRequest(tokenizer.decode(context), response, prompt.metadata))
     return requests
 
 
-def text_scores(
+def compute_text_scores(
     scorer: TextSource, prompts: Sequence[Prompt], samples: Sequence[Sample], tokenizer: Tokenizer
 ) -> Tensor:
-    """Return the scores of the samples' `scoring_requests`, float64 [B]."""
+    """Return the scores of the last turns of the samples, float64 [B]. Collective."""
+    # The requests are built lazily, because only rank 0 calls the scorer and needs the texts.
     return scorer.compute_raw_scores(
-        ScoringBatch(lambda: scoring_requests(prompts, samples, tokenizer))
+        ScoringBatch(lambda: build_scoring_requests(prompts, samples, tokenizer))
     )
 
 
-def judged_wins(told: Wins, prompts: int) -> Tensor:
+def stack_wins(wins: Wins, prompt_count: int) -> Tensor:
     """Return the results of `Judge.compare` as a tensor, float64 [P, K, 2].
 
     Args:
-        told: Results for the K responses to each prompt; None, which becomes NaN, if the judge's
+        wins: Results for the K responses to each prompt; None, which becomes NaN, if the judge's
             answer could not be parsed.
-        prompts: Number of prompts P.
+        prompt_count: Number of prompts P.
     """
-    pairs = [(math.nan, math.nan) if wins is None else wins for wins in told]
-    return torch.tensor(pairs, dtype=torch.float64).view(prompts, -1, 2)
+    pairs = [(math.nan, math.nan) if pair is None else pair for pair in wins]
+    return torch.tensor(pairs, dtype=torch.float64).view(prompt_count, -1, 2)
 
 
-def without_reference(prompts: Sequence[Prompt]) -> list[Prompt]:
+def select_without_reference(prompts: Sequence[Prompt]) -> list[Prompt]:
     """Return the prompts whose record has no `reference`."""
     return [prompt for prompt in prompts if "reference" not in prompt.metadata]
 
 
-def reference_samples(
-    prompts: Sequence[Prompt], drawn: Sequence[Sample], tokenizer: Tokenizer, *, ended: bool
+def build_reference_samples(
+    prompts: Sequence[Prompt],
+    generated: Sequence[Sample],
+    tokenizer: Tokenizer,
+    *,
+    append_end: bool,
 ) -> list[Sample]:
     """Return one reference per prompt, as a sample.
 
     Args:
-        drawn: Generated references; a prompt without one uses the `reference` of its record.
-        ended: Whether an end-of-sequence token is appended to a reference that has only a text. A
-            record's token ids take precedence over its text and are used unchanged.
+        generated: Generated references; a prompt without one uses the `reference` of its record.
+        append_end: Whether an end-of-sequence token is appended to a reference that has only a
+            text. A record's token ids take precedence over its text and are used unchanged.
 
     Raises:
         AlignerError: The tokenizer cannot encode a text.
     """
-    sample_by_prompt = {sample.prompt_id: sample for sample in drawn}
+    sample_by_prompt = {sample.prompt_id: sample for sample in generated}
     for prompt in prompts:
         if prompt.id in sample_by_prompt:
             continue
@@ -115,13 +120,15 @@ def reference_samples(
         if response is None:
             reference = prompt.metadata["reference"]
             response = tokenizer.encode_after(prompt.text, prompt.tokens, reference)
-            response = tokenizer.append_end_token(response) if ended else response
-        has_end = ended and tokenizer.find_end(response[-1:]) is not None
+            response = tokenizer.append_end_token(response) if append_end else response
+
+        has_end = append_end and tokenizer.find_end(response[-1:]) is not None
         sample_by_prompt[prompt.id] = Sample(
             prompt_id=prompt.id,
             sample_index=0,
             tokens=torch.cat((prompt.tokens, response)),
             prompt_length=len(prompt.tokens),
+            # The engine did not generate these tokens. Scorers read neither log-probs nor versions.
             engine_logprobs=torch.zeros(len(response)),
             weight_versions=torch.zeros(len(response), dtype=torch.int64),
             finish_reason="stop" if has_end else "length",
@@ -130,7 +137,7 @@ def reference_samples(
 
 
 @dataclass(frozen=True)
-class _Answers:
+class _ScoredResponses:
     """Responses to the held-out prompts, consecutive for each prompt, and their scores."""
 
     samples: list[Sample]
@@ -157,24 +164,26 @@ class Evaluator:
     scorer: TextSource | None
     """Function that scores the responses; None for the run's own reward."""
     references_file: Path
-    writes: bool
+    is_writer: bool
     """Whether this rank writes files; True on rank 0 only."""
     judge: Judge | None = None
     """Judge of `evaluation.judge`, which compares the responses with the references; None on ranks
     that do not write."""
     has_begun: bool = field(default=False, init=False)
     """Whether `begin` was called and `evaluate` has not been called since."""
-    _begun: Future[_Answers] | None = field(default=None, init=False)
+    _pending: Future[_ScoredResponses] | None = field(default=None, init=False)
     """Pending result of the evaluation that `begin` started, on the rank that writes."""
     _reference_scores: Tensor | None = field(default=None, init=False)
+    """Scores of the references [P]; None until they are computed or read."""
     _reference_texts: list[str] = field(default_factory=list, init=False)
+    """Texts of the references, for the judge."""
 
     @property
     def settings(self) -> EvaluationConfig:
         """Settings of the suite."""
         return self.suite.settings
 
-    def draw(self, builder: RolloutBuilder) -> list[Sample]:
+    def generate(self, builder: RolloutBuilder) -> list[Sample]:
         """Generate responses to the held-out prompts, consecutive for each prompt, with the weights
         that serve `builder`.
 
@@ -183,27 +192,30 @@ class Evaluator:
         """
         return builder.generate(self.prompts, self.settings.samples, self.options)
 
-    def begin(self, step: int, drawn: Callable[[], list[Sample]] | None) -> None:
-        """Start to score the responses that `drawn` returns. Collective.
+    def begin(self, step: int, generate_responses: Callable[[], list[Sample]] | None) -> None:
+        """Start to score the responses that `generate_responses` returns. Collective.
 
         `evaluate` waits for the result.
 
         Args:
             step: Step whose weights generate the responses.
-            drawn: Callable that returns the responses, on the rank that writes; None on the other
-                ranks.
+            generate_responses: Callable that returns the responses, on the rank that writes; None
+                on the other ranks.
 
         Raises:
             AlignerError: Creating or reading the references failed.
         """
-        self._references(step)
+        # All ranks generate and score missing references together, so the references must exist
+        # before rank 0 continues on its own in the thread.
+        self._get_reference_scores(step)
         self.has_begun = True
-        if drawn is not None:
-            self._begun = begun = RemoteFuture[_Answers](set())
+        if generate_responses is not None:
+            future = RemoteFuture[_ScoredResponses](set())
+            self._pending = future
             # A daemon thread, not an executor: a failing run must not wait for a judge.
             Thread(
-                target=begun.fulfil,
-                args=(self._scored_alone, drawn),
+                target=future.fulfil,
+                args=(self._score_on_rank0, generate_responses),
                 name="evaluation",
                 daemon=True,
             ).start()
@@ -219,126 +231,145 @@ class Evaluator:
             AlignerError: Scoring failed, or the run resumed without the file of the references'
                 scores.
         """
-        references = self._references(step)
-        answers = self._taken() if self.has_begun else self._answers()
-        scores = answers.scores.view(len(self.prompts), -1)
-        samples = answers.samples
+        reference_scores = self._get_reference_scores(step)
+        responses = self._wait_for_pending() if self.has_begun else self._generate_and_score()
+        scores = responses.scores.view(len(self.prompts), -1)  # [P, K]
+        samples = responses.samples
         lost_count = int(scores.isnan().sum())
         # A lost episode has no score.
         scores = torch.where(scores.isnan(), 0.0, scores)
 
-        metrics = evaluation_metrics(scores, self.settings.pass_threshold, references)
+        metrics = evaluation_metrics(scores, self.settings.pass_threshold, reference_scores)
 
-        if (field := self.settings.group_by) is not None:
-            groups = [str(prompt.metadata.get(field)) for prompt in self.prompts]
+        if (group_field := self.settings.group_by) is not None:
+            groups = [str(prompt.metadata.get(group_field)) for prompt in self.prompts]
             metrics |= group_metrics(scores, self.settings.pass_threshold, groups)
 
         if lost_count:
             metrics["eval/lost_episodes"] = float(lost_count)
-        if answers.wins is not None:
-            metrics |= judge_metrics(judged_wins(answers.wins, len(self.prompts)))
+        if responses.wins is not None:
+            metrics |= judge_metrics(stack_wins(responses.wins, len(self.prompts)))
+
         batch = collate(samples, self.tokenizer.pad_token_id)
-        # The reference model measures how probable the responses were before training.
+        # The reference model measures how probable the responses were before training. Its weights
+        # are frozen, so the policy may have trained since `begin`.
         logprobs = self.policy.reference_logprobs(
             batch.tokens, batch.lengths, mask=batch.mask, temperature=1.0
         )
         metrics["eval/reference_perplexity"] = perplexity(logprobs, batch.mask)
         metrics["eval/length"] = float(batch.mask.sum()) / len(samples)
         # For greedy or truncated sampling the difference of the log-probs does not estimate the KL.
-        if not self.options.greedy and not self.options.truncates:
+        if not self.options.greedy and not self.options.has_truncation:
+            # KL(policy ‖ reference) per response: the mean log-ratio over the policy's samples.
             logprob_change = (
                 torch.where(batch.mask, batch.engine_logprobs - logprobs, 0.0).double().sum()
             )
             metrics["eval/reference_kl"] = float(logprob_change) / len(samples)
 
+        # The metrics of each suite have their own prefix instead of `eval/`.
         return {
             self.suite.prefix + name.removeprefix("eval/"): value for name, value in metrics.items()
         }
 
-    def _answers(self) -> _Answers:
+    def _generate_and_score(self) -> _ScoredResponses:
         """Return responses of the engine's current weights with their scores. Collective."""
-        samples = self.draw(self.builder)
-        prompts = self._prompts_of_samples()
-        scores = self._scores(prompts, samples)
-        wins = together(lambda: self._compared(prompts, samples)) if self.settings.judge else None
-        return _Answers(samples, scores, wins)
+        samples = self.generate(self.builder)
+        prompts = self._repeat_prompts()
+        scores = self._compute_scores(prompts, samples)
+        wins: Wins | None = None
+        if self.settings.judge:
+            # Only rank 0 has the judge.
+            wins = run_and_broadcast_result(lambda: self._judge_samples(prompts, samples))
+        return _ScoredResponses(samples, scores, wins)
 
-    def _scored_alone(self, drawn: Callable[[], list[Sample]]) -> _Answers:
+    def _score_on_rank0(self, generate_responses: Callable[[], list[Sample]]) -> _ScoredResponses:
         """Return the scored responses on the rank that writes, without the other ranks."""
-        samples = drawn()
-        prompts = self._prompts_of_samples()
-        return _Answers(
-            samples, self._scores(prompts, samples, alone=True), self._compared(prompts, samples)
-        )
+        # This runs in a thread during the next training step, so it must not call a collective: the
+        # other ranks would match it with a collective of that step.
+        samples = generate_responses()
+        prompts = self._repeat_prompts()
+        scores = self._compute_scores(prompts, samples, is_rank0_only=True)
+        wins = self._judge_samples(prompts, samples)
+        return _ScoredResponses(samples, scores, wins)
 
-    def _taken(self) -> _Answers:
+    def _wait_for_pending(self) -> _ScoredResponses:
         """Wait for the evaluation that `begin` started and return its result on every rank.
         Collective."""
-        begun = self._begun
-        self._begun = None
+        pending = self._pending
+        self._pending = None
         self.has_begun = False
-        answers: list[_Answers] = []
+        local_responses: list[_ScoredResponses] = []
 
         def wait() -> tuple[list[float], Wins | None] | None:
-            if begun is None:
+            if pending is None:
                 return None
-            answers.append(begun.result())
-            return answers[0].scores.tolist(), answers[0].wins
+            responses = pending.result()
+            local_responses.append(responses)
+            return responses.scores.tolist(), responses.wins
 
-        scores, wins = together(wait)
-        samples = broadcast_samples(answers[0].samples if answers else [])
-        return _Answers(samples, torch.tensor(scores, dtype=torch.float64), wins)
+        # The result is broadcast as JSON, which cannot represent samples; their tensors follow.
+        scores, wins = run_and_broadcast_result(wait)
+        samples = broadcast_samples(local_responses[0].samples if local_responses else [])
+        return _ScoredResponses(samples, torch.tensor(scores, dtype=torch.float64), wins)
 
-    def _prompts_of_samples(self) -> list[Prompt]:
+    def _repeat_prompts(self) -> list[Prompt]:
         """Return the prompt of each sample."""
         return [prompt for prompt in self.prompts for _ in range(self.settings.samples)]
 
-    def _compared(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> Wins | None:
+    def _judge_samples(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> Wins | None:
         """Return the judge's comparison of each sample with its prompt's reference; None on ranks
         without a judge."""
         if self.judge is None:
             return None
         references = [text for text in self._reference_texts for _ in range(self.settings.samples)]
-        return self.judge.compare(scoring_requests(prompts, samples, self.tokenizer), references)
+        return self.judge.compare(
+            build_scoring_requests(prompts, samples, self.tokenizer), references
+        )
 
-    def _scores(
-        self, prompts: Sequence[Prompt], samples: Sequence[Sample], *, alone: bool = False
+    def _compute_scores(
+        self, prompts: Sequence[Prompt], samples: Sequence[Sample], *, is_rank0_only: bool = False
     ) -> Tensor:
         """Return the scores of the samples [B], including the rewards of their environments.
 
-        Collective, unless `alone`: then one rank computes the scores for itself.
+        Collective, unless `is_rank0_only`: then one rank computes the scores for itself.
         """
         if self.scorer is None:
             batch = collate(samples, self.tokenizer.pad_token_id)
             metadata = [prompt.metadata for prompt in prompts]
-            if alone:
-                rows = PendingRows(self.services.ask_scores(batch, metadata)).local()
+            if is_rank0_only:
+                rows = PendingRows(self.services.request_scores(batch, metadata)).result_on_rank0()
+                # Column 0 is the total; the columns after it are the scores of single sources.
                 scores = rows[:, 0] if rows.ndim > 1 else rows
             else:
                 scores = self.services.score(batch, metadata)
-        elif alone:
-            requests = scoring_requests(prompts, samples, self.tokenizer)
+        elif is_rank0_only:
+            # `TextSource.compute_raw_scores` is collective, so call its scorer directly.
+            requests = build_scoring_requests(prompts, samples, self.tokenizer)
             function_scores = call_scorer(self.scorer.name, self.scorer.scorer, requests)
             scores = torch.tensor(
                 [ABSTAINED if score is None else score for score in function_scores],
                 dtype=torch.float64,
             )
         else:
-            scores = text_scores(self.scorer, prompts, samples, self.tokenizer)
+            scores = compute_text_scores(self.scorer, prompts, samples, self.tokenizer)
 
-        environment_rewards = environment_scores(samples, 1)
+        # With group size 1, a lost episode makes only its own score NaN. Training uses the prompt's
+        # group instead, because it compares the samples of a prompt.
+        environment_rewards = compute_environment_scores(samples, 1)
         return scores if environment_rewards is None else scores + environment_rewards
 
-    def _references(self, step: int) -> Tensor:
+    def _get_reference_scores(self, step: int) -> Tensor:
         """Return the scores of the references [P].
 
         The references are computed once and stored in the run directory. A prompt's reference is
         the `reference` of its record, or else the greedy response of the initial policy.
         """
         if self._reference_scores is None:
-            self._reference_scores = self._stored_scores()
+            self._reference_scores = self._read_reference_scores()
         if self._reference_scores is None:
-            if step and without_reference(self.prompts):
+            # After step 0 the engine no longer has the initial policy, which generates the missing
+            # references.
+            if step and select_without_reference(self.prompts):
                 raise AlignerError(
                     f"{self.references_file}: no such file, so there are no references to compare"
                     " responses with. A run that is evaluated from its first step writes the"
@@ -351,26 +382,28 @@ class Evaluator:
     def _score_references(self) -> Tensor:
         """Compute the references and their scores, and write them to the run directory.
         Collective."""
-        unreferenced_prompts = without_reference(self.prompts)
+        unreferenced_prompts = select_without_reference(self.prompts)
         generated = (
             self.builder.generate(unreferenced_prompts, 1, replace(self.options, greedy=True))
             if unreferenced_prompts
             else []
         )
-        samples = reference_samples(
-            self.prompts, generated, self.tokenizer, ended=bool(self.options.stop_token_ids)
+        append_end = bool(self.options.stop_token_ids)
+        samples = build_reference_samples(
+            self.prompts, generated, self.tokenizer, append_end=append_end
         )
 
-        scores = self._scores(self.prompts, samples)
+        scores = self._compute_scores(self.prompts, samples)
         self._reference_texts = [decode_response(sample, self.tokenizer) for sample in samples]
 
-        if self.writes:
+        if self.is_writer:
             lines = []
             rows = zip(self.prompts, samples, self._reference_texts, scores.tolist(), strict=True)
             for prompt, sample, response, score in rows:
                 record: dict[str, Any] = {"prompt": prompt.text, "response": response}
                 record |= {
                     "response_tokens": sample.response.tolist(),
+                    # ABSTAINED is -inf, which standard JSON cannot represent.
                     "score": None if score == ABSTAINED else score,
                     "scorer": self.settings.function,
                 }
@@ -378,11 +411,11 @@ class Evaluator:
             write_file(self.references_file, "".join(lines))
         return scores
 
-    def _stored_scores(self) -> Tensor | None:
+    def _read_reference_scores(self) -> Tensor | None:
         """Return the references' scores from the run directory; None if there are none.
         Collective."""
         records = None
-        if self.writes and self.references_file.exists():
+        if self.is_writer and self.references_file.exists():
             records = [
                 json.loads(line)
                 for line in self.references_file.read_text(encoding="utf-8").splitlines()
@@ -391,6 +424,8 @@ class Evaluator:
         records = broadcast_json(records)
         if records is None:
             return None
+
+        # The scores are valid only for the prompts and the scorer for which they were computed.
         if [record["prompt"] for record in records] != [prompt.text for prompt in self.prompts]:
             raise AlignerError(
                 f"{self.references_file}: contains references of other prompts than"
@@ -430,35 +465,42 @@ def build_evaluator(
     settings = suite.settings
     scorer = None
     if settings.function is not None:
-        deadline = settings.function_timeout_s
-        scorer = TextSource(
-            settings.function, resolve_scorer(settings.function, f"{suite.key}.function", deadline)
-        )
-    writes = policy.world.rank == 0
-    judge = evaluation_judge(settings, suite.key)
+        timeout_s = settings.function_timeout_s
+        function = resolve_scorer(settings.function, f"{suite.key}.function", timeout_s)
+        scorer = TextSource(settings.function, function)
+
+    is_writer = policy.world.rank == 0
+    judge_source = parse_evaluation_judge(settings, suite.key)
+    prompts = open_evaluation_prompts(
+        suite,
+        config.data,
+        tokenizer,
+        include_messages=config.environment.has_episodes,
+        tools=tool_schemas(tools),
+    )
+    options = replace(
+        build_sampling_options(config.rollout, policy.runner.shape),
+        greedy=is_greedy(settings),
+        temperature=settings.temperature,
+        # Log-probs over the whole vocabulary, which are comparable with the reference model's.
+        renormalize=False,
+    )
+
+    judge = None
+    if judge_source is not None and is_writer:
+        judge = build_judge(judge_source, get_run_paths(config))
     return Evaluator(
         suite=suite,
-        prompts=open_evaluation_prompts(
-            suite,
-            config.data,
-            tokenizer,
-            include_messages=config.environment.draws_episodes,
-            tools=tool_schemas(tools),
-        ),
-        options=replace(
-            build_options(config.rollout, policy.runner.shape),
-            greedy=draws_greedily(settings),
-            temperature=settings.temperature,
-            renormalize=False,
-        ),
+        prompts=prompts,
+        options=options,
         tokenizer=tokenizer,
         policy=policy,
         builder=builder,
         services=services,
         scorer=scorer,
-        references_file=run_paths(config).references_of(suite.name),
-        writes=writes,
-        judge=build_judge(judge, run_paths(config)) if judge is not None and writes else None,
+        references_file=get_run_paths(config).get_references_file(suite.name),
+        is_writer=is_writer,
+        judge=judge,
     )
 
 
@@ -471,7 +513,9 @@ class Evaluations:
 
     suites: tuple[Evaluator, ...]
     every: int
+    """Interval of the evaluations in steps."""
     last_step: int
+    """Last step of the run."""
 
     @property
     def has_begun(self) -> bool:
@@ -483,16 +527,24 @@ class Evaluations:
         after every `every` steps, and the last."""
         return step % self.every == 0 or step == self.last_step
 
-    def draw(self, builder: RolloutBuilder) -> list[list[Sample]]:
-        """Generate responses to the prompts of each suite; see `Evaluator.draw`."""
-        return [evaluator.draw(builder) for evaluator in self.suites]
+    def generate(self, builder: RolloutBuilder) -> list[list[Sample]]:
+        """Generate responses to the prompts of each suite; see `Evaluator.generate`."""
+        return [evaluator.generate(builder) for evaluator in self.suites]
 
-    def begin(self, step: int, drawn: Future[list[list[Sample]]] | None) -> None:
-        """Start to score the responses of each suite; see `Evaluator.begin`. Collective."""
+    def begin(self, step: int, responses: Future[list[list[Sample]]] | None) -> None:
+        """Start to score the responses of each suite; see `Evaluator.begin`. Collective.
+
+        Args:
+            step: Step whose weights generate the responses.
+            responses: Pending result of `generate` on the rank that writes; None on the other
+                ranks.
+        """
         for index, evaluator in enumerate(self.suites):
-            evaluator.begin(
-                step, None if drawn is None else functools.partial(_drawn_of, drawn, index)
-            )
+            generate_responses = None
+            if responses is not None:
+                # `partial` binds the index now; a lambda would read it after the loop.
+                generate_responses = functools.partial(_get_suite_samples, responses, index)
+            evaluator.begin(step, generate_responses)
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Return the metrics of all suites for the weights after `step`; see `Evaluator.evaluate`.
@@ -504,8 +556,8 @@ class Evaluations:
         }
 
 
-def _drawn_of(drawn: Future[list[list[Sample]]], place: int) -> list[Sample]:
-    return drawn.result()[place]
+def _get_suite_samples(responses: Future[list[list[Sample]]], suite_index: int) -> list[Sample]:
+    return responses.result()[suite_index]
 
 
 def build_evaluations(
@@ -525,6 +577,6 @@ def build_evaluations(
         return None
     evaluators = (
         build_evaluator(config, suite, tokenizer, policy, builder, services, tools)
-        for suite in evaluation_suites(config)
+        for suite in parse_evaluation_suites(config)
     )
     return Evaluations(tuple(evaluators), config.evaluation.every, config.run.steps)

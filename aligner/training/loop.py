@@ -16,11 +16,11 @@ from aligner.files import write_file
 from aligner.megatron.world import World
 from aligner.observability.metrics import Record, read_metrics
 from aligner.observability.timeline import PhaseTimer, Timeline, report_phase, report_stage
-from aligner.paths import run_paths
+from aligner.paths import get_run_paths
 from aligner.schema import Config
 from aligner.training.end_rule import EndRule
 from aligner.training.run_checkpoints import RunCheckpoints, TrainingState
-from aligner.training.services import together
+from aligner.training.services import run_and_broadcast_result
 from aligner.training.step_metrics import Recorder, StepResult
 
 _log = logging.getLogger(__name__)
@@ -39,50 +39,52 @@ class StopCondition:
     ) -> None:
         """Install the handler of the stop signal in this process; only the main thread may do
         this."""
-        self.last = min(config.run.steps, config.run.stop_after or config.run.steps)
+        self.last_step = min(config.run.steps, config.run.stop_after or config.run.steps)
         self.is_early = False
         """Whether the run received the stop signal and ends before its last step."""
-        self.is_save_due = False
+        self.is_timed_save_due = False
         """Whether `checkpoint.every_minutes` had elapsed on some rank at the last collective
         decision."""
         self._world = world
         self._clock = clock
-        self._save_every_s = 60 * config.checkpoint.every_minutes
-        self._saved_at = clock()
-        self._told = False
-        signal.signal(STOP_SIGNAL, self._note)
+        self._save_interval_s = 60 * config.checkpoint.every_minutes
+        self._last_save_time = clock()
+        self._is_stop_requested = False
+        signal.signal(STOP_SIGNAL, self._handle_stop_signal)
+        # The launcher starts ranks with the signal blocked, because a signal that arrives before
+        # its handler is installed would kill the process.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {STOP_SIGNAL})
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self._told = True
+    def _handle_stop_signal(self, signal_number: int, frame: FrameType | None) -> None:
+        # A signal can arrive in the middle of a collective, so the handler only sets a flag, which
+        # the ranks compare between two steps.
+        self._is_stop_requested = True
 
-    def is_early_after(self, done: int) -> bool:
+    def should_stop_early(self, completed_steps: int) -> bool:
         """Return whether the run was asked to stop while steps remain. Collective.
 
-        Also sets `is_early` and `is_save_due`.
-
-        Args:
-            done: Number of completed training steps.
+        Also sets `is_early` and `is_timed_save_due`.
         """
-        overdue = 0 < self._save_every_s <= self._clock() - self._saved_at
+        is_save_overdue = 0 < self._save_interval_s <= self._clock() - self._last_save_time
         # One rank's signal or clock decides for all ranks: otherwise some ranks would start a
         # step, or a checkpoint, that the others do not.
-        is_stopped, is_save_due = self._world.all_reduce_max(
-            torch.tensor([int(self._told), int(overdue)], device=self._world.device)
+        is_stop_requested, is_timed_save_due = self._world.all_reduce_max(
+            torch.tensor(
+                [int(self._is_stop_requested), int(is_save_overdue)], device=self._world.device
+            )
         ).tolist()
-        self.is_early = bool(is_stopped) and done < self.last
-        self.is_save_due = bool(is_save_due)
+        self.is_early = bool(is_stop_requested) and completed_steps < self.last_step
+        self.is_timed_save_due = bool(is_timed_save_due)
         return self.is_early
 
-    def is_after(self, done: int) -> bool:
-        """Return whether the run ends after step `done`, the number of completed steps.
-        Collective."""
-        return self.is_early_after(done) or done == self.last
+    def should_stop(self, completed_steps: int) -> bool:
+        """Return whether the run ends after `completed_steps` steps. Collective."""
+        return self.should_stop_early(completed_steps) or completed_steps == self.last_step
 
-    def count_anew(self) -> None:
+    def restart_save_interval(self) -> None:
         """Restart the interval of `checkpoint.every_minutes`, because a checkpoint is being
         saved."""
-        self._saved_at = self._clock()
+        self._last_save_time = self._clock()
 
 
 @dataclass(kw_only=True)
@@ -96,102 +98,119 @@ class TrainingLoop:
     checkpoints: RunCheckpoints | None
     """Checkpoints of the run; None for a run without checkpoints."""
     recorder: Recorder | None
+    """Writer of metrics and samples on rank 0; None on the other ranks."""
     timeline: Timeline
-    stop: StopCondition
-    _saved: Sequence[TrainingState] = field(default=(), init=False)
-    """Checkpoints that the run may resume from, in order of their steps."""
-    _saving: tuple[TrainingState, float | None] | None = field(default=None, init=False)
-    """Checkpoint whose files are being written, and the value of its metric."""
-    _evaluating: int | None = field(default=None, init=False)
+    stop_condition: StopCondition
+    _saved_states: Sequence[TrainingState] = field(default=(), init=False)
+    """States of the checkpoints that the run may resume from, in order of their steps."""
+    _pending_checkpoint: tuple[TrainingState, float | None] | None = field(default=None, init=False)
+    """State of the checkpoint whose files are being written, and the value of its metric."""
+    _pending_evaluation_step: int | None = field(default=None, init=False)
     """Step whose weights are being evaluated while the next step trains."""
-    _evaluations: list[float] = field(default_factory=list, init=False)
+    _metric_history: list[float] = field(default_factory=list, init=False)
     """Values measured so far of the metric that `run.end_without_gain` uses; filled on rank 0
     only."""
-    _reached: str | None = field(default=None, init=False)
-    """Reason why the run ended before its last step; None if it did not."""
+    _end_reason: str | None = field(default=None, init=False)
+    """Reason why the end rule ended the run; None if it did not."""
 
     def run(self) -> None:
         """Train from the last completed step to the end of the run."""
-        first = self._resume()
-        if self.stop.is_early_after(first):
+        first_step = self._resume()
+        if self.stop_condition.should_stop_early(first_step):
             return
         report_stage(self.config, "trainer", "syncing the weights to the engine")
 
-        self.begin(first)
+        self.begin(first_step)
         timer = PhaseTimer(listener=self.timeline.add, on_begin=partial(report_phase, self.config))
-        self._evaluate_beforehand(first, timer)
-        if not self._has_reached_its_end(self._recorded()):
-            self._train(first, timer)
+        self._evaluate_initial(first_step, timer)
+        # A run that the rule ended must not train another step when it is resumed. The recorded
+        # metrics also restore the history of evaluations.
+        if not self._is_end_rule_met(self._read_recorded_metrics()):
+            self._train(first_step, timer)
 
         self._finish_save(timer)
         self.finish()
-        self._tell_what_was_reached()
+        self._write_end_reason()
         self.timeline.flush()
 
-    def _train(self, first: int, timer: PhaseTimer) -> None:
-        for step in range(first, self.stop.last):
-            done = step + 1
-            self.timeline.begin_step(done)
+    def _train(self, first_step: int, timer: PhaseTimer) -> None:
+        for step in range(first_step, self.stop_condition.last_step):
             # The metrics, spans and checkpoint of a step carry the number of completed steps,
             # which is also the version of its weights.
+            completed_steps = step + 1
+            self.timeline.begin_step(completed_steps)
             result = self.step(step, timer)
 
-            ends = self.stop.is_after(done)
-            self.publish(done, timer, last=ends)
+            is_last = self.stop_condition.should_stop(completed_steps)
+            # An evaluation, and the end rule that uses its metrics, need the published weights.
+            self.publish(completed_steps, timer, is_last=is_last)
             self._finish_evaluation(timer)
 
-            if not self.stop.is_early:  # reserve the rest of the grace period for the checkpoint
+            # After a stop signal, the rest of the grace period is reserved for the checkpoint.
+            if not self.stop_condition.is_early:
                 # Evaluations depend on the step alone: a checkpoint that is saved because of the
                 # elapsed time causes none.
-                evaluated = self._evaluate(
-                    done, timer, saves=self._saves(done, ends=ends), beside=not ends
+                eval_metrics = self._evaluate(
+                    completed_steps,
+                    timer,
+                    is_saved=self._is_save_due(completed_steps, is_last=is_last),
+                    is_concurrent=not is_last,
                 )
-                result.metrics.update(evaluated)
-                if self._has_reached_its_end([{"step": done, **result.metrics}]):
-                    ends = True
+                result.metrics.update(eval_metrics)
+                if self._is_end_rule_met([{"step": completed_steps, **result.metrics}]):
+                    is_last = True
+                    # The last step must be evaluated, and no next step will complete an evaluation
+                    # that was started above.
                     result.metrics.update(
-                        evaluated or self._evaluate(done, timer, saves=True, as_last=True)
+                        eval_metrics
+                        or self._evaluate(completed_steps, timer, is_saved=True, is_last=True)
                     )
 
-            saves = self._saves(done, ends=ends)
-            self._record(done, result, timer.take())
+            is_save_due = self._is_save_due(completed_steps, is_last=is_last)
+            self._record(completed_steps, result, timer.take())
             if timer.on_begin is not None:  # stages are reported until the first step is done
                 timer.on_begin = None
                 report_stage(self.config, "trainer", None)
 
-            self._finish_save(timer)  # the checkpoint that was started one step ago
-            if saves:
-                self._begin_save(done, result.metrics, timer)
-            elif self.checkpoints is not None and self.stop.is_save_due:
-                self._begin_save(done, None, timer)
-            if ends:
+            # Complete the checkpoint that was started at an earlier step; only one is pending at a
+            # time.
+            self._finish_save(timer)
+            if is_save_due:
+                self._begin_save(completed_steps, result.metrics, timer)
+            elif self.checkpoints is not None and self.stop_condition.is_timed_save_due:
+                self._begin_save(completed_steps, None, timer)
+            if is_last:
                 break
 
-    def resume(self, saved: Sequence[TrainingState]) -> int:
+    def resume(self, states: Sequence[TrainingState]) -> int:
         """Restore the last of these checkpoints, if there is one, and return the number of
         completed steps."""
         raise NotImplementedError
 
-    def begin(self, first: int) -> None:
-        """Prepare the first step of this process; `first` is the number of completed steps."""
+    def begin(self, first_step: int) -> None:
+        """Prepare the first step of this process.
+
+        Args:
+            first_step: Number of steps completed before it.
+        """
 
     def step(self, step: int, timer: PhaseTimer) -> StepResult:
         """Run one training step; `step` is the number of steps completed before it."""
         raise NotImplementedError
 
-    def publish(self, version: int, timer: PhaseTimer, *, last: bool) -> None:
+    def publish(self, version: int, timer: PhaseTimer, *, is_last: bool) -> None:
         """Send the weights to the processes that use them.
 
         Args:
             version: Version of the weights, which is the number of completed steps.
-            last: Whether no further step follows.
+            is_last: Whether no further step follows.
         """
 
-    def is_evaluated(self, step: int, *, saves: bool) -> bool:
+    def should_evaluate(self, step: int, *, is_saved: bool) -> bool:
         """Return whether the weights after `step` must be evaluated.
 
         Args:
-            saves: Whether a checkpoint of the step is saved.
+            is_saved: Whether a checkpoint of the step is saved.
         """
         return False
 
@@ -220,9 +239,12 @@ class TrainingLoop:
         """
         raise NotImplementedError
 
-    def committed(self, kept: Sequence[TrainingState]) -> None:
-        """Handle the completion of a checkpoint; `kept` are now the newest checkpoints. Rank 0
-        only."""
+    def on_checkpoint_complete(self, states: Sequence[TrainingState]) -> None:
+        """Handle the completion of a checkpoint. Rank 0 only.
+
+        Args:
+            states: States of the checkpoints that the run may now resume from, in order.
+        """
 
     def finish(self) -> None:
         """Complete the work of this process after its last step."""
@@ -231,121 +253,126 @@ class TrainingLoop:
         """Release the resources of the run."""
 
     def _resume(self) -> int:
-        if self.checkpoints is not None and self.config.run.resumes:
-            self._saved = self.checkpoints.newest()
+        if self.checkpoints is not None and self.config.run.should_resume:
+            self._saved_states = self.checkpoints.read_newest_states()
 
-        first = self.resume(self._saved)
+        first_step = self.resume(self._saved_states)
         if self.recorder is not None:
-            self.recorder.truncate_after(first, amends=self._owes_evaluation)
+            # An earlier process may have recorded steps after its last checkpoint; the run trains
+            # them again.
+            self.recorder.truncate_after(first_step, amends=self._is_evaluation_pending)
             with fenced_write():
                 # The file states why an earlier process ended the run; the run now continues.
-                run_paths(self.config).end.unlink(missing_ok=True)  # it may go on from there now
-        self.timeline.begin_run(first)
-        return first
+                get_run_paths(self.config).end.unlink(missing_ok=True)
+        self.timeline.begin_run(first_step)
+        return first_step
 
     @property
-    def _owes_evaluation(self) -> bool:
+    def _is_evaluation_pending(self) -> bool:
         """Whether the step that the run resumes from has not been evaluated yet, but must be."""
         return (
-            bool(self._saved)
-            and self._saved[-1].owes_evaluation
-            and self.is_evaluated(self._saved[-1].step, saves=True)
+            bool(self._saved_states)
+            and self._saved_states[-1].owes_evaluation
+            and self.should_evaluate(self._saved_states[-1].step, is_saved=True)
         )
 
-    def _evaluate_beforehand(self, first: int, timer: PhaseTimer) -> None:
+    def _evaluate_initial(self, first_step: int, timer: PhaseTimer) -> None:
         """Evaluate the initial weights, or the weights of a checkpoint whose evaluation is
         pending."""
-        owes = self._owes_evaluation
-        beside = owes and first < self.stop.last
-        evaluated = (
-            self._evaluate(first, timer, saves=owes, beside=beside) if owes or first == 0 else {}
-        )
+        is_pending = self._is_evaluation_pending
+        is_concurrent = is_pending and first_step < self.stop_condition.last_step
+        eval_metrics = {}
+        if is_pending or first_step == 0:
+            eval_metrics = self._evaluate(
+                first_step, timer, is_saved=is_pending, is_concurrent=is_concurrent
+            )
 
-        if not evaluated:
+        if not eval_metrics:
             return
 
-        evaluated |= {"time/evaluate": timer.take()["time/evaluate"]}
-        if owes:
-            self._amend(first, evaluated)
+        eval_metrics |= {"time/evaluate": timer.take()["time/evaluate"]}
+        if is_pending:
+            # The step already has a record, from the process that trained it.
+            self._record_evaluation(first_step, eval_metrics)
         elif self.recorder is not None:
-            self.recorder.metrics.write(first, evaluated)
+            self.recorder.metrics_writer.write(first_step, eval_metrics)
 
-    def _amend(self, step: int, evaluated: Mapping[str, float]) -> None:
+    def _record_evaluation(self, step: int, eval_metrics: Mapping[str, float]) -> None:
         """Add the evaluation's metrics to the last recorded step, and to its checkpoint if there is
         one."""
-        metric = None if self.checkpoints is None else self.checkpoints.metric(evaluated)
+        metric = None if self.checkpoints is None else self.checkpoints.get_metric(eval_metrics)
         # A checkpoint that is still being written has no manifest yet; its state is changed in
         # memory.
-        if self._saving is not None and self._saving[0].step == step:
-            state = replace(self._saving[0], owes_evaluation=False)
-            self._saving = state, None if state.by_time else metric
+        if self._pending_checkpoint is not None and self._pending_checkpoint[0].step == step:
+            state = replace(self._pending_checkpoint[0], owes_evaluation=False)
+            self._pending_checkpoint = state, None if state.by_time else metric
 
         if self.recorder is None:
             return
-        self.recorder.metrics.amend(step, evaluated)
-        if self.checkpoints is not None and self.checkpoints.steps()[-1:] == [step]:
-            self.checkpoints.settle(step, metric)
+        self.recorder.metrics_writer.amend(step, eval_metrics)
+        if self.checkpoints is not None and self.checkpoints.list_steps()[-1:] == [step]:
+            self.checkpoints.record_evaluation(step, metric)
 
     def _evaluate(
         self,
         step: int,
         timer: PhaseTimer,
         *,
-        saves: bool,
-        as_last: bool = False,
-        beside: bool = False,
+        is_saved: bool,
+        is_last: bool = False,
+        is_concurrent: bool = False,
     ) -> dict[str, float]:
         """Evaluate the weights after `step` if an evaluation is due.
 
         Args:
-            saves: Whether a checkpoint of the step is saved.
-            as_last: Evaluate if an evaluation is due after the last step of the run.
-            beside: Evaluate concurrently with the next step if the trainer supports this.
+            is_saved: Whether a checkpoint of the step is saved.
+            is_last: Whether to treat the step as the last one of `run.steps`.
+            is_concurrent: Evaluate concurrently with the next step if the trainer supports this.
 
         Returns:
             The metrics; empty if no evaluation is due, or if it runs concurrently with the next
             step.
         """
-        if not self.is_evaluated(self.config.run.steps if as_last else step, saves=saves):
+        if not self.should_evaluate(self.config.run.steps if is_last else step, is_saved=is_saved):
             return {}
         with timer.phase("evaluate"):
-            if beside and self.begin_evaluation(step):
-                self._evaluating = step
+            if is_concurrent and self.begin_evaluation(step):
+                self._pending_evaluation_step = step
                 return {}
-            self._evaluating = None  # this call completes an evaluation that was started
+            self._pending_evaluation_step = None  # this call completes an evaluation, if any
             return self.evaluate(step)
 
     def _finish_evaluation(self, timer: PhaseTimer) -> None:
         """Wait for the evaluation that was started one step ago, if any, and record it for its
         step."""
-        step = self._evaluating
-        self._evaluating = None
+        step = self._pending_evaluation_step
+        self._pending_evaluation_step = None
         if step is None:
             return
         with timer.phase("evaluate"):
-            evaluated = self.evaluate(step)
+            eval_metrics = self.evaluate(step)
         if self.checkpoints is not None:
-            self.checkpoints.check_metric(evaluated)
-        self._amend(step, evaluated)
+            self.checkpoints.check_metric(eval_metrics)
+        self._record_evaluation(step, eval_metrics)
 
-    def _saves(self, step: int, *, ends: bool) -> bool:
+    def _is_save_due(self, step: int, *, is_last: bool) -> bool:
         """Return whether a checkpoint of `step` is due for a reason other than the elapsed time."""
-        return self.checkpoints is not None and (ends or is_due(self.config.checkpoint.every, step))
+        return self.checkpoints is not None and (
+            is_last or is_due(self.config.checkpoint.every, step)
+        )
 
     @cached_property
     def _end_rule(self) -> EndRule | None:
-        return None if self.checkpoints is None else EndRule.of(self.config)
+        return None if self.checkpoints is None else EndRule.from_config(self.config)
 
-    def _recorded(self) -> list[dict[str, float]]:
+    def _read_recorded_metrics(self) -> list[dict[str, float]]:
         """Return the recorded metrics of the completed steps; empty on ranks other than 0 and
         without an end rule."""
-        return (
-            []
-            if self.recorder is None or self._end_rule is None
-            else read_metrics(run_paths(self.config).metrics)
-        )
+        if self.recorder is None or self._end_rule is None:
+            return []
+        return read_metrics(get_run_paths(self.config).metrics)
 
-    def _has_reached_its_end(self, records: Sequence[Record]) -> bool:
+    def _is_end_rule_met(self, records: Sequence[Record]) -> bool:
         """Return whether `run.end_kl`, `run.end_at` or `run.end_without_gain` ends the run.
         Collective.
 
@@ -358,39 +385,45 @@ class TrainingLoop:
         if rule is None:
             return False
 
-        def reason() -> str | None:
-            measured: Record = {}
-            for measured in map(self._comparable, records):
-                if rule.metric in measured:
-                    self._evaluations.append(measured[rule.metric])
-            done = int(measured.get("step", 0))
-            end_reason = rule.reason(measured, self._evaluations) if done else None
-            return end_reason and f"ended after step {done}: {end_reason}"
+        def find_end_reason() -> str | None:
+            metrics: Record = {}
+            for metrics in map(self._without_extra_evaluation, records):
+                if rule.metric in metrics:
+                    self._metric_history.append(metrics[rule.metric])
+            # The rule applies to the last of the records; step 0 is the initial policy.
+            step = int(metrics.get("step", 0))
+            reason = rule.find_end_reason(metrics, self._metric_history) if step else None
+            return reason and f"ended after step {step}: {reason}"
 
-        self._reached = together(lambda: None if self.recorder is None else reason())
-        return self._reached is not None
+        # Only rank 0 has the metrics of the servers, and only it reads the recorded metrics.
+        self._end_reason = run_and_broadcast_result(
+            lambda: None if self.recorder is None else find_end_reason()
+        )
+        return self._end_reason is not None
 
-    def _comparable(self, record: Record) -> Record:
+    def _without_extra_evaluation(self, record: Record) -> Record:
         """Return a step's metrics without those of an evaluation that ran only because the run
         stopped there.
 
         The step at which a run ends must not depend on where the run was interrupted.
         """
         step = int(record["step"])
-        if self.is_evaluated(step, saves=self._saves(step, ends=False)):
+        is_saved = self._is_save_due(step, is_last=False)
+        if self.should_evaluate(step, is_saved=is_saved):
             return record
         return {name: value for name, value in record.items() if not name.startswith("eval/")}
 
-    def _tell_what_was_reached(self) -> None:
+    def _write_end_reason(self) -> None:
         """Write to a file why the run ended before its last step, after its checkpoint is
         complete."""
-        if self.recorder is not None and self._reached is not None:
-            _log.info("%s", self._reached)
+        if self.recorder is not None and self._end_reason is not None:
+            _log.info("%s", self._end_reason)
             with fenced_write():
-                write_file(run_paths(self.config).end, f"{self._reached}\n")
+                write_file(get_run_paths(self.config).end, f"{self._end_reason}\n")
 
     def _record(self, step: int, result: StepResult, times: dict[str, float]) -> None:
         """Write the metrics, the samples and the timeline of a step on rank 0."""
+        # Every rank checks, so that all ranks fail together.
         if self.checkpoints is not None:
             self.checkpoints.check_metric(result.metrics)
         if self.recorder is None:
@@ -398,18 +431,22 @@ class TrainingLoop:
 
         throughput = {
             f"throughput/{unit}_per_s": count / times["time/step"]
-            for unit, count in result.processed.items()
+            for unit, count in result.processed_counts.items()
         }
         if step == 1 or step % self.config.logging.samples_every == 0:
             self.recorder.write_samples(step, result, self.config.logging.samples_count)
-        self.recorder.keep(step, result)
+        self.recorder.write_all_samples(step, result)
         if self.checkpoints is None:  # the run resumes after the last step that has metrics
-            self.recorder.settle(step)
+            self.recorder.wait_until_written(step)
 
-        judged = {} if self.recorder.judges is None else self.recorder.judges.metrics()
+        judge_metrics = (
+            {} if self.recorder.judge_meter is None else self.recorder.judge_meter.metrics()
+        )
         # Flush first: every step in metrics.jsonl has its spans, even if the run is killed here.
         self.timeline.flush()
-        self.recorder.metrics.write(step, result.metrics | judged | times | throughput)
+        self.recorder.metrics_writer.write(
+            step, result.metrics | judge_metrics | times | throughput
+        )
 
     def _begin_save(
         self, step: int, metrics: Mapping[str, float] | None, timer: PhaseTimer
@@ -421,15 +458,18 @@ class TrainingLoop:
                 elapsed time; it is not compared with other checkpoints.
         """
         assert self.checkpoints is not None
-        self.stop.count_anew()
-        metric = None if metrics is None else self.checkpoints.metric(metrics)
+        self.stop_condition.restart_save_interval()
+        metric = None if metrics is None else self.checkpoints.get_metric(metrics)
         with timer.phase("checkpoint"):
             state = self.begin_save(step)
 
-        owes = self._evaluating == step or (
-            self.stop.is_early and self.is_evaluated(step, saves=True)
+        # If the run resumes from this checkpoint, it must first repeat an evaluation that is still
+        # running, or run the one that the stop signal prevented.
+        owes_evaluation = self._pending_evaluation_step == step or (
+            self.stop_condition.is_early and self.should_evaluate(step, is_saved=True)
         )
-        self._saving = replace(state, owes_evaluation=owes, by_time=metrics is None), metric
+        state = replace(state, owes_evaluation=owes_evaluation, by_time=metrics is None)
+        self._pending_checkpoint = state, metric
         if not self.config.checkpoint.asynchronous:
             self._finish_save(timer)
 
@@ -438,16 +478,20 @@ class TrainingLoop:
 
         A checkpoint is valid only when all of its files are written.
         """
-        saving = self._saving
-        self._saving = None
-        if saving is None or self.checkpoints is None:
+        pending_checkpoint = self._pending_checkpoint
+        self._pending_checkpoint = None
+        if pending_checkpoint is None or self.checkpoints is None:
             return
+        state, metric = pending_checkpoint
         with timer.phase("checkpoint"):
-            state = self.finish_save(saving[0])
+            state = self.finish_save(state)
             if self.recorder is not None:
-                self.recorder.settle(state.step)  # a resumed run does not repeat these steps
-                self.checkpoints.commit(state, saving[1])
-                self.committed(self.checkpoints.newest())
+                # A resumed run does not repeat the checkpoint's steps, so their samples must be
+                # stored before the manifest makes the checkpoint valid.
+                self.recorder.wait_until_written(state.step)
+                self.checkpoints.commit(state, metric)
+                self.on_checkpoint_complete(self.checkpoints.read_newest_states())
+                # Delete old checkpoints last: until here, a resume may need them.
                 self.checkpoints.prune()
 
 

@@ -16,54 +16,56 @@ from aligner.data.prompts import PromptStream
 from aligner.data.types import Experience, SampleBatch, TeacherTopK
 from aligner.megatron.policy import Policy
 from aligner.observability.timeline import PhaseTimer
-from aligner.paths import run_paths
+from aligner.paths import get_run_paths
 from aligner.schema import Config
-from aligner.schema.derived import WITHOUT_RATIO, weights_version
-from aligner.schema.reward_sources import has_step_rewards, source_names
+from aligner.schema.derived import LOSSES_WITHOUT_RATIO, get_weights_version
+from aligner.schema.reward_sources import has_step_rewards, list_source_names
 from aligner.servers.critic_client import INITIAL, CriticState
 from aligner.training.evaluator import Evaluations
 from aligner.training.loop import TrainingLoop
 from aligner.training.rollout_builder import RolloutBatch
 from aligner.training.rollout_pipeline import RolloutPipeline
 from aligner.training.run_checkpoints import TrainingState
-from aligner.training.services import Services, together
+from aligner.training.services import Services, run_and_broadcast_result
 from aligner.training.step_metrics import (
     StepResult,
-    draw_metrics,
-    experience_metrics,
-    publish_metrics,
-    rollout_metrics,
-    sequence_kl,
-    staleness_metrics,
-    update_metrics,
+    combine_update_metrics,
+    compute_experience_metrics,
+    compute_prompt_metrics,
+    compute_publish_metrics,
+    compute_rollout_metrics,
+    compute_sequence_kl,
+    compute_staleness_metrics,
 )
 from aligner.training.step_samples import StepSamples
 
 _log = logging.getLogger(__name__)
 
 
-def critic_states(checkpoints: Sequence[TrainingState]) -> list[CriticState]:
+def build_critic_states(checkpoints: Sequence[TrainingState]) -> list[CriticState]:
     """Return the states of the critic in these checkpoints; its initial state if there are none."""
     return [CriticState(state.step, state.critic_updates) for state in checkpoints] or [INITIAL]
 
 
-def announcement(config: Config, prompts: int) -> str:
+def describe_run(config: Config, prompt_count: int) -> str:
     """Return the log line that describes the steps of an online run.
 
     The line has the form of an offline run's. With several epochs per step it warns about losses
     without an importance ratio.
 
     Args:
-        prompts: Number of prompts in the data.
+        prompt_count: Number of prompts in the data.
     """
     size = config.rollout.prompts_per_step
     steps = config.run.steps
     settings = config.algorithm
     message = (
-        f"online: {prompts} prompts; {size} prompts per step, {prompts / size:.1f} steps per epoch;"
-        f" run.steps={steps} is {steps * size / prompts:.2f} epochs"
+        f"online: {prompt_count} prompts; {size} prompts per step,"
+        f" {prompt_count / size:.1f} steps per epoch;"
+        f" run.steps={steps} is {steps * size / prompt_count:.2f} epochs"
     )
-    if settings.epochs > 1 and settings.loss in WITHOUT_RATIO:
+    # Such a loss does not limit how far the later epochs move from the policy of the samples.
+    if settings.epochs > 1 and settings.loss in LOSSES_WITHOUT_RATIO:
         message += (
             f"; algorithm.epochs={settings.epochs}: loss={settings.loss} has no importance ratio;"
             " only a KL term keeps the policy close to the policy that generated the samples"
@@ -90,58 +92,67 @@ class OnlineTrainer(TrainingLoop):
         with timer.phase("generate"):
             rollout = self.pipeline.take()  # requests scores as soon as each part is complete
 
-        batch = rollout.batch
-        # Row ids identify the rows after selection, so that the sample files can show what was
-        # trained on.
-        sampled_rollout = rollout = replace(
-            rollout, batch=replace(batch, row_ids=torch.arange(len(batch.tokens)))
-        )
+        # Row ids identify the rows after selection, so that the sample files can show which rows
+        # were trained on.
+        row_ids = torch.arange(len(rollout.batch.tokens))
+        rollout = replace(rollout, batch=replace(rollout.batch, row_ids=row_ids))
+        sampled_rollout = rollout
 
-        chosen = rollout
+        selected_rollout = rollout
         if self.algorithm.select_by_score is not None:
             with timer.phase("server_wait"):
                 samples_per_prompt = self.config.rollout.samples_per_prompt
-                chosen = rollout.select(
-                    self.algorithm.select_by_score(self._scores(rollout), samples_per_prompt)
-                )
+                scores = self._wait_for_scores(rollout)
+                selected_rows = self.algorithm.select_by_score(scores, samples_per_prompt)
+                selected_rollout = rollout.select(selected_rows)
 
-        learning_metrics, experience = (
-            self._learn(step, chosen, timer) if chosen.samples else ({}, None)
-        )
-        self._taught(rollout, rollout.batch)  # reads the answer if nothing was trained
-        rollout = rollout.scored()
+        training_metrics: dict[str, float] = {}
+        experience = None
+        if selected_rollout.samples:
+            training_metrics, experience = self._train_on_rollout(step, selected_rollout, timer)
+        # If nothing was trained, the teacher's answer is still unread; `assert_settled` would fail.
+        self._wait_for_teacher(rollout, rollout.batch)
+        rollout = rollout.drop_unscored()
 
-        processed = {"samples": len(rollout.samples), "tokens": int(rollout.batch.lengths.sum())}
-        sampled = StepSamples.of(sampled_rollout, experience)
-        pass_metrics = self._count_passes(sampled)
+        processed_counts = {
+            "samples": len(rollout.samples),
+            "tokens": int(rollout.batch.lengths.sum()),
+        }
+        # The samples of the generated rollout, not only those that were selected and trained on.
+        step_samples = StepSamples.from_rollout(sampled_rollout, experience)
+        pass_metrics = self._update_pass_rates(step_samples)
 
         metrics = (
-            learning_metrics
+            training_metrics
             | pass_metrics
-            | rollout_metrics(
+            | compute_rollout_metrics(
                 rollout,
                 self.config.rollout,
-                source_names(self.config.reward),
+                list_source_names(self.config.reward),
                 self.algorithm.min_scores_per_prompt,
             )
         )
 
-        is_partial_publish = self.config.engine.publish != "whole" and self._changes_weights(step)
+        # Without `engine.publish=changes` every publish transfers all elements, so that the metrics
+        # would be constant.
+        is_partial_publish = self.config.engine.publish != "whole" and self._has_new_weights(step)
         if is_partial_publish and (stats := self.pipeline.publish_stats) is not None:
-            metrics |= publish_metrics(stats)
-        return StepResult(metrics, processed, rollout, rollout.scores.result(), sampled)
+            metrics |= compute_publish_metrics(stats)
+        return StepResult(metrics, processed_counts, rollout, rollout.scores.result(), step_samples)
 
-    def _count_passes(self, sampled: StepSamples) -> dict[str, float]:
+    def _update_pass_rates(self, step_samples: StepSamples) -> dict[str, float]:
         """Update the pass rates, which determine the prompts of later steps, and return their
         metrics."""
         data = self.config.data
         earlier_rates = self.pass_rates
-        outcomes = sampled.draws(self.prompts.locate, data.pass_threshold)
+        outcomes = step_samples.collect_outcomes(self.prompts.locate, data.pass_threshold)
         self.pass_rates = earlier_rates.with_outcomes(outcomes, data.curriculum.decay)
+        # The pipeline uses the rates from when a version was published, so that the prompts of a
+        # batch depend on the step only.
         self.pipeline.pass_rates = self.pass_rates
-        return draw_metrics(outcomes, earlier_rates, self.pass_rates)
+        return compute_prompt_metrics(outcomes, earlier_rates, self.pass_rates)
 
-    def _learn(
+    def _train_on_rollout(
         self, step: int, rollout: RolloutBatch, timer: PhaseTimer
     ) -> tuple[dict[str, float], Experience | None]:
         """Build the experience from the samples and train on it.
@@ -152,46 +163,56 @@ class OnlineTrainer(TrainingLoop):
         algorithm = self.algorithm
         coefficient = self.kl_controller.coefficient
         if algorithm.group_size > 1:  # the loss compares samples, not branches
-            rollout = rollout.without_branches()
+            rollout = rollout.drop_branches()
 
         batch = rollout.batch
         with timer.phase("logprobs"):
             # Replaying expert routing and restricting the log-probs to the sampling support makes
             # them comparable with the log-probs of the engine.
             inputs = (batch.tokens, batch.lengths)
-            kept_tokens = batch.kept
-            routes = batch.routes
-            if self._asks_before_update(step):
+            sampling_support = batch.sampling_support
+            expert_routing = batch.expert_routing
+            if self._needs_logprobs_before_update(step):
                 old_logprobs = self.policy.logprobs(
-                    *inputs, mask=batch.mask, kept_tokens=kept_tokens, routes=routes
+                    *inputs,
+                    mask=batch.mask,
+                    sampling_support=sampling_support,
+                    expert_routing=expert_routing,
                 )
             else:
+                # NaN marks log-probs that the update computes; the loss replaces them.
                 old_logprobs = torch.full_like(batch.engine_logprobs, torch.nan)
             # The reference pass below overwrites this value.
             routing_mismatch = self.policy.runner.routing_mismatch
             reference_logprobs = self.policy.reference_logprobs(
-                *inputs, mask=batch.mask, kept_tokens=kept_tokens, routes=routes
+                *inputs,
+                mask=batch.mask,
+                sampling_support=sampling_support,
+                expert_routing=expert_routing,
             )
 
         with timer.phase("server_wait"):
-            rows = rollout.scored_rows(algorithm.min_scores_per_prompt)
+            scored_rows = rollout.find_scored_rows(algorithm.min_scores_per_prompt)
             # Samples without a score are removed only here, because the log-probs are computed
             # while the reward server works.
-            if len(rows) < len(rollout.samples):
-                batch_rows = batch.with_branches(rows)
-                rollout = rollout.select(rows)
+            if len(scored_rows) < len(rollout.samples):
+                # Scores belong to samples; log-probs also have the rows of the samples' branches.
+                batch_rows = batch.with_branches(scored_rows)
+                rollout = rollout.select(scored_rows)
                 old_logprobs = old_logprobs[batch_rows]
                 reference_logprobs = reference_logprobs[batch_rows]
                 batch = rollout.batch
-            scores = self._scores(rollout)
+
+            scores = self._wait_for_scores(rollout)
             if has_step_rewards(self.config.reward):
-                batch = batch.with_step_rewards(rollout.scores.steps(batch.tokens.shape[1] - 1))
-            values = (
-                rollout.values.result(width=batch.tokens.shape[1])
-                if self.config.algorithm.has_critic
-                else None
-            )
-            batch, teacher_logprobs = self._taught(rollout, batch)
+                step_rewards = rollout.scores.get_step_rewards(
+                    batch.tokens.shape[1] - 1
+                )  # [B, S-1]
+                batch = batch.with_step_rewards(step_rewards)
+            values = None
+            if self.config.algorithm.has_critic:
+                values = rollout.values.result(width=batch.tokens.shape[1])  # [B, S]
+            batch, teacher_logprobs = self._wait_for_teacher(rollout, batch)
 
         samples = algorithm.build_scored_samples(
             batch, scores, values, old_logprobs, reference_logprobs, coefficient, teacher_logprobs
@@ -203,33 +224,36 @@ class OnlineTrainer(TrainingLoop):
             return {}, None
 
         stats, experience = self._update(step, experience, timer)
-        version = weights_version(self.config, step)
+        version = get_weights_version(self.config, step)
         stats |= (
-            experience_metrics(experience)
-            | staleness_metrics(experience, version)
+            compute_experience_metrics(experience)
+            | compute_staleness_metrics(experience, version)
             | {"kl/coef": coefficient}
         )
 
-        if batch.routes is not None:
-            is_computed_before_update = self._asks_before_update(step)
-            stats["mismatch/expert_routing"] = (
-                routing_mismatch
-                if is_computed_before_update
-                else self.policy.runner.routing_mismatch
-            )
+        if batch.expert_routing is not None:
+            # The metric is that of the policy's first pass over the samples: the log-probs before
+            # the update, or else the update itself.
+            if not self._needs_logprobs_before_update(step):
+                routing_mismatch = self.policy.runner.routing_mismatch
+            stats["mismatch/expert_routing"] = routing_mismatch
 
-        if step >= self.config.algorithm.policy_starts_after:
-            self.kl_controller.update(sequence_kl(experience), len(experience.tokens))
+        # While only the critic trains, the KL says nothing about the coefficient.
+        if step >= self.config.algorithm.steps_before_policy_updates:
+            self.kl_controller.update(compute_sequence_kl(experience), len(experience.tokens))
         return stats, experience
 
-    def _asks_before_update(self, step: int) -> bool:
+    def _needs_logprobs_before_update(self, step: int) -> bool:
         """Return whether log-probs are computed separately before the update.
 
         If the step has only one update, this update's forward pass returns them.
         """
-        return self.algorithm.needs_old_logprobs or step < self.config.algorithm.policy_starts_after
+        return (
+            self.algorithm.needs_old_logprobs
+            or step < self.config.algorithm.steps_before_policy_updates
+        )
 
-    def _taught(
+    def _wait_for_teacher(
         self, rollout: RolloutBatch, batch: SampleBatch
     ) -> tuple[SampleBatch, Tensor | None]:
         """Wait for the teacher's log-probs of the batch's rows.
@@ -241,18 +265,15 @@ class OnlineTrainer(TrainingLoop):
         """
         if not self.config.has_teacher:
             return batch, None
+        # [B, S-1], or [B, S-1, 2+2k] with the top-k log-probs.
         teacher_rows = rollout.teacher_logprobs.result(batch.tokens.shape[1] - 1)
         if teacher_rows.ndim == 2:
             return batch, teacher_rows
-        top_k_logprobs = TeacherTopK.unpack(teacher_rows)
-        return (
-            replace(
-                batch, candidates=top_k_logprobs.ids, candidate_targets=top_k_logprobs.outcomes
-            ),
-            top_k_logprobs.logprobs,
-        )
+        top_k = TeacherTopK.unpack(teacher_rows)
+        batch = replace(batch, candidates=top_k.ids, candidate_targets=top_k.outcomes)
+        return batch, top_k.logprobs
 
-    def _scores(self, rollout: RolloutBatch) -> Tensor:
+    def _wait_for_scores(self, rollout: RolloutBatch) -> Tensor:
         """Wait for the scores [B] and return them after shaping."""
         return self.algorithm.shaping(rollout.scores.result(), rollout.samples)
 
@@ -266,6 +287,8 @@ class OnlineTrainer(TrainingLoop):
             the entropies from the first update of each row.
         """
         settings = self.config.algorithm
+        # The factor is larger than the number of steps of a run, so that no two steps of runs with
+        # different seeds shuffle with the same seed.
         seed = self.config.seed * 1_000_003 + step
         minibatches = list(
             self.algorithm.iterate_minibatches(
@@ -274,121 +297,126 @@ class OnlineTrainer(TrainingLoop):
         )
 
         # Send the critic's batches first: its ranks train while the policy trains.
-        critic = self.services.train_critic(
+        pending_updates = self.services.train_critic(
             [
-                (part.tokens, part.returns, part.values, part.mask)
-                for part in minibatches
-                if part.values is not None and part.returns is not None
+                (minibatch.tokens, minibatch.returns, minibatch.values, minibatch.mask)
+                for minibatch in minibatches
+                if minibatch.values is not None and minibatch.returns is not None
             ]
         )
 
-        logprobs_before = (
-            None if self._asks_before_update(step) else torch.empty_like(experience.old_logprobs)
-        )
+        old_logprobs = None
+        if not self._needs_logprobs_before_update(step):
+            old_logprobs = torch.empty_like(experience.old_logprobs)
         entropies = None
         if self.config.logging.samples_mib and experience.row_ids is not None:
-            entropies = torch.full(
-                (int(experience.row_ids.max()) + 1, experience.mask.shape[1]), torch.nan
-            )
+            # Indexed by row id, because the minibatches are shuffled; NaN marks untrained rows.
+            rows = int(experience.row_ids.max()) + 1
+            entropies = torch.full((rows, experience.mask.shape[1]), torch.nan)  # [rows, S-1]
 
         with timer.phase("train"):
-            policy_updates = (
-                self._train_policy(minibatches, logprobs_before, entropies)
-                if step >= settings.policy_starts_after
-                else []
-            )
+            policy_updates: list[dict[str, float]] = []
+            if step >= settings.steps_before_policy_updates:
+                policy_updates = self._train_policy(minibatches, old_logprobs, entropies)
 
-        if logprobs_before is not None:
-            # There is only one update, and its minibatch contains all rows.
-            experience = replace(minibatches[0], old_logprobs=logprobs_before)
+        if old_logprobs is not None:
+            # There is only one update, and its minibatch contains all rows, in the order of the
+            # log-probs.
+            experience = replace(minibatches[0], old_logprobs=old_logprobs)
         if entropies is not None:
             experience = replace(experience, entropies=entropies[experience.row_ids])
 
         with timer.phase("server_wait"):
-            critic_updates = critic.result()
+            critic_updates = pending_updates.result()
 
-        update_counts = {"policy/updates": float(len(policy_updates))}
-        return (
-            update_counts
-            | update_metrics("policy", policy_updates)
-            | update_metrics("value", critic_updates),
-            experience,
-        )
+        stats = {"policy/updates": float(len(policy_updates))}
+        stats |= combine_update_metrics("policy", policy_updates)
+        stats |= combine_update_metrics("value", critic_updates)
+        return stats, experience
 
     def _train_policy(
-        self, minibatches: Sequence[Experience], before: Tensor | None, entropies: Tensor | None
+        self,
+        minibatches: Sequence[Experience],
+        logprobs_out: Tensor | None,
+        entropies: Tensor | None,
     ) -> list[dict[str, float]]:
         """Run one optimizer step per minibatch, until the KL exceeds `algorithm.early_stop_kl`.
 
         Args:
-            before: Output for the log-probs from before the update, like `logprobs_out` of
-                `Policy.train`; None if they are known.
-            entropies: Output for the entropies of each row's first update, indexed by `row_ids`;
-                initially NaN. None if they are not recorded.
+            logprobs_out: Destination of the log-probs from before the update, see `Policy.train`;
+                None if they are known. Not None requires a single minibatch.
+            entropies: Destination of the entropies of each row's first update, [rows, S-1], indexed
+                by `row_ids`; initially NaN. None if they are not recorded.
         """
         algorithm = self.algorithm
-        limit = self.config.algorithm.early_stop_kl
+        max_kl = self.config.algorithm.early_stop_kl
         updates: list[dict[str, float]] = []
 
-        for part in minibatches:
-            loss = algorithm.build_loss(part, self.kl_controller.coefficient)
-            part_entropies = None if entropies is None else torch.empty(part.mask.shape)
+        for minibatch in minibatches:
+            loss = algorithm.build_loss(minibatch, self.kl_controller.coefficient)
+            entropies_out = None if entropies is None else torch.empty(minibatch.mask.shape)
             stats = self.policy.train(
-                part,
+                minibatch,
                 loss,
-                denominator=algorithm.loss_denominator(part),
+                denominator=algorithm.loss_denominator(minibatch),
                 group_size=algorithm.group_size,
-                logprobs_out=before,
-                entropies_out=part_entropies,
+                logprobs_out=logprobs_out,
+                entropies_out=entropies_out,
             )
-            if entropies is not None and part_entropies is not None:
-                earlier = entropies[part.row_ids]
-                entropies[part.row_ids] = torch.where(earlier.isnan(), part_entropies, earlier)
+            if entropies is not None and entropies_out is not None:
+                # In later epochs the entropies are those of an updated policy; keep the first.
+                earlier_entropies = entropies[minibatch.row_ids]
+                entropies[minibatch.row_ids] = torch.where(
+                    earlier_entropies.isnan(), entropies_out, earlier_entropies
+                )
             updates.append(stats)
-            if limit is not None and stats.get("approx_kl", 0.0) > limit:
+            # The KL is known only after the update that exceeds the limit.
+            if max_kl is not None and stats.get("approx_kl", 0.0) > max_kl:
                 break
         return updates
 
-    def resume(self, saved: Sequence[TrainingState]) -> int:
+    def resume(self, states: Sequence[TrainingState]) -> int:
         """Restore policy, critic, KL coefficient, pipeline and pass rates from the last
         checkpoint."""
-        self.services.start(self.config.server.start_timeout_s, critic_states(saved))
+        self.services.start(self.config.server.start_timeout_s, build_critic_states(states))
         if self.recorder is not None:
-            _log.info("%s", announcement(self.config, len(self.prompts)))
-        if not saved:
+            _log.info("%s", describe_run(self.config, len(self.prompts)))
+        if not states:
             return 0
 
-        state = saved[-1]
-        paths = run_paths(self.config)
+        state = states[-1]
+        paths = get_run_paths(self.config)
+        # `RunCheckpoints.rename_damaged` has verified the checksums of the files.
         self.policy.load(paths.checkpoint(state.step, "policy"), verified=True)
         self.kl_controller.resume(state.kl_coefficient)
         self.pipeline.resume(paths.checkpoint(state.step, "rollouts"), state.step, state.position)
-        self._load_rates(paths.checkpoint(state.step, "pass_rates"))
+        self._load_pass_rates(paths.checkpoint(state.step, "pass_rates"))
         return state.step
 
-    def begin(self, first: int) -> None:
+    def begin(self, first_step: int) -> None:
         """Publish the weights that the run starts with to the engine."""
-        self.timeline.begin_step(first + 1 if first else 0)
+        # In a new run, this publish belongs to step 0, like the evaluation of the initial weights.
+        self.timeline.begin_step(first_step + 1 if first_step else 0)
         with self.timeline.span("snapshot" if self.pipeline.is_ahead else "publish"):
-            self.pipeline.publish_weights(version=weights_version(self.config, first))
+            self.pipeline.publish_weights(version=get_weights_version(self.config, first_step))
 
-    def publish(self, version: int, timer: PhaseTimer, *, last: bool) -> None:
+    def publish(self, version: int, timer: PhaseTimer, *, is_last: bool) -> None:
         """Publish the weights of `version` to the engine; in an asynchronous run, concurrently with
         the next steps.
 
         The engine keeps its weights if the step did not change them.
         """
-        if self._changes_weights(version):
+        if self._has_new_weights(version):
             with timer.phase("snapshot" if self.pipeline.is_ahead else "reshard"):
-                self.pipeline.publish_weights(version=version, last=last)
+                self.pipeline.publish_weights(version=version, is_last=is_last)
         self.services.assert_settled(is_ahead=self.pipeline.is_ahead)
 
-    def _changes_weights(self, version: int) -> bool:
+    def _has_new_weights(self, version: int) -> bool:
         """Return whether the engine receives weights after `version` steps; True for the initial
         weights."""
-        return weights_version(self.config, version) == version
+        return get_weights_version(self.config, version) == version
 
-    def is_evaluated(self, step: int, *, saves: bool) -> bool:
+    def should_evaluate(self, step: int, *, is_saved: bool) -> bool:
         """Return whether an evaluation is due: at the interval of `evaluation.every`, and for the
         initial and the last weights."""
         return self.evaluations is not None and self.evaluations.is_due(step)
@@ -398,12 +426,13 @@ class OnlineTrainer(TrainingLoop):
         `evaluation.asynchronous`."""
         if self.evaluations is None or not self.config.evaluation.asynchronous:
             return False
-        self.evaluations.begin(step, self.pipeline.draw_beside(self.evaluations.draw))
+        self.evaluations.begin(step, self.pipeline.generate_extra(self.evaluations.generate))
         return True
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Return the metrics of the responses to the held-out prompts."""
         assert self.evaluations is not None
+        # An evaluation that has begun generates its responses after the publish.
         if not self.evaluations.has_begun:
             self.pipeline.await_published()
         metrics = self.evaluations.evaluate(step)
@@ -412,16 +441,16 @@ class OnlineTrainer(TrainingLoop):
 
     def begin_save(self, step: int) -> TrainingState:
         """Start to save policy, critic, pass rates and the samples that were generated ahead."""
-        self.policy.begin_save(run_paths(self.config).checkpoint(step, "policy"))
+        self.policy.begin_save(get_run_paths(self.config).checkpoint(step, "policy"))
         self.pipeline.begin_save(step)
-        together(lambda: None if self.recorder is None else self._write_rates(step))
-        critic = self.services.begin_critic_checkpoint(step)
-        return TrainingState(
-            step,
-            self.kl_controller.coefficient,
-            0 if critic is None else critic.updates,
-            position=0,
+        # The next step changes the pass rates, so they are written before this method returns.
+        run_and_broadcast_result(
+            lambda: None if self.recorder is None else self._save_pass_rates(step)
         )
+        critic_state = self.services.begin_critic_checkpoint(step)
+        critic_updates = 0 if critic_state is None else critic_state.updates
+        # `finish_save` sets the position.
+        return TrainingState(step, self.kl_controller.coefficient, critic_updates, position=0)
 
     def finish_save(self, state: TrainingState) -> TrainingState:
         """Wait until the checkpoint is written, and add the position in the data to its state.
@@ -431,19 +460,20 @@ class OnlineTrainer(TrainingLoop):
         self.policy.finish_save()
         self.services.finish_critic_checkpoint()
         position = self.pipeline.finish_save(
-            run_paths(self.config).checkpoint(state.step, "rollouts")
+            get_run_paths(self.config).checkpoint(state.step, "rollouts")
         )
         return replace(state, position=position)
 
     @fenced_write()
-    def _write_rates(self, step: int) -> None:
-        self.pass_rates.save(run_paths(self.config).checkpoint(step, "pass_rates"))
+    def _save_pass_rates(self, step: int) -> None:
+        self.pass_rates.save(get_run_paths(self.config).checkpoint(step, "pass_rates"))
 
-    def _load_rates(self, directory: Path) -> None:
+    def _load_pass_rates(self, directory: Path) -> None:
         """Restore the pass rates; log a warning if the checkpoint has none for these prompts."""
         pass_rates = self.pass_rates.load(directory) if directory.is_dir() else None
         if pass_rates is not None:
-            self.pass_rates = self.pipeline.pass_rates = pass_rates
+            self.pass_rates = pass_rates
+            self.pipeline.pass_rates = pass_rates
         elif self.recorder is not None:
             problem = (
                 "contains pass rates of other prompts"
@@ -452,9 +482,9 @@ class OnlineTrainer(TrainingLoop):
             )
             _log.warning("the checkpoint %s: counting pass rates from zero", problem)
 
-    def committed(self, kept: Sequence[TrainingState]) -> None:
+    def on_checkpoint_complete(self, states: Sequence[TrainingState]) -> None:
         """Set the checkpoints from which a lost critic is restored."""
-        self.services.keep_critic(critic_states(kept))
+        self.services.set_critic_recovery_points(build_critic_states(states))
 
     def close(self) -> None:
         """Close the pipeline and its engine."""

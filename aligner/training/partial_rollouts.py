@@ -11,7 +11,7 @@ from aligner.data.types import Prompt, Sample
 
 
 @dataclass(frozen=True)
-class Straggler:
+class PartialRollout:
     """A prompt in flight, with its samples."""
 
     prompt: Prompt
@@ -28,69 +28,85 @@ class Straggler:
     @property
     def first_versions(self) -> list[int]:
         """Weight version of the first generated token, for each sample that has one."""
-        sequences = [sample.sequences[0] for sample in self.samples]
-        generated_versions = [
-            sequence.weight_versions
-            if sequence.drawn is None
-            else sequence.weight_versions[sequence.drawn]
-            for sequence in sequences
-        ]
-        return [int(versions[0]) for versions in generated_versions if len(versions)]
+        first_versions = []
+        for sample in self.samples:
+            sequence = sample.sequences[0]
+            versions = sequence.weight_versions
+            # No weights generated the observation tokens; their entries are 0.
+            if sequence.generated_mask is not None:
+                versions = versions[sequence.generated_mask]
+            if len(versions):
+                first_versions.append(int(versions[0]))
+        return first_versions
 
 
-def divided(
-    stragglers: Sequence[Straggler], count: int, max_deferrals: int
-) -> tuple[list[Straggler], tuple[Straggler, ...]]:
+def split_complete(
+    partial_rollouts: Sequence[PartialRollout], count: int, max_deferrals: int
+) -> tuple[list[PartialRollout], tuple[PartialRollout, ...]]:
     """Return `count` complete prompts, and all the others.
 
     Complete prompts that may not be carried over again are taken first, then those admitted first.
 
     Args:
-        stragglers: Prompts in the order of their admission; both results keep this order.
+        partial_rollouts: Prompts in the order of their admission; both results keep this order.
         count: Number of prompts to take.
         max_deferrals: Maximum number of times that a prompt may be carried over.
     """
     complete_indices = [
-        index for index, straggler in enumerate(stragglers) if straggler.is_complete
+        index for index, rollout in enumerate(partial_rollouts) if rollout.is_complete
     ]
     # The sort is stable: prompts with equal keys stay in the order of their admission.
-    complete_indices.sort(key=lambda index: stragglers[index].deferrals < max_deferrals)
-    chosen = set(complete_indices[:count])
-    selected = [straggler for index, straggler in enumerate(stragglers) if index in chosen]
-    return selected, tuple(
-        straggler for index, straggler in enumerate(stragglers) if index not in chosen
-    )
+    complete_indices.sort(key=lambda index: partial_rollouts[index].deferrals < max_deferrals)
+    # A set, because both results keep the order of admission and not the order of the sort.
+    selected_indices = set(complete_indices[:count])
+    selected = []
+    others = []
+    for index, rollout in enumerate(partial_rollouts):
+        if index in selected_indices:
+            selected.append(rollout)
+        else:
+            others.append(rollout)
+    return selected, tuple(others)
 
 
-def prompt_fields(prompt: Prompt) -> dict[str, Any]:
+def prompt_to_json(prompt: Prompt) -> dict[str, Any]:
     """Return the fields of a prompt as JSON values, without its tokens, which its samples
     contain."""
     return {"id": prompt.id, "text": prompt.text, "metadata": dict(prompt.metadata)}
 
 
-def to_saved(stragglers: Sequence[Straggler]) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
-    """Return tensors and JSON records from which `from_saved` restores the stragglers."""
-    samples = [sample for straggler in stragglers for sample in straggler.samples]
-    records = []
-    for straggler in stragglers:
-        fields = prompt_fields(straggler.prompt)
-        records.append(
-            {"prompt": fields, "samples": len(straggler.samples), "deferrals": straggler.deferrals}
-        )
+def serialize_partial_rollouts(
+    partial_rollouts: Sequence[PartialRollout],
+) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+    """Return the tensors and JSON records of partial rollouts.
+
+    `deserialize_partial_rollouts` restores them.
+    """
+    samples = [sample for rollout in partial_rollouts for sample in rollout.samples]
+    # The tensors contain the samples of all prompts; the counts in the records separate them.
+    records = [
+        {
+            "prompt": prompt_to_json(rollout.prompt),
+            "samples": len(rollout.samples),
+            "deferrals": rollout.deferrals,
+        }
+        for rollout in partial_rollouts
+    ]
     return samples_to_tensors(samples), records
 
 
-def from_saved(
+def deserialize_partial_rollouts(
     tensors: Mapping[str, Tensor], records: Sequence[Mapping[str, Any]]
-) -> tuple[Straggler, ...]:
-    """Restore the stragglers from the tensors and records of `to_saved`."""
+) -> tuple[PartialRollout, ...]:
+    """Restore partial rollouts from the results of `serialize_partial_rollouts`."""
     samples = samples_from_tensors(tensors)
-    stragglers = []
+    partial_rollouts = []
     first = 0
     for fields in records:
         prompt_samples = samples[first : first + fields["samples"]]
         first += len(prompt_samples)
+        # The records have no tokens, and the tensors no metadata: each restores the other's part.
         prompt = Prompt(**fields["prompt"], tokens=prompt_samples[0].initial_prompt)
         prompt_samples = [replace(sample, metadata=prompt.metadata) for sample in prompt_samples]
-        stragglers.append(Straggler(prompt, tuple(prompt_samples), fields["deferrals"]))
-    return tuple(stragglers)
+        partial_rollouts.append(PartialRollout(prompt, tuple(prompt_samples), fields["deferrals"]))
+    return tuple(partial_rollouts)

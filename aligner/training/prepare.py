@@ -18,14 +18,14 @@ from aligner.rewards.scorers import resolve_scorer
 from aligner.rewards.verifiers import CHECKED_VERIFIERS, check_answers
 from aligner.schema import Config
 from aligner.schema.data import TASK
-from aligner.schema.evaluation_suites import evaluated_suites, evaluation_suites
-from aligner.schema.keys import only_read
+from aligner.schema.evaluation_suites import get_active_suites, parse_evaluation_suites
+from aligner.schema.keys import with_unread_defaults
 from aligner.schema.reward_sources import (
     FunctionSource,
     JudgeSource,
-    evaluation_judge,
-    judge_sources,
-    reward_sources,
+    parse_evaluation_judge,
+    parse_judge_sources,
+    parse_reward_sources,
 )
 
 
@@ -35,15 +35,19 @@ def prepare_run(config: Config) -> None:
     Raises:
         ConfigError: The model, the data or a scorer is invalid.
     """
-    config = only_read(config)
+    # A key that the run does not read must not cause an error.
+    config = with_unread_defaults(config)
     directory = prepare_model(config)
-    notices = _check_end_tokens(config, directory)
-    for notice in [*notices, *_check_data(config, build_run_tokenizer(config, directory))]:
+    end_token_notices = _check_end_tokens(config, directory)
+    data_notices = _check_data(config, build_run_tokenizer(config, directory))
+    for notice in [*end_token_notices, *data_notices]:
         print(f"aligner: note: {notice}", file=sys.stderr)
-    for source in reward_sources(config.reward):
+
+    # Import the user's functions now: their errors must not appear first in a scoring request.
+    for source in parse_reward_sources(config.reward):
         if isinstance(source, FunctionSource):
             resolve_scorer(source.function, f"{source.key}.function")
-    for suite in evaluation_suites(config):
+    for suite in parse_evaluation_suites(config):
         if suite.settings.function is not None:
             resolve_scorer(suite.settings.function, f"{suite.key}.function")
     if config.algorithm.trainer == "online":
@@ -54,44 +58,54 @@ def _check_end_tokens(config: Config, directory: Path) -> list[str]:
     """Return notices about the EOS tokens of a policy's model directory."""
     if config.model.source != "directory":
         return []
-    ids = read_shape(directory).eos_token_ids
-    return check_end_tokens(directory, ids, read_tokenizer_files(directory))
+    eos_token_ids = read_shape(directory).eos_token_ids
+    return check_end_tokens(directory, eos_token_ids, read_tokenizer_files(directory))
 
 
 def _check_data(config: Config, tokenizer: Tokenizer) -> Sequence[str]:
     """Read and tokenize all training and evaluation data, and return notices about it."""
-    tools_listed = list_tools(config.environment)
-    tools = tool_schemas(tools_listed)
-    scored: list[Prompt] = []
+    tools = list_tools(config.environment)
+    schemas = tool_schemas(tools)
+    reward_prompts: list[Prompt] = []  # prompts whose responses the reward scores
     answer_notices: list[str] = []
-    for suite in evaluated_suites(config):
-        evaluated = open_evaluation_prompts(suite, config.data, tokenizer, tools=tools)
+
+    for suite in get_active_suites(config):
+        suite_prompts = open_evaluation_prompts(suite, config.data, tokenizer, tools=schemas)
         if suite.settings.function is None:
-            scored += evaluated
+            reward_prompts += suite_prompts
         else:
             answer_notices += _check_answers(
-                suite.settings.function, f"{suite.key}.function", evaluated
+                suite.settings.function, f"{suite.key}.function", suite_prompts
             )
-        if (judge := evaluation_judge(suite.settings, suite.key)) is not None:
-            _check_judged([judge], evaluated)
-    if config.algorithm.generates:
+        if (judge := parse_evaluation_judge(suite.settings, suite.key)) is not None:
+            _check_judge_fields([judge], suite_prompts)
+
+    if config.algorithm.generates_samples:
+        # These two calls only check: they raise an error if the value is not a single token, or if
+        # the chat template supports no tool calls.
         tokenizer.get_single_token(config.rollout.truncate_token, "rollout.truncate_token")
-        with_tool_arguments(config.environment, tools_listed, tokenizer)
-        has_demonstrations = config.algorithm.has_demonstrations
+        with_tool_arguments(config.environment, tools, tokenizer)
         prompts = open_prompts(
-            config.data, tokenizer, config.seed, include_responses=has_demonstrations, tools=tools
+            config.data,
+            tokenizer,
+            config.seed,
+            include_responses=config.algorithm.has_demonstrations,
+            tools=schemas,
         )
-        scored += prompts.iterate_examples()
-        _check_judged(judge_sources(config.reward), scored)
-        _check_tasks(config, scored)
-        _check_kept(config.algorithm.kept_fields, prompts.iterate_examples())
-        for source in reward_sources(config.reward):
+        reward_prompts += prompts.iterate_examples()
+        _check_judge_fields(parse_judge_sources(config.reward), reward_prompts)
+        _check_tasks(config, reward_prompts)
+        _check_kept_fields(config.algorithm.kept_fields, prompts.iterate_examples())
+        for source in parse_reward_sources(config.reward):
             if isinstance(source, FunctionSource):
-                scored_prompts = [prompt for prompt in scored if source.is_asked(prompt.metadata)]
+                source_prompts = [
+                    prompt for prompt in reward_prompts if source.should_score(prompt.metadata)
+                ]
                 answer_notices += _check_answers(
-                    source.function, f"{source.key}.function", scored_prompts
+                    source.function, f"{source.key}.function", source_prompts
                 )
         return [*prompts.notices, *answer_notices]
+
     if config.teacher.scores is not None:
         TeacherScores(Path(config.teacher.scores)).require_undamaged()
     return open_run_data(config, tokenizer).notices
@@ -113,24 +127,33 @@ def _check_answers(function: str, key: str, prompts: Sequence[Prompt]) -> list[s
     return check_answers(function, f"{key}={function}", records)
 
 
-def _check_judged(judges: Sequence[JudgeSource], prompts: Iterable[Prompt]) -> None:
+def _check_judge_fields(judges: Sequence[JudgeSource], prompts: Iterable[Prompt]) -> None:
     """Raise ConfigError if a prompt's record lacks a field of a judge's template."""
-    judges_with_fields = [source for source in judges if source.record_fields]
-    for prompt in prompts if judges_with_fields else ():
-        for source in (judge for judge in judges_with_fields if judge.is_asked(prompt.metadata)):
-            for field in source.record_fields:
+    judges_with_fields = [judge for judge in judges if judge.record_fields]
+    if not judges_with_fields:
+        return
+
+    for prompt in prompts:
+        for judge in judges_with_fields:
+            # A judge needs the fields only of the records that it scores.
+            if not judge.should_score(prompt.metadata):
+                continue
+            for field in judge.record_fields:
                 if field not in prompt.metadata:
                     raise ConfigError(
-                        f"{source.key}.judge_template: contains {{{field}}}, but the record of"
+                        f"{judge.key}.judge_template: contains {{{field}}}, but the record of"
                         f" prompt {prompt.text!r} has no such field; fields of the record:"
                         f" {', '.join(prompt.metadata) or 'none'}. Add the field to every"
                         " record, or remove it from the template"
                     )
 
 
-def _check_kept(fields: Sequence[str], prompts: Iterable[Prompt]) -> None:
+def _check_kept_fields(fields: Sequence[str], prompts: Iterable[Prompt]) -> None:
     """Raise ConfigError if a prompt's record lacks a field of `algorithm.kept_fields`."""
-    for prompt in prompts if fields else ():
+    if not fields:
+        return  # without reading the prompts
+
+    for prompt in prompts:
         for field in fields:
             if field not in prompt.metadata:
                 raise ConfigError(
@@ -142,17 +165,20 @@ def _check_kept(fields: Sequence[str], prompts: Iterable[Prompt]) -> None:
 def _check_tasks(config: Config, prompts: Sequence[Prompt]) -> None:
     """Raise ConfigError if no reward source scores a prompt, or if task weights name a task without
     records."""
-    sources = reward_sources(config.reward)
+    # Without task weights, every source scores every prompt.
+    sources = parse_reward_sources(config.reward)
     if not any(source.task_weights for source in sources):
         return
     tasks = sorted({str(prompt.metadata.get(TASK)) for prompt in prompts})
     for prompt in prompts:
-        if not any(source.is_asked(prompt.metadata) for source in sources):
+        if not any(source.should_score(prompt.metadata) for source in sources):
             raise ConfigError(
                 f"reward.sources: the record of prompt {prompt.text!r} has"
                 f" task={prompt.metadata.get(TASK)}, but every source has weight 0 for this task."
                 " Set task_weights or weight of at least one source"
             )
+
+    # A misspelled task would silently have no effect.
     for source in sources:
         for task in source.task_weights:
             if task not in tasks:

@@ -22,21 +22,21 @@ from aligner.data.types import (
     create_empty_samples,
 )
 from aligner.engines.engine_protocol import SamplingOptions
-from aligner.engines.replicas import Enough
+from aligner.engines.replicas import EarlyStopCondition
 from aligner.errors import AlignerError
 from aligner.schema import RolloutConfig
 from aligner.servers.remote_client import RefusedError, RemoteFuture
-from aligner.training.partial_rollouts import Straggler, divided
+from aligner.training.partial_rollouts import PartialRollout, split_complete
 from aligner.training.samplers import Sampler
 from aligner.training.services import PendingRows, Services
 
 _log = logging.getLogger(__name__)
 
-Compared = Callable[[Tensor, Sequence[Sample]], Tensor]
+ScoreTransform = Callable[[Tensor, Sequence[Sample]], Tensor]
 """Function from the scores [B] of samples to the numbers [B] that dynamic sampling compares."""
 
 
-def _as_they_are(scores: Tensor, samples: Sequence[Sample]) -> Tensor:
+def _identity(scores: Tensor, samples: Sequence[Sample]) -> Tensor:
     return scores
 
 
@@ -64,13 +64,13 @@ class RolloutBatch:
     """Number of prompts in flight that are carried over, to be trained on in a later step."""
     skipped: int = 0
     """Number of prompts whose generation failed."""
-    left_out: tuple[int, ...] = ()
+    removed_lengths: tuple[int, ...] = ()
     """Number of response tokens of each sample that dynamic sampling removed, or that has no
     score."""
-    replaced: tuple[Straggler, ...] = ()
+    replaced: tuple[PartialRollout, ...] = ()
     """Prompts that dynamic sampling removed, with their samples; if samples are generated ahead of
     training, on rank 0 only."""
-    guesses: tuple[int, int] = (0, 0)
+    draft_counts: tuple[int, int] = (0, 0)
     """Number of draft tokens of this rank's engine, and number of those that were accepted."""
     environment_s: float | None = None
     """Time in seconds, per episode of this rank, spent waiting for the environment; None without
@@ -80,45 +80,49 @@ class RolloutBatch:
     def all_scores(self) -> PendingRows:
         """Pending scores of all samples that were generated for the step, including those that
         dynamic sampling removed."""
-        return replace(self.scores, chosen=None)
+        return replace(self.scores, selected_rows=None)
 
-    def scored_rows(self, least: int = 1) -> Tensor:
+    def find_scored_rows(self, min_scores: int = 1) -> Tensor:
         """Return the rows, int64 [N], of the samples with a score. Collective.
 
         A sample has no score if its prompt could not be scored, or if the reward function
         abstained.
 
         Args:
-            least: Minimum number of scored samples of a prompt; samples of other prompts are left
-                out.
+            min_scores: Minimum number of scored samples of a prompt; samples of other prompts are
+                left out.
         """
-        scored = self.scores.result().isfinite()
-        return (scored & (self._scored_of_prompts(scored) >= least)).nonzero()[:, 0]
+        is_scored = self.scores.result().isfinite()
+        has_enough_scores = self._count_scored_per_prompt(is_scored) >= min_scores
+        return (is_scored & has_enough_scores).nonzero()[:, 0]
 
-    def _scored_of_prompts(self, scored: Tensor) -> Tensor:
+    def _count_scored_per_prompt(self, is_scored: Tensor) -> Tensor:
         """Return for each sample the number of scored samples of its prompt, int64 [B].
 
         Args:
-            scored: Whether each sample has a score, bool [B].
+            is_scored: Whether each sample has a score, bool [B].
         """
+        # The rows of branches follow those of the samples, and have no score of their own.
         groups = self.batch.groups[: len(self.samples)]
         _, prompt_indices = groups.unique_consecutive(return_inverse=True)
-        return torch.zeros_like(prompt_indices).index_add(0, prompt_indices, scored.long())[
-            prompt_indices
-        ]
 
-    def scored(self) -> "RolloutBatch":
+        # Entry p is the count of prompt p. The tensor has B entries, of which the first are used.
+        counts = torch.zeros_like(prompt_indices).index_add(0, prompt_indices, is_scored.long())
+        return counts[prompt_indices]
+
+    def drop_unscored(self) -> "RolloutBatch":
         """Return the rollout without the samples that have no score. Collective."""
-        rows = self.scored_rows()
+        rows = self.find_scored_rows()
         if len(rows) == len(self.samples):
             return self
-        return replace(
-            self.select(rows), left_out=(*self.left_out, *_lengths_without(self.samples, rows))
-        )
+        # The metrics of generated lengths must include these samples, too.
+        removed_lengths = _compute_removed_lengths(self.samples, rows)
+        return replace(self.select(rows), removed_lengths=(*self.removed_lengths, *removed_lengths))
 
     def select(self, rows: Tensor) -> "RolloutBatch":
         """Return the rollout with only these samples (int64 [N]), in this order."""
         sample_indices = rows.tolist()
+        # Scores belong to samples; values and teacher log-probs belong to rows of the batch.
         batch_rows = self.batch.with_branches(rows)
         return replace(
             self,
@@ -130,8 +134,9 @@ class RolloutBatch:
             teacher_logprobs=self.teacher_logprobs.select(batch_rows),
         )
 
-    def without_branches(self) -> "RolloutBatch":
+    def drop_branches(self) -> "RolloutBatch":
         """Return the rollout without the branches of its samples."""
+        # The first rows of the batch are those of the samples.
         rows = torch.arange(len(self.samples))
         samples = [replace(sample, branches=()) for sample in self.samples]
         values = self.values.select(rows)
@@ -145,7 +150,7 @@ class RolloutBatch:
         )
 
 
-def _lengths_without(samples: Sequence[Sample], rows: Tensor) -> tuple[int, ...]:
+def _compute_removed_lengths(samples: Sequence[Sample], rows: Tensor) -> tuple[int, ...]:
     """Return the number of response tokens of each sample that is not in `rows`, int64 [N]."""
     selected = set(rows.tolist())
     return tuple(
@@ -187,10 +192,10 @@ class RolloutBuilder:
         pad_token_id: int,
         *,
         dynamic_sampling_rounds: int = 0,
-        compared: Compared = _as_they_are,
+        transform_scores: ScoreTransform = _identity,
         truncate_token: int | None = None,
-        score_parts: int | None = None,
-        is_alone: bool = False,
+        source_count: int | None = None,
+        is_rank0_only: bool = False,
     ) -> None:
         """Create the builder.
 
@@ -204,11 +209,11 @@ class RolloutBuilder:
             dynamic_sampling_rounds: Maximum number of rounds in which prompts whose samples all
                 have the same score are replaced by other prompts (DAPO: Yu et al. 2025, section
                 3.2); 0 replaces none.
-            compared: Function that computes the numbers to compare from the scores.
+            transform_scores: Function that computes the numbers to compare from the scores.
             truncate_token: Token id after which responses are truncated; None truncates none.
-            score_parts: `PendingRows.sources` of the scores.
-            is_alone: Whether rank 0 uses the builder without the other ranks. It then requests no
-                values, because these must come from the newest critic.
+            source_count: `PendingRows.source_count` of the scores.
+            is_rank0_only: Whether rank 0 uses the builder without the other ranks. It then requests
+                no values, because these must come from the newest critic.
         """
         self._prompts = prompts
         self._sampler = sampler
@@ -216,22 +221,22 @@ class RolloutBuilder:
         self._settings = settings
         self._options = options
         self._pad_token_id = pad_token_id
-        self._rounds = dynamic_sampling_rounds
-        self._compared = compared
+        self._dynamic_sampling_rounds = dynamic_sampling_rounds
+        self._transform_scores = transform_scores
         self._truncate_token = truncate_token
-        self.score_parts = score_parts
-        self._is_alone = is_alone
+        self.source_count = source_count
+        self._is_rank0_only = is_rank0_only
         self.position = 0
         """Number of prompts of the stream that were sampled or passed over so far; set when a run
         resumes."""
-        self._rates: PassRates | None = None
+        self._pass_rates: PassRates | None = None
         """Pass rates of the prompts for the current step."""
-        self._under_way: tuple[Straggler, ...] = ()
+        self._partial_rollouts: tuple[PartialRollout, ...] = ()
         self._skipped = 0
         """Number of prompts of the current step whose generation failed."""
 
     @property
-    def under_way(self) -> tuple[Straggler, ...]:
+    def partial_rollouts(self) -> tuple[PartialRollout, ...]:
         """Prompts that the last step carried over, in the order of their admission; set when a run
         resumes.
 
@@ -239,102 +244,103 @@ class RolloutBuilder:
             AlignerError: On assignment, if a prompt has another number of samples than
                 `rollout.samples_per_prompt`.
         """
-        return self._under_way
+        return self._partial_rollouts
 
-    @under_way.setter
-    def under_way(self, stragglers: Sequence[Straggler]) -> None:
+    @partial_rollouts.setter
+    def partial_rollouts(self, partial_rollouts: Sequence[PartialRollout]) -> None:
         samples_per_prompt = self._settings.samples_per_prompt
-        if other_counts := (
-            {len(straggler.samples) for straggler in stragglers} - {samples_per_prompt}
-        ):
+        sample_counts = {len(rollout.samples) for rollout in partial_rollouts}
+        # The samples of all prompts in flight are one flat list in groups of this size.
+        if other_counts := (sample_counts - {samples_per_prompt}):
             raise AlignerError(
                 f"rollout.samples_per_prompt={samples_per_prompt}: the partial rollouts have"
                 f" {max(other_counts)} samples per prompt; resume with"
                 f" rollout.samples_per_prompt={max(other_counts)}"
             )
-        self._under_way = tuple(stragglers)
+        self._partial_rollouts = tuple(partial_rollouts)
 
-    def take(self, rates: PassRates | None = None) -> RolloutBatch:
+    def take(self, pass_rates: PassRates | None = None) -> RolloutBatch:
         """Generate the samples of the next training step, equal on every rank. Collective.
 
         Args:
-            rates: Pass rates, by which the curriculum selects prompts; None selects every prompt.
+            pass_rates: Pass rates, by which the curriculum selects prompts; None selects every
+                prompt.
 
         Raises:
             AlignerError: Dynamic sampling or the stream did not provide enough prompts.
         """
         generated = _Generated()
         self._skipped = 0
-        self._rates = rates
-        self._generate_and_ask(generated, self._settings.prompts_per_step)
+        self._pass_rates = pass_rates
+        self._generate_and_request(generated, self._settings.prompts_per_step)
 
-        rows = (
-            self._informative(generated) if self._rounds else torch.arange(len(generated.samples))
-        )
-        self._under_way = tuple(
-            replace(straggler, deferrals=straggler.deferrals + 1) for straggler in self._under_way
-        )
-        guesses = (
-            self._sampler.rest()
-        )  # the engine may free its memory, because a weight sync comes next
+        if self._dynamic_sampling_rounds:
+            rows = self._select_informative(generated)
+        else:
+            rows = torch.arange(len(generated.samples))
 
+        # Deferrals count steps, so they increase here and not after each micro-batch.
+        self._partial_rollouts = tuple(
+            replace(rollout, deferrals=rollout.deferrals + 1) for rollout in self._partial_rollouts
+        )
+        # The engine may free its memory now, because a weight sync comes next.
+        draft_counts = self._sampler.end_generation()
+
+        prompts = [generated.prompts[row] for row in rows.tolist()]
         samples = [generated.samples[row] for row in rows.tolist()]
         return RolloutBatch(
-            [generated.prompts[row] for row in rows.tolist()],
+            prompts,
             samples,
             collate_episodes(samples, self._pad_token_id),
-            self._scores(generated, rows),
-            self._values(generated, rows, samples),
-            self._teacher_logprobs(generated, rows, samples),
-            deferred=len(self._under_way),
+            self._get_scores(generated, rows),
+            self._get_values(generated, rows, samples),
+            self._get_teacher_logprobs(generated, rows, samples),
+            deferred=len(self._partial_rollouts),
             skipped=self._skipped,
-            left_out=_lengths_without(generated.samples, rows),
-            replaced=self._others(generated, rows),
-            guesses=guesses,
-            environment_s=self._sampler.take_waits(),
+            removed_lengths=_compute_removed_lengths(generated.samples, rows),
+            replaced=self._collect_replaced(generated, rows),
+            draft_counts=draft_counts,
+            environment_s=self._sampler.take_environment_wait_s(),
         )
 
-    def _others(self, generated: _Generated, rows: Tensor) -> tuple[Straggler, ...]:
+    def _collect_replaced(self, generated: _Generated, rows: Tensor) -> tuple[PartialRollout, ...]:
         """Return the prompts that have no sample in `rows`, int64 [B], with their samples.
 
         The rows select whole prompts.
         """
         samples_per_prompt = self._settings.samples_per_prompt
         selected = set(rows.tolist())
-        first_rows = [
-            row
-            for row in range(0, len(generated.samples), samples_per_prompt)
-            if row not in selected
-        ]
-        return tuple(
-            Straggler(
-                generated.prompts[row], tuple(generated.samples[row : row + samples_per_prompt])
-            )
-            for row in first_rows
-        )
+        replaced = []
+        for row in range(0, len(generated.samples), samples_per_prompt):
+            if row not in selected:
+                prompt_samples = tuple(generated.samples[row : row + samples_per_prompt])
+                replaced.append(PartialRollout(generated.prompts[row], prompt_samples))
+        return tuple(replaced)
 
-    def _scores(self, generated: _Generated, rows: Tensor | None = None) -> PendingRows:
+    def _get_scores(self, generated: _Generated, rows: Tensor | None = None) -> PendingRows:
         """Return the pending scores, including the rewards of the environments, of `rows`, int64
         [B], or of all samples."""
-        environment_rewards = environment_scores(
+        environment_rewards = compute_environment_scores(
             generated.samples, self._settings.samples_per_prompt
         )
-        return PendingRows(tuple(generated.scores), rows, environment_rewards, self.score_parts)
+        return PendingRows(tuple(generated.scores), rows, environment_rewards, self.source_count)
 
-    def _values(
+    def _get_values(
         self, generated: _Generated, rows: Tensor, samples: Sequence[Sample]
     ) -> PendingRows:
         """Return the pending values of `rows`, int64 [B], and of the branches of their samples.
 
         The values of branches are requested here.
         """
-        if self._is_alone:
+        # The pipeline requests the values when training takes the batch, because the critic is
+        # updated in the meantime.
+        if self._is_rank0_only:
             return PendingRows(())
-        return self._with_branches(
-            generated, rows, samples, generated.values, self._services.ask_values
+        return self._append_branches(
+            generated, rows, samples, generated.values, self._services.request_values
         )
 
-    def _teacher_logprobs(
+    def _get_teacher_logprobs(
         self, generated: _Generated, rows: Tensor, samples: Sequence[Sample]
     ) -> PendingRows:
         """Return the pending teacher log-probs of `rows`, int64 [B], and of the branches of their
@@ -343,22 +349,22 @@ class RolloutBuilder:
         Unlike values, they are also requested by a builder that rank 0 uses alone, because the
         teacher does not change.
         """
-        samples_by_row = zip(rows.tolist(), samples, strict=True)
-        branch_metadata = [
-            generated.prompts[row].metadata
-            for row, sample in samples_by_row
-            for _ in sample.branches
-        ]
-        ask = functools.partial(self._services.ask_teacher, metadata=branch_metadata)
-        return self._with_branches(generated, rows, samples, generated.teacher_logprobs, ask)
+        # A branch has the metadata of its sample's prompt.
+        branch_metadata = []
+        for row, sample in zip(rows.tolist(), samples, strict=True):
+            branch_metadata += [generated.prompts[row].metadata] * len(sample.branches)
+        request = functools.partial(
+            self._services.request_teacher_logprobs, metadata=branch_metadata
+        )
+        return self._append_branches(generated, rows, samples, generated.teacher_logprobs, request)
 
-    def _with_branches(
+    def _append_branches(
         self,
         generated: _Generated,
         rows: Tensor,
         samples: Sequence[Sample],
-        asked: Sequence[RemoteFuture[Tensor]],
-        ask: Callable[[SampleBatch], tuple[RemoteFuture[Tensor], ...]],
+        pending: Sequence[RemoteFuture[Tensor]],
+        request: Callable[[SampleBatch], tuple[RemoteFuture[Tensor], ...]],
     ) -> PendingRows:
         """Request the answers for the branches, and return them with the pending answers for
         `rows`.
@@ -367,121 +373,139 @@ class RolloutBuilder:
             generated: Samples generated so far.
             rows: Rows of the selected samples, int64 [B].
             samples: The selected samples.
-            asked: Pending answers for all generated samples.
-            ask: Function that requests the answers for a batch of branches.
+            pending: Pending answers for all generated samples.
+            request: Function that requests the answers for a batch of branches.
         """
         branches = [branch for sample in samples for branch in sample.branches]
         if not branches:
-            return PendingRows(tuple(asked), rows)
-        branch_answers = ask(collate(branches, self._pad_token_id))
-        answer_rows = torch.cat((rows, len(generated.samples) + torch.arange(len(branches))))
-        return PendingRows((*asked, *branch_answers), answer_rows)
+            return PendingRows(tuple(pending), rows)
+        branch_answers = request(collate(branches, self._pad_token_id))
+        # The answers are the rows of all generated samples, followed by the rows of the branches.
+        branch_rows = len(generated.samples) + torch.arange(len(branches))
+        answer_rows = torch.cat((rows, branch_rows))
+        return PendingRows((*pending, *branch_answers), answer_rows)
 
-    def _generate_and_ask(self, generated: _Generated, count: int) -> None:
+    def _generate_and_request(self, generated: _Generated, count: int) -> None:
         """Generate at least `count` prompts in whole micro-batches, and request their scores and
         values."""
         settings = self._settings
-        size = settings.prompts_per_micro_batch
-        for _ in range(0, count, size):
-            complete = self._draw(size)
-            prompts = [straggler.prompt for straggler in complete for _ in straggler.samples]
-            samples = self._cut([sample for straggler in complete for sample in straggler.samples])
+        micro_batch_size = settings.prompts_per_micro_batch
+        for _ in range(0, count, micro_batch_size):
+            complete = self._complete_prompts(micro_batch_size)
+            prompts = [rollout.prompt for rollout in complete for _ in rollout.samples]
+            samples = self._truncate([sample for rollout in complete for sample in rollout.samples])
             batch = collate(samples, self._pad_token_id)
             metadata = [prompt.metadata for prompt in prompts]
+            # If prompts may be skipped, a failed request is repeated prompt by prompt, so that only
+            # the prompts that cause the failure have no score.
             retry_batch_rows = settings.samples_per_prompt if settings.skippable_prompts else None
 
             generated.prompts += prompts
             generated.samples += samples
-            generated.teacher_logprobs += self._services.ask_teacher(batch, metadata)
-            if self._is_alone:
-                generated.scores += self._services.ask_scores(batch, metadata, retry_batch_rows)
+            generated.teacher_logprobs += self._services.request_teacher_logprobs(batch, metadata)
+            if self._is_rank0_only:
+                generated.scores += self._services.request_scores(batch, metadata, retry_batch_rows)
                 continue
-            scores, values = self._services.ask(batch, metadata, retry_batch_rows)
+            scores, values = self._services.request_scores_and_values(
+                batch, metadata, retry_batch_rows
+            )
             generated.scores += scores
             generated.values += values
 
-    def _draw(self, count: int) -> list[Straggler]:
+    def _complete_prompts(self, count: int) -> list[PartialRollout]:
         """Return the next `count` complete prompts; others may remain in flight.
 
         If the generator refuses a request, each prompt is requested separately. Prompts that are
         refused again are skipped and replaced by others.
         """
         was_refused = False
-        may_skip = self._settings.skippable_prompts if self._is_alone else 0
+        # If all ranks share the builder, they receive a refusal as a plain AlignerError, from
+        # `run_and_broadcast_result`, and the run ends.
+        max_skipped = self._settings.skippable_prompts if self._is_rank0_only else 0
         while True:
             self._admit(count + self._settings.spare_prompts)
             try:
-                stragglers = self._taken_further(self._under_way, count)
+                partial_rollouts = self._continue_generation(self._partial_rollouts, count)
                 break
             except RefusedError:
-                if not may_skip:
+                if not max_skipped:
                     raise
-                count_before = len(self._under_way)
-                self._leave_out()
+                count_before = len(self._partial_rollouts)
+                self._skip_refused()
                 # Give up if too many prompts are skipped, or if the request is refused again
                 # although no single prompt is.
-                if self._skipped > may_skip or (
-                    was_refused and len(self._under_way) == count_before
+                if self._skipped > max_skipped or (
+                    was_refused and len(self._partial_rollouts) == count_before
                 ):
                     raise
                 was_refused = True
-        complete, self._under_way = divided(stragglers, count, self._settings.max_deferrals)
+
+        complete, self._partial_rollouts = split_complete(
+            partial_rollouts, count, self._settings.max_deferrals
+        )
         return complete
 
     def _admit(self, count: int) -> None:
         """Admit prompts until at least `count` are in flight."""
+        new_count = max(0, count - len(self._partial_rollouts))
         new_prompts, self.position = self._prompts.select(
-            self.position, max(0, count - len(self._under_way)), self._rates
+            self.position, new_count, self._pass_rates
         )
         samples_per_prompt = self._settings.samples_per_prompt
-        self._under_way += tuple(
-            Straggler(prompt, tuple(create_empty_samples([prompt], samples_per_prompt)))
+        self._partial_rollouts += tuple(
+            PartialRollout(prompt, tuple(create_empty_samples([prompt], samples_per_prompt)))
             for prompt in new_prompts
         )
 
-    def _taken_further(self, stragglers: Sequence[Straggler], count: int) -> list[Straggler]:
+    def _continue_generation(
+        self, partial_rollouts: Sequence[PartialRollout], count: int
+    ) -> list[PartialRollout]:
         """Continue generation until `count` prompts are complete, and all that may not be carried
         over again."""
         samples_per_prompt = self._settings.samples_per_prompt
-        enough = None
+        early_stop = None
 
         # With spare prompts, generation stops as soon as `count` prompts and all prompts that may
         # not be carried over again are complete.
-        if count < len(stragglers):
+        if count < len(partial_rollouts):
             limit = self._settings.max_deferrals
-            enough = Enough(
-                count,
-                tuple(
-                    index
-                    for index, straggler in enumerate(stragglers)
-                    if straggler.deferrals >= limit
-                ),
+            required_prompts = tuple(
+                index
+                for index, rollout in enumerate(partial_rollouts)
+                if rollout.deferrals >= limit
             )
+            early_stop = EarlyStopCondition(count, required_prompts)
 
-        samples = [sample for straggler in stragglers for sample in straggler.samples]
-        generated = iter(self._sampler.sample(samples, samples_per_prompt, self._options, enough))
+        samples = [sample for rollout in partial_rollouts for sample in rollout.samples]
+        generated = iter(
+            self._sampler.sample(samples, samples_per_prompt, self._options, early_stop)
+        )
+        # The sampler keeps the order, so the next `samples_per_prompt` samples belong to the next
+        # prompt.
         return [
-            replace(straggler, samples=tuple(itertools.islice(generated, samples_per_prompt)))
-            for straggler in stragglers
+            replace(rollout, samples=tuple(itertools.islice(generated, samples_per_prompt)))
+            for rollout in partial_rollouts
         ]
 
-    def _leave_out(self) -> None:
+    def _skip_refused(self) -> None:
         """Remove the prompts in flight that the generator refuses when requested separately."""
         accepted = []
-        for straggler in self._under_way:
+        for rollout in self._partial_rollouts:
+            # These samples are discarded. The next request generates the same ones, because the
+            # random stream of a sample does not depend on the other samples of a request.
             try:
-                self._taken_further([straggler], 1)
-                accepted.append(straggler)
+                self._continue_generation([rollout], 1)
+                accepted.append(rollout)
             except RefusedError as error:
                 _log.warning(
                     "prompt %s is skipped, because generation failed: %s",
-                    straggler.prompt.id,
+                    rollout.prompt.id,
                     error,
                 )
-        self._skipped += len(self._under_way) - len(accepted)
-        self._under_way = tuple(accepted)
+        self._skipped += len(self._partial_rollouts) - len(accepted)
+        self._partial_rollouts = tuple(accepted)
 
-    def _informative(self, generated: _Generated) -> Tensor:
+    def _select_informative(self, generated: _Generated) -> Tensor:
         """Return rows, int64 [N], of prompts whose scores are not all equal, after generating more
         if needed.
 
@@ -490,31 +514,36 @@ class RolloutBuilder:
         """
         prompts_per_step = self._settings.prompts_per_step
         samples_per_prompt = self._settings.samples_per_prompt
-        for round_index in range(self._rounds + 1):
-            pending = self._scores(generated)
-            scores = (
-                pending.local().view(len(generated.samples), -1)[:, 0]
-                if self._is_alone
-                else pending.result()
-            )
-            rows = informative(self._compared(scores, generated.samples), samples_per_prompt)
+        for round_index in range(self._dynamic_sampling_rounds + 1):
+            pending = self._get_scores(generated)
+            if self._is_rank0_only:
+                # [B] or [B, 1+P] with the scores of P sources; column 0 is the total score.
+                scores = pending.result_on_rank0().view(len(generated.samples), -1)[:, 0]
+            else:
+                scores = pending.result()
+
+            # Group-relative advantages of a prompt with equal scores are 0, so that its samples
+            # would contribute no gradient (DAPO, section 3.2).
+            compared_scores = self._transform_scores(scores, generated.samples)
+            rows = select_informative(compared_scores, samples_per_prompt)
             informative_count = len(rows) // samples_per_prompt
             if informative_count >= prompts_per_step:
                 return rows[: prompts_per_step * samples_per_prompt]
-            if round_index < self._rounds:
-                self._generate_and_ask(generated, prompts_per_step - informative_count)
+            if round_index < self._dynamic_sampling_rounds:
+                self._generate_and_request(generated, prompts_per_step - informative_count)
         raise AlignerError(
-            f"algorithm.dynamic_sampling_rounds={self._rounds}: only {informative_count} of"
+            f"algorithm.dynamic_sampling_rounds={self._dynamic_sampling_rounds}: only"
+            f" {informative_count} of"
             f" {len(generated.samples) // samples_per_prompt} prompts have samples with different"
             f" scores, but a step needs {prompts_per_step} such prompts. Allow more rounds,"
             f" generate more samples per prompt (rollout.samples_per_prompt={samples_per_prompt}),"
             " or use prompts that the policy solves sometimes but not always"
         )
 
-    def forget(self, first: int) -> None:
-        """Declare that no episode of a prompt before position `first` of the stream will start
-        again."""
-        self._sampler.forget(first)
+    def drop_journal_before(self, first_prompt: int) -> None:
+        """Drop the journal of the episodes of all prompts before position `first_prompt` of the
+        stream."""
+        self._sampler.drop_journal_before(first_prompt)
 
     def close(self) -> None:
         """Close the engine. Collective."""
@@ -529,23 +558,20 @@ class RolloutBuilder:
         Returns:
             The samples, consecutive for each prompt.
         """
-        return self._cut(
-            self._sampler.sample(
-                create_empty_samples(prompts, samples_per_prompt), samples_per_prompt, options
-            )
-        )
+        empty_samples = create_empty_samples(prompts, samples_per_prompt)
+        return self._truncate(self._sampler.sample(empty_samples, samples_per_prompt, options))
 
-    def _cut(self, samples: list[Sample]) -> list[Sample]:
+    def _truncate(self, samples: list[Sample]) -> list[Sample]:
         """Return complete samples, truncated after the first truncation token."""
         if self._truncate_token is None:
             return samples
         return [
-            truncated(sample, self._truncate_token, self._settings.truncate_after)
+            truncate_response(sample, self._truncate_token, self._settings.truncate_after)
             for sample in samples
         ]
 
 
-def environment_scores(samples: Sequence[Sample], samples_per_prompt: int) -> Tensor | None:
+def compute_environment_scores(samples: Sequence[Sample], samples_per_prompt: int) -> Tensor | None:
     """Return the rewards of the samples' environments, branches included, float32 [B]; None without
     any.
 
@@ -556,11 +582,12 @@ def environment_scores(samples: Sequence[Sample], samples_per_prompt: int) -> Te
         return None
     sums = torch.stack([torch.zeros(()) if reward is None else reward for reward in rewards])
     # The samples of a prompt are compared with each other, so all of them are lost with one.
+    # [B] → [prompts, samples per prompt]
     groups = sums.view(-1, samples_per_prompt)
     return torch.where(groups.isnan().any(1, keepdim=True), torch.nan, groups).flatten()
 
 
-def informative(scores: Tensor, samples_per_prompt: int) -> Tensor:
+def select_informative(scores: Tensor, samples_per_prompt: int) -> Tensor:
     """Return the rows, int64 [N], of the prompts whose scores [B] are not all equal.
 
     Samples without a score are not compared.
@@ -570,14 +597,17 @@ def informative(scores: Tensor, samples_per_prompt: int) -> Tensor:
     return rows[high.amax(1) > low.amin(1)].flatten()
 
 
-def truncated(sample: Sample, token_id: int, after: int) -> Sample:
+def truncate_response(sample: Sample, token_id: int, after: int) -> Sample:
     """Return the sample up to the first `token_id` among its response tokens from index `after` on.
 
     A sample without this token is returned whole, with `finish_reason="length"`. Source: Huang et
     al. 2023, "The N Implementation Details of RLHF with PPO", detail 8.
     """
-    matches = (sample.tokens[sample.prompt_length + after :] == token_id).nonzero()
+    candidates = sample.tokens[sample.prompt_length + after :]
+    matches = (candidates == token_id).nonzero()
     if not len(matches):
         return replace(sample, finish_reason="length")
+
+    # Number of response tokens, including the truncation token.
     length = after + int(matches[0]) + 1
     return sample.truncate(length, "stop")

@@ -30,17 +30,22 @@ from aligner.files import write_file
 from aligner.resharding.publisher import RemotePublisher
 from aligner.resharding.weight_update import PublishStats, WeightPublisher
 from aligner.schema import RolloutConfig
-from aligner.training.partial_rollouts import Straggler, from_saved, prompt_fields, to_saved
+from aligner.training.partial_rollouts import (
+    PartialRollout,
+    deserialize_partial_rollouts,
+    prompt_to_json,
+    serialize_partial_rollouts,
+)
 from aligner.training.rollout_builder import RolloutBatch, RolloutBuilder
-from aligner.training.services import PendingRows, Services, together
+from aligner.training.services import PendingRows, Services, run_and_broadcast_result
 
-Drawn = TypeVar("Drawn")
+T = TypeVar("T")
 
-_TENSORS = "rollouts.safetensors"
-_PROMPTS = "rollouts.json"
+_TENSORS_FILE = "rollouts.safetensors"
+_RECORDS_FILE = "rollouts.json"
 
 
-def _thread(name: str) -> Executor:
+def _create_thread(name: str) -> Executor:
     return ThreadPoolExecutor(1, thread_name_prefix=name)
 
 
@@ -50,7 +55,7 @@ class _Progress:
 
     position: int = 0
     """Number of prompts taken from the stream."""
-    under_way: tuple[Straggler, ...] = ()
+    partial_rollouts: tuple[PartialRollout, ...] = ()
     """Prompts that were carried over."""
 
 
@@ -60,7 +65,7 @@ class _Batch:
 
     step: int
     """Training step that consumes the batch."""
-    drawn: Future[tuple[RolloutBatch, _Progress]]
+    rollout: Future[tuple[RolloutBatch, _Progress]]
     """Pending batch, and the progress after it."""
 
 
@@ -77,8 +82,8 @@ class RolloutPipeline:
     rank 0 alternates between weight syncs and generation: it publishes version v, generates the
     batches that this version admits, and then publishes version v + 1. One version, that of its
     admission, therefore generates a whole batch: the weights of a sample depend on the step, never
-    on timing. With `interrupts`, a separate thread publishes each version as soon as it is
-    available, also during the generation of a batch.
+    on timing. With `publishes_during_generation`, a separate thread publishes each version as soon
+    as it is available, also during the generation of a batch.
 
     Neither side can get far ahead of the other: the generator has work for at most `steps_ahead`
     steps, and the trainer waits when it takes a batch that is not complete. With `max_staleness` 0
@@ -87,61 +92,68 @@ class RolloutPipeline:
 
     def __init__(
         self,
-        rollouts: RolloutBuilder,
-        ahead: RolloutBuilder | None,
-        weights: WeightPublisher,
+        builder: RolloutBuilder,
+        ahead_builder: RolloutBuilder | None,
+        publisher: WeightPublisher,
         services: Services,
         settings: RolloutConfig,
         steps: int,
         pad_token_id: int,
         *,
-        interrupts: bool = False,
-        workers: Callable[[str], Executor] = _thread,
+        publishes_during_generation: bool = False,
+        create_executor: Callable[[str], Executor] = _create_thread,
     ) -> None:
         """Create the pipeline.
 
         Args:
-            rollouts: Builder that all ranks use together.
-            ahead: Builder that rank 0 uses alone; None on other ranks. It is not used if
+            builder: Builder that all ranks use together.
+            ahead_builder: Builder that rank 0 uses alone; None on other ranks. It is not used if
                 `max_staleness` is 0.
-            weights: Publisher of the weights; a `RemotePublisher` unless `max_staleness` is 0.
+            publisher: Publisher of the weights; a `RemotePublisher` unless `max_staleness` is 0.
             services: Access to the servers.
             settings: Section `rollout` of the configuration.
             steps: Number of steps of the run; no batch is generated for later steps.
             pad_token_id: Token id that pads the rows of a batch.
-            interrupts: Whether weights are published during the generation of a batch.
-            workers: Function that creates a named executor, which runs its tasks one after another.
+            publishes_during_generation: Whether weights are published during the generation of a
+                batch.
+            create_executor: Function that creates a named executor, which runs its tasks one after
+                another.
         """
-        self._rollouts = rollouts
-        self._ahead = ahead
-        self._weights = weights
+        self._builder = builder
+        self._ahead_builder = ahead_builder
+        self._publisher = publisher
         self._services = services
         self._settings = settings
         self._steps = steps
         self._pad_token_id = pad_token_id
-        self._drawing = workers("rollouts") if settings.steps_ahead and ahead else None
-        # Without interrupts, one worker alternates between weight syncs and generation.
-        self._serving = workers("weights") if self._drawing and interrupts else self._drawing
-        self._served: Future[None] | None = None
+        self._generation_worker: Executor | None = None
+        if settings.steps_ahead and ahead_builder:
+            self._generation_worker = create_executor("rollouts")
+        # Without `publishes_during_generation` both are one worker: its queue makes weight syncs
+        # and generation alternate.
+        self._publish_worker = self._generation_worker
+        if self._generation_worker and publishes_during_generation:
+            self._publish_worker = create_executor("weights")
+        self._pending_publish: Future[None] | None = None
         """Pending weight sync of the newest version, on rank 0; None after the last version."""
-        self._newest = 0
-        self._beside: Future[Any] | None = None
+        self._newest_version = 0
+        self._extra_generation: Future[Any] | None = None
         """Pending extra generation with the newest version, on rank 0; the next version is
         published after it."""
         self._batches: deque[_Batch] = deque()
         """Batches in the order of their steps, on rank 0."""
-        self._next = 0
+        self._next_step = 0
         """First step whose batch has not been submitted."""
-        self._taken = _Progress()
+        self._progress = _Progress()
         """Progress after the batches that were taken."""
-        self._held: list[_Batch] = []
+        self._checkpoint_batches: list[_Batch] = []
         """Batches that belong to the checkpoint that is being saved."""
-        self._held_from = _Progress()
+        self._checkpoint_progress = _Progress()
         """Progress before those batches."""
         self.pass_rates: PassRates | None = None
         """Pass rates of the prompts after the completed steps, on every rank. A batch uses the pass
         rates from the time at which its weight version was published."""
-        self._needed = 0
+        self._first_needed_prompt = 0
         """Position of the first prompt that a run resumed from the last checkpoint samples or
         continues, on rank 0."""
 
@@ -153,9 +165,9 @@ class RolloutPipeline:
     @property
     def publish_stats(self) -> PublishStats | None:
         """Statistics of the newest weight sync that this rank saw complete."""
-        return self._weights.stats
+        return self._publisher.stats
 
-    def publish_weights(self, version: int, last: bool = False) -> None:
+    def publish_weights(self, version: int, is_last: bool = False) -> None:
         """Publish the trainer's weights, and submit the batches that they admit. Collective.
 
         If samples are generated ahead of training, the weights are copied before this method
@@ -163,54 +175,56 @@ class RolloutPipeline:
 
         Args:
             version: Version of the weights.
-            last: Whether this is the last version: it admits no batch, and is published only if
+            is_last: Whether this is the last version: it admits no batch, and is published only if
                 `await_published` waits for it.
         """
         if not self.is_ahead:
-            self._weights.publish(version)
+            self._publisher.publish(version)
             return
-        weights = cast(RemotePublisher, self._weights)
+        publisher = cast(RemotePublisher, self._publisher)
         # All ranks copy their weights, because the next step changes them; only rank 0 continues
         # below.
-        weights.take_snapshot(version)
-        self._served = None
-        if self._drawing is None or self._serving is None:
+        publisher.take_snapshot(version)
+        self._pending_publish = None
+        if self._generation_worker is None or self._publish_worker is None:
             return
 
-        self._newest = version
-        if last:
+        self._newest_version = version
+        if is_last:
             return
 
-        served = self._served = self._serving.submit(self._serve, version, self._beside)
-        self._beside = None
+        published = self._publish_worker.submit(self._publish, version, self._extra_generation)
+        self._pending_publish = published
+        self._extra_generation = None
+
         # Admission: this version generates all batches up to `steps_ahead` steps ahead of it.
-        while self._next <= min(version + self._settings.steps_ahead, self._steps - 1):
-            self._batches.append(
-                _Batch(self._next, self._drawing.submit(self._draw, served, self.pass_rates))
-            )
-            self._next += 1
+        last_step = min(version + self._settings.steps_ahead, self._steps - 1)
+        while self._next_step <= last_step:
+            rollout = self._generation_worker.submit(self._generate, published, self.pass_rates)
+            self._batches.append(_Batch(self._next_step, rollout))
+            self._next_step += 1
 
-    def draw_beside(self, draw: Callable[[RolloutBuilder], Drawn]) -> Future[Drawn] | None:
+    def generate_extra(self, generate: Callable[[RolloutBuilder], T]) -> Future[T] | None:
         """Submit extra generation with the newest version on rank 0; return None on the other
         ranks.
 
         It runs after the batches that were submitted, and before a newer version is published. Call
         this at most once per version, and only if samples are generated ahead of training.
         """
-        if self._drawing is None or self._ahead is None:
+        if self._generation_worker is None or self._ahead_builder is None:
             return None
-        served = self._served
-        ahead = self._ahead
-        assert served is not None and self._beside is None, (
+        published = self._pending_publish
+        ahead_builder = self._ahead_builder
+        assert published is not None and self._extra_generation is None, (
             "the engine must have the newest weight version and no other extra samples in flight"
         )
 
-        def drawn() -> Drawn:
-            served.result()
-            return draw(ahead)
+        def generate_after_publish() -> T:
+            published.result()
+            return generate(ahead_builder)
 
-        self._beside = self._drawing.submit(drawn)
-        return self._beside
+        self._extra_generation = self._generation_worker.submit(generate_after_publish)
+        return self._extra_generation
 
     def await_published(self) -> None:
         """Wait until the engine has the newest weights. Collective.
@@ -220,14 +234,16 @@ class RolloutPipeline:
         """
 
         def wait() -> None:
-            if self._serving is not None:
-                serving = self._served or self._serving.submit(
-                    cast(RemotePublisher, self._weights).serve, self._newest
-                )
-                serving.result()
+            if self._publish_worker is not None:
+                published = self._pending_publish
+                # `publish_weights` has copied the last version, but not published it.
+                if published is None:
+                    publisher = cast(RemotePublisher, self._publisher)
+                    published = self._publish_worker.submit(publisher.serve, self._newest_version)
+                published.result()
 
         if self.is_ahead:
-            together(wait)
+            run_and_broadcast_result(wait)
 
     def take(self) -> RolloutBatch:
         """Return the batch of the next step, equal on every rank. Collective.
@@ -236,29 +252,31 @@ class RolloutPipeline:
             AlignerError: Generation failed; raised on every rank.
         """
         if not self.is_ahead:
-            rollout = self._rollouts.take(self.pass_rates)
-            self._taken = _Progress(self._rollouts.position)
+            rollout = self._builder.take(self.pass_rates)
+            self._progress = _Progress(self._builder.position)
             return rollout
-        rollouts: list[RolloutBatch] = []
+        rank0_rollouts: list[RolloutBatch] = []
 
-        def take() -> None:
-            if self._ahead is not None:
-                batch_rollout, self._taken = self._batches.popleft().drawn.result()
-                rollouts.append(batch_rollout)
+        def wait_for_rollout() -> None:
+            if self._ahead_builder is not None:
+                rollout, self._progress = self._batches.popleft().rollout.result()
+                rank0_rollouts.append(rollout)
 
-        together(take)
-        return self._shared(rollouts[0] if rollouts else None)
+        # `run_and_broadcast_result` shares the error, but only JSON results.
+        run_and_broadcast_result(wait_for_rollout)
+        return self._broadcast(rank0_rollouts[0] if rank0_rollouts else None)
 
     def close(self) -> None:
         """Stop the threads, and close the engine. Collective."""
 
-        def end() -> None:
-            for worker in (self._drawing, self._serving):
+        def shut_down() -> None:
+            for worker in (self._generation_worker, self._publish_worker):
                 if worker is not None:
                     worker.shutdown(cancel_futures=True)
 
-        together(end)  # their current tasks may need the other ranks
-        self._rollouts.close()
+        # The other ranks wait, because the current tasks of the workers may need them.
+        run_and_broadcast_result(shut_down)
+        self._builder.close()
 
     def begin_save(self, step: int) -> None:
         """Select the batches that a checkpoint of `step` must contain.
@@ -268,11 +286,11 @@ class RolloutPipeline:
         be complete.
         """
         # The previous checkpoint is complete, so no run resumes from before its position.
-        self._rollouts.forget(self._needed)
-        self._held = [
+        self._builder.drop_journal_before(self._first_needed_prompt)
+        self._checkpoint_batches = [
             batch for batch in self._batches if batch.step < step + self._settings.steps_ahead
         ]
-        self._held_from = self._taken
+        self._checkpoint_progress = self._progress
 
     def finish_save(self, directory: Path) -> int:
         """Write the batches of the checkpoint on rank 0, after they are generated. Collective.
@@ -283,9 +301,9 @@ class RolloutPipeline:
         Raises:
             AlignerError: Generation failed; raised on every rank.
         """
-        position = together(lambda: self._write(directory))
+        position = run_and_broadcast_result(lambda: self._write_batches(directory))
         if not self.is_ahead:
-            self._needed = position
+            self._first_needed_prompt = position
         return position
 
     def resume(self, directory: Path, step: int, position: int) -> None:
@@ -296,74 +314,85 @@ class RolloutPipeline:
             AlignerError: The batches were generated further ahead than `rollout.max_staleness`
                 allows.
         """
-        self._rollouts.position = position
-        self._taken = _Progress(position)
-        self._next = step
-        if self._ahead is not None:
-            self._ahead.position = position
-        together(lambda: self._read(directory, step))
+        self._builder.position = position
+        self._progress = _Progress(position)
+        self._next_step = step
+        if self._ahead_builder is not None:
+            self._ahead_builder.position = position
+        run_and_broadcast_result(lambda: self._read_batches(directory, step))
 
-    def _serve(self, version: int, beside: Future[Any] | None) -> None:
+    def _publish(self, version: int, extra_generation: Future[Any] | None) -> None:
         """Publish a version after the extra generation of the previous version.
 
         An error of the extra generation is ignored here, because its caller receives it.
         """
-        if beside is not None:
+        if extra_generation is not None:
             # The weight sync must follow this generation, even if it failed.
             with suppress(Exception):
-                beside.result()
-        cast(RemotePublisher, self._weights).serve(version)
+                extra_generation.result()
+        cast(RemotePublisher, self._publisher).serve(version)
 
-    def _draw(
-        self, served: Future[None], rates: PassRates | None
+    def _generate(
+        self, published: Future[None], pass_rates: PassRates | None
     ) -> tuple[RolloutBatch, _Progress]:
         """Generate a batch with the weights that the engine has at that time, or newer weights."""
-        assert self._ahead is not None, "only rank 0 generates"
-        served.result()
-        return self._ahead.take(rates), _Progress(self._ahead.position, self._ahead.under_way)
+        assert self._ahead_builder is not None, "only rank 0 generates"
+        published.result()
+        rollout = self._ahead_builder.take(pass_rates)
+        # The worker runs one task at a time, so this is the progress directly after the batch.
+        progress = _Progress(self._ahead_builder.position, self._ahead_builder.partial_rollouts)
+        return rollout, progress
 
-    def _write(self, directory: Path) -> int:
+    def _write_batches(self, directory: Path) -> int:
         """Write the batches of the checkpoint, and return the position in the stream after them."""
         rollouts = []
-        progress = self._held_from
-        for batch in self._held:
-            rollout, progress = batch.drawn.result()
+        progress = self._checkpoint_progress
+        for batch in self._checkpoint_batches:
+            rollout, progress = batch.rollout.result()
             rollouts.append(rollout)
-        self._held = []
+        self._checkpoint_batches = []
+
         # Episodes of earlier prompts are never started again, so their journal can be deleted.
-        self._needed = min(
-            (straggler.prompt.id for straggler in progress.under_way), default=progress.position
+        self._first_needed_prompt = min(
+            (partial_rollout.prompt.id for partial_rollout in progress.partial_rollouts),
+            default=progress.position,
         )
-        if not rollouts and not progress.under_way:
+        if not rollouts and not progress.partial_rollouts:
             return progress.position
 
+        # One file contains all tensors; a prefix separates the batches and the partial rollouts.
         tensors: dict[str, Tensor] = {}
         for index, rollout in enumerate(rollouts):
             tensors |= {f"{index}.{name}": tensor for name, tensor in _to_tensors(rollout).items()}
-        straggler_tensors, under_way = to_saved(progress.under_way)
-        tensors |= {f"under_way.{name}": tensor for name, tensor in straggler_tensors.items()}
+        partial_tensors, partial_records = serialize_partial_rollouts(progress.partial_rollouts)
+        tensors |= {f"under_way.{name}": tensor for name, tensor in partial_tensors.items()}
 
         batches = [
-            _to_json(rollout) | {"replaced": to_saved(rollout.replaced)[1]} for rollout in rollouts
+            _to_json(rollout) | {"replaced": serialize_partial_rollouts(rollout.replaced)[1]}
+            for rollout in rollouts
         ]
         with fenced_write():
             directory.mkdir(parents=True, exist_ok=True)
-            write_file(directory / _TENSORS, to_bytes(tensors))
+            write_file(directory / _TENSORS_FILE, to_bytes(tensors))
             write_file(
-                directory / _PROMPTS, json.dumps({"batches": batches, "under_way": under_way})
+                directory / _RECORDS_FILE,
+                json.dumps({"batches": batches, "under_way": partial_records}),
             )
         return progress.position
 
-    def _read(self, directory: Path, step: int) -> None:
+    def _read_batches(self, directory: Path, step: int) -> None:
         """Restore the batches of the checkpoint on the ranks that generate."""
-        is_another_ranks = self.is_ahead and self._ahead is None
-        if is_another_ranks or not (directory / _PROMPTS).exists():
+        is_generating_rank = self._ahead_builder is not None or not self.is_ahead
+        if not is_generating_rank or not (directory / _RECORDS_FILE).exists():
             return
+
         try:
-            saved = json.loads((directory / _PROMPTS).read_text())
-            tensors = load_file(directory / _TENSORS)
+            saved = json.loads((directory / _RECORDS_FILE).read_text())
+            tensors = load_file(directory / _TENSORS_FILE)
             batches = saved["batches"]
-            under_way = from_saved(_part(tensors, "under_way"), saved["under_way"])
+            partial_rollouts = deserialize_partial_rollouts(
+                _select_prefix(tensors, "under_way"), saved["under_way"]
+            )
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             raise AlignerError(
                 f"{directory}: cannot read the rollout batches that were generated ahead of"
@@ -380,61 +409,63 @@ class RolloutPipeline:
                 f" {key}={allowed + excess} or more"
             )
 
-        self._next = step + len(batches)
-        # The batch of step `self._next` is the first that continues the partial rollouts.
-        oldest = min(
-            (version for straggler in under_way for version in straggler.first_versions),
-            default=step,
-        )
-        if self._next - oldest > allowed:
+        self._next_step = step + len(batches)
+        # The batch of step `self._next_step` is the first that continues the partial rollouts.
+        first_versions: list[int] = []
+        for partial_rollout in partial_rollouts:
+            first_versions += partial_rollout.first_versions
+        oldest = min(first_versions, default=step)
+        if self._next_step - oldest > allowed:
             raise AlignerError(
                 f"{key}={allowed}: the checkpoint contains partial rollouts of weight version"
-                f" {oldest}, and step {self._next} trains on these rollouts; resume with"
-                f" {key}={self._next - oldest} or more"
+                f" {oldest}, and step {self._next_step} trains on these rollouts; resume with"
+                f" {key}={self._next_step - oldest} or more"
             )
 
-        if self._ahead is not None:
-            self._ahead.under_way = under_way
-        self._taken = replace(self._taken, under_way=under_way)
+        if self._ahead_builder is not None:
+            self._ahead_builder.partial_rollouts = partial_rollouts
+        self._progress = replace(self._progress, partial_rollouts=partial_rollouts)
         for index, batch in enumerate(batches):
-            rollout = self._from_saved(_part(tensors, f"{index}"), batch)
+            rollout = self._deserialize(_select_prefix(tensors, f"{index}"), batch)
+            # All batches were complete when they were saved. The checkpoint contains only the
+            # progress after the last one; a later checkpoint needs no other.
             completed: Future[tuple[RolloutBatch, _Progress]] = Future()
-            completed.set_result(
-                (rollout, self._taken)
-            )  # all batches were complete when they were saved
+            completed.set_result((rollout, self._progress))
             self._batches.append(_Batch(step + index, completed))
 
-    def _shared(self, drawn: RolloutBatch | None) -> RolloutBatch:
+    def _broadcast(self, rank0_rollout: RolloutBatch | None) -> RolloutBatch:
         """Return rank 0's batch on every rank, and request its values from the critic."""
-        message = (
-            None
-            if drawn is None
-            else (_to_json(drawn), _places(drawn.scores), _places(drawn.teacher_logprobs))
-        )
+        message = None
+        score_futures: tuple[Future[Tensor], ...] = ()
+        teacher_futures: tuple[Future[Tensor], ...] = ()
+        environment_rewards = None
+        replaced: tuple[PartialRollout, ...] = ()
+        if rank0_rollout is not None:
+            message = (
+                _to_json(rank0_rollout),
+                _list_selected_rows(rank0_rollout.scores),
+                _list_selected_rows(rank0_rollout.teacher_logprobs),
+            )
+            score_futures = rank0_rollout.scores.futures
+            teacher_futures = rank0_rollout.teacher_logprobs.futures
+            environment_rewards = rank0_rollout.scores.added_rewards
+            replaced = rank0_rollout.replaced
+
         # JSON carries the small fields; samples are broadcast as tensors, and only rank 0 has the
         # futures.
-        fields, rows, teacher_rows = broadcast_json(message)
+        fields, score_rows, teacher_rows = broadcast_json(message)
+        samples = broadcast_samples(None if rank0_rollout is None else rank0_rollout.samples)
 
-        samples = broadcast_samples(None if drawn is None else drawn.samples)
-        futures, environment_rewards = (
-            ((), None) if drawn is None else (drawn.scores.futures, drawn.scores.added)
+        scores = PendingRows(
+            score_futures, torch.tensor(score_rows), environment_rewards, self._builder.source_count
         )
-        rollout = self._from_json(
-            fields,
-            samples,
-            PendingRows(
-                futures, torch.tensor(rows), environment_rewards, self._rollouts.score_parts
-            ),
-        )
-
-        teacher_futures = () if drawn is None else drawn.teacher_logprobs.futures
+        rollout = self._from_json(fields, samples, scores)
         teacher_logprobs = PendingRows(
-            teacher_futures,
-            None if teacher_rows is None else torch.tensor(teacher_rows),
+            teacher_futures, None if teacher_rows is None else torch.tensor(teacher_rows)
         )
 
-        values = PendingRows(self._services.ask_values(rollout.batch))
-        replaced = () if drawn is None else drawn.replaced
+        # Values are requested only now, so that the critic has the updates of all previous steps.
+        values = PendingRows(self._services.request_values(rollout.batch))
         return replace(rollout, values=values, teacher_logprobs=teacher_logprobs, replaced=replaced)
 
     def _from_json(
@@ -449,66 +480,78 @@ class RolloutPipeline:
         counts = {
             "deferred": fields["deferred"],
             "skipped": fields["skipped"],
-            "left_out": tuple(fields["left_out"]),
+            "removed_lengths": tuple(fields["left_out"]),
         }
         return RolloutBatch(prompts, samples, batch, scores, PendingRows(()), **counts)
 
-    def _from_saved(self, tensors: Mapping[str, Tensor], fields: Mapping[str, Any]) -> RolloutBatch:
+    def _deserialize(
+        self, tensors: Mapping[str, Tensor], fields: Mapping[str, Any]
+    ) -> RolloutBatch:
         """Return the batch from the results of `_to_tensors` and `_to_json`."""
         samples = samples_from_tensors(tensors)
+        # The stored scores already include the rewards of the environments.
         scores = PendingRows(
-            (_answered(tensors["scores"]),), tensors["rows"], sources=self._rollouts.score_parts
+            (_completed_future(tensors["scores"]),),
+            tensors["rows"],
+            source_count=self._builder.source_count,
         )
         rollout = self._from_json(fields, samples, scores)
         if (teacher_logprobs := tensors.get("teacher_logprobs")) is not None:
-            rollout = replace(rollout, teacher_logprobs=PendingRows((_answered(teacher_logprobs),)))
-        replaced = (
-            from_saved(_part(tensors, "replaced"), fields["replaced"])
-            if "replaced" in fields
-            else ()
-        )
+            rollout = replace(
+                rollout, teacher_logprobs=PendingRows((_completed_future(teacher_logprobs),))
+            )
+        replaced: tuple[PartialRollout, ...] = ()
+        if "replaced" in fields:
+            replaced = deserialize_partial_rollouts(
+                _select_prefix(tensors, "replaced"), fields["replaced"]
+            )
         return replace(rollout, replaced=replaced)
 
 
-def _answered(rows: Tensor) -> Future[Tensor]:
+def _completed_future(rows: Tensor) -> Future[Tensor]:
     """Return a completed future."""
-    answer: Future[Tensor] = Future()
-    answer.set_result(rows)
-    return answer
+    future: Future[Tensor] = Future()
+    future.set_result(rows)
+    return future
 
 
-def _places(pending: PendingRows) -> list[int] | None:
+def _list_selected_rows(pending: PendingRows) -> list[int] | None:
     """Return the indices of the batch's samples among all generated samples; None for all."""
-    return None if pending.chosen is None else pending.chosen.tolist()
+    return None if pending.selected_rows is None else pending.selected_rows.tolist()
 
 
-def _to_json(drawn: RolloutBatch) -> dict[str, Any]:
-    prompts = [prompt_fields(prompt) for prompt in drawn.prompts]
+def _to_json(rollout: RolloutBatch) -> dict[str, Any]:
+    """Return the prompts and counts of a batch as JSON values, without tensors."""
+    prompts = [prompt_to_json(prompt) for prompt in rollout.prompts]
     return {
         "prompts": prompts,
-        "deferred": drawn.deferred,
-        "skipped": drawn.skipped,
-        "left_out": drawn.left_out,
+        "deferred": rollout.deferred,
+        "skipped": rollout.skipped,
+        "left_out": rollout.removed_lengths,
     }
 
 
-def _to_tensors(drawn: RolloutBatch) -> dict[str, Tensor]:
+def _to_tensors(rollout: RolloutBatch) -> dict[str, Tensor]:
+    """Return the samples, scores and teacher log-probs of a batch as tensors on rank 0."""
     teacher_tensors: dict[str, Tensor] = {}
-    # Save them: a repeated request in another batch could round them differently.
-    if drawn.teacher_logprobs.futures:
-        teacher_tensors["teacher_logprobs"] = drawn.teacher_logprobs.local(
-            drawn.batch.tokens.shape[1] - 1
+    # A resumed run must not request them again: in another batch the teacher could round them
+    # differently.
+    if rollout.teacher_logprobs.futures:
+        teacher_tensors["teacher_logprobs"] = rollout.teacher_logprobs.result_on_rank0(
+            rollout.batch.tokens.shape[1] - 1
         ).contiguous()
+    replaced_tensors, _ = serialize_partial_rollouts(rollout.replaced)
     return {
         **teacher_tensors,
-        **samples_to_tensors(drawn.samples),
-        "scores": drawn.all_scores.local(),
-        "rows": torch.tensor(_places(drawn.scores)),
-        **{f"replaced.{name}": tensor for name, tensor in to_saved(drawn.replaced)[0].items()},
+        **samples_to_tensors(rollout.samples),
+        # The scores of all generated samples, because the metrics include the replaced prompts.
+        "scores": rollout.all_scores.result_on_rank0(),
+        "rows": torch.tensor(_list_selected_rows(rollout.scores)),
+        **{f"replaced.{name}": tensor for name, tensor in replaced_tensors.items()},
     }
 
 
-def _part(tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
+def _select_prefix(tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
     """Return the tensors whose names begin with `name.`, by the rest of their names."""
     return {
         key.removeprefix(f"{name}."): tensor

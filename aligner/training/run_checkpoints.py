@@ -22,14 +22,15 @@ from aligner.data.fencing import fenced_write
 from aligner.data.run_inputs import InputChecksums, describe_input_changes
 from aligner.errors import AlignerError, ConfigError
 from aligner.files import write_file
-from aligner.paths import DAMAGE, find_complete_steps, parse_checkpoint_step, run_paths
+from aligner.paths import DAMAGE, find_complete_steps, get_run_paths, parse_checkpoint_step
 from aligner.schema import Config
-from aligner.schema.keys import shown
-from aligner.training.end_rule import better_sign, check_named
-from aligner.training.services import together
+from aligner.schema.keys import get_masked_values
+from aligner.training.end_rule import check_metric_name, get_improvement_sign
+from aligner.training.services import run_and_broadcast_result
 from aligner.version import __version__
 
 _log = logging.getLogger(__name__)
+
 _PARTS = {
     "policy": "weights, optimizer and learning-rate schedule: policy/manifest.json",
     "reward_model": "weights, optimizer and learning-rate schedule: reward_model/manifest.json",
@@ -43,11 +44,14 @@ _PARTS = {
         " critic/updates.json"
     ),
 }
-_SHOWN_CHANGES = 10
-_HOLDS = {
+"""Directories that a checkpoint can contain, and the description of each in the manifest."""
+_OTHER_STATE = {
     "rng": "nothing: every random stream is derived from the seed and the step",
     "data": "position, the number of prompts or examples used or skipped: state",
 }
+"""Descriptions, in the manifest, of the state that is not stored in a part of its own."""
+_MAX_LISTED_CHANGES = 10
+"""Maximum number of changed files that the error of `check_inputs` lists."""
 
 
 @dataclass(frozen=True)
@@ -87,14 +91,14 @@ class RunCheckpoints:
         self._config = config
         self._settings = config.checkpoint
         self._inputs = inputs
-        self._directory = run_paths(config).checkpoints
-        self._undeletable: set[str] = set()
+        self._directory = get_run_paths(config).checkpoints
+        self._undeletable_names: set[str] = set()
 
-    def steps(self) -> list[int]:
+    def list_steps(self) -> list[int]:
         """Return the steps that have a complete checkpoint, in order."""
         return find_complete_steps(self._directory)
 
-    def newest(self) -> list[TrainingState]:
+    def read_newest_states(self) -> list[TrainingState]:
         """Return the states of the last `checkpoint.keep` retained checkpoints, in order.
 
         Raises:
@@ -102,10 +106,12 @@ class RunCheckpoints:
         """
         return [
             TrainingState(**self._read(step)["state"])
-            for step in sorted(self._kept())[-self._settings.keep :]
+            # Omit a best checkpoint that is much older: the critic keeps the journal of its updates
+            # since the first of these states.
+            for step in sorted(self._find_retained_steps())[-self._settings.keep :]
         ]
 
-    def set_damaged_aside(self, rank: int) -> None:
+    def rename_damaged(self, rank: int) -> None:
         """Rename damaged checkpoints that are newer than the newest intact one. Collective.
 
         Rank 0 renames the directories. Afterwards the newest checkpoint is intact.
@@ -113,27 +119,30 @@ class RunCheckpoints:
         Raises:
             AlignerError: No checkpoint is intact, or one has another format; nothing is renamed.
         """
-        damaged: dict[int, str] = {}
-        steps = broadcast_json(self.steps())
-        is_whole = False
+        damage_by_step: dict[int, str] = {}
+        # All ranks must check the same steps, but may see a shared filesystem in different states.
+        steps = broadcast_json(self.list_steps())
+        has_intact = False
         for step in reversed(steps):
             # For checkpoints older than the newest intact one, read only the manifest: the
             # critic's ranks verify the files that they restore.
-            if problems := self._problems(step, manifest_only=is_whole):
-                damaged[step] = "; ".join(problems)
+            if problems := self._find_damage(step, manifest_only=has_intact):
+                damage_by_step[step] = "; ".join(problems)
             else:
-                is_whole = True
+                has_intact = True
 
-        if steps and not is_whole:
+        if steps and not has_intact:
             problem_lines = "\n".join(
-                f"  step_{step}: {problem}" for step, problem in damaged.items()
+                f"  step_{step}: {problem}" for step, problem in damage_by_step.items()
             )
             raise AlignerError(
                 f"{self._directory}: every checkpoint is damaged; restore a checkpoint from a"
                 f" backup, or start again in another run.dir:\n{problem_lines}"
             )
 
-        together(lambda: self._rename(damaged if rank == 0 else {}))
+        run_and_broadcast_result(
+            lambda: self._rename_directories(damage_by_step if rank == 0 else {})
+        )
 
     def check_inputs(self) -> None:
         """Compare the files that the run reads with those of the newest checkpoint.
@@ -143,34 +152,37 @@ class RunCheckpoints:
         Raises:
             ConfigError: A file changed, and `run.changes` does not list its key.
         """
-        steps = self.steps()
-        saved = self._read(steps[-1]).get("inputs") if steps else None
-        if saved is None or self._inputs is None:
+        steps = self.list_steps()
+        saved_inputs = self._read(steps[-1]).get("inputs") if steps else None
+        if saved_inputs is None or self._inputs is None:
             return
-        expected = {
+        expected_inputs = {
             key: {name: FileRecord(*record) for name, record in files.items()}
-            for key, files in saved.items()
+            for key, files in saved_inputs.items()
         }
-        changes = describe_input_changes(expected, self._inputs, self._config.run.changes)
+        changes = describe_input_changes(expected_inputs, self._inputs, self._config.run.changes)
         if not changes:
             return
 
-        lines = [line for key in changes for line in changes[key]]
-        if len(lines) > _SHOWN_CHANGES:
-            lines[_SHOWN_CHANGES:] = [f"and {len(lines) - _SHOWN_CHANGES} more files"]
-        shown = "\n".join(f"  {line}" for line in lines)
+        lines: list[str] = []
+        for key_lines in changes.values():
+            lines += key_lines
+        if len(lines) > _MAX_LISTED_CHANGES:
+            lines[_MAX_LISTED_CHANGES:] = [f"and {len(lines) - _MAX_LISTED_CHANGES} more files"]
+        indented_lines = "\n".join(f"  {line}" for line in lines)
         raise ConfigError(
             f"run.resume={self._config.run.resume}: files that the run reads have changed since"
-            f" checkpoint step_{steps[-1]} was saved:\n{shown}\n  restore the files, start another"
-            f" run, or accept the changes with run.changes=[{','.join(changes)}]"
+            f" checkpoint step_{steps[-1]} was saved:\n{indented_lines}\n  restore the files, start"
+            f" another run, or accept the changes with run.changes=[{','.join(changes)}]"
         )
 
-    def metric(self, stats: Mapping[str, float]) -> float | None:
+    def get_metric(self, metrics: Mapping[str, float]) -> float | None:
         """Return the value of `checkpoint.best_metric`; None if the key is not set or the metric
         not measured."""
-        return None if self._settings.best_metric is None else stats.get(self._settings.best_metric)
+        name = self._settings.best_metric
+        return None if name is None else metrics.get(name)
 
-    def check_metric(self, stats: Mapping[str, float]) -> None:
+    def check_metric(self, metrics: Mapping[str, float]) -> None:
         """Raise AlignerError if `checkpoint.best_metric` is unknown, according to the metrics of a
         step.
 
@@ -179,7 +191,7 @@ class RunCheckpoints:
         """
         name = self._settings.best_metric
         if name is not None:
-            check_named(f"checkpoint.best_metric={name}", name, stats)
+            check_metric_name(f"checkpoint.best_metric={name}", name, metrics)
 
     def commit(self, state: TrainingState, metric: float | None = None) -> None:
         """Write the manifest, which makes a checkpoint complete.
@@ -205,19 +217,22 @@ class RunCheckpoints:
                     for part, description in _PARTS.items()
                     if (directory / part).is_dir()
                 }
-                | _HOLDS
+                | _OTHER_STATE
             ),
-            "files": _stored_files(directory),
+            # Checksums of all files, so that a resume detects damage to any of them.
+            "files": _collect_file_records(directory),
             "inputs": self._inputs,
-            "config": shown(self._config),
+            "config": get_masked_values(self._config),
         }
         self._write(state.step, content)
 
     @fenced_write()
-    def settle(self, step: int, metric: float | None) -> None:
+    def record_evaluation(self, step: int, metric: float | None) -> None:
         """Record the result of an evaluation that was pending when the checkpoint was saved."""
         content = self._read(step)
         content["state"]["owes_evaluation"] = False
+        # A checkpoint saved by time is never compared with others. Manifests of older releases have
+        # no `by_time`.
         if metric is not None and not content["state"].get("by_time"):
             content["metric"] = {"name": self._settings.best_metric, "value": metric}
         self._write(step, content)
@@ -225,10 +240,11 @@ class RunCheckpoints:
     def prune(self) -> None:
         """Delete the checkpoints that are not retained, and the remains of earlier failed
         deletions."""
-        retained = self._kept()
+        retained_steps = self._find_retained_steps()
+        # A newer directory without a manifest may be a checkpoint that is being written.
         for directory in sorted(self._directory.iterdir()):
             step = parse_checkpoint_step(directory)
-            if step is not None and step < max(retained) and step not in retained:
+            if step is not None and step < max(retained_steps) and step not in retained_steps:
                 self._delete(directory)
 
     @fenced_write()
@@ -242,21 +258,22 @@ class RunCheckpoints:
             if directory.exists():
                 shutil.rmtree(directory)  # raises the error that the first call ignored
         except OSError as error:
-            if directory.name not in self._undeletable:
+            if directory.name not in self._undeletable_names:
                 _log.warning(
                     "cannot delete old checkpoint %s: %s; retrying after each checkpoint",
                     directory,
                     error,
                 )
-            self._undeletable.add(directory.name)
+            self._undeletable_names.add(directory.name)
 
-    def best(self) -> int | None:
+    def find_best(self) -> int | None:
         """Return the step of the best checkpoint by `checkpoint.best_metric`; the newest if several
         are equal."""
-        sign = better_sign(str(self._settings.best_metric))
+        sign = get_improvement_sign(str(self._settings.best_metric))
         values = {}
-        for step in self.steps():
+        for step in self.list_steps():
             metric = self._read(step)["metric"]
+            # The metric's name differs if the run was resumed with another `best_metric`.
             if (
                 metric is not None
                 and metric["name"] == self._settings.best_metric
@@ -265,24 +282,25 @@ class RunCheckpoints:
                 values[step] = sign * metric["value"]
         return max(values, key=lambda step: (values[step], step), default=None)
 
-    def _kept(self) -> set[int]:
+    def _find_retained_steps(self) -> set[int]:
         """Return the steps of the checkpoints to retain: the last `checkpoint.keep`, the newest and
         the best."""
-        steps = self.steps()
-        best = self.best()
+        steps = self.list_steps()
+        best_step = self.find_best()
         # A checkpoint that was saved because of the elapsed time must not displace one that
         # `checkpoint.every` requested; of those saved by time only the newest is certain to stay.
-        at_interval = {
+        interval_steps = {
             step
             for step in steps
             if self._settings.every and not self._read(step)["state"].get("by_time")
         }
-        retained = sorted(steps, key=lambda step: (step in at_interval, step))[
-            -self._settings.keep :
-        ]
-        return {*retained, *steps[-1:], *(() if best is None else (best,))}
+        by_priority = sorted(steps, key=lambda step: (step in interval_steps, step))
+        retained_steps = {*by_priority[-self._settings.keep :], *steps[-1:]}
+        if best_step is not None:
+            retained_steps.add(best_step)
+        return retained_steps
 
-    def _problems(self, step: int, *, manifest_only: bool) -> list[str]:
+    def _find_damage(self, step: int, *, manifest_only: bool) -> list[str]:
         """Return descriptions of the damage to a checkpoint's files. Collective."""
         files: dict[str, FileRecord] = {}
         problem = None
@@ -290,24 +308,28 @@ class RunCheckpoints:
             files = self._read(step)["files"]
         except DamagedError as error:
             problem = str(error)
-        if manifest_problems := sorted(
-            {rank_problem for rank_problem in gather_json(problem) if rank_problem is not None}
-        ):
-            return manifest_problems
+
+        # The damage may be visible on one rank only. The checks of the files are collective, so all
+        # ranks must agree whether to run them.
+        rank_problems = gather_json(problem)
+        manifest_problems = {text for text in rank_problems if text is not None}
+        if manifest_problems:
+            return sorted(manifest_problems)
+
         return [] if manifest_only else find_damaged_files(self._directory / f"step_{step}", files)
 
-    def _rename(self, damaged: Mapping[int, str]) -> None:
+    def _rename_directories(self, damage_by_step: Mapping[int, str]) -> None:
         """Rename damaged checkpoints, and write the damage to a file in each."""
-        for step, problem in damaged.items():
+        for step, problem in damage_by_step.items():
             directory = self._directory / f"step_{step}"
-            names = (
-                directory.with_name(f"step_{step}.damaged{suffix}")
-                for suffix in ("", *(f".{n}" for n in range(2, 100)))
-            )
+            # The step may have been damaged, renamed and saved again before.
+            suffixes = ["", *(f".{number}" for number in range(2, 100))]
+            targets = (directory.with_name(f"step_{step}.damaged{suffix}") for suffix in suffixes)
             try:
                 with fenced_write():
-                    renamed = directory.rename(next(name for name in names if not name.exists()))
-                    write_file(renamed / DAMAGE, f"{problem}\n")
+                    target = next(target for target in targets if not target.exists())
+                    renamed_directory = directory.rename(target)
+                    write_file(renamed_directory / DAMAGE, f"{problem}\n")
             except OSError as error:
                 raise AlignerError(
                     f"{directory}: damaged ({problem}), and cannot be moved aside: {error}"
@@ -315,7 +337,7 @@ class RunCheckpoints:
             _log.warning(
                 "DAMAGED: checkpoint step_%d is not used and was moved to %s: %s",
                 step,
-                renamed,
+                renamed_directory,
                 problem,
             )
 
@@ -330,15 +352,18 @@ class RunCheckpoints:
         return read_manifest_file(self._directory / f"step_{step}" / MANIFEST)
 
 
-def _stored_files(directory: Path) -> dict[str, FileRecord]:
+def _collect_file_records(directory: Path) -> dict[str, FileRecord]:
     """Return the sizes and checksums that the files of a checkpoint's parts must have.
 
     Raises:
         AlignerError: A file that a part's manifest lists does not exist.
     """
-    files = {}
+    records = {}
     for part in (directory / name for name in _PARTS):
-        recorded = read_manifest(part).files if (part / MANIFEST).is_file() else {}
+        # The ranks that wrote the part computed its checksums from the data in memory; reading the
+        # files again would be slow and would not detect damage by the write.
+        part_records = read_manifest(part).files if (part / MANIFEST).is_file() else {}
         for file in sorted(part.glob("[!.]*")):
-            files[f"{part.name}/{file.name}"] = recorded.get(file.name) or compute_file_record(file)
-    return files
+            record = part_records.get(file.name) or compute_file_record(file)
+            records[f"{part.name}/{file.name}"] = record
+    return records

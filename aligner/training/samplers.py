@@ -7,14 +7,19 @@ from typing import Protocol
 
 from aligner.data.collectives import broadcast_samples
 from aligner.data.types import Sample
-from aligner.engines.engine_loop import SampleSource, SingleResponses, StartsSamples
+from aligner.engines.engine_loop import EpisodeSource, SampleStarter, SingleResponses
 from aligner.engines.engine_protocol import GenerationEngine, SamplingOptions
-from aligner.engines.replicas import STEPS_A_PART, Enough, generate_in_parts, run_through
+from aligner.engines.replicas import (
+    STEPS_PER_PART,
+    EarlyStopCondition,
+    generate_in_parts,
+    run_to_completion,
+)
 from aligner.resharding.publisher import RemotePublisher
 from aligner.schema import EngineParallelConfig
 from aligner.servers.generator_client import GeneratorClient
 from aligner.servers.remote_client import RemoteError
-from aligner.training.services import together
+from aligner.training.services import run_and_broadcast_result
 
 
 class Sampler(Protocol):
@@ -28,9 +33,9 @@ class Sampler(Protocol):
         samples: Sequence[Sample],
         samples_per_prompt: int,
         options: SamplingOptions,
-        enough: Enough | None = None,
+        early_stop: EarlyStopCondition | None = None,
     ) -> list[Sample]:
-        """Continue the unfinished samples until all are complete, or until `enough` is met.
+        """Continue the unfinished samples until all are complete, or until `early_stop` is met.
         Collective.
 
         Args:
@@ -38,13 +43,13 @@ class Sampler(Protocol):
                 unfinished sample continues from its tokens, if it has any.
             samples_per_prompt: Number of samples of each prompt.
             options: Sampling parameters.
-            enough: Condition for an early stop; None: generate until all samples are complete.
+            early_stop: Condition for an early stop; None: generate until all samples are complete.
 
         Returns:
             All samples in the given order, equal on every rank.
         """
 
-    def rest(self) -> tuple[int, int]:
+    def end_generation(self) -> tuple[int, int]:
         """End the generation phase of a step: the next call of `sample` follows a weight sync.
 
         Returns:
@@ -52,11 +57,11 @@ class Sampler(Protocol):
             step (`engine.speculation`); zeros if the engine is on other ranks.
         """
 
-    def forget(self, first: int) -> None:
-        """Drop the journal of the episodes of all prompts before the `first` in the stream; they
-        will not be generated again."""
+    def drop_journal_before(self, first_prompt: int) -> None:
+        """Drop the journal of the episodes of all prompts before position `first_prompt` of the
+        stream, which will not be generated again."""
 
-    def take_waits(self) -> float | None:
+    def take_environment_wait_s(self) -> float | None:
         """Return the mean time in seconds that an episode on this rank waited for its environment
         since the last call.
 
@@ -77,9 +82,9 @@ class ColocatedSampler:
     """Parallel sizes of the engine."""
     rank: int
     """Rank of this process."""
-    sleeps: bool = False
+    should_sleep: bool = False
     """Whether the engine frees its memory between steps."""
-    episodes: SampleSource | None = None
+    episodes: EpisodeSource | None = None
     """The source of episodes; None for single responses."""
 
     def sample(
@@ -87,11 +92,12 @@ class ColocatedSampler:
         samples: Sequence[Sample],
         samples_per_prompt: int,
         options: SamplingOptions,
-        enough: Enough | None = None,
+        early_stop: EarlyStopCondition | None = None,
     ) -> list[Sample]:
         """See `Sampler.sample`."""
-        steps = None if enough is None else STEPS_A_PART
-        source: StartsSamples = self.episodes or SingleResponses(self.engine)
+        # Without an early stop, the replicas have nothing to agree on before the end.
+        steps = None if early_stop is None else STEPS_PER_PART
+        source: SampleStarter = self.episodes or SingleResponses(self.engine)
         parts = generate_in_parts(
             source,
             self.layout,
@@ -100,24 +106,24 @@ class ColocatedSampler:
             samples_per_prompt,
             options,
             steps=steps,
-            enough=enough,
+            early_stop=early_stop,
         )
-        return run_through(parts)
+        return run_to_completion(parts)
 
-    def rest(self) -> tuple[int, int]:
-        """See `Sampler.rest`."""
-        if self.sleeps:
+    def end_generation(self) -> tuple[int, int]:
+        """See `Sampler.end_generation`."""
+        if self.should_sleep:
             self.engine.sleep()
-        return self.engine.take_guesses()
+        return self.engine.take_draft_counts()
 
-    def forget(self, first: int) -> None:
-        """See `Sampler.forget`."""
+    def drop_journal_before(self, first_prompt: int) -> None:
+        """See `Sampler.drop_journal_before`."""
         if self.episodes is not None:
-            self.episodes.forget(first)
+            self.episodes.drop_journal_before(first_prompt)
 
-    def take_waits(self) -> float | None:
-        """See `Sampler.take_waits`."""
-        return None if self.episodes is None else self.episodes.take_waits()
+    def take_environment_wait_s(self) -> float | None:
+        """See `Sampler.take_environment_wait_s`."""
+        return None if self.episodes is None else self.episodes.take_environment_wait_s()
 
     def close(self) -> None:
         """See `Sampler.close`."""
@@ -137,7 +143,7 @@ class RemoteSampler:
     """Client of the generator on rank 0; None on the other ranks."""
     weights: RemotePublisher
     """Publisher that sends the weights to the generator."""
-    is_alone: bool = False
+    is_rank0_only: bool = False
     """Whether only rank 0 calls `sample`, so that the samples are not broadcast."""
 
     def sample(
@@ -145,51 +151,57 @@ class RemoteSampler:
         samples: Sequence[Sample],
         samples_per_prompt: int,
         options: SamplingOptions,
-        enough: Enough | None = None,
+        early_stop: EarlyStopCondition | None = None,
     ) -> list[Sample]:
         """See `Sampler.sample`. Raises the generator's error on every rank."""
-        if self.is_alone:
-            return self._drawn(samples, samples_per_prompt, options, enough)
+        if self.is_rank0_only:
+            return self._generate(samples, samples_per_prompt, options, early_stop)
         generated: list[Sample] = []
-        together(
-            lambda: generated.extend(self._drawn(samples, samples_per_prompt, options, enough))
-        )
+
+        def generate() -> None:
+            generated.extend(self._generate(samples, samples_per_prompt, options, early_stop))
+
+        # This shares an error of the generator; the samples are broadcast as tensors.
+        run_and_broadcast_result(generate)
         return broadcast_samples(generated)
 
-    def _drawn(
+    def _generate(
         self,
         samples: Sequence[Sample],
         samples_per_prompt: int,
         options: SamplingOptions,
-        enough: Enough | None,
+        early_stop: EarlyStopCondition | None,
     ) -> list[Sample]:
         """Return the generator's samples on rank 0, and an empty list on the other ranks.
 
         If the generator was restarted and lacks the weights, wait until they are restored, and
         repeat the request: it returns the same samples.
         """
+        # The request names the version, so that a generator without these weights refuses it.
         version = self.weights.served
         while self.client is not None:
             try:
                 return self.client.generate(
-                    samples, samples_per_prompt, options, enough, version
+                    samples, samples_per_prompt, options, early_stop, version
                 ).result()
             except RemoteError as error:
                 if error.kind != "WeightsError":
                     raise
+                # `restore` may send a newer version than the one that the generator lost.
                 version = self.weights.restore()
         return []
 
-    def rest(self) -> tuple[int, int]:
+    def end_generation(self) -> tuple[int, int]:
         """Return zeros: the generator manages its own memory, and reports its own draft tokens."""
         return 0, 0
 
-    def forget(self, first: int) -> None:
-        """See `Sampler.forget`. The next request to the generator contains `first`."""
+    def drop_journal_before(self, first_prompt: int) -> None:
+        """See `Sampler.drop_journal_before`. The next request to the generator contains the
+        position."""
         if self.client is not None:
-            self.client.first_prompt = first
+            self.client.first_prompt = first_prompt
 
-    def take_waits(self) -> float | None:
+    def take_environment_wait_s(self) -> float | None:
         """Return None: the generator runs the environments."""
         return None
 

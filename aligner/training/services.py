@@ -1,10 +1,9 @@
 """Server requests from all trainer ranks: rank 0 sends them, and every rank gets the answers."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from threading import Thread
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from aligner.data.collectives import broadcast_json, is_distributed
+from aligner.data.collectives import is_distributed, run_on_rank0
 from aligner.data.types import SampleBatch
 from aligner.errors import AlignerError
 from aligner.servers.critic_client import INITIAL, CriticClient, CriticState
@@ -28,12 +27,12 @@ from aligner.servers.remote_client import (
     resize_width,
 )
 
-_SIGN_S = 0.25
+_HEARTBEAT_S = 0.25
 """Interval in seconds at which rank 0 sends a message to the ranks that wait for it; the minimum of
 `cluster.collective_timeout_s` is 1 s."""
 
 
-def _results(futures: Sequence[Future[Any]]) -> list[Any]:
+def _collect_results(futures: Sequence[Future[Any]]) -> list[Any]:
     """Return the results of all futures, after reading every one of them.
 
     Rows that the reward server could not score become NaN, if other rows were scored: the samples
@@ -45,28 +44,27 @@ def _results(futures: Sequence[Future[Any]]) -> list[Any]:
             function.
     """
     results = []
-    error = None
-    unscored = []
-    deadlock: str | None = None
+    first_error = None
+    unscored_errors = []
+    deadlock_error: str | None = None
+    # All futures are read even after an error, because `assert_settled` counts unread answers.
     for future in futures:
         try:
             results.append(future.result())
-        except UnscoredError as refused:
-            # All futures are read even after an error, because `assert_settled` counts unread
-            # answers.
-            results.append(torch.full((refused.rows,), torch.nan))
-            unscored.append(str(refused))
-        except Exception as problem:
-            error = error or str(problem)
-            if isinstance(problem, RefusedError) and problem.kind == "ScorerDeadlocked":
-                deadlock = str(problem)
+        except UnscoredError as error:
+            results.append(torch.full((error.rows,), torch.nan))
+            unscored_errors.append(str(error))
+        except Exception as error:
+            first_error = first_error or str(error)
+            if isinstance(error, RefusedError) and error.kind == "ScorerDeadlocked":
+                deadlock_error = str(error)
 
-    if unscored and len(unscored) == len(futures):
-        error = unscored[0]
+    if unscored_errors and len(unscored_errors) == len(futures):
+        first_error = unscored_errors[0]
     # Requests behind a deadlocked function time out, and their errors would hide the cause.
-    error = deadlock or error
-    if error is not None:
-        raise AlignerError(error)
+    message = deadlock_error or first_error
+    if message is not None:
+        raise AlignerError(message)
     return results
 
 
@@ -75,11 +73,11 @@ class PendingRows:
     """Answers in flight about the parts of a batch, in row order; only rank 0 has futures."""
 
     futures: tuple[Future[Tensor], ...]
-    chosen: Tensor | None = None
+    selected_rows: Tensor | None = None
     """Selected rows, int64 [B]; None for all."""
-    added: Tensor | None = None
+    added_rewards: Tensor | None = None
     """Rewards [rows] to add to the scores, on rank 0; None for none."""
-    sources: int | None = None
+    source_count: int | None = None
     """Number of score columns from reward sources; the columns after them are rewards of tokens.
     None if all columns are from sources."""
     _received: dict[int | None, Tensor] = field(default_factory=dict, repr=False)
@@ -98,31 +96,35 @@ class PendingRows:
         Raises:
             AlignerError: The server's error; raised on every rank.
         """
-        rows = self._everywhere(width)
+        rows = self._get_rows_on_all_ranks(width)
+        # Scores are [B], or [B, 1+P+T] with the scores of sources and of tokens after the total.
         return rows[:, 0] if width is None and rows.ndim > 1 else rows
 
-    def parts(self) -> Tensor | None:
+    def get_source_scores(self) -> Tensor | None:
         """Return the scores of each of P sources, [B, P]; None if the reward does not return them.
         Collective.
 
         Raises the errors of `result`.
         """
-        rows = self._everywhere(None)
-        sources = None if self.sources is None else 1 + self.sources
-        return rows[:, 1:sources] if rows.ndim > 1 and sources != 1 else None
+        rows = self._get_rows_on_all_ranks(None)
+        # Column 0 is the total score.
+        end = None if self.source_count is None else 1 + self.source_count
+        return rows[:, 1:end] if rows.ndim > 1 and end != 1 else None
 
-    def steps(self, width: int) -> Tensor:
+    def get_step_rewards(self, width: int) -> Tensor:
         """Return the rewards of the tokens that end a step, float32 [B, width]. Collective.
 
         Entry t is the reward of token t+1; entries of other tokens are NaN. Raises the errors of
         `result`.
         """
-        rows = self._everywhere(None)
-        first = 1 + (self.sources or 0)
-        rewards = rows[:, first : first + width] if rows.ndim > 1 else torch.zeros(len(rows), 0)
+        rows = self._get_rows_on_all_ranks(None)
+        # Columns: total score, scores of sources, rewards of tokens.
+        start = 1 + (self.source_count or 0)
+        rewards = rows[:, start : start + width] if rows.ndim > 1 else torch.zeros(len(rows), 0)
+        # The answers are as wide as the longest sample of a request; the batch can be wider.
         return F.pad(rewards, (0, width - rewards.shape[1]), value=torch.nan)
 
-    def local(self, width: int | None = None) -> Tensor:
+    def result_on_rank0(self, width: int | None = None) -> Tensor:
         """Wait for the answers and return the rows on rank 0 only; not collective.
 
         Args:
@@ -134,45 +136,57 @@ class PendingRows:
         Raises:
             AlignerError: The server's error.
         """
-        rows = self._joined(_results(self.futures), width)
-        return rows if self.chosen is None else rows[self.chosen]
+        rows = self._join(_collect_results(self.futures), width)
+        return rows if self.selected_rows is None else rows[self.selected_rows]
 
-    def _everywhere(self, width: int | None) -> Tensor:
+    def _get_rows_on_all_ranks(self, width: int | None) -> Tensor:
+        """Return the selected rows on every rank. Collective at the first call with this width."""
         if width not in self._received:
             self._received[width] = self._receive(width)
         rows = self._received[width]
-        return rows if self.chosen is None else rows[self.chosen]
+        return rows if self.selected_rows is None else rows[self.selected_rows]
 
     def _receive(self, width: int | None) -> Tensor:
-        parts: list[Tensor] = []
+        """Wait for the answers on rank 0, and broadcast all rows. Collective."""
+        joined_rows: Tensor | None = None
 
         def receive() -> list[int] | None:
-            parts.extend(_results(self.futures))
-            if not parts:
+            nonlocal joined_rows
+            answers = _collect_results(self.futures)
+            if not answers:
                 return None
-            parts[:] = [self._joined(parts, width).contiguous()]
-            return list(parts[0].shape)
+            joined_rows = self._join(answers, width).contiguous()
+            return list(joined_rows.shape)
 
         # Only rank 0 has the answers; the other ranks need the shape for the broadcast.
-        shape = together(receive)
-        rows = parts[0] if parts else torch.empty(shape)
+        shape = run_and_broadcast_result(receive)
+        rows = torch.empty(shape) if joined_rows is None else joined_rows
         if is_distributed():
             dist.broadcast(rows, 0)
         return rows
 
-    def _joined(self, parts: Sequence[Tensor], width: int | None) -> Tensor:
-        padded = None if width is None else torch.cat([resize_width(part, width) for part in parts])
-        return self._with_added(join_scores(parts) if padded is None else padded)
+    def _join(self, answers: Sequence[Tensor], width: int | None) -> Tensor:
+        """Return the rows of all answers, with the rewards added."""
+        if width is None:
+            return self._add_rewards(join_scores(answers))
+        # The answers are as wide as the longest row of their requests.
+        resized = [resize_width(answer, width) for answer in answers]
+        return self._add_rewards(torch.cat(resized))
 
-    def _with_added(self, rows: Tensor) -> Tensor:
-        if self.added is None or rows.ndim == 1:
-            return rows if self.added is None else rows + self.added
+    def _add_rewards(self, rows: Tensor) -> Tensor:
+        if self.added_rewards is None:
+            return rows
+        if rows.ndim == 1:
+            return rows + self.added_rewards
         # Column 0 is the total score; the columns after it belong to single sources.
-        return torch.cat([rows[:, :1] + self.added[:, None], rows[:, 1:]], 1)
+        return torch.cat([rows[:, :1] + self.added_rewards[:, None], rows[:, 1:]], 1)
 
     def select(self, rows: Tensor) -> "PendingRows":
         """Return only these rows (int64 [N]), in this order."""
-        return replace(self, chosen=rows if self.chosen is None else self.chosen[rows])
+        # `_received` is shared with the selection, so that the rows are received only once.
+        return replace(
+            self, selected_rows=rows if self.selected_rows is None else self.selected_rows[rows]
+        )
 
 
 @dataclass(frozen=True)
@@ -187,7 +201,7 @@ class PendingUpdates:
         Raises:
             AlignerError: The server's error; raised on every rank.
         """
-        return together(lambda: _results(self.futures))
+        return run_and_broadcast_result(lambda: _collect_results(self.futures))
 
 
 class Services:
@@ -214,19 +228,19 @@ class Services:
         clients = (self.generator, self._critic, self._reward, self._teacher)
         yield from (client for client in clients if client is not None)
 
-    def start(self, timeout_s: float, critic: Sequence[CriticState] = (INITIAL,)) -> None:
+    def start(self, timeout_s: float, critic_states: Sequence[CriticState] = (INITIAL,)) -> None:
         """Wait until all servers answer, and restore the critic to the last of these states.
         Collective."""
 
-        def start() -> None:
+        def start_clients() -> None:
             for client in self._clients:
                 client.wait_ready(timeout_s)
             if self._critic is not None:
-                self._critic.start(critic)
+                self._critic.start(critic_states)
 
-        together(start)
+        run_and_broadcast_result(start_clients)
 
-    def ask(
+    def request_scores_and_values(
         self,
         batch: SampleBatch,
         metadata: Sequence[Mapping[str, Any]],
@@ -248,13 +262,16 @@ class Services:
             Pending scores and pending values.
         """
         if self._reward is None and self._critic is not None:
-            answers = self._critic.values_and_scores(
+            values, scores = self._critic.values_and_scores(
                 batch.tokens, batch.lengths, batch.last_turn_starts, metadata
             )
-            return answers[1:], answers[:1]
-        return self.ask_scores(batch, metadata, retry_batch_rows), self.ask_values(batch)
+            return (scores,), (values,)
 
-    def ask_scores(
+        scores_answer = self.request_scores(batch, metadata, retry_batch_rows)
+        values_answer = self.request_values(batch)
+        return scores_answer, values_answer
+
+    def request_scores(
         self,
         batch: SampleBatch,
         metadata: Sequence[Mapping[str, Any]],
@@ -272,11 +289,11 @@ class Services:
             ),
         )
 
-    def ask_values(self, batch: SampleBatch) -> tuple[RemoteFuture[Tensor], ...]:
+    def request_values(self, batch: SampleBatch) -> tuple[RemoteFuture[Tensor], ...]:
         """Request the values [B, S] of samples if there is a critic; float32."""
         return () if self._critic is None else (self._critic.values(batch.tokens, batch.lengths),)
 
-    def ask_teacher(
+    def request_teacher_logprobs(
         self, batch: SampleBatch, metadata: Sequence[Mapping[str, Any]]
     ) -> tuple[RemoteFuture[Tensor], ...]:
         """Request the teacher's log-probs of samples if there is a teacher; see
@@ -289,9 +306,11 @@ class Services:
 
     def score(self, batch: SampleBatch, metadata: Sequence[Mapping[str, Any]]) -> Tensor:
         """Return the scores of samples, float32 [B], on every rank. Collective."""
-        scores, values = self.ask(batch, metadata)
-        with suppress(AlignerError):  # only marks them as read; the scores have the same error
-            _results(values)
+        scores, values = self.request_scores_and_values(batch, metadata)
+        # The values are not used, but `assert_settled` requires that every answer is read. If they
+        # have an error, the scores have the same one.
+        with suppress(AlignerError):
+            _collect_results(values)
         return PendingRows(scores).result()
 
     def train_critic(
@@ -305,14 +324,19 @@ class Services:
     def begin_critic_checkpoint(self, step: int) -> CriticState | None:
         """Start to save the critic, if there is one, in the run's checkpoint `step`. Collective."""
         critic = self._critic
-        state = together(lambda: None if critic is None else asdict(critic.begin_checkpoint(step)))
-        return None if state is None else CriticState(**state)
+        # The result crosses the ranks as JSON.
+        fields = run_and_broadcast_result(
+            lambda: None if critic is None else asdict(critic.begin_checkpoint(step))
+        )
+        return None if fields is None else CriticState(**fields)
 
     def finish_critic_checkpoint(self) -> None:
         """Wait until the critic's part of the checkpoint is complete. Collective."""
-        together(lambda: None if self._critic is None else self._critic.finish_checkpoint())
+        run_and_broadcast_result(
+            lambda: None if self._critic is None else self._critic.finish_checkpoint()
+        )
 
-    def keep_critic(self, states: Sequence[CriticState]) -> None:
+    def set_critic_recovery_points(self, states: Sequence[CriticState]) -> None:
         """Set the checkpoints from which a lost critic is restored."""
         if self._critic is not None:
             self._critic.set_recovery_points(states)
@@ -334,34 +358,21 @@ class Services:
             client.close()
 
 
-def together(action: Callable[[], Any]) -> Any:
+def run_and_broadcast_result(action: Callable[[], Any]) -> Any:
     """Run `action` on every rank and return rank 0's JSON result on every rank. Collective.
 
-    Rank 0 may wait long for a server that starts, restarts or replays updates. It therefore runs
-    the action in a thread and meanwhile sends heartbeats to the other ranks, so that the timeout of
-    a collective does not have to cover the server's timeout.
+    Rank 0 may wait long for a server that starts, restarts or replays updates. It therefore sends
+    heartbeats, so that the timeout of a collective does not have to cover the server's timeout.
 
     Raises:
         AlignerError: Rank 0's error; raised on every rank.
     """
-    acting: RemoteFuture[Any] = RemoteFuture(set())
-    if is_distributed() and dist.get_rank() == 0:
-        Thread(target=acting.fulfil, args=(action,), name="together", daemon=True).start()
-        while not wait([acting], _SIGN_S).done:
-            broadcast_json(None)
-    else:
-        acting.fulfil(action)
-
-    result = None
-    error = None
+    if is_distributed() and dist.get_rank() > 0:
+        # Only rank 0's result is used, so only rank 0's error is raised.
+        with suppress(AlignerError):
+            action()
     try:
-        result = acting.result()
-    except AlignerError as problem:
-        error = str(problem)
-
-    # None is a heartbeat; a result is a dict.
-    while (shared := broadcast_json({"error": error, "result": result})) is None:
-        pass
-    if shared["error"] is not None:
-        raise AlignerError(shared["error"])
-    return shared["result"]
+        return run_on_rank0(action, heartbeat_s=_HEARTBEAT_S)
+    except AlignerError as error:
+        # Every rank raises the same type; callers do not distinguish more.
+        raise AlignerError(str(error)) from error

@@ -26,19 +26,24 @@ from aligner.observability.metrics import MetricsWriter, RecordWriter, recording
 from aligner.observability.sample_files import SampleFiles
 from aligner.observability.sinks import open_sinks
 from aligner.observability.timeline import Timeline, open_timeline, report_stage
-from aligner.paths import run_paths
-from aligner.placement.addresses import load_endpoints, role_endpoints, run_access
+from aligner.paths import get_run_paths
+from aligner.placement.addresses import load_access, load_endpoints, select_role_endpoints
 from aligner.placement.roles import has_generator
 from aligner.resharding.publisher import RemotePublisher
 from aligner.rewards.judge import JudgeMeter, judge_directory, judge_run_name
 from aligner.schema import Config
-from aligner.schema.derived import has_reference, policy_updates
-from aligner.schema.evaluation_suites import evaluated_suites
-from aligner.schema.reward_sources import evaluation_judge, judge_sources, score_parts, source_names
+from aligner.schema.derived import count_policy_updates, has_reference
+from aligner.schema.evaluation_suites import get_active_suites
+from aligner.schema.reward_sources import (
+    count_score_parts,
+    list_source_names,
+    parse_evaluation_judge,
+    parse_judge_sources,
+)
 from aligner.servers.critic_client import CriticClient, RunId, UpdateJournal
 from aligner.servers.generator_client import GeneratorClient
 from aligner.servers.remote_client import RewardClient, TeacherClient
-from aligner.training.engine_setup import build_engine_ends, build_options
+from aligner.training.engine_setup import build_sampler_and_publisher, build_sampling_options
 from aligner.training.evaluator import build_evaluations
 from aligner.training.loop import StopCondition, TrainingLoop
 from aligner.training.offline import (
@@ -51,7 +56,7 @@ from aligner.training.offline import (
     ProcessRewardModel,
     SupervisedFineTuning,
     TeacherScorer,
-    pair_members,
+    flatten_pairs,
 )
 from aligner.training.online import OnlineTrainer
 from aligner.training.preference_sampling import PairWriter, PreferenceSampler
@@ -59,7 +64,7 @@ from aligner.training.rollout_builder import RolloutBuilder
 from aligner.training.rollout_pipeline import RolloutPipeline
 from aligner.training.run_checkpoints import RunCheckpoints
 from aligner.training.samplers import RemoteSampler, Sampler
-from aligner.training.services import Services, together
+from aligner.training.services import Services, run_and_broadcast_result
 from aligner.training.step_metrics import Recorder
 from aligner.training.step_samples import SampleRecorder
 
@@ -74,13 +79,13 @@ def train(config: Config) -> bool:
     tokenizer = build_run_tokenizer(config, model_directory(config))
     data: PromptStream | RunData
     tools: Sequence[ListedTool] = ()
-    if config.algorithm.generates:
+    if config.algorithm.generates_samples:
         tools = list_tools(config.environment)
         data = open_prompts(
             config.data,
             tokenizer,
             config.seed,
-            include_messages=config.environment.draws_episodes,
+            include_messages=config.environment.has_episodes,
             include_responses=config.algorithm.has_demonstrations,
             tools=tool_schemas(tools),
         )
@@ -91,31 +96,31 @@ def train(config: Config) -> bool:
         config.actor.parallel, config.seed, config.cluster.collective_timeout_s
     )
     # From here on an older trainer of the run can no longer write to the run directory.
-    claim = together(lambda: claim_run(config) if world.rank == 0 else None)
+    claim = run_and_broadcast_result(lambda: claim_run(config) if world.rank == 0 else None)
     set_writer_claim(config, claim)
 
     report_stage(config, "trainer", "computing checksums of models and data")
     checkpoints = RunCheckpoints(config, compute_input_checksums(config))
-    if config.run.resumes:
+    if config.run.should_resume:
         # Rename damaged checkpoints first, so that the newest checkpoint is intact when it is
         # compared.
-        checkpoints.set_damaged_aside(world.rank)
+        checkpoints.rename_damaged(world.rank)
         checkpoints.check_inputs()
 
     report_stage(config, "trainer", "waiting for the servers")
-    services = connect(config, world, claim["attempt"])
+    services = connect_services(config, world, claim["attempt"])
     report_stage(config, "trainer", "loading the model weights and building the engine")
     try:
         trainer = build_trainer(config, world, tokenizer, data, services, tools, checkpoints)
-        with recording(
-            None if trainer.recorder is None else trainer.recorder.metrics, config.logging
-        ):
+        metrics_writer = None if trainer.recorder is None else trainer.recorder.metrics_writer
+        with recording(metrics_writer, config.logging):
             trainer.run()
             trainer.close()
     finally:
+        # Also after an error: requests in flight would keep this process alive.
         services.close()
     worlds.shutdown()
-    return not trainer.stop.is_early
+    return not trainer.stop_condition.is_early
 
 
 def build_trainer(
@@ -138,9 +143,12 @@ def build_trainer(
     if isinstance(data, RunData) and config.algorithm.trainer == "teacher_scores":
         return build_teacher_scorer(config, world, tokenizer, data, timeline)
     if isinstance(data, RunData):
-        task = build_task(config, world, data)
-        parts = _loop_parts(config, world, tokenizer, timeline, checkpoints)
-        return OfflineTrainer(task=task, examples=data.examples, held_out=data.held_out, **parts)
+        return OfflineTrainer(
+            task=build_task(config, world, data),
+            examples=data.examples,
+            held_out_examples=data.held_out,
+            **_build_loop_arguments(config, world, tokenizer, timeline, checkpoints),
+        )
 
     settings = config.algorithm
     directory = model_directory(config)
@@ -150,19 +158,22 @@ def build_trainer(
         config.actor,
         directory,
         config.rollout.temperature,
-        total_updates=policy_updates(config) if settings.trainer == "online" else 1,
+        # A preference sampler never updates the policy, but the schedule must not be empty.
+        total_updates=count_policy_updates(config) if settings.trainer == "online" else 1,
         with_reference=has_reference(config),
         exact=config.engine.exact,
     )
 
-    sampler, publisher = build_engine_ends(
+    sampler, publisher = build_sampler_and_publisher(
         config, policy, tokenizer, services.generator, timeline.add, tools
     )
     builder = build_rollout_builder(config, policy, tokenizer, data, sampler, services)
 
     if settings.trainer != "online":
+        # This trainer only writes the policy's responses and preference pairs. It has no run
+        # checkpoints, because nothing is trained.
         writer = PairWriter(
-            run_paths(config), tokenizer, settings.pairs != "none", settings.kept_fields
+            get_run_paths(config), tokenizer, settings.pairs != "none", settings.kept_fields
         )
         return PreferenceSampler(
             publisher=publisher,
@@ -170,24 +181,27 @@ def build_trainer(
             services=services,
             shaping=build_shaping(config),
             writer=writer if world.rank == 0 else None,
-            **_loop_parts(config, world, tokenizer, timeline, None, data),
+            **_build_loop_arguments(config, world, tokenizer, timeline, None, data),
         )
 
-    ahead_builder = None
     # An asynchronous run generates from a thread of rank 0, which needs its own builder and
     # sampler.
+    ahead_builder = None
     if world.rank == 0 and isinstance(publisher, RemotePublisher):
-        ahead_sampler = RemoteSampler(services.generator, publisher, is_alone=True)
+        ahead_sampler = RemoteSampler(services.generator, publisher, is_rank0_only=True)
         ahead_builder = build_rollout_builder(
-            config, policy, tokenizer, data, ahead_sampler, services, is_alone=True
+            config, policy, tokenizer, data, ahead_sampler, services, is_rank0_only=True
         )
 
     pipeline = RolloutPipeline(
-        *(builder, ahead_builder, publisher, services),
+        builder,
+        ahead_builder,
+        publisher,
+        services,
         config.rollout,
         config.run.steps,
         policy.runner.shape.pad_token_id,
-        interrupts=config.engine.in_flight == "interrupt",
+        publishes_during_generation=config.engine.in_flight == "interrupt",
     )
 
     return OnlineTrainer(
@@ -201,11 +215,11 @@ def build_trainer(
             settings.kl_coefficient, settings.kl_target, settings.kl_horizon
         ),
         evaluations=build_evaluations(config, tokenizer, policy, builder, services, tools),
-        **_loop_parts(config, world, tokenizer, timeline, checkpoints, data),
+        **_build_loop_arguments(config, world, tokenizer, timeline, checkpoints, data),
     )
 
 
-def _loop_parts(
+def _build_loop_arguments(
     config: Config,
     world: World,
     tokenizer: Tokenizer,
@@ -218,36 +232,42 @@ def _loop_parts(
     Args:
         prompts: The prompt stream of a loop that generates samples; None for the other loops.
     """
-    paths = run_paths(config)
+    paths = get_run_paths(config)
     recorder = None
     if world.rank == 0:
         sample_recorder = None
         limit_mib = config.logging.samples_mib
         if prompts is not None and limit_mib:
             files = SampleFiles(paths.sample_files, limit_mib)
-            names = source_names(config.reward)
-            sample_recorder = SampleRecorder(files, tokenizer, prompts.locate, names)
-        writers = MetricsWriter(paths, open_sinks(config, paths)), RecordWriter(paths.samples)
-        recorder = Recorder(*writers, tokenizer, sample_recorder, _judge_meter(config))
+            sources = list_source_names(config.reward)
+            sample_recorder = SampleRecorder(files, tokenizer, prompts.locate, sources)
+        recorder = Recorder(
+            MetricsWriter(paths, open_sinks(config, paths)),
+            RecordWriter(paths.samples),
+            tokenizer,
+            sample_recorder,
+            _build_judge_meter(config),
+        )
 
     return {
         "config": config,
         "checkpoints": checkpoints,
         "recorder": recorder,
         "timeline": timeline,
-        "stop": StopCondition(config, world),
+        "stop_condition": StopCondition(config, world),
     }
 
 
-def _judge_meter(config: Config) -> JudgeMeter | None:
+def _build_judge_meter(config: Config) -> JudgeMeter | None:
     """Return the meter that reads the counts of the run's judges from their directories; None
     without judges."""
-    paths = run_paths(config)
-    judges = judge_sources(config.reward) if config.algorithm.generates else ()
-    for suite in evaluated_suites(config):
-        if (judge := evaluation_judge(suite.settings, suite.key)) is not None:
+    paths = get_run_paths(config)
+    judges = parse_judge_sources(config.reward) if config.algorithm.generates_samples else ()
+    for suite in get_active_suites(config):
+        if (judge := parse_evaluation_judge(suite.settings, suite.key)) is not None:
             judges = (*judges, judge)
-    directories = tuple(dict.fromkeys(judge_directory(source, paths) for source in judges))
+    # Judges can share a directory, whose counts must not be read twice.
+    directories = tuple(dict.fromkeys(judge_directory(judge, paths) for judge in judges))
     return JudgeMeter(directories, judge_run_name(paths)) if directories else None
 
 
@@ -259,30 +279,34 @@ def build_rollout_builder(
     sampler: Sampler,
     services: Services,
     *,
-    is_alone: bool = False,
+    is_rank0_only: bool = False,
 ) -> RolloutBuilder:
     """Build the object that generates this rank's samples from prompts.
 
     Args:
-        is_alone: Whether rank 0 uses it without the other ranks, to generate ahead of training.
+        is_rank0_only: Whether rank 0 uses it without the other ranks, to generate ahead of
+            training.
     """
+    options = replace(
+        build_sampling_options(config.rollout, policy.runner.shape),
+        # Only training needs the engine to record the expert routing; evaluations do not.
+        routes=config.algorithm.routing_replay,
+    )
     return RolloutBuilder(
         prompts,
         sampler,
         services,
         config.rollout,
-        replace(
-            build_options(config.rollout, policy.runner.shape),
-            routes=config.algorithm.routing_replay,
-        ),
+        options,
         policy.runner.shape.pad_token_id,
         dynamic_sampling_rounds=config.algorithm.dynamic_sampling_rounds,
-        compared=build_shaping(config).penalize_missing_ends,
+        # A missing end changes a score: dynamic sampling must compare the penalized scores.
+        transform_scores=build_shaping(config).penalize_missing_ends,
         truncate_token=tokenizer.get_single_token(
             config.rollout.truncate_token, "rollout.truncate_token"
         ),
-        score_parts=score_parts(config.reward),
-        is_alone=is_alone,
+        source_count=count_score_parts(config.reward),
+        is_rank0_only=is_rank0_only,
     )
 
 
@@ -295,27 +319,31 @@ def build_task(config: Config, world: World, data: RunData) -> OfflineTask:
         model = build_initial_reward_model(config, world)
         if isinstance(data.examples.take(0, 1)[0], LabeledSteps):
             return ProcessRewardModel(model, shape.pad_token_id)
+
         samples = data.normalization_samples
-        count = config.data.normalization_samples
         if samples is None:
-            samples = pair_members(data.examples.take(0, min(len(data.examples), -(-count // 2))))[
-                :count
-            ]
-        return PairwiseRewardModel.start(model, shape.pad_token_id, samples)
+            # Without samples of the initial policy, normalize with the answers of the first pairs;
+            # each pair has two answers.
+            count = config.data.normalization_samples
+            pair_count = min(len(data.examples), -(-count // 2))
+            samples = flatten_pairs(data.examples.take(0, pair_count))[:count]
+        return PairwiseRewardModel.from_initial_model(model, shape.pad_token_id, samples)
 
     policy = Policy(
         shape,
         world,
         config.actor,
         directory,
-        temperature=1.0,
-        total_updates=config.run.steps,
+        temperature=1.0,  # the data was not sampled at the run's temperature
+        total_updates=config.run.steps,  # an offline step has one update
         with_reference=has_reference(config),
     )
     if trainer == "dpo":
         preference = config.algorithm.preference
-        kind = DirectPreferenceOptimization if preference.has_pairs else KahnemanTverskyOptimization
-        return kind(policy, shape.pad_token_id, preference)
+        task_class = (
+            DirectPreferenceOptimization if preference.has_pairs else KahnemanTverskyOptimization
+        )
+        return task_class(policy, shape.pad_token_id, preference)
     if config.teacher.scores is not None:
         return OfflineDistillation(policy, shape.pad_token_id, config.teacher)
     return SupervisedFineTuning(policy, shape.pad_token_id)
@@ -338,11 +366,11 @@ def build_teacher_scorer(
         )
 
     shape = read_shape(directory)
+    vocabulary_size = shape.vocab_size
     vocabulary = read_vocabulary(directory)
-    # A model may have more embeddings than its tokenizer has tokens.
-    vocabulary_size = (
-        shape.vocab_size if vocabulary is None else min(shape.vocab_size, max(vocabulary) + 1)
-    )
+    if vocabulary is not None:
+        # A model may have more embeddings than its tokenizer has tokens.
+        vocabulary_size = min(vocabulary_size, max(vocabulary) + 1)
 
     return TeacherScorer(
         model=FrozenPolicy(
@@ -350,69 +378,69 @@ def build_teacher_scorer(
         ),
         demonstrations=demonstrations,
         pad_token_id=shape.pad_token_id,
-        vocabulary=vocabulary_size,
+        vocabulary_size=vocabulary_size,
         tokenizer_file=directory / "tokenizer.json",
-        **_loop_parts(config, world, tokenizer, timeline, None),
+        **_build_loop_arguments(config, world, tokenizer, timeline, None),
     )
 
 
-def connect(config: Config, world: World, attempt: int) -> Services:
-    """Connect rank 0 to the servers of the run; return `Services` without clients on other ranks
-    and for offline runs.
+def connect_services(config: Config, world: World, attempt: int) -> Services:
+    """Create the clients of the run's servers on rank 0.
+
+    On other ranks, and for offline runs, the returned `Services` have no clients.
 
     Args:
         attempt: Number of earlier claims of the run by a trainer, see `claim_run`.
     """
-    if world.rank != 0 or not config.algorithm.generates:
+    if world.rank != 0 or not config.algorithm.generates_samples:
         return Services(None, None)
-    paths = run_paths(config)
+    paths = get_run_paths(config)
     server = config.server
-    access = run_access(config)
-
+    access = load_access(config)
     endpoints = load_endpoints(paths.endpoints)
-    critic = reward = generator = teacher = None
+
+    critic = None
     if config.algorithm.has_critic:
-        run = RunId(str(config.run.name), attempt)
-        journal = UpdateJournal(paths.journal)
+        # The critic rejects requests of earlier attempts (fencing).
+        run_id = RunId(str(config.run.name), attempt)
         critic = CriticClient(
             endpoints["critic"],
             access,
             server.request_timeout_s,
-            run,
-            journal,
+            run_id,
+            UpdateJournal(paths.journal),
             server.max_batch_size,
         )
 
-    if not config.critic_scores:
+    reward = None
+    if not config.critic_serves_reward:
         reward = RewardClient(
-            role_endpoints(endpoints, "reward"),
+            select_role_endpoints(endpoints, "reward"),
             access,
             server.request_timeout_s,
             server.max_batch_size,
         )
 
+    generator = None
     if has_generator(config):
-        timeouts = (
+        generator = GeneratorClient(
+            endpoints["generator"],
+            access,
             server.request_timeout_s,
             config.engine.update_timeout_s,
-        )
-        has_environment = config.environment.draws_episodes
-        generator = GeneratorClient(
-            endpoints["generator"], access, *timeouts, has_environment=has_environment
+            has_environment=config.environment.has_episodes,
         )
 
+    teacher = None
     if config.has_teacher:
-        limits = (
+        teacher = TeacherClient(
+            select_role_endpoints(endpoints, "teacher"),
+            access,
             server.request_timeout_s,
             server.max_batch_size,
-        )
-        temperature = config.rollout.temperature
-        teacher = TeacherClient(
-            role_endpoints(endpoints, "teacher"),
-            access,
-            *limits,
-            temperature,
-            config.teacher.asked_tokens,
+            # The teacher's distribution must have the temperature of the samples.
+            config.rollout.temperature,
+            config.teacher.requested_top_k,
         )
 
     return Services(critic, reward, generator, teacher)

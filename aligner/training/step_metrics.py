@@ -4,6 +4,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,13 +33,13 @@ class StepResult:
     """Result of a training step."""
 
     metrics: dict[str, float]
-    processed: Mapping[str, int]
+    processed_counts: Mapping[str, int]
     """Number of `samples` and `tokens` that the step processed, from which its throughput is
     computed."""
     rollout: RolloutBatch | None = None
     scores: Tensor | None = None
     """Scores of the rollout's samples, float32 [B]."""
-    sampled: StepSamples | None = None
+    step_samples: StepSamples | None = None
     """All samples that the step generated, for the sample files."""
 
 
@@ -46,65 +47,61 @@ class StepResult:
 class Recorder:
     """Writes metrics and samples of a run; only rank 0 has one."""
 
-    metrics: MetricsWriter
-    samples: RecordWriter
+    metrics_writer: MetricsWriter
+    sample_writer: RecordWriter
+    """Writer of a few samples of some steps."""
     tokenizer: Tokenizer
-    sampled: SampleRecorder | None = None
-    """Writer of the sample files; None if only a few samples of a step are written, to
-    `samples`."""
-    judges: JudgeMeter | None = None
+    sample_recorder: SampleRecorder | None = None
+    """Writer of the sample files with all samples; None if only `sample_writer` writes samples."""
+    judge_meter: JudgeMeter | None = None
     """Meter of the judges' calls; None without judges."""
 
     def truncate_after(self, step: int, *, amends: bool) -> None:
         """Delete the records of steps that a resumed run repeats; see
         `MetricsWriter.truncate_after`."""
-        self.metrics.truncate_after(step, amends=amends)
-        self.samples.truncate_after(step)
-        if self.sampled is not None:
-            self.sampled.truncate_after(step)
+        self.metrics_writer.truncate_after(step, amends=amends)
+        self.sample_writer.truncate_after(step)
+        if self.sample_recorder is not None:
+            self.sample_recorder.truncate_after(step)
 
-    def keep(self, step: int, result: StepResult) -> None:
+    def write_all_samples(self, step: int, result: StepResult) -> None:
         """Start to write all samples of the step to the sample files, if there are any.
 
-        Call `settle` to wait until they are written.
+        Call `wait_until_written` to wait until they are written.
         """
-        if self.sampled is not None and result.sampled is not None:
-            self.sampled.write(step, result.sampled)
+        if self.sample_recorder is not None and result.step_samples is not None:
+            self.sample_recorder.write(step, result.step_samples)
 
-    def settle(self, step: int) -> None:
+    def wait_until_written(self, step: int) -> None:
         """Wait until all samples up to this step are written."""
-        if self.sampled is not None:
-            self.sampled.settle(step)
+        if self.sample_recorder is not None:
+            self.sample_recorder.wait_until_written(step)
 
     def write_samples(self, step: int, result: StepResult, count: int) -> None:
         """Write at most `count` samples, evenly spaced among those of the step, if it has any."""
         if result.rollout is None or result.scores is None:
             return
-        prompts = result.rollout.prompts
         samples = result.rollout.samples
+        # Round up, so that at most `count` samples are written.
         stride = max(1, -(-len(samples) // count))
-        chosen = [(index, samples[index]) for index in range(0, len(samples), stride)]
-        records = [
-            {
-                "prompt": prompts[index].text,
+        records = []
+        for index in range(0, len(samples), stride):
+            sample = samples[index]
+            record: dict[str, Any] = {
+                "prompt": result.rollout.prompts[index].text,
                 "response": decode_response(sample, self.tokenizer),
                 "reward": float(result.scores[index]),
-                # A sample that was sent together with episodes may have a mask that is all true.
-                **(
-                    {"turns": build_transcript(sample, self.tokenizer)}
-                    if sample.generated_token_count < len(sample.response)
-                    else {}
-                ),
-                **(
-                    {"branches": decode_branches(sample, self.tokenizer)} if sample.branches else {}
-                ),
             }
-            for index, sample in chosen
-        ]
-        self.samples.write(step, records)
+            # A sample that was sent together with episodes may have a mask that is all true.
+            if sample.generated_token_count < len(sample.response):
+                record["turns"] = build_transcript(sample, self.tokenizer)
+            if sample.branches:
+                record["branches"] = decode_branches(sample, self.tokenizer)
+            records.append(record)
+        self.sample_writer.write(step, records)
 
 
-def sequence_kl(experience: Experience) -> float:
+def compute_sequence_kl(experience: Experience) -> float:
     """Return KL(policy ‖ reference) per response in nats.
 
     The KL of a response is the sum over its tokens of log-prob differences; the result is the mean
@@ -114,10 +111,10 @@ def sequence_kl(experience: Experience) -> float:
     return float(torch.where(experience.mask, difference, 0.0).sum(1).mean())
 
 
-def draw_metrics(
-    draws: Sequence[PromptOutcome], before: PassRates, after: PassRates
+def compute_prompt_metrics(
+    outcomes: Sequence[PromptOutcome], earlier_rates: PassRates, current_rates: PassRates
 ) -> dict[str, float]:
-    """Return metrics of the prompts of a step, from the pass rates before and after the step.
+    """Return metrics of the prompts of a step.
 
     * `data/epoch`: number of passes over the prompts, including this step; with several sources,
       the position in the stream divided by the total number of prompts.
@@ -126,34 +123,42 @@ def draw_metrics(
     * `data/pass_rate`: mean pass rate of the prompts that have samples.
     * `data/always_passed`, `data/never_passed`: fractions of these prompts for which all samples
       passed, or none.
+
+    Args:
+        outcomes: Outcomes of the prompts of the step.
+        earlier_rates: Pass rates before the step.
+        current_rates: Pass rates after the step.
     """
-    positions = 1 + max(draw.position for draw in draws)
-    earlier_counts = [int(before.drawn[draw.example]) for draw in draws]
+    # Positions count from 0, so this is the length of the stream up to the last prompt.
+    stream_length = 1 + max(outcome.position for outcome in outcomes)
+    earlier_counts = [int(earlier_rates.drawn[outcome.example]) for outcome in outcomes]
     metrics = {
-        "data/epoch": positions / len(after.drawn),
-        "data/repetitions": sum(earlier_counts) / len(draws),
-        "data/sampled_fraction": int(after.drawn.sum()) / positions,
+        "data/epoch": stream_length / len(current_rates.drawn),
+        "data/repetitions": sum(earlier_counts) / len(outcomes),
+        "data/sampled_fraction": int(current_rates.drawn.sum()) / stream_length,
     }
 
-    rates = after.compute_rates()
-    if len(measured := rates[~rates.isnan()]):
-        metrics["data/pass_rate"] = float(measured.mean())
-        metrics["data/always_passed"] = float((measured == 1).double().mean())
-        metrics["data/never_passed"] = float((measured == 0).double().mean())
+    rates = current_rates.compute_rates()
+    # The rate of a prompt without a scored sample is NaN.
+    rates = rates[~rates.isnan()]
+    if len(rates):
+        metrics["data/pass_rate"] = float(rates.mean())
+        metrics["data/always_passed"] = float((rates == 1).double().mean())
+        metrics["data/never_passed"] = float((rates == 0).double().mean())
     return metrics
 
 
-def length_counts(name: str, lengths: Iterable[int]) -> dict[str, float]:
+def count_lengths(name: str, lengths: Iterable[int]) -> dict[str, float]:
     """Return a histogram of response lengths with edges at powers of two.
 
-    `NAME_to_<tokens>` counts the lengths of at most so many tokens and more than half as many.
-    Empty bins are left out.
+    `NAME_to_<tokens>` counts the lengths in (tokens/2, tokens]. Empty bins are omitted.
     """
+    # The bit length of n - 1 is the exponent of the smallest power of two that is at least n.
     counts = Counter(1 << (length - 1).bit_length() for length in lengths)
     return {f"{name}_to_{edge}": float(counts[edge]) for edge in sorted(counts)}
 
 
-def publish_metrics(stats: PublishStats) -> dict[str, float]:
+def compute_publish_metrics(stats: PublishStats) -> dict[str, float]:
     """Return metrics of the last completed weight sync.
 
     * `publish/mib`: MiB transferred between ranks.
@@ -172,11 +177,11 @@ def publish_metrics(stats: PublishStats) -> dict[str, float]:
 _QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9}
 
 
-def score_metrics(
+def compute_score_metrics(
     scores: Tensor,
     samples_per_prompt: int,
-    parts: Tensor | None = None,
-    sources: Sequence[str] = (),
+    source_scores: Tensor | None = None,
+    source_names: Sequence[str] = (),
 ) -> dict[str, float]:
     """Return metrics of the distribution of the scores; empty if no sample has a score.
 
@@ -188,21 +193,20 @@ def score_metrics(
     Args:
         scores: Scores [N], consecutive for each prompt; not finite for a sample without a score.
         samples_per_prompt: Number of samples per prompt.
-        parts: Scores of each source [N, P]; None with one source.
-        sources: Names of the P sources.
+        source_scores: Scores of each source [N, P]; None with one source.
+        source_names: Names of the P sources.
     """
-    high, low = score_bounds(scores, samples_per_prompt)
+    highs, lows = score_bounds(scores, samples_per_prompt)  # [P, K] each
+    has_score = scores.isfinite()
     # Count before the samples without a score are removed below.
-    comparable = scores.isfinite().view(-1, samples_per_prompt).sum(1) > 1
-    parts = None if parts is None else parts[scores.isfinite()]
-    scores = scores[scores.isfinite()]
+    is_comparable = has_score.view(-1, samples_per_prompt).sum(1) > 1
+    source_scores = None if source_scores is None else source_scores[has_score]
+    scores = scores[has_score]
     if not len(scores):
         return {}
 
-    finite_scores = scores.double()
-    quantiles = finite_scores.quantile(
-        torch.tensor([*_QUANTILES.values()], dtype=torch.float64)
-    ).tolist()
+    probabilities = torch.tensor([*_QUANTILES.values()], dtype=torch.float64)
+    quantiles = scores.double().quantile(probabilities).tolist()
     metrics = {
         "reward/mean": float(scores.mean()),
         "reward/std": float(scores.std(unbiased=False)),
@@ -210,45 +214,45 @@ def score_metrics(
         **{f"reward/{name}": value for name, value in zip(_QUANTILES, quantiles, strict=True)},
         "reward/max": float(scores.max()),
     }
-    if bool(comparable.any()):
-        has_equal_scores = high.amax(1) == low.amin(1)
-        metrics["reward/zero_std_fraction"] = float(has_equal_scores[comparable].double().mean())
-    if parts is not None:
+    if bool(is_comparable.any()):
+        has_equal_scores = highs.amax(1) == lows.amin(1)
+        metrics["reward/zero_std_fraction"] = float(has_equal_scores[is_comparable].double().mean())
+    if source_scores is not None:
         metrics |= {
-            f"reward/mean/{name}": float(part.mean())
-            for name, part in zip(sources, parts.double().T, strict=True)
+            f"reward/mean/{name}": float(column.mean())
+            for name, column in zip(source_names, source_scores.double().T, strict=True)
         }
     return metrics
 
 
-def abstention_metrics(
-    scores: Tensor, samples_per_prompt: int, least_scores: int
+def compute_abstention_metrics(
+    scores: Tensor, samples_per_prompt: int, min_scores: int
 ) -> dict[str, float]:
     """Return metrics of the samples for which the reward function abstained.
 
     * `reward/abstained`: number of samples.
     * `reward/abstained_prompts`: number of prompts that have, because of abstentions, fewer than
-      `least_scores` scores, so that none of their samples is used for training.
+      `min_scores` scores, so that none of their samples is used for training.
 
     Args:
         scores: Scores [N], consecutive for each prompt.
         samples_per_prompt: Number of samples per prompt.
-        least_scores: Minimum number of scores of a prompt.
+        min_scores: Minimum number of scores of a prompt.
     """
-    abstained = (scores == ABSTAINED).view(-1, samples_per_prompt)
-    scored = scores.isfinite().view(-1, samples_per_prompt)
-    is_left_out = abstained.any(1) & (scored.sum(1) < least_scores)
+    is_abstention = (scores == ABSTAINED).view(-1, samples_per_prompt)
+    has_score = scores.isfinite().view(-1, samples_per_prompt)
+    is_unused_prompt = is_abstention.any(1) & (has_score.sum(1) < min_scores)
     return {
-        "reward/abstained": float(abstained.sum()),
-        "reward/abstained_prompts": float(is_left_out.sum()),
+        "reward/abstained": float(is_abstention.sum()),
+        "reward/abstained_prompts": float(is_unused_prompt.sum()),
     }
 
 
-def rollout_metrics(
+def compute_rollout_metrics(
     rollout: RolloutBatch,
     settings: RolloutConfig,
-    sources: Sequence[str] = (),
-    least_scores: int = 1,
+    source_names: Sequence[str] = (),
+    min_scores: int = 1,
 ) -> dict[str, float]:
     """Return metrics of the scores and lengths of a step's samples, before a selection among them.
 
@@ -270,18 +274,19 @@ def rollout_metrics(
     Args:
         rollout: Samples of the step.
         settings: Section `rollout` of the configuration.
-        sources: Names of the reward's sources.
-        least_scores: See `abstention_metrics`.
+        source_names: Names of the reward's sources.
+        min_scores: See `compute_abstention_metrics`.
 
     Raises:
         AlignerError: More prompts were skipped than the settings allow.
     """
     scores = rollout.all_scores.result()
-    parts = rollout.all_scores.parts()
+    source_scores = rollout.all_scores.get_source_scores()
     samples = rollout.samples
 
-    unscored = scores.isnan()
-    skipped = rollout.skipped + int(unscored.sum()) // settings.samples_per_prompt
+    # NaN means that scoring failed, which affects all samples of a prompt.
+    is_unscored = scores.isnan()
+    skipped = rollout.skipped + int(is_unscored.sum()) // settings.samples_per_prompt
     if skipped > settings.skippable_prompts:
         raise AlignerError(
             f"rollout.max_skipped_prompts={settings.max_skipped_prompts},"
@@ -293,45 +298,49 @@ def rollout_metrics(
         )
 
     kept_fraction = len(samples) / len(scores)
-    counts = abstention_metrics(scores, settings.samples_per_prompt, least_scores) | {
+    metrics = compute_abstention_metrics(scores, settings.samples_per_prompt, min_scores) | {
         "rollout/skipped": float(skipped),
         "rollout/skipped_fraction": skipped / settings.prompts_per_step,
     }
     if settings.spare_prompts:
-        counts["rollout/deferred"] = float(rollout.deferred)
-    guessed, accepted = rollout.guesses
-    if guessed:
-        counts |= {
-            "rollout/draft_tokens": float(guessed),
-            "rollout/accepted_fraction": accepted / guessed,
+        metrics["rollout/deferred"] = float(rollout.deferred)
+    draft_tokens, accepted_tokens = rollout.draft_counts
+    if draft_tokens:
+        metrics |= {
+            "rollout/draft_tokens": float(draft_tokens),
+            "rollout/accepted_fraction": accepted_tokens / draft_tokens,
         }
 
     lengths = [sample.generated_token_count for sample in samples]
-    counts |= length_counts("response/generated", [*lengths, *rollout.left_out])
+    # Include the removed samples: otherwise the histogram would depend on the scores.
+    metrics |= count_lengths("response/generated", [*lengths, *rollout.removed_lengths])
 
-    if branches := sum(len(sample.branches) for sample in samples):
-        counts["episode/branches"] = branches / len(samples)
+    if branch_count := sum(len(sample.branches) for sample in samples):
+        metrics["episode/branches"] = branch_count / len(samples)
     if rollout.environment_s is not None:
-        counts["episode/environment_s"] = rollout.environment_s
+        metrics["episode/environment_s"] = rollout.environment_s
+    # Only samples of episodes have rewards of an environment.
     if any(sample.rewards is not None for sample in samples):
-        counts["episode/turns"] = sum(sample.turn_count for sample in samples) / len(samples)
+        metrics["episode/turns"] = sum(sample.turn_count for sample in samples) / len(samples)
 
-    counts |= score_metrics(scores, settings.samples_per_prompt, parts, sources)
+    metrics |= compute_score_metrics(
+        scores, settings.samples_per_prompt, source_scores, source_names
+    )
     if not samples:
         _log.warning(
             "the reward function abstained on all samples of the step, so nothing is trained"
         )
-        return counts | {"rollout/kept_fraction": kept_fraction}
-    return counts | {
+        return metrics | {"rollout/kept_fraction": kept_fraction}
+
+    ended_count = sum(sample.finish_reason == "stop" for sample in samples)
+    return metrics | {
         "response/length": sum(lengths) / len(samples),
-        "response/ended_fraction": (
-            sum(sample.finish_reason == "stop" for sample in samples) / len(samples)
-        ),
+        "response/ended_fraction": ended_count / len(samples),
         "rollout/kept_fraction": kept_fraction,
     }
 
 
-def experience_metrics(experience: Experience) -> dict[str, float]:
+def compute_experience_metrics(experience: Experience) -> dict[str, float]:
     """Return metrics of the KL, the critic's fit, and the mismatch between engine and trainer.
 
     The mismatch metrics compare the engine's probabilities of the response tokens with the
@@ -353,14 +362,14 @@ def experience_metrics(experience: Experience) -> dict[str, float]:
     """
     mask = experience.mask
     mismatch = torch.where(mask, experience.engine_logprobs - experience.old_logprobs, 0.0)
+    # |exp(d) - 1| is the relative difference of the probabilities; expm1 is accurate near 0.
+    is_above_1pct = torch.expm1(mismatch).abs() > 0.01
     metrics: dict[str, Tensor | float] = {
         "mismatch/logprob_abs": masked_mean(mismatch.abs(), mask),
         # k3 = exp(-d) - 1 + d, with d the difference of the log-probs (Schulman 2020).
         "mismatch/kl": masked_mean(torch.expm1(-mismatch) + mismatch, mask),
-        "mismatch/fraction_above_1pct": masked_mean(
-            (torch.expm1(mismatch).abs() > 0.01).float(), mask
-        ),
-        "kl/reference": sequence_kl(experience),
+        "mismatch/fraction_above_1pct": masked_mean(is_above_1pct.float(), mask),
+        "kl/reference": compute_sequence_kl(experience),
     }
 
     if experience.teacher_logprobs is not None:
@@ -373,26 +382,27 @@ def experience_metrics(experience: Experience) -> dict[str, float]:
     if experience.values is not None and experience.returns is not None:
         returns = experience.returns[mask]
         errors = (experience.returns - experience.values)[mask]
-        if returns.var(unbiased=False) > 0:
-            metrics["value/explained_variance"] = 1 - errors.var(unbiased=False) / returns.var(
-                unbiased=False
-            )
+        return_variance = returns.var(unbiased=False)
+        if return_variance > 0:
+            error_variance = errors.var(unbiased=False)
+            metrics["value/explained_variance"] = 1 - error_variance / return_variance
 
-    lengths = length_counts("response/trained", mask.sum(1).tolist())
+    lengths = count_lengths("response/trained", mask.sum(1).tolist())
     return {name: float(value) for name, value in metrics.items()} | lengths
 
 
-def staleness_metrics(batch: SampleBatch, version: int) -> dict[str, float]:
+def compute_staleness_metrics(batch: SampleBatch, version: int) -> dict[str, float]:
     """Return the staleness of the response tokens in weight versions.
 
     `staleness/share_<lag>` is the fraction of the tokens that were generated by weights `lag`
-    versions older than `version`; lags that do not occur are left out.
+    versions older than `version`; lags that do not occur are omitted.
 
     Args:
         batch: Samples with the weight version of each token.
         version: Version of the trainer's weights.
     """
     lags = (version - batch.weight_versions)[batch.mask]
+    # `unique` sorts the lags, so the last one is the maximum.
     distinct_lags, counts = (values.tolist() for values in lags.unique(return_counts=True))
     shares = {
         f"staleness/share_{lag}": count / lags.numel()
@@ -404,16 +414,19 @@ def staleness_metrics(batch: SampleBatch, version: int) -> dict[str, float]:
     } | shares
 
 
-def update_metrics(prefix: str, updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def combine_update_metrics(prefix: str, updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Combine the metrics of a step's updates into one dict, with `prefix/` before each name.
 
     Names that end in `_max` or `_total` get the maximum, others the mean. Updates that lack a
     metric, because they were skipped, do not count for it.
     """
     combined = {}
-    for name in dict.fromkeys(name for update in updates for name in update):
+    # A dict instead of a set: the order of the metrics must not depend on string hashes.
+    names = dict.fromkeys(name for update in updates for name in update)
+    for name in names:
         values = [update[name] for update in updates if name in update]
-        combined[f"{prefix}/{name}"] = (
-            max(values) if name.endswith(("_max", "_total")) else sum(values) / len(values)
-        )
+        if name.endswith(("_max", "_total")):
+            combined[f"{prefix}/{name}"] = max(values)
+        else:
+            combined[f"{prefix}/{name}"] = sum(values) / len(values)
     return combined

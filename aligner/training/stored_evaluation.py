@@ -16,27 +16,30 @@ from aligner.data.prompts import read_token_ids
 from aligner.data.tokenizer_files import read_tokenizer
 from aligner.data.types import ABSTAINED, Prompt, Sample, collate
 from aligner.errors import ConfigError
-from aligner.paths import cache_directory
+from aligner.paths import get_cache_directory
 from aligner.rewards.judge import JudgeMeter, open_judge
 from aligner.rewards.sources import TextSource
 from aligner.schema import EngineConfig, MegatronModelConfig
 from aligner.schema.reward_sources import JudgeSource
 from aligner.training.evaluator import (
-    judged_wins,
-    reference_samples,
-    scoring_requests,
-    text_scores,
-    without_reference,
+    build_reference_samples,
+    build_scoring_requests,
+    compute_text_scores,
+    select_without_reference,
+    stack_wins,
 )
 
 
 @dataclass(frozen=True)
 class EvaluationJob:
-    """What to evaluate: the responses to generate, their scorer and their references; already
-    checked."""
+    """Checked parts of an evaluation: generation of the responses, their scorer, their references.
 
-    answers: Job
-    initial: Job | None
+    `plan_evaluation` builds it.
+    """
+
+    response_job: Job
+    """Generation of the responses to evaluate."""
+    initial_job: Job | None
     """Generation of one response of the initial model to each prompt without a `reference`; its
     model also measures the perplexity. None without an initial model."""
     scorer: TextSource
@@ -45,14 +48,16 @@ class EvaluationJob:
     """Judge that compares the responses with the references; None without one."""
 
     @property
-    def compares(self) -> bool:
+    def has_references(self) -> bool:
         """Whether every prompt has a reference, which its responses are compared with."""
-        return self.initial is not None or not without_reference(self.answers.prompts)
+        if self.initial_job is not None:
+            return True
+        return not select_without_reference(self.response_job.prompts)
 
 
 def plan_evaluation(
-    answers: Job,
-    initial: Job | None,
+    response_job: Job,
+    initial_job: Job | None,
     scorer: TextSource,
     pass_threshold: float,
     judge: JudgeSource | None = None,
@@ -60,9 +65,9 @@ def plan_evaluation(
     """Check the parts of an evaluation and return the job.
 
     Args:
-        answers: Generation of the responses to evaluate.
-        initial: Generation of one response of the initial model to each of the same prompts; None
-            without an initial model.
+        response_job: Generation of the responses to evaluate.
+        initial_job: Generation of one response of the initial model to each of the same prompts;
+            None without an initial model.
         scorer: Function that scores the responses.
         pass_threshold: Score from which a response passes.
         judge: Judge that compares the responses with the references.
@@ -72,17 +77,20 @@ def plan_evaluation(
             an initial model, also if only some prompts have a `reference`, or if a judge is set and
             some prompts have none.
     """
-    for prompt in answers.prompts:
+    for prompt in response_job.prompts:
         if not isinstance(prompt.metadata.get("reference", ""), str):
             raise ConfigError(f"the `reference` of the prompt {prompt.text!r} must be a string")
+        # Read the token ids only for their errors, before any model is loaded.
         read_token_ids(
-            prompt.metadata, "reference", f"the prompt {prompt.text!r}", answers.tokenizer
+            prompt.metadata, "reference", f"the prompt {prompt.text!r}", response_job.tokenizer
         )
-    unreferenced_prompts = without_reference(answers.prompts)
-    if initial is None:
-        if 0 < len(unreferenced_prompts) < len(answers.prompts):
+
+    unreferenced_prompts = select_without_reference(response_job.prompts)
+    if initial_job is None:
+        # Nothing generates missing references, but the win rate needs one for every prompt.
+        if 0 < len(unreferenced_prompts) < len(response_job.prompts):
             raise ConfigError(
-                f"{len(unreferenced_prompts)} of {len(answers.prompts)} prompts have no"
+                f"{len(unreferenced_prompts)} of {len(response_job.prompts)} prompts have no"
                 f" `reference`; the first is {unreferenced_prompts[0].text!r}; add a `reference` to"
                 " every prompt, or set --reference MODEL to generate the missing references"
             )
@@ -91,18 +99,18 @@ def plan_evaluation(
                 f"{judge.key}: requires references to compare with; add a `reference` to every"
                 " prompt, or set --reference MODEL"
             )
-        return EvaluationJob(answers, None, scorer, pass_threshold, judge)
+        return EvaluationJob(response_job, None, scorer, pass_threshold, judge)
 
-    answers_companions, initial_companions = (job.source.companions for job in (answers, initial))
+    companions = response_job.source.companions
+    initial_companions = initial_job.source.companions
     # The initial model scores the token ids of SOURCE, so both need the same tokenizer.
-    if read_tokenizer(answers_companions).to_str() != read_tokenizer(initial_companions).to_str():
+    if read_tokenizer(companions).to_str() != read_tokenizer(initial_companions).to_str():
         raise ConfigError(
             f"--reference: the tokenizer in {initial_companions} differs from the tokenizer of"
-            f" SOURCE in {answers_companions}"
+            f" SOURCE in {companions}"
         )
-    return EvaluationJob(
-        answers, replace(initial, prompts=unreferenced_prompts), scorer, pass_threshold, judge
-    )
+    initial_job = replace(initial_job, prompts=unreferenced_prompts)
+    return EvaluationJob(response_job, initial_job, scorer, pass_threshold, judge)
 
 
 def evaluate(
@@ -116,7 +124,7 @@ def evaluate(
     """Generate the responses, score them, and return the metrics `eval/…` and `judge/…`.
 
     Args:
-        job: What to evaluate.
+        job: The evaluation.
         settings: Configuration of the engine.
         output: JSON-lines file with one object per sample, in the format of `generate.generate`,
             with its `score`, its `reference_score` if there are references, and its `judge_wins` if
@@ -126,60 +134,74 @@ def evaluate(
 
     Raises the errors of `generate.generate`, of the scorer and of the judge.
     """
-    judge_run = None if job.judge is None else _Asking(job.judge, str(job.answers.source.directory))
+    judge = None
+    if job.judge is not None:
+        judge = _CachedJudge(job.judge, str(job.response_job.source.directory))
+
     with ExitStack() as stack:
-        file = None if output is None else stack.enter_context(generate.written(output, overwrite))
-        samples = list(generate.draw(job.answers, settings, progress))
-        prompts = [job.answers.prompts[sample.prompt_id] for sample in samples]
+        # Open the output before the generation, whose work would be lost if this failed.
+        file = None
+        if output is not None:
+            file = stack.enter_context(generate.open_output(output, overwrite))
 
-        scores = _scores(job, prompts, samples).view(len(job.answers.prompts), -1)
-        reference_responses = _references(job, settings) if job.compares else []
-        references = (
-            _scores(job, job.answers.prompts, reference_responses) if reference_responses else None
-        )
+        samples = list(generate.generate_samples(job.response_job, settings, progress))
+        # The id of a job's prompt is its index.
+        prompts = [job.response_job.prompts[sample.prompt_id] for sample in samples]
 
-        metrics = evaluation_metrics(scores, job.pass_threshold, references)
+        scores = _compute_scores(job, prompts, samples)
+        scores = scores.view(len(job.response_job.prompts), -1)  # [P, K]
+
+        references = _build_references(job, settings) if job.has_references else []
+        reference_scores = None
+        if references:
+            reference_scores = _compute_scores(job, job.response_job.prompts, references)
+
+        metrics = evaluation_metrics(scores, job.pass_threshold, reference_scores)
         wins = None
-        if judge_run is not None:
-            wins, wins_metrics = judge_run.compared(job, prompts, samples, reference_responses)
-            metrics |= wins_metrics
+        if judge is not None:
+            wins, win_metrics = judge.compare(job, prompts, samples, references)
+            metrics |= win_metrics
 
-        batch = collate(samples, job.answers.tokenizer.pad_token_id)
+        batch = collate(samples, job.response_job.tokenizer.pad_token_id)
         metrics["eval/length"] = float(batch.mask.sum()) / len(samples)
-        if job.initial is not None:
-            metrics["eval/reference_perplexity"] = _perplexity(
-                job.initial.source, settings, samples
+        if job.initial_job is not None:
+            metrics["eval/reference_perplexity"] = _compute_perplexity(
+                job.initial_job.source, settings, samples
             )
 
         if file is not None:
             for index, (sample, score) in enumerate(
                 zip(samples, scores.flatten().tolist(), strict=True)
             ):
-                record = generate.sample_record(job.answers, sample) | {"score": _known(score)}
-                if references is not None:
-                    record["reference_score"] = _known(float(references[sample.prompt_id]))
+                record = generate.build_sample_record(job.response_job, sample)
+                record |= {"score": _score_or_none(score)}
+                if reference_scores is not None:
+                    reference_score = float(reference_scores[sample.prompt_id])
+                    record["reference_score"] = _score_or_none(reference_score)
                 if wins is not None:
                     record["judge_wins"] = wins[index]
-                file.write(generate.json_line(record))
+                file.write(generate.format_json_line(record))
     return metrics
 
 
-def _known(score: float) -> float | None:
+def _score_or_none(score: float) -> float | None:
     """Return a score as it is written to the file; None if the reward function abstained."""
     return None if score == ABSTAINED else score
 
 
-class _Asking:
+class _CachedJudge:
     """A judge with cached answers, and the cost of its calls since this object was created."""
 
     def __init__(self, source: JudgeSource, run: str) -> None:
         directory = (
-            cache_directory() / "judge" if source.judge_cache is None else Path(source.judge_cache)
+            get_cache_directory() / "judge"
+            if source.judge_cache is None
+            else Path(source.judge_cache)
         )
         self._judge = open_judge(source, directory, run)
         self._meter = JudgeMeter([directory], run)
 
-    def compared(
+    def compare(
         self,
         job: EvaluationJob,
         prompts: Sequence[Prompt],
@@ -188,36 +210,47 @@ class _Asking:
     ) -> tuple[list[tuple[float, float] | None], dict[str, float]]:
         """Return the judge's result of each sample against its prompt's reference, and the metrics
         of the results."""
-        tokenizer = job.answers.tokenizer
+        tokenizer = job.response_job.tokenizer
         reference_texts = [
             decode_response(references[sample.prompt_id], tokenizer) for sample in samples
         ]
-        wins = self._judge.compare(scoring_requests(prompts, samples, tokenizer), reference_texts)
-        return wins, judge_metrics(judged_wins(wins, len(references))) | self._meter.metrics()
+        requests = build_scoring_requests(prompts, samples, tokenizer)
+        wins = self._judge.compare(requests, reference_texts)
+        # One reference per prompt, so this is the number of prompts.
+        metrics = judge_metrics(stack_wins(wins, len(references)))
+        return wins, metrics | self._meter.metrics()
 
 
-def _scores(job: EvaluationJob, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> Tensor:
-    return text_scores(job.scorer, prompts, samples, job.answers.tokenizer)
+def _compute_scores(
+    job: EvaluationJob, prompts: Sequence[Prompt], samples: Sequence[Sample]
+) -> Tensor:
+    return compute_text_scores(job.scorer, prompts, samples, job.response_job.tokenizer)
 
 
-def _references(job: EvaluationJob, settings: EngineConfig) -> list[Sample]:
+def _build_references(job: EvaluationJob, settings: EngineConfig) -> list[Sample]:
     """Return the reference of each prompt."""
     generated: list[Sample] = []
-    if job.initial is not None and job.initial.prompts:
-        generated = list(generate.draw(job.initial, settings, lambda now: None))
-    answers = job.answers
-    return reference_samples(
-        answers.prompts, generated, answers.tokenizer, ended=bool(answers.options.stop_token_ids)
+    if job.initial_job is not None and job.initial_job.prompts:
+        generation = generate.generate_samples(job.initial_job, settings, lambda progress: None)
+        generated = list(generation)
+
+    response_job = job.response_job
+    # A response ends with an end token only if the engine stops at one.
+    append_end = bool(response_job.options.stop_token_ids)
+    return build_reference_samples(
+        response_job.prompts, generated, response_job.tokenizer, append_end=append_end
     )
 
 
-def _perplexity(initial: Source, settings: EngineConfig, samples: Sequence[Sample]) -> float:
+def _compute_perplexity(
+    initial_model: Source, settings: EngineConfig, samples: Sequence[Sample]
+) -> float:
     """Return the perplexity of the samples under the initial model."""
     from aligner.megatron.policy import stored_logprobs
 
-    batch = collate(samples, 0)
+    batch = collate(samples, 0)  # any token id pads, because the mask excludes padding
     model = MegatronModelConfig(precision=settings.precision)
+    # A micro-batch must hold the longest row.
     model.micro_batch_tokens = max(model.micro_batch_tokens, int(batch.lengths.max()))
-    return perplexity(
-        stored_logprobs(initial, model, batch.tokens, batch.lengths, batch.mask), batch.mask
-    )
+    logprobs = stored_logprobs(initial_model, model, batch.tokens, batch.lengths, batch.mask)
+    return perplexity(logprobs, batch.mask)

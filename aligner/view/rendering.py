@@ -10,12 +10,12 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from aligner.config.compose import config_text
+from aligner.config.compose import format_config
 from aligner.errors import ConfigError
-from aligner.extras import lacking
-from aligner.placement.placement_table import placements
+from aligner.extras import describe_missing_modules
+from aligner.placement.placement_table import build_placements
 from aligner.schema import Config
-from aligner.schema.keys import shown
+from aligner.schema.keys import get_masked_values
 from aligner.schema.reward_sources import describe_sources
 from aligner.view.run_index import MISSING, compare_configurations
 from aligner.view.shown_text import printable
@@ -27,7 +27,7 @@ STATIC = Path(__file__).with_name("static")
 
 def require_packages(command: str) -> None:
     """Raise ConfigError if a package of the `view` extra is missing."""
-    if lack := lacking("view"):
+    if lack := describe_missing_modules("view"):
         raise ConfigError(f"{command}: {lack}")
 
 
@@ -49,9 +49,9 @@ def summarize_configuration(config: Config) -> dict[str, Any]:
     return {
         "config": config,
         "reward": describe_sources(config.reward),
-        "roles": placements(config),
+        "roles": build_placements(config),
         "changed": compare_configurations({"run": config, "default": Config()}),
-        "configuration": printable(config_text(shown(config))),
+        "configuration": printable(format_config(get_masked_values(config))),
     }
 
 

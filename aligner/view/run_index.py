@@ -25,8 +25,8 @@ from aligner.observability.logs import ERROR_PREFIX, extract_text_lines
 from aligner.observability.metrics import FileFollower, merge_records, read_newest_metrics
 from aligner.paths import RunPaths
 from aligner.schema import Config, RunConfig
-from aligner.schema.conditions import value_text
-from aligner.schema.keys import shown
+from aligner.schema.conditions import format_value
+from aligner.schema.keys import get_masked_values
 from aligner.view.shown_text import MAX_LINE_LENGTH, printable
 
 # Metrics whose means over the first and the last steps are key figures, with label and format.
@@ -138,7 +138,7 @@ def compare_configurations(configs: Mapping[str, Config]) -> list[tuple[str, lis
 
     Keys that differ between any two runs, such as the run directory, are omitted.
     """
-    flat_configs = [_flatten(shown(config)) for config in configs.values()]
+    flat_configs = [_flatten(get_masked_values(config)) for config in configs.values()]
     keys = [
         key
         for key in dict.fromkeys(key for values in flat_configs for key in values)
@@ -221,7 +221,7 @@ def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
         if isinstance(value, dict):
             flat |= _flatten(value, f"{prefix}{key}.")
         else:
-            flat[f"{prefix}{key}"] = printable(value_text(value), 500)
+            flat[f"{prefix}{key}"] = printable(format_value(value), 500)
     return flat
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aligner.agents.agent_endpoint import AgentTurn
-from aligner.agents.agent_episodes import episode_sample
+from aligner.agents.agent_episodes import build_episode_sample
 from aligner.data.types import Completion, Prompt, Sample
 from aligner.engines.engine_protocol import GenerationRequest
 
@@ -31,7 +31,7 @@ def episodes(draw: st.DrawFn) -> list[AgentTurn]:
         before: list[int] = []
         if turns and draw(st.booleans()):
             parent = draw(st.sampled_from(turns))
-            before = [*parent.read.tolist(), *parent.drawn.tolist()]
+            before = [*parent.input_tokens.tolist(), *parent.generated_tokens.tolist()]
         given = draw(TOKENS) if not before else draw(st.lists(st.integers(0, 2), max_size=2))
         turns.append(turn([*before, *given], draw(TOKENS)))
     return turns
@@ -44,7 +44,9 @@ def stretches(sample: Sample) -> list[tuple[list[int], list[int], list[float]]]:
     turns.
     """
     marks = (
-        torch.ones(len(sample.response), dtype=torch.bool) if sample.drawn is None else sample.drawn
+        torch.ones(len(sample.response), dtype=torch.bool)
+        if sample.generated_mask is None
+        else sample.generated_mask
     )
     found: list[tuple[list[int], list[int], list[float]]] = []
     for at, (token, logprob) in enumerate(
@@ -62,16 +64,21 @@ def stretches(sample: Sample) -> list[tuple[list[int], list[int], list[float]]]:
 
 @given(episodes(), st.randoms())
 def test_each_turn_is_in_one_sequence_in_any_order(turns, shuffled):
-    sample = episode_sample(REQUEST, turns, 0.5, is_cut=False)
+    sample = build_episode_sample(REQUEST, turns, 0.5, is_truncated=False)
     assert sample is not None and sample.rewards is not None and float(sample.rewards.sum()) == 0.5
     assert (sample.prompt_id, sample.sample_index, sample.metadata) == (3, 2, {"answer": "yes"})
     parts = sorted(part for each in (sample, *sample.branches) for part in stretches(each))
     expected = [
-        (each.read.tolist(), each.drawn.tolist(), each.response.logprobs.tolist()) for each in turns
+        (
+            each.input_tokens.tolist(),
+            each.generated_tokens.tolist(),
+            each.response.logprobs.tolist(),
+        )
+        for each in turns
     ]
     assert parts == sorted(expected)
     shuffled.shuffle(turns)
-    other = episode_sample(REQUEST, turns, 0.5, is_cut=False)
+    other = build_episode_sample(REQUEST, turns, 0.5, is_truncated=False)
     assert other is not None and len(other.branches) == len(sample.branches)
     for one, same in zip((sample, *sample.branches), (other, *other.branches), strict=True):
         assert torch.equal(one.tokens, same.tokens) and one.prompt_length == same.prompt_length
@@ -80,7 +87,7 @@ def test_each_turn_is_in_one_sequence_in_any_order(turns, shuffled):
 def test_main_sequence_has_most_turns() -> None:
     loop = [turn([1], [2]), turn([1, 2, 0], [2]), turn([1, 2, 0, 2, 0], [2], "length")]
     aside = [turn([1, 2, 1, 1, 1, 1, 1, 1, 1], [0]), turn([0], [1])]
-    sample = episode_sample(REQUEST, [*aside, *loop], 0.0, is_cut=False)
+    sample = build_episode_sample(REQUEST, [*aside, *loop], 0.0, is_truncated=False)
     assert (
         sample is not None
         and sample.tokens.tolist() == [1, 2, 0, 2, 0, 2]
@@ -93,6 +100,6 @@ def test_main_sequence_has_most_turns() -> None:
     assert sample.finish_reason == "length" and {
         each.finish_reason for each in sample.branches
     } == {"stop"}
-    cut = episode_sample(REQUEST, aside, 0.0, is_cut=True)
+    cut = build_episode_sample(REQUEST, aside, 0.0, is_truncated=True)
     assert cut is not None and cut.finish_reason == "length"
-    assert episode_sample(REQUEST, [], 0.0, is_cut=False) is None
+    assert build_episode_sample(REQUEST, [], 0.0, is_truncated=False) is None

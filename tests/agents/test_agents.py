@@ -20,7 +20,7 @@ from aligner.agents.episode_journal import EpisodeJournal
 from aligner.data.tokenizer import Tokenizer
 from aligner.data.types import Prompt, Sample
 from aligner.engines.embedded.embedded_engine import EmbeddedEngine
-from aligner.engines.engine_loop import FollowsEpisodes, SampleSource, finish
+from aligner.engines.engine_loop import EpisodeFollower, EpisodeSource, run_steps
 from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions
 from aligner.errors import ConfigError
 from aligner.models.model_source import directory_shape
@@ -69,13 +69,13 @@ def episodes(
         for at, task in enumerate(tasks)
     ]
     episode_journal = None if journal is None else EpisodeJournal(journal)
-    source: SampleSource = FollowsEpisodes(engine)
+    source: EpisodeSource = EpisodeFollower(engine)
     if rank == 0:
-        source = AgentEpisodes.begin(engine, tokenizer, chosen, 3, CONTEXT, episode_journal)
+        source = AgentEpisodes.create(engine, tokenizer, chosen, 3, CONTEXT, episode_journal)
     sampling = SamplingOptions(100, stop_token_ids=tokenizer.eos_token_ids, **options)
     try:
-        source.forget(first)
-        found = finish(source.start(requests, sampling))
+        source.drop_journal_before(first)
+        found = run_steps(source.start(requests, sampling))
     finally:
         source.close()
     return [found[place] for place in range(len(requests))], tokenizer
@@ -92,7 +92,9 @@ def agent(name: str, module: str = "openai_agents") -> dict[str, Any]:
 def generated_spans(sample: Sample) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
     """Return start, tokens and log-probs of each contiguous span of generated tokens."""
     marks = (
-        torch.ones(len(sample.response), dtype=torch.bool) if sample.drawn is None else sample.drawn
+        torch.ones(len(sample.response), dtype=torch.bool)
+        if sample.generated_mask is None
+        else sample.generated_mask
     )
     borders = [0, *((marks[1:] != marks[:-1]).nonzero()[:, 0] + 1).tolist(), len(marks)]
     return [
@@ -207,7 +209,11 @@ def test_different_user_messages_start_separate_branches(models):
         models["qwen"], [{"requests": [[system, one], [system, two]]}], settings
     )
     first, other = samples[0], samples[0].branches[0]
-    assert len(samples[0].branches) == 1 and first.drawn is None and other.drawn is None
+    assert (
+        len(samples[0].branches) == 1
+        and first.generated_mask is None
+        and other.generated_mask is None
+    )
     texts = {
         tokenizer.decode(each.tokens[: each.prompt_length]).split("\n")[3]
         for each in (first, other)
@@ -239,7 +245,7 @@ def test_completion_request_continues_earlier_tokens(models):
     alone, tokenizer = draw(["yes yes"])
     answer = tokenizer.decode(alone.response, skip_special_tokens=False)
     sample, _ = draw(["yes yes", f"yes yes{answer} and?"])
-    assert not sample.branches and sample.drawn is not None
+    assert not sample.branches and sample.generated_mask is not None
     assert (
         torch.equal(sample.split_turns()[0], alone.response)
         and tokenizer.decode(sample.split_turns()[1]) == " and?"
@@ -336,7 +342,7 @@ def test_invalid_request_returns_openai_error(models, tmp_path):
         errors["too long"]["code"] == "context_length_exceeded"
         and "messages.0.role" in errors["no role"]["message"]
     )
-    assert not samples[0].branches and samples[0].drawn is None
+    assert not samples[0].branches and samples[0].generated_mask is None
 
 
 def test_plain_and_streamed_answers_have_calls_and_logprobs(models, tmp_path):
@@ -385,7 +391,7 @@ def test_repeated_request_after_disconnect_reuses_answer(models, caplog):
     caplog.set_level("INFO")
     samples, _ = episodes(models["chatml"], [{}], agent("leaves", "poking_agents"))
     assert "the client disconnected" in caplog.text
-    assert not samples[0].branches and samples[0].drawn is None
+    assert not samples[0].branches and samples[0].generated_mask is None
 
 
 def test_request_after_episode_end_is_refused(models, tmp_path):
@@ -415,11 +421,16 @@ def test_every_branch_has_kept_token_ids(models):
     for sample in (samples[0], *samples[0].branches):
         marks = (
             torch.ones(len(sample.response), dtype=torch.bool)
-            if sample.drawn is None
-            else sample.drawn
+            if sample.generated_mask is None
+            else sample.generated_mask
         )
-        assert sample.kept is not None and (sample.kept.counts > 0).tolist() == marks.tolist()
+        assert (
+            sample.sampling_support is not None
+            and (sample.sampling_support.counts > 0).tolist() == marks.tolist()
+        )
         for token, ids in zip(
-            sample.response[marks].tolist(), sample.kept.select(marks).split_ids(), strict=True
+            sample.response[marks].tolist(),
+            sample.sampling_support.select(marks).split_ids(),
+            strict=True,
         ):
             assert token in ids.tolist()

@@ -31,12 +31,12 @@ from aligner.data.records import Record
 from aligner.data.tokenizer import Tokenizer, build_character_tokenizer
 from aligner.data.tool_calls import detect_tool_format
 from aligner.data.types import Prompt, Sample, collate_episodes
-from aligner.engines.engine_loop import finish
+from aligner.engines.engine_loop import run_steps
 from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions
 from aligner.errors import AlignerError
 from aligner.schema import DataConfig, EngineConfig
 from aligner.schema.environment import EnvironmentConfig
-from aligner.training.rollout_builder import environment_scores
+from aligner.training.rollout_builder import compute_environment_scores
 from tests.agents.scripted import Scripted
 from tests.agents.test_agents import generated_spans
 from tests.agents.test_episodes import assert_equal, episodes
@@ -68,7 +68,7 @@ def journal() -> EpisodeJournal:
 
 @pytest.fixture(scope="module")
 def environments(journal: EpisodeJournal) -> Iterator[EnvironmentPool]:
-    pool = EnvironmentPool.of(CONVERSANT, journal)
+    pool = EnvironmentPool.from_config(CONVERSANT, journal)
     try:
         pool.start()
         yield pool
@@ -144,7 +144,7 @@ class Conversing:
             [GenerationRequest(self.prompt, 0)], SamplingOptions(20_000, stop_token_ids=ends)
         )
         try:
-            return finish(generation)[0]
+            return run_steps(generation)[0]
         finally:
             generation.cancel()
 
@@ -168,11 +168,15 @@ class Conversing:
             marks += [False] * (len(read) - max(at, size)) + [True] * len(drawn)
             at = len(read) + len(drawn)
             assert torch.equal(now.tokens[len(read) : at], drawn)
-            assert [True] * at if now.drawn is None else now.drawn[: at - size].tolist() == marks
+            assert (
+                [True] * at
+                if now.generated_mask is None
+                else now.generated_mask[: at - size].tolist() == marks
+            )
             assert now.rewards is not None and float(now.rewards[at - size - 1]) in (0.25, 1.0)
         assert at == len(now.tokens) and next(sequences, None) is None
         given = 0.25 * (len(self.drawn) - 1) + (1.0 if sample.finish_reason == "stop" else 0.25)
-        scores = environment_scores([sample], 1)
+        scores = compute_environment_scores([sample], 1)
         assert (
             scores is not None and float(scores) == given and sample.turn_count == len(self.drawn)
         )

@@ -41,12 +41,12 @@ def test_steps_of_environments_run_concurrently(make):
 
 def test_pool_reports_call_and_wait_times(make):
     pool, spans = make(episodes_per_worker=2), []
-    assert pool.take_waits() is None
+    assert pool.take_environment_wait_s() is None
     pool.listener = lambda name, start, end: spans.append(
         (name, threading.current_thread().name, end - start)
     )
     open_episodes(pool, "a", "b")
-    pool.take_waits()
+    pool.take_environment_wait_s()
     spans.clear()
     answers = [pool.step(name, "sleep 0.3") for name in "ab"]
     pool.wait(answers)
@@ -59,7 +59,7 @@ def test_pool_reports_call_and_wait_times(make):
     )
     assert (first, second) == ("wait", "environments") and of_wait != of_pool == "environments"
     assert wait_s > 0.2 and call_s > 0.2
-    assert 0.3 <= pool.take_waits() < 5  # the mean of two new episodes
+    assert 0.3 <= pool.take_environment_wait_s() < 5  # the mean of two new episodes
 
 
 def test_outcome_has_observation_reward_and_done(make, log):

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from aligner.agents.episode_environment import Outcome
-from aligner.agents.episode_journal import EpisodeJournal, digest
+from aligner.agents.episode_journal import EpisodeJournal, compute_call_digest
 from aligner.errors import AlignerError
 from tests.agents.conftest import have_exited
 
@@ -23,7 +23,7 @@ OUTCOMES = [
     Outcome("", 1e-300, True),
 ]
 ASKED = [
-    digest(asked)
+    compute_call_digest(asked)
     for asked in (["reset", {"b": 1, "a": [None]}, 3], ["step", "one"], ["step", "two\n"])
 ]
 
@@ -37,7 +37,7 @@ def write_journal(directory, *episodes):
 
 
 def read_outcomes(journal, episode):
-    return [journal.told(episode, call, asked) for call, asked in enumerate(ASKED)]
+    return [journal.find(episode, call, asked) for call, asked in enumerate(ASKED)]
 
 
 @pytest.mark.parametrize("in_memory", [True, False])
@@ -48,23 +48,26 @@ def test_equal_calls_return_recorded_outcomes(tmp_path, in_memory):
             read_outcomes(each, "a") == read_outcomes(each, "b") == OUTCOMES
             and read_outcomes(each, "c") == [None] * 3
         )
-        assert each.told("a", 0, digest(["reset", {"a": [None], "b": 1}, 3])) == OUTCOMES[0]
-        assert each.told("a", 0, digest(["reset", {"a": [None], "b": 1}, 4])) is None
         assert (
-            each.told("a", 1, digest(["step", "two"])) is None
-            and each.told("a", 3, ASKED[1]) is None
+            each.find("a", 0, compute_call_digest(["reset", {"a": [None], "b": 1}, 3]))
+            == OUTCOMES[0]
+        )
+        assert each.find("a", 0, compute_call_digest(["reset", {"a": [None], "b": 1}, 4])) is None
+        assert (
+            each.find("a", 1, compute_call_digest(["step", "two"])) is None
+            and each.find("a", 3, ASKED[1]) is None
         )
 
 
 def test_new_outcome_replaces_later_outcomes(tmp_path):
     journal = write_journal(tmp_path, "a", "b")
-    journal.record("a", 1, digest(["step", "other"]), OUTCOMES[2])
+    journal.record("a", 1, compute_call_digest(["step", "other"]), OUTCOMES[2])
     for each in (journal, EpisodeJournal(tmp_path)):
         assert (
             read_outcomes(each, "a") == [OUTCOMES[0], None, None]
             and read_outcomes(each, "b") == OUTCOMES
         )
-        assert each.told("a", 1, digest(["step", "other"])) == OUTCOMES[2]
+        assert each.find("a", 1, compute_call_digest(["step", "other"])) == OUTCOMES[2]
     with pytest.raises(AlignerError, match="episode a: the journal has no entry before call 3"):
         journal.record("a", 3, ASKED[1], OUTCOMES[1])
 

@@ -19,12 +19,12 @@ from aligner.data.model_directory import read_shape
 from aligner.data.tokenizer import Tokenizer, build_character_tokenizer
 from aligner.data.types import Prompt, Sample
 from aligner.engines.embedded.embedded_engine import EmbeddedEngine
-from aligner.engines.engine_loop import finish
+from aligner.engines.engine_loop import run_steps
 from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions
 from aligner.models.model_source import directory_shape
 from aligner.schema import EngineConfig
 from aligner.schema.environment import EnvironmentConfig
-from aligner.training.rollout_builder import environment_scores
+from aligner.training.rollout_builder import compute_environment_scores
 from tests.data.tokenizer_kinds import KINDS, write_kind
 from tests.engines.engines import load_directory
 from tests.megatron import families
@@ -86,17 +86,17 @@ def episodes(
             directory_shape(model, "model.path"), EngineConfig(exact=True, batch_size=64), 0, seed=2
         )
         load_directory(engine, model)
-        pool = EnvironmentPool.of(chosen)
+        pool = EnvironmentPool.from_config(chosen)
         try:
             pool.start()
             episode_engine = EnvironmentEpisodes(
-                engine, pool, tokenizer, chosen, seed=3, by_steps=by_steps
+                engine, pool, tokenizer, chosen, seed=3, should_deliver_by_steps=by_steps
             )
             generation = episode_engine.start([requests[place] for place in places], sampling)
-            found |= {places[at]: sample for at, sample in finish(generation, steps).items()}
-            for at, sample in [] if generation.done else generation.interrupt():
+            found |= {places[at]: sample for at, sample in run_steps(generation, steps).items()}
+            for at, sample in [] if generation.is_done else generation.interrupt():
                 begun = sample if len(sample.response) else None
-                requests[places[at]] = replace(requests[places[at]], begun=begun)
+                requests[places[at]] = replace(requests[places[at]], partial_sample=begun)
             generation.cancel()
         finally:
             pool.close()
@@ -121,15 +121,21 @@ def test_sentencepiece_observations_get_no_extra_space(tmp_path: Path) -> None:
 def test_episode_alternates_policy_and_environment_turns(model):
     samples, tokenizer = episodes(model, {"max_turn_tokens": 40})
     for sample in samples:
-        assert sample.rewards is not None and sample.drawn is not None
+        assert sample.rewards is not None and sample.generated_mask is not None
         turns = [tokenizer.decode(turn) for turn in sample.split_turns()]
         assert turns[1::2] == ["s", "n1;", "n2;"] and len(turns) == 7 and turns[0] == ""
-        ends = sample.drawn.nonzero()[:, 0][sample.rewards[sample.drawn] != 0]
+        ends = sample.generated_mask.nonzero()[:, 0][sample.rewards[sample.generated_mask] != 0]
         assert (
             sample.rewards[ends].tolist() == [1.0, 2.0, 3.0] and float(sample.rewards.sum()) == 6.0
         )
-        assert not bool(sample.drawn[ends[0] + 1]) and int(ends[-1]) == len(sample.response) - 1
-        assert sample.finish_reason == "stop" and (sample.weight_versions[sample.drawn] == 0).all()
+        assert (
+            not bool(sample.generated_mask[ends[0] + 1])
+            and int(ends[-1]) == len(sample.response) - 1
+        )
+        assert (
+            sample.finish_reason == "stop"
+            and (sample.weight_versions[sample.generated_mask] == 0).all()
+        )
 
 
 @pytest.mark.promise("exact-episodes-ignore-timing")
@@ -206,16 +212,16 @@ def test_only_generated_tokens_have_kept_token_ids(model):
         model, {"max_turn_tokens": 40}, options={"top_p": 0.9, "renormalize": True}
     )
     for sample in samples:
-        assert sample.kept is not None and sample.drawn is not None
-        assert (sample.kept.counts[~sample.drawn] == 0).all() and (
-            sample.kept.counts[sample.drawn] > 0
+        assert sample.sampling_support is not None and sample.generated_mask is not None
+        assert (sample.sampling_support.counts[~sample.generated_mask] == 0).all() and (
+            sample.sampling_support.counts[sample.generated_mask] > 0
         ).all()
 
 
 @pytest.mark.promise("failed-environment-skips-prompt")
 def test_failed_environment_skips_its_prompt(model):
     samples, _ = episodes(model, {"max_turn_tokens": 40}, fails=1)
-    scores = environment_scores(samples, 2)
+    scores = compute_environment_scores(samples, 2)
     assert scores is not None and scores.isnan().tolist() == [
         False,
         False,
@@ -262,7 +268,7 @@ def test_chat_messages_are_appended_after_generated_turn(chat_model):
 
 
 def assert_equal(one: Sample, other: Sample) -> None:
-    for name in ("tokens", "engine_logprobs", "weight_versions", "drawn", "rewards"):
+    for name in ("tokens", "engine_logprobs", "weight_versions", "generated_mask", "rewards"):
         first, second = getattr(one, name), getattr(other, name)
         assert (first is None and second is None) or torch.equal(first, second), name
     assert one.finish_reason == other.finish_reason
@@ -317,7 +323,7 @@ def test_by_steps_completion_does_not_depend_on_timing(
             directory_shape(model, "model.path"), EngineConfig(exact=True), 0, seed=2
         )
         load_directory(engine, model)
-        pool = EnvironmentPool.of(chosen)
+        pool = EnvironmentPool.from_config(chosen)
         try:
             pool.start()
             requests = [
@@ -328,12 +334,12 @@ def test_by_steps_completion_does_not_depend_on_timing(
                 48, stop_token_ids=(*tokenizer.eos_token_ids, *range(20, 60))
             )
             generation, steps = (
-                EnvironmentEpisodes(engine, pool, tokenizer, chosen, 3, by_steps=True).start(
-                    requests, sampling
-                ),
+                EnvironmentEpisodes(
+                    engine, pool, tokenizer, chosen, 3, should_deliver_by_steps=True
+                ).start(requests, sampling),
                 [],
             )
-            while not generation.done:
+            while not generation.is_done:
                 steps.append(sorted(place for place, _ in generation.step()))
             return steps
         finally:

@@ -501,7 +501,7 @@ def test_incomplete_weights_leave_engine_without_version(model, tmp_path):
     del weights["model.layers.3.mlp.down_proj.weight"]
     save_file(weights, file)
     with pytest.raises(Exception, match=r"model\.layers\.3\.mlp\.down_proj\.weight"):
-        generate.load(engine, source)
+        generate.load_weights(engine, source)
     assert engine.version is None
     engine.begin_update(version=0).abort()  # the failed update is closed
 

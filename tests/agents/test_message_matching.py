@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from aligner.agents.message_matching import compared, template_messages
-from aligner.agents.openai_protocol import Refused
-from aligner.schema.environment import MATCHING
+from aligner.agents.message_matching import build_comparison_key, to_template_messages
+from aligner.agents.openai_protocol import RequestError
+from aligner.schema.environment import MATCHING_CHOICES
 
 
 def call(arguments: str, name: str = "look") -> dict[str, Any]:
@@ -33,9 +33,9 @@ def text(content: Any, role: str = "assistant", **more: Any) -> dict[str, Any]:
     ],
 )
 def test_rewritten_message_matches_only_by_its_rule(said, sent, rule):
-    assert compared(said, [rule]) == compared(sent, [rule])
-    others = [each for each in MATCHING if each != rule]
-    assert compared(said, others) != compared(sent, others)
+    assert build_comparison_key(said, [rule]) == build_comparison_key(sent, [rule])
+    others = [each for each in MATCHING_CHOICES if each != rule]
+    assert build_comparison_key(said, others) != build_comparison_key(sent, others)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_rewritten_message_matches_only_by_its_rule(said, sent, rule):
     ],
 )
 def test_client_fields_do_not_affect_matching(said, sent):
-    assert compared(said, []) == compared(sent, [])
+    assert build_comparison_key(said, []) == build_comparison_key(sent, [])
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,9 @@ def test_client_fields_do_not_affect_matching(said, sent):
     ],
 )
 def test_different_messages_do_not_match(said, sent):
-    assert compared(said, MATCHING) != compared(sent, MATCHING)
+    assert build_comparison_key(said, MATCHING_CHOICES) != build_comparison_key(
+        sent, MATCHING_CHOICES
+    )
 
 
 def test_template_messages_have_parsed_arguments():
@@ -80,7 +82,7 @@ def test_template_messages_have_parsed_arguments():
         call('{"at": 1}'),
         call("no JSON"),
     ]
-    found = template_messages(sent)
+    found = to_template_messages(sent)
     assert found[0] == {"role": "user", "content": "yes"}
     assert found[1]["content"] == "" and found[1]["tool_calls"][0]["function"]["arguments"] == {
         "at": 1
@@ -98,5 +100,5 @@ def test_template_messages_have_parsed_arguments():
     ],
 )
 def test_malformed_or_non_text_message_is_refused(message):
-    with pytest.raises(Refused, match=r"messages\.0"):
-        template_messages([message])
+    with pytest.raises(RequestError, match=r"messages\.0"):
+        to_template_messages([message])

@@ -18,17 +18,17 @@ from typing import Any
 import psutil
 import pytest
 
-from aligner.agents.python_sandbox import PythonSandbox, _bubblewrap
+from aligner.agents.python_sandbox import PythonSandbox, _find_bubblewrap
 from aligner.agents.tool_catalogue import describe_tools
 from aligner.errors import ConfigError
 from aligner.schema.environment import EnvironmentConfig, PythonToolConfig
 from tests.other_user import UID, needs_root
 
 LIMITS = PythonToolConfig(cpu_s=2, memory_mib=256, processes=8, scratch_mib=8)
-HERE = PythonSandbox.here(LIMITS)
+HERE = PythonSandbox.detect(LIMITS)
 REPOSITORY = Path(__file__).parents[2]
 enforced = pytest.mark.skipif(
-    bool(HERE.gaps()), reason=f"this machine does not enforce: {HERE.gaps()}"
+    bool(HERE.find_gaps()), reason=f"this machine does not enforce: {HERE.find_gaps()}"
 )
 
 
@@ -292,10 +292,10 @@ from pathlib import Path
 sys.path.insert(0, {str(REPOSITORY)!r})
 from aligner.agents import python_sandbox as python_sandbox
 from aligner.schema.environment import PythonToolConfig
-python_sandbox._bubblewrap = lambda: {_bubblewrap()!r}
-sandbox = python_sandbox.PythonSandbox.here(PythonToolConfig(processes=8))
+python_sandbox._find_bubblewrap = lambda: {_find_bubblewrap()!r}
+sandbox = python_sandbox.PythonSandbox.detect(PythonToolConfig(processes=8))
 namespaces = "import ctypes, os; print(os.getuid(), ctypes.CDLL(None).unshare(0x10000000))"
-print(sandbox.isolation, sandbox.gaps(), asyncio.run(sandbox.run(namespaces, 20, 100)))
+print(sandbox.isolation, sandbox.find_gaps(), asyncio.run(sandbox.run(namespaces, 20, 100)))
 """
     user: dict[str, Any] = {"user": UID, "group": UID, "extra_groups": [], "cwd": "/", "env": {}}
     if subprocess.run(
@@ -316,16 +316,16 @@ print(sandbox.isolation, sandbox.gaps(), asyncio.run(sandbox.run(namespaces, 20,
 @pytest.mark.promise("python-tool-is-sandboxed")
 @needs_root
 def test_unenforced_limits_are_refused_unless_accepted(monkeypatch, tmp_path):
-    assert PythonSandbox(LIMITS, "user_namespace").gaps() == ["the process limit does not apply"], (
-        "root's are not counted"
-    )
-    assert len(PythonSandbox(LIMITS, "none").gaps()) == 5
+    assert PythonSandbox(LIMITS, "user_namespace").find_gaps() == [
+        "the process limit does not apply"
+    ], "root's are not counted"
+    assert len(PythonSandbox(LIMITS, "none").find_gaps()) == 5
     assert run("print(1)", sandbox=PythonSandbox(LIMITS, "none")) == "1"
 
     def settings(**given: Any) -> EnvironmentConfig:
         return EnvironmentConfig(target="tools", tools=["python"], **given)
 
-    if not HERE.gaps():
+    if not HERE.find_gaps():
         assert describe_tools(settings()) == ["tool python: python"]
     failing = tmp_path / "bwrap"
     failing.write_text("#!/bin/sh\nexit 1\n")

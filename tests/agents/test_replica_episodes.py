@@ -16,7 +16,7 @@ from aligner.data.model_directory import read_shape
 from aligner.data.tokenizer import Tokenizer, build_character_tokenizer
 from aligner.data.types import Sample
 from aligner.engines.embedded.embedded_engine import EmbeddedEngine
-from aligner.engines.engine_loop import FollowsEpisodes, StartsSamples, finish
+from aligner.engines.engine_loop import EpisodeFollower, SampleStarter, run_steps
 from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions
 from aligner.errors import AlignerError
 from aligner.models.model_source import directory_shape
@@ -61,7 +61,7 @@ def run_episodes(
     )
     load_directory(engine, model)
     tokenizer = Tokenizer(model)
-    pool = EnvironmentPool.of(chosen) if rank == 0 else None
+    pool = EnvironmentPool.from_config(chosen) if rank == 0 else None
     if (model / "chat_template.jinja").exists():
         prompts = [make_prompt(tokenizer, at, is_chat=True, fails=False) for at in range(4)]
     else:
@@ -76,16 +76,16 @@ def run_episodes(
     try:
         if pool is not None:
             pool.start()
-        source: StartsSamples = FollowsEpisodes(engine)
+        source: SampleStarter = EpisodeFollower(engine)
         if pool is not None:
             source = EnvironmentEpisodes(engine, pool, tokenizer, chosen, seed=3)
         for steps in parts:
             places = [place for place in range(len(requests)) if place not in found]
             generation = source.start([requests[place] for place in places], options)
-            found |= {places[at]: sample for at, sample in finish(generation, steps).items()}
-            for at, sample in [] if generation.done else generation.interrupt():
+            found |= {places[at]: sample for at, sample in run_steps(generation, steps).items()}
+            for at, sample in [] if generation.is_done else generation.interrupt():
                 requests[places[at]] = replace(
-                    requests[places[at]], begun=sample if len(sample.response) else None
+                    requests[places[at]], partial_sample=sample if len(sample.response) else None
                 )
             generation.cancel()
         return [found[place] for place in range(len(requests))]
@@ -113,7 +113,11 @@ def test_replica_episodes_equal_one_rank(pool, directory, settings, parts):
     for one, other in zip(alone, ranks[0], strict=True):
         assert torch.equal(one.tokens, other.tokens) and one.finish_reason == other.finish_reason
         assert torch.equal(one.rewards.nan_to_num(9.0), other.rewards.nan_to_num(9.0))
-        assert one.drawn is None or other.drawn is None or torch.equal(one.drawn, other.drawn)
+        assert (
+            one.generated_mask is None
+            or other.generated_mask is None
+            or torch.equal(one.generated_mask, other.generated_mask)
+        )
         torch.testing.assert_close(one.engine_logprobs, other.engine_logprobs, atol=1e-5, rtol=0)
 
 

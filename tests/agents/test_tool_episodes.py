@@ -18,7 +18,7 @@ from aligner.agents.tool_catalogue import list_tools, tool_schemas, with_tool_ar
 from aligner.data.prompts import open_prompts
 from aligner.data.tokenizer import Tokenizer
 from aligner.data.types import Prompt, Sample
-from aligner.engines.engine_loop import finish
+from aligner.engines.engine_loop import run_steps
 from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions
 from aligner.errors import ConfigError
 from aligner.schema import DataConfig
@@ -50,7 +50,7 @@ FORMS = {"qwen": (hermes, "<|end|>"), "llama": (llama3, "<|end|>"), "mistral": (
 python = pytest.param(
     "python",
     marks=pytest.mark.skipif(
-        bool(PythonSandbox.here(EnvironmentConfig().python).gaps()),
+        bool(PythonSandbox.detect(EnvironmentConfig().python).find_gaps()),
         reason="this machine does not enforce the sandbox",
     ),
 )
@@ -72,7 +72,7 @@ def episodes(
     (prompt,) = open_prompts(
         data, tokenizer, 0, include_messages=True, tools=tool_schemas(listed)
     ).take(0, 1)
-    pool = EnvironmentPool.of(with_tool_arguments(settings, listed, tokenizer))
+    pool = EnvironmentPool.from_config(with_tool_arguments(settings, listed, tokenizer))
     try:
         pool.start()
         end = tokenizer.get_single_token(FORMS[template][1], "the end of a turn")
@@ -81,7 +81,7 @@ def episodes(
         policy = Scripted(lambda turn, read: says[turn])
         engine = EnvironmentEpisodes(policy, pool, tokenizer, settings, seed=3)  # type: ignore[arg-type]
         requests = [GenerationRequest(prompt, index) for index in range(2)]
-        found = finish(engine.start(requests, SamplingOptions(max_new_tokens=20_000)))
+        found = run_steps(engine.start(requests, SamplingOptions(max_new_tokens=20_000)))
     finally:
         pool.close()
     return [found[0], found[1]], tokenizer, prompt

@@ -205,7 +205,7 @@ def test_failed_mcp_server_of_episode_is_restarted():
 @pytest.mark.slow
 def test_mcp_server_state_survives_loss_of_worker():
     given = with_listed_tools(settings(mcp=[SERVER]), "qwen")
-    pool = EnvironmentPool.of(given)
+    pool = EnvironmentPool.from_config(given)
     try:
         pool.start()
         assert (

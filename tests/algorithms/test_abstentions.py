@@ -17,10 +17,10 @@ from aligner.config.compose import compose_config
 from aligner.data.pass_rates import collect_outcomes
 from aligner.data.types import ABSTAINED, Prompt, Sample, collate
 from aligner.schema import Config, RolloutConfig
-from aligner.training.preference_sampling import preferences
-from aligner.training.rollout_builder import RolloutBatch, informative
+from aligner.training.preference_sampling import build_preferences
+from aligner.training.rollout_builder import RolloutBatch, select_informative
 from aligner.training.services import PendingRows
-from aligner.training.step_metrics import rollout_metrics
+from aligner.training.step_metrics import compute_rollout_metrics
 
 NAN = math.nan
 EACH = 4
@@ -104,15 +104,15 @@ def test_group_algorithms_need_two_scores_of_a_prompt(name, overrides, expected)
 
 
 def test_rows_of_groups_with_too_few_scores_are_left_out():
-    assert rollout().scored_rows().tolist() == [0, 2, 3, 5, 16, 17, 18, 19]
-    assert rollout().scored_rows(2).tolist() == [0, 2, 3, 16, 17, 18, 19]
-    assert rollout().scored_rows(EACH).tolist() == [16, 17, 18, 19]
+    assert rollout().find_scored_rows().tolist() == [0, 2, 3, 5, 16, 17, 18, 19]
+    assert rollout().find_scored_rows(2).tolist() == [0, 2, 3, 16, 17, 18, 19]
+    assert rollout().find_scored_rows(EACH).tolist() == [16, 17, 18, 19]
 
 
 def test_selections_skip_samples_without_a_score():
     assert best_and_worst(SCORES, EACH).tolist() == [2, 3, 17, 19]
     assert best(SCORES, EACH).tolist() == [2, 17]
-    assert informative(SCORES, EACH).tolist() == [0, 1, 2, 3, 16, 17, 18, 19]
+    assert select_informative(SCORES, EACH).tolist() == [0, 1, 2, 3, 16, 17, 18, 19]
     pairs = all_pairs(SCORES, EACH).view(-1, 2).tolist()
     assert [pair for pair in pairs if pair[0] < EACH] == [[2, 0], [2, 3], [0, 3]]
     assert all(pair[0] < EACH or pair[0] >= 16 for pair in pairs)
@@ -148,7 +148,7 @@ def test_pass_rates_do_not_count_abstentions():
 
 def test_metrics_count_abstentions_apart_from_skipped_prompts():
     settings = RolloutConfig(samples_per_prompt=EACH, prompts_per_step=PROMPTS)
-    metrics = rollout_metrics(rollout().scored(), settings, least_scores=2)
+    metrics = compute_rollout_metrics(rollout().drop_unscored(), settings, min_scores=2)
     assert (metrics["reward/abstained"], metrics["reward/abstained_prompts"]) == (8.0, 2.0)
     assert metrics["rollout/skipped"] == 1.0
     assert metrics["reward/mean"] == pytest.approx((1 + 3 + 0.5 + 2 + 2 + 4 + 4 + 1) / 8)
@@ -161,7 +161,7 @@ def test_step_without_any_score_has_counts_but_no_mean(caplog):
     done.set_result(torch.full_like(SCORES, ABSTAINED))
     whole = replace(rollout(), scores=PendingRows((done,)))
     settings = RolloutConfig(samples_per_prompt=EACH, prompts_per_step=PROMPTS)
-    metrics = rollout_metrics(whole.scored(), settings)
+    metrics = compute_rollout_metrics(whole.drop_unscored(), settings)
     assert metrics["reward/abstained"] == 20.0 and metrics["reward/abstained_prompts"] == 5.0
     assert metrics["rollout/skipped"] == 0.0 and "reward/mean" not in metrics
     assert "abstained on all samples" in caplog.text
@@ -169,7 +169,7 @@ def test_step_without_any_score_has_counts_but_no_mean(caplog):
 
 def test_preference_pairs_have_two_scores(character_decoder):
     for pairs in ("best_and_worst", "all"):
-        records, without = preferences(rollout(), SCORES, EACH, character_decoder, pairs)
+        records, without = build_preferences(rollout(), SCORES, EACH, character_decoder, pairs)
         assert all(math.isfinite(score) for record in records for score in record["scores"])
         assert {record["prompt"] for record in records} == {"prompt 0", "prompt 4"}
         assert without == 1, "prompt 1 has one score; prompts 2 and 3 have none"

@@ -21,7 +21,7 @@ from aligner.data.types import (
     build_response_mask,
 )
 from aligner.schema import Config, ParallelConfig, TeacherConfig
-from aligner.schema.derived import asks_before_update
+from aligner.schema.derived import needs_logprobs_before_update
 from aligner.schema.keys import with_values
 from tests.algorithms import jobs
 from tests.megatron.jobs import TEMPERATURE, make_experience
@@ -136,9 +136,11 @@ def test_sampler_ratio_makes_advantages_use_engine_logprobs():
 
 def test_teacher_advantages_need_extra_logprob_pass():
     config = compose_config(["experiment=tiny_ppo", ALONE, "algorithm.minibatches=1"])
-    assert not asks_before_update(config)
-    assert asks_before_update(dataclasses.replace(config, teacher=TeacherConfig(path="somewhere")))
-    assert not asks_before_update(
+    assert not needs_logprobs_before_update(config)
+    assert needs_logprobs_before_update(
+        dataclasses.replace(config, teacher=TeacherConfig(path="somewhere"))
+    )
+    assert not needs_logprobs_before_update(
         dataclasses.replace(config, teacher=TeacherConfig(path="somewhere", loss="forward_kl"))
     )
 

@@ -15,7 +15,7 @@ from aligner.data.types import Experience
 from aligner.engines.engine_protocol import SamplingOptions
 from aligner.models.hugging_face import read_config
 from aligner.schema import AlgorithmConfig, ParallelConfig, RolloutConfig
-from aligner.training.engine_setup import build_options
+from aligner.training.engine_setup import build_sampling_options
 from tests.algorithms import jobs
 from tests.megatron import families
 from tests.rounds import typical
@@ -253,10 +253,15 @@ def test_keys_reach_loss_and_sampling_options():
     expected = SamplingOptions(
         12, min_new_tokens=3, **sampling, stop_token_ids=(1, 3), renormalize=True
     )
-    assert build_options(settings, shape) == expected
-    assert not build_options(dataclasses.replace(settings, renormalize=False), shape).renormalize
+    assert build_sampling_options(settings, shape) == expected
+    assert not build_sampling_options(
+        dataclasses.replace(settings, renormalize=False), shape
+    ).renormalize
     assert (
-        build_options(dataclasses.replace(settings, stop_at_eos=False), shape).stop_token_ids == ()
+        build_sampling_options(
+            dataclasses.replace(settings, stop_at_eos=False), shape
+        ).stop_token_ids
+        == ()
     )
 
 

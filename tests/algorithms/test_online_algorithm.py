@@ -507,7 +507,7 @@ def test_shaping_penalizes_missing_end_and_length():
     assert build_online_algorithm(compose("ppo")).shaping(scores, samples).tolist() == [1.0] * 4
     config = compose("ppo", "algorithm.length_penalty=0.25", "algorithm.target_length=4")
     # The policy generated five of its six tokens.
-    given = replace(samples[3], drawn=torch.tensor([True] * 5 + [False]))
+    given = replace(samples[3], generated_mask=torch.tensor([True] * 5 + [False]))
     shaping = build_online_algorithm(config).shaping
     assert shaping(scores, [*samples[:3], given]).tolist() == [0.5, 0.75, 1.0, 0.75]
     assert shaping.penalize_missing_ends(scores, samples).tolist() == [1.0] * 4

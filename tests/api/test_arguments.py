@@ -19,7 +19,7 @@ from aligner.api.arguments import (
     write_records,
 )
 from aligner.config.compose import compose_config
-from aligner.config.conf_files import group_directories, group_options
+from aligner.config.conf_files import find_group_directories, list_group_options
 from aligner.config.overrides import parse_override
 from aligner.errors import ConfigError
 from tests.system import scorers
@@ -30,12 +30,16 @@ TEXTS = ["grpo", "true", "", "a b", 'say "hi"', "back\\slash\\", 'x\\"', "{", "$
 
 def overrides(**given: Any) -> Sequence[str]:
     asked = {"model": None, "algorithm": None, "reward": None, "data": None, "keys": {}} | given
-    return launch_arguments(**asked, options=group_options(group_directories(None))).overrides
+    return launch_arguments(
+        **asked, options=list_group_options(find_group_directories(None))
+    ).overrides
 
 
 @pytest.mark.parametrize("value", NUMBERS + TEXTS, ids=repr)
 def test_override_text_round_trips_value(value: Any) -> None:
-    override = parse_override(override_text("seed", value), group_options(group_directories(None)))
+    override = parse_override(
+        override_text("seed", value), list_group_options(find_group_directories(None))
+    )
     assert override.value() == value and type(override.value()) is type(value)
 
 

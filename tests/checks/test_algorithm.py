@@ -8,9 +8,9 @@ from aligner.checks import algorithm
 from aligner.checks.check import check
 from aligner.config.compose import compose_config
 from aligner.errors import ConfigError
-from aligner.placement.placement_table import placements
-from aligner.placement.roles import server_ranks
-from aligner.schema.derived import rows_together
+from aligner.placement.placement_table import build_placements
+from aligner.placement.roles import count_server_ranks
+from aligner.schema.derived import get_rows_per_group
 from aligner.schema.keys import with_values
 
 
@@ -255,14 +255,17 @@ def test_incompatible_custom_selection_is_refused(overrides, expected, tmp_path)
 
 
 def test_only_an_algorithm_with_values_has_a_critic():
-    assert list(server_ranks(compose())) == ["critic", "reward"]
-    assert list(server_ranks(compose("algorithm=grpo"))) == ["reward"]
-    assert [place.role for place in placements(compose("algorithm=rloo"))] == ["trainer", "reward"]
-    assert server_ranks(compose("algorithm=sft")) == {}
+    assert list(count_server_ranks(compose())) == ["critic", "reward"]
+    assert list(count_server_ranks(compose("algorithm=grpo"))) == ["reward"]
+    assert [place.role for place in build_placements(compose("algorithm=rloo"))] == [
+        "trainer",
+        "reward",
+    ]
+    assert count_server_ranks(compose("algorithm=sft")) == {}
 
 
 def test_keys_of_absent_critic_are_not_checked():
-    assert not list(algorithm.problems(compose("algorithm=rloo"), None, {}))
+    assert not list(algorithm.find_problems(compose("algorithm=rloo"), None, {}))
     check(
         with_values(
             compose("algorithm=grpo"), {"critic.num_layers": 99, "critic.micro_batch_tokens": 1}
@@ -272,7 +275,7 @@ def test_keys_of_absent_critic_are_not_checked():
 
 def test_rows_compared_by_loss_depend_on_algorithm():
     assert [
-        rows_together(compose(f"algorithm={name}"))
+        get_rows_per_group(compose(f"algorithm={name}"))
         for name in ("ppo", "online_dpo", "copg", "dpo", "sft")
     ] == [
         1,

@@ -7,7 +7,7 @@ import importlib
 from pathlib import Path
 
 from aligner import checks, schema
-from aligner.checks.check import SECTIONS
+from aligner.checks.check import SECTION_CHECKS
 from aligner.schema import Config
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
@@ -57,11 +57,11 @@ def test_each_constrained_section_has_a_checks_file() -> None:
 
 def test_sections_are_checked_in_schema_order() -> None:
     checked = [
-        importlib.import_module(f"aligner.checks.{name}").problems
+        importlib.import_module(f"aligner.checks.{name}").find_problems
         for name in sections()
         if name not in FITS_ALONE
     ]
-    assert list(SECTIONS) == checked
+    assert list(SECTION_CHECKS) == checked
 
 
 def test_configuration_page_follows_schema_order() -> None:

@@ -13,8 +13,8 @@ from aligner.config.compose import compose_config
 from aligner.errors import ConfigError
 from aligner.models import model_source
 from aligner.models.model_source import NORMALIZATION, absent_inputs, critic_shape
-from aligner.placement.memory.role_memory import memory_needs
-from aligner.placement.placement_table import placements
+from aligner.placement.memory.role_memory import compute_role_memory
+from aligner.placement.placement_table import build_placements
 from aligner.placement.roles import describe_model
 from aligner.schema import Config
 from aligner.schema.keys import with_values
@@ -61,11 +61,11 @@ def test_critic_shape_comes_from_critic_path(tmp_path: Path) -> None:
     policy = check(config)
     assert (policy.num_layers, critic_shape(config, policy).num_layers) == (4, 3)
     assert "critic: 3 layers" in describe_model(config, policy)
-    assert {place.role: place.runs for place in placements(config)}[
+    assert {place.role: place.runs for place in build_placements(config)}[
         "critic"
     ] == f"value model, from {path}"
     with_path, plain = (
-        next(role for role in memory_needs(chosen, policy) if role.role == "critic")
+        next(role for role in compute_role_memory(chosen, policy) if role.role == "critic")
         for chosen in (config, compose(tmp_path))
     )
     assert with_path.peak.weights < plain.peak.weights

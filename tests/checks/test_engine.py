@@ -11,11 +11,11 @@ import pytest
 
 from aligner.checks import engine as engines
 from aligner.checks.check import check
-from aligner.checks.engine import engine_kind_problems, engine_machine_problems
+from aligner.checks.engine import find_engine_kind_problems, find_engine_machine_problems
 from aligner.config.compose import compose_config
 from aligner.errors import ConfigError
 from aligner.placement import roles
-from aligner.placement.roles import device_of, uses_gpus
+from aligner.placement.roles import get_device, uses_gpus
 from aligner.schema import EngineConfig, EngineParallelConfig
 from tests.engines.vllm.shared_clients import INSTALLED
 from tests.models.test_layouts import DENSE, EXPERTS
@@ -33,7 +33,7 @@ def gpu_image(monkeypatch):
 def problems(**changes):
     shape = changes.pop("shape", DENSE)
     engine = dataclasses.replace(TENSORRT_LLM, **changes)
-    return [*engine_machine_problems(engine), *engine_kind_problems(engine, shape)]
+    return [*find_engine_machine_problems(engine), *find_engine_kind_problems(engine, shape)]
 
 
 def test_tensorrt_llm_requires_packages_and_gpu(tmp_path: Path, monkeypatch) -> None:
@@ -61,8 +61,8 @@ def test_slurm_job_does_not_require_local_gpus(tmp_path: Path, monkeypatch) -> N
     slurm = ["experiment=tiny_ppo", "cluster=slurm", f"run.dir={tmp_path / 'run'}"]
     check(compose_config([*slurm, "engine=tensorrt_llm"]))
     config = compose_config(slurm)
-    assert uses_gpus(config) and device_of(config, "auto").itemsize == 2
-    assert device_of(config, "fp32").itemsize == 4
+    assert uses_gpus(config) and get_device(config, "auto").itemsize == 2
+    assert get_device(config, "fp32").itemsize == 4
     assert not uses_gpus(compose_config([*slurm, "cluster.slurm.gpus=none"]))
     assert not uses_gpus(compose_config(["experiment=tiny_ppo"]))
 
@@ -185,7 +185,7 @@ def test_exact_uses_one_thread_and_checks_shape(tmp_path) -> None:
         ["experiment=tiny_ppo", "engine.exact=true", f"run.dir={tmp_path / 'run'}"]
     )
     check(config)
-    assert roles.threads_per_rank(config) == 1
+    assert roles.compute_threads_per_rank(config) == 1
     shapes = (
         (EXPERTS, "mixture-of-experts"),
         (
@@ -194,4 +194,6 @@ def test_exact_uses_one_thread_and_checks_shape(tmp_path) -> None:
         ),
     )
     for shape, message in shapes:
-        assert [message in problem for problem in engines._exact_problems(config, shape)] == [True]
+        assert [message in problem for problem in engines._find_exact_problems(config, shape)] == [
+            True
+        ]

@@ -18,7 +18,7 @@ from aligner.schema import (
     RolloutConfig,
     RunConfig,
 )
-from aligner.schema.derived import draws_greedily
+from aligner.schema.derived import is_greedy
 
 ASYNCHRONOUS = {"rollout": RolloutConfig(max_staleness=1)}
 BESIDE = EvaluationConfig(every=3, prompts=["a"], asynchronous=True)
@@ -27,7 +27,10 @@ JUDGE = {"judge_url": "http://localhost:8000/v1", "judge_model": "tester"}
 
 def problems(trainer: str, **sections: Any) -> list[str]:
     config = Config(algorithm=AlgorithmConfig(trainer=trainer), **sections)
-    return [*evaluation.problems(config, None, {}), *checkpoint.problems(config, None, {})]
+    return [
+        *evaluation.find_problems(config, None, {}),
+        *checkpoint.find_problems(config, None, {}),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -226,6 +229,6 @@ def test_path_and_prompts_exclude_each_other(tmp_path: Path) -> None:
 
 
 def test_single_sample_is_greedy_by_default() -> None:
-    assert draws_greedily(EvaluationConfig())
-    assert not draws_greedily(EvaluationConfig(samples=2))
-    assert not draws_greedily(EvaluationConfig(greedy=False))
+    assert is_greedy(EvaluationConfig())
+    assert not is_greedy(EvaluationConfig(samples=2))
+    assert not is_greedy(EvaluationConfig(greedy=False))

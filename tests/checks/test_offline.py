@@ -33,7 +33,7 @@ def find_problems(config: Config, model: ModelShape | None = None) -> list[str]:
     return [
         line
         for section in (data, actor, algorithm, evaluation)
-        for line in section.problems(config, model, {})
+        for line in section.find_problems(config, model, {})
     ]
 
 

@@ -25,7 +25,7 @@ def problems(trainer: str, ends: dict[str, Any], **sections: Any) -> list[str]:
     config = Config(
         algorithm=AlgorithmConfig(trainer=trainer), run=RunConfig(steps=9, **ends), **sections
     )
-    return [*run.problems(config, None, {})]
+    return [*run.find_problems(config, None, {})]
 
 
 @pytest.mark.parametrize(

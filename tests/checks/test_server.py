@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from aligner.checks.server import check_certificate, tls_problems
+from aligner.checks.server import check_certificate, find_tls_problems
 from aligner.errors import ConfigError
 from aligner.schema import Config, ServerConfig, TLSConfig
 from tests.certificates import Certificates, make_certificates
@@ -30,7 +30,7 @@ def make_config(
 def problems(
     files: Certificates | None = None, interface: str = "127.0.0.1", **keys: str | bool
 ) -> list[str]:
-    return list(tls_problems(make_config(files, interface, **keys)))
+    return list(find_tls_problems(make_config(files, interface, **keys)))
 
 
 @pytest.mark.parametrize("mutual", [True, False])
@@ -79,7 +79,7 @@ def test_wrong_issuer_or_host_is_refused(good: Certificates, other: Certificates
 def test_slurm_certificate_must_match_the_nodes(good: Certificates, other: Certificates) -> None:
     config = make_config(other, "0.0.0.0")
     config.cluster.kind = "slurm"
-    assert list(tls_problems(config)) == []
+    assert list(find_tls_problems(config)) == []
     check_certificate(config, ["192.0.2.1", "192.0.2.1"])
     with pytest.raises(
         ConfigError, match=r"connecting to 192\.0\.2\.2 with .* would fail: IP address mismatch"

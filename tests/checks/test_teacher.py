@@ -12,13 +12,13 @@ from aligner.checks.check import check
 from aligner.config.compose import compose_config
 from aligner.data.model_directory import prepare_model
 from aligner.errors import ConfigError
-from aligner.placement.addresses import explicit_ports
-from aligner.placement.memory.role_memory import memory_needs
-from aligner.placement.placement_table import placements
-from aligner.placement.roles import computes_on_devices, role_ranks, server_ranks
+from aligner.placement.addresses import get_configured_ports
+from aligner.placement.memory.role_memory import compute_role_memory
+from aligner.placement.placement_table import build_placements
+from aligner.placement.roles import computes_on_devices, count_role_ranks, count_server_ranks
 from aligner.schema import Config
 from aligner.schema.keys import with_values
-from aligner.schema.references import read_paths
+from aligner.schema.references import find_read_paths
 
 ALONE, DIVERGENCE = "algorithm=on_policy_distillation", {"teacher.loss": "forward_kl"}
 
@@ -69,17 +69,19 @@ def test_teacher_replicas_have_ports_and_memory(
     )
     config = compose(models_directory, "deeper-model", *more)
     shape = check(config)
-    assert server_ranks(config) == {"reward": 1, "teacher": 2, "teacher.1": 2}
-    assert list(role_ranks(config))[-1] == "trainer" and computes_on_devices(config, "teacher.1")
-    assert explicit_ports(config) == {
+    assert count_server_ranks(config) == {"reward": 1, "teacher": 2, "teacher.1": 2}
+    assert list(count_role_ranks(config))[-1] == "trainer" and computes_on_devices(
+        config, "teacher.1"
+    )
+    assert get_configured_ports(config) == {
         "teacher.ports.http": 20300,
         "teacher.ports.http + 3 (teacher.1)": 20303,
     }
-    assert [(each.role, each.ranks, each.layout) for each in placements(config)][2:] == [
+    assert [(each.role, each.ranks, each.layout) for each in build_placements(config)][2:] == [
         ("teacher", 2, "TP2 PP1 DP1"),
         ("teacher.1", 2, "TP2 PP1 DP1"),
     ]
-    needs = {each.role: each for each in memory_needs(config, shape)}
+    needs = {each.role: each for each in compute_role_memory(config, shape)}
     assert set(needs) == {"trainer", "teacher", "teacher.1"}
     (phase,) = needs["teacher"].phases
     assert phase.gradients == phase.optimizer == 0 < phase.activations
@@ -89,7 +91,7 @@ def test_teacher_replicas_have_ports_and_memory(
 
 
 def test_teacher_keys_without_effect_are_refused(models_directory: Path) -> None:
-    assert "teacher" not in server_ranks(compose_config(["experiment=tiny_ppo"]))
+    assert "teacher" not in count_server_ranks(compose_config(["experiment=tiny_ppo"]))
     with pytest.raises(
         ConfigError, match=r"teacher\.path=.*: has no effect with algorithm\.trainer=sft"
     ):
@@ -237,12 +239,14 @@ def test_several_teachers_share_one_role(models_directory: Path) -> None:
     )
     shape = check(both)
     alone = compose_with_sources(models_directory, all={"path": paths[0]})
-    assert server_ranks(both) == server_ranks(alone) == {"reward": 1, "teacher": 1}
-    assert placements(both)[2].runs == f"teacher {paths[0]}, {paths[1]}"
-    (two,), (one,) = (memory_needs(config, shape)[-1].phases for config in (both, alone))
+    assert count_server_ranks(both) == count_server_ranks(alone) == {"reward": 1, "teacher": 1}
+    assert build_placements(both)[2].runs == f"teacher {paths[0]}, {paths[1]}"
+    (two,), (one,) = (compute_role_memory(config, shape)[-1].phases for config in (both, alone))
     assert two.weights == pytest.approx(1.5 * one.weights, rel=0.1)
     assert {
-        key: Path(path).name for key, path in read_paths(both).items() if key.startswith("teacher.")
+        key: Path(path).name
+        for key, path in find_read_paths(both).items()
+        if key.startswith("teacher.")
     } == {
         "teacher.sources.all.path": "deeper-model",
         "teacher.sources.sums.path": "policy-model",

@@ -10,21 +10,21 @@ from pathlib import Path
 import pytest
 
 from aligner.checks.check import check
-from aligner.config.compose import compose_config, keys_given
-from aligner.config.conf_files import built_in_directory
-from aligner.config.defaults import SIZES, UNREAD, choose, size_of
+from aligner.config.compose import compose_config, find_user_keys
+from aligner.config.conf_files import find_built_in_directory
+from aligner.config.defaults import SIZES, UNREAD_REASON, choose, get_size
 from aligner.config.prerequisites import plan_run
 from aligner.config.situation import Choice, DataStatistics, Situation
 from aligner.errors import ConfigError
 from aligner.models.hugging_face import read_config
 from aligner.models.model_source import absent_inputs
 from aligner.placement.machine import Machine
-from aligner.placement.memory.role_memory import memory_needs
-from aligner.placement.roles import role_ranks
+from aligner.placement.memory.role_memory import compute_role_memory
+from aligner.placement.roles import count_role_ranks
 from aligner.schema import Config
-from aligner.schema.keys import value_at
+from aligner.schema.keys import get_value
 
-ALGORITHMS = sorted(file.stem for file in (built_in_directory() / "algorithm").glob("*.yaml"))
+ALGORITHMS = sorted(file.stem for file in (find_built_in_directory() / "algorithm").glob("*.yaml"))
 OFFLINE = ("sft", "dpo", "simpo", "orpo", "rpo", "kto", "reward_model", "teacher_scores")
 DATA = DataStatistics(7473, "512 of 7473 records, including the longest", False, 230, 160, 320)
 
@@ -67,7 +67,7 @@ GPU = Machine(cores=16, memory_gib=256, gpus=1, gpu_memory_gib=76)
 NODE = Machine(cores=128, memory_gib=2000, gpus=8, gpu_memory_gib=76)
 TOO_LARGE = [("600M", 0, "ppo"), ("8B", 1, "ppo"), ("70B", 8, "ppo")]
 """Model, number of GPUs and algorithm for which policy and critic do not fit together."""
-CLUSTER = replace(NODE, most_nodes=64)
+CLUSTER = replace(NODE, max_nodes=64)
 
 
 @pytest.fixture(autouse=True)
@@ -96,7 +96,7 @@ def choose_defaults(
     config = replace(config, model=replace(config.model, config=MODELS[model]))
     expected = absent_inputs(config)
     situation = Situation(
-        read_config(MODELS[model], "model"), data, machine, keys_given(given, config), expected
+        read_config(MODELS[model], "model"), data, machine, find_user_keys(given, config), expected
     )
     config, choices = choose(config, situation)
     return config, {choice.key: choice for choice in choices}, situation
@@ -132,7 +132,7 @@ def test_automatic_values_fit_device_memory(
     monkeypatch: pytest.MonkeyPatch, model: str, machine: Machine, cluster: str, algorithm: str
 ) -> None:
     overrides = [f"cluster={cluster}", *online(algorithm)]
-    if (model, machine.gpus * machine.most_nodes, algorithm) in TOO_LARGE:
+    if (model, machine.gpus * machine.max_nodes, algorithm) in TOO_LARGE:
         with pytest.raises(
             ConfigError,
             match=(
@@ -144,9 +144,9 @@ def test_automatic_values_fit_device_memory(
         return
     config, choices, situation = choose_defaults(monkeypatch, model, machine, *overrides)
     assert check(config, situation.expected) == situation.shape
-    needs = memory_needs(config, situation.shape, situation.expected)
+    needs = compute_role_memory(config, situation.shape, situation.expected)
     if machine.gpus == 0:
-        ranks = role_ranks(config)
+        ranks = count_role_ranks(config)
         held = sum((role.peak.total + role.host) * ranks[role.role] for role in needs)
         assert held < machine.memory_gib * 2**30
     elif cluster == "local":
@@ -195,7 +195,7 @@ def test_lora_is_used_if_full_training_does_not_fit(
         and "LoRA, because the weights" in choices["actor.lora.rank"].reason
     )
     assert config.actor.optimizer.learning_rate == float(
-        f"{10 * size_of(situation.parameters).online:.3g}"
+        f"{10 * get_size(situation.parameters).online:.3g}"
     )
     with pytest.raises(ConfigError, match="does not fit into 76 GiB of GPU memory"):
         choose_defaults(monkeypatch, model, machine, *online("grpo"), "actor.lora.rank=0")
@@ -254,7 +254,7 @@ def test_learning_rate_decreases_with_model_size(
 
 def test_size_table_is_sorted_with_falling_rates() -> None:
     for smaller, larger in itertools.pairwise(SIZES):
-        assert smaller.parameters < larger.parameters
+        assert smaller.max_parameters < larger.max_parameters
         for rate in ("online", "critic", "imitation", "preference"):
             assert getattr(smaller, rate) >= getattr(larger, rate)
 
@@ -273,7 +273,7 @@ def test_lengths_fit_data_and_model_positions(
         config.data.max_prompt_tokens == 160
         and "20000 tokens" in choices["data.max_prompt_tokens"].reason
     )
-    long = replace(DATA, longest_prompt=20_000, most_prompts=15_000)
+    long = replace(DATA, longest_prompt=20_000, prompt_length_p99=15_000)
     config, _, situation = choose_defaults(monkeypatch, "135M", CORES, *online("grpo"), data=long)
     assert config.data.max_prompt_tokens == 4096
     check(config, situation.expected)
@@ -286,18 +286,18 @@ def test_defaults_for_unreadable_records_are_valid(
         monkeypatch, "135M", CORES, *online("grpo"), data=None
     )
     check(config, situation.expected)
-    assert choices["run.steps"].reason == UNREAD
+    assert choices["run.steps"].reason == UNREAD_REASON
 
 
 def test_few_prompts_limit_prompts_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    few = replace(DATA, records=3, is_whole=True)
+    few = replace(DATA, records=3, is_complete=True)
     config, _, situation = choose_defaults(monkeypatch, "1M", CORES, *online("grpo"), data=few)
     assert config.rollout.prompts_per_step == 3 and config.run.steps == 50
     check(config, situation.expected)
 
 
 def test_tiny_model_runs_at_least_50_steps_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    few = replace(DATA, records=100, is_whole=True, longest_answer=0)
+    few = replace(DATA, records=100, is_complete=True, longest_answer=0)
     config, choices, _ = choose_defaults(monkeypatch, "1M", CORES, *online("grpo"), data=few)
     assert config.run.steps == 50 and choices["run.steps"].reason.endswith(
         "limited to the range 50 to 200 on this machine"
@@ -343,8 +343,8 @@ def test_keys_of_group_file_count_as_explicit(
     (tmp_path / "data" / "mine.yaml").write_text("path: records.jsonl\nmax_prompt_tokens: 7\n")
     given = ["model.path=x", "data=mine", "reward.function=gsm8k", "run.dir=run"]
     config = compose_config(given, tmp_path)
-    assert (key in keys_given(given, config, tmp_path)) == (key == "data.max_prompt_tokens")
-    assert value_at(config, "data.max_prompt_tokens") == 7
+    assert (key in find_user_keys(given, config, tmp_path)) == (key == "data.max_prompt_tokens")
+    assert get_value(config, "data.max_prompt_tokens") == 7
 
 
 def test_automatic_prerequisite_is_refused(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from aligner.checks.check import check
 from aligner.config.compose import compose_config
-from aligner.config.conf_files import built_in_directory
-from aligner.config.dry_run.dry_run_plan import plan_dry_run, tiny_run, with_present_data
+from aligner.config.conf_files import find_built_in_directory
+from aligner.config.dry_run.dry_run_plan import build_tiny_run, plan_dry_run, with_present_data
 from aligner.config.dry_run.tiny_models import Models
 from aligner.config.prerequisites import plan_run
 from aligner.data.examples import open_run_data
@@ -24,12 +24,12 @@ from aligner.errors import ConfigError
 from aligner.models.hugging_face import hugging_face_config, read_config
 from aligner.models.model_source import NOTHING_EXPECTED, absent_inputs, package_directory
 from aligner.models.shape import ModelShape, RopeScaling
-from aligner.paths import cache_directory, run_paths
-from aligner.placement.memory.role_memory import memory_needs
-from aligner.placement.roles import role_ranks
+from aligner.paths import get_cache_directory, get_run_paths
+from aligner.placement.memory.role_memory import compute_role_memory
+from aligner.placement.roles import count_role_ranks
 from aligner.schema import Config, ParallelConfig
-from aligner.schema.keys import value_at, with_values
-from aligner.schema.reward_sources import reward_sources
+from aligner.schema.keys import get_value, with_values
+from aligner.schema.reward_sources import parse_reward_sources
 from tests.config.test_command_line import aligner
 from tests.models.test_families import CONFIGS
 
@@ -55,8 +55,10 @@ SEVENTY = {
     "engine.parallel.tensor": 8,
     "engine.parallel.data": 2,
 }
-ALGORITHMS = sorted(file.stem for file in (built_in_directory() / "algorithm").glob("*.yaml"))
-EXPERIMENTS = sorted(file.stem for file in (built_in_directory() / "experiment").glob("*.yaml"))
+ALGORITHMS = sorted(file.stem for file in (find_built_in_directory() / "algorithm").glob("*.yaml"))
+EXPERIMENTS = sorted(
+    file.stem for file in (find_built_in_directory() / "experiment").glob("*.yaml")
+)
 OFFLINE = ("sft", "dpo", "simpo", "orpo", "rpo", "kto", "reward_model", "teacher_scores")
 SIZES = ("tensor", "pipeline", "data", "context")
 
@@ -75,7 +77,7 @@ def tiny(config: Config, judge: ModelShape | None = None, max_ranks: int = 16) -
     """Return the dry run's configuration; both configurations must pass the checks."""
     config = with_values(config, {"dry_run.scale": "tiny", "dry_run.max_ranks": max_ranks})
     policy = check_config(config, judge)
-    shrunk, _ = tiny_run(config, Models(policy, {} if judge is None else {"reward": judge}))
+    shrunk, _ = build_tiny_run(config, Models(policy, {} if judge is None else {"reward": judge}))
     check_config(shrunk)
     return shrunk
 
@@ -88,12 +90,12 @@ def check_config(config: Config, judge: ModelShape | None = None) -> ModelShape:
 def test_shrunk_layout_keeps_kinds_of_parallelism():
     shape = read_config(LLAMA3, "test")
     small = tiny(with_values(base(), SEVENTY), shape)
-    assert role_ranks(small) == {"generator": 4, "critic": 2, "reward": 2, "trainer": 8}
+    assert count_role_ranks(small) == {"generator": 4, "critic": 2, "reward": 2, "trainer": 8}
     assert small.actor.parallel == ParallelConfig(tensor=2, sequence=True, pipeline=2, data=2)
     assert small.critic.parallel == ParallelConfig(
         tensor=2
     )  # with pipeline=2 as well, the run would have 18 ranks
-    assert role_ranks(tiny(with_values(base(), SEVENTY), shape, max_ranks=18))["critic"] == 4
+    assert count_role_ranks(tiny(with_values(base(), SEVENTY), shape, max_ranks=18))["critic"] == 4
     unchanged = tiny(with_values(base(), SEVENTY), shape, max_ranks=168)
     assert unchanged.actor.parallel == SEVENTY["actor.parallel"]
     assert unchanged.model.config["num_hidden_layers"] == 8
@@ -102,7 +104,9 @@ def test_shrunk_layout_keeps_kinds_of_parallelism():
 
 def test_fewer_ranks_than_roles_are_refused():
     shape = read_config(LLAMA3, "test")
-    assert set(role_ranks(tiny(with_values(base(), SEVENTY), shape, max_ranks=4)).values()) == {1}
+    assert set(
+        count_role_ranks(tiny(with_values(base(), SEVENTY), shape, max_ranks=4)).values()
+    ) == {1}
     with pytest.raises(
         ConfigError, match=r"dry_run.max_ranks=3: must be at least 4, one rank per role"
     ):
@@ -155,7 +159,7 @@ def test_critic_path_becomes_tiny_policy_layers(layers, cut, expected):
     }
     config = with_values(base(), values | {"critic.num_layers": cut, "dry_run.scale": "tiny"})
     assert check(config, {"/absent": None, "own": own}) == policy
-    shrunk, _ = tiny_run(config, Models(policy, {}, own))
+    shrunk, _ = build_tiny_run(config, Models(policy, {}, own))
     check_config(shrunk)
     assert (shrunk.critic.path, shrunk.critic.num_layers) == (None, expected)
     assert len(shrunk.critic.frozen) == 9 * len(frozen)
@@ -170,20 +174,20 @@ def test_teacher_becomes_tiny_policy_on_one_rank():
     }
     config = with_values(base("grpo"), {"model.config": LLAMA3, **teacher})
     shape = read_config(LLAMA3, "test")
-    small, models = tiny_run(
+    small, models = build_tiny_run(
         with_values(config, {"dry_run.scale": "tiny"}), Models(check_config(config, shape), {})
     )
     check_config(small)
-    assert role_ranks(small) == {"reward": 1, "teacher": 1, "trainer": 1}
-    assert small.teacher.path == str(run_paths(small).initial_model)
-    assert memory_needs(small, models.policy)[-1].role == "teacher"
+    assert count_role_ranks(small) == {"reward": 1, "teacher": 1, "trainer": 1}
+    assert small.teacher.path == str(get_run_paths(small).initial_model)
+    assert compute_role_memory(small, models.policy)[-1].role == "teacher"
     sources = {"all": {"path": "judge"}, "sums": {"path": "judge", "weight": 2, "tasks": ["sums"]}}
     several = with_values(
         config, {"teacher.path": None, "teacher.sources": sources, "dry_run.scale": "tiny"}
     )
-    small, _ = tiny_run(several, Models(check_config(several, shape), {}))
+    small, _ = build_tiny_run(several, Models(check_config(several, shape), {}))
     check_config(small)
-    own = {"path": str(run_paths(small).initial_model)}
+    own = {"path": str(get_run_paths(small).initial_model)}
     assert small.teacher.sources == {"all": own, "sums": sources["sums"] | own}
 
 
@@ -204,10 +208,10 @@ def test_unreachable_scorer_is_replaced():
     }
     config = with_values(base("dapo"), remote)
     models = Models(check(config), {})
-    reached, _ = tiny_run(config, models)
+    reached, _ = build_tiny_run(config, models)
     assert reached.reward.sources["remote"]["url"] == "http://scorer:1/score"
     assert reached.reward.sources["dry_run"]["function"] == "digit_fraction"
-    alone, _ = tiny_run(config, models, ["http://scorer:1/score"])
+    alone, _ = build_tiny_run(config, models, ["http://scorer:1/score"])
     assert alone.reward.sources["remote"] == {
         "kind": "function",
         "function": "digit_fraction",
@@ -231,7 +235,7 @@ def test_ensemble_is_summed_with_shorter_target():
         base("dapo"),
         ensemble | length | {"reward.disagreement_weight": 2.0, "dry_run.scale": "tiny"},
     )
-    small, _ = tiny_run(config, Models(check(config), {}))
+    small, _ = build_tiny_run(config, Models(check(config), {}))
     check(small)
     assert small.algorithm.target_length == 8
     assert small.reward.combine == "sum" and list(small.reward.sources) == ["a", "b", "dry_run"]
@@ -252,9 +256,9 @@ def test_stand_in_records_reset_task_weights(tmp_path):
     }
     config = with_values(base("dapo"), weights | {"data.path": str(tmp_path / "absent.jsonl")})
     present, _ = with_present_data(config, NOTHING_EXPECTED)
-    assert [source.task_weights for source in reward_sources(present.reward)] == [{}, {}]
-    assert [source.weight for source in reward_sources(present.reward)] == [1, 1]
-    small, _ = tiny_run(config, Models(check(base("dapo")), {}), ["http://scorer:1/score"])
+    assert [source.task_weights for source in parse_reward_sources(present.reward)] == [{}, {}]
+    assert [source.weight for source in parse_reward_sources(present.reward)] == [1, 1]
+    small, _ = build_tiny_run(config, Models(check(base("dapo")), {}), ["http://scorer:1/score"])
     assert small.reward.sources["a"]["task_weights"] == {"math": 2}
     assert small.reward.sources["b"]["function"] == "digit_fraction" and small.reward.sources["b"][
         "task_weights"
@@ -271,9 +275,9 @@ def test_only_unreachable_judge_is_replaced():
         base("dapo"), judge | {"reward.judge_asks": "pairwise", "dry_run.scale": "tiny"}
     )
     models = Models(check(config), {})
-    reached, _ = tiny_run(config, models)
+    reached, _ = build_tiny_run(config, models)
     assert reached.reward.sources["judge"]["judge_asks"] == "pairwise"
-    alone, _ = tiny_run(config, models, ["http://judge:1/v1"])
+    alone, _ = build_tiny_run(config, models, ["http://judge:1/v1"])
     assert alone.reward.sources["judge"]["function"] == "digit_fraction"
     for small in (reached, alone):
         check(small)
@@ -287,7 +291,7 @@ def test_every_experiment_has_a_valid_dry_run(
         pytest.skip("the demo's weights are not installed")
     (tmp_path / "cache").mkdir()
     # for packages that `make` has fetched
-    (tmp_path / "cache" / "packages").symlink_to(cache_directory() / "packages")
+    (tmp_path / "cache" / "packages").symlink_to(get_cache_directory() / "packages")
     monkeypatch.setenv("ALIGNER_CACHE", str(tmp_path / "cache"))
     config = compose_config(
         [f"experiment={experiment}", f"run.dir={tmp_path / 'run'}", "dry_run.scale=tiny"]
@@ -297,7 +301,7 @@ def test_every_experiment_has_a_valid_dry_run(
     dry_run = plan_dry_run(plan, lambda url: False)
     dry_run.plan.check()
     assert not dry_run.plan.prerequisites
-    assert sum(role_ranks(dry_run.plan.config).values()) <= 16
+    assert sum(count_role_ranks(dry_run.plan.config).values()) <= 16
     assert dry_run.plan.config.run.steps == 2
 
 
@@ -313,8 +317,8 @@ def test_dry_run_reduces_counts_above_one_to_two(algorithm: str) -> None:
         del several["algorithm.epochs"]  # must be 1 with this loss
     config = with_values(base(algorithm), several)
     small = tiny(config)
-    if config.algorithm.generates:
-        assert {key: value_at(small, key) for key in several} == dict.fromkeys(several, 2)
+    if config.algorithm.generates_samples:
+        assert {key: get_value(small, key) for key in several} == dict.fromkeys(several, 2)
 
 
 JUDGE = {"judge_url": "http://localhost:8000/v1", "judge_model": "tester"}
@@ -531,7 +535,7 @@ def runs(draw: st.DrawFn) -> tuple[Config, ModelShape | None]:
         **engine,
     }
     layers = judge.pipeline * judge.virtual_pipeline * 3
-    if config.algorithm.generates and draw(st.booleans()):
+    if config.algorithm.generates_samples and draw(st.booleans()):
         values |= {
             "reward.kind": "model",
             "reward.path": "judge",
@@ -567,7 +571,7 @@ def test_every_valid_config_has_a_small_dry_run(
     except ConfigError:
         assume(False)
     small = tiny(config, judge)
-    ranks = role_ranks(small)
+    ranks = count_role_ranks(small)
     assert sum(ranks.values()) <= 16
     keys = [
         f"{role}.parallel.{size}"
@@ -575,18 +579,19 @@ def test_every_valid_config_has_a_small_dry_run(
         if role in _layouts(config)
         for size in SIZES
     ]
-    halved = with_values(config, {key: min(value_at(config, key), 2) for key in keys})
+    halved = with_values(config, {key: min(get_value(config, key), 2) for key in keys})
     halved = with_values(halved, {"reward.replicas": min(config.reward.replicas, 2)})
     for name in ("tensor", "data"):
         halved = with_values(
-            halved, {f"engine.parallel.{name}": min(value_at(config, f"engine.parallel.{name}"), 2)}
+            halved,
+            {f"engine.parallel.{name}": min(get_value(config, f"engine.parallel.{name}"), 2)},
         )
-    if sum(role_ranks(halved).values()) <= 16:
-        assert [key for key in keys if value_at(config, key) > 1 >= value_at(small, key)] == []
+    if sum(count_role_ranks(halved).values()) <= 16:
+        assert [key for key in keys if get_value(config, key) > 1 >= get_value(small, key)] == []
 
 
 def _layouts(config: Config) -> set[str]:
     return {
         {"trainer": "actor"}.get(role.partition(".")[0], role.partition(".")[0])
-        for role in role_ranks(config)
+        for role in count_role_ranks(config)
     }

@@ -101,11 +101,11 @@ def test_references_resolve_to_cache_paths(conf: Path, cache: Path, tmp_path: Pa
     save_config(plan.config, tmp_path / "config.yaml")
     assert load_config(tmp_path / "config.yaml") == plan.config
 
-    assert plan.missing == plan.prerequisites
+    assert plan.missing_prerequisites == plan.prerequisites
     assert plan.check().num_layers == 4, "what does not exist yet is taken as what it will be"
     assert not cache.parent.exists(), "checking makes nothing"
     judge.result.mkdir(parents=True)
-    assert plan.missing == (pairs,)
+    assert plan.missing_prerequisites == (pairs,)
     plan = make_plan(conf, "experiment=against")
     assert plan.prerequisites == (judge,), "what is complete needs nothing first"
     with pytest.raises(ConfigError, match=r"reward\.path=.*has no config\.json"):
@@ -117,7 +117,10 @@ def test_critic_from_result_has_its_layers(conf: Path) -> None:
     assert plan.config.critic.path == plan.config.reward.path == str(plan.prerequisites[-1].result)
     plan.check()
     shape = read_shape(plan.config)
-    assert (shape.num_layers, critic_shape(plan.config, shape, plan.results()).num_layers) == (4, 2)
+    assert (
+        shape.num_layers,
+        critic_shape(plan.config, shape, plan.get_result_shapes()).num_layers,
+    ) == (4, 2)
     assert (
         "critic.num_layers=3: must be at most 2, the number of layers of the model"
         in expect_error(
@@ -239,7 +242,9 @@ def test_unsuitable_result_file_is_refused(conf: Path, overrides: list[str], mes
 
 def test_prompts_may_come_from_preference_results(conf: Path) -> None:
     for file in ("", "/preferences.jsonl", "/responses.jsonl"):
-        assert make_plan(conf, "experiment=tiny_ppo", f"data.path=experiment:pairs{file}").missing
+        assert make_plan(
+            conf, "experiment=tiny_ppo", f"data.path=experiment:pairs{file}"
+        ).missing_prerequisites
 
 
 def test_user_experiment_requires_config_dir(conf: Path) -> None:
@@ -307,7 +312,7 @@ def test_experiment_without_pairs_gives_responses(conf: Path) -> None:
     )
     plan = make_plan(conf, "experiment=tiny_ppo", "algorithm=sft", "data.path=experiment:drawn")
     assert plan.config.data.path == str(plan.prerequisites[0].result / "responses.jsonl")
-    assert plan.prerequisites[0].gives == "responses"
+    assert plan.prerequisites[0].result_kind == "responses"
     given = "data.path=experiment:drawn/preferences.jsonl"
     message = f"{given}: no such file in the result of experiment drawn; its files: responses.jsonl"
     assert expect_error(conf, "experiment=tiny_ppo", "algorithm=sft", given) == message

@@ -10,15 +10,17 @@ import pytest
 
 from aligner.checks.check import check
 from aligner.config.compose import compose_config
-from aligner.config.conf_files import built_in_directory
+from aligner.config.conf_files import find_built_in_directory
 from aligner.config.prerequisites import plan_run
 from aligner.errors import ConfigError
 from aligner.launcher.slurm.submit import render_script
 from aligner.models.model_source import absent_inputs
 from aligner.models.shape import ModelShape
-from aligner.placement.memory.role_memory import memory_needs
+from aligner.placement.memory.role_memory import compute_role_memory
 
-ENTRIES = sorted((file.parent.name, file.stem) for file in built_in_directory().glob("*/*.yaml"))
+ENTRIES = sorted(
+    (file.parent.name, file.stem) for file in find_built_in_directory().glob("*/*.yaml")
+)
 RECIPES = [name for group, name in ENTRIES if group == "experiment" and name.startswith("llama3_")]
 
 # Overrides that an option requires for a valid run.
@@ -65,7 +67,7 @@ def test_recipe_leaves_4_gib_of_device_memory(name: str) -> None:
     shape = check(config, expected)
     limit = config.cluster.device_memory_gib
     assert limit is not None
-    for role in memory_needs(config, shape, expected):
+    for role in compute_role_memory(config, shape, expected):
         # The limit already excludes the GPU's context and communication buffers. The margin of
         # 4 GiB is for fragmentation, which the estimate does not include.
         assert role.peak.total < (limit - 4) * 2**30, role

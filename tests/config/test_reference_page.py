@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from aligner.config.reference_page import reference, updated
-from aligner.schema.conditions import condition_text, parse_condition
-from aligner.schema.keys import schema_keys, schema_sections
+from aligner.config.reference_page import build_reference, update_page
+from aligner.schema.conditions import format_condition, parse_condition
+from aligner.schema.keys import get_schema_keys, get_schema_sections
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 LONGEST_HELP = 60
@@ -17,21 +17,21 @@ LONGEST_HELP = 60
 
 def test_configuration_page_is_current() -> None:
     page = PAGE.read_text()
-    assert updated(page) == page, (
+    assert update_page(page) == page, (
         "run `python -m aligner.config.reference_page docs/configuration.md`"
     )
 
 
 def test_every_key_has_an_entry_with_its_help() -> None:
-    entries = reference().partition("### What a resumed run")[0]
+    entries = build_reference().partition("### What a resumed run")[0]
     names = [line for line in entries.splitlines() if line.startswith("- **`")]
-    assert len(names) == len(schema_keys()) > 80
-    assert all(key.help for key in schema_keys().values())
+    assert len(names) == len(get_schema_keys()) > 80
+    assert all(key.help for key in get_schema_keys().values())
 
 
 def test_help_texts_are_short_sentences() -> None:
-    texts = {name: key.help for name, key in schema_keys().items()}
-    texts |= {section.name: section.help for section in schema_sections() if section.keys}
+    texts = {name: key.help for name, key in get_schema_keys().items()}
+    texts |= {section.name: section.help for section in get_schema_sections() if section.keys}
     for name, text in texts.items():
         assert text.startswith(("`", "gRPC")) or text[0].isupper(), name
         assert text.endswith("."), name
@@ -63,4 +63,4 @@ def test_help_texts_are_short_sentences() -> None:
     ],
 )
 def test_condition_is_rendered_as_text(written: str | tuple[str, ...], shown: str) -> None:
-    assert condition_text(parse_condition(written, "")) == shown
+    assert format_condition(parse_condition(written, "")) == shown

@@ -9,10 +9,10 @@ import pytest
 
 from aligner.config.compose import compose_config, load_config, save_config
 from aligner.config.conf_files import report_old_key
-from aligner.config.resume import resume_problems
+from aligner.config.resume import find_resume_problems
 from aligner.errors import ConfigError
 from aligner.observability.metrics import read_metrics
-from aligner.schema.keys import schema_keys, with_values
+from aligner.schema.keys import get_schema_keys, with_values
 from aligner.schema.renamed import RENAMED_KEYS, RENAMED_METRICS
 
 TINY = "experiment=tiny_ppo"
@@ -24,7 +24,7 @@ def no_earlier_warnings() -> None:
 
 
 def test_new_names_exist_and_old_names_do_not() -> None:
-    keys = schema_keys()
+    keys = get_schema_keys()
     assert set(RENAMED_KEYS.values()) <= keys.keys()
     assert not RENAMED_KEYS.keys() & keys.keys()
     assert not RENAMED_METRICS.keys() & set(RENAMED_METRICS.values())
@@ -78,7 +78,7 @@ def test_older_run_is_read_and_resumed(tmp_path: Path, capsys: pytest.CaptureFix
     file.write_text(file.read_text().replace("max_characters:", "most_characters:"))
     assert "most_characters: 50" in file.read_text()
     assert load_config(file) == config
-    assert list(resume_problems(config)) == []
+    assert list(find_resume_problems(config)) == []
     assert capsys.readouterr().err == ""
 
 

@@ -10,11 +10,11 @@ import yaml
 
 from aligner.config.compose import compose_config, load_config, save_config
 from aligner.config.prerequisites import RunPlan
-from aligner.config.resume import MAY_CHANGE, settled
+from aligner.config.resume import CHANGEABLE_KEYS, with_decided_resume
 from aligner.data.model_directory import prepare_model
 from aligner.errors import ConfigError
 from aligner.schema import Config
-from aligner.schema.keys import schema_keys
+from aligner.schema.keys import get_schema_keys
 
 
 def create_stopped_run(directory: Path, *overrides: str, step: int | None = 3) -> list[str]:
@@ -47,7 +47,7 @@ def test_existing_run_requires_resume_to_continue(tmp_path: Path) -> None:
     for resume in ("true", "True", "auto"):
         config = compose_config([*given, f"run.resume={resume}"])
         check_run(config)
-        assert settled(config).run.resume == "true" and config.run.resumes
+        assert with_decided_resume(config).run.resume == "true" and config.run.should_resume
 
 
 def test_run_without_checkpoint_requires_auto(tmp_path: Path) -> None:
@@ -57,7 +57,7 @@ def test_run_without_checkpoint_requires_auto(tmp_path: Path) -> None:
     assert "no complete checkpoint in" in refusal(*given, "run.resume=true")
     config = compose_config([*given, "run.resume=auto"])
     check_run(config)
-    assert settled(config).run.resume == "false"
+    assert with_decided_resume(config).run.resume == "false"
 
 
 def test_absent_run_is_refused_with_resume_true(tmp_path: Path) -> None:
@@ -197,10 +197,10 @@ def test_run_of_earlier_release_can_be_resumed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "pattern", [pattern for patterns, _ in MAY_CHANGE for pattern in patterns.split()]
+    "pattern", [pattern for patterns, _ in CHANGEABLE_KEYS for pattern in patterns.split()]
 )
 def test_changeable_key_pattern_matches_a_key(pattern: str) -> None:
-    keys = schema_keys()
+    keys = get_schema_keys()
     assert any(
         fnmatchcase(name, pattern) or (key.is_mapping and pattern.startswith(name))
         for name, key in keys.items()

@@ -16,12 +16,19 @@ import pytest
 
 from aligner.checks.check import check
 from aligner.cli import main
-from aligner.config.compose import compose_config, unread_notes
-from aligner.config.conf_files import built_in_directory
+from aligner.config.compose import compose_config, describe_unread_keys
+from aligner.config.conf_files import find_built_in_directory
 from aligner.errors import ConfigError
 from aligner.schema import Config
 from aligner.schema.conditions import Term, parse_condition
-from aligner.schema.keys import is_read, only_read, schema_keys, unmet, value_at, with_values
+from aligner.schema.keys import (
+    find_unmet_terms,
+    get_schema_keys,
+    get_value,
+    is_read,
+    with_unread_defaults,
+    with_values,
+)
 
 REPOSITORY = Path(__file__).parents[2]
 _ROLE = "cluster.slurm.roles"
@@ -546,8 +553,8 @@ def test_satisfied_condition_makes_key_effective(experiment: str, typed: str) ->
     key = typed.lstrip("+").partition("=")[0]
     config = compose_experiment(experiment)
     if key not in ("model", "reward", "engine"):
-        name = next(name for name in schema_keys() if key == name or key.startswith(f"{name}."))
-        terms = unmet(config, schema_keys()[name].read)
+        name = next(name for name in get_schema_keys() if key == name or key.startswith(f"{name}."))
+        terms = find_unmet_terms(config, get_schema_keys()[name].condition)
         assert terms and is_read(
             with_values(config, {term.key: satisfying_value(term) for term in terms}), name
         )
@@ -584,7 +591,7 @@ def satisfying_value(term: Term) -> object:
 def test_null_is_accepted_for_an_unread_key(key: str) -> None:
     config = compose_config(["experiment=tiny_ppo", f"{key}=null"])
     assert not is_read(config, key)
-    assert value_at(config, key) == schema_keys()[key].default
+    assert get_value(config, key) == get_schema_keys()[key].default
 
 
 def test_null_of_a_section_and_of_a_file_is_accepted(tmp_path: Path) -> None:
@@ -651,14 +658,14 @@ def test_notes_include_inherited_ineffective_keys(tmp_path: Path) -> None:
         "# @package _global_\ndefaults: [tiny_ppo]\nevaluation: {samples: 2}\n"
     )
     config = compose_config(["experiment=mine", "algorithm=grpo"], tmp_path)
-    assert unread_notes(config, tmp_path) == [
+    assert describe_unread_keys(config, tmp_path) == [
         "critic.optimizer.learning_rate: has no effect with algorithm.advantage=grpo",
         "evaluation.samples: has no effect with evaluation.every=0",
     ]
 
 
-EXPERIMENTS = sorted(file.stem for file in built_in_directory().glob("experiment/*.yaml"))
-ALGORITHMS = sorted(file.stem for file in built_in_directory().glob("algorithm/*.yaml"))
+EXPERIMENTS = sorted(file.stem for file in find_built_in_directory().glob("experiment/*.yaml"))
+ALGORITHMS = sorted(file.stem for file in find_built_in_directory().glob("algorithm/*.yaml"))
 
 
 @pytest.mark.promise("experiments-and-docs-are-not-refused")
@@ -698,7 +705,7 @@ def test_unread_critic_keys_in_file_are_accepted(
         " frozen: [nothing]}\nalgorithm: {critic_warmup_steps: 10, lam: 0.9}\n"
     )
     config = compose_config(["experiment=mine", f"algorithm={algorithm}", "run.dir=run"], tmp_path)
-    assert not config.critic_scores and config.algorithm.policy_starts_after == 0
+    assert not config.critic_serves_reward and config.algorithm.steps_before_policy_updates == 0
     check(config)
 
 
@@ -731,11 +738,11 @@ def test_no_documented_command_is_refused() -> None:
 
 
 def test_conditions_have_known_keys_and_no_cycles() -> None:
-    keys = schema_keys()
+    keys = get_schema_keys()
 
     def visit(name: str, above: tuple[str, ...]) -> None:
         assert name not in above, (*above, name)
-        for alternatives in keys[name].read:
+        for alternatives in keys[name].condition:
             for term in (term for clause in alternatives for term in clause):
                 choices = keys[term.key].choices
                 assert not choices or all(
@@ -757,10 +764,10 @@ def test_unread_keys_are_reset_to_defaults() -> None:
     config = with_values(
         Config(), {"algorithm.advantage": "grpo", "critic.num_layers": 3, "algorithm.clip_low": 0.1}
     )
-    kept = only_read(config)
+    kept = with_unread_defaults(config)
     assert kept.critic.num_layers is None and kept.algorithm.clip_low == 0.1
     assert all(
-        value_at(kept, name) == value_at(config, name)
-        for name in schema_keys()
+        get_value(kept, name) == get_value(config, name)
+        for name in get_schema_keys()
         if is_read(config, name)
     )

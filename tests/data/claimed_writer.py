@@ -14,7 +14,7 @@ import numpy as np
 from aligner.data.fencing import claim_run, fenced_write, set_writer_claim
 from aligner.errors import AlignerError
 from aligner.observability.metrics import MetricsWriter, RecordWriter
-from aligner.paths import run_paths
+from aligner.paths import get_run_paths
 from aligner.schema import Config, RunConfig
 from aligner.servers.critic_client import UpdateJournal
 
@@ -22,7 +22,7 @@ from aligner.servers.critic_client import UpdateJournal
 def main(directory: str, where: str) -> None:
     config = Config(run=RunConfig(dir=directory))
     set_writer_claim(config, claim_run(config))
-    paths = run_paths(config)
+    paths = get_run_paths(config)
     metrics, samples, journal = (
         MetricsWriter(paths),
         RecordWriter(paths.samples),

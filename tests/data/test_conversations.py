@@ -28,8 +28,8 @@ from aligner.schema.evaluation_suites import Suite
 from aligner.schema.reward_sources import ModelSource as ModelSettings
 from aligner.servers.reward_server import RewardRank
 from aligner.servers.validation import Limits
-from aligner.training.offline import demonstration_rows
-from aligner.training.preference_sampling import preferences
+from aligner.training.offline import pad_demonstrations
+from aligner.training.preference_sampling import build_preferences
 from aligner.training.rollout_builder import RolloutBatch
 from aligner.training.services import PendingRows
 from tests.data.chat_models import chat_model
@@ -119,7 +119,7 @@ def texts(tokenizer: Tokenizer, tokens: torch.Tensor) -> str:
 
 def learned(tokenizer: Tokenizer, demonstration: Demonstration) -> list[str]:
     """Return the text of each contiguous run of tokens that the loss counts."""
-    rows = demonstration_rows([demonstration], pad_token_id=0)
+    rows = pad_demonstrations([demonstration], pad_token_id=0)
     targets = [0, *torch.nonzero(rows.mask[0]).flatten().add(1).tolist()]
     runs: list[list[int]] = []
     for before, place in itertools.pairwise(targets):
@@ -222,7 +222,7 @@ def test_rollout_pairs_keep_their_prompt_tokens(
         )
     pending = PendingRows(())
     rollout = RolloutBatch([prompt] * 2, samples, collate(samples, 0), pending, pending)
-    pairs, _ = preferences(rollout, torch.tensor([1.0, 0.0]), 2, tokenizer)
+    pairs, _ = build_preferences(rollout, torch.tensor([1.0, 0.0]), 2, tokenizer)
     (pair,) = open_preferences(records(tmp_path, *pairs), tokenizer, 1).take(0, 1)
     for member, sample in zip((pair.chosen, pair.rejected), samples, strict=True):
         assert member.prompt_length == sample.prompt_length and torch.equal(
@@ -566,7 +566,7 @@ def test_environment_messages_follow_the_turn_they_answer(reset_answer: object) 
         engine_logprobs=torch.zeros(3),
         weight_versions=torch.ones(3, dtype=torch.int64),
         finish_reason="stop",
-        drawn=torch.tensor([True, False, True]),
+        generated_mask=torch.tensor([True, False, True]),
     )
     prompt = Prompt(0, "question", torch.tensor([5]), {"messages": [question]})
     answers: list[Any] = [reset_answer, [answer], []]

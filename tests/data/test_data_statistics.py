@@ -31,14 +31,14 @@ def test_sampled_statistics_include_longest_record(tmp_path: Path) -> None:
     records = [{"prompt": "abc", "answer": "12"} for _ in range(5000)]
     records[3333] = {"prompt": "a" * 90, "answer": "1" * 40}
     found = measured(tmp_path, records)
-    assert found is not None and not found.is_whole
-    assert (found.records, found.longest_prompt, found.most_prompts, found.longest_answer) == (
+    assert found is not None and not found.is_complete
+    assert (found.records, found.longest_prompt, found.prompt_length_p99, found.longest_answer) == (
         5000,
         90,
         3,
         40,
     )
-    assert found.looked_at.endswith("of 5000 records, including the longest record")
+    assert found.read_records_text.endswith("of 5000 records, including the longest record")
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from aligner.data.model_directory import prepare_model, read_shape
 from aligner.data.tokenizer import CHARACTERS, Tokenizer
 from aligner.errors import AlignerError, ConfigError
 from aligner.models.weight_slices import weight_table
-from aligner.paths import cache_directory
+from aligner.paths import get_cache_directory
 from aligner.schema import Config
 from tests.small_disk import small_disk
 
@@ -281,7 +281,7 @@ def test_invalid_tokenizer_file_is_refused(copy, content):
 def test_smollm2_is_converted_once_and_answers_correctly(tmp_path, monkeypatch):
     pytest.importorskip("gguf")
     # `make` stores the fetched package in this directory.
-    (tmp_path / "packages").symlink_to(cache_directory() / "packages")
+    (tmp_path / "packages").symlink_to(get_cache_directory() / "packages")
     monkeypatch.setenv("ALIGNER_CACHE", str(tmp_path))
     config = compose_config(["experiment=smollm2_sentiment"])
     directory = prepare_model(config)

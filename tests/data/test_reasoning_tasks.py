@@ -23,7 +23,7 @@ from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError
 from aligner.rewards.scorers import ScoringError, ScoringRequest, call_scorer, resolve_scorer
 from aligner.schema import AlgorithmConfig, Config, DataConfig, EvaluationConfig
-from aligner.schema.data_sources import data_sources
+from aligner.schema.data_sources import parse_data_sources
 from aligner.schema.evaluation_suites import Suite
 
 IMPURE = (
@@ -63,7 +63,10 @@ def problems(data: DataConfig, **evaluation: Any) -> str:
         evaluation=EvaluationConfig(**evaluation),
     )
     return "\n".join(
-        [*data_checks.problems(config, None, {}), *evaluation_checks.problems(config, None, {})]
+        [
+            *data_checks.find_problems(config, None, {}),
+            *evaluation_checks.find_problems(config, None, {}),
+        ]
     )
 
 
@@ -168,8 +171,8 @@ def test_difficulty_rises_from_first_to_last_question(tokenizer: Tokenizer) -> N
 def test_tasks_give_demonstrations_or_messages(tokenizer: Tokenizer) -> None:
     data = data_of({"name": "gcd", "questions": 20}, fields={"response": "answer"})
     assert len(open_demonstrations(data, tokenizer, 1)) == 20
-    assert data_sources(data)[0].arguments["messages"] is False
-    asked = data_sources(data_of("gcd", task_messages=True))[0].arguments
+    assert parse_data_sources(data)[0].arguments["messages"] is False
+    asked = parse_data_sources(data_of("gcd", task_messages=True))[0].arguments
     assert asked["messages"] is True
 
 

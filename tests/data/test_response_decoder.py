@@ -165,5 +165,5 @@ def _sample(
         engine_logprobs=torch.zeros(len(response)),
         weight_versions=torch.zeros(len(response), dtype=torch.int64),
         finish_reason="length",
-        drawn=drawn,
+        generated_mask=drawn,
     )

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from aligner.data.collectives import samples_from_tensors, samples_to_tensors
-from aligner.data.types import KeptTokens, Sample, collate, collate_episodes
+from aligner.data.types import Sample, SamplingSupport, collate, collate_episodes
 from aligner.servers.wire_protocol import responses_from_tensors, responses_to_tensors
-from aligner.training.rollout_builder import environment_scores, truncated
+from aligner.training.rollout_builder import compute_environment_scores, truncate_response
 
 EXPERTS = 3, 2
 """Number of layers, and experts per token."""
@@ -40,14 +40,14 @@ def a_sample(
         engine_logprobs=torch.randn(length, generator=draw),
         weight_versions=torch.randint(9, (length,), generator=draw),
         finish_reason="length" if length else "unfinished",
-        kept=(
+        sampling_support=(
             None
             if counts is None
-            else KeptTokens.from_counts(
+            else SamplingSupport.from_counts(
                 counts, torch.tensor([token for ids in kept or [] for token in ids]).int()
             )
         ),
-        routes=(
+        expert_routing=(
             torch.randint(8, (prompt + length - 1, *EXPERTS), generator=draw).byte()
             if routed and length
             else None
@@ -64,7 +64,7 @@ def samples(*, kept: bool, routed: bool) -> list[Sample]:
     ]
 
 
-def sets(kept: KeptTokens | None) -> list[list[int]] | None:
+def sets(kept: SamplingSupport | None) -> list[list[int]] | None:
     """Return the kept token ids of each token."""
     if kept is None:
         return None
@@ -80,7 +80,7 @@ def assert_same(got: Sample, expected: Sample) -> None:
         if isinstance(wanted, Tensor):
             assert value.dtype == wanted.dtype, member.name
             assert torch.equal(value, wanted), member.name
-        elif member.name == "kept":
+        elif member.name == "sampling_support":
             assert sets(value) == sets(wanted)
         else:
             assert value == wanted, member.name
@@ -111,30 +111,34 @@ def test_selected_rows_keep_kept_tokens_and_expert_routing() -> None:
     batch = collate(given, pad_token_id=0)
     chosen = torch.tensor([2, 0])
     rows = batch.select(chosen, width=5)
-    assert rows.kept is not None
-    assert rows.routes is not None
+    assert rows.sampling_support is not None
+    assert rows.expert_routing is not None
     for row, place in enumerate(chosen.tolist()):
         sample = given[place]
-        assert sample.routes is not None
+        assert sample.expert_routing is not None
         responses = slice(sample.prompt_length - 1, sample.tokens.numel() - 1)
-        assert sets(rows.kept.select((row, responses))) == sets(sample.kept)
-        assert not rows.kept.counts[row, : sample.prompt_length - 1].any(), "prompts are not drawn"
-        assert torch.equal(rows.routes[row, : len(sample.routes)], sample.routes)
-    moved = rows.to(torch.device("cpu")).kept
+        assert sets(rows.sampling_support.select((row, responses))) == sets(sample.sampling_support)
+        assert not rows.sampling_support.counts[row, : sample.prompt_length - 1].any(), (
+            "prompts are not drawn"
+        )
+        assert torch.equal(
+            rows.expert_routing[row, : len(sample.expert_routing)], sample.expert_routing
+        )
+    moved = rows.to(torch.device("cpu")).sampling_support
     assert moved is not None
-    assert sets(moved) == sets(rows.kept)
-    assert len(moved.ids) == int(rows.kept.counts.sum()) < len(rows.kept.ids), (
-        "other rows' ids stay where they are"
-    )
+    assert sets(moved) == sets(rows.sampling_support)
+    assert (
+        len(moved.ids) == int(rows.sampling_support.counts.sum()) < len(rows.sampling_support.ids)
+    ), "other rows' ids stay where they are"
 
 
 def test_truncated_response_keeps_data_of_its_tokens() -> None:
     sample = a_sample(2, 0, 3, [[5, 6], [], [7]], routed=True)
-    cut = truncated(sample, int(sample.tokens[3]), 1)
-    assert (sets(cut.kept), cut.finish_reason) == ([[5, 6], []], "stop")
-    assert sample.routes is not None
-    assert cut.routes is not None
-    assert torch.equal(cut.routes, sample.routes[:3])
+    cut = truncate_response(sample, int(sample.tokens[3]), 1)
+    assert (sets(cut.sampling_support), cut.finish_reason) == ([[5, 6], []], "stop")
+    assert sample.expert_routing is not None
+    assert cut.expert_routing is not None
+    assert torch.equal(cut.expert_routing, sample.expert_routing[:3])
 
 
 def test_kept_token_counts_of_wrong_length_are_refused() -> None:
@@ -147,9 +151,10 @@ def test_partial_expert_routing_is_omitted(
     order: int,
 ) -> None:
     some = [a_sample(2, 0, 3, None, routed=True), a_sample(4, 0, 2, None, routed=False)][::order]
-    assert collate(some, pad_token_id=0).routes is None
+    assert collate(some, pad_token_id=0).expert_routing is None
     assert all(
-        sample.routes is None for sample in responses_from_tensors(some, responses_to_tensors(some))
+        sample.expert_routing is None
+        for sample in responses_from_tensors(some, responses_to_tensors(some))
     )
 
 
@@ -160,16 +165,18 @@ def an_episode() -> Sample:
         torch.tensor([True, True, False, False, True]),
         torch.tensor([0.0, 0.5, 0.0, 0.0, -1.0]),
     )
-    return replace(sample, drawn=drawn, rewards=rewards)
+    return replace(sample, generated_mask=drawn, rewards=rewards)
 
 
 def test_episode_data_survives_tensor_round_trip():
     episode, plain = an_episode(), a_sample(2, 1, 4, None, routed=False)
     first, second = samples_from_tensors(samples_to_tensors([episode, plain]))
-    assert torch.equal(first.drawn, episode.drawn) and torch.equal(first.rewards, episode.rewards)
-    assert bool(second.drawn.all()) and not bool(second.rewards.any())
+    assert torch.equal(first.generated_mask, episode.generated_mask) and torch.equal(
+        first.rewards, episode.rewards
+    )
+    assert bool(second.generated_mask.all()) and not bool(second.rewards.any())
     (alone,) = samples_from_tensors(samples_to_tensors([plain]))
-    assert alone.drawn is None and alone.rewards is None
+    assert alone.generated_mask is None and alone.rewards is None
 
 
 def test_observation_tokens_are_masked_and_not_counted():
@@ -190,7 +197,7 @@ def test_observation_tokens_are_masked_and_not_counted():
 
 def test_last_turn_starts_at_its_first_generated_token():
     episode, plain = an_episode(), a_sample(3, 1, 4, None, routed=False)
-    alone = replace(episode, drawn=torch.tensor([False, True, True, True, True]))
+    alone = replace(episode, generated_mask=torch.tensor([False, True, True, True, True]))
     batch = collate([episode, plain, alone], 0)
     assert batch.last_turn_starts.tolist() == [
         episode.prompt_length + 4,
@@ -201,14 +208,16 @@ def test_last_turn_starts_at_its_first_generated_token():
 
 def test_lost_episode_leaves_its_prompt_without_score():
     lost = replace(an_episode(), rewards=torch.full((5,), torch.nan))
-    scores = environment_scores([an_episode(), an_episode(), lost, an_episode()], 2)
+    scores = compute_environment_scores([an_episode(), an_episode(), lost, an_episode()], 2)
     assert scores[:2].tolist() == [-0.5, -0.5] and bool(scores[2:].isnan().all())
-    assert environment_scores([a_sample(2, 1, 4, None, routed=False)], 1) is None
+    assert compute_environment_scores([a_sample(2, 1, 4, None, routed=False)], 1) is None
 
 
 def test_branches_survive_tensor_round_trip():
     plain = samples(kept=True, routed=False)
-    branch = replace(a_sample(5, 0, 2, [[1], []], routed=False), drawn=torch.tensor([False, True]))
+    branch = replace(
+        a_sample(5, 0, 2, [[1], []], routed=False), generated_mask=torch.tensor([False, True])
+    )
     branched = [plain[0], replace(plain[2], branches=(branch, plain[3])), plain[1]]
     found = samples_from_tensors(samples_to_tensors(branched))
     assert [len(sample.branches) for sample in found] == [0, 2, 0]
@@ -216,7 +225,7 @@ def test_branches_survive_tensor_round_trip():
         assert torch.equal(got.tokens, expected.tokens) and torch.equal(
             got.engine_logprobs, expected.engine_logprobs
         )
-    assert torch.equal(found[1].branches[0].drawn, branch.drawn)
+    assert torch.equal(found[1].branches[0].generated_mask, branch.generated_mask)
     assert "branches" not in samples_to_tensors(plain)
 
 

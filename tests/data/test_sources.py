@@ -16,7 +16,7 @@ from aligner.data.records import BadRecord, has_steps, read_examples
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError
 from aligner.schema import AlgorithmConfig, Config, DataConfig
-from aligner.schema.data_sources import data_sources
+from aligner.schema.data_sources import parse_data_sources
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def jsonl(path, *records):
 
 def problems(data: DataConfig, trainer: str = "online") -> str:
     return "\n".join(
-        data_checks.problems(
+        data_checks.find_problems(
             Config(data=data, algorithm=AlgorithmConfig(trainer=trainer)), None, {}
         )
     )
@@ -154,12 +154,12 @@ def test_record_kind_is_that_of_first_valid_record(tmp_path):
 )
 def test_invalid_source_entry_is_refused_with_key(entries, message):
     with pytest.raises(ConfigError, match=message):
-        data_sources(DataConfig(sources=entries))
+        parse_data_sources(DataConfig(sources=entries))
 
 
 def test_path_with_sources_is_refused():
     with pytest.raises(ConfigError, match=r"data\.sources: is not supported with data\.path"):
-        data_sources(DataConfig(path="a.jsonl", sources={"a": {"path": "b.jsonl"}}))
+        parse_data_sources(DataConfig(path="a.jsonl", sources={"a": {"path": "b.jsonl"}}))
 
 
 @pytest.mark.parametrize("trainer", ["sft", "dpo", "reward_model"])

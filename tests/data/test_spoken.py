@@ -32,7 +32,15 @@ def test_episode_messages_have_tool_calls_and_observations() -> None:
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "why?"}]
     prompt = Prompt(0, "why?", asked, {"messages": messages})
     sample = Sample(
-        0, 0, tokens, len(asked), zeros, zeros.long(), "length", prompt.metadata, drawn=drawn
+        0,
+        0,
+        tokens,
+        len(asked),
+        zeros,
+        zeros.long(),
+        "length",
+        prompt.metadata,
+        generated_mask=drawn,
     )
     said = build_messages(sample, prompt, detect_tool_format(tokenizer), tokenizer)
     assert said[:2] == messages

@@ -19,10 +19,10 @@ from aligner.data.types import Prompt, Sample
 from aligner.engines.embedded.embedded_engine import EmbeddedEngine
 from aligner.engines.engine_loop import (
     SingleResponses,
-    finish,
-    unfinished_sample,
-    with_completion,
-    with_observation,
+    append_completion,
+    append_observation,
+    create_unfinished_sample,
+    run_steps,
 )
 from aligner.engines.engine_protocol import (
     EngineRequest,
@@ -89,7 +89,7 @@ def save_tiny(
 def engine_bytes(engine: EmbeddedEngine) -> int:
     """Bytes of device memory that the engine holds: weights, spare weights and KV cache."""
     spare = 0 if engine._spare is None else engine._spare.storage.nbytes
-    return engine._weights.storage.nbytes + spare + engine._machine.cache._storage.nbytes
+    return engine._weights.storage.nbytes + spare + engine._state.cache._storage.nbytes
 
 
 def shape_of(directory: Path) -> ModelShape:
@@ -179,7 +179,7 @@ def generate(
     """Generate one sample per request, in the order of the requests."""
     generation = SingleResponses(engine).start(requests, options)
     try:
-        samples = finish(generation)
+        samples = run_steps(generation)
     finally:
         generation.cancel()
     return [samples[index] for index in range(len(requests))]
@@ -202,16 +202,18 @@ class Turns:
         self._in_flight: dict[int, EngineRequest] = {}
         self._samples: dict[int, Sample] = {}
         engine.check([], options)
-        longest = max(len(each.prompt.tokens) + each.limit(options) for each in requests)
+        longest = max(len(each.prompt.tokens) + each.get_token_limit(options) for each in requests)
         engine.reserve(len(requests), longest)
         for place, request in enumerate(requests):
-            self._submit(place, unfinished_sample(request))
+            self._submit(place, create_unfinished_sample(request))
 
     def _submit(self, place: int, sample: Sample) -> None:
         request, used = self._requests[place], len(sample.response)
-        generated = sample.split_turns()[-1] if sample.drawn is not None else sample.response
+        generated = (
+            sample.split_turns()[-1] if sample.generated_mask is not None else sample.response
+        )
         turn_left = self._turn_tokens - len(generated) * (len(sample.split_turns()) % 2)
-        left = min(request.limit(self._options) - used, turn_left)
+        left = min(request.get_token_limit(self._options) - used, turn_left)
         self._samples[place] = sample
         self._in_flight[place] = self._engine.submit(
             sample.tokens,
@@ -222,8 +224,8 @@ class Turns:
 
     def go_on(self, place: int, observation: Sequence[int]) -> None:
         """Continue a response after its observation."""
-        limit = self._requests[place].limit(self._options)
-        self._submit(place, with_observation(self._samples[place], observation, limit))
+        limit = self._requests[place].get_token_limit(self._options)
+        self._submit(place, append_observation(self._samples[place], observation, limit))
 
     def step(self) -> list[tuple[int, Sample]]:
         """Run one engine step, and return the responses whose turn is complete."""
@@ -235,14 +237,14 @@ class Turns:
         return self._collect()
 
     @property
-    def done(self) -> bool:
+    def is_done(self) -> bool:
         return not self._in_flight
 
     def _collect(self) -> list[tuple[int, Sample]]:
         complete = [place for place, each in self._in_flight.items() if each.future.done()]
         for place in complete:
             completion = self._in_flight.pop(place).future.result()
-            self._samples[place] = with_completion(self._samples[place], completion)
+            self._samples[place] = append_completion(self._samples[place], completion)
         return [(place, self._samples[place]) for place in sorted(complete)]
 
 
@@ -252,7 +254,7 @@ def load_directory(engine: EmbeddedEngine, directory: Path, version: int = 0) ->
     pieces = read_slices(
         directory,
         table,
-        compute_engine_slices(table, engine.weight_format.layout, engine._machine.decoder._place),
+        compute_engine_slices(table, engine.weight_format.layout, engine._state.decoder._rank),
     )
     update = engine.begin_update(version)
     for name, tensor in pieces:

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from aligner.data.types import Prompt
-from aligner.engines.engine_loop import EngineLoop, LoopSamples, SingleResponses, finish
+from aligner.engines.engine_loop import EngineLoop, LeaderSamples, SingleResponses, run_steps
 from aligner.engines.engine_protocol import GenerationRequest, RequestKey, SamplingOptions
-from aligner.errors import AlignerError, EngineGone
+from aligner.errors import AlignerError, EngineExited
 from tests.agents.scripted import Scripted
 
 OPTIONS = SamplingOptions(4)
@@ -38,15 +38,15 @@ def requests(count: int) -> list[GenerationRequest]:
     return [GenerationRequest(Prompt(at, "", torch.tensor([1, 2])), 0) for at in range(count)]
 
 
-@pytest.mark.parametrize("error", [AlignerError("no weights"), EngineGone("vLLM was killed")])
+@pytest.mark.parametrize("error", [AlignerError("no weights"), EngineExited("vLLM was killed")])
 def test_failed_step_is_reported_to_other_ranks(error: Exception) -> None:
     engine = Reporting(error)
     samples = SingleResponses(engine).start(requests(2), OPTIONS)
     with pytest.raises(type(error), match=str(error)):
-        finish(samples)
+        run_steps(samples)
     assert [message["error"] for message in engine.messages] == [None, str(error)]
     samples.cancel()
-    assert samples.done and not engine.has_work
+    assert samples.is_done and not engine.has_work
 
 
 def test_failed_start_leaves_engine_without_work() -> None:
@@ -62,6 +62,6 @@ def test_failed_start_leaves_engine_without_work() -> None:
         return loop
 
     with pytest.raises(AlignerError, match="no such environment"):
-        LoopSamples(engine, start)
+        LeaderSamples(engine, start)
     assert [message["error"] for message in engine.messages] == ["no such environment"]
     assert not engine.has_work

@@ -133,14 +133,18 @@ def test_sampling_support_is_returned_or_refused(engine, kind, model, keys):
             SingleResponses(engine).start(requests(), options)
         return
     for sample in generate(engine, requests(2), options):
-        assert sample.kept is not None
+        assert sample.sampling_support is not None
         with torch.no_grad():
             logits = (
                 model(sample.tokens[None]).logits[0, sample.prompt_length - 1 : -1]
                 / options.temperature
             )
         for row, token, logprob, ids in zip(
-            logits, sample.response, sample.engine_logprobs, sample.kept.split_ids(), strict=True
+            logits,
+            sample.response,
+            sample.engine_logprobs,
+            sample.sampling_support.split_ids(),
+            strict=True,
         ):
             assert token in ids
             among = row[ids].log_softmax(-1)[ids == token]
@@ -215,7 +219,7 @@ def test_steps_return_each_response_once_with_its_index(engine, kind):
     ]
     generation = SingleResponses(engine).start(wanted, SamplingOptions(9))
     found: dict[int, Any] = {}
-    while not generation.done:
+    while not generation.is_done:
         for place, sample in generation.step():
             assert place not in found
             found[place] = sample
@@ -270,7 +274,7 @@ def test_partial_rollouts_continue_in_new_generation(engine, kind, model):
     if kind.startswith("embedded"):
         assert [len(response(sample)) for sample in begun] == [0, 2, 2, 2]
     going_on = [
-        dataclasses.replace(one, begun=sample)
+        dataclasses.replace(one, partial_sample=sample)
         for one, sample in zip(requests(), begun, strict=True)
     ]
     for prompt, sample in zip(prompts(), generate(engine, going_on, options), strict=True):
@@ -280,7 +284,7 @@ def test_partial_rollouts_continue_in_new_generation(engine, kind, model):
 def test_finish_update_keeps_old_weights_in_flight(engine, model, other_directory):
     generation, found = _half_way(engine)
     publish(engine, other_directory, 1, "finish")
-    while not generation.done:
+    while not generation.is_done:
         found |= generation.step()
     for place, prompt in list(enumerate(prompts()))[1:]:
         assert found[place].weight_versions.tolist() == [0] * 30
@@ -304,7 +308,7 @@ def _interrupted(engine: GenerationEngine, version: int, model: Any, other_direc
     """
     generation, found = _half_way(engine)
     publish(engine, other_directory, version + 1, "interrupt")
-    while not generation.done:
+    while not generation.is_done:
         found |= generation.step()
     changed = engines.reference_model(other_directory)
     each = []
@@ -374,7 +378,7 @@ def test_second_generation_is_refused_until_cancel(engine):
     with pytest.raises(AlignerError, match="finish or cancel the responses in flight"):
         engine.sleep()
     generation.cancel()
-    assert generation.done
+    assert generation.is_done
     assert generation.step() == []
     assert len(generate(engine, requests(), SamplingOptions(2))) == 4
 
@@ -485,7 +489,7 @@ def test_interrupted_responses_continue_after_failed_update(engine, model, direc
         with pytest.raises(AlignerError, match="no weights"):
             generation.step()
         publish(engine, directory, 7)
-    while not generation.done:
+    while not generation.is_done:
         found |= generation.step()
     for place, prompt in enumerate(prompts()):
         assert response(found[place]) == greedy(model, prompt.tokens, len(response(found[place])))

@@ -68,7 +68,9 @@ def differing_fractions(
     for name, sampling in OPTIONS.items():
         batch = collate(generate_samples(directory, sampling, exact=exact), pad_token_id=0)
         actor.temperature = sampling["temperature"]
-        scored = actor.logprobs(batch.tokens, batch.lengths, kept_tokens=batch.kept)
+        scored = actor.logprobs(
+            batch.tokens, batch.lengths, sampling_support=batch.sampling_support
+        )
         found[name] = float((scored != batch.engine_logprobs)[batch.mask].double().mean())
     worlds.shutdown()
     return found

@@ -49,7 +49,7 @@ def sample_and_score(directory: str, tensor: int) -> tuple[list[Sample], float]:
 
 
 def routes_of(sample: Sample) -> list[list[list[int]]] | None:
-    return None if sample.routes is None else sample.routes.sort(-1).values.tolist()
+    return None if sample.expert_routing is None else sample.expert_routing.sort(-1).values.tolist()
 
 
 @pytest.mark.promise("engine-trainer-mismatch-below-1e-3", "engine-logprobs-equal-megatron")
@@ -66,6 +66,6 @@ def test_logprobs_equal_megatron(pool, tmp_path, family):
         assert [routes_of(sample) for sample in samples] == [routes_of(sample) for sample in alone]
     assert [len(sample.engine_logprobs) for sample in alone] == list(NEW_TOKENS)
     assert len({tuple(sample.tokens.tolist()) for sample in alone}) == len(alone)
-    assert [sample.routes is not None for sample in alone] == [family in families.MIXTURES] * len(
-        alone
-    )
+    assert [sample.expert_routing is not None for sample in alone] == [
+        family in families.MIXTURES
+    ] * len(alone)

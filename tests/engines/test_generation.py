@@ -63,13 +63,13 @@ def mixed_requests(samples: int = 4) -> list[GenerationRequest]:
 def record_steps(engine: EmbeddedEngine) -> list[Step]:
     """Return a list to which the engine's subsequent steps are appended."""
     steps: list[Step] = []
-    forward = engine._machine.forward
+    forward = engine._state.forward
 
     def observe(step, cache):
         steps.append(step)
         return forward(step, cache)
 
-    engine._machine.forward = observe
+    engine._state.forward = observe
     return steps
 
 
@@ -145,7 +145,7 @@ def test_responses_are_returned_as_they_complete(directory):
     engine = make_engine(directory)
     generation = SingleResponses(engine).start(mixed_requests(1), OPTIONS)
     steps = []
-    while not generation.done:
+    while not generation.is_done:
         steps.append([(index, len(response(sample))) for index, sample in generation.step()])
     lengths = {index: length for step in steps for index, length in step}
     assert lengths == {
@@ -167,7 +167,7 @@ def test_kv_cache_budget_limits_rows_but_not_samples(tmp_path):
     )
     rows = (1 << 20) // (2 * 3 * 2 * 8 * 4 * 703)
     assert max(len(step.tokens) for step in steps) == min(3, rows)
-    assert short._machine.cache._storage.nbytes <= 1 << 20
+    assert short._state.cache._storage.nbytes <= 1 << 20
     long = GenerationRequest(Prompt(9, "", torch.arange(3000) % 200), 0)
     with pytest.raises(
         AlignerError,
@@ -190,7 +190,7 @@ def test_transferred_partial_rollouts_continue_unchanged(directory, rows, steps)
     assert sorted([*samples, *begun]) == list(range(len(requests)))
     assert {len(sample.response) for sample in begun.values()} >= ({0, 2} if rows == 3 else {steps})
     rest = list(reversed(begun))
-    wanted = [dataclasses.replace(requests[place], begun=begun[place]) for place in rest]
+    wanted = [dataclasses.replace(requests[place], partial_sample=begun[place]) for place in rest]
     samples |= zip(rest, generate(engine, wanted, OPTIONS), strict=True)
     assert_same([samples[place] for place in range(len(requests))], expected)
     assert all(
@@ -207,7 +207,7 @@ def test_partial_rollout_at_length_limit_is_refused(directory):
     generation.cancel()
     with pytest.raises(AlignerError, match="sample 0 has 2 tokens already, but max_new_tokens=2"):
         SingleResponses(engine).start(
-            [dataclasses.replace(request, begun=begun)], SamplingOptions(2)
+            [dataclasses.replace(request, partial_sample=begun)], SamplingOptions(2)
         )
 
 
@@ -232,7 +232,7 @@ def test_interrupted_responses_continue_with_new_weights(directory, other_direct
     generation = SingleResponses(engine).start(requests, OPTIONS)
     samples = dict(pair for _ in range(5) for pair in generation.step())
     begin(engine, other_directory, 1, "interrupt").commit()
-    while not generation.done:
+    while not generation.is_done:
         samples |= generation.step()
     assert len(samples) == 10
     for index, sample in samples.items():
@@ -268,7 +268,7 @@ def test_finish_update_applies_only_to_waiting_responses(directory, other_direct
     generation.step()
     begin(engine, other_directory, 1, "finish").commit()
     samples: dict[int, Sample] = {}
-    while not generation.done:
+    while not generation.is_done:
         samples |= generation.step()
     versions = [set(samples[index].weight_versions.tolist()) for index in range(len(requests))]
     assert sorted(map(tuple, versions)) == [(0,)] * 7 + [(1,)] * 3
@@ -368,7 +368,7 @@ def test_second_generation_is_refused_until_cancel(directory):
     with pytest.raises(AlignerError, match="already generating"):
         SingleResponses(engine).start(make_requests(), OPTIONS)
     first.cancel()
-    assert first.done
+    assert first.is_done
     assert len(generate(engine, make_requests(), OPTIONS)) == 5
 
 
@@ -402,7 +402,7 @@ def test_no_response_ends_before_min_new_tokens(directory):
 
 
 def test_shared_weights_are_used_without_copy(directory):
-    from aligner.engines.embedded.engine_weights import parameters
+    from aligner.engines.embedded.engine_weights import compute_parameters
 
     owner = make_engine(directory)
     theirs = {
@@ -420,7 +420,7 @@ def test_shared_weights_are_used_without_copy(directory):
     )
     shared = sum(
         parameter.numel * 4
-        for parameter in parameters(shape_of(directory), 1)
+        for parameter in compute_parameters(shape_of(directory), 1)
         if parameter.name in theirs
     )
     assert engine._weights.views["model.layers.0.mlp.up_proj.weight"].data_ptr() == (
@@ -434,7 +434,9 @@ def test_wake_can_be_retried_after_memory_error(directory, monkeypatch):
     before = generate(engine, make_requests(), OPTIONS)
     engine.sleep()
     with monkeypatch.context() as patch:
-        patch.setattr(EmbeddedEngine, "_allocate", lambda _: (_ for _ in ()).throw(MemoryError))
+        patch.setattr(
+            EmbeddedEngine, "_allocate_weights", lambda _: (_ for _ in ()).throw(MemoryError)
+        )
         with pytest.raises(MemoryError):
             engine.wake()
     with pytest.raises(AlignerError, match="the engine is asleep"):
@@ -462,17 +464,17 @@ def test_failed_step_can_be_retried(directory):
     expected = generate(make_engine(directory), make_requests(2), OPTIONS)
     generation = SingleResponses(engine).start(make_requests(2), OPTIONS)
     samples = dict(pair for _ in range(3) for pair in generation.step())
-    forward = engine._machine.forward
+    forward = engine._state.forward
 
     def fail_half_way(step, cache):
         cache.keys[1].zero_()
         raise RuntimeError("out of memory")
 
-    engine._machine.forward = fail_half_way
+    engine._state.forward = fail_half_way
     with pytest.raises(RuntimeError, match="out of memory"):
         generation.step()
-    engine._machine.forward = forward
-    while not generation.done:
+    engine._state.forward = forward
+    while not generation.is_done:
         samples |= generation.step()
     assert_same([samples[index] for index in range(10)], expected)
 
@@ -486,7 +488,9 @@ def test_prompts_of_unequal_length_are_prefilled_separately(tmp_path):
     ]
     generate(engine, [GenerationRequest(prompt, 0) for prompt in prompts], SamplingOptions(2))
     padded = [
-        len(step.prompts.lengths) * step.prompts.width for step in steps if step.prompts is not None
+        len(step.prompts.lengths) * step.prompts.max_length
+        for step in steps
+        if step.prompts is not None
     ]
     assert len(padded) > 1
     assert max(padded) <= 8192
@@ -495,7 +499,7 @@ def test_prompts_of_unequal_length_are_prefilled_separately(tmp_path):
 def test_kv_cache_is_freed_before_resize_allocates(directory):
     engine = make_engine(directory)
     generate(engine, make_requests()[:1], OPTIONS)
-    cache = engine._machine.cache
+    cache = engine._state.cache
     held = []
 
     class Watch(TorchDispatchMode):

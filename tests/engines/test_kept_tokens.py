@@ -21,7 +21,7 @@ from aligner.data.types import Prompt, Sample, SampleBatch, collate, create_empt
 from aligner.engines.embedded.embedded_engine import EmbeddedEngine
 from aligner.engines.engine_loop import SingleResponses
 from aligner.engines.engine_protocol import SamplingOptions
-from aligner.engines.replicas import generate_in_parts, replica_group, run_through
+from aligner.engines.replicas import create_replica_group, generate_in_parts, run_to_completion
 from aligner.megatron import world as worlds
 from aligner.megatron.policy import Policy
 from aligner.models.model_source import directory_shape
@@ -71,11 +71,11 @@ def draw(directory: str, tensor: int, names: list[tuple[str, bool]]) -> list[lis
         for at, length in enumerate(LENGTHS)
     ]
     layout = EngineParallelConfig(tensor=tensor, data=size // tensor)
-    group = replica_group(layout, rank, timedelta(seconds=60))
+    group = create_replica_group(layout, rank, timedelta(seconds=60))
     engine = EmbeddedEngine(shape, EngineConfig(parallel=layout, batch_size=3), rank, 2, group)
     load_directory(engine, Path(directory))
     return [
-        run_through(
+        run_to_completion(
             generate_in_parts(
                 SingleResponses(engine),
                 layout,
@@ -102,9 +102,12 @@ def ratios(directory: str, layout: dict[str, Any], tensor: int) -> dict[str, Any
     found: dict[str, Any] = {}
     for name, samples in zip(OPTIONS, samples_by_option, strict=True):
         batch = collate(samples, pad_token_id=0)
-        assert batch.kept is not None and (batch.kept.counts[batch.mask] > 0).all()
+        assert (
+            batch.sampling_support is not None
+            and (batch.sampling_support.counts[batch.mask] > 0).all()
+        )
         both = [
-            scorer(batch.tokens, batch.lengths, kept_tokens=batch.kept)
+            scorer(batch.tokens, batch.lengths, sampling_support=batch.sampling_support)
             for scorer in (actor.logprobs, actor.reference_logprobs)
         ]
         found[name] = [
@@ -148,7 +151,7 @@ def trained_step(
         checkpoints=None,
         recorder=None,
         timeline=unused,
-        stop=unused,
+        stop_condition=unused,
         policy=actor,
         pipeline=unused,
         services=Services(None, None),
@@ -164,7 +167,7 @@ def trained_step(
     rollout = RolloutBatch(
         [unused] * len(samples), samples, collate(samples, 0), pending, PendingRows(())
     )
-    return trainer._learn(0, rollout, PhaseTimer())[0]
+    return trainer._train_on_rollout(0, rollout, PhaseTimer())[0]
 
 
 @pytest.fixture(scope="module")
@@ -194,7 +197,7 @@ def test_logprobs_without_renormalize_lack_kept_mass(pool, llama):
         OPTIONS, samples_by_option[::2], samples_by_option[1::2], strict=True
     ):
         assert [one.tokens.tolist() for one in exact] == [one.tokens.tolist() for one in whole]
-        assert all(one.kept is None for one in whole)
+        assert all(one.sampling_support is None for one in whole)
         shares = torch.cat(
             [
                 (w.engine_logprobs - e.engine_logprobs).exp()
@@ -217,8 +220,8 @@ def test_replica_kept_token_ids_equal_one_rank(pool, llama):
 
 
 def sets(sample: Sample) -> list[list[int]]:
-    assert sample.kept is not None
-    return [ids.tolist() for ids in sample.kept.split_ids()]
+    assert sample.sampling_support is not None
+    return [ids.tolist() for ids in sample.sampling_support.split_ids()]
 
 
 @pytest.fixture(scope="module")
@@ -270,10 +273,13 @@ def test_transferred_response_keeps_its_support(directories, rows):
     samples = dict(pair for _ in range(5) for pair in generation.step())
     begun = dict(generation.interrupt())
     generation.cancel()
-    wanted = [dataclasses.replace(requests[place], begun=sample) for place, sample in begun.items()]
+    wanted = [
+        dataclasses.replace(requests[place], partial_sample=sample)
+        for place, sample in begun.items()
+    ]
     going_on = SingleResponses(engine).start(wanted, TRUNCATED)
     places = list(begun)
-    while not going_on.done:
+    while not going_on.is_done:
         samples |= {places[at]: sample for at, sample in going_on.step()}
     assert any(
         0 < len(sample.response) < len(samples[place].response) for place, sample in begun.items()
@@ -288,7 +294,7 @@ def test_interrupted_response_keeps_support_of_each_version(directories):
     for _ in range(4):
         samples |= generation.step()
     begin(engine, directories[1], 1, "interrupt").commit()
-    while not generation.done:
+    while not generation.is_done:
         samples |= generation.step()
     assert any(len(sample.weight_versions.unique()) == 2 for sample in samples.values())
     assert_support_of_models(

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from aligner.engines.embedded.embedded_engine import EmbeddedEngine
-from aligner.engines.embedded.engine_weights import parameters
+from aligner.engines.embedded.engine_weights import compute_parameters
 from aligner.engines.engine_protocol import SamplingOptions
 from aligner.models.hugging_face import read_config
 from aligner.placement.memory.model_states import count_engine_weights, count_shared_weights
-from aligner.placement.memory.role_memory import engine_memory
+from aligner.placement.memory.role_memory import compute_engine_memory
 from aligner.schema import Config, EngineConfig, EngineParallelConfig, ParallelConfig
 from aligner.schema.keys import with_values
 from aligner.training.rollout_builder import RolloutBuilder
@@ -40,14 +40,16 @@ def test_engine_weight_bytes_equal_estimate(name: str) -> None:
         <= engine_bytes(engine)
         <= (1 + PADDING) * 4 * count_engine_weights(shape, 1)
     )
-    halves = sum(parameter.numel for parameter in parameters(shape, 2))
+    halves = sum(parameter.numel for parameter in compute_parameters(shape, 2))
     assert halves == count_engine_weights(shape, 2)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_shared_engine_stores_only_unshared_weights(name: str) -> None:
     shape = read_config(MODELS[name], "test")
-    trained = {parameter.name: torch.empty(parameter.shape) for parameter in parameters(shape, 1)}
+    trained = {
+        parameter.name: torch.empty(parameter.shape) for parameter in compute_parameters(shape, 1)
+    }
     settings = EngineConfig(update="shared", parallel=EngineParallelConfig())
     engine = EmbeddedEngine(shape, settings, 0, 1, shared=trained)
     rest = count_engine_weights(shape, 1) - count_shared_weights(shape, ParallelConfig(), 0, 1)
@@ -87,8 +89,8 @@ def test_kv_cache_bytes_equal_estimate(values: dict[str, int], rows: int) -> Non
     )
     for _ in range(2):
         source.take()
-    assert engine_bytes(engine) - empty == engine_memory(config, shape).cache
+    assert engine_bytes(engine) - empty == compute_engine_memory(config, shape).cache
     assert (
-        engine_memory(config, shape).cache
+        compute_engine_memory(config, shape).cache
         == rows * 5 * 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * 4
     )

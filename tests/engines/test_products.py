@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from aligner.engines.embedded.products import Products
+from aligner.engines.embedded.matmuls import Matmuls
 from aligner.engines.engine_protocol import SamplingOptions
 from tests.engines.engines import generate
 from tests.engines.test_embedded import make_engine, make_requests, save_llama
@@ -20,10 +20,10 @@ def test_packed_matmul_equals_plain_for_any_row_count(rows, biased):
     weights = {"layer.weight": weight} | (
         {"layer.bias": torch.randn(49, generator=draw)} if biased else {}
     )
-    packed, plain = Products(exact=False, packed=True), Products(exact=False, packed=False)
+    packed, plain = Matmuls(exact=False, packed=True), Matmuls(exact=False, packed=False)
     with torch.inference_mode():
-        for products in (packed, plain):
-            products.use(weights)
+        for matmuls in (packed, plain):
+            matmuls.set_weights(weights)
         torch.testing.assert_close(
             packed.linear(x, "layer"), plain.linear(x, "layer"), atol=1e-5, rtol=0
         )
@@ -31,7 +31,7 @@ def test_packed_matmul_equals_plain_for_any_row_count(rows, biased):
             packed.linear(x, "layer", with_bias=False), x @ weight.T, atol=1e-5, rtol=0
         )
         weight.mul_(2)
-        packed.use(weights)
+        packed.set_weights(weights)
         torch.testing.assert_close(
             packed.linear(x, "layer"), plain.linear(x, "layer"), atol=1e-5, rtol=0
         )
@@ -40,9 +40,9 @@ def test_packed_matmul_equals_plain_for_any_row_count(rows, biased):
 def test_packed_bf16_matmul_equals_rounded_fp32():
     draw = torch.Generator().manual_seed(1)
     weight, x = (torch.randn(size, 64, generator=draw).bfloat16() for size in (49, 32))
-    packed = Products(exact=False, packed=True)
+    packed = Matmuls(exact=False, packed=True)
     with torch.inference_mode():
-        packed.use({"layer.weight": weight})
+        packed.set_weights({"layer.weight": weight})
         product = packed.linear(x, "layer")
     assert product.dtype == torch.bfloat16
     torch.testing.assert_close(product.float(), x.float() @ weight.float().T, atol=1e-6, rtol=2**-8)
@@ -68,7 +68,8 @@ def test_weights_are_packed_again_for_each_version(tmp_path, update):
         one.tokens.tolist() for one in generate(packed, make_requests(2), options)
     ]
     assert (
-        packed._machine.decoder._products._packed and not plain._machine.decoder._products._packed
+        packed._state.decoder._matmuls._packed_weights
+        and not plain._state.decoder._matmuls._packed_weights
     )
     packed.sleep()
-    assert not packed._machine.decoder._products._packed
+    assert not packed._state.decoder._matmuls._packed_weights

@@ -54,9 +54,9 @@ def routes_of(model: Any, tokens: Tensor) -> Tensor:
 
 
 def recorded_routing(sample: Sample) -> Tensor:
-    assert sample.routes is not None
-    assert sample.routes.dtype == torch.uint8
-    return sample.routes.long().sort(-1).values
+    assert sample.expert_routing is not None
+    assert sample.expert_routing.dtype == torch.uint8
+    return sample.expert_routing.long().sort(-1).values
 
 
 def small_requests(samples: int = 4) -> list[GenerationRequest]:
@@ -86,7 +86,7 @@ def test_routing_is_recorded_only_on_request(directory, tmp_path):
         generate(make_engine(directory), small_requests(1), options)
         for options in (OPTIONS, silent)
     )
-    assert [sample.routes for sample in unrecorded] == [None] * 4
+    assert [sample.expert_routing for sample in unrecorded] == [None] * 4
     assert [sample.tokens.tolist() for sample in recorded] == [
         sample.tokens.tolist() for sample in unrecorded
     ]
@@ -120,7 +120,7 @@ def test_prefill_keeps_routing_of_the_generating_version(directory, other_direct
     generation = SingleResponses(engine).start(small_requests(), OPTIONS)
     samples = dict(pair for _ in range(steps) for pair in generation.step())
     begin(engine, other_directory, 1, "interrupt").commit()
-    while not generation.done:
+    while not generation.is_done:
         samples |= generation.step()
     models = [load_transformers(path) for path in (directory, other_directory)]
     for sample in samples.values():
@@ -136,7 +136,7 @@ def test_late_sample_has_prompt_routing_of_new_weights(directory, other_director
     generation = SingleResponses(engine).start(wanted, OPTIONS)
     samples = dict(generation.step())
     begin(engine, other_directory, 1, "interrupt").commit()
-    while not generation.done:
+    while not generation.is_done:
         samples |= generation.step()
     models = [load_transformers(path) for path in (directory, other_directory)]
     assert [set(samples[place].weight_versions.tolist()) for place in range(3)] == [
@@ -158,10 +158,14 @@ def test_transferred_responses_keep_their_routing(directory, other_directory, ro
     samples = dict(pair for _ in range(steps) for pair in generation.step())
     begun = dict(generation.interrupt())
     generation.cancel()
-    assert all((sample.routes is None) == (not len(sample.response)) for sample in begun.values())
+    assert all(
+        (sample.expert_routing is None) == (not len(sample.response)) for sample in begun.values()
+    )
     if renewed:
         begin(engine, other_directory, 1).commit()
-    rest = [dataclasses.replace(wanted[place], begun=sample) for place, sample in begun.items()]
+    rest = [
+        dataclasses.replace(wanted[place], partial_sample=sample) for place, sample in begun.items()
+    ]
     samples |= zip(begun, generate(engine, rest, OPTIONS), strict=True)
     models = [load_transformers(path) for path in (directory, other_directory)]
     for sample in samples.values():
@@ -172,7 +176,7 @@ def test_failed_step_leaves_no_routing(directory):
     engine = make_engine(directory, batch_size=3)
     generation = SingleResponses(engine).start(small_requests(), OPTIONS)
     samples: dict[int, Sample] = {}
-    forward, runs = engine._machine.forward, 0
+    forward, runs = engine._state.forward, 0
 
     def fail_now_and_then(step, cache):
         nonlocal runs
@@ -182,8 +186,8 @@ def test_failed_step_leaves_no_routing(directory):
             raise RuntimeError("out of memory")
         return result
 
-    engine._machine.forward = fail_now_and_then
-    while not generation.done:
+    engine._state.forward = fail_now_and_then
+    while not generation.is_done:
         with contextlib.suppress(RuntimeError):
             samples |= generation.step()
     model = load_transformers(directory)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from aligner.engines.embedded.sampling import choose, uniforms
+from aligner.engines.embedded.sampling import generate_uniforms, sample_tokens
 from aligner.engines.engine_protocol import SamplingOptions
 from aligner.errors import AlignerError
 
@@ -19,7 +19,7 @@ def test_token_frequencies_follow_softmax_at_temperature(temperature):
     numbers = torch.rand(count, generator=generator, dtype=torch.float64)
     tokens = torch.cat(
         [
-            choose(logits.repeat(len(part), 1), SamplingOptions(1, temperature), part)[0]
+            sample_tokens(logits.repeat(len(part), 1), SamplingOptions(1, temperature), part)[0]
             for part in numbers.split(20_000)
         ]
     )
@@ -32,7 +32,7 @@ def test_token_frequencies_follow_softmax_at_temperature(temperature):
 def test_token_is_inverse_of_cumulative_distribution():
     logits = torch.randn(64, 1000, generator=torch.Generator().manual_seed(1)) * 3
     numbers = torch.linspace(0, 1, 65, dtype=torch.float64)[:-1]
-    tokens, logprobs, _ = choose(logits.clone(), SamplingOptions(1), numbers)
+    tokens, logprobs, _ = sample_tokens(logits.clone(), SamplingOptions(1), numbers)
     cumulative = logits.double().softmax(-1).cumsum(-1)
     above = cumulative.gather(1, tokens[:, None]).squeeze(1)
     below = torch.where(
@@ -49,7 +49,7 @@ def test_token_is_inverse_of_cumulative_distribution():
 def test_token_of_probability_zero_is_never_sampled(number, allowed):
     logits = torch.full((1, 300), float("-inf"))
     logits[0, allowed] = 1.0
-    token, logprob, _ = choose(
+    token, logprob, _ = sample_tokens(
         logits, SamplingOptions(1), torch.tensor([number], dtype=torch.float64)
     )
     assert int(token) in allowed
@@ -58,15 +58,15 @@ def test_token_of_probability_zero_is_never_sampled(number, allowed):
 
 def test_greedy_returns_argmax_and_logprob_at_temperature():
     logits = torch.randn(8, 300, generator=torch.Generator().manual_seed(2))
-    token, logprob, _ = choose(logits.clone(), SamplingOptions(1, 0.5, greedy=True), None)
+    token, logprob, _ = sample_tokens(logits.clone(), SamplingOptions(1, 0.5, greedy=True), None)
     assert torch.equal(token, logits.argmax(-1))
     torch.testing.assert_close(logprob, (logits / 0.5).log_softmax(-1).amax(-1))
 
 
 def test_random_streams_are_prefixes_and_differ_by_key():
-    base = uniforms(1, 2, 3, 8)
-    assert np.array_equal(base[:5], uniforms(1, 2, 3, 5))
-    others = [uniforms(*name, 8) for name in ((0, 2, 3), (1, 3, 3), (1, 2, 4), (1, 3, 2))]
+    base = generate_uniforms(1, 2, 3, 8)
+    assert np.array_equal(base[:5], generate_uniforms(1, 2, 3, 5))
+    others = [generate_uniforms(*name, 8) for name in ((0, 2, 3), (1, 3, 3), (1, 2, 4), (1, 3, 2))]
     assert all(not np.array_equal(base, other) for other in others)
     assert base.min() >= 0 and base.max() < 1
 
@@ -108,9 +108,11 @@ def exact_distribution(logits: torch.Tensor, options: SamplingOptions) -> torch.
 )
 def test_ten_thousand_samples_follow_the_exact_distribution(options):
     count, logits = 10_000, 2 * torch.randn(900, generator=torch.Generator().manual_seed(5))
-    streams = [uniforms(11, prompt, sample, 1) for prompt in range(100) for sample in range(100)]
+    streams = [
+        generate_uniforms(11, prompt, sample, 1) for prompt in range(100) for sample in range(100)
+    ]
     numbers = torch.from_numpy(np.concatenate(streams))
-    tokens, logprobs, kept = choose(logits.repeat(count, 1), options, numbers)
+    tokens, logprobs, kept = sample_tokens(logits.repeat(count, 1), options, numbers)
     exact = exact_distribution(logits, options)
     observed = torch.bincount(tokens, minlength=900).double()
     assert float(observed[exact == 0].sum()) == 0
@@ -146,7 +148,7 @@ def test_support_and_renormalized_logprobs_are_exact(keys):
     exact = [exact_distribution(row, options) for row in rows]
     numbers = torch.linspace(0, 1, 5001, dtype=torch.float64)[:-1]
     for row, distribution in zip(rows, exact, strict=True):
-        tokens, logprobs, kept = choose(row.repeat(len(numbers), 1), options, numbers)
+        tokens, logprobs, kept = sample_tokens(row.repeat(len(numbers), 1), options, numbers)
         assert kept is not None and kept.ids.dtype == torch.int32
         inside = distribution.nonzero()[:, 0].tolist()
         assert [sorted(ids.tolist()) for ids in kept.split_ids()] == [inside] * len(numbers)
@@ -159,7 +161,7 @@ def test_support_and_renormalized_logprobs_are_exact(keys):
         if len(inside) <= 50:
             assert float(found.sum()) == pytest.approx(1, abs=1e-5), "every one of them was drawn"
     # Each row of a call has its own support.
-    _, _, kept = choose(rows.clone(), options, numbers[:3])
+    _, _, kept = sample_tokens(rows.clone(), options, numbers[:3])
     assert [sorted(ids.tolist()) for ids in kept.split_ids()] == [
         each.nonzero()[:, 0].tolist() for each in exact
     ]
@@ -170,28 +172,29 @@ def test_renormalize_changes_no_token_and_needs_truncation():
         2 * torch.randn(64, 900, generator=torch.Generator().manual_seed(7)),
         torch.rand(64).double(),
     )
-    may_stop = torch.arange(64) % 2 == 0
+    is_stop_allowed = torch.arange(64) % 2 == 0
     for keys in ({}, {"min_new_tokens": 1, "stop_token_ids": (3, 5)}):
         plain, renormalized = (
             SamplingOptions(1, **keys),
             SamplingOptions(1, **keys, renormalize=True),
         )
         expected, got = (
-            choose(logits.clone(), options, numbers, may_stop) for options in (plain, renormalized)
+            sample_tokens(logits.clone(), options, numbers, is_stop_allowed)
+            for options in (plain, renormalized)
         )
         assert (
             torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1]) and got[2] is None
         )
     greedy = SamplingOptions(1, greedy=True, top_k=5, renormalize=True)
-    assert choose(logits.clone(), greedy, None)[2] is None
+    assert sample_tokens(logits.clone(), greedy, None)[2] is None
     for keys in TRUNCATED.values():
         plain, renormalized = (
             SamplingOptions(1, **keys),
             SamplingOptions(1, **keys, renormalize=True),
         )
         assert torch.equal(
-            choose(logits.clone(), plain, numbers)[0],
-            choose(logits.clone(), renormalized, numbers)[0],
+            sample_tokens(logits.clone(), plain, numbers)[0],
+            sample_tokens(logits.clone(), renormalized, numbers)[0],
         )
 
 
@@ -201,7 +204,9 @@ def test_forbidden_stop_token_is_not_in_sampling_support():
         torch.tensor([5.0, 1.0, 0.0, -1.0, -2.0]).repeat(2, 1),
         torch.zeros(2, dtype=torch.float64),
     )
-    token, logprob, kept = choose(logits.clone(), options, numbers, torch.tensor([True, False]))
+    token, logprob, kept = sample_tokens(
+        logits.clone(), options, numbers, torch.tensor([True, False])
+    )
     assert token.tolist() == [0, 1]
     assert [ids.tolist() for ids in kept.split_ids()] == [[0, 1, 2], [1, 2, 3]]
     wanted = torch.stack([logits[0, :3].log_softmax(-1)[0], logits[0, 1:4].log_softmax(-1)[0]])
@@ -211,7 +216,7 @@ def test_forbidden_stop_token_is_not_in_sampling_support():
 def test_stop_tokens_are_forbidden_per_row():
     logits = torch.tensor([5.0, 1.0, 0.0]).repeat(4, 1)
     options = SamplingOptions(2, stop_token_ids=(0,), greedy=True)
-    token, logprob, _ = choose(
+    token, logprob, _ = sample_tokens(
         logits.clone(), options, None, torch.tensor([True, False, True, False])
     )
     assert token.tolist() == [0, 1, 0, 1]

@@ -73,11 +73,11 @@ def test_responses_equal_masked_attention(
     directory = save_model(tmp_path, family, **SIZES[family])
     options = SamplingOptions(12, stop_token_ids=tuple(range(0, 200, 9)))
     engine = make_engine(directory, **settings)
-    assert engine._machine.decoder.sliced and engine._machine.cache._by_token
+    assert engine._state.decoder.is_sliced and engine._state.cache._is_token_major
     samples = generate(engine, mixed_requests(3), options)
     embedded_engine.can_slice = lambda *_: False
     plain = make_engine(directory)
-    assert not plain._machine.decoder.sliced
+    assert not plain._state.decoder.is_sliced
     assert_same(samples, generate(plain, mixed_requests(3), options))
 
 
@@ -89,7 +89,7 @@ def test_speculative_responses_equal_masked_attention(tmp_path: Path, kernel) ->
     engine = make_engine(directory, speculation=SpeculationConfig(**guessing))
     steps = record_steps(engine)
     samples = generate(engine, make_requests(2), options)
-    assert {step.width for step in steps} >= {1, 4}
+    assert {step.tokens_per_row for step in steps} >= {1, 4}
     embedded_engine.can_slice = lambda *_: False
     assert_same(samples, generate(make_engine(directory), make_requests(2), options))
 
@@ -98,13 +98,13 @@ def test_graph_padding_rows_read_only_one_token(tmp_path: Path, kernel) -> None:
     """Uses a graph's tensors without a graph. Two of five rows are in use; only the last token of
     the others is written."""
     engine = make_engine(save_model(tmp_path, "llama"))
-    machine = engine._machine
-    machine.cache.resize(CacheSize(5, 16))
-    machine.cache.keys.normal_()
-    machine.cache.values.normal_()
+    state = engine._state
+    state.cache.resize(CacheSize(5, 16))
+    state.cache.keys.normal_()
+    state.cache.values.normal_()
     step = Step(torch.tensor([7, 11]), torch.tensor([3, 9]), columns=10)
-    fixed = GraphedForward(machine.decoder)._fixed(5, 16, step, machine.cache)
-    assert fixed.lengths.tolist() == [4, 10, 1, 1, 1] and fixed.positions.tolist() == [
+    static_step = GraphedForward(state.decoder)._build_static_step(5, 16, step, state.cache)
+    assert static_step.lengths.tolist() == [4, 10, 1, 1, 1] and static_step.positions.tolist() == [
         3,
         9,
         15,
@@ -112,16 +112,16 @@ def test_graph_padding_rows_read_only_one_token(tmp_path: Path, kernel) -> None:
         15,
     ]
     with torch.inference_mode():
-        expected = machine.decoder.forward(step, machine.cache)
-        before = machine.cache.keys[:, 2:, :, :-1].clone()
-        found = machine.decoder.forward(fixed, machine.cache)[:2]
+        expected = state.decoder.forward(step, state.cache)
+        before = state.cache.keys[:, 2:, :, :-1].clone()
+        found = state.decoder.forward(static_step, state.cache)[:2]
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
-    assert torch.equal(machine.cache.keys[:, 2:, :, :-1], before)
+    assert torch.equal(state.cache.keys[:, 2:, :, :-1], before)
 
 
 def test_spans_locate_rows_in_cache() -> None:
     rows, lengths = torch.tensor([0, 2, 5]), torch.tensor([4, 1, 8], dtype=torch.int32)
-    spans = sliced_attention.spans(rows, lengths, columns=8)
+    spans = sliced_attention.compute_spans(rows, lengths, columns=8)
     assert spans.starts.tolist()[:3] == [0, 16, 40]
     assert spans.lengths.tolist() == [4, 1, 8]
 

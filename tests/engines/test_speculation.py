@@ -10,7 +10,7 @@ import torch
 
 from aligner.config.compose import compose_config
 from aligner.data.types import Sample
-from aligner.engines.embedded.speculation import Lookup
+from aligner.engines.embedded.speculation import PromptLookup
 from aligner.engines.engine_loop import SingleResponses
 from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions
 from aligner.schema import SpeculationConfig
@@ -55,16 +55,16 @@ def assert_same(samples: list[Sample], others: list[Sample]) -> None:
 def drafted(directory: Path, options: SamplingOptions, **settings) -> tuple[list[Sample], int, int]:
     """Generate speculatively; return samples, number of draft tokens, number of accepted tokens."""
     engine = make_engine(directory, batch_size=3, speculation=GUESSES, **settings)
-    return generate(engine, requests(), options), *engine.take_guesses()
+    return generate(engine, requests(), options), *engine.take_draft_counts()
 
 
 def test_lookup_drafts_tokens_after_last_ngram_match():
-    lookup = Lookup(2)
+    lookup = PromptLookup(2)
     assert lookup.draft([1, 2, 3], 4) == []
     assert lookup.draft([1, 2, 3, 4, 1, 2], 3) == [3, 4, 1]
     assert lookup.draft([1, 2, 3, 4, 1, 2, 9, 1, 2], 2) == [9, 1], "the last time counts"
     assert lookup.draft([1, 2, 3, 4, 1, 2, 9, 1, 2, 7, 7, 7], 5) == [7] * 5, "a loop goes on"
-    assert Lookup(3).draft([1, 2], 4) == []
+    assert PromptLookup(3).draft([1, 2], 4) == []
 
 
 @pytest.mark.promise("speculation-changes-no-sample")
@@ -79,8 +79,8 @@ def test_speculative_samples_equal_plain_samples(directory, name):
         assert one.finish_reason == other.finish_reason
         assert torch.equal(one.weight_versions, other.weight_versions)
         if options.renormalize:
-            assert [ids.tolist() for ids in one.kept.split_ids()] == [
-                ids.tolist() for ids in other.kept.split_ids()
+            assert [ids.tolist() for ids in one.sampling_support.split_ids()] == [
+                ids.tolist() for ids in other.sampling_support.split_ids()
             ]
 
 
@@ -92,18 +92,22 @@ def test_accepted_draft_tokens_save_steps(directory):
     )
     steps = record_steps(engine)
     samples = generate(engine, requests(), options)
-    guessed, accepted = engine.take_guesses()
+    guessed, accepted = engine.take_draft_counts()
     assert len(steps) == sum(len(response(sample)) for sample in samples) - accepted
-    assert 0 < accepted <= guessed == sum(step.width - 1 for step in steps)
-    assert engine.take_guesses() == (0, 0)
+    assert 0 < accepted <= guessed == sum(step.tokens_per_row - 1 for step in steps)
+    assert engine.take_draft_counts() == (0, 0)
 
 
 def test_no_draft_tokens_above_speculation_rows(directory):
     engine = make_engine(directory, speculation=GUESSES)
     steps = record_steps(engine)
     generate(engine, requests(), SamplingOptions(40, greedy=True))
-    assert {step.width for step in steps if len(step.tokens) // step.width > 3} == {1}
-    assert {step.width for step in steps if len(step.tokens) // step.width <= 3} > {1}
+    assert {
+        step.tokens_per_row for step in steps if len(step.tokens) // step.tokens_per_row > 3
+    } == {1}
+    assert {
+        step.tokens_per_row for step in steps if len(step.tokens) // step.tokens_per_row <= 3
+    } > {1}
 
 
 def test_exact_speculative_samples_equal_plain_bitwise(directory):
@@ -139,7 +143,8 @@ def test_speculation_equals_plain_after_update_and_transfer(directory):
         begun = dict(generation.interrupt())
         generation.cancel()
         rest = [
-            dataclasses.replace(requests()[place], begun=sample) for place, sample in begun.items()
+            dataclasses.replace(requests()[place], partial_sample=sample)
+            for place, sample in begun.items()
         ]
         samples |= zip(begun, generate(engine, rest, options), strict=True)
         found.append([samples[place] for place in range(5)])
@@ -147,12 +152,12 @@ def test_speculation_equals_plain_after_update_and_transfer(directory):
 
 
 def test_speculation_is_refused_with_routing_replay():
-    from aligner.checks.engine import _drawing_problems
+    from aligner.checks.engine import _find_sampling_problems
 
     config = compose_config(
         ["experiment=arithmetic", "algorithm.routing_replay=true", "engine.speculation.tokens=4"]
     )
-    (problem,) = _drawing_problems(config)
+    (problem,) = _find_sampling_problems(config)
     assert problem.startswith(
         "engine.speculation.tokens=4: is not supported with algorithm.routing_replay=true"
     )

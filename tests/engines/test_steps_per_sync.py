@@ -43,8 +43,8 @@ def assert_same(samples: list[Sample], expected: list[Sample]) -> None:
         torch.testing.assert_close(
             sample.engine_logprobs, wanted.engine_logprobs, atol=1e-5, rtol=0
         )
-        if wanted.kept is not None:
-            assert sample.kept.ids.tolist() == wanted.kept.ids.tolist()
+        if wanted.sampling_support is not None:
+            assert sample.sampling_support.ids.tolist() == wanted.sampling_support.ids.tolist()
 
 
 @pytest.mark.parametrize("count", [2, 8])
@@ -78,7 +78,7 @@ def test_steps_per_sync_stops_at_nearest_length_limit(directory: Path) -> None:
     ]
     generation = SingleResponses(engine).start(requests, SamplingOptions(12))
     counts = []
-    while not generation.done:
+    while not generation.is_done:
         before = len(steps)
         generation.step()
         counts.append(len(steps) - before)
@@ -91,7 +91,7 @@ def test_turns_do_not_depend_on_steps_per_sync(directory: Path) -> None:
         requests, found = make_requests(), dict[int, Sample]()
         generation = Turns(engine, requests, SamplingOptions(12, stop_token_ids=STOPS), 5)
         turns = dict.fromkeys(range(len(requests)), 1)
-        while not generation.done:
+        while not generation.is_done:
             for place, sample in generation.step():
                 found[place] = sample
                 if turns[place] == 1:

@@ -12,7 +12,7 @@ from aligner.data.types import Prompt, Sample, collate
 from aligner.engines.embedded.embedded_engine import EmbeddedEngine
 from aligner.engines.embedded.row_table import RowTable
 from aligner.engines.embedded.scheduler import Scheduler
-from aligner.engines.engine_loop import unfinished_sample, with_completion
+from aligner.engines.engine_loop import append_completion, create_unfinished_sample
 from aligner.engines.engine_protocol import GenerationRequest, RequestKey, SamplingOptions
 from aligner.errors import AlignerError
 from aligner.megatron import world as worlds
@@ -69,7 +69,7 @@ def episodes(
         for when, place in [each for each in due if each[0] <= step]:
             due.remove((when, place))
             if forgets:
-                engine._scheduler._forget_resident()
+                engine._scheduler._evict_resident()
             generation.go_on(place, observation_of(turns[place], place))
         step += 1
     return [done[place] for place in range(len(prompts))]
@@ -83,8 +83,8 @@ def directory(tmp_path_factory):
 @pytest.mark.promise("episode-tokens-and-logprobs")
 def test_response_alternates_generated_and_observed_tokens(directory):
     for place, sample in enumerate(episodes(directory, 6)):
-        assert sample.drawn is not None
-        after = sample.drawn.int().diff().nonzero()[:, 0] + 1
+        assert sample.generated_mask is not None
+        after = sample.generated_mask.int().diff().nonzero()[:, 0] + 1
         parts = sample.response.tensor_split(after.tolist())
         assert [part.tolist() for part in parts[1::2]] == [
             observation_of(1, place),
@@ -93,8 +93,8 @@ def test_response_alternates_generated_and_observed_tokens(directory):
         for turn in parts[::2]:
             ended = torch.isin(turn, torch.tensor(STOPS))
             assert not ended[:-1].any() and (bool(ended[-1]) or len(turn) == TURN)
-        assert (sample.engine_logprobs[~sample.drawn] == 0).all() and (
-            sample.engine_logprobs[sample.drawn] < 0
+        assert (sample.engine_logprobs[~sample.generated_mask] == 0).all() and (
+            sample.engine_logprobs[sample.generated_mask] < 0
         ).any()
 
 
@@ -116,17 +116,19 @@ def test_exact_turns_ignore_timing_and_cache_eviction(directory, settings):
             one.engine_logprobs, other.engine_logprobs
         )
         assert (
-            one.drawn is not None
-            and other.drawn is not None
-            and torch.equal(one.drawn, other.drawn)
+            one.generated_mask is not None
+            and other.generated_mask is not None
+            and torch.equal(one.generated_mask, other.generated_mask)
         )
 
 
 @pytest.mark.parametrize("rows", [6, 4, 3])
 def test_exact_turns_do_not_depend_on_row_moves(directory, monkeypatch, rows):
-    expected, moves = episodes(directory, 6), RowTable.moves
+    expected, moves = episodes(directory, 6), RowTable.find_moves
     monkeypatch.setattr(
-        RowTable, "moves", lambda table, rows, **_: moves(table, rows, past_waiting=True)
+        RowTable,
+        "find_moves",
+        lambda table, rows, **_: moves(table, rows, include_parked=True),
     )
     for one, other in zip(expected, episodes(directory, rows, delays=2), strict=True):
         assert torch.equal(one.tokens, other.tokens) and torch.equal(
@@ -149,19 +151,19 @@ def test_row_of_finished_response_is_freed(directory):
     while not generation.step():
         pass
     scheduler = engine._scheduler
-    assert [*scheduler._resident] == [(0, 0), (2, 0)]
-    assert all(each in scheduler._table for (each,) in scheduler._resident.values())
+    assert [*scheduler._resident_sequences] == [(0, 0), (2, 0)]
+    assert all(each in scheduler._row_table for (each,) in scheduler._resident_sequences.values())
 
 
 def test_resident_rows_are_not_prefilled_again(directory, monkeypatch):
     engines = []
-    start = Scheduler._plan
+    start = Scheduler._build_step
 
     def counted(self, rows, guesses, beginning):
         engines.append(sum(len(one.prompt) + len(one.tokens) for one in beginning))
         return start(self, rows, guesses, beginning)
 
-    monkeypatch.setattr(Scheduler, "_plan", counted)
+    monkeypatch.setattr(Scheduler, "_build_step", counted)
     episodes(directory, 6, delays=2)
     assert sum(engines) == sum(LENGTHS)
 
@@ -171,7 +173,7 @@ def largest_logprob_error(directory: str, exact: bool) -> float:
     actor = jobs.policy(directory, {}, {"micro_batch_tokens": 200}, exact=exact)
     batch = collate(episodes(directory, 6, delays=2, exact=exact), pad_token_id=0)
     actor.temperature = 0.8
-    scored = actor.logprobs(batch.tokens, batch.lengths, kept_tokens=batch.kept)
+    scored = actor.logprobs(batch.tokens, batch.lengths, sampling_support=batch.sampling_support)
     worlds.shutdown()
     return float((scored - batch.engine_logprobs)[batch.mask].abs().max())
 
@@ -197,7 +199,7 @@ def test_weight_update_evicts_kv_cache_between_turns(directory):
             pass
         if updates:
             load_directory(engine, Path(directory))
-            assert not engine._scheduler._resident
+            assert not engine._scheduler._resident_sequences
         generation.go_on(0, observation_of(0, 0))
         while not (complete := generation.step()):
             pass
@@ -246,9 +248,11 @@ def test_transferred_turn_continues_unchanged(directory, turns):
             assert not generation.step()
         if hands_over:
             [(_, begun)] = generation.interrupt()
-            if begun.drawn is None:
-                begun = replace(begun, drawn=torch.ones(len(begun.response), dtype=torch.bool))
-            request = GenerationRequest(prompt, 0, begun=begun)
+            if begun.generated_mask is None:
+                begun = replace(
+                    begun, generated_mask=torch.ones(len(begun.response), dtype=torch.bool)
+                )
+            request = GenerationRequest(prompt, 0, partial_sample=begun)
             generation = Turns(engine, [request], options, TURN)
         while not (complete := generation.step()):
             pass
@@ -282,8 +286,8 @@ def generate_branches(directory: str, *, goes_on: bool, first: int) -> dict[int,
         while not request.future.done():
             engine.step()
         prompt = Prompt(7, "", torch.tensor(read))
-        sample = unfinished_sample(GenerationRequest(prompt, 0))
-        return with_completion(sample, request.future.result())
+        sample = create_unfinished_sample(GenerationRequest(prompt, 0))
+        return append_completion(sample, request.future.result())
 
     behind = {0: generate([5, 4, 3])}
     read = behind[0].tokens.tolist()
@@ -306,7 +310,7 @@ def test_request_longer_than_rows_waits_for_next_batch(directory):
     long = engine.submit(torch.tensor([5, 4]), SamplingOptions(LIMIT), RequestKey(7, 0, 2))
     while not short.future.done():
         engine.step()
-    assert not long.future.done() and engine._machine.cache.size.columns == 19
+    assert not long.future.done() and engine._state.cache.size.columns == 19
     while not long.future.done():
         engine.step()
     assert len(long.future.result().tokens) == LIMIT

@@ -16,15 +16,15 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
-from aligner.engines.foreign.gpu_places import gpu_name
-from aligner.engines.tensorrt_llm.tensorrt_llm_engine import ipc_handles
+from aligner.engines.external.gpu_identity import get_gpu_name
+from aligner.engines.tensorrt_llm.tensorrt_llm_engine import build_ipc_handles
 from aligner.engines.vllm.program.weight_memory import (
     DeviceMemory,
-    Placed,
-    SharedPieces,
-    checksum,
-    opened,
-    taken,
+    SharedSlices,
+    TensorSlice,
+    compute_checksum,
+    copy_tensors,
+    open_memory,
 )
 from aligner.resharding.publisher import Snapshots, on_stream
 from aligner.resharding.transport import Link
@@ -78,7 +78,7 @@ def overwrite(pipe: Connection, text: str) -> None:
 def test_ipc_handle_opens_same_memory_in_other_process():
     tensor = torch.arange(8.0, device="cuda")
     torch.cuda.synchronize()
-    (text,) = ipc_handles({"weight": tensor}, "this").values()
+    (text,) = build_ipc_handles({"weight": tensor}, "this").values()
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=overwrite, args=(theirs, text), daemon=True)
@@ -98,8 +98,11 @@ def take(pipe: Connection, device: torch.device) -> None:
 
 
 def read(handle: dict[str, Any], device: torch.device) -> tuple[int, dict[str, list]]:
-    with opened(handle["memory"], device) as memory:
-        found, copies = checksum(memory), dict(taken(memory, handle["pieces"], device))
+    with open_memory(handle["memory"], device) as memory:
+        found, copies = (
+            compute_checksum(memory),
+            dict(copy_tensors(memory, handle["pieces"], device)),
+        )
     del memory
     return found, {name: copy.tolist() for name, copy in copies.items()}
 
@@ -111,7 +114,7 @@ def test_bucket_reaches_process_that_sees_only_that_gpu(monkeypatch, gpu):
         pytest.skip("needs two CUDA devices")
     here = torch.device("cuda", gpu)
     memory_of = functools.partial(DeviceMemory, here)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpu_name(os.environ, gpu))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", get_gpu_name(os.environ, gpu))
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=take, args=(theirs, torch.device("cuda", 0)), daemon=True)
@@ -123,11 +126,11 @@ def test_bucket_reaches_process_that_sees_only_that_gpu(monkeypatch, gpu):
                 "vector": torch.randn(size, device=here),
             }
             placed = [
-                Placed(name, list(tensor.shape), None, 0, tensor)
+                TensorSlice(name, list(tensor.shape), None, 0, tensor)
                 for name, tensor in tensors.items()
             ]
             held = torch.cuda.memory_allocated(here)
-            shared = SharedPieces(placed, memory_of)
+            shared = SharedSlices(placed, memory_of)
             ours.send(shared.handle)
             assert ours.poll(120)
             found, values = ours.recv()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from aligner.config.compose import compose_config
 from aligner.config.prerequisites import plan_run
-from aligner.errors import AlignerError, Interrupted, Stopped, exit_code
+from aligner.errors import AlignerError, Interrupted, Stopped, get_exit_code
 from aligner.launcher.local import launch
 
 ROLE = Path(__file__).with_name("fake_role.py")
@@ -30,7 +30,7 @@ def main() -> int:
     except (AlignerError, Interrupted, Stopped) as error:
         if isinstance(error, AlignerError):
             print(error, file=sys.stderr)
-        return exit_code(error)
+        return get_exit_code(error)
     return 0
 
 

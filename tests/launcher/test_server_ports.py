@@ -17,7 +17,7 @@ from aligner.launcher.rank_environment import (
     pick_endpoints,
     reserve_free_ports,
 )
-from aligner.placement.addresses import Endpoint, role_endpoints
+from aligner.placement.addresses import Endpoint, select_role_endpoints
 from aligner.schema import Config
 from aligner.servers import wire_protocol
 
@@ -83,7 +83,7 @@ def test_replicas_have_distinct_ports() -> None:
     config = compose_config(["experiment=tiny_ppo", "reward.replicas=3", *ports])
     endpoints = endpoints_of(config)
     assert list(endpoints) == ["critic", "reward", "reward.1", "reward.2"]
-    assert [(end.http, end.grpc) for end in role_endpoints(endpoints, "reward")] == [
+    assert [(end.http, end.grpc) for end in select_role_endpoints(endpoints, "reward")] == [
         (20200, 20201),
         (20203, 20204),
         (20206, 20207),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from aligner.checks.cluster import problems
+from aligner.checks.cluster import find_problems
 from aligner.config.compose import compose_config, save_config
 from aligner.config.prerequisites import plan_run
 from aligner.errors import AlignerError, ConfigError
@@ -31,7 +31,7 @@ from aligner.launcher.slurm.slurm_commands import RETRY_ATTEMPTS, slurm_command
 from aligner.launcher.slurm.submit import render_script, submit
 from aligner.models.model_source import NOTHING_EXPECTED
 from aligner.paths import RunPaths
-from aligner.placement.slurm_layout import slurm_layout
+from aligner.placement.slurm_layout import compute_slurm_layout
 from tests.launcher.stand_ins import stand_in
 
 GENEROUS = (
@@ -144,7 +144,7 @@ def test_homogeneous_job_requests_gres(tmp_path: Path) -> None:
 def step_of(tmp_path: Path, role: str, ranks: int, *overrides: str) -> list[str]:
     made = config(tmp_path, *overrides)
     nodes = Nodes(1, ("n3", "n4"), "10.0.0.3")
-    layout = slurm_layout(made)
+    layout = compute_slurm_layout(made)
     cores = None if layout.is_shared(layout.placements[role]) else 6
     return srun_command(
         made, role, layout.placements[role], nodes, ranks, cores, "name-1", ["a", "b c"]
@@ -216,7 +216,7 @@ def test_role_environment_overrides_common_variables(tmp_path: Path) -> None:
         ),
         *("cluster.slurm.roles.trainer.devices=0-3",),
     )
-    places = slurm_layout(made).placements
+    places = compute_slurm_layout(made).placements
     assert configured_environment(made, "critic", places["critic"]) == {
         "A": "1",
         "B": "3",
@@ -281,7 +281,7 @@ def test_rank_end_times_follow_srun_messages(tmp_path: Path) -> None:
 
 def test_allocation_outside_a_slurm_job_is_refused(tmp_path: Path) -> None:
     with pytest.raises(AlignerError, match="SLURM_JOB_ID is not set"):
-        read_allocation(slurm_layout(config(tmp_path)), {})
+        read_allocation(compute_slurm_layout(config(tmp_path)), {})
 
 
 @pytest.mark.parametrize(
@@ -583,5 +583,5 @@ def test_characters_that_slurm_cannot_use_are_refused(
     tmp_path: Path, name: str, image: tuple[str, ...], problem: str
 ) -> None:
     given = config(tmp_path / name, "run.name=name", *image)
-    (found,) = [text for text in problems(given, None, NOTHING_EXPECTED) if "run.dir" in text]
+    (found,) = [text for text in find_problems(given, None, NOTHING_EXPECTED) if "run.dir" in text]
     assert problem in found

@@ -211,7 +211,7 @@ def family_steps(
     settings["optimizer"] = {**OPTIMIZER, **settings.get("optimizer", {})}
     actor = jobs.policy(directory, layout, settings)
     experience = dataclasses.replace(
-        jobs.make_experience(actor.runner.shape.vocab_size), routes=routes
+        jobs.make_experience(actor.runner.shape.vocab_size), expert_routing=routes
     )
     result: dict[str, Any] = {"logits": jobs.policy_logits(actor, experience).numpy()}
     result["stats"], gradients = jobs.observed_train(actor, experience)

@@ -224,7 +224,9 @@ def policy_logits(actor: Policy, experience: Experience) -> Tensor:
             ColumnParallelLinear.forward(head, output[0], weight=head.projection)[0].float()
         )
 
-    batches = runner.pack(experience.tokens, experience.lengths, routes=experience.routes)
+    batches = runner.pack(
+        experience.tokens, experience.lengths, expert_routing=experience.expert_routing
+    )
     whole = torch.zeros(*experience.tokens.shape, runner.shape.vocab_size)
     mine = whole.chunk(world.layout.tensor, -1)[world.coordinates.tensor]
     parts = runner.forward(batches, read)

@@ -51,7 +51,7 @@ def routing_of_tokens(
     result = torch.zeros(
         len(tokens), tokens.shape[1] - 1, len(routers), routers[0].topk, dtype=torch.uint8
     )
-    batches = actor.runner.pack(tokens, lengths, routes=routes)
+    batches = actor.runner.pack(tokens, lengths, expert_routing=routes)
     for batch, part in zip(batches, actor.runner.forward(batches, read), strict=True):
         result[batch.batch_rows, : part.shape[1]] = part.byte()
     for hook in hooks:
@@ -66,8 +66,10 @@ def replay_own(directory: str, settings: dict[str, Any], *, replayed: bool) -> d
     experience = jobs.make_experience(actor.runner.shape.vocab_size)
     if replayed:
         routes = routing_of_tokens(actor, experience.tokens, experience.lengths)
-        experience = dataclasses.replace(experience, routes=routes)
-    logprobs = actor.logprobs(experience.tokens, experience.lengths, routes=experience.routes)
+        experience = dataclasses.replace(experience, expert_routing=routes)
+    logprobs = actor.logprobs(
+        experience.tokens, experience.lengths, expert_routing=experience.expert_routing
+    )
     differing = actor.runner.routing_mismatch
     stats, gradients = jobs.observed_train(actor, experience)
     result = {
@@ -99,13 +101,13 @@ def bf16_engine_and_fp32_trainer(directory: str) -> dict[str, Any]:
     """Return the mismatch of trainer and engine with and without the engine's routing."""
     batch = sample_with_engine(directory)
     actor = jobs.policy(directory, {}, {"micro_batch_tokens": 128})
-    assert batch.routes is not None
-    inside = torch.arange(batch.routes.shape[1]) < batch.lengths[:, None] - 1
+    assert batch.expert_routing is not None
+    inside = torch.arange(batch.expert_routing.shape[1]) < batch.lengths[:, None] - 1
     result: dict[str, Any] = {}
-    for name, routes in (("own", None), ("replayed", batch.routes)):
-        logprobs = actor.logprobs(batch.tokens, batch.lengths, routes=routes)
+    for name, routes in (("own", None), ("replayed", batch.expert_routing)):
+        logprobs = actor.logprobs(batch.tokens, batch.lengths, expert_routing=routes)
         experts = routing_of_tokens(actor, batch.tokens, batch.lengths, routes)
-        elsewhere = (experts.sort(-1).values != batch.routes.sort(-1).values).any(-1)
+        elsewhere = (experts.sort(-1).values != batch.expert_routing.sort(-1).values).any(-1)
         result[name] = {
             "differing": float(elsewhere[inside].float().mean()),
             "mismatch": float((logprobs - batch.engine_logprobs)[batch.mask].abs().mean()),
@@ -122,11 +124,13 @@ def differing_share_and_logprobs(
     actor = jobs.policy(directory, layout, {"recompute": "full"})
     experience = jobs.make_experience(actor.runner.shape.vocab_size)
     shares = []
-    logprobs = actor.logprobs(experience.tokens, experience.lengths, routes=routes)
+    logprobs = actor.logprobs(experience.tokens, experience.lengths, expert_routing=routes)
     shares.append(actor.runner.routing_mismatch)
-    reference = actor.reference_logprobs(experience.tokens, experience.lengths, routes=routes)
+    reference = actor.reference_logprobs(
+        experience.tokens, experience.lengths, expert_routing=routes
+    )
     shares.append(actor.runner.routing_mismatch)
-    actor.train(dataclasses.replace(experience, routes=routes), jobs.loss)
+    actor.train(dataclasses.replace(experience, expert_routing=routes), jobs.loss)
     shares.append(actor.runner.routing_mismatch)
     worlds.shutdown()
     return shares, logprobs, reference
@@ -137,7 +141,7 @@ def refused_routes(directory: str, routes: Tensor) -> str:
     actor = jobs.policy(directory, {})
     experience = jobs.make_experience(actor.runner.shape.vocab_size)
     try:
-        actor.logprobs(experience.tokens, experience.lengths, routes=routes)
+        actor.logprobs(experience.tokens, experience.lengths, expert_routing=routes)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     finally:

@@ -17,7 +17,7 @@ from aligner.errors import ConfigError
 from aligner.megatron import layers
 from aligner.megatron.gpt_model import build_model, computing_dtype, transformer_config
 from aligner.models.hugging_face import read_config
-from aligner.placement.placement_table import layer_notes
+from aligner.placement.placement_table import find_layer_notes
 from aligner.schema import ActorConfig, LoraConfig, MegatronModelConfig, ParallelConfig
 from tests.megatron import families
 
@@ -133,9 +133,9 @@ def test_gradient_fusion_requires_apex_on_gpu(monkeypatch: pytest.MonkeyPatch) -
 
 def test_roles_without_transformer_engine_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ALIGNER_GPUS", "8")
-    assert [*layer_notes(compose_config(["experiment=tiny_ppo"]))] == []
+    assert [*find_layer_notes(compose_config(["experiment=tiny_ppo"]))] == []
     adapted = compose_config(["experiment=tiny_ppo", "actor.lora.rank=8", "critic.precision=fp32"])
-    critic, trainer = layer_notes(adapted)
+    critic, trainer = find_layer_notes(adapted)
     assert "trainer: with LoRA" in trainer and "critic: in float32" in critic
     monkeypatch.setenv("ALIGNER_GPUS", "0")
-    assert [*layer_notes(adapted)] == []
+    assert [*find_layer_notes(adapted)] == []

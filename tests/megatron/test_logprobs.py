@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from aligner.data.types import KeptTokens
+from aligner.data.types import SamplingSupport
 from aligner.megatron import score_passes
 from aligner.megatron.logprobs import vocab_parallel_logprobs, vocab_parallel_top_ids
 
@@ -30,7 +30,7 @@ def inputs() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     )
 
 
-def kept_tokens() -> KeptTokens:
+def kept_tokens() -> SamplingSupport:
     """Return kept token ids of the 7 targets: all tokens, only the target, tokens of one half of
     the vocabulary, and random tokens; each set contains its target."""
     targets, halves = inputs()[3].tolist(), (range(8), range(8, 16))
@@ -45,7 +45,7 @@ def kept_tokens() -> KeptTokens:
         for place in (4, 5, 6)
     ]
     counts = torch.tensor([len(ids) for ids in sets])
-    return KeptTokens.from_counts(
+    return SamplingSupport.from_counts(
         counts, torch.tensor([token for ids in sets for token in ids]).int()
     )
 
@@ -151,7 +151,7 @@ def head_results(
             (candidate_tokens(candidates) if candidates else None),
         )
         logprobs, entropy = head.logprobs(
-            head(states)[0], index, targets, kept_tokens=sets, candidates=ids, **options
+            head(states)[0], index, targets, sampling_support=sets, candidates=ids, **options
         )
         objective(logprobs, entropy).backward()
         results.append(
@@ -243,7 +243,7 @@ def test_fused_logprobs_equal_dense_logprobs(monkeypatch, with_entropy, kept, ma
             temperature=TEMPERATURE,
             chunk_tokens=chunk,
             with_entropy=with_entropy,
-            kept_tokens=kept_tokens() if kept else None,
+            sampling_support=kept_tokens() if kept else None,
         )
         objective(logprobs, entropy).backward()
         for got, wanted in zip(
@@ -267,7 +267,7 @@ def half_results(with_entropy: bool) -> tuple[Tensor, Tensor | None, Tensor, Ten
     )
     hidden.requires_grad_()
     mine = weight[dist.get_rank()].requires_grad_()
-    kept = KeptTokens.from_counts(torch.full((5,), 3), torch.tensor([0, 2, 5] * 5).int())
+    kept = SamplingSupport.from_counts(torch.full((5,), 3), torch.tensor([0, 2, 5] * 5).int())
     logprobs, entropy = vocab_parallel_logprobs(
         hidden,
         mine,
@@ -276,7 +276,7 @@ def half_results(with_entropy: bool) -> tuple[Tensor, Tensor | None, Tensor, Ten
         chunk_tokens=2,
         group=dist.group.WORLD,
         with_entropy=with_entropy,
-        kept_tokens=kept,
+        sampling_support=kept,
     )
     (logprobs.sum() + (0 if entropy is None else entropy.sum())).backward()
     return logprobs.detach(), None if entropy is None else entropy.detach(), hidden.grad, mine.grad

@@ -8,7 +8,7 @@ import pytest
 
 from aligner.models.hugging_face import read_config
 from aligner.placement.memory.activations import BatchLoad, StageActivations
-from aligner.placement.memory.model_states import trained_states
+from aligner.placement.memory.model_states import compute_trained_states
 from aligner.placement.roles import Device
 from aligner.schema import ParallelConfig
 from tests.megatron import memory_jobs
@@ -117,7 +117,7 @@ def test_memory_estimate_equals_measured_use(pool, name):
     settings = {"micro_batch_tokens": MICRO_BATCH} | settings
     shape, parallel = read_config(entries, "test"), ParallelConfig(**layout)
     role = memory_jobs.expected_section(head, layout, settings)
-    device = Device(gpus=False, itemsize=2 if settings.get("precision") == "bf16" else 4)
+    device = Device(is_gpu=False, itemsize=2 if settings.get("precision") == "bf16" else 4)
     load = BatchLoad(MICRO_BATCH, ROWS // parallel.data * LENGTH, LENGTH)
     ranks = pool.run(
         memory_jobs.measure, parallel.ranks, entries, layout, head, settings, ROWS, LENGTH
@@ -125,7 +125,7 @@ def test_memory_estimate_equals_measured_use(pool, name):
     written = 0
     for measured in ranks:
         stage = measured["stage"]
-        states = trained_states(shape, head, role, stage, device)
+        states = compute_trained_states(shape, head, role, stage, device)
         activations = StageActivations(
             shape, head, role, stage, load, device
         ).training_activations()
@@ -140,7 +140,7 @@ def test_memory_estimate_equals_measured_use(pool, name):
     # each rank holds a shard of the gradient buffer, cut at any element: compare the sums
     if role.optimizer.distributed:
         replicas = parallel.data * parallel.context
-        whole = replicas * trained_states(shape, head, role, 0, device).optimizer
+        whole = replicas * compute_trained_states(shape, head, role, 0, device).optimizer
         assert math.isclose(sum(rank["optimizer"] for rank in ranks), whole, rel_tol=1e-3)
     saved = sum(rank["snapshot"] for rank in ranks)
     print(f"{name}: snapshot {saved}, computed {written}")

@@ -63,7 +63,7 @@ def test_expert_routing_of_each_token_is_on_one_rank(lengths, cut):
             place = PackingLayout(sequence, context, sequence_rank=rank, context_rank=context_rank)
             part = pack(tokens, counts, bundle_without_sharing(counts), CPU, place, routes)
             mine = part.tokens[0].chunk(sequence)[rank]
-            routing = part.sequences.routes
+            routing = part.sequences.routing_replay
             assert torch.equal(
                 routing.experts, mine[routing.token_index, None, None].expand(-1, 2, 3)
             )

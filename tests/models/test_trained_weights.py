@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from aligner.checks.actor import lora_problems
+from aligner.checks.actor import find_lora_problems
 from aligner.errors import ConfigError
 from aligner.models.hugging_face import read_config
 from aligner.models.weight_slices import (
@@ -144,7 +144,7 @@ def test_unsupported_adapters_are_reported():
             else shape()
         )
         return list(
-            lora_problems("actor", ActorConfig(lora=LoraConfig(**lora), frozen=frozen), model)
+            find_lora_problems("actor", ActorConfig(lora=LoraConfig(**lora), frozen=frozen), model)
         )
 
     assert (

@@ -21,7 +21,7 @@ from aligner.observability.sinks import (
     TensorBoardSink,
     open_sinks,
 )
-from aligner.paths import RunPaths, run_paths
+from aligner.paths import RunPaths, get_run_paths
 from aligner.schema import Config
 from tests.observability.tracker_readers import (
     Steps,
@@ -67,16 +67,16 @@ def with_mlflow_names(steps: Steps) -> Steps:
 KILLED = """
 import os, signal, sys, time
 from aligner.config.compose import compose_config
-from aligner.paths import run_paths
+from aligner.paths import get_run_paths
 from aligner.observability.metrics import MetricsWriter
 from aligner.observability.sinks import open_sinks
 from tests.observability.test_sinks import metrics
 config = compose_config(sys.argv[2:])
-writer = MetricsWriter(run_paths(config), open_sinks(config, run_paths(config)))
+writer = MetricsWriter(get_run_paths(config), open_sinks(config, get_run_paths(config)))
 writer.truncate_after(0)
 for step in range(int(sys.argv[1])):
     writer.write(step, metrics(step))
-paths = run_paths(config)
+paths = get_run_paths(config)
 while not [f for f in paths.mlflow.glob("*/*/metrics/policy/loss") if f.read_text().count("\\n") == 6]:
     time.sleep(0.05)
 while not paths.tracker_run("wandb").exists() or not [*paths.wandb.glob("offline-run-*/*.wandb")]:
@@ -89,7 +89,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 @pytest.mark.slow
 def test_trackers_of_resumed_run_equal_metrics_file(tmp_path: Path) -> None:
     config = configured(tmp_path / "run", *ON)
-    paths = run_paths(config)
+    paths = get_run_paths(config)
     overrides = ["experiment=tiny_ppo", f"run.dir={paths.root}", "logging.tensorboard=false", *ON]
     command = [sys.executable, "-c", KILLED, "6", *overrides]
     killed = subprocess.run(command, cwd=Path(__file__).parents[2], timeout=120, check=False)
@@ -119,7 +119,7 @@ def test_tracked_run_has_tags_configuration_and_status(tmp_path: Path) -> None:
     config = configured(
         tmp_path / "run", *ON, "logging.wandb.tags=[a,b]", "+logging.mlflow.tags.team=x"
     )
-    paths = run_paths(config)
+    paths = get_run_paths(config)
     with (
         pytest.raises(ValueError, match="diverged"),
         MetricsWriter(paths, open_sinks(config, paths)) as writer,
@@ -152,12 +152,12 @@ def test_tracked_run_has_tags_configuration_and_status(tmp_path: Path) -> None:
 TERMINATED = """
 import sys, time
 from aligner.config.compose import compose_config
-from aligner.paths import run_paths
+from aligner.paths import get_run_paths
 from aligner.observability.metrics import MetricsWriter, recording
 from aligner.observability.sinks import open_sinks
 from tests.observability.test_sinks import metrics
 config = compose_config(sys.argv[1:])
-writer = MetricsWriter(run_paths(config), open_sinks(config, run_paths(config)))
+writer = MetricsWriter(get_run_paths(config), open_sinks(config, get_run_paths(config)))
 with recording(writer, config.logging):
     for step in (1, 2, 3):
         writer.write(step, metrics(step))
@@ -168,7 +168,7 @@ with recording(writer, config.logging):
 
 @pytest.mark.slow
 def test_terminated_run_leaves_all_steps_in_trackers(tmp_path: Path) -> None:
-    paths = run_paths(configured(tmp_path / "run"))
+    paths = get_run_paths(configured(tmp_path / "run"))
     overrides = ["experiment=tiny_ppo", f"run.dir={paths.root}", "logging.tensorboard=false", *ON]
     command = [sys.executable, "-c", TERMINATED, *overrides]
     with subprocess.Popen(
@@ -192,7 +192,7 @@ def test_offline_wandb_run_is_superseded_on_resume(
     tmp_path: Path,
 ) -> None:
     config = configured(tmp_path / "run", ON[0])
-    paths = run_paths(config)
+    paths = get_run_paths(config)
     for first in (0, 2):
         with MetricsWriter(paths, open_sinks(config, paths)) as writer:
             writer.truncate_after(first)
@@ -210,7 +210,7 @@ def test_recovered_mlflow_store_gets_all_steps(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = configured(tmp_path / "run", ON[1])
-    paths = run_paths(config)
+    paths = get_run_paths(config)
     paths.mlflow.write_text("in the way")
     sink = BackgroundSink(
         "mlflow",
@@ -245,7 +245,7 @@ def test_mlflow_unavailable_at_resume_drops_superseded_steps(
     tmp_path: Path,
 ) -> None:
     config = configured(tmp_path / "run", ON[1])
-    paths = run_paths(config)
+    paths = get_run_paths(config)
     with MetricsWriter(paths, open_sinks(config, paths)) as writer:
         for step in range(1, 6):
             writer.write(step, metrics(step))
@@ -274,7 +274,7 @@ def test_mlflow_unavailable_at_resume_drops_superseded_steps(
 
 def test_mlflow_run_with_empty_file_is_resumed(tmp_path: Path) -> None:
     config = configured(tmp_path / "run", ON[1])
-    paths = run_paths(config)
+    paths = get_run_paths(config)
     with MetricsWriter(paths, open_sinks(config, paths)) as writer:
         writer.write(1, metrics(1))
     begun = paths.tracker_run("mlflow").read_text()
@@ -293,7 +293,7 @@ def test_mlflow_run_with_empty_file_is_resumed(tmp_path: Path) -> None:
 
 def test_partial_mlflow_step_is_completed_on_resume(tmp_path: Path) -> None:
     config = configured(tmp_path / "run", ON[1])
-    paths = run_paths(config)
+    paths = get_run_paths(config)
     with MetricsWriter(paths, open_sinks(config, paths)) as writer:
         for step in (1, 2):
             writer.write(step, metrics(step))
@@ -324,7 +324,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 # The warning is from TensorBoard's own thread.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_recovered_tensorboard_gets_each_step_once(tmp_path: Path) -> None:
-    paths = run_paths(configured(tmp_path / "run"))
+    paths = get_run_paths(configured(tmp_path / "run"))
     away = paths.root / "away"
     directory_is_complete = threading.Lock()
 
@@ -361,7 +361,7 @@ def test_recovered_tensorboard_gets_each_step_once(tmp_path: Path) -> None:
 def test_tensorboard_unavailable_at_resume_hides_old_steps(
     tmp_path: Path,
 ) -> None:
-    paths = run_paths(configured(tmp_path / "run"))
+    paths = get_run_paths(configured(tmp_path / "run"))
     with MetricsWriter(paths, [TensorBoardSink(paths.tensorboard)]) as writer:
         for step in range(1, 6):
             writer.write(step, float32_metrics(step))
@@ -391,7 +391,7 @@ def test_tensorboard_unavailable_at_resume_hides_old_steps(
 
 def test_resume_writes_missing_steps_to_tensorboard(tmp_path: Path) -> None:
     config = configured(tmp_path / "run", "logging.tensorboard=true")
-    paths = run_paths(config)
+    paths = get_run_paths(config)
     with MetricsWriter(paths) as writer:
         for step in range(1, 6):
             writer.write(step, float32_metrics(step))

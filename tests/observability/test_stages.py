@@ -8,14 +8,14 @@ import pytest
 
 from aligner.config.compose import compose_config
 from aligner.observability.timeline import StageWatch, delete_stages, report_phase, report_stage
-from aligner.paths import run_paths
+from aligner.paths import get_run_paths
 
 
 def test_long_stage_is_reported_once_with_its_duration(tmp_path: Path) -> None:
     config = compose_config(["experiment=tiny_ppo", f"run.dir={tmp_path}"])
     messages: list[str] = []
     now = [0.0]
-    watch = StageWatch(run_paths(config), messages.append, lambda: now[0])
+    watch = StageWatch(get_run_paths(config), messages.append, lambda: now[0])
     report_stage(config, "critic", "starting Triton")
     report_stage(config, "trainer", "reading the data")
     watch.poll()
@@ -31,7 +31,7 @@ def test_long_stage_is_reported_once_with_its_duration(tmp_path: Path) -> None:
     report_stage(config, "critic", None)
     watch.poll()
     assert messages[2:] == ["critic: starting Triton took 9 s"]
-    delete_stages(run_paths(config))
+    delete_stages(get_run_paths(config))
     watch.poll()
     assert messages[3:] == ["trainer: generating the first samples took 8 s"]
 

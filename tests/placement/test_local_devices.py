@@ -14,8 +14,8 @@ from aligner.errors import ConfigError
 from aligner.launcher.local import LocalRanks
 from aligner.launcher.rank_environment import FreePorts
 from aligner.placement import roles
-from aligner.placement.local_devices import describe_devices, local_devices, parse_numbers
-from aligner.placement.placement_table import placements
+from aligner.placement.local_devices import assign_local_devices, describe_devices, parse_numbers
+from aligner.placement.placement_table import build_placements
 from aligner.schema import Config
 
 WIDE = ("actor.parallel.data=2", "engine.parallel.data=2", "critic.parallel.tensor=2")
@@ -38,16 +38,16 @@ def make_config(*overrides: str) -> Config:
 
 
 def test_roles_get_disjoint_devices() -> None:
-    assert local_devices(make_config(*WIDE)) == {"trainer": (0, 1), "critic": (2, 3)}
-    found = local_devices(make_config(*WIDE, *SERVED, *REWARD_MODEL))
+    assert assign_local_devices(make_config(*WIDE)) == {"trainer": (0, 1), "critic": (2, 3)}
+    found = assign_local_devices(make_config(*WIDE, *SERVED, *REWARD_MODEL))
     assert list(found) == ["trainer", "generator", "critic", "reward", "reward.1"]
     assert [device for devices in found.values() for device in devices] == [*range(8)]
 
 
 def test_explicit_devices_are_reserved() -> None:
     config = make_config(*WIDE, "cluster.devices.critic='0,5'")
-    assert local_devices(config) == {"trainer": (1, 2), "critic": (0, 5)}
-    assert {place.role: place.device for place in placements(config)} == {
+    assert assign_local_devices(config) == {"trainer": (1, 2), "critic": (0, 5)}
+    assert {place.role: place.device for place in build_placements(config)} == {
         "trainer": "cuda 1-2",
         "critic": "cuda 0,5",
         "reward": "cpu",
@@ -65,13 +65,13 @@ def test_roles_may_list_the_same_devices(monkeypatch: pytest.MonkeyPatch) -> Non
         check(make_config())
     config = make_config("cluster.devices.trainer=0", "cluster.devices.critic=0")
     check(config)
-    assert local_devices(config) == {"trainer": (0,), "critic": (0,)}
+    assert assign_local_devices(config) == {"trainer": (0,), "critic": (0,)}
 
 
 def test_replicas_split_or_share_listed_devices() -> None:
-    parts = local_devices(make_config(*REWARD_MODEL, "cluster.devices.reward=6-7"))
+    parts = assign_local_devices(make_config(*REWARD_MODEL, "cluster.devices.reward=6-7"))
     assert (parts["reward"], parts["reward.1"]) == ((6,), (7,))
-    shared = local_devices(make_config(*REWARD_MODEL, "cluster.devices.reward=7"))
+    shared = assign_local_devices(make_config(*REWARD_MODEL, "cluster.devices.reward=7"))
     assert shared["reward"] == shared["reward.1"] == (7,)
 
 
@@ -168,6 +168,6 @@ def test_device_list_survives_round_trip() -> None:
 def test_gpu_rank_has_one_thread_without_offload(
     monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...], expected: int | None
 ) -> None:
-    assert roles.configured_threads(make_config(*overrides)) == expected
+    assert roles.get_configured_threads(make_config(*overrides)) == expected
     monkeypatch.setenv("ALIGNER_GPUS", "0")
-    assert roles.configured_threads(make_config(*overrides)) == (3 if expected == 3 else None)
+    assert roles.get_configured_threads(make_config(*overrides)) == (3 if expected == 3 else None)

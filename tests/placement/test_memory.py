@@ -15,16 +15,16 @@ from aligner.models.hugging_face import read_config
 from aligner.models.model_source import absent_inputs, read_shape
 from aligner.placement.memory.activations import BatchLoad, Layer, StageActivations
 from aligner.placement.memory.model_states import (
+    compute_trained_states,
     count_engine_weights,
     count_shared_weights,
     count_weights,
-    trained_states,
 )
-from aligner.placement.memory.role_memory import RoleMemory, memory_needs
+from aligner.placement.memory.role_memory import RoleMemory, compute_role_memory
 from aligner.placement.roles import Device
 from aligner.schema import ActorConfig, OptimizerConfig, ParallelConfig
 
-BF16 = Device(gpus=True, itemsize=2)
+BF16 = Device(is_gpu=True, itemsize=2)
 GIB = 2**30
 
 
@@ -59,7 +59,7 @@ def load_config_and_shapes(*overrides: str):
 
 
 def needs(*overrides: str) -> dict[str, RoleMemory]:
-    return {role.role: role for role in memory_needs(*load_config_and_shapes(*overrides))}
+    return {role.role: role for role in compute_role_memory(*load_config_and_shapes(*overrides))}
 
 
 @pytest.mark.parametrize("data", [1, 2, 8])
@@ -68,19 +68,19 @@ def test_bf16_weight_takes_18_or_6_plus_12_bytes(data: int, distributed: bool) -
     settings = ActorConfig(
         parallel=ParallelConfig(data=data), optimizer=OptimizerConfig(distributed=distributed)
     )
-    states = trained_states(GPT_22B, "vocabulary", settings, 0, BF16)
+    states = compute_trained_states(GPT_22B, "vocabulary", settings, 0, BF16)
     numbers = states.weights / 2
     taken = (states.weights + states.gradients + states.optimizer) / numbers
     assert taken == pytest.approx(6 + 12 / data if distributed else 18)
 
 
 def test_only_trained_weights_have_training_states() -> None:
-    whole = trained_states(GPT_22B, "vocabulary", ActorConfig(), 0, BF16)
-    frozen = trained_states(
+    whole = compute_trained_states(GPT_22B, "vocabulary", ActorConfig(), 0, BF16)
+    frozen = compute_trained_states(
         GPT_22B, "vocabulary", ActorConfig(frozen=["transformer.h.[0-9].*"]), 0, BF16
     )
     assert frozen.weights == whole.weights and frozen.gradients < whole.gradients
-    adapted = trained_states(
+    adapted = compute_trained_states(
         GPT_22B, "vocabulary", dataclasses.replace(ActorConfig(), lora=_lora(16)), 0, BF16
     )
     adapters = (adapted.weights - whole.weights) / 2
@@ -97,10 +97,12 @@ def test_offloaded_optimizer_counts_as_host_memory() -> None:
         parallel=ParallelConfig(data=2),
         optimizer=OptimizerConfig(distributed=True, offload_fraction=0.75),
     )
-    states = trained_states(GPT_22B, "vocabulary", settings, 0, BF16)
+    states = compute_trained_states(GPT_22B, "vocabulary", settings, 0, BF16)
     assert states.on_host == 3 * states.optimizer
     assert (
-        trained_states(GPT_22B, "vocabulary", settings, 0, Device(gpus=False, itemsize=2)).on_host
+        compute_trained_states(
+            GPT_22B, "vocabulary", settings, 0, Device(is_gpu=False, itemsize=2)
+        ).on_host
         == 0
     )
 
@@ -110,14 +112,14 @@ def test_weight_count_equals_gpt_paper(shape, billions: float) -> None:
     numbers = count_weights(
         dataclasses.replace(shape, tied_embeddings=True), "vocabulary"
     ).count_stage(ParallelConfig(), 0)
-    assert numbers.dense_on_rank(ParallelConfig()) / 1e9 == pytest.approx(billions, abs=0.7)
+    assert numbers.count_dense_on_rank(ParallelConfig()) / 1e9 == pytest.approx(billions, abs=0.7)
 
 
 @pytest.mark.parametrize(("name", "billions"), [("8b", 8.03), ("70b", 70.55), ("405b", 405.85)])
 def test_weight_count_equals_published_llama3(name: str, billions: float) -> None:
     _, shape, _ = load_config_and_shapes("experiment=llama3_8b_grpo", f"model=llama3_{name}")
     numbers = count_weights(shape, "vocabulary").count_stage(ParallelConfig(), 0)
-    assert numbers.dense_on_rank(ParallelConfig()) / 1e9 == pytest.approx(billions, abs=0.005)
+    assert numbers.count_dense_on_rank(ParallelConfig()) / 1e9 == pytest.approx(billions, abs=0.005)
 
 
 @pytest.mark.parametrize(
@@ -133,9 +135,9 @@ def test_layer_activations_equal_table_2_of_paper(layout: ParallelConfig, publis
     """Korthikanti et al. 2022, table 2, selective recomputation, in bytes per token and hidden
     unit."""
     masks = MASKS / 8 if layout.sequence else MASKS
-    layer = Layer(GPT_22B, layout, BF16, row=2048, tokens=2048)
-    assert layer.outside_core / GPT_22B.hidden_size == pytest.approx(published - masks)
-    assert layer.residual / GPT_22B.hidden_size == (2 / 8 if layout.sequence else 2)
+    layer = Layer(GPT_22B, layout, BF16, longest_tokens=2048, tokens=2048)
+    assert layer.outside_core_bytes / GPT_22B.hidden_size == pytest.approx(published - masks)
+    assert layer.residual_bytes / GPT_22B.hidden_size == (2 / 8 if layout.sequence else 2)
 
 
 def test_interleaved_activations_equal_paper() -> None:
@@ -146,11 +148,11 @@ def test_interleaved_activations_equal_paper() -> None:
     stage = StageActivations(
         GPT_175B, "vocabulary", settings, 0, BatchLoad(2048, 64 * 2048, 2048), BF16
     )
-    layer = Layer(GPT_175B, layout, BF16, row=2048, tokens=2048)
+    layer = Layer(GPT_175B, layout, BF16, longest_tokens=2048, tokens=2048)
     per_layer = 2048 * 12288 * (34 - MASKS) / 8
     published = 96 * per_layer * (1 + (8 - 1) / (8 * 3))
     assert stage.training_activations().saved == pytest.approx(
-        published + 2048 * layer.core, rel=1e-4
+        published + 2048 * layer.core_bytes, rel=1e-4
     )
 
 
@@ -187,7 +189,7 @@ def test_experts_are_sharded_by_expert_layout() -> None:
     counts = count_weights(shape, "vocabulary").count_stage(ParallelConfig(), 0)
     layout = ParallelConfig(tensor=2, sequence=True, data=4, expert=4, expert_tensor=1)
     settings = ActorConfig(parallel=layout, optimizer=OptimizerConfig(distributed=True))
-    states = trained_states(shape, "vocabulary", settings, 0, BF16)
+    states = compute_trained_states(shape, "vocabulary", settings, 0, BF16)
     experts, dense = counts.expert // 4, counts.sharded // 2 + counts.replicated
     assert states.weights == 2 * (experts + dense)
     # Each expert shard is on 2 of 8 ranks; dense weights are sharded over 4 data ranks.
@@ -288,18 +290,23 @@ def test_sleeping_tensorrt_llm_uses_host_memory() -> None:
 
 def test_snapshot_is_sharded_over_data_ranks() -> None:
     whole, shared = (
-        trained_states(
+        compute_trained_states(
             GPT_22B, "vocabulary", ActorConfig(parallel=ParallelConfig(data=data)), 0, BF16
         )
         for data in (1, 4)
     )
     # 12 bytes per weight, which is 6 times the 2 bytes in bf16
     assert (whole.snapshot, shared.snapshot) == (6 * whole.weights, 6 * whole.weights / 4)
-    adapted = trained_states(
+    adapted = compute_trained_states(
         GPT_22B, "vocabulary", dataclasses.replace(ActorConfig(), lora=_lora(16)), 0, BF16
     )
     assert adapted.snapshot == whole.weights + 6 * (adapted.weights - whole.weights)
-    assert trained_states(GPT_22B, "vocabulary", ActorConfig(), 0, BF16, steps=False).snapshot == 0
+    assert (
+        compute_trained_states(
+            GPT_22B, "vocabulary", ActorConfig(), 0, BF16, has_optimizer_steps=False
+        ).snapshot
+        == 0
+    )
 
 
 def test_engine_shares_only_equal_shards() -> None:

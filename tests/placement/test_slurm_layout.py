@@ -14,25 +14,27 @@ from hypothesis import strategies as st
 
 from aligner.checks import cluster
 from aligner.config.compose import compose_config
-from aligner.config.conf_files import built_in_directory
+from aligner.config.conf_files import find_built_in_directory
 from aligner.errors import ConfigError
-from aligner.placement.roles import role_ranks
-from aligner.placement.slurm_layout import RolePlacement, slurm_layout
+from aligner.placement.roles import count_role_ranks
+from aligner.placement.slurm_layout import RolePlacement, compute_slurm_layout
 from aligner.schema import Config
 from aligner.schema.keys import with_values
 
 NODES = "cluster.slurm.roles"
-SCRIPTS = built_in_directory().parent / "launcher_scripts"
+SCRIPTS = find_built_in_directory().parent / "launcher_scripts"
 REPLICAS_OF_4 = ("engine=tensorrt_llm", "engine.parallel.tensor=4", "engine.parallel.data=2")
 
 
 def layout(*overrides: str):
-    return slurm_layout(compose_config(["experiment=tiny_ppo", "cluster=slurm", *overrides]))
+    return compute_slurm_layout(
+        compose_config(["experiment=tiny_ppo", "cluster=slurm", *overrides])
+    )
 
 
 def problems(*overrides: str) -> str:
     return "\n".join(
-        cluster.problems(
+        cluster.find_problems(
             compose_config(["experiment=tiny_ppo", "cluster=slurm", *overrides]), None, {}
         )
     )
@@ -128,9 +130,9 @@ def test_ranks_per_node_do_not_exceed_devices(
             "critic.parallel.data": critic,
         },
     )
-    found = slurm_layout(config)
+    found = compute_slurm_layout(config)
     loads: dict[tuple[int, int], int] = {}
-    for group, ranks in role_ranks(config).items():
+    for group, ranks in count_role_ranks(config).items():
         place = found.placements[group]
         assert place.nodes * place.ranks_per_node == ranks
         for node in place.node_range:

@@ -11,7 +11,7 @@ import pytest
 
 from aligner.checks.server import check_certificate
 from aligner.errors import ConfigError
-from aligner.placement.tls import create_certificate, renew_certificate, tls_files
+from aligner.placement.tls import create_certificate, get_tls_files, renew_certificate
 from aligner.schema import Config, RunConfig, ServerConfig, TLSConfig
 
 
@@ -37,7 +37,7 @@ def test_certificate_is_valid_only_for_its_hosts(
 
 def test_key_is_private_and_renewal_ends_old_trust(config: Config, tmp_path: Path) -> None:
     create_certificate(config)
-    files = tls_files(config)
+    files = get_tls_files(config)
     assert files is not None and files.key.stat().st_mode & 0o777 == 0o600
     own = files.certificate.read_text()
     create_certificate(config, ["198.51.100.1"])
@@ -65,7 +65,7 @@ def test_concurrent_servers_create_one_certificate(config: Config) -> None:
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda _: create_certificate(config), range(8)))
     check_certificate(config, ["127.0.0.1"])
-    files = tls_files(config)
+    files = get_tls_files(config)
     assert files is not None
     assert sorted(path.name for path in files.key.parent.iterdir()) == [
         "certificate.pem",

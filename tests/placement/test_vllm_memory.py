@@ -6,7 +6,7 @@ import pytest
 
 from aligner.config.compose import compose_config
 from aligner.models.hugging_face import read_config
-from aligner.placement.memory.role_memory import engine_memory
+from aligner.placement.memory.role_memory import compute_engine_memory
 
 MODEL = "model=llama3_8b"
 
@@ -24,7 +24,7 @@ def test_vllm_memory_reserves_kv_cache_in_advance(
         for kind in ("embedded", "vllm")
     )
     shape = read_config(dict(vllm.model.config), "model.config")
-    ours, theirs = engine_memory(embedded, shape), engine_memory(vllm, shape)
+    ours, theirs = compute_engine_memory(embedded, shape), compute_engine_memory(vllm, shape)
     assert theirs.weights == ours.weights and theirs.transfer > ours.transfer, (
         "whole tensors lie beside the bucket"
     )

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
-from aligner.errors import AlignerError, EngineGone
+from aligner.errors import AlignerError, EngineExited
 from aligner.resharding.transport import Link, copy_local
 from aligner.resharding.verify import checksum
 from aligner.schema import EngineParallelConfig, ParallelConfig
@@ -260,11 +260,11 @@ def test_lost_engine_fails_agreement_on_all_ranks():
         link = Link(client, rank, ["trainer", "engine"], timeout=timedelta(seconds=60))
         with link.agreement("it was not taken"):
             if rank == 1:
-                raise EngineGone("its worker was killed")
+                raise EngineExited("its worker was killed")
 
     with ThreadPoolExecutor(2) as threads:
         trainer, engine = [threads.submit(agree, rank) for rank in (0, 1)]
         with pytest.raises(AlignerError, match=r"it was not taken:\nengine: its worker was killed"):
             trainer.result()
-        with pytest.raises(EngineGone, match="its worker was killed"):
+        with pytest.raises(EngineExited, match="its worker was killed"):
             engine.result()

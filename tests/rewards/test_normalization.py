@@ -52,7 +52,7 @@ def test_invalid_normalization_file_is_refused(tmp_path: Path, text: str, proble
         "pad_token_id": 0,
     }
     (tmp_path / "config.json").write_text(json.dumps(shape))
-    (found,) = reward.problems(
+    (found,) = reward.find_problems(
         Config(reward=RewardConfig(kind="model", path=str(tmp_path))), None, {}
     )
     assert NORMALIZATION in found

@@ -19,7 +19,7 @@ from aligner.rewards.sources import (
     TextSource,
     build_text_source,
 )
-from aligner.schema.keys import schema_keys
+from aligner.schema.keys import get_schema_keys
 from aligner.schema.reward_sources import FunctionSource, RemoteSource
 
 BATCH = ScoringBatch(lambda: [ScoringRequest("Count: ", response) for response in ("a1", "23", "")])
@@ -74,7 +74,7 @@ def test_ensemble_combinations_equal_loop_reference():
             assert combine(scores, there, weight).tolist() == pytest.approx(
                 expected[name], rel=1e-12, abs=1e-12
             )
-    assert tuple(COMBINATIONS) == schema_keys()["reward.combine"].choices
+    assert tuple(COMBINATIONS) == get_schema_keys()["reward.combine"].choices
 
 
 def test_ensemble_reward_uses_configured_combination():

@@ -217,21 +217,30 @@ def test_scores_and_steps_are_joined_across_requests():
             rewards=[[7.0]], reward_parts=[[3.0, 4.0]], step_rewards=[[NAN, 0.0, NAN, 2.0]]
         ),
     )
-    pending = PendingRows(futures, torch.tensor([0, 2]), sources=2)
+    pending = PendingRows(futures, torch.tensor([0, 2]), source_count=2)
     assert pending.result().tolist() == [3.0, 7.0]
-    assert pending.parts().tolist() == [[1.0, 2.0], [3.0, 4.0]]
+    assert pending.get_source_scores().tolist() == [[1.0, 2.0], [3.0, 4.0]]
     for row, expected in zip(
-        pending.steps(5), ([NAN, 1, NAN, NAN, NAN], [NAN, 0, NAN, 2, NAN]), strict=True
+        pending.get_step_rewards(5), ([NAN, 1, NAN, NAN, NAN], [NAN, 0, NAN, 2, NAN]), strict=True
     ):
         assert row.tolist() == pytest.approx(expected, nan_ok=True)
-    assert pending.select(torch.tensor([1])).steps(3).tolist()[0] == pytest.approx(
+    assert pending.select(torch.tensor([1])).get_step_rewards(3).tolist()[0] == pytest.approx(
         [NAN, 0, NAN], nan_ok=True
     )
-    one = PendingRows((completed_scores(rewards=[[3.0]], step_rewards=[[0.0, 1.0]]),), sources=0)
-    assert (
-        one.parts() is None and one.steps(2).tolist() == [[0, 1]] and one.result().tolist() == [3.0]
+    one = PendingRows(
+        (completed_scores(rewards=[[3.0]], step_rewards=[[0.0, 1.0]]),), source_count=0
     )
-    assert PendingRows((completed_scores(rewards=[[3.0]]),), sources=0).steps(2).isnan().all()
+    assert (
+        one.get_source_scores() is None
+        and one.get_step_rewards(2).tolist() == [[0, 1]]
+        and one.result().tolist() == [3.0]
+    )
+    assert (
+        PendingRows((completed_scores(rewards=[[3.0]]),), source_count=0)
+        .get_step_rewards(2)
+        .isnan()
+        .all()
+    )
     assert join_scores([torch.ones(2), torch.zeros(1)]).tolist() == [1, 1, 0]
 
 

@@ -11,8 +11,8 @@ from aligner.checks.check import check
 from aligner.config.compose import compose_config
 from aligner.errors import ConfigError
 from aligner.schema import Config, DataConfig, EvaluationConfig
-from aligner.schema.evaluation_suites import evaluation_suites
-from aligner.schema.keys import only_read
+from aligner.schema.evaluation_suites import parse_evaluation_suites
+from aligner.schema.keys import with_unread_defaults
 
 MATH = {"path": "math.jsonl", "function": "math", "samples": 8}
 
@@ -20,7 +20,7 @@ MATH = {"path": "math.jsonl", "function": "math", "samples": 8}
 def suites(**evaluation: Any) -> dict[str | None, EvaluationConfig]:
     return {
         suite.name: suite.settings
-        for suite in evaluation_suites(Config(evaluation=EvaluationConfig(**evaluation)))
+        for suite in parse_evaluation_suites(Config(evaluation=EvaluationConfig(**evaluation)))
     }
 
 
@@ -53,8 +53,8 @@ def test_section_keys_may_serve_only_suites() -> None:
         "evaluation.function_timeout_s=9",
         suites_of,
     )
-    config = only_read(compose_config(["experiment=tiny_ppo", *given]))
-    (math,) = evaluation_suites(config)
+    config = with_unread_defaults(compose_config(["experiment=tiny_ppo", *given]))
+    (math,) = parse_evaluation_suites(config)
     assert (math.settings.temperature, math.settings.function_timeout_s) == (0.7, 9)
     with pytest.raises(ConfigError, match=r"evaluation\.temperature=0\.7: has no effect with"):
         compose_config(["experiment=tiny_ppo", *given[:3], "evaluation.prompts=[a]"])
@@ -67,17 +67,17 @@ def test_section_without_prompts_is_not_evaluated() -> None:
     ]
     questions = {"evaluation": EvaluationConfig(questions=3, suites={"math": MATH})}
     # evaluation.questions has no effect without data.tasks
-    assert [suite.name for suite in evaluation_suites(Config(**questions))] == ["math"]
+    assert [suite.name for suite in parse_evaluation_suites(Config(**questions))] == ["math"]
     with_tasks = Config(data=DataConfig(tasks=["gcd"]), **questions)
-    assert [suite.name for suite in evaluation_suites(with_tasks)] == [None, "math"]
+    assert [suite.name for suite in parse_evaluation_suites(with_tasks)] == [None, "math"]
 
 
 def test_suite_has_own_prefix_and_sample_ids() -> None:
     config = Config(evaluation=EvaluationConfig(prompts=["a"], suites={"math": MATH}))
-    unnamed, math = evaluation_suites(config)
+    unnamed, math = parse_evaluation_suites(config)
     assert (unnamed.key, unnamed.prefix) == ("evaluation", "eval/")
     assert (math.key, math.prefix) == ("evaluation.suites.math", "eval/math/")
-    assert 2**40 == unnamed.first_id < math.first_id < 2**62
+    assert 2**40 == unnamed.first_prompt_id < math.first_prompt_id < 2**62
 
 
 @pytest.mark.parametrize(
@@ -133,4 +133,4 @@ def test_invalid_suite_is_refused_with_its_key(name: str, entries: Any, problem:
     with pytest.raises(ConfigError, match=problem):
         check(config)
     with pytest.raises(ConfigError, match=problem):
-        evaluation_suites(config)
+        parse_evaluation_suites(config)

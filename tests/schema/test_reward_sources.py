@@ -13,15 +13,15 @@ from tokenizers import Tokenizer, models
 from aligner.checks.check import check
 from aligner.config.compose import compose_config, load_config, save_config
 from aligner.errors import ConfigError
-from aligner.placement.placement_table import placements
-from aligner.placement.roles import role_ranks
+from aligner.placement.placement_table import build_placements
+from aligner.placement.roles import count_role_ranks
 from aligner.schema import Config
 from aligner.schema.reward_sources import (
     FunctionSource,
     JudgeSource,
     ModelSource,
     RemoteSource,
-    reward_sources,
+    parse_reward_sources,
 )
 from aligner.servers.reward_server import build_reward_rank
 
@@ -44,16 +44,16 @@ def reward_model(tmp_path_factory) -> Path:
 
 def test_reward_section_defines_a_single_source(tmp_path):
     reward = compose(tmp_path, "reward.gain=2", "reward.bias=-1").reward
-    assert reward_sources(reward) == (
+    assert parse_reward_sources(reward) == (
         FunctionSource(name="function", key="reward", function="digit_fraction", gain=2, bias=-1),
     )
     remote = compose(tmp_path, "reward=remote", "reward.url=http://judge:5000/get_reward").reward
     judge = RemoteSource(
         name="remote", key="reward", url="http://judge:5000/get_reward", timeout_s=60
     )
-    assert reward_sources(remote) == (judge,)
+    assert parse_reward_sources(remote) == (judge,)
     judge_reward = compose(tmp_path, *JUDGE, "reward.judge_lowest=1", "reward.gain=0.1").reward
-    assert reward_sources(judge_reward) == (
+    assert parse_reward_sources(judge_reward) == (
         JudgeSource(
             name="judge",
             key="reward",
@@ -81,7 +81,7 @@ def test_sources_survive_saving_and_loading(tmp_path):
     config = compose(tmp_path, *COMBINED, *sources)
     save_config(config, tmp_path / "config.yaml")
     for reward in (config.reward, load_config(tmp_path / "config.yaml").reward):
-        assert reward_sources(reward) == (
+        assert parse_reward_sources(reward) == (
             FunctionSource(name="a", key="reward.sources.a", function="digit_fraction"),
             ModelSource(
                 name="b",
@@ -106,7 +106,7 @@ def test_sources_survive_saving_and_loading(tmp_path):
         )
         assert [
             source.record_fields
-            for source in reward_sources(reward)
+            for source in parse_reward_sources(reward)
             if isinstance(source, JudgeSource)
         ] == [("rubric",)]
 
@@ -466,22 +466,24 @@ def test_reward_model_may_use_layout_of_critic(tmp_path, reward_model):
 def test_placement_table_lists_reward_sources(tmp_path, reward_model):
     both = (*COMBINED, f"+reward.sources.b={{kind: model, path: '{reward_model}', weight: 0.5}}")
     config = compose(tmp_path, *both, "reward.parallel.data=2", "reward.replicas=2")
-    shown = {place.role: (place.ranks, place.layout, place.runs) for place in placements(config)}
+    shown = {
+        place.role: (place.ranks, place.layout, place.runs) for place in build_placements(config)
+    }
     runs = f"function digit_fraction + 0.5 x model {reward_model}"
     assert shown["reward"] == shown["reward.1"] == (2, "TP1 PP1 DP2", runs)
     ensemble = compose(tmp_path, *both, "reward.combine=min")
     of_both = runs.replace(" + ", ", ")
-    assert {place.role: place.runs for place in placements(ensemble)}[
+    assert {place.role: place.runs for place in build_placements(ensemble)}[
         "reward"
     ] == f"min of {of_both}"
     judged = compose(tmp_path, *JUDGE)
-    assert {place.role: place.runs for place in placements(judged)}[
+    assert {place.role: place.runs for place in build_placements(judged)}[
         "reward"
     ] == "judge http://judge:8000/v1"
     config = compose(tmp_path, *both, "critic.with_reward=true")
-    assert [place.role for place in placements(config)] == ["trainer", "critic"]
-    assert placements(config)[1].runs == f"value model, {runs}"
-    assert list(role_ranks(config)) == ["critic", "trainer"]
+    assert [place.role for place in build_placements(config)] == ["trainer", "critic"]
+    assert build_placements(config)[1].runs == f"value model, {runs}"
+    assert list(count_role_ranks(config)) == ["critic", "trainer"]
 
 
 def token(id):

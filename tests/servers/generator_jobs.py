@@ -19,8 +19,8 @@ from aligner.config.compose import compose_config
 from aligner.data.model_directory import read_shape
 from aligner.data.types import Prompt, Sample, create_empty_samples
 from aligner.engines.build import build_engine
-from aligner.engines.engine_protocol import SamplingOptions, weight_format
-from aligner.engines.replicas import Enough, replica_group
+from aligner.engines.engine_protocol import SamplingOptions, compute_weight_format
+from aligner.engines.replicas import EarlyStopCondition, create_replica_group
 from aligner.errors import AlignerError
 from aligner.models.model_source import model_directory
 from aligner.resharding.publisher import Publisher, plan_between_worlds
@@ -57,7 +57,7 @@ class Trainer:
         plan = plan_between_worlds(
             read_shape(model_directory(config)),
             config.actor.parallel,
-            weight_format(config.engine, "cpu"),
+            compute_weight_format(config.engine, "cpu"),
         )
         self._store = TCPStore(
             "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT
@@ -87,7 +87,7 @@ def run_generator(overrides: Sequence[str], conversation: Callable[..., Any], *a
     """
     config = compose_config(overrides)
     shape, rank = read_shape(model_directory(config)), dist.get_rank()
-    group = replica_group(config.engine.parallel, rank, TIMEOUT)
+    group = create_replica_group(config.engine.parallel, rank, TIMEOUT)
     engine = build_engine(
         shape, config.engine, model_directory(config), rank=rank, seed=config.seed, group=group
     )
@@ -163,7 +163,7 @@ def sync_between_requests(
     prompts: Sequence[Prompt],
     each: int,
     options: SamplingOptions,
-    enough: Enough,
+    enough: EarlyStopCondition,
 ) -> list[list[Sample]]:
     """Generate with weights 1 until `enough`, twice; finish the first result with weights 1, and
     also with weights 2."""
@@ -172,13 +172,13 @@ def sync_between_requests(
         generating.continue_samples(create_empty_samples(prompts, each), each, options, enough)
         for _ in range(2)
     )
-    last = generating.continue_samples(first, each, options, Enough(len(prompts)))
+    last = generating.continue_samples(first, each, options, EarlyStopCondition(len(prompts)))
     generating.update(2)
     return [
         first,
         again,
         last,
-        generating.continue_samples(first, each, options, Enough(len(prompts))),
+        generating.continue_samples(first, each, options, EarlyStopCondition(len(prompts))),
     ]
 
 

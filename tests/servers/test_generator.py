@@ -15,7 +15,7 @@ from aligner.data.model_directory import prepare_model, read_shape
 from aligner.data.types import Prompt, create_empty_samples
 from aligner.engines.build import build_engine
 from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions
-from aligner.engines.replicas import Enough
+from aligner.engines.replicas import EarlyStopCondition
 from aligner.errors import AlignerError
 from aligner.models.model_source import model_directory
 from aligner.servers.generator_client import GeneratorClient, build_generate_request
@@ -132,7 +132,9 @@ def test_samples_from_endpoint_equal_engine_samples(engine):
 )
 def test_invalid_generate_request_is_refused(engine, changed, message):
     _, serve = serving(engine)
-    arrays = build_generate_request(create_empty_samples(PROMPTS, 2), 2, OPTIONS, Enough(2))
+    arrays = build_generate_request(
+        create_empty_samples(PROMPTS, 2), 2, OPTIONS, EarlyStopCondition(2)
+    )
     for name, value in changed.items():
         arrays[name] = np.array(
             value
@@ -264,7 +266,10 @@ def test_unfinished_responses_resume_in_next_request(pool, overrides):
     """Two replicas share five prompts of three samples, and one prompt's samples are split between
     the replicas. The second prompt is long, and is not due."""
     prompts = [Prompt(number, "", torch.tensor([5 + number])) for number in range(5)]
-    options, enough = SamplingOptions(60, stop_token_ids=tuple(range(8, 16))), Enough(2, due=(4,))
+    options, enough = (
+        SamplingOptions(60, stop_token_ids=tuple(range(8, 16))),
+        EarlyStopCondition(2, required_prompts=(4,)),
+    )
     chosen = (*overrides, *LAYOUTS["DP2"])
     first, again, last, changed = pool.run(
         run_generator, 2, chosen, sync_between_requests, prompts, 3, options, enough
@@ -357,7 +362,7 @@ def test_server_carries_long_responses_over_to_next_request(generator):
     whole = client.generate(create_empty_samples(prompts, 2), 2, options).result()
     samples, rounds = create_empty_samples(prompts, 2), []
     for complete in (2, 4, 6):
-        samples = client.generate(samples, 2, options, Enough(complete)).result()
+        samples = client.generate(samples, 2, options, EarlyStopCondition(complete)).result()
         rounds.append([len(sample.response) for sample in samples])
     assert rounds[0] < rounds[1] < rounds[2]
     assert [sample.response.tolist() for sample in samples] == [

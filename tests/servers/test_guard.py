@@ -28,8 +28,8 @@ from aligner.placement.addresses import (
     KEY_HEADER,
     Access,
     create_access_key,
-    interface_address,
-    run_access,
+    get_interface_address,
+    load_access,
 )
 from aligner.schema import Config
 from aligner.servers.remote_client import Connection, RemoteError
@@ -379,21 +379,24 @@ def test_run_has_one_access_key_readable_only_by_owner(tmp_path):
     config = Config()
     config.run.dir = str(tmp_path)
     with pytest.raises(ConfigError, match="cannot read the access key of the run"):
-        run_access(config)
+        load_access(config)
     create_access_key(config)
-    key = run_access(config).key
+    key = load_access(config).key
     create_access_key(config)
-    assert run_access(config).key == key and [path.name for path in tmp_path.iterdir()] == [
+    assert load_access(config).key == key and [path.name for path in tmp_path.iterdir()] == [
         "access_key"
     ]
     assert (tmp_path / "access_key").stat().st_mode & 0o777 == 0o600
     config.server.guard = "none"
-    assert run_access(config).key is None
+    assert load_access(config).key is None
 
 
 def test_unknown_interface_is_refused_with_available_ones():
-    assert interface_address("lo") == "127.0.0.1" and interface_address("10.1.2.3") == "10.1.2.3"
+    assert (
+        get_interface_address("lo") == "127.0.0.1"
+        and get_interface_address("10.1.2.3") == "10.1.2.3"
+    )
     with pytest.raises(
         ConfigError, match=r"server.interface=nothere0: .* of this machine: .*lo \(127.0.0.1\)"
     ):
-        interface_address("nothere0")
+        get_interface_address("nothere0")

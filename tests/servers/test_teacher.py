@@ -13,7 +13,7 @@ from aligner.config.compose import compose_config
 from aligner.data.model_directory import prepare_model
 from aligner.data.types import TeacherTopK
 from aligner.errors import ConfigError
-from aligner.schema.teacher_sources import TeacherSource, teacher_shares
+from aligner.schema.teacher_sources import TeacherSource, compute_teacher_shares
 from aligner.servers.rank_commands import Command
 from aligner.servers.remote_client import RemoteError, TeacherClient
 from aligner.servers.teacher_server import TeacherRank, serve_teacher
@@ -250,8 +250,12 @@ class Scaled(Successors):
 
 
 def test_teacher_shares_follow_task_and_weights():
-    assert teacher_shares(SEVERAL, {"task": "sums"}) == [0.25, 0.75]
-    assert teacher_shares(SEVERAL, {"task": "letters"}) == teacher_shares(SEVERAL, {}) == [1.0, 0.0]
+    assert compute_teacher_shares(SEVERAL, {"task": "sums"}) == [0.25, 0.75]
+    assert (
+        compute_teacher_shares(SEVERAL, {"task": "letters"})
+        == compute_teacher_shares(SEVERAL, {})
+        == [1.0, 0.0]
+    )
     with pytest.raises(
         ConfigError,
         match=(
@@ -259,7 +263,7 @@ def test_teacher_shares_follow_task_and_weights():
             " sums"
         ),
     ):
-        teacher_shares(SEVERAL[1:], {"task": "letters"})
+        compute_teacher_shares(SEVERAL[1:], {"task": "letters"})
 
 
 def test_mixture_is_weighted_mean_and_skips_unassigned_rows():

@@ -80,7 +80,7 @@ def test_episode_round_trips_and_bad_branches_are_refused():
         tokens=torch.tensor([7, 8, 9, 3, 4]),
         engine_logprobs=torch.tensor([-1.0, 0.0, -2.0]),
         weight_versions=torch.tensor([3, 0, 4]),
-        drawn=torch.tensor([True, False, True]),
+        generated_mask=torch.tensor([True, False, True]),
         rewards=torch.tensor([0.5, 0.0, torch.nan]),
         branches=(branch, branch),
     )
@@ -106,9 +106,9 @@ def test_episode_round_trips_and_bad_branches_are_refused():
         assert one.prompt_length == other.prompt_length and torch.equal(
             other.initial_prompt, torch.tensor([7, 8])
         )
-        if one.drawn is not None and one.rewards is not None:
-            assert other.drawn is not None and other.rewards is not None
-            assert torch.equal(one.drawn, other.drawn) and torch.equal(
+        if one.generated_mask is not None and one.rewards is not None:
+            assert other.generated_mask is not None and other.rewards is not None
+            assert torch.equal(one.generated_mask, other.generated_mask) and torch.equal(
                 one.rewards.isnan(), other.rewards.isnan()
             )
     assert (
@@ -213,7 +213,7 @@ def test_invalid_kept_ids_or_expert_routing_is_refused():
 def test_expert_routing_is_valid_with_longer_unstarted_prompt():
     none = torch.empty(0)
     begun = Sample(0, 0, torch.arange(5), 3, torch.zeros(2), torch.zeros(2).long(), "unfinished")
-    begun = replace(begun, routes=torch.zeros(4, 2, 2, dtype=torch.uint8))
+    begun = replace(begun, expert_routing=torch.zeros(4, 2, 2, dtype=torch.uint8))
     waiting = Sample(1, 0, torch.arange(20), 20, none, none.long(), "unfinished")
     validate(
         GENERATE,

@@ -9,7 +9,7 @@ import pytest
 from aligner.config.compose import compose_config, load_config, save_config
 from aligner.observability.metrics import MetricsWriter
 from aligner.observability.sinks import open_sinks
-from aligner.paths import run_paths
+from aligner.paths import get_run_paths
 from aligner.training.run_checkpoints import RunCheckpoints
 from aligner.view.saved_page import write_report
 from tests.training.test_run_checkpoints import commit
@@ -36,7 +36,7 @@ def test_secret_values_are_stored_only_in_config_yaml(
             *(f"logging.{tracker}.enabled=true" for tracker in ("wandb", "mlflow")),
         ]
     )
-    paths = run_paths(config)
+    paths = get_run_paths(config)
     save_config(config, paths.config)
     commit(RunCheckpoints(config), 1)
     with MetricsWriter(paths, open_sinks(config, paths)) as writer:

@@ -16,7 +16,7 @@ from aligner.errors import AlignerError
 from aligner.megatron import world as worlds
 from aligner.megatron.policy import Policy
 from aligner.megatron.world import World
-from aligner.paths import run_paths
+from aligner.paths import get_run_paths
 from aligner.rewards.judge import build_judge
 from aligner.rewards.scorers import ScoringRequest
 from aligner.schema import (
@@ -31,8 +31,8 @@ from aligner.schema import (
     RunConfig,
 )
 from aligner.schema.evaluation_suites import Suite
-from aligner.schema.reward_sources import evaluation_judge
-from aligner.training.engine_setup import build_engine_ends, build_options
+from aligner.schema.reward_sources import parse_evaluation_judge
+from aligner.training.engine_setup import build_sampler_and_publisher, build_sampling_options
 from aligner.training.evaluator import Evaluations, Evaluator, build_evaluations
 from aligner.training.rollout_builder import RolloutBuilder
 from aligner.training.services import Services
@@ -70,9 +70,9 @@ def build_initial_evaluations(config: Config, world: World) -> Evaluations:
     policy = Policy(
         shape, world, config.actor, directory, config.rollout.temperature, total_updates=1
     )
-    sampler, publisher = build_engine_ends(config, policy, tokenizer, client=None)
+    sampler, publisher = build_sampler_and_publisher(config, policy, tokenizer, client=None)
     publisher.publish(version=0)
-    options, services = build_options(config.rollout, shape), Services(None, None)
+    options, services = build_sampling_options(config.rollout, shape), Services(None, None)
     stream: Any = ExampleStream([[None]], seed=1, shuffle=False)
     builder = RolloutBuilder(stream, sampler, services, config.rollout, options, shape.pad_token_id)
     evaluations = build_evaluations(config, tokenizer, policy, builder, services)
@@ -121,7 +121,7 @@ def _with(of: Evaluator, **settings: Any) -> Suite:
 
 def begin(of: Evaluator, world: World) -> None:
     """Generate responses and begin to score them asynchronously. Collective."""
-    drawn = of.draw(of.builder)
+    drawn = of.generate(of.builder)
     of.begin(2, (lambda: drawn) if world.rank == 0 else None)
 
 
@@ -141,7 +141,7 @@ def suites(model: str, run: str, ranks: int, **evaluation: Any) -> list[dict[str
     drawn: Future[list[list[Sample]]] = Future()
     every.begin(4, drawn if world.rank == 0 else None)
     assert every.has_begun
-    drawn.set_result(every.draw(every.suites[0].builder))
+    drawn.set_result(every.generate(every.suites[0].builder))
     found.append(every.evaluate(4))
     assert not every.has_begun
     worlds.shutdown()
@@ -161,10 +161,10 @@ def evaluate_with_judge(
     Path(run).mkdir(exist_ok=True)
     (first,), source = (
         build_initial_evaluations(config, world).suites,
-        evaluation_judge(config.evaluation),
+        parse_evaluation_judge(config.evaluation),
     )
     assert source is not None
-    again = replace(first, judge=first.judge and build_judge(source, run_paths(config)))
+    again = replace(first, judge=first.judge and build_judge(source, get_run_paths(config)))
     found = [first.evaluate(0), again.evaluate(2)]
     begin(again, world)
     found.append(again.evaluate(2))

@@ -37,10 +37,10 @@ class Digits:
         self.version, self.spend = 0, spend
         self.first = 0
 
-    def forget(self, first):
+    def drop_journal_before(self, first):
         self.first = max(self.first, first)
 
-    def sample(self, samples, samples_per_prompt, options, enough=None):
+    def sample(self, samples, samples_per_prompt, options, early_stop=None):
         first = self.version
         assert all(sample.prompt_id >= self.first for sample in samples), (
             "what is needed again is not forgotten"
@@ -59,10 +59,10 @@ class Digits:
             for sample in samples
         ]
 
-    def rest(self):
+    def end_generation(self):
         return 0, 0
 
-    def take_waits(self):
+    def take_environment_wait_s(self):
         return None
 
     def close(self):
@@ -125,7 +125,7 @@ class Scorers:
         """Set `answer`, which returns an answer's future; by default, answers are immediate."""
         self.is_mixed, self.answer = is_mixed, answer or _now
 
-    def ask_scores(self, batch, metadata, retry_batch_rows=None):
+    def request_scores(self, batch, metadata, retry_batch_rows=None):
         ids, index = batch.tokens[:, 1] - 10, batch.tokens[:, 2] - 10
         scores = [
             float(self.is_mixed(i) and int(k) == 1)
@@ -133,11 +133,11 @@ class Scorers:
         ]
         return (self.answer(torch.tensor(scores)),)
 
-    def ask_values(self, batch):
+    def request_values(self, batch):
         return ()
 
-    def ask_teacher(self, batch, metadata):
+    def request_teacher_logprobs(self, batch, metadata):
         return (self.answer(teacher_logprobs(batch)),)
 
-    def ask(self, batch, metadata, retry_batch_rows=None):
-        return self.ask_scores(batch, metadata), ()
+    def request_scores_and_values(self, batch, metadata, retry_batch_rows=None):
+        return self.request_scores(batch, metadata), ()

@@ -15,7 +15,7 @@ from aligner.errors import STOP_SIGNAL
 from aligner.megatron import world as worlds
 from aligner.observability.metrics import MetricsWriter, RecordWriter
 from aligner.observability.timeline import PhaseTimer, Timeline
-from aligner.paths import RunPaths, run_paths
+from aligner.paths import RunPaths, get_run_paths
 from aligner.schema import CheckpointConfig, Config, ParallelConfig, RunConfig
 from aligner.training.loop import StopCondition, TrainingLoop
 from aligner.training.run_checkpoints import RunCheckpoints, TrainingState
@@ -39,10 +39,10 @@ def saves(minutes: float) -> list[bool]:
     try:
         for done in range(1, 7):
             now += 40.0 * world.rank
-            assert not stop.is_after(done)
-            found.append(stop.is_save_due)
-            if stop.is_save_due:
-                stop.count_anew()
+            assert not stop.should_stop(done)
+            found.append(stop.is_timed_save_due)
+            if stop.is_timed_save_due:
+                stop.restart_save_interval()
     finally:
         dist.all_reduce = reduce
     assert collectives == 6
@@ -68,8 +68,8 @@ class ScriptedLoop(TrainingLoop):
     """Whether evaluations are asynchronous."""
     done: list[int] = field(default_factory=list)
 
-    def resume(self, saved: Sequence[TrainingState]) -> int:
-        return saved[-1].step if saved else 0
+    def resume(self, states: Sequence[TrainingState]) -> int:
+        return states[-1].step if states else 0
 
     def step(self, step: int, timer: PhaseTimer) -> StepResult:
         if step + 1 == self.told_after:
@@ -78,8 +78,8 @@ class ScriptedLoop(TrainingLoop):
             self.done.append(step + 1)
         return StepResult({"kl/reference": self._known(self.kls[step])}, {"samples": 1})
 
-    def is_evaluated(self, step: int, *, saves: bool) -> bool:
-        return saves or step % 3 == 0 or step == self.config.run.steps
+    def should_evaluate(self, step: int, *, is_saved: bool) -> bool:
+        return is_saved or step % 3 == 0 or step == self.config.run.steps
 
     def evaluate(self, step: int) -> dict[str, float]:
         return {"eval/score": self._known(self.scores[step])}
@@ -88,7 +88,7 @@ class ScriptedLoop(TrainingLoop):
         return self.beside
 
     def begin_save(self, step: int) -> TrainingState:
-        (run_paths(self.config).checkpoints / f"step_{step}").mkdir(parents=True, exist_ok=True)
+        (get_run_paths(self.config).checkpoints / f"step_{step}").mkdir(parents=True, exist_ok=True)
         return TrainingState(step, kl_coefficient=0.0, critic_updates=0, position=0)
 
     def finish_save(self, state: TrainingState) -> TrainingState:
@@ -116,14 +116,14 @@ def steps_with_spans(root: str) -> dict[int, set[int]]:
     """Run two steps; return for each the steps with spans when its metrics are written."""
     world = worlds.initialize(ParallelConfig(), seed=1, timeout_s=120)
     config = Config(run=RunConfig(name="timed", dir=root, steps=2))
-    paths, file = run_paths(config), Path(root, "trainer-0.jsonl")
+    paths, file = get_run_paths(config), Path(root, "trainer-0.jsonl")
     writer = TimelineReadingWriter(paths, file)
     loop = ScriptedLoop(
         config=config,
         checkpoints=None,
         recorder=Recorder(writer, RecordWriter(paths.samples), tokenizer=None),  # type: ignore[arg-type]
         timeline=Timeline(file),
-        stop=StopCondition(config, world),
+        stop_condition=StopCondition(config, world),
         rank=0,
         kls=[0.0, 0.0],
         scores=[0.0, 0.0, 0.0],
@@ -150,7 +150,7 @@ def scripted(
         run=RunConfig(name="scripted", dir=root, steps=run.pop("steps", len(kls)), **run),
         checkpoint=CheckpointConfig(best_metric="eval/score", **checkpoint),
     )
-    paths, recorder = run_paths(config), None
+    paths, recorder = get_run_paths(config), None
     if world.rank == 0:
         recorder = Recorder(MetricsWriter(paths), RecordWriter(paths.samples), tokenizer=None)  # type: ignore[arg-type]
     loop = ScriptedLoop(
@@ -158,7 +158,7 @@ def scripted(
         checkpoints=RunCheckpoints(config),
         recorder=recorder,
         timeline=Timeline(None),
-        stop=StopCondition(config, world),
+        stop_condition=StopCondition(config, world),
         rank=world.rank,
         kls=kls,
         scores=scores,

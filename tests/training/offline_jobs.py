@@ -37,7 +37,7 @@ from aligner.schema import (
     TeacherConfig,
 )
 from aligner.servers.reward_server import build_reward_rank
-from aligner.training.offline import OfflineTrainer, TeacherScorer, demonstration_rows
+from aligner.training.offline import OfflineTrainer, TeacherScorer, pad_demonstrations
 from aligner.training.services import Services
 from aligner.training.setup import build_task, build_trainer
 from tests.megatron.jobs import Slices, gradients, slices
@@ -106,7 +106,7 @@ def with_scores(
     every = teacher_logits(made).log_softmax(-1)
     logprobs, ids = every.topk(5)
     rest = every.scatter(-1, ids, -torch.inf).logsumexp(-1, keepdim=True)
-    rows = demonstration_rows(made, pad_token_id=0)
+    rows = pad_demonstrations(made, pad_token_id=0)
     taught = TeacherTopK(
         torch.zeros(rows.mask.shape),
         torch.zeros(*rows.mask.shape, 5).int(),
@@ -165,7 +165,7 @@ def two_steps(directory: str, layout: dict[str, Any]) -> dict[str, dict[str, Any
         if name == "taught":
             made = with_scores(made, Path(tempfile.mkdtemp()) / "scores")
         task = build_task(configuration(directory, layout, name), world, run_data(made))
-        rows = task.rows(made)
+        rows = task.build_rows(made)
         runner = task.model.runner
         head = slices(runner.weights).get("score.weight")
         seen: Slices = {}
@@ -177,7 +177,7 @@ def two_steps(directory: str, layout: dict[str, Any]) -> dict[str, dict[str, Any
             seen.update(gradients(runner))
             return prepare()
 
-        before = task.evaluate(rows, task.count(rows))
+        before = task.evaluate(rows, task.compute_denominator(rows))
         runner.optimizer.prepare_grads = record_gradients
         first = task.train(rows)
         del runner.optimizer.prepare_grads
@@ -186,7 +186,7 @@ def two_steps(directory: str, layout: dict[str, Any]) -> dict[str, dict[str, Any
             "stats": [first, task.train(rows)],
             "gradients": seen,
             "head": None if head is None else head[1],
-            "companions": task.companions(),
+            "companions": task.build_companion_files(),
             "normalizer": getattr(task, "normalizer", None),
         }
     worlds.shutdown()
@@ -201,7 +201,7 @@ def served_scores(directory: str, answers: Sequence[Demonstration]) -> list[floa
         reward=RewardConfig(kind="model", path=directory, micro_batch_tokens=32),
     )
     scoring = build_reward_rank(config, lambda path: build_reward_model(config, path, world))
-    rows = demonstration_rows(answers, pad_token_id=0)
+    rows = pad_demonstrations(answers, pad_token_id=0)
     prompts = torch.tensor([answer.prompt_length for answer in answers])
     scores = scoring.score(rows.tokens, rows.lengths, prompts)["rewards"].tolist()
     worlds.shutdown()
@@ -239,7 +239,7 @@ def train(
     trainer.run()
     worlds.shutdown()
     assert not list(Path(root).rglob("*.tmp"))
-    return trainer.stop.is_early
+    return trainer.stop_condition.is_early
 
 
 def score(
@@ -262,7 +262,11 @@ def score(
     assert isinstance(trainer, TeacherScorer)
     before = trainer.resume(())
     trainer.run()
-    rows = demonstration_rows(made, pad_token_id=0)
+    rows = pad_demonstrations(made, pad_token_id=0)
     taught = trainer.model.top_k_logprobs(rows.tokens, rows.lengths, 5, VOCABULARY, mask=rows.mask)
     worlds.shutdown()
-    return trainer.stop.last - before, taught.ids[rows.mask], taught.outcomes[rows.mask]
+    return (
+        trainer.stop_condition.last_step - before,
+        taught.ids[rows.mask],
+        taught.outcomes[rows.mask],
+    )

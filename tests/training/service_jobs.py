@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from aligner.errors import AlignerError
-from aligner.training.services import together
+from aligner.training.services import run_and_broadcast_result
 
 
 def wait_on_all_ranks(seconds: float, timeout_s: float, error: str | None = None) -> Any:
@@ -25,7 +25,7 @@ def wait_on_all_ranks(seconds: float, timeout_s: float, error: str | None = None
         return f"rank {dist.get_rank()}"
 
     try:
-        return together(wait)
+        return run_and_broadcast_result(wait)
     except AlignerError as problem:
         return f"refused: {problem}"
     finally:

@@ -20,7 +20,7 @@ from aligner.data.prompts import open_prompts
 from aligner.data.tokenizer import Tokenizer
 from aligner.megatron import world as worlds
 from aligner.observability.timeline import PhaseTimer
-from aligner.paths import run_paths
+from aligner.paths import get_run_paths
 from aligner.servers.critic_client import CriticState
 from aligner.training.online import OnlineTrainer
 from aligner.training.run_checkpoints import TrainingState
@@ -124,13 +124,13 @@ def critic_warmup(
         publish(version, last)
 
     trainer.pipeline.publish_weights = record_version  # type: ignore[method-assign]
-    checkpoint = run_paths(config).root / "state.json"
+    checkpoint = get_run_paths(config).root / "state.json"
     trainer.resume([TrainingState(**json.loads(checkpoint.read_text()))] if first else [])
     trainer.begin(first)
     found = []
     for step in range(first, config.run.steps):
         metrics = trainer.step(step, PhaseTimer()).metrics
-        trainer.publish(step + 1, PhaseTimer(), last=step + 1 == config.run.steps)
+        trainer.publish(step + 1, PhaseTimer(), is_last=step + 1 == config.run.steps)
         weights = {
             name: parameter.detach().clone()
             for name, parameter in trainer.policy.runner.parameters()
@@ -188,7 +188,7 @@ def steps(overrides: list[str], count: int) -> list[dict[str, float]]:
     found = []
     for step in range(count):
         found.append(trainer.step(step, PhaseTimer()).metrics)
-        trainer.publish(step + 1, PhaseTimer(), last=step + 1 == count)
+        trainer.publish(step + 1, PhaseTimer(), is_last=step + 1 == count)
     trainer.close()
     worlds.shutdown()
     return found

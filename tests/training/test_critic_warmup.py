@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from aligner.config.compose import compose_config
-from aligner.schema.derived import policy_updates, weights_version
+from aligner.schema.derived import count_policy_updates, get_weights_version
 from aligner.schema.keys import with_values
 from tests.training import step_jobs
 
@@ -54,7 +54,7 @@ def test_policy_training_starts_after_critic_warmup(pool, tmp_path):
         assert step["metrics"]["mismatch/logprob_abs"] < 1e-3
     assert learning[0]["metrics"]["kl/coef"] == 0.1 != learning[1]["metrics"]["kl/coef"]
     # The learning-rate schedule counts only the policy's updates, so it starts after the warmup.
-    peak, updates = 1e-2, policy_updates(compose_config(RUN))
+    peak, updates = 1e-2, count_policy_updates(compose_config(RUN))
     assert updates == each * (STEPS - WAITS)
     rates = [0.0, *(peak * (updates - count) / (updates - 1) for count in range(1, each))]
     assert learning[0]["metrics"]["policy/lr"] == pytest.approx(sum(rates) / each, rel=1e-6)
@@ -76,13 +76,13 @@ def test_resume_around_warmup_equals_undisturbed_run(pool, tmp_path, after):
 
 def test_weights_version_is_constant_in_warmup_if_allowed():
     config = compose_config(RUN)
-    assert [weights_version(config, step) for step in range(STEPS + 1)] == [0, 0, 0, 0, 4, 5]
+    assert [get_weights_version(config, step) for step in range(STEPS + 1)] == [0, 0, 0, 0, 4, 5]
     for values in (
         {"engine.sleep": True},
         {"rollout.max_staleness": 1},
         {"algorithm.critic_warmup_steps": 0},
     ):
-        assert [weights_version(with_values(config, values), step) for step in range(3)] == [
+        assert [get_weights_version(with_values(config, values), step) for step in range(3)] == [
             0,
             1,
             2,

@@ -18,7 +18,9 @@ KL = "kl/reference"
 
 
 def test_run_without_end_keys_has_no_end_rule() -> None:
-    assert EndRule.of(Config(checkpoint=CheckpointConfig(best_metric="eval/score"))) is None
+    assert (
+        EndRule.from_config(Config(checkpoint=CheckpointConfig(best_metric="eval/score"))) is None
+    )
 
 
 def test_end_rule_is_built_from_the_keys() -> None:
@@ -26,17 +28,17 @@ def test_end_rule_is_built_from_the_keys() -> None:
         RunConfig(end_at="eval/score/a:b:-0.5", end_without_gain=2),
         CheckpointConfig(best_metric="eval/loss"),
     )
-    assert EndRule.of(Config(run=run, checkpoint=kept)) == EndRule(
+    assert EndRule.from_config(Config(run=run, checkpoint=kept)) == EndRule(
         None, ("eval/score/a:b", -0.5), 2, "eval/loss"
     )
-    assert EndRule.of(Config(run=RunConfig(end_kl=0.5))) == EndRule(kl=0.5)
+    assert EndRule.from_config(Config(run=RunConfig(end_kl=0.5))) == EndRule(max_kl=0.5)
 
 
 @pytest.mark.parametrize(
     ("found", "ends"), [({KL: 0.5}, False), ({KL: 0.51}, True), ({KL: -9.0}, False), ({}, False)]
 )
 def test_kl_above_the_bound_ends_the_run(found: dict[str, float], ends: bool) -> None:
-    reason = EndRule(kl=0.5).reason(found, [])
+    reason = EndRule(max_kl=0.5).find_end_reason(found, [])
     assert reason == ("kl/reference 0.51 is above run.end_kl=0.5" if ends else None)
 
 
@@ -52,18 +54,18 @@ def test_kl_above_the_bound_ends_the_run(found: dict[str, float], ends: bool) ->
     ],
 )
 def test_reached_score_or_loss_target_ends_the_run(metric: str, value: float, ends: bool) -> None:
-    reason = EndRule(target=(metric, 0.9)).reason({metric: value}, [])
+    reason = EndRule(target=(metric, 0.9)).find_end_reason({metric: value}, [])
     assert reason == (f"{metric} {value:g} has reached run.end_at={metric}:0.9" if ends else None)
 
 
 def test_missing_target_is_ignored_and_unknown_one_refused() -> None:
     rule = EndRule(target=("eval/score", 0.9))
-    assert rule.reason({"reward/mean": 1.0}, []) is None
+    assert rule.find_end_reason({"reward/mean": 1.0}, []) is None
     with pytest.raises(
         AlignerError,
         match=r"run\.end_at=eval/score:0\.9: unknown metric; metrics of this step: eval/loss, kl/coef",
     ):
-        rule.reason({"kl/coef": 0.0, "eval/loss": 1.0}, [])
+        rule.find_end_reason({"kl/coef": 0.0, "eval/loss": 1.0}, [])
 
 
 @pytest.mark.parametrize(
@@ -81,15 +83,17 @@ def test_missing_target_is_ignored_and_unknown_one_refused() -> None:
     ],
 )
 def test_evaluations_without_gain_end_the_run(metric: str, values: list[float], ends: bool) -> None:
-    rule = EndRule(without_gain=2, metric=metric)
-    assert (rule.reason({metric: values[-1]}, values) is not None) == ends
-    assert rule.reason({KL: 0.0}, values) is None, (
+    rule = EndRule(patience=2, metric=metric)
+    assert (rule.find_end_reason({metric: values[-1]}, values) is not None) == ends
+    assert rule.find_end_reason({KL: 0.0}, values) is None, (
         "a step that is not evaluated ends nothing by that"
     )
 
 
 def test_end_reason_contains_best_value() -> None:
-    reason = EndRule(without_gain=1, metric="eval/score").reason({"eval/score": 0.25}, [0.5, 0.25])
+    reason = EndRule(patience=1, metric="eval/score").find_end_reason(
+        {"eval/score": 0.25}, [0.5, 0.25]
+    )
     assert reason == "eval/score has not improved since the value 0.5 (run.end_without_gain=1)"
 
 

@@ -14,7 +14,7 @@ from aligner.data.prompts import open_evaluation_prompts
 from aligner.data.tokenizer import Tokenizer, build_character_tokenizer
 from aligner.errors import ConfigError
 from aligner.schema import Config, DataConfig, EvaluationConfig
-from aligner.schema.evaluation_suites import Suite, evaluation_suites
+from aligner.schema.evaluation_suites import Suite, parse_evaluation_suites
 from tests.megatron.reference import save_llama
 from tests.rewards.judge_server import Reply, judging, says
 from tests.training import evaluation_jobs
@@ -254,7 +254,7 @@ def test_prompt_ids_do_not_depend_on_other_suites(llama: Path) -> None:
     )
     unnamed, first, second = (
         [prompt.id for prompt in open_evaluation_prompts(suite, DataConfig(), Tokenizer(llama))]
-        for suite in evaluation_suites(config)
+        for suite in parse_evaluation_suites(config)
     )
     assert (
         len({*unnamed, *first, *second}) == 5
@@ -262,7 +262,7 @@ def test_prompt_ids_do_not_depend_on_other_suites(llama: Path) -> None:
     )
     config.evaluation.suites = {"y": {"prompts": ["c"]}}
     config.evaluation.prompts = []
-    (alone,) = evaluation_suites(config)
+    (alone,) = parse_evaluation_suites(config)
     assert open_evaluation_prompts(alone, DataConfig(), Tokenizer(llama))[0].id == second[0]
 
 

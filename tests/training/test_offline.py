@@ -26,8 +26,8 @@ from aligner.schema import CheckpointConfig
 from aligner.training.offline import (
     PairwiseRewardModel,
     ProcessRewardModel,
-    demonstration_rows,
-    with_others_answers,
+    mismatch_answers,
+    pad_demonstrations,
 )
 from aligner.training.run_checkpoints import RunCheckpoints
 from benchmarks.runs import checkpoint_differences, repeatable
@@ -273,9 +273,12 @@ def test_stopped_run_evaluates_on_resume(
         offline_jobs.train, 1, str(llama), "dpo", str(paths.root), told_after=3, checkpoint=best
     )
     kept = RunCheckpoints(configuration(str(llama), {}, "dpo", str(paths.root), checkpoint=best))
-    assert stopped == [True] and [state.owes_evaluation for state in kept.newest()] == [False, True]
+    assert stopped == [True] and [state.owes_evaluation for state in kept.read_newest_states()] == [
+        False,
+        True,
+    ]
     assert ["eval/loss" in step for step in read_metrics(paths.metrics)] == [False, True, False]
-    assert kept.best() == 2
+    assert kept.find_best() == 2
     pool.run(
         offline_jobs.train,
         1,
@@ -287,9 +290,9 @@ def test_stopped_run_evaluates_on_resume(
     )
     whole, resumed = (repeatable(read_metrics(run.metrics)) for run in (undisturbed["dpo"], paths))
     assert resumed == whole and "eval/loss" in resumed[2]
-    assert not any(state.owes_evaluation for state in kept.newest())
+    assert not any(state.owes_evaluation for state in kept.read_newest_states())
     losses = {step["step"]: step["eval/loss"] for step in resumed if step["step"] > 1}
-    assert kept.best() == min(losses, key=lambda step: (losses[step], -step))
+    assert kept.find_best() == min(losses, key=lambda step: (losses[step], -step))
 
 
 def test_timed_checkpoints_change_no_metric(
@@ -301,7 +304,7 @@ def test_timed_checkpoints_change_no_metric(
     )
     pool.run(offline_jobs.train, 1, str(llama), "dpo", str(paths.root), checkpoint=often)
     kept = RunCheckpoints(configuration(str(llama), {}, "dpo", str(paths.root), checkpoint=often))
-    assert [(state.step, state.by_time) for state in kept.newest()] == [
+    assert [(state.step, state.by_time) for state in kept.read_newest_states()] == [
         (1, True),
         (2, False),
         (3, True),
@@ -361,7 +364,9 @@ def test_checkpoints_record_the_data_position(
     llama: Path, undisturbed: dict[str, RunPaths]
 ) -> None:
     config = configuration(str(llama), {}, "dpo", str(undisturbed["dpo"].root))
-    assert [(state.step, state.position) for state in RunCheckpoints(config).newest()] == [
+    assert [
+        (state.step, state.position) for state in RunCheckpoints(config).read_newest_states()
+    ] == [
         (2, 6),
         (4, 12),
     ]
@@ -395,27 +400,27 @@ def test_served_reward_model_keeps_normalization(
 
 def test_mask_contains_only_learned_response_tokens() -> None:
     made = examples("sft")
-    for row, example in zip(demonstration_rows(made, pad_token_id=0).mask, made, strict=True):
+    for row, example in zip(pad_demonstrations(made, pad_token_id=0).mask, made, strict=True):
         assert row.nonzero()[:, 0].tolist() == (learned_places(example) - 1).tolist()
     assert len(learned_places(made[0])) == 9 and learned_places(made[1]).tolist() == [2, 4, 5, 7, 8]
 
 
 def test_step_label_is_at_its_last_token() -> None:
     example = LabeledSteps(torch.arange(2, 9), 2, torch.tensor([3, 6]), torch.tensor([1.0, 0.0]))
-    rows = ProcessRewardModel(UNUSED, pad_token_id=0).rows([example])
+    rows = ProcessRewardModel(UNUSED, pad_token_id=0).build_rows([example])
     assert rows.mask.nonzero().tolist() == [[0, 2], [0, 5]]
     assert rows.labels[0, [2, 5]].tolist() == [1.0, 0.0]
 
 
 def test_prompt_gets_the_answer_of_the_next_row() -> None:
-    rows = demonstration_rows(
+    rows = pad_demonstrations(
         [
             Demonstration(torch.arange(start, start + 5), prompt)
             for start, prompt in ((10, 2), (20, 4), (30, 1))
         ],
         0,
     )
-    mixed = with_others_answers(rows, pad_token_id=0)
+    mixed = mismatch_answers(rows, pad_token_id=0)
     texts = [row[:length].tolist() for row, length in zip(mixed.tokens, mixed.lengths, strict=True)]
     assert texts == [[10, 11, 24], [20, 21, 22, 23, 31, 32, 33, 34], [30, 12, 13, 14]]
     assert mixed.mask.sum(1).tolist() == [1, 4, 3]
@@ -423,7 +428,7 @@ def test_prompt_gets_the_answer_of_the_next_row() -> None:
 
 def test_margin_counts_for_both_rows_of_its_pair() -> None:
     pairs = examples("dpo")[:3]
-    rows = PairwiseRewardModel(UNUSED, 0, UNUSED, UNUSED).rows(
+    rows = PairwiseRewardModel(UNUSED, 0, UNUSED, UNUSED).build_rows(
         [*pairs, dataclasses.replace(pairs[0], margin=1.5)]
     )
     assert rows.margins.tolist() == [0.0, 0.0, 0.5, 0.5, 2.0, 2.0, 1.5, 1.5]

@@ -42,13 +42,13 @@ class Scores:
     def __init__(self):
         self.asked = set()
 
-    def ask_scores(self, batch, metadata, retry_batch_rows=None):
+    def request_scores(self, batch, metadata, retry_batch_rows=None):
         self.asked |= (ids := {fields["id"] for fields in metadata})
         each = len(batch.tokens) // len(ids)
         rows = [float(fields["id"] % 3 > 0 and row % each) for row, fields in enumerate(metadata)]
         return (_now(torch.tensor(rows)),)
 
-    def ask_teacher(self, batch, metadata):
+    def request_teacher_logprobs(self, batch, metadata):
         return ()
 
 
@@ -93,9 +93,9 @@ class Run:
             options,
             pad_token_id=0,
             dynamic_sampling_rounds=rounds,
-            is_alone=True,
+            is_rank0_only=True,
         )
-        self.rollouts.position, self.rollouts.under_way = position, under_way
+        self.rollouts.position, self.rollouts.partial_rollouts = position, under_way
 
     def take(self, step):
         self.stream.step, self.engine.version = step, max(0, step - self.shape.steps_ahead)
@@ -146,8 +146,8 @@ def test_each_prompt_is_trained_once_within_max_deferrals(case, steps):
             assert versions == sorted(versions)
             assert step - run.shape.max_staleness <= versions[0]
             assert step - run.stream.taken_at[sample.prompt_id] <= case.max_deferrals
-        assert rollout.deferred == len(run.rollouts.under_way) == run.shape.spare_prompts
-    under_way = {straggler.prompt.id for straggler in run.rollouts.under_way}
+        assert rollout.deferred == len(run.rollouts.partial_rollouts) == run.shape.spare_prompts
+    under_way = {rollout.prompt.id for rollout in run.rollouts.partial_rollouts}
     assert not under_way & trained.keys()
     left_out = set(range(run.rollouts.position)) - under_way - trained.keys()
     # Only dynamic sampling drops prompts, after they have scores.
@@ -161,7 +161,7 @@ class Trainer:
         self.run = case.start()
         own = self.run.rollouts
         self.pipeline = RolloutPipeline(
-            own, own, self, self, self.run.shape, steps, 0, workers=Clock().worker
+            own, own, self, self, self.run.shape, steps, 0, create_executor=Clock().worker
         )
 
     def take_snapshot(self, version):
@@ -170,7 +170,7 @@ class Trainer:
     def serve(self, version):
         self.run.engine.version = version
 
-    def ask_values(self, batch):
+    def request_values(self, batch):
         return ()
 
     def train(self, first, last, save_at=None, place=None):
@@ -213,7 +213,7 @@ def test_extended_run_trains_on_its_partial_rollouts(case, finished):
         with closing((second := Trainer(case, finished + 4)).pipeline):
             second.pipeline.resume(Path(directory), finished, first.position)
             trained += second.train(finished, finished + 4)
-            under_way = {straggler.prompt.id for straggler in second.run.rollouts.under_way}
+            under_way = {rollout.prompt.id for rollout in second.run.rollouts.partial_rollouts}
     ids = [sample[0] for step in trained for sample in step[: -1 : case.each]]
     assert len(set(ids)) == len(ids) and not under_way & {*ids}
     lost = set(range(second.run.rollouts.position)) - under_way - {*ids}
@@ -250,4 +250,4 @@ def test_partial_rollouts_with_other_group_size_are_refused():
     with pytest.raises(
         AlignerError, match=r"rollout.samples_per_prompt=3: the partial rollouts have 2 samples"
     ):
-        other.start(0, run.rollouts.under_way)
+        other.start(0, run.rollouts.partial_rollouts)

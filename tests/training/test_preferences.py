@@ -21,9 +21,9 @@ from aligner.errors import AlignerError, ConfigError
 from aligner.paths import RunPaths
 from aligner.rewards.sources import ModelSource, ScoringBatch
 from aligner.schema import DataConfig
-from aligner.training.evaluator import reference_samples
-from aligner.training.offline import demonstration_rows
-from aligner.training.preference_sampling import PairWriter, preferences
+from aligner.training.evaluator import build_reference_samples
+from aligner.training.offline import pad_demonstrations
+from aligner.training.preference_sampling import PairWriter, build_preferences
 from aligner.training.rollout_builder import RolloutBatch
 from aligner.training.services import PendingRows
 
@@ -61,7 +61,7 @@ def test_pairs_require_different_texts_and_scores(tmp_path) -> None:
     rollout = RolloutBatch(
         prompts, samples, collate(samples, tokenizer.pad_token_id), pending, pending
     )
-    assert preferences(rollout, scores, 3, tokenizer) == (
+    assert build_preferences(rollout, scores, 3, tokenizer) == (
         [
             {
                 "prompt": "ab",
@@ -76,7 +76,7 @@ def test_pairs_require_different_texts_and_scores(tmp_path) -> None:
         ],
         3,
     )
-    records, without = preferences(rollout, scores, 3, tokenizer, pairs="all")
+    records, without = build_preferences(rollout, scores, 3, tokenizer, pair_selection="all")
     assert [(each["chosen"], each["rejected"], each["margin"]) for each in records] == [
         *(("22", "1", 1.5), ("22", "333", 3.0), ("1", "333", 1.5)),
         *(("1", "2", 0.5), ("2", "1", 0.5)),  # the texts of scores 1, 0.5 and 0 are 1, 2 and 1
@@ -151,7 +151,7 @@ def test_sampled_pair_is_read_with_same_tokens(llama, tmp_path) -> None:
     rollout = RolloutBatch(prompts, samples, batch, pending, pending)
     paths = RunPaths(tmp_path)
     writer = PairWriter(paths, llama)
-    records, _ = preferences(rollout, scores, 2, llama)
+    records, _ = build_preferences(rollout, scores, 2, llama)
     writer.write(1, records, rollout, scores)
     writer.finish()
 
@@ -166,7 +166,7 @@ def test_sampled_pair_is_read_with_same_tokens(llama, tmp_path) -> None:
         assert [member.tokens.tolist() for member in members] == [
             sample.tokens.tolist() for sample in samples
         ]
-    rows, model = demonstration_rows(read, llama.pad_token_id), ModelSource("judge", Weighted())
+    rows, model = pad_demonstrations(read, llama.pad_token_id), ModelSource("judge", Weighted())
     assert torch.equal(
         model.compute_raw_scores(ScoringBatch(list, rows.tokens, rows.lengths)),
         model.compute_raw_scores(ScoringBatch(list, batch.tokens, batch.lengths)),
@@ -212,7 +212,9 @@ def test_demonstration_is_chosen_over_other_texts(llama, tmp_path) -> None:
         PendingRows(()),
         PendingRows(()),
     )
-    records, without = preferences(rollout, torch.zeros(4), 2, llama, pairs="demonstration")
+    records, without = build_preferences(
+        rollout, torch.zeros(4), 2, llama, pair_selection="demonstration"
+    )
     assert [(each["chosen"], each["rejected"]) for each in records] == [("12", "13"), ("7", "4")]
     assert "margin" not in records[0] and without == 0
     writer = PairWriter(RunPaths(tmp_path), llama)
@@ -242,7 +244,9 @@ def test_responses_keep_masks_of_generated_tokens(llama, tmp_path) -> None:
         weight_versions=torch.zeros(1).long(),
     )
     episode = replace(
-        make_sample(llama, 0, 0, "12"), drawn=torch.tensor([True, False]), branches=(branch,)
+        make_sample(llama, 0, 0, "12"),
+        generated_mask=torch.tensor([True, False]),
+        branches=(branch,),
     )
     prompt = Prompt(0, "ab", llama.encode("ab"), {"question": "a", "answer": "b"})
     rollout = RolloutBatch(
@@ -279,7 +283,7 @@ def test_sampled_reference_keeps_its_end_token(llama) -> None:
         Prompt(place, "ab", llama.encode("ab"), {"reference": "12", **each})
         for place, each in enumerate(given)
     ]
-    samples = reference_samples(prompts, [], llama, ended=True)
+    samples = build_reference_samples(prompts, [], llama, append_end=True)
     assert [sample.response.tolist() for sample in samples] == [[*text, turn], text, [*text, first]]
     assert [sample.finish_reason for sample in samples] == ["stop", "length", "stop"]
     wrong = Prompt(0, "ab", llama.encode("ab"), {"reference": "13", "reference_tokens": text})
@@ -287,4 +291,4 @@ def test_sampled_reference_keeps_its_end_token(llama) -> None:
         ConfigError,
         match="the prompt 'ab': `reference_tokens` and `reference` differ: this model's tokenizer",
     ):
-        reference_samples([wrong], [], llama, ended=True)
+        build_reference_samples([wrong], [], llama, append_end=True)

@@ -20,8 +20,8 @@ from aligner.schema import DataConfig
 from aligner.schema.reward_sources import FunctionSource
 from aligner.servers.reward_server import RewardRank
 from aligner.servers.validation import Limits
-from aligner.training.evaluator import scoring_requests
-from aligner.training.preference_sampling import PairWriter, preferences
+from aligner.training.evaluator import build_scoring_requests
+from aligner.training.preference_sampling import PairWriter, build_preferences
 from aligner.training.rollout_builder import RolloutBatch
 from aligner.training.services import PendingRows
 from tests.data.test_response_decoder import SENTENCEPIECE, model
@@ -82,7 +82,7 @@ def test_evaluation_scores_text_after_prompt(tmp_path: Path, kind: str) -> None:
     tokenizer = model(tmp_path, kind)
     prompt = Prompt(0, "2+2=", tokenizer.encode("2+2=", add_bos=True))
     drawn = samples(tokenizer)
-    requests = scoring_requests([prompt] * len(drawn), drawn, tokenizer)
+    requests = build_scoring_requests([prompt] * len(drawn), drawn, tokenizer)
 
     assert [(each.prompt, each.response) for each in requests] == [
         ("2+2=", answer) for answer in ANSWERS
@@ -114,7 +114,7 @@ def test_sampled_preferences_are_read_back_with_the_same_tokens(
     none = PendingRows(())
     rollout = RolloutBatch([prompt] * len(drawn), drawn, collate(drawn, 0), none, none)
     scores = torch.tensor([4.0, 3.0, 2.0, 1.0])
-    records, without_pair = preferences(rollout, scores, len(drawn), tokenizer)
+    records, without_pair = build_preferences(rollout, scores, len(drawn), tokenizer)
     assert without_pair == 0
     assert (records[0]["chosen"], records[0]["rejected"]) == (ANSWERS[0], ANSWERS[-1])
 

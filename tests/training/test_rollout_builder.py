@@ -13,7 +13,7 @@ from aligner.engines.engine_protocol import SamplingOptions
 from aligner.errors import AlignerError
 from aligner.schema import RolloutConfig
 from aligner.servers.remote_client import RefusedError, RemoteError, TransportError, UnscoredError
-from aligner.training.rollout_builder import RolloutBuilder, informative, truncated
+from aligner.training.rollout_builder import RolloutBuilder, select_informative, truncate_response
 from aligner.training.services import PendingRows
 from tests.training.fakes import Digits, Scorers, Stream, teacher_logprobs
 
@@ -72,7 +72,7 @@ def test_dynamic_sampling_compares_shaped_scores():
             torch.tensor([sample.prompt_id in (1, 4) for sample in samples]), -1.0, scores
         )
 
-    source = rollouts(mixed={1, 4, 5, 9, 10, 12}, rounds=4, compared=penalize_missing_ends)
+    source = rollouts(mixed={1, 4, 5, 9, 10, 12}, rounds=4, transform_scores=penalize_missing_ends)
     rollout = source.take()
     assert [sample.prompt_id for sample in rollout.samples[::EACH]] == [5, 9, 10, 12]
     assert rollout.scores.result().tolist() == [0.0, 1.0] * 4
@@ -94,10 +94,10 @@ class Longer(Digits):
     """Adds k tokens to the samples of prompt k; the second sample of each prompt gets a branch with
     three more tokens."""
 
-    def sample(self, samples, samples_per_prompt, options, enough=None):
+    def sample(self, samples, samples_per_prompt, options, early_stop=None):
         return [
             self.lengthened(sample)
-            for sample in super().sample(samples, samples_per_prompt, options, enough)
+            for sample in super().sample(samples, samples_per_prompt, options, early_stop)
         ]
 
     def lengthened(self, sample, further=None):
@@ -117,14 +117,14 @@ class Longer(Digits):
 
 def test_teacher_logprobs_follow_selection_and_branches():
     services = Scorers({1, 4, 5, 9}.__contains__)
-    asked, tasks, plain = [], [], services.ask_teacher
+    asked, tasks, plain = [], [], services.request_teacher_logprobs
 
-    def ask_teacher(batch, metadata):
+    def request_teacher_logprobs(batch, metadata):
         asked.append(batch.lengths.tolist())
         tasks.append([fields["task"] for fields in metadata])
         return plain(batch, metadata)
 
-    services.ask_teacher = ask_teacher
+    services.request_teacher_logprobs = request_teacher_logprobs
     rollout = rollouts(mixed=(), rounds=3, engine=Longer(), services=services).take()
     assert [sample.prompt_id for sample in rollout.samples[::EACH]] == [1, 4, 5, 9]
     assert asked[:2] == [[3, 3, 4, 4], [5, 5, 6, 6]] and asked[-1] == [
@@ -145,7 +145,7 @@ def test_teacher_logprobs_follow_selection_and_branches():
     chosen = rollout.select(rows)
     assert len(chosen.batch.tokens) == 3, "two samples, and the branch of one"
     assert torch.equal(chosen.teacher_logprobs.result(width), teacher_logprobs(chosen.batch))
-    alone = rollout.without_branches()
+    alone = rollout.drop_branches()
     assert torch.equal(alone.teacher_logprobs.result(width), teacher_logprobs(alone.batch))
 
 
@@ -156,16 +156,16 @@ class Picky(Digits):
         super().__init__()
         self.refused, self.at_first, self.error = refused, at_first, error
 
-    def sample(self, samples, samples_per_prompt, options, enough=None):
+    def sample(self, samples, samples_per_prompt, options, early_stop=None):
         self.at_first -= 1
         prompts = {sample.prompt_id for sample in samples}
         if self.at_first >= 0 or self.refused & prompts:
             raise self.error("generator", "host:1", "AlignerError", f"{len(prompts)} prompts")
-        return super().sample(samples, samples_per_prompt, options, enough)
+        return super().sample(samples, samples_per_prompt, options, early_stop)
 
 
 def test_prompts_refused_by_generator_are_skipped_and_counted(caplog):
-    source = rollouts(mixed=(), rounds=0, engine=Picky({1, 2, 6}), is_alone=True)
+    source = rollouts(mixed=(), rounds=0, engine=Picky({1, 2, 6}), is_rank0_only=True)
     taken = [source.take() for _ in range(2)]
     assert [[prompt.id for prompt in rollout.prompts[::EACH]] for rollout in taken] == [
         [0, 3, 4, 5],
@@ -182,7 +182,9 @@ def test_prompts_refused_by_generator_are_skipped_and_counted(caplog):
 
 def test_max_skipped_fraction_limits_skipped_prompts():
     def source(refused):
-        return rollouts(mixed=(), rounds=0, engine=Picky(refused), is_alone=True, skippable=0.25)
+        return rollouts(
+            mixed=(), rounds=0, engine=Picky(refused), is_rank0_only=True, skippable=0.25
+        )
 
     assert source({1}).take().skipped == 1
     with pytest.raises(RefusedError, match="2 prompts"):
@@ -190,7 +192,9 @@ def test_max_skipped_fraction_limits_skipped_prompts():
 
 
 def test_skipping_does_not_depend_on_micro_batches():
-    source = rollouts(mixed=(), rounds=0, micro_batches=4, engine=Picky({0, 1, 2}), is_alone=True)
+    source = rollouts(
+        mixed=(), rounds=0, micro_batches=4, engine=Picky({0, 1, 2}), is_rank0_only=True
+    )
     rollout = source.take()
     assert [prompt.id for prompt in rollout.prompts[::EACH]] == [
         3,
@@ -207,7 +211,7 @@ class Unable(Scorers):
         super().__init__(able.__contains__)
         self.able = able
 
-    def ask(self, batch, metadata, retry_batch_rows=None):
+    def request_scores_and_values(self, batch, metadata, retry_batch_rows=None):
         future, (prompt, *_) = Future(), (batch.tokens[:, 1] - 10).tolist()
         if prompt in self.able:
             future.set_result(torch.ones(len(batch.tokens)))
@@ -229,14 +233,14 @@ def test_unscored_prompts_are_skipped_unless_all_fail():
         True,
         True,
     ]
-    assert [prompt.id for prompt in rollout.scored().prompts[::EACH]] == [1, 2]
+    assert [prompt.id for prompt in rollout.drop_unscored().prompts[::EACH]] == [1, 2]
     none = rollouts(mixed=(), rounds=0, micro_batches=4, services=Unable({})).take()
     with pytest.raises(AlignerError, match="ScoringError: of 0 nothing"):
-        none.scored()
+        none.drop_unscored()
 
 
 def test_request_refused_once_is_retried():
-    source = rollouts(mixed=(), rounds=0, engine=Picky(set(), at_first=1), is_alone=True)
+    source = rollouts(mixed=(), rounds=0, engine=Picky(set(), at_first=1), is_rank0_only=True)
     assert source.take().skipped == 0
 
 
@@ -247,12 +251,12 @@ def test_request_refused_once_is_retried():
 )
 def test_error_not_about_single_prompts_is_raised(engine):
     with pytest.raises(RemoteError):
-        rollouts(mixed=(), rounds=0, engine=engine, is_alone=True).take()
+        rollouts(mixed=(), rounds=0, engine=engine, is_rank0_only=True).take()
 
 
 def test_prompts_with_equal_scores_are_not_informative():
     scores = torch.tensor([0.0, 0.0, 1.0, 0.0, 1.0, 1.0, 0.5, 0.25])
-    assert informative(scores, 2).tolist() == [2, 3, 6, 7]
+    assert select_informative(scores, 2).tolist() == [2, 3, 6, 7]
 
 
 def test_selection_keeps_samples_tensors_and_scores_aligned():
@@ -291,7 +295,7 @@ def response(*tokens):
 
 
 def test_response_is_cut_after_first_truncation_token():
-    cut = truncated(response(3, 4, 3, 4, 3), token_id=3, after=1)
+    cut = truncate_response(response(3, 4, 3, 4, 3), token_id=3, after=1)
     assert cut.tokens.tolist() == [8, 9, 3, 4, 3]
     assert cut.engine_logprobs.tolist() == [0.0, 1.0, 2.0] and cut.weight_versions.tolist() == [
         0,
@@ -302,5 +306,5 @@ def test_response_is_cut_after_first_truncation_token():
 
 
 def test_response_without_truncation_token_is_unchanged():
-    whole = truncated(response(3, 4, 1), token_id=3, after=1)
+    whole = truncate_response(response(3, 4, 1), token_id=3, after=1)
     assert whole.tokens.tolist() == [8, 9, 3, 4, 1] and whole.finish_reason == "length"

@@ -105,14 +105,14 @@ class World:
 
         return RolloutPipeline(
             rollouts(),
-            rollouts(is_alone=True) if self.max_staleness else None,
+            rollouts(is_rank0_only=True) if self.max_staleness else None,
             self,
             Scorers(is_mixed),
             self.settings,
             self.steps,
             pad_token_id=0,
-            interrupts=self.interrupts,
-            workers=self.clock.worker,
+            publishes_during_generation=self.interrupts,
+            create_executor=self.clock.worker,
         )
 
     def train(self, flow, first, last, save_at=None, place=None):
@@ -151,7 +151,7 @@ class World:
             if save_at == step and place is not None:
                 self.position = flow.finish_save(place)
             self.spend()
-            flow.publish_weights(step + 1, last=step + 1 == self.steps)
+            flow.publish_weights(step + 1, is_last=step + 1 == self.steps)
             if evaluation is not None:
                 assert set(evaluation.result()[0].weight_versions.tolist()) == {step}, (
                     "no other version draws it"
@@ -163,7 +163,7 @@ class World:
                 and step + 1 < self.steps
                 and self.random.random() < 0.5
             ):
-                evaluation = flow.draw_beside(
+                evaluation = flow.generate_extra(
                     lambda builder: builder.generate(
                         [HELD_OUT], 1, SamplingOptions(max_new_tokens=2)
                     )
@@ -258,7 +258,7 @@ def test_killed_run_resumes_with_the_same_samples(seed, max_staleness, steps, ro
         resumed = World(seed + 2, max_staleness, steps, rounds)
         with resumed.flow() as flow:
             flow.resume(place, stopped, position)
-            resumed.engine.forget(killed.engine.first)
+            resumed.engine.drop_journal_before(killed.engine.first)
             trained += resumed.train(flow, stopped, steps)
     finally:
         shutil.rmtree(place)
@@ -306,7 +306,7 @@ def test_failed_evaluation_does_not_block_batches(interrupts):
     world = World(0, 1, 4, interrupts=interrupts)
     with world.flow() as flow:
         flow.publish_weights(0)
-        evaluation = flow.draw_beside(fail)
+        evaluation = flow.generate_extra(fail)
         flow.take()
         flow.publish_weights(1)
         flow.take()

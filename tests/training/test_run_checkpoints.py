@@ -34,29 +34,32 @@ def commit(kept, step, metric=None, **state):
         TrainingState(step, kl_coefficient=0.05, critic_updates=step, position=8 * step, **state),
         metric,
     )
-    newest = kept.newest()  # the journal starts after the oldest of them
+    newest = kept.read_newest_states()  # the journal starts after the oldest of them
     kept.prune()
-    assert kept.newest() == newest
+    assert kept.read_newest_states() == newest
 
 
 def test_only_last_checkpoints_are_kept(tmp_path):
     kept = checkpoints(tmp_path, keep=2)
-    assert kept.newest() == []
+    assert kept.read_newest_states() == []
     for step in (2, 4, 10):
         commit(kept, step)
-    assert kept.steps() == [4, 10]
+    assert kept.list_steps() == [4, 10]
     assert not (tmp_path / "checkpoints" / "step_2").exists()
-    assert kept.newest() == [TrainingState(4, 0.05, 4, 32), TrainingState(10, 0.05, 10, 80)]
+    assert kept.read_newest_states() == [
+        TrainingState(4, 0.05, 4, 32),
+        TrainingState(10, 0.05, 10, 80),
+    ]
 
 
 def test_best_checkpoint_is_kept_and_newest_wins_ties(tmp_path):
     kept = checkpoints(tmp_path, keep=1, best_metric="reward/mean")
     for step, metric in ((1, 0.5), (2, float("nan")), (3, 0.5), (4, 0.4), (5, 0.3)):
         commit(kept, step, metric)
-    assert kept.best() == 3
-    assert kept.steps() == [3, 5]
+    assert kept.find_best() == 3
+    assert kept.list_steps() == [3, 5]
     commit(kept, 6, 0.6)
-    assert kept.steps() == [6]
+    assert kept.list_steps() == [6]
 
 
 def test_timed_checkpoints_do_not_evict_regular_ones(tmp_path):
@@ -64,7 +67,7 @@ def test_timed_checkpoints_do_not_evict_regular_ones(tmp_path):
     found = []
     for step in range(1, 14):
         commit(kept, step, by_time=step % 4 > 0)
-        found.append(kept.steps())
+        found.append(kept.list_steps())
     assert found[:5] == [[1], [1, 2], [2, 3], [3, 4], [4, 5]]
     assert found[5:] == [
         [4, 6],
@@ -79,7 +82,7 @@ def test_timed_checkpoints_do_not_evict_regular_ones(tmp_path):
     kept = checkpoints(tmp_path / "by_time", keep=2)
     for step in range(1, 6):
         commit(kept, step, by_time=step < 5)
-    assert kept.steps() == [4, 5]
+    assert kept.list_steps() == [4, 5]
 
 
 def test_unknown_best_metric_is_refused(tmp_path):
@@ -90,8 +93,8 @@ def test_unknown_best_metric_is_refused(tmp_path):
     ):
         kept.check_metric({"reward/mean": 1.0, "kl/coef": 0.0})
     kept.check_metric({"kl/coef": 0.0})
-    assert kept.metric({"kl/coef": 0.0}) is None
-    assert checkpoints(tmp_path).metric({}) is None
+    assert kept.get_metric({"kl/coef": 0.0}) is None
+    assert checkpoints(tmp_path).get_metric({}) is None
 
 
 @pytest.mark.parametrize(
@@ -101,7 +104,7 @@ def test_lowest_loss_kl_or_perplexity_is_the_best(tmp_path, name):
     kept = checkpoints(tmp_path, keep=1, best_metric=name)
     for step, loss in enumerate((0.3, 0.1, 0.2), 1):
         commit(kept, step, loss)
-    assert kept.best() == 2
+    assert kept.find_best() == 2
 
 
 def test_best_checkpoint_is_an_evaluated_step(tmp_path):
@@ -109,8 +112,8 @@ def test_best_checkpoint_is_an_evaluated_step(tmp_path):
     for step, stats in enumerate(
         ({"eval/score": 0.2}, {"eval/score": 0.4}, {"reward/mean": 9.0}, {"eval/score": 0.3}), 1
     ):
-        commit(kept, step, kept.metric(stats))
-    assert kept.steps() == [2, 4]
+        commit(kept, step, kept.get_metric(stats))
+    assert kept.list_steps() == [2, 4]
     with pytest.raises(
         AlignerError,
         match=r"best_metric=eval/score: unknown metric; metrics of this step: eval/loss",
@@ -122,7 +125,7 @@ def test_unfinished_checkpoint_is_ignored(tmp_path):
     kept = checkpoints(tmp_path)
     commit(kept, 3)
     (tmp_path / "checkpoints" / "step_4" / "policy").mkdir(parents=True)
-    assert kept.newest() == [TrainingState(3, 0.05, 3, 24)]
+    assert kept.read_newest_states() == [TrainingState(3, 0.05, 3, 24)]
 
 
 def test_manifest_lists_contents_and_other_format_is_refused(tmp_path):
@@ -137,7 +140,7 @@ def test_manifest_lists_contents_and_other_format_is_refused(tmp_path):
         AlignerError,
         match=r"manifest\.json: damaged: the content does not match the checksum",
     ):
-        kept.newest()
+        kept.read_newest_states()
     for text in (
         seal(json.dumps(manifest | {"format": 0})),
         '{\n "format": 0,\n "aligner": "0.1"\n}',
@@ -150,7 +153,7 @@ def test_manifest_lists_contents_and_other_format_is_refused(tmp_path):
                 " format 4"
             ),
         ):
-            kept.set_damaged_aside(0)
+            kept.rename_damaged(0)
 
 
 def commit_whole(kept, step):
@@ -208,13 +211,13 @@ def test_damaged_checkpoints_are_set_aside(tmp_path, caplog, file, harm):
     kept = checkpoints(tmp_path, keep=3)
     for step in (2, 4, 6):
         commit_whole(kept, step)
-    kept.set_damaged_aside(0)
-    assert kept.steps() == [2, 4, 6] and not caplog.messages
+    kept.rename_damaged(0)
+    assert kept.list_steps() == [2, 4, 6] and not caplog.messages
     (kept._directory / "step_6.damaged").mkdir()
     harm(kept._directory / "step_6" / file)
     harm(kept._directory / "step_4" / file)
-    kept.set_damaged_aside(0)
-    assert [state.step for state in kept.newest()] == [2]
+    kept.rename_damaged(0)
+    assert [state.step for state in kept.read_newest_states()] == [2]
     for name in ("step_6.damaged.2", "step_4.damaged"):
         assert file in (kept._directory / name / "damage.txt").read_text()
     assert len(caplog.messages) == 2 and all(
@@ -222,8 +225,8 @@ def test_damaged_checkpoints_are_set_aside(tmp_path, caplog, file, harm):
     )
     with pytest.raises(AlignerError, match=rf"every checkpoint is damaged(.|\n)*step_2: .*{file}"):
         harm(kept._directory / "step_2" / file)
-        kept.set_damaged_aside(0)
-    assert kept.steps() == [2]
+        kept.rename_damaged(0)
+    assert kept.list_steps() == [2]
 
 
 def test_older_damaged_manifest_is_ignored(tmp_path):
@@ -231,8 +234,8 @@ def test_older_damaged_manifest_is_ignored(tmp_path):
     for step in (2, 4, 6):
         commit_whole(kept, step)
     flip(-30)(kept._directory / "step_4" / "manifest.json")
-    kept.set_damaged_aside(0)
-    assert [state.step for state in kept.newest()] == [2, 6]
+    kept.rename_damaged(0)
+    assert [state.step for state in kept.read_newest_states()] == [2, 6]
 
 
 @pytest.mark.promise("damaged-checkpoint-is-never-resumed")
@@ -246,7 +249,7 @@ def test_checkpoint_with_missing_file_is_not_committed(tmp_path):
         match=r"step_4/critic: the checkpoint is incomplete: rank_0\.safetensors is missing",
     ):
         kept.commit(TrainingState(4, 0.05, 4, 32))
-    assert kept.steps() == []
+    assert kept.list_steps() == []
 
 
 def test_undeletable_checkpoint_is_reported_and_deleted_later(tmp_path, caplog):
@@ -258,7 +261,7 @@ def test_undeletable_checkpoint_is_reported_and_deleted_later(tmp_path, caplog):
     with small_disk(kept._directory / "step_1" / "busy", "64k"):
         commit(kept, 2)
         commit(kept, 3)
-        assert kept.steps() == [3]
+        assert kept.list_steps() == [3]
         # Everything else in it was deleted.
         assert [path.name for path in (kept._directory / "step_1").iterdir()] == ["busy"]
     assert (
@@ -290,8 +293,11 @@ def test_superseded_trainer_changes_no_files(tmp_path, monkeypatch):
     fencing.claim_run(kept._config)
     before = {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")}
     changes = [
-        *(lambda: kept.set_damaged_aside(0), lambda: kept.commit(TrainingState(6, 0.05, 6, 48))),
-        *(lambda: kept.settle(2, None), lambda: kept._delete(kept._directory / "step_2")),
+        *(lambda: kept.rename_damaged(0), lambda: kept.commit(TrainingState(6, 0.05, 6, 48))),
+        *(
+            lambda: kept.record_evaluation(2, None),
+            lambda: kept._delete(kept._directory / "step_2"),
+        ),
         *(
             pairs.finish,
             lambda: pairs.resume(0),

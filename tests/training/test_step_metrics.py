@@ -15,17 +15,17 @@ from aligner.data.pass_rates import PassRates, PromptOutcome
 from aligner.data.types import Experience, Prompt, Sample, collate, collate_episodes
 from aligner.errors import AlignerError
 from aligner.schema import RolloutConfig
-from aligner.training.online import announcement
+from aligner.training.online import describe_run
 from aligner.training.rollout_builder import RolloutBatch
 from aligner.training.services import PendingRows
 from aligner.training.step_metrics import (
-    draw_metrics,
-    experience_metrics,
-    length_counts,
-    rollout_metrics,
-    score_metrics,
-    staleness_metrics,
-    update_metrics,
+    combine_update_metrics,
+    compute_experience_metrics,
+    compute_prompt_metrics,
+    compute_rollout_metrics,
+    compute_score_metrics,
+    compute_staleness_metrics,
+    count_lengths,
 )
 
 
@@ -40,7 +40,7 @@ def metrics_of_ratios(engine_over_trainer: list[float]) -> dict[str, float]:
     mask = torch.tensor([[False, *[True] * len(engine_over_trainer), False]])
     tokens, returns = torch.zeros(1, width + 1, dtype=torch.int64), torch.arange(float(width))[None]
     one = torch.tensor([1])
-    return experience_metrics(
+    return compute_experience_metrics(
         Experience(
             tokens=tokens,
             lengths=torch.tensor([width]),
@@ -112,7 +112,7 @@ def two_responses(reference: torch.Tensor) -> Experience:
 
 def test_reference_kl_sums_log_ratios_per_response():
     reference = torch.tensor([[-3.0, -1.5, 0.0], [-0.75, 0.0, 0.0]])
-    metrics = experience_metrics(two_responses(reference))
+    metrics = compute_experience_metrics(two_responses(reference))
     assert metrics["kl/reference"] == pytest.approx((2.0 - 0.5 + 0.25) / 2)
 
 
@@ -120,8 +120,8 @@ def test_teacher_kl_is_reported_per_token_and_response():
     """Tokens outside the mask do not count."""
     teacher = torch.tensor([[-3.0, -1.5, 0.0], [-0.75, 0.0, 0.0]])
     experience = two_responses(reference=POLICY)
-    assert not any(name.startswith("distill/") for name in experience_metrics(experience))
-    metrics = experience_metrics(dataclasses.replace(experience, teacher_logprobs=teacher))
+    assert not any(name.startswith("distill/") for name in compute_experience_metrics(experience))
+    metrics = compute_experience_metrics(dataclasses.replace(experience, teacher_logprobs=teacher))
     assert metrics["distill/reverse_kl"] == pytest.approx((2.0 - 0.5 + 0.25) / 3)
     assert metrics["distill/response_reverse_kl"] == pytest.approx((1.5 + 0.25) / 2)
 
@@ -140,7 +140,7 @@ def test_staleness_counts_response_tokens():
         )
         for index, versions in enumerate(drawn_by)
     ]
-    assert staleness_metrics(collate(samples, pad_token_id=0), version=7) == {
+    assert compute_staleness_metrics(collate(samples, pad_token_id=0), version=7) == {
         "staleness/mean": (0 + 1 + 1 + 3) / 4,
         "staleness/max": 3.0,
         "staleness/share_0": 0.25,
@@ -150,7 +150,7 @@ def test_staleness_counts_response_tokens():
 
 
 def test_length_buckets_are_powers_of_two():
-    counts = length_counts("of", [1, 2, 3, 4, 5, 8, 9, 1024])
+    counts = count_lengths("of", [1, 2, 3, 4, 5, 8, 9, 1024])
     assert counts == {
         "of_to_1": 1,
         "of_to_2": 1,
@@ -175,11 +175,11 @@ def test_unscored_prompts_are_counted_and_limited():
     )
     samples = [sample] * 6
     prompts = [Prompt(row // 2, "", torch.tensor([5])) for row in range(6)]
-    counts = {"deferred": 1, "skipped": 2, "left_out": (7, 8), "guesses": (8, 2)}
+    counts = {"deferred": 1, "skipped": 2, "removed_lengths": (7, 8), "draft_counts": (8, 2)}
     whole = RolloutBatch(prompts, samples, collate(samples, 0), scores, PendingRows(()), **counts)
-    scored = whole.scored()
+    scored = whole.drop_unscored()
     assert [prompt.id for prompt in scored.prompts] == [0, 0, 2, 2]
-    metrics = rollout_metrics(scored, settings)
+    metrics = compute_rollout_metrics(scored, settings)
     # Samples that dynamic sampling dropped, and samples without a score, were also generated.
     assert (metrics["response/generated_to_1"], metrics["response/generated_to_8"]) == (6.0, 2.0)
     assert (metrics["reward/mean"], metrics["rollout/skipped"], metrics["rollout/deferred"]) == (
@@ -211,7 +211,7 @@ def test_unscored_prompts_are_counted_and_limited():
         ),
     ):
         with pytest.raises(AlignerError, match=allowed):
-            rollout_metrics(scored, dataclasses.replace(settings, **changed))
+            compute_rollout_metrics(scored, dataclasses.replace(settings, **changed))
 
 
 def test_reward_distribution_equals_loop_over_scores():
@@ -244,7 +244,7 @@ def test_reward_distribution_equals_loop_over_scores():
             expected["reward/zero_std_fraction"] = (
                 sum(len(set(group)) == 1 for group in groups) / prompts
             )
-        assert score_metrics(scores, each) == pytest.approx(expected, abs=1e-7)
+        assert compute_score_metrics(scores, each) == pytest.approx(expected, abs=1e-7)
 
 
 def test_each_reward_source_reports_its_mean():
@@ -259,9 +259,9 @@ def test_each_reward_source_reports_its_mean():
     samples, prompts = [sample] * 4, [Prompt(row // 2, "", torch.tensor([5])) for row in range(4)]
     rollout = RolloutBatch(
         prompts, samples, collate(samples, 0), PendingRows((done,)), PendingRows(())
-    ).scored()
+    ).drop_unscored()
     settings = RolloutConfig(samples_per_prompt=2, prompts_per_step=4)
-    metrics = rollout_metrics(rollout, settings, ("judge", "length"))
+    metrics = compute_rollout_metrics(rollout, settings, ("judge", "length"))
     assert (
         metrics["reward/mean"],
         metrics["reward/mean/judge"],
@@ -290,7 +290,7 @@ def test_branches_follow_samples_of_scored_prompts():
     scores = PendingRows((future(torch.tensor([math.nan, math.nan, 1.0, 2.0, 3.0, 4.0])),))
     values = PendingRows((future(torch.arange(9.0)[:, None].repeat(1, 3)),), torch.arange(9))
     whole = RolloutBatch(prompts, samples, collate_episodes(samples, 0), scores, values)
-    scored = whole.scored()
+    scored = whole.drop_unscored()
     assert scored.batch.episode_indices.tolist() == [
         0,
         1,
@@ -308,12 +308,12 @@ def test_branches_follow_samples_of_scored_prompts():
     ]
     assert scored.values.result(width=3)[:, 0].tolist() == [2.0, 3.0, 4.0, 5.0, 7.0, 8.0]
     assert (
-        rollout_metrics(scored, RolloutConfig(samples_per_prompt=2, prompts_per_step=4))[
+        compute_rollout_metrics(scored, RolloutConfig(samples_per_prompt=2, prompts_per_step=4))[
             "episode/branches"
         ]
         == 0.5
     )
-    alone = scored.without_branches()
+    alone = scored.drop_branches()
     assert len(alone.batch.tokens) == 4 and alone.values.result(width=3)[:, 0].tolist() == [
         2.0,
         3.0,
@@ -345,14 +345,14 @@ def test_update_metrics_are_means_maxima_or_totals():
     skipped = {"ratio_max": 1.25, "skipped": 1.0, "skipped_total": 4.0}
     expected = {"loss": 1.0, "ratio_max": 1.5, "skipped": 0.5, "skipped_total": 4.0}
     for updates in ([done, skipped], [skipped, done]):
-        assert update_metrics("policy", updates) == {
+        assert combine_update_metrics("policy", updates) == {
             f"policy/{name}": value for name, value in expected.items()
         }
 
 
 def test_announcement_reports_epochs_and_ratio_warning():
     def announce(*overrides: str) -> str:
-        return announcement(compose_config(["experiment=tiny_ppo", *overrides]), prompts=90)
+        return describe_run(compose_config(["experiment=tiny_ppo", *overrides]), prompt_count=90)
 
     assert (
         announce()
@@ -366,7 +366,7 @@ def test_announcement_reports_epochs_and_ratio_warning():
         )
 
 
-def test_draw_metrics_report_epochs_and_pass_rates():
+def test_prompt_metrics_report_epochs_and_pass_rates():
     """Two of four prompts were sampled before, one of them twice; a new one has no score."""
     before = PassRates.empty(4).with_outcomes(
         [PromptOutcome(0, 1, 0, 2, 2.0), PromptOutcome(1, 0, 0, 2, 0.0)], memory=1.0
@@ -377,7 +377,7 @@ def test_draw_metrics_report_epochs_and_pass_rates():
         PromptOutcome(6, 3, 1, 0, 0.0),
         PromptOutcome(7, 1, 1, 2, 1.0),
     ]
-    metrics = draw_metrics(draws, before, before.with_outcomes(draws, memory=1.0))
+    metrics = compute_prompt_metrics(draws, before, before.with_outcomes(draws, memory=1.0))
     assert metrics == {
         "data/epoch": 2.0,
         "data/repetitions": 1.0,
@@ -387,7 +387,7 @@ def test_draw_metrics_report_epochs_and_pass_rates():
         "data/never_passed": 0.5,
     }
     unscored = [PromptOutcome(0, 2, 0, 0, 0.0)]
-    assert draw_metrics(
+    assert compute_prompt_metrics(
         unscored, PassRates.empty(4), PassRates.empty(4).with_outcomes(unscored, 1.0)
     ) == {
         "data/epoch": 0.25,

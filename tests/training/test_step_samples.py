@@ -16,10 +16,10 @@ from aligner.config.compose import compose_config
 from aligner.data.model_directory import prepare_model
 from aligner.data.tokenizer import Tokenizer
 from aligner.data.types import Experience, Prompt, Sample, collate_episodes
-from aligner.files import temporary_path
+from aligner.files import get_temporary_path
 from aligner.observability.sample_files import SampleFiles, read_samples
 from aligner.paths import RunPaths
-from aligner.training.partial_rollouts import Straggler
+from aligner.training.partial_rollouts import PartialRollout
 from aligner.training.rollout_builder import RolloutBatch
 from aligner.training.services import PendingRows
 from aligner.training.step_samples import SampleRecorder, StepSamples
@@ -37,7 +37,7 @@ def sample(tokenizer: Tokenizer, prompt: Prompt, index: int, text: str, **others
     response = tokenizer.encode(text)
     length = len(response)
     logprobs, versions = -torch.arange(1.0, length + 1), torch.arange(length) // 2 + 3
-    if (drawn := others.get("drawn")) is not None:
+    if (drawn := others.get("generated_mask")) is not None:
         logprobs, versions = logprobs * drawn, versions * drawn
     tokens = torch.cat([prompt.tokens, response])
     return Sample(
@@ -80,7 +80,7 @@ def write_and_read(
         sources,
     )
     recorder.write(12, samples)
-    recorder.settle(12)
+    recorder.wait_until_written(12)
     rows, lists = (read_samples(directory, tokens=tokens).to_pylist() for tokens in (False, True))
     return list(zip(rows, lists, strict=True))
 
@@ -136,7 +136,9 @@ def test_episode_rows_mark_tokens_and_list_branches(tokenizer: Tokenizer, tmp_pa
     alone = sample(tokenizer, prompt, 0, "1", rewards=torch.zeros(1))
     samples = [
         alone,
-        sample(tokenizer, prompt, 1, "12z4", drawn=given, rewards=rewards, branches=(branch,)),
+        sample(
+            tokenizer, prompt, 1, "12z4", generated_mask=given, rewards=rewards, branches=(branch,)
+        ),
     ]
     batch, pending = collate_episodes(samples, tokenizer.pad_token_id), PendingRows(())
     rollout = RolloutBatch([prompt] * 2, samples, batch, pending, pending)
@@ -167,7 +169,7 @@ def test_replaced_samples_are_recorded_last(tokenizer: Tokenizer, tmp_path: Path
     taken = [
         sample(tokenizer, prompts[1], 0, "2", branches=(sample(tokenizer, prompts[1], 0, "77"),))
     ]
-    replaced = Straggler(prompts[0], (sample(tokenizer, prompts[0], 0, "12345678"),))
+    replaced = PartialRollout(prompts[0], (sample(tokenizer, prompts[0], 0, "12345678"),))
     scored: Future[Tensor] = Future()
     # in the order of generation
     scored.set_result(torch.tensor([[1.0, 0.25, 0.75], [2.0, 2.0, 0.0]]))
@@ -179,7 +181,7 @@ def test_replaced_samples_are_recorded_last(tokenizer: Tokenizer, tmp_path: Path
     found = write_and_read(
         tmp_path,
         tokenizer,
-        StepSamples.of(rollout, experience_of_rows(rollout, [1, 0])),
+        StepSamples.from_rollout(rollout, experience_of_rows(rollout, [1, 0])),
         "math",
         "length",
     )
@@ -198,12 +200,12 @@ def test_write_error_is_raised_when_step_settles(tokenizer: Tokenizer, tmp_path:
         [prompt], samples, collate_episodes(samples, tokenizer.pad_token_id), pending, pending
     )
     directory = RunPaths(tmp_path).sample_files
-    temporary_path(directory / "step_000002.parquet").mkdir(parents=True)
+    get_temporary_path(directory / "step_000002.parquet").mkdir(parents=True)
     recorder = SampleRecorder(
         SampleFiles(directory, 8), tokenizer, lambda prompt: (0, 0), ["reward"]
     )
     for step in (1, 2):
         recorder.write(step, StepSamples(rollout, torch.ones(1)))
-    recorder.settle(1)
+    recorder.wait_until_written(1)
     with pytest.raises(OSError, match=r"step_000002\.parquet"):
-        recorder.settle(2)
+        recorder.wait_until_written(2)

@@ -21,7 +21,7 @@ from aligner.errors import ConfigError
 from aligner.observability.metrics import read_metrics
 from aligner.paths import RunPaths
 from aligner.schema import Config
-from aligner.training.offline import demonstration_rows
+from aligner.training.offline import pad_demonstrations
 from tests.megatron.reference import save_llama
 from tests.rounds import typical
 from tests.training import offline_jobs
@@ -56,7 +56,7 @@ def test_stored_scores_equal_the_teachers_logprobs(
     found = [
         row for each in made[::-1] if (row := scores.find(each.tokens, each.loss_mask)) is not None
     ]
-    rows = demonstration_rows(made[::-1], pad_token_id=0)
+    rows = pad_demonstrations(made[::-1], pad_token_id=0)
     taught = assemble_teacher_scores(found, rows.mask)
     backwards = torch.cat(list(reversed(ids.split([row.count for row in found[::-1]]))))
     assert torch.equal(taught.ids[rows.mask], backwards) and not taught.ids[~rows.mask].any()

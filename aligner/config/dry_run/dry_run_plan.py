@@ -12,7 +12,7 @@ from typing import Any
 from rich.table import Table
 
 from aligner.checks.check import check
-from aligner.config.dry_run import tiny_settings as settings
+from aligner.config.dry_run import tiny_settings
 from aligner.config.dry_run.tiny_models import (
     Models,
     with_fitting_layouts,
@@ -30,12 +30,16 @@ from aligner.models.model_source import (
 )
 from aligner.models.shape import ModelShape
 from aligner.schema import Config
-from aligner.schema.data_sources import FUNCTION, data_sources
-from aligner.schema.derived import longest_sequence
-from aligner.schema.evaluation_suites import evaluation_suites
-from aligner.schema.keys import only_read, schema_keys, value_at, with_values
-from aligner.schema.reward_sources import asked_address, reward_sources, without_tasks
-from aligner.schema.teacher_sources import teacher_sources
+from aligner.schema.data_sources import FUNCTION, parse_data_sources
+from aligner.schema.derived import get_max_sequence_length
+from aligner.schema.evaluation_suites import parse_evaluation_suites
+from aligner.schema.keys import get_schema_keys, get_value, with_unread_defaults, with_values
+from aligner.schema.reward_sources import (
+    get_request_url,
+    parse_reward_sources,
+    without_task_weights,
+)
+from aligner.schema.teacher_sources import parse_teacher_sources
 
 # Kind of records by trainer: functions of stand_in_records.
 _STAND_INS = {
@@ -46,15 +50,15 @@ _STAND_INS = {
     "dpo": "preferences",
     "reward_model": "preferences",
 }
-_ANY_DIFFICULTY: dict[str, Any] = {
+_NO_DIFFICULTY_SELECTION: dict[str, Any] = {
     "data.pass_rate": [],
     "data.pass_rate_samples": None,
     "data.sort_by": None,
 }
 # Maximum number of characters of a value in the table of changes.
-_LONGEST_SHOWN = 200
+_MAX_VALUE_LENGTH = 200
 # Keys that are not in the table, because other rows and notes describe their changes.
-_TOLD_OTHERWISE = ("run.inputs", "model.config", "dry_run.models")
+_OMITTED_KEYS = ("run.inputs", "model.config", "dry_run.models")
 
 
 @dataclass(frozen=True)
@@ -63,9 +67,9 @@ class Change:
 
     key: str
     """Dotted key, `policy`, or the key of a reward source."""
-    given: Any
+    run_value: Any
     """Value in the run."""
-    runs_with: Any
+    dry_run_value: Any
     """Value in the dry run."""
 
 
@@ -94,7 +98,8 @@ def plan_dry_run(plan: RunPlan, is_reachable: Callable[[str], bool]) -> DryRun:
     Raises:
         ConfigError: The run or a prerequisite has problems, see `RunPlan.check`.
     """
-    expected = plan.expected_inputs(absent_inputs(plan.config))
+    expected = plan.check_prerequisites(absent_inputs(plan.config))
+    # The run itself is checked first, with its own models and layouts.
     run_config, notes = with_present_data(plan.config, expected)
     policy = check(run_config, expected)
     rewards = {source.key: shape for source, shape in reward_shapes(run_config, expected).items()}
@@ -104,71 +109,84 @@ def plan_dry_run(plan: RunPlan, is_reachable: Callable[[str], bool]) -> DryRun:
     )
     models = Models(policy, rewards, critic)
 
-    sources = reward_sources(run_config.reward) if run_config.algorithm.generates else ()
-    addresses = [address for source in sources if (address := asked_address(source)) is not None]
+    sources = (
+        parse_reward_sources(run_config.reward) if run_config.algorithm.generates_samples else ()
+    )
+    addresses = [address for source in sources if (address := get_request_url(source)) is not None]
     unreachable = [address for address in addresses if not is_reachable(address)]
 
-    tiny_config, tiny = tiny_run(run_config, models, unreachable)
-    notes = (*notes, *_exchanges(run_config, tiny_config, unreachable))
+    tiny_config, tiny = build_tiny_run(run_config, models, unreachable)
+    notes = (*notes, *_describe_replacements(run_config, tiny_config, unreachable))
     shapes = {
         "policy": (policy, tiny.policy),
         **{key: (shape, tiny.rewards[key]) for key, shape in models.rewards.items()},
     }
     changes = [
-        Change(name, _dimensions(run_shape), _dimensions(tiny_shape))
+        Change(name, _describe_shape(run_shape), _describe_shape(tiny_shape))
         for name, (run_shape, tiny_shape) in shapes.items()
     ]
     return DryRun(
-        RunPlan(tiny_config, ()), (*changes, *_key_changes(plan.config, tiny_config)), notes
+        RunPlan(tiny_config, ()), (*changes, *_find_key_changes(plan.config, tiny_config)), notes
     )
 
 
-def tiny_run(
-    given: Config, models: Models, unreachable: Collection[str] = ()
+def build_tiny_run(
+    run_config: Config, models: Models, unreachable: Collection[str] = ()
 ) -> tuple[Config, Models]:
     """Return the configuration of the dry run and the shapes of its tiny models.
 
     Args:
-        given: Configuration of the run, which has passed its checks.
+        run_config: Configuration of the run, which has passed its checks.
         models: Shapes of the models of the run.
         unreachable: Addresses of HTTP scorers and judges that do not answer.
     """
+    # The teacher gets one rank, and the critic starts from the policy, before layouts are reduced.
     # The order matters: later settings depend on the layouts, lengths and batches before them.
-    given = with_values(given, settings.critic(given, models) | settings.teacher(given))
-    config = with_fitting_layouts(given)
-    config, tiny = with_tiny_models(config, given, models)
-    config = with_values(config, settings.frozen(config, given, tiny, models))
-    config = with_values(config, settings.place(config))
-    config = with_values(config, settings.lengths(config))
-    tiny = with_positions(tiny, longest_sequence(config), longest_sequence(given))
-    config = with_values(config, settings.scores(config, unreachable))
-    config = with_values(config, settings.models(config, tiny))
-    config = with_values(config, settings.batches(config))
-    return with_values(config, settings.schedules(config)), tiny
+    run_config = with_values(
+        run_config,
+        tiny_settings.build_critic_settings(run_config, models)
+        | tiny_settings.build_teacher_settings(run_config),
+    )
+    config = with_fitting_layouts(run_config)
+    config, tiny = with_tiny_models(config, run_config, models)
+    config = with_values(
+        config, tiny_settings.build_frozen_settings(config, run_config, tiny, models)
+    )
+    config = with_values(config, tiny_settings.build_local_settings(config))
+    config = with_values(config, tiny_settings.build_length_settings(config))
+    tiny = with_positions(
+        tiny, get_max_sequence_length(config), get_max_sequence_length(run_config)
+    )
+    config = with_values(config, tiny_settings.build_score_settings(config, unreachable))
+    config = with_values(config, tiny_settings.build_model_settings(config, tiny))
+    config = with_values(config, tiny_settings.build_batch_settings(config))
+    return with_values(config, tiny_settings.build_schedule_settings(config)), tiny
 
 
-def _exchanges(given: Config, tiny: Config, unreachable: Collection[str]) -> Iterator[str]:
+def _describe_replacements(
+    run_config: Config, tiny_config: Config, unreachable: Collection[str]
+) -> Iterator[str]:
     """Yield notes about components of the run that are replaced in the dry run."""
-    if given.algorithm.generates and given.engine.kind != tiny.engine.kind:
+    if run_config.algorithm.generates_samples and run_config.engine.kind != tiny_config.engine.kind:
         yield (
-            f"engine.kind={given.engine.kind}: requires GPUs; replaced by the {tiny.engine.kind}"
-            " engine"
+            f"engine.kind={run_config.engine.kind}: requires GPUs; replaced by the"
+            f" {tiny_config.engine.kind} engine"
         )
-    if given.has_teacher:
-        for source in teacher_sources(given.teacher):
+    if run_config.has_teacher:
+        for source in parse_teacher_sources(run_config.teacher):
             yield f"{source.key}.path={source.path}: replaced by the tiny policy on one rank"
     for url in unreachable:
         yield (
             f"{url}: cannot be reached; the score is the fraction of digits in a response instead"
         )
-    if "dry_run" in tiny.reward.sources:
+    if "dry_run" in tiny_config.reward.sources:
         yield (
             "the fraction of digits in a response is added to the score, because all samples of a"
             " random model would otherwise have the same score and be dropped"
         )
 
 
-def _dimensions(shape: ModelShape) -> str:
+def _describe_shape(shape: ModelShape) -> str:
     """Return the dimensions of a model, in words."""
     experts = f", {shape.num_experts} experts" if shape.num_experts else ""
     return (
@@ -178,14 +196,14 @@ def _dimensions(shape: ModelShape) -> str:
     )
 
 
-def _key_changes(given: Config, tiny: Config) -> Iterator[Change]:
+def _find_key_changes(run_config: Config, tiny_config: Config) -> Iterator[Change]:
     """Yield the differences of the keys that the run or the dry run reads."""
-    given = only_read(given)
-    tiny = only_read(tiny)
-    for name in schema_keys():
-        run_value = value_at(given, name)
-        dry_run_value = value_at(tiny, name)
-        if run_value != dry_run_value and name not in _TOLD_OTHERWISE:
+    run_config = with_unread_defaults(run_config)
+    tiny_config = with_unread_defaults(tiny_config)
+    for name in get_schema_keys():
+        run_value = get_value(run_config, name)
+        dry_run_value = get_value(tiny_config, name)
+        if run_value != dry_run_value and name not in _OMITTED_KEYS:
             yield Change(name, run_value, dry_run_value)
 
 
@@ -195,7 +213,10 @@ def with_present_data(config: Config, expected: ExpectedInputs) -> tuple[Config,
     Each note is a line about data that was replaced.
     """
     notes: list[str] = []
-    for values, note in (*_records(config, expected), *_evaluation(config, expected)):
+    for values, note in (
+        *_replace_records(config, expected),
+        *_replace_evaluation_records(config, expected),
+    ):
         config = with_values(config, values)
         notes.append(note)
     return config, tuple(notes)
@@ -208,41 +229,43 @@ def _is_absent(path: Path | str, expected: ExpectedInputs) -> bool:
     )
 
 
-def _stand_in(name: str) -> str:
+def _format_stand_in_path(name: str) -> str:
     """Return the value of `data.path` that selects a function of `stand_in_records`."""
     return f"{FUNCTION}aligner.config.dry_run.stand_in_records:{name}"
 
 
-def _records(config: Config, expected: ExpectedInputs) -> Iterator[tuple[dict[str, Any], str]]:
+def _replace_records(
+    config: Config, expected: ExpectedInputs
+) -> Iterator[tuple[dict[str, Any], str]]:
     """Yield replacements of missing training records: new values of keys, and a note."""
     try:
-        sources = data_sources(config.data)
+        sources = parse_data_sources(config.data)
     except ConfigError:
         return  # the checks report the problem
-    absent = [source for source in sources if _is_absent(source.path, expected)]
-    if absent:
+    absent_sources = [source for source in sources if _is_absent(source.path, expected)]
+    if absent_sources:
         # All sources are replaced, because data.prompt_after and data.prompt_before would not fit
         # a mixture of the run's own records and the generated ones.
         algorithm = config.algorithm
         if algorithm.has_labels:
-            path = _stand_in("labeled_answers")
+            path = _format_stand_in_path("labeled_answers")
         elif algorithm.has_demonstrations:
-            path = _stand_in("demonstrations")
+            path = _format_stand_in_path("demonstrations")
         else:
-            path = _stand_in(_STAND_INS[algorithm.trainer])
+            path = _format_stand_in_path(_STAND_INS[algorithm.trainer])
         values: dict[str, Any] = {
             "data.fields": {},
             "data.prompt_after": None,
             "data.prompt_before": None,
-            **_ANY_DIFFICULTY,
+            **_NO_DIFFICULTY_SELECTION,
         }
         if config.data.path is not None:
             values["data.path"] = path
         for source in sources if config.data.path is None else ():
             values[source.key] = {"path": path, "weight": source.weight}
-        if config.algorithm.generates:  # the generated records belong to no task of the run
-            values["reward.sources"] = without_tasks(config.reward)
-        absent_paths = ", ".join(source.given_as for source in absent)
+        if config.algorithm.generates_samples:  # the generated records belong to no task of the run
+            values["reward.sources"] = without_task_weights(config.reward)
+        absent_paths = ", ".join(source.setting_text for source in absent_sources)
         note = (
             f"{absent_paths}: not found on this machine; all data is replaced by additions of"
             " two numbers"
@@ -250,7 +273,7 @@ def _records(config: Config, expected: ExpectedInputs) -> Iterator[tuple[dict[st
         yield values, note
     elif (samples := config.data.pass_rate_samples) is not None and _is_absent(samples, expected):
         yield (
-            dict(_ANY_DIFFICULTY),
+            dict(_NO_DIFFICULTY_SELECTION),
             f"data.pass_rate_samples={samples}: not found on this machine; data.pass_rate and"
             " data.sort_by are ignored",
         )
@@ -262,15 +285,18 @@ def _records(config: Config, expected: ExpectedInputs) -> Iterator[tuple[dict[st
         )
 
 
-def _evaluation(config: Config, expected: ExpectedInputs) -> Iterator[tuple[dict[str, Any], str]]:
+def _replace_evaluation_records(
+    config: Config, expected: ExpectedInputs
+) -> Iterator[tuple[dict[str, Any], str]]:
     """Yield replacements of missing evaluation records: new values of keys, and a note."""
-    for suite in evaluation_suites(config) if config.algorithm.trainer == "online" else ():
+    for suite in parse_evaluation_suites(config) if config.algorithm.trainer == "online" else ():
         path = suite.settings.path
         if path is not None and _is_absent(path, expected):
             values: dict[str, Any] = {
-                f"{suite.key}.path": _stand_in("prompts"),
+                f"{suite.key}.path": _format_stand_in_path("prompts"),
                 f"{suite.key}.fields": {},
             }
+            # The affixes of prompts belong to the run's own records.
             values |= {"data.prompt_after": None, "data.prompt_before": None}
             note = (
                 f"{suite.key}.path={path}: not found on this machine; replaced by additions of"
@@ -279,7 +305,7 @@ def _evaluation(config: Config, expected: ExpectedInputs) -> Iterator[tuple[dict
             yield values, note
 
 
-def changes_table(dry_run: DryRun) -> Table:
+def build_changes_table(dry_run: DryRun) -> Table:
     """Return a table of the differences between the run and the dry run."""
     table = Table(
         title=f"dry run of {dry_run.plan.config.run.experiment}: changed values",
@@ -289,14 +315,19 @@ def changes_table(dry_run: DryRun) -> Table:
     for column in ("run", "dry run"):
         table.add_column(column, overflow="fold")
     for change in dry_run.changes:
-        table.add_row(change.key, _shown(change.given), _shown(change.runs_with))
+        table.add_row(
+            change.key, _format_value(change.run_value), _format_value(change.dry_run_value)
+        )
     return table
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     """Return a value as text for the table, shortened if it is long."""
-    if isinstance(value, bool) or value is None:
-        return "null" if value is None else str(value).lower()
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
     text = f"{value:g}" if isinstance(value, float) else str(value)
+    # A line break or a control character would break the row of the table.
     text = text if text.isprintable() else repr(value)
-    return text if len(text) <= _LONGEST_SHOWN else f"{text[: _LONGEST_SHOWN - 1]}…"
+    return text if len(text) <= _MAX_VALUE_LENGTH else f"{text[: _MAX_VALUE_LENGTH - 1]}…"

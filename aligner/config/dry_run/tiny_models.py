@@ -13,16 +13,16 @@ from typing import Any
 
 from aligner.errors import ConfigError
 from aligner.models.shape import ModelShape
-from aligner.placement.roles import has_generator, role_ranks
+from aligner.placement.roles import count_role_ranks, has_generator
 from aligner.schema import Config, EngineParallelConfig, ParallelConfig
-from aligner.schema.keys import value_at, with_values
+from aligner.schema.keys import get_value, with_values
 from aligner.schema.reward_sources import has_reward_model
 
 Sizes = Mapping[str, int]
 """Parallel sizes by key; the number of ranks of a role is the product of its sizes."""
 
 # Kinds of parallelism in the order in which their sizes are reduced.
-_KINDS: tuple[tuple[str, ...], ...] = (
+_PARALLELISM_KINDS: tuple[tuple[str, ...], ...] = (
     ("replicas", "data"),
     ("pipeline",),
     ("context",),
@@ -30,7 +30,7 @@ _KINDS: tuple[tuple[str, ...], ...] = (
 )
 
 # Sections whose sizes become 1, in this order, if sizes of 2 still result in too many ranks.
-_LAST_RESORT = (("reward", "critic"), ("engine",), ("actor",))
+_SECTIONS_REDUCED_TO_ONE = (("reward", "critic"), ("engine",), ("actor",))
 
 
 def with_fitting_layouts(config: Config) -> Config:
@@ -50,106 +50,121 @@ def with_fitting_layouts(config: Config) -> Config:
         ConfigError: The limit is lower than one rank per role.
     """
     limit = config.dry_run.max_ranks
-    smaller = config
-    for sizes in _ever_smaller(_sizes(config)):
-        smaller = with_values(config, sizes)
-        if sum(role_ranks(smaller).values()) <= limit:
+    smaller_config = config
+    for sizes in _iterate_smaller_sizes(_get_sizes(config)):
+        smaller_config = with_values(config, sizes)
+        if sum(count_role_ranks(smaller_config).values()) <= limit:
             break
-    if (min_ranks := sum(role_ranks(smaller).values())) > limit:
+    if (min_ranks := sum(count_role_ranks(smaller_config).values())) > limit:
         raise ConfigError(
             f"dry_run.max_ranks={limit}: must be at least {min_ranks}, one rank per role"
         )
-    if smaller == config:
+    if smaller_config == config:
         return config
 
-    for section in layout_sections(config):
-        smaller = with_values(
-            smaller, _dependent(section, value_at(config, section), value_at(smaller, section))
+    for section in list_layout_sections(config):
+        smaller_config = with_values(
+            smaller_config,
+            _get_dependent_settings(
+                section, get_value(config, section), get_value(smaller_config, section)
+            ),
         )
-    if config.algorithm.generates and config.engine.placement == "colocated":
-        smaller = with_values(
-            smaller, {"engine.parallel": _colocated(config, smaller.actor.parallel)}
+    if config.algorithm.generates_samples and config.engine.placement == "colocated":
+        smaller_config = with_values(
+            smaller_config,
+            {"engine.parallel": _find_colocated_layout(config, smaller_config.actor.parallel)},
         )
-    if config.critic_scores and config.reward.parallel == config.critic.parallel:
-        smaller = with_values(smaller, {"reward.parallel": smaller.critic.parallel})
-    return smaller
+    if config.critic_serves_reward and config.reward.parallel == config.critic.parallel:
+        smaller_config = with_values(
+            smaller_config, {"reward.parallel": smaller_config.critic.parallel}
+        )
+    return smaller_config
 
 
-def layout_sections(config: Config) -> tuple[str, ...]:
+def list_layout_sections(config: Config) -> tuple[str, ...]:
     """Return the keys of the Megatron layouts that the run uses, except for the teacher's."""
     sections = ["actor.parallel"]
     if config.algorithm.has_critic:
         sections.append("critic.parallel")
-    if config.algorithm.generates and not config.critic_scores and has_reward_model(config.reward):
+    if (
+        config.algorithm.generates_samples
+        and not config.critic_serves_reward
+        and has_reward_model(config.reward)
+    ):
         sections.append("reward.parallel")
     return tuple(sections)
 
 
-def _sizes(config: Config) -> Sizes:
+def _get_sizes(config: Config) -> Sizes:
     """Return the parallel sizes of all roles, including replicas."""
     keys = [
         f"{section}.{name}"
-        for section in layout_sections(config)
+        for section in list_layout_sections(config)
         for name in ("data", "pipeline", "context", "tensor")
     ]
-    if config.algorithm.generates and not config.critic_scores:
+    if config.algorithm.generates_samples and not config.critic_serves_reward:
         keys.append("reward.replicas")
     if has_generator(config):
         keys += ["engine.parallel.data", "engine.parallel.tensor"]
-    return {key: value_at(config, key) for key in keys}
+    return {key: get_value(config, key) for key in keys}
 
 
-def _ever_smaller(sizes: Sizes) -> Iterator[Sizes]:
+def _iterate_smaller_sizes(sizes: Sizes) -> Iterator[Sizes]:
     """Yield the sizes, and then smaller and smaller sizes; see `with_fitting_layouts`."""
     yield sizes
-    for kinds in _KINDS:
-        while large := [key for key in _of_kind(sizes, kinds) if sizes[key] > 2]:
-            sizes = {
-                **sizes,
-                **{key: 2 if "data" in kinds else max(2, sizes[key] // 2) for key in large},
-            }
+    for kinds in _PARALLELISM_KINDS:
+        while large_keys := [key for key in _select_kinds(sizes, kinds) if sizes[key] > 2]:
+            # Fewer replicas lose no kind of communication, so that these sizes become 2 at once.
+            halved = {key: 2 if "data" in kinds else max(2, sizes[key] // 2) for key in large_keys}
+            sizes = {**sizes, **halved}
             yield sizes
-    for sections in _LAST_RESORT:
-        for kinds, section in product(_KINDS, sections):
-            for key in _of_kind(sizes, kinds):
+
+    # A size of 1 loses a kind of parallelism in the dry run. Therefore sizes become 1 one by one.
+    for sections in _SECTIONS_REDUCED_TO_ONE:
+        for kinds, section in product(_PARALLELISM_KINDS, sections):
+            for key in _select_kinds(sizes, kinds):
                 if key.partition(".")[0] == section and sizes[key] > 1:
                     sizes = {**sizes, key: 1}
                     yield sizes
 
 
-def _of_kind(sizes: Sizes, kinds: tuple[str, ...]) -> list[str]:
+def _select_kinds(sizes: Sizes, kinds: tuple[str, ...]) -> list[str]:
     """Return the keys of the sizes of some kinds of parallelism."""
     return [key for key in sizes if key.rpartition(".")[2] in kinds]
 
 
-def _dependent(key: str, given: ParallelConfig, smaller: ParallelConfig) -> dict[str, Any]:
+def _get_dependent_settings(
+    key: str, run_layout: ParallelConfig, smaller_layout: ParallelConfig
+) -> dict[str, Any]:
     """Return the settings of a layout that depend on its sizes.
 
     Args:
         key: Dotted key of the layout.
-        given: Layout of the run.
-        smaller: The same layout with the sizes of the dry run.
+        run_layout: Layout of the run.
+        smaller_layout: The same layout with the sizes of the dry run.
     """
-    stage_ranks = smaller.tensor * smaller.context * smaller.data
-    expert_tensor = given.expert_tensor
+    stage_ranks = smaller_layout.tensor * smaller_layout.context * smaller_layout.data
+    expert_tensor = run_layout.expert_tensor
     if expert_tensor is not None and expert_tensor > 1:
-        expert_tensor = _smallest_part(stage_ranks)
+        expert_tensor = _find_smallest_divisor(stage_ranks)
     # Megatron forms the groups of expert parallelism from the remaining ranks of a stage.
-    expert_ranks = stage_ranks // (expert_tensor or smaller.tensor)
+    expert_ranks = stage_ranks // (expert_tensor or smaller_layout.tensor)
     return {
-        f"{key}.sequence": given.sequence and smaller.tensor > 1,
-        f"{key}.virtual_pipeline": min(given.virtual_pipeline, 2) if smaller.pipeline > 1 else 1,
+        f"{key}.sequence": run_layout.sequence and smaller_layout.tensor > 1,
+        f"{key}.virtual_pipeline": min(run_layout.virtual_pipeline, 2)
+        if smaller_layout.pipeline > 1
+        else 1,
         f"{key}.expert_tensor": expert_tensor,
-        f"{key}.expert": _smallest_part(expert_ranks) if given.expert > 1 else 1,
+        f"{key}.expert": _find_smallest_divisor(expert_ranks) if run_layout.expert > 1 else 1,
     }
 
 
-def _smallest_part(ranks: int) -> int:
+def _find_smallest_divisor(ranks: int) -> int:
     """Return the smallest divisor above 1 of a number of ranks; 1 for one rank."""
     return next((size for size in range(2, ranks + 1) if ranks % size == 0), 1)
 
 
-def _colocated(config: Config, trainer: ParallelConfig) -> EngineParallelConfig:
+def _find_colocated_layout(config: Config, trainer: ParallelConfig) -> EngineParallelConfig:
     """Return the layout of a colocated engine on the ranks of the smaller trainer.
 
     The layout resembles the engine's layout in `config`: it has tensor and data parallelism if that
@@ -162,29 +177,32 @@ def _colocated(config: Config, trainer: ParallelConfig) -> EngineParallelConfig:
     run_layout = config.engine.parallel
     ranks = trainer.ranks
 
-    def strangeness(tensor: int) -> tuple[int, bool, int]:
+    def compute_difference(tensor: int) -> tuple[int, bool, int]:
         """Return how much a layout with a tensor-parallel size differs from the run's layout."""
-        lost = ((tensor > 1) != (run_layout.tensor > 1)) + (
+        num_differences = ((tensor > 1) != (run_layout.tensor > 1)) + (
             (ranks // tensor > 1) != (run_layout.data > 1)
         )
+        # The smallest tensor-parallel size wins among layouts that are equally close.
         return (
-            lost,
-            _order(tensor, trainer.tensor)
-            != _order(run_layout.tensor, config.actor.parallel.tensor),
+            num_differences,
+            _compare(tensor, trainer.tensor)
+            != _compare(run_layout.tensor, config.actor.parallel.tensor),
             tensor,
         )
 
-    tensor = min((size for size in range(1, ranks + 1) if ranks % size == 0), key=strangeness)
+    tensor = min(
+        (size for size in range(1, ranks + 1) if ranks % size == 0), key=compute_difference
+    )
     return EngineParallelConfig(tensor=tensor, data=ranks // tensor)
 
 
-def _order(one: int, other: int) -> int:
+def _compare(first: int, second: int) -> int:
     """Return 1, 0 or -1 if the first number is larger, equal or smaller."""
-    return (one > other) - (one < other)
+    return (first > second) - (first < second)
 
 
-_VOCABULARY = 64
-_MOST_LAYERS = 1024
+_MIN_VOCABULARY = 64
+_MAX_LAYERS = 1024
 
 
 @dataclass(frozen=True)
@@ -200,7 +218,7 @@ class Models:
     policy."""
 
 
-def with_tiny_models(config: Config, given: Config, models: Models) -> tuple[Config, Models]:
+def with_tiny_models(config: Config, run_config: Config, models: Models) -> tuple[Config, Models]:
     """Return the configuration with the layers of tiny models, and the shapes of these models.
 
     The tiny models keep the structure of the models of the run. If a model has more than one of
@@ -210,33 +228,39 @@ def with_tiny_models(config: Config, given: Config, models: Models) -> tuple[Con
 
     Args:
         config: Configuration with the layouts of the dry run.
-        given: Configuration with the layouts of the run.
+        run_config: Configuration with the layouts of the run.
         models: Shapes of the models of the run.
     """
-    layers, values = _policy_layers(config, given, models.policy)
+    layers, values = _choose_policy_layers(config, run_config, models.policy)
     config = with_values(config, values)
-    trained = [config.actor.parallel] + (
-        [config.critic.parallel] if config.algorithm.has_critic else []
-    )
-    tensor = {layout.tensor for layout in trained} | (
-        {config.engine.parallel.tensor} if config.algorithm.generates else set()
-    )
-    key = "critic.parallel" if config.critic_scores else "reward.parallel"
-    layout: ParallelConfig = value_at(config, key)
-    all_tensor = tensor | ({layout.tensor} if models.rewards else set())
+    trained_layouts = [config.actor.parallel]
+    if config.algorithm.has_critic:
+        trained_layouts.append(config.critic.parallel)
+    tensor_sizes = {layout.tensor for layout in trained_layouts}
+    if config.algorithm.generates_samples:
+        tensor_sizes.add(config.engine.parallel.tensor)
+    key = "critic.parallel" if config.critic_serves_reward else "reward.parallel"
+    layout: ParallelConfig = get_value(config, key)
+    all_tensor_sizes = tensor_sizes | ({layout.tensor} if models.rewards else set())
+
     # All models have the same vocabulary, because a reward model reads the policy's tokens.
-    vocabulary = _multiple(_VOCABULARY, all_tensor)
-    policy = _narrow(
-        dataclasses.replace(models.policy, num_layers=layers), trained, tensor, vocabulary
+    vocabulary = _round_up_to_multiple(_MIN_VOCABULARY, all_tensor_sizes)
+    policy = _make_narrow(
+        dataclasses.replace(models.policy, num_layers=layers),
+        trained_layouts,
+        tensor_sizes,
+        vocabulary,
     )
     # In the critic's processes, a number of layers that fits the critic fits the reward model, too.
     depth = config.critic.num_layers or layers
-    if models.rewards and not config.critic_scores:
+    if models.rewards and not config.critic_serves_reward:
         first_reward = next(iter(models.rewards.values()))
-        depth, last = next(_depths(layout, given.reward.parallel, first_reward.num_layers))
-        config = with_values(config, {f"{key}.last_stage_layers": last})
+        depth, last_stage_layers = next(
+            _iterate_depths(layout, run_config.reward.parallel, first_reward.num_layers)
+        )
+        config = with_values(config, {f"{key}.last_stage_layers": last_stage_layers})
     rewards = {
-        source: _narrow(
+        source: _make_narrow(
             dataclasses.replace(shape, num_layers=depth), [layout], {layout.tensor}, vocabulary
         )
         for source, shape in models.rewards.items()
@@ -244,12 +268,14 @@ def with_tiny_models(config: Config, given: Config, models: Models) -> tuple[Con
     return config, Models(policy, rewards)
 
 
-def _policy_layers(config: Config, given: Config, shape: ModelShape) -> tuple[int, dict[str, Any]]:
+def _choose_policy_layers(
+    config: Config, run_config: Config, shape: ModelShape
+) -> tuple[int, dict[str, Any]]:
     """Choose the number of layers of the tiny policy.
 
     Args:
         config: Configuration with the layouts of the dry run.
-        given: Configuration with the layouts of the run.
+        run_config: Configuration with the layouts of the run.
         shape: Shape of the policy of the run.
 
     Returns:
@@ -257,38 +283,38 @@ def _policy_layers(config: Config, given: Config, shape: ModelShape) -> tuple[in
         stages that fit this number.
     """
     total = shape.num_layers
-    critic_num_layers = given.critic.num_layers
+    critic_num_layers = run_config.critic.num_layers
     partial_layers = total if critic_num_layers is None else critic_num_layers
     trains_reward_model = config.algorithm.trainer == "reward_model"
     policy_layouts = (
         config.actor.parallel,
-        given.actor.parallel,
+        run_config.actor.parallel,
         partial_layers if trains_reward_model else total,
     )
-    critic_layouts = (config.critic.parallel, given.critic.parallel, partial_layers)
+    critic_layouts = (config.critic.parallel, run_config.critic.parallel, partial_layers)
 
     # Take the smallest number of layers with which the policy and the critic fit their layouts,
     # and with which the critic has fewer layers than the policy if it has fewer in the run.
-    for layers, last_layers in _depths(*policy_layouts):
+    for layers, last_layers in _iterate_depths(*policy_layouts):
         values = {"actor.parallel.last_stage_layers": last_layers}
         if trains_reward_model:
-            return (
-                layers + (partial_layers < total),
-                values | ({} if critic_num_layers is None else {"critic.num_layers": layers}),
-            )
+            if critic_num_layers is not None:
+                values["critic.num_layers"] = layers
+            # The initial model has one more layer if the reward model drops some.
+            return layers + (partial_layers < total), values
         if not config.algorithm.has_critic:
             return layers, values
-        for depth, critic_last_layers in _depths(*critic_layouts, most=layers):
+        for depth, critic_last_layers in _iterate_depths(*critic_layouts, max_depth=layers):
             if (depth < layers) == (partial_layers < total):
-                values |= {"critic.parallel.last_stage_layers": critic_last_layers}
-                return layers, values | (
-                    {} if critic_num_layers is None else {"critic.num_layers": depth}
-                )
+                values["critic.parallel.last_stage_layers"] = critic_last_layers
+                if critic_num_layers is not None:
+                    values["critic.num_layers"] = depth
+                return layers, values
     raise AssertionError(f"no number of layers fits {policy_layouts[0]} and {critic_layouts[0]}")
 
 
-def _depths(
-    layout: ParallelConfig, given: ParallelConfig, layers: int, most: int = _MOST_LAYERS
+def _iterate_depths(
+    layout: ParallelConfig, run_layout: ParallelConfig, layers: int, max_depth: int = _MAX_LAYERS
 ) -> Iterator[tuple[int, int | None]]:
     """Yield numbers of layers that fit a layout, in increasing order.
 
@@ -297,37 +323,44 @@ def _depths(
 
     Args:
         layout: Layout of the dry run.
-        given: Layout of the run.
+        run_layout: Layout of the run.
         layers: Number of layers in the run.
-        most: Maximum number of layers.
+        max_depth: Maximum number of layers.
 
     Yields:
         Pairs of the number of layers and of the layers of the last stage. The latter is None if all
         stages have the same number.
     """
     stages = layout.pipeline
-    smallest = min(layers, 2)
+    min_depth = min(layers, 2)
     if stages == 1:
-        yield from ((depth, None) for depth in range(smallest, most + 1))
-    elif given.last_stage_layers is None or given.pipeline == 1 or given.virtual_pipeline > 1:
+        yield from ((depth, None) for depth in range(min_depth, max_depth + 1))
+    elif (
+        run_layout.last_stage_layers is None
+        or run_layout.pipeline == 1
+        or run_layout.virtual_pipeline > 1
+    ):
         chunks = stages * layout.virtual_pipeline
         yield from (
-            (depth, None) for depth in range(max(chunks, smallest), most + 1) if depth % chunks == 0
+            (depth, None)
+            for depth in range(max(chunks, min_depth), max_depth + 1)
+            if depth % chunks == 0
         )
     else:
-        run_stage_layers = (layers - given.last_stage_layers) // (given.pipeline - 1)
-        for depth in range(stages, most + 1):
-            for last in range(1, depth - stages + 2):
-                stage_layers, remainder = divmod(depth - last, stages - 1)
-                if not remainder and (last > stage_layers) - (last < stage_layers) == _order(
-                    given.last_stage_layers, run_stage_layers
-                ):
-                    yield depth, last
+        # With an uneven last stage, try all sizes of the last stage for each depth.
+        run_stage_layers = (layers - run_layout.last_stage_layers) // (run_layout.pipeline - 1)
+        for depth in range(stages, max_depth + 1):
+            for last_stage_layers in range(1, depth - stages + 2):
+                stage_layers, remainder = divmod(depth - last_stage_layers, stages - 1)
+                if not remainder and (last_stage_layers > stage_layers) - (
+                    last_stage_layers < stage_layers
+                ) == _compare(run_layout.last_stage_layers, run_stage_layers):
+                    yield depth, last_stage_layers
                     break
 
 
-def _narrow(
-    shape: ModelShape, layouts: Sequence[ParallelConfig], tensor: set[int], vocabulary: int
+def _make_narrow(
+    shape: ModelShape, layouts: Sequence[ParallelConfig], tensor_sizes: set[int], vocabulary: int
 ) -> ModelShape:
     """Return the shape with the smallest widths that all tensor-parallel sizes divide.
 
@@ -336,40 +369,44 @@ def _narrow(
     Args:
         shape: Shape of the model of the run, with the layers of the tiny model.
         layouts: Layouts in which the model is trained or scores.
-        tensor: Tensor-parallel sizes, including the engine's.
+        tensor_sizes: Tensor-parallel sizes, including the engine's.
         vocabulary: Size of the vocabulary.
     """
     expert_tensor = (
         {layout.expert_tensor_size for layout in layouts} if shape.num_experts else set()
     )
-    groups = _multiple(min(shape.num_kv_heads, 2), tensor)
-    heads = groups * min(shape.num_heads // shape.num_kv_heads, 2)
+    num_kv_heads = _round_up_to_multiple(min(shape.num_kv_heads, 2), tensor_sizes)
+    num_heads = num_kv_heads * min(shape.num_heads // shape.num_kv_heads, 2)
     # The smallest head dimension from 8 whose rotary part has an even number of elements, since
     # rotary position embeddings rotate pairs.
-    head = next(
+    head_dim = next(
         size
         for size in count(8, 8)
         if size == shape.head_dim or (size * shape.rotary_fraction) % 2 == 0
     )
-    hidden = heads * head
+    # The hidden size keeps its relation to the total size of the heads: equal, larger or smaller.
+    hidden_size = num_heads * head_dim
     attention_size = shape.num_heads * shape.head_dim
     if shape.hidden_size != attention_size:
-        hidden = hidden * 2 if shape.hidden_size > attention_size else hidden // 2
+        hidden_size = hidden_size * 2 if shape.hidden_size > attention_size else hidden_size // 2
     experts: dict[str, Any] = {}
     if shape.num_experts:
+        # Some experts stay inactive for a token if that is so in the run.
         active_experts = min(shape.experts_per_token, 2)
         min_experts = active_experts + (shape.experts_per_token < shape.num_experts)
         experts = {
             "experts_per_token": active_experts,
-            "num_experts": _multiple(min_experts, {layout.expert for layout in layouts}),
+            "num_experts": _round_up_to_multiple(
+                min_experts, {layout.expert for layout in layouts}
+            ),
         }
     return dataclasses.replace(
         shape,
-        hidden_size=hidden,
-        num_heads=heads,
-        num_kv_heads=groups,
-        head_dim=head,
-        ffn_hidden_size=_multiple(2 * hidden, tensor | expert_tensor),
+        hidden_size=hidden_size,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        ffn_hidden_size=_round_up_to_multiple(2 * hidden_size, tensor_sizes | expert_tensor),
         vocab_size=vocabulary,
         eos_token_ids=(1,),
         pad_token_id=0,
@@ -377,12 +414,12 @@ def _narrow(
     )
 
 
-def _multiple(least: int, sizes: set[int]) -> int:
-    """Return the smallest common multiple of all sizes that is at least `least`."""
-    return math.lcm(*sizes) * math.ceil(least / math.lcm(*sizes))
+def _round_up_to_multiple(minimum: int, sizes: set[int]) -> int:
+    """Return the smallest common multiple of all sizes that is at least `minimum`."""
+    return math.lcm(*sizes) * math.ceil(minimum / math.lcm(*sizes))
 
 
-def with_positions(models: Models, longest: int, given_longest: int) -> Models:
+def with_positions(models: Models, max_length: int, run_max_length: int) -> Models:
     """Return the models with the number of positions of the dry run.
 
     A sliding window that is shorter than the sequences of the run is shorter than the sequences of
@@ -390,16 +427,18 @@ def with_positions(models: Models, longest: int, given_longest: int) -> Models:
 
     Args:
         models: Shapes of the tiny models.
-        longest: Length of the longest sequence of the dry run in tokens.
-        given_longest: Length of the longest sequence of the run in tokens.
+        max_length: Length of the longest sequence of the dry run in tokens.
+        run_max_length: Length of the longest sequence of the run in tokens.
     """
 
-    def shortened(shape: ModelShape) -> ModelShape:
+    def with_shorter_sequences(shape: ModelShape) -> ModelShape:
+        # The window must still exclude tokens, or the dry run would not test it.
         window = shape.sliding_window
-        if window is not None and window < given_longest:
-            window = max(1, longest // 2)
-        return dataclasses.replace(shape, max_positions=longest, sliding_window=window)
+        if window is not None and window < run_max_length:
+            window = max(1, max_length // 2)
+        return dataclasses.replace(shape, max_positions=max_length, sliding_window=window)
 
     return Models(
-        shortened(models.policy), {key: shortened(shape) for key, shape in models.rewards.items()}
+        with_shorter_sequences(models.policy),
+        {key: with_shorter_sequences(shape) for key, shape in models.rewards.items()},
     )

@@ -8,12 +8,12 @@ from collections.abc import Collection
 from itertools import count
 from typing import Any
 
-from aligner.config.dry_run.tiny_models import Models, layout_sections
+from aligner.config.dry_run.tiny_models import Models, list_layout_sections
 from aligner.models.hugging_face import hugging_face_config
 from aligner.models.model_source import first_layers
 from aligner.models.shape import ModelShape
 from aligner.models.weight_slices import Head, TensorSpec, frozen_names, weight_table
-from aligner.paths import run_paths
+from aligner.paths import get_run_paths
 from aligner.schema import (
     Config,
     ParallelConfig,
@@ -24,20 +24,20 @@ from aligner.schema import (
     TLSConfig,
 )
 from aligner.schema.derived import (
-    critic_updates,
-    longest_sequence,
-    policy_updates,
-    rows_together,
-    samples_learned_from,
+    count_critic_updates,
+    count_policy_updates,
+    count_trained_samples,
+    get_max_sequence_length,
+    get_rows_per_group,
 )
-from aligner.schema.evaluation_suites import Suite, evaluation_suites
-from aligner.schema.keys import value_at, with_values
+from aligner.schema.evaluation_suites import Suite, parse_evaluation_suites
+from aligner.schema.keys import get_value, with_values
 from aligner.schema.reward_sources import (
     ModelSource,
     Source,
-    asked_address,
-    reward_sources,
-    source_entry,
+    get_request_url,
+    parse_reward_sources,
+    to_source_entry,
 )
 
 Values = dict[str, Any]
@@ -45,13 +45,13 @@ Values = dict[str, Any]
 
 # Minimum of timeouts in seconds. Many ranks share a core here, so that operations that take seconds
 # on separate devices may take minutes.
-_PATIENCE_S = 1800.0
+_MIN_TIMEOUT_S = 1800.0
 
 # Reward source that replaces a source that cannot be reached.
-_DRAWN_SCORE: Values = {"kind": "function", "function": "digit_fraction"}
+_VARYING_SCORE: Values = {"kind": "function", "function": "digit_fraction"}
 
 
-def text_limit(config: Config) -> int:
+def get_text_limit(config: Config) -> int:
     """Return the number of characters to which a dry run shortens every text.
 
     The last characters of a text are kept. This many tokens fit both into a prompt and, with the
@@ -59,10 +59,10 @@ def text_limit(config: Config) -> int:
     """
     prompt = config.data.max_prompt_tokens
     response = config.data.max_response_tokens - 1
-    return prompt if config.algorithm.generates else min(prompt, response)
+    return prompt if config.algorithm.generates_samples else min(prompt, response)
 
 
-def place(config: Config) -> Values:
+def build_local_settings(config: Config) -> Values:
     """Return settings that run all roles on this machine's CPU.
 
     The run directory is next to the directory of the run, the timeouts are long, and trackers are
@@ -72,10 +72,10 @@ def place(config: Config) -> Values:
     cluster = config.cluster
     server = config.server
     engine = config.engine
-    health_s, start_s = (
-        max(seconds, _PATIENCE_S) for seconds in (server.health_timeout_s, server.start_timeout_s)
-    )
+    health_s = max(server.health_timeout_s, _MIN_TIMEOUT_S)
+    start_s = max(server.start_timeout_s, _MIN_TIMEOUT_S)
     stop_s = max(cluster.stop_timeout_s, 30.0)
+
     values: Values = {
         "run.name": f"{run.name}-dry-run",
         "run.dir": f"{run.dir}-dry-run",
@@ -88,12 +88,13 @@ def place(config: Config) -> Values:
         "cluster.device_memory_gib": None,
         "cluster.threads_per_rank": 1,
         "cluster.collective_timeout_s": max(cluster.collective_timeout_s, start_s),
-        "cluster.heartbeat_timeout_s": max(cluster.heartbeat_timeout_s, _PATIENCE_S),
+        "cluster.heartbeat_timeout_s": max(cluster.heartbeat_timeout_s, _MIN_TIMEOUT_S),
         "cluster.stop_timeout_s": stop_s,
         "server.start_timeout_s": start_s,  # also the timeout of the preparation
         "server.interface": "127.0.0.1",
         "server.tls": TLSConfig(),
         "server.health_timeout_s": health_s,
+        # A request must wait for a restart of its server (checks/server.py).
         "server.request_timeout_s": max(server.request_timeout_s, health_s + stop_s + start_s + 1),
         "server.drain_timeout_s": max(server.drain_timeout_s, 60.0),
         "server.max_sequence_length": None,
@@ -103,7 +104,7 @@ def place(config: Config) -> Values:
         "engine.kind": "embedded",
         "engine.precision": "fp32",
         "engine.verify_every": 1,
-        "engine.update_timeout_s": max(engine.update_timeout_s, _PATIENCE_S),
+        "engine.update_timeout_s": max(engine.update_timeout_s, _MIN_TIMEOUT_S),
         "checkpoint.every": min(config.checkpoint.every, 1),
         "logging.wandb.enabled": False,  # trackers are for real runs only
         "logging.mlflow.enabled": False,
@@ -115,7 +116,7 @@ def place(config: Config) -> Values:
     }
 
 
-def teacher(config: Config) -> Values:
+def build_teacher_settings(config: Config) -> Values:
     """Return the layout of the teacher: one rank.
 
     The tiny policy serves as the teacher, and its shape need not fit the teacher's own layout.
@@ -125,63 +126,63 @@ def teacher(config: Config) -> Values:
     )
 
 
-def critic(given: Config, models: Models) -> Values:
+def build_critic_settings(run_config: Config, run_models: Models) -> Values:
     """Return settings of a critic that starts from the policy instead of its own model.
 
     The result is empty if the critic already starts from the policy. The critic has fewer layers
     than the policy if it has fewer in the run.
 
     Args:
-        given: Configuration of the run.
-        models: Shapes of the models of the run.
+        run_config: Configuration of the run.
+        run_models: Shapes of the models of the run.
     """
-    if models.critic is None:
+    if run_models.critic is None:
         return {}
-    layers = given.critic.num_layers or models.critic.num_layers
+    layers = run_config.critic.num_layers or run_models.critic.num_layers
     return {
         "critic.path": None,
-        "critic.num_layers": layers if layers < models.policy.num_layers else None,
+        "critic.num_layers": layers if layers < run_models.policy.num_layers else None,
     }
 
 
-def lengths(config: Config) -> Values:
+def build_length_settings(config: Config) -> Values:
     """Return short lengths of prompts and responses, and small evaluations."""
     data = config.data
     evaluation = config.evaluation
     rollout = config.rollout
-    longest = min(rollout.max_response_tokens, 8)
+    max_tokens = min(rollout.max_response_tokens, 8)
     # A response with step labels consists of all its steps, and each step is shortened separately.
-    longest_record = 64 if config.algorithm.trainer == "reward_model" else 16
+    max_record_tokens = 64 if config.algorithm.trainer == "reward_model" else 16
     return {
         "data.generated_tokens": False,  # these tokens belong to the tokenizer of the run
         "teacher.scores": None,
         # The chat template of the tiny model does not distinguish the turns.
         "data.learned_turns": "last",
         "data.max_prompt_tokens": min(data.max_prompt_tokens, 16),
-        "data.max_response_tokens": min(data.max_response_tokens, longest_record),
+        "data.max_response_tokens": min(data.max_response_tokens, max_record_tokens),
         "data.held_out": min(data.held_out, 2 * config.actor.parallel.data),
         "data.normalization_samples": min(data.normalization_samples, 8),
         "evaluation.every": min(evaluation.every, config.dry_run.steps),
-        **_evaluated(config),
-        "rollout.max_response_tokens": longest,
-        "algorithm.target_length": min(config.algorithm.target_length, longest),
+        **_build_evaluation_settings(config),
+        "rollout.max_response_tokens": max_tokens,
+        "algorithm.target_length": min(config.algorithm.target_length, max_tokens),
         "rollout.min_response_tokens": (
-            longest
+            max_tokens
             if rollout.min_response_tokens == rollout.max_response_tokens
-            else min(rollout.min_response_tokens, longest // 2)
+            else min(rollout.min_response_tokens, max_tokens // 2)
         ),
-        "rollout.truncate_after": longest // 2,
+        "rollout.truncate_after": max_tokens // 2,
         "rollout.truncate_token": None if rollout.truncate_token is None else ".",
     }
 
 
-def _evaluated(config: Config) -> Values:
+def _build_evaluation_settings(config: Config) -> Values:
     """Return settings of evaluation suites with few prompts and samples, and without a judge.
 
     A judge would cost money, and the responses of random models are not worth it.
     """
     values: Values = {}
-    for suite in (Suite(None, config.evaluation), *evaluation_suites(config)):
+    for suite in (Suite(None, config.evaluation), *parse_evaluation_suites(config)):
         count = min(suite.settings.count or 4, 4)
         samples = min(suite.settings.samples, 2)
         values |= {
@@ -192,28 +193,29 @@ def _evaluated(config: Config) -> Values:
     return values
 
 
-def batches(config: Config) -> Values:
+def build_batch_settings(config: Config) -> Values:
     """Return the smallest batches with which every rank has samples in each minibatch.
 
     If a step of the run has several minibatches, epochs, rollout micro-batches or samples per
     prompt, the dry run has two of them. A micro-batch has the minimum number of tokens, so that a
     minibatch consists of several micro-batches.
     """
-    values: Values = {"data.batch_size": min(config.data.batch_size, _rows_at_a_time(config))}
-    if config.algorithm.generates:
-        values = _samples(config)
+    values: Values = {"data.batch_size": min(config.data.batch_size, _get_min_rows(config))}
+    if config.algorithm.generates_samples:
+        values = _build_sample_settings(config)
     config = with_values(config, values)
-    longest = longest_sequence(config)
-    values["actor.micro_batch_tokens"] = rows_together(config) * longest
-    values["actor.logprob_chunk_tokens"] = min(config.actor.logprob_chunk_tokens, longest)
-    values["teacher.logprob_chunk_tokens"] = min(config.teacher.logprob_chunk_tokens, longest)
-    others = {"teacher", *(section.partition(".")[0] for section in layout_sections(config))} - {
-        "actor"
-    }
-    return values | {f"{role}.micro_batch_tokens": longest for role in others}
+    max_length = get_max_sequence_length(config)
+    values["actor.micro_batch_tokens"] = get_rows_per_group(config) * max_length
+    values["actor.logprob_chunk_tokens"] = min(config.actor.logprob_chunk_tokens, max_length)
+    values["teacher.logprob_chunk_tokens"] = min(config.teacher.logprob_chunk_tokens, max_length)
+    other_roles = {
+        "teacher",
+        *(section.partition(".")[0] for section in list_layout_sections(config)),
+    } - {"actor"}
+    return values | {f"{role}.micro_batch_tokens": max_length for role in other_roles}
 
 
-def _samples(config: Config) -> Values:
+def _build_sample_settings(config: Config) -> Values:
     """Return the number of prompts, samples and updates per step."""
     rollout = config.rollout
     algorithm = config.algorithm
@@ -225,31 +227,33 @@ def _samples(config: Config) -> Values:
         "algorithm.epochs": min(algorithm.epochs, 2),
     }
     config = with_values(config, values)
-    prompts = next(prompts for prompts in count(1) if _is_enough(config, prompts))
+    prompts = next(prompts for prompts in count(1) if _fits_layouts(config, prompts))
+    # The horizon of the adaptive KL coefficient must be longer than one step.
     horizon = max(algorithm.kl_horizon, prompts * config.rollout.samples_per_prompt + 1)
     return values | {"rollout.prompts_per_step": prompts, "algorithm.kl_horizon": horizon}
 
 
-def _rows_at_a_time(config: Config) -> int:
+def _get_min_rows(config: Config) -> int:
     """Return the number of rows that gives each data-parallel rank enough micro-batches.
 
     Each rank of a trained model needs one micro-batch per pipeline stage, and at least two.
     """
-    layouts = [config.actor.parallel] + (
-        [config.critic.parallel] if config.algorithm.has_critic else []
-    )
+    layouts = [config.actor.parallel]
+    if config.algorithm.has_critic:
+        layouts.append(config.critic.parallel)
+    # With one micro-batch, gradient accumulation and the pipeline's steady state would not run.
     return max(layout.data * max(layout.pipeline, 2) for layout in layouts)
 
 
-def _is_enough(config: Config, prompts: int) -> bool:
+def _fits_layouts(config: Config, prompts: int) -> bool:
     """Return whether a number of prompts per step is divisible as required, and large enough."""
     rollout = config.rollout
     algorithm = config.algorithm
-    learned_from = prompts * samples_learned_from(config)
-    units = learned_from // rows_together(config)
+    trained_samples = prompts * count_trained_samples(config)
+    units = trained_samples // get_rows_per_group(config)
     is_divisible = prompts % rollout.micro_batches == 0 and units % algorithm.minibatches == 0
     samples = prompts // rollout.micro_batches * rollout.samples_per_prompt
-    has_enough_rows = learned_from // algorithm.minibatches >= _rows_at_a_time(config)
+    has_enough_rows = trained_samples // algorithm.minibatches >= _get_min_rows(config)
     return (
         is_divisible
         and samples % config.engine.parallel.data == 0
@@ -258,24 +262,24 @@ def _is_enough(config: Config, prompts: int) -> bool:
     )
 
 
-def schedules(config: Config) -> Values:
+def build_schedule_settings(config: Config) -> Values:
     """Return warm-ups that end before the run does.
 
     The configuration must already have the batches and the number of steps of the dry run.
     """
-    policy_waits = min(config.algorithm.policy_starts_after, config.run.steps - 1)
-    config = with_values(config, {"algorithm.critic_warmup_steps": policy_waits})
-    updates = {"actor": policy_updates(config)}
+    critic_warmup = min(config.algorithm.steps_before_policy_updates, config.run.steps - 1)
+    config = with_values(config, {"algorithm.critic_warmup_steps": critic_warmup})
+    updates = {"actor": count_policy_updates(config)}
     if config.algorithm.has_critic:
-        updates["critic"] = critic_updates(config)
+        updates["critic"] = count_critic_updates(config)
     warmups = {f"{role}.optimizer.warmup_steps": steps - 1 for role, steps in updates.items()}
     return {
-        "algorithm.critic_warmup_steps": policy_waits,
-        **{key: min(value_at(config, key), max_steps) for key, max_steps in warmups.items()},
+        "algorithm.critic_warmup_steps": critic_warmup,
+        **{key: min(get_value(config, key), max_steps) for key, max_steps in warmups.items()},
     }
 
 
-def models(config: Config, tiny: Models) -> Values:
+def build_model_settings(config: Config, tiny: Models) -> Values:
     """Return settings of random models.
 
     The reward models are stored in the run directory. The tiny policy serves as the teacher.
@@ -285,7 +289,9 @@ def models(config: Config, tiny: Models) -> Values:
         tiny: Shapes of the tiny models.
     """
     sources = (
-        {source.key: source for source in reward_sources(config.reward)} if tiny.rewards else {}
+        {source.key: source for source in parse_reward_sources(config.reward)}
+        if tiny.rewards
+        else {}
     )
     names = {key: sources[key].name for key in tiny.rewards}
     return {
@@ -296,26 +302,29 @@ def models(config: Config, tiny: Models) -> Values:
         "dry_run.models": {
             names[key]: hugging_face_config(shape, "scalar") for key, shape in tiny.rewards.items()
         },
-        **{f"{key}.path": str(run_paths(config).random_model(name)) for key, name in names.items()},
-        **_taught_by(config, str(run_paths(config).initial_model)),
+        **{
+            f"{key}.path": str(get_run_paths(config).random_model(name))
+            for key, name in names.items()
+        },
+        **_build_teacher_paths(config, str(get_run_paths(config).initial_model)),
         "rollout.top_k": min(config.rollout.top_k, tiny.policy.vocab_size),
         "actor.lora.rank": min(config.actor.lora.rank, 2),
     }
 
 
-def _taught_by(config: Config, path: str) -> Values:
+def _build_teacher_paths(config: Config, path: str) -> Values:
     """Return settings with which all teachers are the model at `path`."""
-    teacher = config.teacher
-    if teacher.sources:
+    settings = config.teacher
+    if settings.sources:
         return {
             "teacher.sources": {
-                name: {**entries, "path": path} for name, entries in teacher.sources.items()
+                name: {**entries, "path": path} for name, entries in settings.sources.items()
             }
         }
     return {"teacher.path": path if config.has_teacher else None}
 
 
-def scores(config: Config, unreachable: Collection[str]) -> Values:
+def build_score_settings(config: Config, unreachable: Collection[str]) -> Values:
     """Return the sources of the reward, with replacements for the unreachable ones.
 
     If the algorithm drops prompts whose samples have equal scores, a source with varying scores is
@@ -327,17 +336,17 @@ def scores(config: Config, unreachable: Collection[str]) -> Values:
         unreachable: Addresses of sources that do not answer.
     """
     algorithm = config.algorithm
-    if not algorithm.generates:
+    if not algorithm.generates_samples:
         return {}
-    sources = {source.name: source for source in reward_sources(config.reward)}
+    sources = {source.name: source for source in parse_reward_sources(config.reward)}
     replacements = {
         name: (
-            _DRAWN_SCORE
+            _VARYING_SCORE
             | {"weight": source.weight, "gain": source.gain, "bias": source.bias}
-            | _tasks(source)
+            | _get_task_weights(source)
         )
         for name, source in sources.items()
-        if asked_address(source) in unreachable
+        if get_request_url(source) in unreachable
     }
     compares_scores = (
         algorithm.dynamic_sampling_rounds > 0
@@ -346,32 +355,35 @@ def scores(config: Config, unreachable: Collection[str]) -> Values:
     ) and not any(isinstance(source, ModelSource) for source in sources.values())
     if not compares_scores and not replacements:
         return {"algorithm.min_score": None}
-    combined = {
-        name: replacements.get(name) or source_entry(source) for name, source in sources.items()
+    combined_sources = {
+        name: replacements.get(name) or to_source_entry(source) for name, source in sources.items()
     }
     if compares_scores:
-        combined |= {"dry_run": _DRAWN_SCORE | {"weight": 0.01}}
+        combined_sources |= {"dry_run": _VARYING_SCORE | {"weight": 0.01}}
+    # Random models need many rounds until the scores of a prompt differ.
     rounds = max(algorithm.dynamic_sampling_rounds, 50) if algorithm.dynamic_sampling_rounds else 0
-    neutral: Values = {"reward.gain": 1.0, "reward.bias": 0.0, "algorithm.min_score": None}
+    neutral_values: Values = {"reward.gain": 1.0, "reward.bias": 0.0, "algorithm.min_score": None}
     # With another combination, such as the minimum, the added score might have no effect.
     if compares_scores:
-        neutral |= {
+        neutral_values |= {
             "reward.combine": "sum",
             "reward.disagreement_weight": RewardConfig.disagreement_weight,
         }
     return {
         "reward.kind": "combined",
-        "reward.sources": combined,
+        "reward.sources": combined_sources,
         "algorithm.dynamic_sampling_rounds": rounds,
-    } | neutral
+    } | neutral_values
 
 
-def _tasks(source: Source) -> Values:
+def _get_task_weights(source: Source) -> Values:
     """Return the entry `task_weights` of a source; empty if the source has no such weights."""
     return {"task_weights": dict(source.task_weights)} if source.task_weights else {}
 
 
-def frozen(config: Config, given: Config, tiny: Models, models: Models) -> Values:
+def build_frozen_settings(
+    config: Config, run_config: Config, tiny: Models, run_models: Models
+) -> Values:
     """Return settings with the names of the frozen weights of the tiny models.
 
     The patterns of the run may name layers that the tiny models do not have. Therefore each layer
@@ -381,26 +393,30 @@ def frozen(config: Config, given: Config, tiny: Models, models: Models) -> Value
 
     Args:
         config: Configuration of the dry run.
-        given: Configuration of the run.
+        run_config: Configuration of the run.
         tiny: Shapes of the tiny models.
-        models: Shapes of the models of the run.
+        run_models: Shapes of the models of the run.
     """
     heads: dict[str, Head] = {"actor": "vocabulary", "critic": "scalar"}
-    sections = [section.partition(".")[0] for section in layout_sections(config)]
+    sections = [section.partition(".")[0] for section in list_layout_sections(config)]
     values: Values = {}
-    for role in (role for role in heads if role in sections and value_at(config, f"{role}.frozen")):
+    for role in (
+        role for role in heads if role in sections and get_value(config, f"{role}.frozen")
+    ):
         initial_model = (
-            models.critic if role == "critic" and models.critic is not None else models.policy
+            run_models.critic
+            if role == "critic" and run_models.critic is not None
+            else run_models.policy
         )
-        run_shape = _trained(given, role, initial_model)
-        tiny_shape = _trained(config, role, tiny.policy)
-        values[f"{role}.frozen"] = _frozen_names(
-            value_at(config, f"{role}.frozen"), run_shape, tiny_shape, heads[role]
+        run_shape = _get_trained_shape(run_config, role, initial_model)
+        tiny_shape = _get_trained_shape(config, role, tiny.policy)
+        values[f"{role}.frozen"] = _find_frozen_names(
+            get_value(config, f"{role}.frozen"), run_shape, tiny_shape, heads[role]
         )
     return values
 
 
-def _trained(config: Config, role: str, shape: ModelShape) -> ModelShape:
+def _get_trained_shape(config: Config, role: str, shape: ModelShape) -> ModelShape:
     """Return the shape that a role trains: critics and reward models may have fewer layers."""
     return (
         first_layers(config, shape)
@@ -409,38 +425,43 @@ def _trained(config: Config, role: str, shape: ModelShape) -> ModelShape:
     )
 
 
-def _frozen_names(
-    patterns: list[str], whole: ModelShape, small: ModelShape, head: Head
+def _find_frozen_names(
+    patterns: list[str], run_shape: ModelShape, tiny_shape: ModelShape, head: Head
 ) -> list[str]:
     """Return the names of the frozen weights of a tiny model; empty if all would be frozen.
 
     Args:
         patterns: Patterns of frozen weights of the model of the run.
-        whole: Shape of the model of the run.
-        small: Shape of the tiny model.
+        run_shape: Shape of the model of the run.
+        tiny_shape: Shape of the tiny model.
         head: Output head of both models.
     """
-    frozen = frozen_names(weight_table(whole, head), patterns)
-    small_table = weight_table(small, head)
+    frozen_in_run = frozen_names(weight_table(run_shape, head), patterns)
+    tiny_table = weight_table(tiny_shape, head)
 
-    def stands_for(spec: TensorSpec) -> str:
+    def get_counterpart_name(spec: TensorSpec) -> str:
         """Return the name of the corresponding weight of the model of the run."""
         name = spec.name
         if spec.layer is not None:
             name = name.replace(
                 f".{spec.layer}.",
-                f".{_counterpart(spec.layer, small.num_layers, whole.num_layers)}.",
+                f".{_map_index(spec.layer, tiny_shape.num_layers, run_shape.num_layers)}.",
                 1,
             )
         if spec.expert is not None:
-            expert = _counterpart(spec.expert, small.num_experts, whole.num_experts)
+            expert = _map_index(spec.expert, tiny_shape.num_experts, run_shape.num_experts)
             name = name.replace(f"experts.{spec.expert}.", f"experts.{expert}.")
         return name
 
-    names = [spec.name for spec in small_table if stands_for(spec) in frozen]
-    return names if len(names) < len(small_table) else []
+    names = [spec.name for spec in tiny_table if get_counterpart_name(spec) in frozen_in_run]
+    # A model whose weights are all frozen could not be trained.
+    return names if len(names) < len(tiny_table) else []
 
 
-def _counterpart(index: int, few: int, many: int) -> int:
-    """Return which of `many` items corresponds to an index of `few` items, evenly spaced."""
-    return index * (many - 1) // max(few - 1, 1)
+def _map_index(index: int, count: int, target_count: int) -> int:
+    """Return the index in `target_count` items that corresponds to an index in `count` items.
+
+    The first and the last items correspond to each other, and the items between them are evenly
+    spaced.
+    """
+    return index * (target_count - 1) // max(count - 1, 1)

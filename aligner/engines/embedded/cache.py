@@ -19,24 +19,26 @@ class CacheSize:
     """Maximum number of tokens of a sequence."""
 
 
-def fit(token_bytes: int, columns: int, most_rows: int, budget_mib: int | None) -> CacheSize:
+def compute_cache_size(
+    token_bytes: int, columns: int, max_rows: int, budget_mib: int | None
+) -> CacheSize:
     """Compute the size of a KV cache within the memory budget.
 
     Args:
         token_bytes: Bytes of the KV cache per token, over all layers, on this rank.
         columns: Maximum number of tokens of a sequence.
-        most_rows: Maximum number of sequences.
+        max_rows: Maximum number of sequences.
         budget_mib: Value of `engine.kv_cache_mib`; None means no limit.
 
     Returns:
-        A size of `columns` columns and as many rows as the budget allows, at most `most_rows`.
+        A size of `columns` columns and as many rows as the budget allows, at most `max_rows`.
 
     Raises:
         AlignerError: The budget is too small for one sequence.
     """
     if budget_mib is None:
-        return CacheSize(most_rows, columns)
-    rows = min(most_rows, (budget_mib << 20) // (token_bytes * columns))
+        return CacheSize(max_rows, columns)
+    rows = min(max_rows, (budget_mib << 20) // (token_bytes * columns))
     if rows == 0:
         needed = token_bytes * columns / 2**20
         raise AlignerError(
@@ -46,7 +48,7 @@ def fit(token_bytes: int, columns: int, most_rows: int, budget_mib: int | None) 
     return CacheSize(rows, columns)
 
 
-class Cache:
+class KVCache:
     """KV cache of one tensor-parallel rank: row r, column t holds token t of the sequence in row r.
 
     The memory is kept between generations. Each generation divides it into the rows and columns
@@ -56,25 +58,26 @@ class Cache:
     def __init__(
         self,
         shape: ModelShape,
-        tensor: int,
+        tensor_parallel_size: int,
         device: torch.device,
         dtype: torch.dtype,
         *,
-        by_token: bool = False,
+        token_major: bool = False,
     ) -> None:
         """Create an empty cache; `resize` allocates the memory.
 
         Args:
             shape: Dimensions of the model.
-            tensor: Number of tensor-parallel ranks.
+            tensor_parallel_size: Number of tensor-parallel ranks.
             device: Device of the memory.
             dtype: Data type of keys and values.
-            by_token: Whether all heads of a token are contiguous in memory, as `sliced_attention`
-                requires. Otherwise all tokens of a head are contiguous.
+            token_major: Whether all heads of a token are contiguous in memory, as
+                `sliced_attention` requires. Otherwise all tokens of a head are contiguous.
         """
-        self._leading = (2, shape.num_layers)
-        self._trailing = (shape.num_kv_heads // tensor, shape.head_dim)
-        self._by_token = by_token
+        # Keys and values are one tensor, so that they share an allocation.
+        self._leading_dims = (2, shape.num_layers)
+        self._head_dims = (shape.num_kv_heads // tensor_parallel_size, shape.head_dim)
+        self._is_token_major = token_major
         self._storage = torch.empty(0, device=device, dtype=dtype)
         self.size = CacheSize(0, 0)
         """Current number of rows and columns."""
@@ -90,24 +93,28 @@ class Cache:
         A new size discards the sequences in the cache.
 
         Returns:
-            Whether the size has changed. Tensors may then have moved, and recorded CUDA graphs are
+            Whether the size has changed. Tensors may then have moved, and captured CUDA graphs are
             invalid.
         """
         if size == self.size:
             return False
-        heads, width = self._trailing
-        inner = (size.columns, heads) if self._by_token else (heads, size.columns)
-        shape = (*self._leading, size.rows, *inner, width)
-        elements = torch.Size(shape).numel()
-        if elements > self._storage.numel():
+
+        heads, head_dim = self._head_dims
+        inner_dims = (size.columns, heads) if self._is_token_major else (heads, size.columns)
+        shape = (*self._leading_dims, size.rows, *inner_dims, head_dim)
+        numel = torch.Size(shape).numel()
+        if numel > self._storage.numel():
             # The old and the new storage may not fit into memory at the same time.
             self.free()
             # Attention multiplies masked values by 0, so uninitialized memory must not contain NaN.
-            self._storage = self._storage.new_zeros(elements)
-        keys_and_values = self._storage[:elements].view(shape)
-        self.keys, self.values = (
-            keys_and_values.transpose(3, 4) if self._by_token else keys_and_values
-        )
+            self._storage = self._storage.new_zeros(numel)
+
+        # [2, layers, rows, columns, KV heads, head dim] if token-major, else columns and KV heads
+        # exchanged.
+        keys_and_values = self._storage[:numel].view(shape)
+        if self._is_token_major:
+            keys_and_values = keys_and_values.transpose(3, 4)
+        self.keys, self.values = keys_and_values
         self.size = size
         return True
 
@@ -136,16 +143,16 @@ class Cache:
                 tensor[:, targets, :, :width] = tensor[:, sources, :, :width]
 
     def write_prompts(
-        self, layer: int, rows: list[int], copies: Tensor, keys: Tensor, values: Tensor
+        self, layer: int, rows: list[int], prompt_indices: Tensor, keys: Tensor, values: Tensor
     ) -> None:
         """Write the keys and values of prompts at the start of their rows.
 
         Args:
             layer: Index of the layer.
             rows: Indices of the rows to write, of length C.
-            copies: Index of the prompt of each row, int64 [C].
+            prompt_indices: Index of the prompt of each row, int64 [C].
             keys: Keys of the prompts, [U, KV heads, P, head dim].
             values: Values of the prompts, [U, KV heads, P, head dim].
         """
-        self.keys[layer, rows, :, : keys.shape[2]] = keys[copies]
-        self.values[layer, rows, :, : values.shape[2]] = values[copies]
+        self.keys[layer, rows, :, : keys.shape[2]] = keys[prompt_indices]
+        self.values[layer, rows, :, : values.shape[2]] = values[prompt_indices]

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from aligner.data.types import Completion, CompletionReason, KeptTokens
-from aligner.engines.embedded.sampling import request_uniforms
-from aligner.engines.embedded.speculation import Lookup
+from aligner.data.types import Completion, CompletionReason, SamplingSupport
+from aligner.engines.embedded.sampling import generate_request_uniforms
+from aligner.engines.embedded.speculation import PromptLookup
 from aligner.engines.engine_protocol import EngineRequest
 
 FULL_VOCABULARY = torch.empty(0, dtype=torch.int32)
@@ -28,7 +28,7 @@ class DecodedResponse:
     request: EngineRequest
     prompt: tuple[int, ...]
     tokens: list[int]
-    numbers: np.ndarray | None
+    random_numbers: np.ndarray | None
     """float64 [limit]: uniform random numbers, entry t for `tokens[t]`; None for greedy decoding"""
     limit: int
     """Maximum number of `tokens`."""
@@ -38,32 +38,36 @@ class DecodedResponse:
     """Number of `tokens` that belong to the input."""
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    kept: list[Tensor] = field(default_factory=list)
+    supports: list[Tensor] = field(default_factory=list)
     """int32: sampling support of each generated token; empty if it was not requested."""
     finish_reason: CompletionReason | None = None
-    routes: list[Tensor] = field(default_factory=list)
+    expert_routing: list[Tensor] = field(default_factory=list)
     """[n, L, K] each: expert routing of consecutive tokens from the prompt's first on."""
     row: int = -1
     """Row of the KV cache, while it has one."""
-    cached: int = 0
+    cached_tokens: int = 0
     """Number of tokens whose keys and values are in the row when the request resumes it."""
-    lookup: Lookup | None = None
+    prompt_lookup: PromptLookup | None = None
     """Source of draft tokens."""
-    read: Tensor | None = None
+    prefill_routing: Tensor | None = None
     """[n, L, K]: expert routing of the tokens that were prefilled, of the prompt at least."""
 
     @classmethod
-    def begin(cls, request: EngineRequest, seed: int) -> "DecodedResponse":
+    def from_request(cls, request: EngineRequest, seed: int) -> "DecodedResponse":
         """Return the state of a request before its first generated token."""
         tokens = request.tokens.tolist()
+        # The input may contain tokens that an interrupted call has already generated. They count
+        # as `tokens`, so that their random numbers are skipped.
         start = request.key.stream_start
         limit = request.total_tokens - start
-        numbers = None if request.sampling.greedy else request_uniforms(seed, request, limit)
+        random_numbers = None
+        if not request.sampling.greedy:
+            random_numbers = generate_request_uniforms(seed, request, limit)
         return cls(
             request,
             prompt=tuple(tokens[:start]),
             tokens=tokens[start:],
-            numbers=numbers,
+            random_numbers=random_numbers,
             limit=limit,
             min_tokens=len(tokens) - start + request.sampling.min_new_tokens,
             input_tokens=len(tokens) - start,
@@ -75,7 +79,7 @@ class DecodedResponse:
         return len(self.prompt) + len(self.tokens)
 
     @property
-    def newest(self) -> int:
+    def last_token(self) -> int:
         """The last token so far."""
         return self.tokens[-1] if self.tokens else self.prompt[-1]
 
@@ -84,22 +88,22 @@ class DecodedResponse:
         """Whether nothing follows the prompt yet."""
         return not self.tokens
 
-    def completion(self) -> Completion:
-        """Return what has been generated so far."""
-        kept = None
-        counts = [0 if ids is FULL_VOCABULARY else len(ids) for ids in self.kept]
+    def build_completion(self) -> Completion:
+        """Return the tokens generated so far, with their log-probs and versions."""
+        support = None
+        counts = [0 if ids is FULL_VOCABULARY else len(ids) for ids in self.supports]
         if any(counts):
-            kept = KeptTokens.from_counts(torch.tensor(counts), torch.cat(self.kept))
+            support = SamplingSupport.from_counts(torch.tensor(counts), torch.cat(self.supports))
         return Completion(
             tokens=torch.tensor(self.tokens[self.input_tokens :], dtype=torch.int64),
             logprobs=torch.tensor(self.logprobs, dtype=torch.float32),
             weight_versions=torch.tensor(self.versions, dtype=torch.int64),
             finish_reason=self.finish_reason or "interrupted",
-            kept=kept,
-            routes=torch.cat(self.routes) if self.routes else None,
+            sampling_support=support,
+            expert_routing=torch.cat(self.expert_routing) if self.expert_routing else None,
         )
 
 
-def in_order(responses: Iterable[DecodedResponse]) -> list[DecodedResponse]:
+def sort_by_row(responses: Iterable[DecodedResponse]) -> list[DecodedResponse]:
     """Return responses in the order of their rows."""
     return sorted(responses, key=lambda response: response.row)

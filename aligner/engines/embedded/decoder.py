@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from aligner.engines.embedded import sliced_attention
-from aligner.engines.embedded.cache import Cache
-from aligner.engines.embedded.products import Products
+from aligner.engines.embedded.cache import KVCache
+from aligner.engines.embedded.matmuls import Matmuls
 from aligner.engines.embedded.sliced_attention import Spans
 from aligner.models import batch_invariant
 from aligner.models.rotary import rotate
@@ -42,9 +42,9 @@ class Prompts:
     """Token ids of all U prompts, concatenated without padding, int64 [N]."""
     lengths: Tensor
     """Number of tokens of each prompt, int64 [U]."""
-    width: int
-    """Number of tokens of the longest prompt."""
-    copies: Tensor
+    max_length: int
+    """Number of tokens of the longest prompt, P."""
+    prompt_indices: Tensor
     """Index of the prompt of each new row, int64 [C]."""
     rows: list[int]
     """Index of each new row in the KV cache, of length C."""
@@ -57,8 +57,8 @@ class Step:
     tokens: Tensor
     """Newest token of each decoding row, int64 [R].
 
-    If `width` is greater than 1, each row has `width` consecutive entries: its newest token,
-    followed by its draft tokens. R is then the number of rows times `width`.
+    If `tokens_per_row` is greater than 1, each row has as many consecutive entries: its newest
+    token, followed by its draft tokens. R is then the number of rows times `tokens_per_row`.
     """
     positions: Tensor
     """Position of each token in its sequence, int64 [R]."""
@@ -66,14 +66,14 @@ class Step:
     """Number of columns of the KV cache that the pass reads; greater than every position."""
     prompts: Prompts | None = None
     """Prompts to prefill; None if there are none."""
-    width: int = 1
+    tokens_per_row: int = 1
     """Number of tokens per decoding row: 1, or more with speculative decoding."""
     rows: list[int] | None = None
     """Indices of the decoding rows in the KV cache, in ascending order.
 
     None means the first rows of the cache.
     """
-    scores: bool = True
+    needs_logits: bool = True
     """Whether the pass computes logits."""
     lengths: Tensor | None = None
     """Number of tokens of its row to which each token attends, int32 [R].
@@ -81,14 +81,14 @@ class Step:
     Only a sliced decoder uses it, in a step with one token per row. None means all tokens up to the
     token's position.
     """
-    routes: list[Tensor] | None = None
+    expert_routing: list[Tensor] | None = None
     """List to which each layer appends its expert routing; None disables the recording.
 
     Each entry has the experts of every token, uint8 or int16 [R + N, K], with the decoding rows
     first.
     """
 
-    def followed_by(self, tokens: Tensor) -> "Step":
+    def build_next_step(self, tokens: Tensor) -> "Step":
         """Return the decode step that follows this one.
 
         Args:
@@ -99,32 +99,32 @@ class Step:
 
 
 @dataclass(frozen=True)
-class _Geometry:
+class _AttentionMetadata:
     """Rotations, cache rows and attention masks of a step, which all layers share."""
 
-    rotation: tuple[Tensor, Tensor] | None
+    rotary_cos_sin: tuple[Tensor, Tensor] | None
     """Cosine and sine of the rotary angles of every token, [N, 1, rotated dims / 2] each.
 
     None if the model has no rotary position embedding.
     """
-    rows: Tensor
+    cache_rows: Tensor
     """Row of the KV cache of each decoding token, int64 [R]."""
-    runs: list[tuple[int, int]]
+    row_runs: list[tuple[int, int]]
     """Runs of consecutive cache rows in the step, as pairs of first row and number of rows."""
-    mask: Tensor | None
+    cache_mask: Tensor | None
     """Attention mask of the decoding rows over the KV cache; None if `spans` replaces it.
 
     It is added to the scores, [rows, 1, queries of a KV head, columns]. With `engine.exact` it is
-    bool [rows, width, columns] instead, and True marks the keys to which a query attends.
+    bool [rows, tokens per row, columns] instead, and True marks the keys to which a query attends.
     """
     spans: Spans | None
     """Part of the KV cache that each row reads; None unless the decoder is sliced."""
-    at: tuple[Tensor, Tensor] | None
+    prompt_token_indices: tuple[Tensor, Tensor] | None
     """Prompt index and position of every prompt token, int64 [N] each.
 
     None if the step has no prompts.
     """
-    visible: Tensor | None
+    prompt_mask: Tensor | None
     """Attention mask of the prompts, bool [P, P]; True marks the keys to which a query attends.
 
     None means a causal mask, which the fused kernel applies without a tensor.
@@ -138,15 +138,15 @@ class Decoder:
     ranks of the replica must call them in the same order.
 
     Attributes:
-        exact: Whether the decoder uses batch-invariant kernels (`engine.exact`).
-        sliced: Whether a step with one token per row reads only the used part of each cache row.
+        is_exact: Whether the decoder uses batch-invariant kernels (`engine.exact`).
+        is_sliced: Whether a step with one token per row reads only the used part of each cache row.
     """
 
     def __init__(
         self,
         shape: ModelShape,
-        tensor: int,
-        place: int,
+        tensor_parallel_size: int,
+        rank: int,
         group: ProcessGroup | None,
         device: torch.device,
         *,
@@ -158,224 +158,237 @@ class Decoder:
 
         Args:
             shape: Dimensions of the model.
-            tensor: Number of tensor-parallel ranks (TP).
-            place: Index of this rank among the tensor-parallel ranks.
-            group: Process group of the tensor-parallel ranks; unused if `tensor` is 1.
+            tensor_parallel_size: Number of tensor-parallel ranks (TP).
+            rank: Index of this rank among the tensor-parallel ranks.
+            group: Process group of the tensor-parallel ranks; unused if there is one rank.
             device: Device of the weights and of the KV cache.
             exact: Value of `engine.exact`.
             packed: Value of `engine.packed_weights`.
             sliced: Whether a step with one token per row reads only the tokens that each row has.
-                The KV cache must then be stored by token (see `Cache`).
+                The KV cache must then be stored by token (see `KVCache`).
         """
-        self.exact = exact
-        self.sliced = sliced
-        self._products = Products(exact=exact, packed=packed)
+        self.is_exact = exact
+        self.is_sliced = sliced
+        self._matmuls = Matmuls(exact=exact, packed=packed)
         self._shape = shape
-        self._tensor = tensor
-        self._place = place
+        self._tensor_parallel_size = tensor_parallel_size
+        self._rank = rank
         self._group = group
-        self._heads = shape.num_heads // tensor
-        self._kv_heads = shape.num_kv_heads // tensor
+        self._heads = shape.num_heads // tensor_parallel_size
+        self._kv_heads = shape.num_kv_heads // tensor_parallel_size
         self._activation = _ACTIVATIONS[shape.activation]
         # Some checkpoints store query, key and value in one tensor, interleaved by KV head. The
         # engine keeps the order of the checkpoint's file.
-        self._interleaved = any(
+        self._is_qkv_interleaved = any(
             "linear_qkv" in spec.parameter and spec.part == "whole" for spec in weight_table(shape)
         )
-        rotary = shape.position == "rotary"
-        self._frequencies = (
-            torch.tensor(compute_inverse_frequencies(shape), device=device) if rotary else None
+        has_rotary = shape.position == "rotary"
+        self._inverse_frequencies = (
+            torch.tensor(compute_inverse_frequencies(shape), device=device) if has_rotary else None
         )
         self._weights: dict[str, Tensor] = {}
 
-    def use(self, weights: dict[str, Tensor]) -> None:
+    def set_weights(self, weights: dict[str, Tensor]) -> None:
         """Set the weights, by their megatron-core names.
 
         Call this method again whenever the values of the weights change, because packed copies of
         the old values may exist.
         """
         self._weights = weights
-        self._products.use(weights)
+        self._matmuls.set_weights(weights)
 
-    def forward(self, step: Step, cache: Cache) -> Tensor:
-        """Compute this rank's share of the logits of each row's next token. Collective.
+    def forward(self, step: Step, cache: KVCache) -> Tensor:
+        """Compute this rank's shard of the logits of each row's next token. Collective.
 
         The pass writes the keys and values of all tokens into the cache.
 
         Returns:
             The logits of the decoding rows, followed by those of the C new rows, [R + C, V / TP];
-            no rows if `step.scores` is False.
+            no rows if `step.needs_logits` is False.
         """
-        prompts = step.prompts
-        tokens, positions, geometry = self._prepare(step, cache)
+        tokens, positions, metadata = self._prepare(step, cache)
         x = self._embed(tokens, positions)
         for layer in range(self._shape.num_layers):
-            x = self._layer(layer, x, step, geometry, cache)
+            x = self._apply_layer(layer, x, step, metadata, cache)
 
         rows = len(step.tokens)
+        prompts = step.prompts
         if prompts is not None:
             # Only the last token of a prompt has a next token to predict.
             last_tokens = rows + prompts.lengths.cumsum(0) - 1
-            x = torch.cat((x[:rows], x[last_tokens][prompts.copies]))
+            x = torch.cat((x[:rows], x[last_tokens][prompts.prompt_indices]))
 
-        normed = self._norm(x if step.scores else x[:0], "decoder.final_layernorm")
+        # Zero rows skip the work of the output layer, and the result still has its width.
+        normed = self._apply_norm(x if step.needs_logits else x[:0], "decoder.final_layernorm")
         head = "embedding.word_embeddings" if self._shape.tied_embeddings else "output_layer"
-        return self._products.linear(normed, head)
+        return self._matmuls.linear(normed, head)
 
-    def gather_logits(self, share: Tensor) -> Tensor | None:
-        """Gather the shares of the logits on the replica's first rank. Collective.
+    def gather_logits(self, logits_shard: Tensor) -> Tensor | None:
+        """Gather the shards of the logits on the replica's first rank. Collective.
 
         Args:
-            share: This rank's share, [B, V / TP].
+            logits_shard: This rank's part of the vocabulary, [B, V / TP].
 
         Returns:
             The logits [B, V] on the first rank, None on the other ranks.
         """
-        if self._tensor == 1:
-            return share
-        shares = (
-            [torch.empty_like(share) for _ in range(self._tensor)] if self._place == 0 else None
-        )
-        dist.gather(share, shares, group=self._group, group_dst=0)
+        if self._tensor_parallel_size == 1:
+            return logits_shard
+
+        shards = None
+        if self._rank == 0:
+            shards = [torch.empty_like(logits_shard) for _ in range(self._tensor_parallel_size)]
+        dist.gather(logits_shard, shards, group=self._group, group_dst=0)
         # The slice drops the logits of the vocabulary's padding, which the last ranks compute.
-        return torch.cat(shares, -1)[:, : self._shape.vocab_size] if shares else None
+        return torch.cat(shards, -1)[:, : self._shape.vocab_size] if shards else None
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         """Broadcast a tensor in place from the replica's first rank, and return it. Collective."""
-        if self._tensor > 1:
+        if self._tensor_parallel_size > 1:
             dist.broadcast(tensor, group=self._group, group_src=0)
         return tensor
 
-    def _prepare(self, step: Step, cache: Cache) -> tuple[Tensor, Tensor, _Geometry]:
-        """Return the tokens and positions of a step, decoding rows first, and its geometry."""
+    def _prepare(self, step: Step, cache: KVCache) -> tuple[Tensor, Tensor, _AttentionMetadata]:
+        """Return the tokens and positions of a step, decoding rows first, and its attention
+        metadata."""
         tokens = step.tokens
         positions = step.positions
         prompts = step.prompts
 
-        token_indices = visible = None
+        token_indices = None
+        prompt_mask = None
         if prompts is not None:
-            ends = prompts.lengths.cumsum(0)
+            # Index of the first token of each prompt in the packed tensor, [U].
+            starts = prompts.lengths.cumsum(0) - prompts.lengths
             # Without values, repeat_interleave repeats the index of each prompt by its length.
             prompt_indices = torch.repeat_interleave(prompts.lengths)
             prompt_positions = (
-                torch.arange(len(prompts.tokens), device=tokens.device)
-                - (ends - prompts.lengths)[prompt_indices]
+                torch.arange(len(prompts.tokens), device=tokens.device) - starts[prompt_indices]
             )
             tokens = torch.cat((tokens, prompts.tokens))
             positions = torch.cat((positions, prompt_positions))
             token_indices = (prompt_indices, prompt_positions)
+
             window = self._shape.sliding_window
-            if self.exact or (window is not None and window < prompts.width):
-                visible = torch.ones(
-                    prompts.width, prompts.width, dtype=torch.bool, device=tokens.device
+            if self.is_exact or (window is not None and window < prompts.max_length):
+                prompt_mask = torch.ones(
+                    prompts.max_length, prompts.max_length, dtype=torch.bool, device=tokens.device
                 )
                 # A query attends to itself and to the `window` - 1 tokens before it.
-                visible = visible.tril().triu(1 - (window or prompts.width))
+                prompt_mask = prompt_mask.tril().triu(1 - (window or prompts.max_length))
 
-        rotation = None
-        if self._frequencies is not None:
+        rotary_cos_sin = None
+        if self._inverse_frequencies is not None:
             # Angles need float32: bfloat16 cannot represent large positions exactly.
-            angles = positions[:, None, None].float() * self._frequencies
+            angles = positions[:, None, None].float() * self._inverse_frequencies
             dtype = self._weights["embedding.word_embeddings.weight"].dtype
-            rotation = angles.cos().to(dtype), angles.sin().to(dtype)
+            rotary_cos_sin = (angles.cos().to(dtype), angles.sin().to(dtype))
 
-        count = len(step.tokens) // step.width
-        rows = torch.arange(count, device=tokens.device)
-        runs = [(0, count)]
+        row_count = len(step.tokens) // step.tokens_per_row
+        cache_rows = torch.arange(row_count, device=tokens.device)
+        row_runs = [(0, row_count)]
         if step.rows is not None:
-            rows = torch.tensor(step.rows, device=tokens.device)
-            runs = _runs(step.rows)
+            cache_rows = torch.tensor(step.rows, device=tokens.device)
+            row_runs = _find_row_runs(step.rows)
 
-        spans = mask = None
-        if self.sliced and step.width == 1:
+        spans = None
+        cache_mask = None
+        if self.is_sliced and step.tokens_per_row == 1:
             lengths = (step.positions + 1).int() if step.lengths is None else step.lengths
-            spans = sliced_attention.spans(rows, lengths, cache.size.columns)
+            spans = sliced_attention.compute_spans(cache_rows, lengths, cache.size.columns)
         else:
-            mask = self._cache_mask(step)
+            cache_mask = self._build_cache_mask(step)
 
-        return (
-            tokens,
-            positions,
-            _Geometry(
-                rotation,
-                rows.repeat_interleave(step.width),
-                runs,
-                mask,
-                spans,
-                token_indices,
-                visible,
-            ),
+        metadata = _AttentionMetadata(
+            rotary_cos_sin,
+            cache_rows.repeat_interleave(step.tokens_per_row),
+            row_runs,
+            cache_mask,
+            spans,
+            token_indices,
+            prompt_mask,
         )
+        return tokens, positions, metadata
 
-    def _cache_mask(self, step: Step) -> Tensor:
-        """Return the mask of the decoding rows over the KV cache (see `_Geometry.mask`)."""
+    def _build_cache_mask(self, step: Step) -> Tensor:
+        """Return the mask of the decoding rows over the KV cache.
+
+        See `_AttentionMetadata.cache_mask`.
+        """
         columns = torch.arange(step.columns, device=step.positions.device)
         positions = step.positions[:, None]
-        hidden = columns > positions
+        is_masked = columns > positions
         if self._shape.sliding_window is not None:
-            hidden |= columns <= positions - self._shape.sliding_window
-        hidden = hidden.view(-1, step.width, step.columns)
-        if self.exact:
-            return ~hidden
+            is_masked |= columns <= positions - self._shape.sliding_window
+        is_masked = is_masked.view(-1, step.tokens_per_row, step.columns)
+        if self.is_exact:
+            return ~is_masked
+
         # `_attend_rows` stacks the queries that share a KV head, so the mask of a token is repeated
         # for each of these queries.
         dtype = self._weights["embedding.word_embeddings.weight"].dtype
-        mask = torch.zeros(hidden.shape, device=hidden.device, dtype=dtype).masked_fill_(
-            hidden, float("-inf")
-        )
+        mask = torch.zeros(is_masked.shape, device=is_masked.device, dtype=dtype)
+        mask.masked_fill_(is_masked, float("-inf"))
         return mask.repeat_interleave(self._heads // self._kv_heads, 1)[:, None]
 
     def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Look up the token embeddings, and add the model's learned position embeddings, if any."""
         table = self._weights["embedding.word_embeddings.weight"]
-        if self._tensor == 1:
+        if self._tensor_parallel_size == 1:
             x = F.embedding(tokens, table)
         else:
             # Each rank has a part of the vocabulary. A rank contributes zeros for the tokens of the
             # other ranks, so that the all-reduce returns the complete embeddings.
-            local_tokens = tokens - self._place * len(table)
+            local_tokens = tokens - self._rank * len(table)
             is_local = (local_tokens >= 0) & (local_tokens < len(table))
-            x = self._sum(F.embedding(local_tokens.where(is_local, 0), table) * is_local[:, None])
+            partial = F.embedding(local_tokens.where(is_local, 0), table) * is_local[:, None]
+            x = self._all_reduce(partial)
         if self._shape.position == "learned":
             x = x + F.embedding(positions, self._weights["embedding.position_embeddings.weight"])
         return x
 
-    def _layer(
-        self, layer: int, x: Tensor, step: Step, geometry: _Geometry, cache: Cache
+    def _apply_layer(
+        self, layer: int, x: Tensor, step: Step, metadata: _AttentionMetadata, cache: KVCache
     ) -> Tensor:
         """Compute one transformer layer, from x [N, hidden] to [N, hidden]."""
-        name = f"decoder.layers.{layer}."
-        normed = self._norm(x, name + "input_layernorm")
-        query, key, value = self._project(normed, name + "self_attention.", geometry.rotation)
+        prefix = f"decoder.layers.{layer}."
+        normed = self._apply_norm(x, prefix + "input_layernorm")
+        query, key, value = self._compute_qkv(
+            normed, prefix + "self_attention.", metadata.rotary_cos_sin
+        )
 
+        # The decoding rows attend to the KV cache, the prompts to themselves; the two kinds need
+        # different masks and kernels.
         rows = len(step.tokens)
         parts = []
         if rows:
             parts.append(
                 self._attend_cache(
-                    layer, query[:rows], key[:rows], value[:rows], step, geometry, cache
+                    layer, query[:rows], key[:rows], value[:rows], step, metadata, cache
                 )
             )
         if step.prompts is not None:
             parts.append(
                 self._attend_prompts(
-                    layer, query[rows:], key[rows:], value[rows:], step, geometry, cache
+                    layer, query[rows:], key[rows:], value[rows:], step, metadata, cache
                 )
             )
-        attended = parts[0] if len(parts) == 1 else torch.cat(parts)
-        attended = self._row_parallel(attended, name + "self_attention.linear_proj")
+        attention = parts[0] if len(parts) == 1 else torch.cat(parts)
+        attention = self._apply_row_parallel(attention, prefix + "self_attention.linear_proj")
 
+        # Parallel residual, as in GPT-NeoX: attention and MLP both read the layer's input.
         if self._shape.parallel_residual:
-            return (
-                x
-                + attended
-                + self._mlp(self._norm(x, name + "pre_mlp_layernorm"), name + "mlp.", step)
-            )
-        x = x + attended
-        # The sum above is a new tensor, so the in-place addition overwrites nothing else.
-        return x.add_(self._mlp(self._norm(x, name + "pre_mlp_layernorm"), name + "mlp.", step))
+            residual = x + attention
+            normed = self._apply_norm(x, prefix + "pre_mlp_layernorm")
+            return residual + self._apply_mlp(normed, prefix + "mlp.", step)
 
-    def _norm(self, x: Tensor, name: str) -> Tensor:
+        x = x + attention
+        normed = self._apply_norm(x, prefix + "pre_mlp_layernorm")
+        # The sum above is a new tensor, so the in-place addition overwrites nothing else.
+        return x.add_(self._apply_mlp(normed, prefix + "mlp.", step))
+
+    def _apply_norm(self, x: Tensor, name: str) -> Tensor:
+        """Normalize x over its last dimension, with RMSNorm or LayerNorm."""
         weight = self._weights[name + ".weight"]
         if self._shape.normalization == "rms":
             return F.rms_norm(x, weight.shape, weight, self._shape.norm_epsilon)
@@ -383,8 +396,8 @@ class Decoder:
             x, weight.shape, weight, self._weights[name + ".bias"], self._shape.norm_epsilon
         )
 
-    def _project(
-        self, x: Tensor, name: str, rotation: tuple[Tensor, Tensor] | None
+    def _compute_qkv(
+        self, x: Tensor, prefix: str, rotary_cos_sin: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute the queries, keys and values of x [N, hidden].
 
@@ -395,11 +408,12 @@ class Decoder:
             rank's heads.
         """
         shape = self._shape
-        fused = self._products.linear(x, name + "linear_qkv")
+        fused = self._matmuls.linear(x, prefix + "linear_qkv")
 
         # Queries and keys stay in one tensor, so that one kernel rotates both.
-        if self._interleaved:
+        if self._is_qkv_interleaved:
             # A group has the queries of one KV head, followed by that head's key and value.
+            # [N, KV heads, queries of a KV head + 2, head dim]
             groups = fused.view(len(x), self._kv_heads, -1, shape.head_dim)
             query_key = torch.cat((groups[:, :, :-2].flatten(1, 2), groups[:, :, -2]), 1)
             value = groups[:, :, -1]
@@ -409,11 +423,11 @@ class Decoder:
 
         if shape.qk_norm:
             query, key = query_key.split((self._heads, self._kv_heads), 1)
-            query_key = torch.cat(
-                (self._norm(query, name + "q_layernorm"), self._norm(key, name + "k_layernorm")), 1
-            )
-        if rotation is not None:
-            query_key = rotate(query_key, *rotation)
+            query = self._apply_norm(query, prefix + "q_layernorm")
+            key = self._apply_norm(key, prefix + "k_layernorm")
+            query_key = torch.cat((query, key), 1)
+        if rotary_cos_sin is not None:
+            query_key = rotate(query_key, *rotary_cos_sin)
 
         query, key = query_key.split((self._heads, self._kv_heads), 1)
         return query, key, value
@@ -425,64 +439,66 @@ class Decoder:
         key: Tensor,
         value: Tensor,
         step: Step,
-        geometry: _Geometry,
-        cache: Cache,
+        metadata: _AttentionMetadata,
+        cache: KVCache,
     ) -> Tensor:
         """Write new tokens into the KV cache, and compute their attention over their rows.
 
         Returns:
             The attention output of the decoding rows, [R, heads * head dim].
         """
-        token_index = geometry.rows, slice(None), step.positions
         keys = cache.keys[layer]
         values = cache.values[layer]
+        token_index = (metadata.cache_rows, slice(None), step.positions)
+        # Write first: a query attends to its own token too.
         keys[token_index] = key
         values[token_index] = value
 
-        if geometry.spans is not None:
+        if metadata.spans is not None:
             return sliced_attention.attend(
-                query, keys, values, geometry.spans, self._shape.sliding_window
+                query, keys, values, metadata.spans, self._shape.sliding_window
             )
 
         # Slices of consecutive rows are views. Indexing with a list of rows would copy the cache.
-        assert geometry.mask is not None
-        counts = [count for _, count in geometry.runs]
-        queries = query.unflatten(0, (-1, step.width)).split(counts)
+        assert metadata.cache_mask is not None
+        counts = [count for _, count in metadata.row_runs]
+        queries = query.unflatten(0, (-1, step.tokens_per_row)).split(counts)
         cache_slices = [
             (slice(first, first + count), slice(None), slice(step.columns))
-            for first, count in geometry.runs
+            for first, count in metadata.row_runs
         ]
-        parts = zip(queries, cache_slices, geometry.mask.split(counts), strict=True)
-        attended = [
-            self._attend_rows(part, keys[cache_slice], values[cache_slice], mask)
-            for part, cache_slice, mask in parts
+        masks = metadata.cache_mask.split(counts)
+        attention = [
+            self._attend_rows(run_queries, keys[cache_slice], values[cache_slice], mask)
+            for run_queries, cache_slice, mask in zip(queries, cache_slices, masks, strict=True)
         ]
-        return attended[0] if len(attended) == 1 else torch.cat(attended)
+        return attention[0] if len(attention) == 1 else torch.cat(attention)
 
     def _attend_rows(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
         """Compute the attention of decoding rows over a contiguous slice of the KV cache.
 
         Args:
-            query: [B, width, heads, head dim].
+            query: [B, W, heads, head dim], where W is `Step.tokens_per_row`.
             keys: [B, KV heads, columns, head dim].
             values: [B, KV heads, columns, head dim].
-            mask: These rows' part of `_Geometry.mask`.
+            mask: These rows' part of `_AttentionMetadata.cache_mask`.
 
         Returns:
-            The attention output [B * width, heads * head dim].
+            The attention output [B * W, heads * head dim].
         """
-        rows, width, _, size = query.shape
-        if self.exact:
-            return (
-                batch_invariant.attend(query.transpose(1, 2), keys, values, mask)
-                .transpose(1, 2)
-                .reshape(rows * width, -1)
-            )
+        rows, tokens_per_row, _, head_dim = query.shape
+        if self.is_exact:
+            attention = batch_invariant.attend(query.transpose(1, 2), keys, values, mask)
+            return attention.transpose(1, 2).reshape(rows * tokens_per_row, -1)
+
         # Stack the queries that share a KV head, so that the kernel reads each key once. The shape
-        # is [B, KV heads, width * queries of a KV head, head dim].
-        grouped = query.reshape(rows, width, self._kv_heads, -1, size).transpose(1, 2).flatten(2, 3)
-        attended = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask)
-        return attended.unflatten(2, (width, -1)).transpose(1, 2).reshape(rows * width, -1)
+        # is [B, KV heads, W * queries of a KV head, head dim].
+        grouped = query.reshape(rows, tokens_per_row, self._kv_heads, -1, head_dim)
+        stacked = grouped.transpose(1, 2).flatten(2, 3)
+        attention = F.scaled_dot_product_attention(stacked, keys, values, attn_mask=mask)
+        # [B, KV heads, W, queries of a KV head, head dim] -> [B * W, heads * head dim]
+        unstacked = attention.unflatten(2, (tokens_per_row, -1))
+        return unstacked.transpose(1, 2).reshape(rows * tokens_per_row, -1)
 
     def _attend_prompts(
         self,
@@ -491,8 +507,8 @@ class Decoder:
         key: Tensor,
         value: Tensor,
         step: Step,
-        geometry: _Geometry,
-        cache: Cache,
+        metadata: _AttentionMetadata,
+        cache: KVCache,
     ) -> Tensor:
         """Compute the attention within each prompt, and write its keys and values into the cache.
 
@@ -500,76 +516,83 @@ class Decoder:
             The attention output of the prompt tokens, [N, heads * head dim].
         """
         prompts = step.prompts
-        token_indices = geometry.at
+        token_indices = metadata.prompt_token_indices
         assert prompts is not None and token_indices is not None
-        size = (len(prompts.lengths), prompts.width)
+        padded_size = (len(prompts.lengths), prompts.max_length)
 
         def pad(packed: Tensor) -> Tensor:
-            # From [N, heads, head dim] to [U, heads, P, head dim].
-            return (
-                packed.new_zeros(*size, *packed.shape[1:])
-                .index_put_(token_indices, packed)
-                .transpose(1, 2)
-            )
+            # From [N, heads, head dim] to [U, heads, P, head dim]. The padding comes after the
+            # prompt, so a causal mask already hides it from the prompt's tokens.
+            padded = packed.new_zeros(*padded_size, *packed.shape[1:])
+            return padded.index_put_(token_indices, packed).transpose(1, 2)
 
         queries = pad(query)
         keys = pad(key)
         values = pad(value)
-        if self.exact:
-            assert geometry.visible is not None
-            attended = batch_invariant.attend(queries, keys, values, geometry.visible)
+        if self.is_exact:
+            assert metadata.prompt_mask is not None
+            attention = batch_invariant.attend(queries, keys, values, metadata.prompt_mask)
         else:
-            attended = F.scaled_dot_product_attention(
+            attention = F.scaled_dot_product_attention(
                 queries,
                 keys,
                 values,
-                attn_mask=geometry.visible,
-                is_causal=geometry.visible is None,
+                attn_mask=metadata.prompt_mask,
+                is_causal=metadata.prompt_mask is None,
                 enable_gqa=True,
             )
-        cache.write_prompts(layer, prompts.rows, prompts.copies, keys, values)
-        return attended.transpose(1, 2)[token_indices].flatten(1)
+        cache.write_prompts(layer, prompts.rows, prompts.prompt_indices, keys, values)
+        return attention.transpose(1, 2)[token_indices].flatten(1)
 
-    def _mlp(self, x: Tensor, name: str, step: Step) -> Tensor:
+    def _apply_mlp(self, x: Tensor, prefix: str, step: Step) -> Tensor:
         """Compute the feed-forward network of x [N, hidden], dense or mixture of experts."""
         if self._shape.num_experts:
-            return self._sum(self._experts(x, name, step))
-        inner = self._products.linear(x, name + "linear_fc1")
-        return self._row_parallel(self._activate(inner), name + "linear_fc2")
+            return self._all_reduce(self._apply_experts(x, prefix, step))
+        hidden = self._matmuls.linear(x, prefix + "linear_fc1")
+        return self._apply_row_parallel(self._apply_activation(hidden), prefix + "linear_fc2")
 
-    def _activate(self, x: Tensor) -> Tensor:
+    def _apply_activation(self, x: Tensor) -> Tensor:
         """Apply the activation function; with a gated network, multiply the two halves of x."""
         if not self._shape.gated:
             return self._activation(x)
         gate, up = x.chunk(2, -1)
         return self._activation(gate).mul_(up)
 
-    def _experts(self, x: Tensor, name: str, step: Step) -> Tensor:
-        """Compute this rank's share of the weighted sum of each token's experts.
+    def _apply_experts(self, x: Tensor, prefix: str, step: Step) -> Tensor:
+        """Compute this rank's partial result of the weighted sum of each token's experts.
+
+        Every rank has a slice of each expert's intermediate dimension; an all-reduce over the ranks
+        completes the sum.
 
         Source: Shazeer et al. 2017, "Outrageously Large Neural Networks", section 2.1.
         """
         shape = self._shape
-        probabilities = self._products.linear(x, name + "router").float().softmax(-1)
+        # The choice of experts is sensitive to rounding, so softmax and top-k run in float32.
+        probabilities = self._matmuls.linear(x, prefix + "router").float().softmax(-1)
+        # [N, K] each
         weights, experts = probabilities.topk(shape.experts_per_token, -1)
-        if step.routes is not None:
-            step.routes.append(experts.to(torch.uint8 if shape.num_experts <= 256 else torch.int16))
+        if step.expert_routing is not None:
+            index_dtype = torch.uint8 if shape.num_experts <= 256 else torch.int16
+            step.expert_routing.append(experts.to(index_dtype))
         if shape.normalize_expert_weights:
             weights = weights / weights.sum(-1, keepdim=True)
 
         output = torch.zeros_like(x)
-        # `slot` is the expert's rank among the K experts of a token, which selects its weight.
+        # `slot` is the index of the expert among the K experts of a token; it selects the weight.
         for expert in range(shape.num_experts):
-            token, slot = (experts == expert).nonzero(as_tuple=True)
-            if len(token):
-                inner = self._activate(
-                    self._products.expert(x[token], name + "experts.linear_fc1", expert)
+            token_indices, slot = (experts == expert).nonzero(as_tuple=True)
+            if len(token_indices):
+                hidden = self._matmuls.expert_linear(
+                    x[token_indices], prefix + "experts.linear_fc1", expert
                 )
-                outer = self._products.expert(inner, name + "experts.linear_fc2", expert)
-                output.index_add_(0, token, outer * weights[token, slot, None].to(x.dtype))
+                expert_output = self._matmuls.expert_linear(
+                    self._apply_activation(hidden), prefix + "experts.linear_fc2", expert
+                )
+                expert_weights = weights[token_indices, slot, None].to(x.dtype)
+                output.index_add_(0, token_indices, expert_output * expert_weights)
         return output
 
-    def _row_parallel(self, x: Tensor, name: str) -> Tensor:
+    def _apply_row_parallel(self, x: Tensor, name: str) -> Tensor:
         """Compute a layer whose inputs are split over the ranks.
 
         Args:
@@ -579,21 +602,21 @@ class Decoder:
         Returns:
             The complete outputs [N, outputs] on every rank.
         """
-        if self._tensor == 1:
-            return self._products.linear(x, name)
+        if self._tensor_parallel_size == 1:
+            return self._matmuls.linear(x, name)
         # Each rank would add the bias; it is added once, after the all-reduce.
-        total = self._sum(self._products.linear(x, name, with_bias=False))
+        total = self._all_reduce(self._matmuls.linear(x, name, with_bias=False))
         bias = self._weights.get(name + ".bias")
         return total if bias is None else total + bias
 
-    def _sum(self, partial: Tensor) -> Tensor:
+    def _all_reduce(self, partial: Tensor) -> Tensor:
         """Sum the ranks' partial results in place (all-reduce)."""
-        if self._tensor > 1:
+        if self._tensor_parallel_size > 1:
             dist.all_reduce(partial, group=self._group)
         return partial
 
 
-def _runs(rows: list[int]) -> list[tuple[int, int]]:
+def _find_row_runs(rows: list[int]) -> list[tuple[int, int]]:
     """Split ascending row indices into runs of consecutive rows.
 
     Returns:

@@ -55,23 +55,24 @@ class Parameter:
 
     @property
     def numel(self) -> int:
-        """Return the number of elements."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
-    def aligned(self) -> int:
-        """Return the number of elements in the storage, rounded up to the alignment."""
+    def aligned_numel(self) -> int:
+        """Number of elements in the storage, rounded up to the alignment."""
         return -(-self.numel // _ALIGNMENT) * _ALIGNMENT
 
     @property
     def has_padding(self) -> bool:
-        """Return whether the parameter has rows of vocabulary padding, which belong to no part."""
-        last = self.parts[-1]
-        return last.spec.expert is None and last.start + last.shape[0] < self.shape[0]
+        """Whether the parameter has rows of vocabulary padding, which belong to no part."""
+        last_part = self.parts[-1]
+        end = last_part.start + last_part.shape[0]
+        return last_part.spec.expert is None and end < self.shape[0]
 
     @property
-    def as_trained(self) -> bool:
-        """Return whether megatron-core stores the parameter with the same layout.
+    def has_megatron_layout(self) -> bool:
+        """Whether megatron-core stores the parameter with the same layout.
 
         This is false for query, key and value from separate tensors, which megatron-core
         interleaves by KV head, and for stacked experts.
@@ -82,19 +83,19 @@ class Parameter:
         )
 
 
-def stacked_name(spec: TensorSpec) -> str:
+def get_stacked_name(spec: TensorSpec) -> str:
     """Return the name of the parameter that contains a tensor.
 
     All experts of a layer share one name, without the expert's index.
     """
-    return (
-        spec.parameter
-        if spec.expert is None
-        else spec.parameter.replace(f"local_experts.{spec.expert}.", "")
-    )
+    if spec.expert is None:
+        return spec.parameter
+    return spec.parameter.replace(f"local_experts.{spec.expert}.", "")
 
 
-def parameters(shape: ModelShape, tensor: int, rank: int = 0) -> tuple[Parameter, ...]:
+def compute_parameters(
+    shape: ModelShape, tensor_parallel_size: int, rank: int = 0
+) -> tuple[Parameter, ...]:
     """Return the parameters that one rank stores, in the order of the weight table.
 
     A parameter has the same shape on all ranks. If the number of ranks does not divide the
@@ -102,37 +103,42 @@ def parameters(shape: ModelShape, tensor: int, rank: int = 0) -> tuple[Parameter
 
     Args:
         shape: Dimensions of the model.
-        tensor: Number of tensor-parallel ranks.
+        tensor_parallel_size: Number of tensor-parallel ranks.
         rank: Index of the rank among them.
     """
     table = weight_table(shape)
-    layout = EngineParallelConfig(tensor=tensor)
+    layout = EngineParallelConfig(tensor=tensor_parallel_size)
     slices = compute_engine_slices(table, layout, rank)
-    largest = compute_engine_slices(table, layout, 0)
+    largest_slices = compute_engine_slices(table, layout, 0)
 
     parts: dict[str, list[Part]] = {}
     # Number of rows that the parts so far occupy, by parameter and expert.
     row_counts: dict[tuple[str, int | None], int] = {}
     for spec in table:
-        cut = slices[spec.name]
-        name = stacked_name(spec)
-        local = cut_shape(spec.shape, cut.axis, cut.start, cut.stop)
-        local = local[::-1] if spec.transposed else local
+        rank_slice = slices[spec.name]
+        rank_shape = cut_shape(spec.shape, rank_slice.axis, rank_slice.start, rank_slice.stop)
         # The slice of rank 0 is the largest; every rank reserves as many rows.
-        full = largest[spec.name]
-        stored = cut_shape(spec.shape, full.axis, full.start, full.stop)
-        stored = stored[::-1] if spec.transposed else stored
+        largest_slice = largest_slices[spec.name]
+        reserved_shape = cut_shape(
+            spec.shape, largest_slice.axis, largest_slice.start, largest_slice.stop
+        )
+        # GPT-2 stores its matrices as [inputs, outputs]; a parameter is [outputs, inputs].
+        if spec.transposed:
+            rank_shape = rank_shape[::-1]
+            reserved_shape = reserved_shape[::-1]
+
+        name = get_stacked_name(spec)
         start = row_counts.get((name, spec.expert), 0)
-        row_counts[name, spec.expert] = start + stored[0]
-        parts.setdefault(name, []).append(Part(spec, local, start))
+        row_counts[name, spec.expert] = start + reserved_shape[0]
+        parts.setdefault(name, []).append(Part(spec, rank_shape, start))
 
     rank_parameters: list[Parameter] = []
     for name, name_parts in parts.items():
-        rows = row_counts[name, name_parts[0].spec.expert]
-        stacked = () if name_parts[0].spec.expert is None else (shape.num_experts,)
-        rank_parameters.append(
-            Parameter(name, (*stacked, rows, *name_parts[0].shape[1:]), tuple(name_parts))
-        )
+        first_part = name_parts[0]
+        rows = row_counts[name, first_part.spec.expert]
+        expert_dims = () if first_part.spec.expert is None else (shape.num_experts,)
+        parameter_shape = (*expert_dims, rows, *first_part.shape[1:])
+        rank_parameters.append(Parameter(name, parameter_shape, tuple(name_parts)))
     return tuple(rank_parameters)
 
 
@@ -153,19 +159,23 @@ class EngineWeights:
         """Allocate uninitialized memory for the parameters; padding is filled with zeros.
 
         Args:
-            layout: Parameters of this rank (see `parameters`).
+            layout: Parameters of this rank (see `compute_parameters`).
             device: Device of the memory.
             dtype: Data type of the memory.
             shared: Parameters that another object owns and updates, by their megatron-core names. A
                 shared parameter takes no memory here if megatron-core stores it with the same
                 layout.
         """
-        external = {
+        shared_parameters = {
             parameter.name: shared[parameter.name]
             for parameter in layout
-            if shared and parameter.as_trained and parameter.name in shared
+            if shared and parameter.has_megatron_layout and parameter.name in shared
         }
-        size = sum(parameter.aligned for parameter in layout if parameter.name not in external)
+        size = sum(
+            parameter.aligned_numel
+            for parameter in layout
+            if parameter.name not in shared_parameters
+        )
         self.storage = torch.empty(size, device=device, dtype=dtype)
         self.tensors: dict[str, Tensor] = {}
         """Parameters by their megatron-core names, in the decoder's shape."""
@@ -175,17 +185,19 @@ class EngineWeights:
         Each view has the orientation of the Hugging Face tensor.
         """
 
-        begin = 0
+        offset = 0
         for parameter in layout:
-            whole = external.get(parameter.name)
-            if whole is None:
-                whole = self.storage.narrow(0, begin, parameter.numel).view(parameter.shape)
-                begin += parameter.aligned
+            tensor = shared_parameters.get(parameter.name)
+            if tensor is None:
+                tensor = self.storage.narrow(0, offset, parameter.numel).view(parameter.shape)
+                offset += parameter.aligned_numel
+                # No weight update writes the padding, and uninitialized memory may contain NaN.
                 if parameter.has_padding:
-                    whole.zero_()
-            self.tensors[parameter.name] = whole
+                    tensor.zero_()
+            self.tensors[parameter.name] = tensor
+
             for part in parameter.parts:
-                matrix = whole if part.spec.expert is None else whole[part.spec.expert]
+                matrix = tensor if part.spec.expert is None else tensor[part.spec.expert]
                 rows = matrix.narrow(0, part.start, part.shape[0])
                 self.views[part.spec.name] = rows.T if part.spec.transposed else rows
 
@@ -197,21 +209,21 @@ class EmbeddedUpdate:
     """
 
     def __init__(
-        self, version: int, views: Mapping[str, Tensor], end: Callable[[bool], None]
+        self, version: int, views: Mapping[str, Tensor], on_close: Callable[[bool], None]
     ) -> None:
         """Open an update.
 
         Args:
             version: Version of the new weights.
             views: Writable views of the engine's weights by their Hugging Face names.
-            end: Callback that is called once, with whether the update succeeded.
+            on_close: Callback that is called once, with whether the update succeeded.
         """
         self.version = version
         self._views = views
         # A dictionary is used as an ordered set.
-        self._missing = dict.fromkeys(views)
-        self._end = end
-        self._open = True
+        self._missing_names = dict.fromkeys(views)
+        self._on_close = on_close
+        self._is_open = True
 
     def views(self, names: Sequence[str]) -> Mapping[str, Tensor]:
         """Return writable views of this rank's slices of the named tensors.
@@ -232,7 +244,7 @@ class EmbeddedUpdate:
         """
         self._check_open()
         for name in names:
-            self._missing.pop(name, None)
+            self._missing_names.pop(name, None)
 
     def commit(self) -> None:
         """Close the update and put the new weights into use.
@@ -242,24 +254,24 @@ class EmbeddedUpdate:
                 is already closed.
         """
         self._check_open()
-        if self._missing:
+        if self._missing_names:
             raise AlignerError(
-                f"the weight update to version {self.version} lacks {len(self._missing)} tensor(s):"
-                f" {', '.join(self._missing)}"
+                f"the weight update to version {self.version} lacks {len(self._missing_names)}"
+                f" tensor(s): {', '.join(self._missing_names)}"
             )
-        self._open = False
-        self._end(True)
+        self._is_open = False
+        self._on_close(True)
 
     def abort(self) -> None:
         """Close the update without the new weights; do nothing if it is already closed.
 
         The engine continues to use the old weights, except where the update has overwritten them.
         """
-        if self._open:
-            self._open = False
-            self._end(False)
+        if self._is_open:
+            self._is_open = False
+            self._on_close(False)
 
     def _check_open(self) -> None:
         """Raise AlignerError if the update is closed."""
-        if not self._open:
+        if not self._is_open:
             raise AlignerError(f"the weight update to version {self.version} is already closed")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 
-class WaitingRow(NamedTuple):
+class ParkedRow(NamedTuple):
     """Parked row of the KV cache, which no running response uses."""
 
     row: int
@@ -29,7 +29,7 @@ class RowTable:
     rows: int
     """Number of rows of the KV cache."""
     _free: set[int] = field(init=False)
-    _waiting: dict[Hashable, WaitingRow] = field(default_factory=dict)
+    _parked: dict[Hashable, ParkedRow] = field(default_factory=dict)
     """Parked rows by owner, in the order in which they were parked."""
 
     def __post_init__(self) -> None:
@@ -37,15 +37,17 @@ class RowTable:
 
     def __contains__(self, owner: Hashable) -> bool:
         """Return whether a row is parked for this owner."""
-        return owner in self._waiting
+        return owner in self._parked
 
-    def take(self) -> int:
+    def allocate(self) -> int:
         """Return a row for a new response, the lowest free one, and mark it as in use.
 
         If no row is free, the row that has been parked the longest is evicted.
         """
         if not self._free:
-            self.drop(next(iter(self._waiting)))
+            # A dict keeps the order of insertion, so its first key was parked first.
+            self.evict(next(iter(self._parked)))
+        # The lowest row keeps the rows in use at the start of the cache, where they form few runs.
         row = min(self._free)
         self._free.remove(row)
         return row
@@ -58,27 +60,27 @@ class RowTable:
         """Park a row for its owner.
 
         Args:
-            owner: Key of the response, which `resume` and `drop` take.
+            owner: Key of the response, which `resume` and `evict` take.
             row: Index of the row.
             tokens: Number of tokens whose keys and values the row contains.
         """
-        self._waiting[owner] = WaitingRow(row, tokens)
+        self._parked[owner] = ParkedRow(row, tokens)
 
-    def resume(self, owner: Hashable) -> WaitingRow:
+    def resume(self, owner: Hashable) -> ParkedRow:
         """Return the parked row of an owner, and mark it as in use."""
-        return self._waiting.pop(owner)
+        return self._parked.pop(owner)
 
-    def drop(self, owner: Hashable) -> None:
+    def evict(self, owner: Hashable) -> None:
         """Free the parked row of an owner, if there is one."""
-        if owner in self._waiting:
-            self._free.add(self._waiting.pop(owner).row)
+        if owner in self._parked:
+            self._free.add(self._parked.pop(owner).row)
 
-    def forget(self) -> None:
+    def evict_all(self) -> None:
         """Free all parked rows."""
-        for owner in list(self._waiting):
-            self.drop(owner)
+        for owner in list(self._parked):
+            self.evict(owner)
 
-    def moves(self, in_use: Sequence[int], *, past_waiting: bool) -> list[int]:
+    def find_moves(self, in_use: Sequence[int], *, include_parked: bool) -> list[int]:
         """Return target rows for the last rows in use, so that no gap remains before a row in use.
 
         The target rows are in ascending order, as are the rows that move there: with n targets,
@@ -86,20 +88,23 @@ class RowTable:
 
         Args:
             in_use: Rows in use, in ascending order.
-            past_waiting: Whether parked rows count as gaps too. `exchange` then swaps their
-                contents.
+            include_parked: Whether parked rows count as gaps too. The caller then swaps
+                their contents with `swap`.
         """
-        gaps = sorted(
-            self._free | {waiting.row for waiting in self._waiting.values() if past_waiting}
-        )
+        gaps = set(self._free)
+        if include_parked:
+            gaps.update(parked.row for parked in self._parked.values())
+        sorted_gaps = sorted(gaps)
+
         # Fill the lowest gaps with the highest rows in use, as long as a gap is below such a row.
         count = 0
-        while count < min(len(gaps), len(in_use)) and gaps[count] < in_use[-count - 1]:
+        max_moves = min(len(sorted_gaps), len(in_use))
+        while count < max_moves and sorted_gaps[count] < in_use[-count - 1]:
             count += 1
-        return gaps[:count]
+        return sorted_gaps[:count]
 
-    def exchange(self, row: int, other: int) -> int:
-        """Exchange a row in use with a free or parked row.
+    def swap(self, row: int, other: int) -> int:
+        """Swap a row in use with a free or parked row in the table; the caller moves the contents.
 
         Args:
             row: Row in use; it becomes free or parked, as `other` was.
@@ -113,6 +118,6 @@ class RowTable:
             self._free.remove(other)
             self._free.add(row)
             return 0
-        owner, waiting = next(item for item in self._waiting.items() if item[1].row == other)
-        self._waiting[owner] = WaitingRow(row, waiting.tokens)
-        return waiting.tokens
+        owner, parked = next(item for item in self._parked.items() if item[1].row == other)
+        self._parked[owner] = ParkedRow(row, parked.tokens)
+        return parked.tokens

@@ -11,18 +11,19 @@ import torch.nn.functional as F
 import xxhash
 from torch import Tensor
 
-from aligner.data.types import KeptTokens
+from aligner.data.types import SamplingSupport
 from aligner.engines.engine_protocol import EngineRequest, SamplingOptions
 
 # Number of vocabulary entries per chunk. The sampler first selects a chunk by the sums of all
-# chunks, and then searches a token in that chunk only.
-_CHUNK = 128
+# chunks, and then searches a token in that chunk only: this avoids a
+# float64 cumulative sum over the whole vocabulary.
+_CHUNK_SIZE = 128
 # Number of most probable tokens that are sorted in the first attempt to reach `top_p`.
-_SORTED_FIRST = 256
+_INITIAL_SORT_WIDTH = 256
 
 
-def uniforms(
-    seed: int, prompt_id: int, sample_index: int, count: int, turn: Sequence[int] = ()
+def generate_uniforms(
+    seed: int, prompt_id: int, sample_index: int, count: int, turn_key: Sequence[int] = ()
 ) -> np.ndarray:
     """Return the first `count` numbers of a random stream, float64 [count] in [0, 1).
 
@@ -33,85 +34,101 @@ def uniforms(
         prompt_id: Id of the prompt.
         sample_index: Index of the sample among the prompt's samples.
         count: Number of random numbers.
-        turn: Integers that identify a turn with its own stream; empty for the sample's stream.
+        turn_key: Integers that identify a turn with its own stream; empty for the sample's stream.
     """
-    bits = np.random.Philox(np.random.SeedSequence([seed, prompt_id, sample_index, *turn]))
-    return np.random.Generator(bits).random(count)
+    # Philox: Salmon et al. 2011, "Parallel Random Numbers: As Easy as 1, 2, 3". The seed sequence
+    # mixes its integers, so that the streams of adjacent prompts and samples are independent.
+    seed_sequence = np.random.SeedSequence([seed, prompt_id, sample_index, *turn_key])
+    bit_generator = np.random.Philox(seed_sequence)
+    return np.random.Generator(bit_generator).random(count)
 
 
-def request_uniforms(seed: int, request: EngineRequest, count: int) -> np.ndarray:
+def generate_request_uniforms(seed: int, request: EngineRequest, count: int) -> np.ndarray:
     """Return the random numbers of a request, float64 [count]: entry t belongs to the token at
     position `stream_start` + t of input and completion."""
     key = request.key
-    turn: tuple[int, ...] = ()
+    turn_key: tuple[int, ...] = ()
     if key.repeats is not None:
+        # The order of an agent's calls may differ between runs, so the stream depends on the tokens
+        # of the input instead.
         context = request.tokens[: key.stream_start].numpy().astype(np.int64, copy=False)
-        turn = (xxhash.xxh3_128_intdigest(context.tobytes()), key.repeats)
-    return uniforms(seed, key.prompt_id, key.sample_index, count, turn)
+        turn_key = (xxhash.xxh3_128_intdigest(context.tobytes()), key.repeats)
+    return generate_uniforms(seed, key.prompt_id, key.sample_index, count, turn_key)
 
 
-def choose(
-    logits: Tensor, options: SamplingOptions, uniform: Tensor | None, may_stop: Tensor | None = None
-) -> tuple[Tensor, Tensor, KeptTokens | None]:
+def sample_tokens(
+    logits: Tensor,
+    options: SamplingOptions,
+    uniforms: Tensor | None,
+    is_stop_allowed: Tensor | None = None,
+) -> tuple[Tensor, Tensor, SamplingSupport | None]:
     """Sample one token per row by inverse transform sampling. Overwrites `logits`.
 
     The token of a row is the inverse of the cumulative distribution of the allowed tokens at
-    `uniform`. Sums within a chunk of the vocabulary are float32, sums over chunks float64. A token
+    `uniforms`. Sums within a chunk of the vocabulary are float32, sums over chunks float64. A token
     of probability zero is never sampled.
 
     Args:
         logits: [B, V].
         options: Sampling parameters of the batch.
-        uniform: Random numbers, float64 [B] in [0, 1); None selects the most probable token.
-        may_stop: bool [B], False if a stop token is not allowed yet; None: allowed in every row.
+        uniforms: Random numbers, float64 [B] in [0, 1); None selects the most probable token.
+        is_stop_allowed: bool [B], False if a stop token is not allowed yet; None: allowed in every
+            row.
 
     Returns:
         The tokens, int64 [B]; their log-probs at the temperature, float32 [B]; and with
-        `options.tells_kept` the sampling support of each token, else None. The log-probs are those
-        of the distribution over the support if it is returned, and else of the full distribution.
+        `options.returns_support` the sampling support of each token, else None. The log-probs are
+        those of the distribution over the support if it is returned, and else of the full
+        distribution.
     """
     logits = logits.float()
     if options.temperature != 1.0:
         logits.div_(options.temperature)
 
-    normalizer = kept = None
-    if may_stop is not None and options.stop_token_ids:
+    normalizer = None
+    support = None
+    if is_stop_allowed is not None and options.stop_token_ids:
         # Log-probs are those of the distribution that includes the stop tokens.
         normalizer = logits.logsumexp(-1, keepdim=True)
-        stops = torch.tensor(options.stop_token_ids, device=logits.device)
-        logits[:, stops] = logits[:, stops].masked_fill(~may_stop[:, None], float("-inf"))
-
-    if uniform is None:
-        best, token = logits.max(-1, keepdim=True)
-    else:
-        # `amax` takes a third of the time of `max`, because it does not return indices.
-        best = logits.amax(-1, keepdim=True)
-
-    # The greatest weight is 1, so that nothing overflows and the total is at least 1.
-    weights = logits.sub_(best).exp_()
-    chunks, cumulative = _cumulate(weights)
-    total = cumulative[:, -1:]
-    if uniform is not None:
-        if options.truncates:
-            truncated_weights = _truncate(weights, total, options)
-            chunks, cumulative = _cumulate(truncated_weights)
-            if options.tells_kept:
-                kept = _kept(truncated_weights)
-                total = cumulative[:, -1:]
-                normalizer = None
-        # In a row with NaN, `_invert` returns the last entry, which may be padding of the last
-        # chunk.
-        token = _invert(chunks, cumulative, uniform[:, None] * cumulative[:, -1:]).clamp_max_(
-            weights.shape[1] - 1
+        stop_ids = torch.tensor(options.stop_token_ids, device=logits.device)
+        logits[:, stop_ids] = logits[:, stop_ids].masked_fill(
+            ~is_stop_allowed[:, None], float("-inf")
         )
 
+    if uniforms is None:
+        max_logits, token = logits.max(-1, keepdim=True)
+    else:
+        # `amax` takes a third of the time of `max`, because it does not return indices.
+        max_logits = logits.amax(-1, keepdim=True)
+
+    # The greatest weight is 1, so that nothing overflows and the total is at least 1.
+    weights = logits.sub_(max_logits).exp_()
+    chunks, cumulative = _compute_chunked_cumsum(weights)
+    total = cumulative[:, -1:]
+    if uniforms is not None:
+        if options.has_truncation:
+            truncated_weights = _truncate(weights, total, options)
+            chunks, cumulative = _compute_chunked_cumsum(truncated_weights)
+            if options.returns_support:
+                support = _find_support(truncated_weights)
+                # The trainer renormalizes over the support too.
+                total = cumulative[:, -1:]
+                normalizer = None
+        # In a row with NaN, `_invert_cdf` returns the last entry, which may be padding of the last
+        # chunk.
+        target = uniforms[:, None] * cumulative[:, -1:]
+        token = _invert_cdf(chunks, cumulative, target).clamp_max_(weights.shape[1] - 1)
+
     # log p = log(weight / total), or z - logsumexp(z) if stop tokens were masked.
-    logprob = weights.gather(1, token).double().log_()
-    logprob = logprob - total.log() if normalizer is None else logprob + best - normalizer
-    return token.squeeze(1), logprob.squeeze(1).float(), kept
+    log_weight = weights.gather(1, token).double().log_()
+    if normalizer is not None:
+        logprob = log_weight + max_logits - normalizer
+    else:
+        logprob = log_weight - total.log()
+    return token.squeeze(1), logprob.squeeze(1).float(), support
 
 
-def _cumulate(weights: Tensor) -> tuple[Tensor, Tensor]:
+def _compute_chunked_cumsum(weights: Tensor) -> tuple[Tensor, Tensor]:
     """Divide weights into chunks, and compute the cumulative sum over chunks.
 
     Args:
@@ -121,8 +138,10 @@ def _cumulate(weights: Tensor) -> tuple[Tensor, Tensor]:
         The weights, padded with zeros, [B, chunks, entries]; and the cumulative sum of the chunks'
         sums, float64 [B, chunks].
     """
-    padding = -weights.shape[1] % _CHUNK
-    chunks = (F.pad(weights, (0, padding)) if padding else weights).unflatten(1, (-1, _CHUNK))
+    padding = -weights.shape[1] % _CHUNK_SIZE
+    if padding:
+        weights = F.pad(weights, (0, padding))
+    chunks = weights.unflatten(1, (-1, _CHUNK_SIZE))
     return chunks, chunks.sum(-1).cumsum(-1, dtype=torch.float64)
 
 
@@ -151,33 +170,34 @@ def _truncate(weights: Tensor, total: Tensor, options: SamplingOptions) -> Tenso
             return weights
         total = weights.sum(-1, keepdim=True, dtype=torch.float64)
 
-    size = weights.shape[1]
-    width = min(top_k, size) if top_k else min(_SORTED_FIRST, size)
+    vocab_size = weights.shape[1]
+    width = min(top_k, vocab_size) if top_k else min(_INITIAL_SORT_WIDTH, vocab_size)
+    # Most distributions reach `top_p` within the first tokens; otherwise sort eight times as many.
     while True:
-        greatest, tokens = weights.topk(width)
+        top_weights, tokens = weights.topk(width)
         if top_p == 1:
             break
-        mass = greatest.cumsum(-1, dtype=torch.float64)
+        mass = top_weights.cumsum(-1, dtype=torch.float64)
         target_mass = top_p * (mass[:, -1:] if top_k else total)
-        if top_k or width == size or bool((mass[:, -1:] >= target_mass).all()):
+        if top_k or width == vocab_size or bool((mass[:, -1:] >= target_mass).all()):
             # Exclude each token before which the mass is reached already.
-            greatest = greatest.masked_fill(mass - greatest >= target_mass, 0.0)
+            top_weights = top_weights.masked_fill(mass - top_weights >= target_mass, 0.0)
             break
-        width = min(8 * width, size)
-    return torch.zeros_like(weights).scatter_(1, tokens, greatest)
+        width = min(8 * width, vocab_size)
+    return torch.zeros_like(weights).scatter_(1, tokens, top_weights)
 
 
-def _kept(weights: Tensor) -> KeptTokens:
+def _find_support(weights: Tensor) -> SamplingSupport:
     """Return the sampling support of each row: the tokens with a weight above 0.
 
     Args:
         weights: [B, V].
     """
-    is_kept = weights > 0
-    return KeptTokens.from_counts(is_kept.sum(-1), is_kept.nonzero()[:, 1].int())
+    is_in_support = weights > 0
+    return SamplingSupport.from_counts(is_in_support.sum(-1), is_in_support.nonzero()[:, 1].int())
 
 
-def _invert(chunks: Tensor, cumulative: Tensor, target: Tensor) -> Tensor:
+def _invert_cdf(chunks: Tensor, cumulative: Tensor, target: Tensor) -> Tensor:
     """Return the index at which the cumulative sum of each row first exceeds the target.
 
     Args:
@@ -188,14 +208,16 @@ def _invert(chunks: Tensor, cumulative: Tensor, target: Tensor) -> Tensor:
     Returns:
         Indices in the vocabulary, int64 [B, 1].
     """
-    chunk_index = _first_above(cumulative, target)
-    before = cumulative.gather(1, (chunk_index - 1).clamp_min_(0)).where(chunk_index > 0, 0.0)
+    chunk_index = _find_first_above(cumulative, target)
+    # Weight of all chunks before the selected one. Index -1 is clamped for `gather`, then masked.
+    previous = cumulative.gather(1, (chunk_index - 1).clamp_min_(0))
+    offset = previous.where(chunk_index > 0, 0.0)
     chunk = chunks[torch.arange(len(chunks), device=chunks.device), chunk_index.squeeze(1)]
-    entry_index = _first_above(chunk.cumsum(-1, dtype=torch.float64), target - before)
-    return chunk_index * _CHUNK + entry_index
+    entry_index = _find_first_above(chunk.cumsum(-1, dtype=torch.float64), target - offset)
+    return chunk_index * _CHUNK_SIZE + entry_index
 
 
-def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:
+def _find_first_above(cumulative: Tensor, target: Tensor) -> Tensor:
     """Return the index of the first entry of each row that is greater than the target.
 
     The target is clamped to [0, total of the row), so that rounding never selects an entry of

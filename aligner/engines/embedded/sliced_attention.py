@@ -5,7 +5,7 @@ variable-length kernel behind `torch.nn.attention.varlen` (FlashAttention-2, Dao
 provides for half precision on GPUs. The start of a row's keys is the start of the row in the cache,
 and `seqused_k` is their number.
 
-Everything that changes from step to step is stored in tensors. One recorded CUDA graph therefore
+Everything that changes from step to step is stored in tensors. One captured CUDA graph therefore
 works for all lengths of the rows.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from aligner.models.shape import ModelShape
 
 # Maximum head dim that the kernel supports.
-_WIDEST_HEAD = 256
+_MAX_HEAD_DIM = 256
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,11 @@ def can_slice(shape: ModelShape, device: torch.device, dtype: torch.dtype) -> bo
         device.type == "cuda"
         and is_half
         and shape.head_dim % 8 == 0
-        and shape.head_dim <= _WIDEST_HEAD
+        and shape.head_dim <= _MAX_HEAD_DIM
     )
 
 
-def spans(rows: Tensor, lengths: Tensor, columns: int) -> Spans:
+def compute_spans(rows: Tensor, lengths: Tensor, columns: int) -> Spans:
     """Return the spans of a step.
 
     Args:
@@ -57,6 +57,8 @@ def spans(rows: Tensor, lengths: Tensor, columns: int) -> Spans:
         lengths: Number of tokens that the step reads of each row, from the row's start, int32 [R].
         columns: Number of columns of the KV cache.
     """
+    # Row r begins at token r * columns of the concatenated cache. The kernel expects one more start
+    # than rows; `seqused_k` replaces the lengths that differences of the starts would give.
     starts = torch.cat((rows, rows[-1:] + 1)) * columns
     queries = torch.arange(len(rows) + 1, device=rows.device, dtype=torch.int32)
     return Spans(starts.int(), lengths, queries, columns)
@@ -69,7 +71,7 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, spans: Spans, window: in
 
     Args:
         query: [R, heads, head dim].
-        keys: [rows, KV heads, columns, head dim], stored by token (see `Cache`).
+        keys: [rows, KV heads, columns, head dim], stored by token (see `KVCache`).
         values: [rows, KV heads, columns, head dim], stored by token.
         spans: Spans of the step.
         window: Number of tokens of the sliding window, including the query's own; None means no
@@ -79,20 +81,20 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, spans: Spans, window: in
         The attention output [R, heads * head dim].
     """
     # The result is [rows * columns, KV heads, head dim], a view, since the memory has this order.
-    by_token = [tensor.transpose(1, 2).flatten(0, 1) for tensor in (keys, values)]
-    attended: Tensor = torch.ops.aten._flash_attention_forward(
+    token_major = [tensor.transpose(1, 2).flatten(0, 1) for tensor in (keys, values)]
+    attention: Tensor = torch.ops.aten._flash_attention_forward(
         query,
-        *by_token,
+        *token_major,
         spans.queries,
         spans.starts,
-        1,
-        spans.columns,
-        0.0,
-        False,
-        False,
+        1,  # max_q
+        spans.columns,  # max_k
+        0.0,  # dropout_p
+        False,  # is_causal: a row's only query is its last token, so no key comes after it
+        False,  # return_debug_mask
         seqused_k=spans.lengths,
         # The kernel's window excludes the query's own token, and no token comes after it.
         window_size_left=None if window is None else window - 1,
         window_size_right=None if window is None else 0,
     )[0]
-    return attended.flatten(1)
+    return attention.flatten(1)

@@ -20,14 +20,14 @@ from aligner.schema import EngineConfig
 
 WORKER_EXTENSION = "aligner.engines.tensorrt_llm.worker.AlignerWorker"
 # Keywords that are omitted if the installed release does not accept them.
-_OPTIONAL = (
+_OPTIONAL_KEYWORDS = (
     *("max_input_len", "sampler_type", "cuda_graph_config", "skip_tokenizer_init"),
     *("enable_chunked_prefill", "stream_interval"),
 )
 # Memory tag of the KV cache; all other tags belong to the model and the executor.
-_KV_CACHE = "kv_cache"
-# Modules that contain `ExecutorMemoryType`, those of newer releases first.
-_MEMORY_TYPES = ("tensorrt_llm.llmapi.llm_args", "tensorrt_llm._torch.virtual_memory")
+_KV_CACHE_TAG = "kv_cache"
+# Modules that may contain `ExecutorMemoryType`, those of newer releases first.
+_MEMORY_TYPE_MODULES = ("tensorrt_llm.llmapi.llm_args", "tensorrt_llm._torch.virtual_memory")
 
 
 def load_package() -> ModuleType:
@@ -51,91 +51,102 @@ def load_package() -> ModuleType:
     return package
 
 
-def find(path: str) -> Any:
+def find_object(path: str) -> Any:
     """Return the object at a dotted path, or None if it does not exist.
 
     The longest prefix of the path that can be imported is the module; the other names are
     attributes.
     """
     names = path.split(".")
-    for end in range(len(names), 0, -1):
+    for module_length in range(len(names), 0, -1):
         try:
-            target: Any = importlib.import_module(".".join(names[:end]))
+            target: Any = importlib.import_module(".".join(names[:module_length]))
         except ImportError:
             continue
-        for name in names[end:]:
+        for name in names[module_length:]:
             target = getattr(target, name, None)
         return target
     return None
 
 
-def keywords(call: Any, fields: Any = None) -> Mapping[str, Any]:
+def get_keywords(function: Any, kwargs_model: Any = None) -> Mapping[str, Any]:
     """Return the keyword parameters of a class or function, with their defaults.
 
     The default of a required parameter is `inspect.Parameter.empty`.
 
     Args:
-        call: Class or function. If it is a pydantic model, its fields are included.
-        fields: Pydantic model that validates the **kwargs of `call`; its fields are included too.
+        function: Class or function. If it is a pydantic model, its fields are included.
+        kwargs_model: Pydantic model that validates the **kwargs of `function`; its fields are
+            included too.
     """
-    variadic = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    variadic_kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     defaults = {
         name: parameter.default
-        for name, parameter in inspect.signature(call).parameters.items()
-        if parameter.kind not in variadic and name != "self"
+        for name, parameter in inspect.signature(function).parameters.items()
+        if parameter.kind not in variadic_kinds and name != "self"
     }
-    for model in (call, fields):
+
+    # The signature of a pydantic model may be just `**data`, so its fields count as keywords.
+    for model in (function, kwargs_model):
         for name, field in getattr(model, "model_fields", {}).items():
-            required = getattr(field, "is_required", bool)()
             # A field without a method `is_required` counts as optional: `bool()` is False.
-            defaults[name] = inspect.Parameter.empty if required else field.default
+            is_required = getattr(field, "is_required", bool)()
+            defaults[name] = inspect.Parameter.empty if is_required else field.default
     return defaults
 
 
-def known(
-    what: str, arguments: Mapping[str, Any], accepted: Collection[str], *, optional: Collection[str]
+def select_accepted(
+    callable_name: str,
+    arguments: Mapping[str, Any],
+    accepted_keywords: Collection[str],
+    *,
+    optional_keywords: Collection[str],
 ) -> dict[str, Any]:
     """Return the arguments that the installed release accepts.
 
     Args:
-        what: Name of the class or function, for the error message.
+        callable_name: Name of the class or function, for the error message.
         arguments: Arguments by keyword.
-        accepted: Accepted keywords.
-        optional: Keywords that may be omitted if they are not accepted.
+        accepted_keywords: Accepted keywords.
+        optional_keywords: Keywords that may be omitted if they are not accepted.
 
     Raises:
         AlignerError: Arguments that are not optional are not accepted; the message names them.
     """
-    missing = [name for name in arguments if name not in accepted and name not in optional]
-    if missing:
+    unsupported_keywords = [
+        name
+        for name in arguments
+        if name not in accepted_keywords and name not in optional_keywords
+    ]
+    if unsupported_keywords:
         raise AlignerError(
-            f"this TensorRT-LLM release's {what} does not accept {', '.join(missing)}; see"
-            " docs/tensorrt_llm.md for supported releases"
+            f"this TensorRT-LLM release's {callable_name} does not accept"
+            f" {', '.join(unsupported_keywords)}; see docs/tensorrt_llm.md for supported releases"
         )
-    return {name: value for name, value in arguments.items() if name in accepted}
+    return {name: value for name, value in arguments.items() if name in accepted_keywords}
 
 
-def llm_keywords() -> frozenset[str]:
+def get_llm_keywords() -> frozenset[str]:
     """Return the keywords that `AsyncLLM` accepts.
 
     `backend` is included, since `AsyncLLM` accepts it although it is not a field of its arguments.
     """
-    fields = find("tensorrt_llm.llmapi.llm_args.TorchLlmArgs")
-    return frozenset(keywords(find("tensorrt_llm.AsyncLLM"), fields)) | {"backend"}
+    kwargs_model = find_object("tensorrt_llm.llmapi.llm_args.TorchLlmArgs")
+    return frozenset(get_keywords(find_object("tensorrt_llm.AsyncLLM"), kwargs_model)) | {"backend"}
 
 
-def sleep_arguments(accepted: Collection[str]) -> dict[str, Any]:
+def build_sleep_arguments(accepted_keywords: Collection[str]) -> dict[str, Any]:
     """Return the arguments that enable the release of GPU memory.
 
     Args:
-        accepted: Keywords that `AsyncLLM` accepts.
+        accepted_keywords: Keywords that `AsyncLLM` accepts.
 
     Raises:
         AlignerError: The installed release cannot release GPU memory.
     """
-    if "sleep_config" in accepted:
-        return {"sleep_config": find("tensorrt_llm.llmapi.llm_args.SleepConfig")()}
-    if "enable_sleep" in accepted:
+    if "sleep_config" in accepted_keywords:
+        return {"sleep_config": find_object("tensorrt_llm.llmapi.llm_args.SleepConfig")()}
+    if "enable_sleep" in accepted_keywords:
         return {"enable_sleep": True}
     raise AlignerError(
         "engine.sleep=true: this release of TensorRT-LLM cannot release GPU memory; set"
@@ -143,7 +154,7 @@ def sleep_arguments(accepted: Collection[str]) -> dict[str, Any]:
     )
 
 
-def memory_tags() -> tuple[tuple[str, ...], tuple[str, ...]]:
+def get_memory_tags() -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the tags with which TensorRT-LLM releases GPU memory.
 
     Returns:
@@ -152,9 +163,8 @@ def memory_tags() -> tuple[tuple[str, ...], tuple[str, ...]]:
     Raises:
         AlignerError: The installed release has no `ExecutorMemoryType`.
     """
-    memory_types = next(
-        (kind for path in _MEMORY_TYPES if (kind := find(f"{path}.ExecutorMemoryType"))), None
-    )
+    candidates = (find_object(f"{module}.ExecutorMemoryType") for module in _MEMORY_TYPE_MODULES)
+    memory_types = next((candidate for candidate in candidates if candidate), None)
     if memory_types is None:
         raise AlignerError(
             "engine.sleep=true: this release of TensorRT-LLM has no ExecutorMemoryType; set"
@@ -164,12 +174,14 @@ def memory_tags() -> tuple[tuple[str, ...], tuple[str, ...]]:
     tags = [
         memory_type.value for memory_type in memory_types if not memory_type.value.startswith("_")
     ]
-    return tuple(tag for tag in tags if tag != _KV_CACHE), tuple(
-        tag for tag in tags if tag == _KV_CACHE
-    )
+    model_tags = tuple(tag for tag in tags if tag != _KV_CACHE_TAG)
+    cache_tags = tuple(tag for tag in tags if tag == _KV_CACHE_TAG)
+    return model_tags, cache_tags
 
 
-def cache_tokens(shape: ModelShape, settings: EngineConfig, dtype: torch.dtype) -> int | None:
+def compute_cache_tokens(
+    shape: ModelShape, settings: EngineConfig, dtype: torch.dtype
+) -> int | None:
     """Return the number of tokens that fit into `engine.kv_cache_mib` on each rank.
 
     Returns:
@@ -182,19 +194,21 @@ def cache_tokens(shape: ModelShape, settings: EngineConfig, dtype: torch.dtype) 
         return None
     token_bytes = cache_bytes_per_token(shape, settings.parallel.tensor, dtype.itemsize)
     tokens = (settings.kv_cache_mib << 20) // token_bytes
-    context = shape.max_positions
-    if tokens < context:
+
+    longest_sequence = shape.max_positions
+    if tokens < longest_sequence:
+        # Rounded up to MiB.
+        required_mib = -(-longest_sequence * token_bytes >> 20)
         raise ConfigError(
             f"engine.kv_cache_mib={settings.kv_cache_mib}: has room for {tokens} tokens, but the"
-            f" longest sequence has {context} tokens ({token_bytes} bytes per token on each rank);"
-            " must be at least"
-            f" {-(-context * token_bytes >> 20)}"
+            f" longest sequence has {longest_sequence} tokens ({token_bytes} bytes per token on"
+            f" each rank); must be at least {required_mib}"
         )
     return tokens
 
 
-def llm_arguments(
-    accepted: Collection[str],
+def build_llm_arguments(
+    accepted_keywords: Collection[str],
     directory: Path,
     shape: ModelShape,
     settings: EngineConfig,
@@ -203,7 +217,7 @@ def llm_arguments(
     """Return the keyword arguments for `AsyncLLM` that the installed release accepts.
 
     Args:
-        accepted: Keywords that `AsyncLLM` accepts.
+        accepted_keywords: Keywords that `AsyncLLM` accepts.
         directory: Model directory, from which only the configuration is read; the weights arrive by
             weight sync.
         shape: Dimensions of the model.
@@ -214,13 +228,21 @@ def llm_arguments(
         AlignerError: The installed release does not accept a required argument.
         ConfigError: The KV cache is too small for the longest sequence.
     """
-    tokens = cache_tokens(shape, settings, dtype)
-    limit = (
-        {"free_gpu_memory_fraction": settings.tensorrt_llm.free_memory_fraction}
-        if tokens is None
-        else {"max_tokens": tokens}
-    )
-    cuda_graph_config = find("tensorrt_llm.llmapi.CudaGraphConfig")
+    cache_tokens = compute_cache_tokens(shape, settings, dtype)
+    cache_size: dict[str, Any] = {"max_tokens": cache_tokens}
+    if cache_tokens is None:
+        cache_size = {"free_gpu_memory_fraction": settings.tensorrt_llm.free_memory_fraction}
+
+    cuda_graph_config_class = find_object("tensorrt_llm.llmapi.CudaGraphConfig")
+    kv_cache_config_class = find_object("tensorrt_llm.llmapi.KvCacheConfig")
+    # Block reuse is the prefix cache: the samples of a prompt share its KV cache.
+    kv_cache_config = kv_cache_config_class(enable_block_reuse=True, **cache_size)
+    cuda_graph_config = None
+    if settings.cuda_graphs:
+        cuda_graph_config = cuda_graph_config_class(
+            max_batch_size=settings.batch_size, enable_padding=True
+        )
+
     arguments = {
         "model": str(directory),
         "backend": "pytorch",
@@ -235,17 +257,13 @@ def llm_arguments(
         "max_num_tokens": settings.tensorrt_llm.max_num_tokens,
         "enable_chunked_prefill": True,
         "stream_interval": settings.tensorrt_llm.stream_interval,
-        "kv_cache_config": find("tensorrt_llm.llmapi.KvCacheConfig")(
-            enable_block_reuse=True, **limit
-        ),
-        "cuda_graph_config": (
-            cuda_graph_config(max_batch_size=settings.batch_size, enable_padding=True)
-            if settings.cuda_graphs
-            else None
-        ),
+        "kv_cache_config": kv_cache_config,
+        "cuda_graph_config": cuda_graph_config,
         "sampler_type": "TRTLLMSampler",
         "ray_worker_extension_cls": WORKER_EXTENSION,
     }
     if settings.sleep:
-        arguments |= sleep_arguments(accepted)
-    return known("AsyncLLM", arguments, accepted, optional=_OPTIONAL)
+        arguments |= build_sleep_arguments(accepted_keywords)
+    return select_accepted(
+        "AsyncLLM", arguments, accepted_keywords, optional_keywords=_OPTIONAL_KEYWORDS
+    )

@@ -8,25 +8,25 @@ from typing import Any
 import torch
 
 from aligner.engines.engine_protocol import SamplingOptions
-from aligner.engines.foreign.client import Client, ending_on_failure
-from aligner.engines.foreign.responses import Responder, Response
+from aligner.engines.external.client import Client, shut_down_on_failure
+from aligner.engines.external.responses import Response, ResponseGenerator
 from aligner.engines.tensorrt_llm.llm_arguments import (
-    llm_arguments,
-    llm_keywords,
+    build_llm_arguments,
+    get_llm_keywords,
+    get_memory_tags,
     load_package,
-    memory_tags,
 )
 from aligner.errors import AlignerError
 from aligner.models.shape import ModelShape
-from aligner.paths import replaced_environment
+from aligner.paths import replace_environment
 from aligner.schema import EngineConfig
 
 NAME = "TensorRT-LLM"
 # Prefixes of the environment variables of MPI launchers and Slurm. TensorRT-LLM would start MPI if
 # it found them.
-_OTHER_LAUNCHERS = ("PMI_", "PMIX_", "OMPI_", "SLURM_")
+_LAUNCHER_PREFIXES = ("PMI_", "PMIX_", "OMPI_", "SLURM_")
 # Environment variables of the trainer's process group, which the workers must not join.
-_OTHER_WORLD = (
+_PROCESS_GROUP_VARIABLES = (
     "RANK",
     "LOCAL_RANK",
     "WORLD_SIZE",
@@ -36,7 +36,7 @@ _OTHER_WORLD = (
 )
 
 
-def worker_environment(environ: Mapping[str, str], devices: Sequence[int]) -> dict[str, str]:
+def build_worker_environment(environ: Mapping[str, str], devices: Sequence[int]) -> dict[str, str]:
     """Return the environment in which the workers start.
 
     It is the environment of this rank without the variables of its launcher and of its process
@@ -50,11 +50,13 @@ def worker_environment(environ: Mapping[str, str], devices: Sequence[int]) -> di
     environment = {
         name: value
         for name, value in environ.items()
-        if not name.startswith(_OTHER_LAUNCHERS) and name not in _OTHER_WORLD
+        if not name.startswith(_LAUNCHER_PREFIXES) and name not in _PROCESS_GROUP_VARIABLES
     }
     return environment | {
         "CUDA_VISIBLE_DEVICES": ",".join(map(str, devices)),
+        # Ray would replace CUDA_VISIBLE_DEVICES in each worker.
         "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
+        # TensorRT-LLM would join a Ray cluster that already runs on the machine.
         "TLLM_RAY_FORCE_LOCAL_CLUSTER": "1",
         "TLLM_DISABLE_MPI": "1",
         # Several threads would copy the weights of an update on CUDA streams that nothing
@@ -63,7 +65,7 @@ def worker_environment(environ: Mapping[str, str], devices: Sequence[int]) -> di
     }
 
 
-def gpu_index(name: str) -> int:
+def parse_gpu_index(name: str) -> int:
     """Return the index on the machine of a GPU in CUDA_VISIBLE_DEVICES.
 
     Args:
@@ -112,31 +114,45 @@ class TensorRTLLMClient(Client):
                 workers run on other GPUs.
         """
         super().__init__(NAME, settings.tensorrt_llm.timeout_s)
-        self._workers = settings.parallel.tensor
+        self._worker_count = settings.parallel.tensor
         self._update_timeout_s = settings.update_timeout_s
-        with ending_on_failure(NAME, self.shutdown):
-            with replaced_environment(worker_environment(os.environ, devices)):
+        with shut_down_on_failure(NAME, self.shutdown):
+            with replace_environment(build_worker_environment(os.environ, devices)):
                 # The import starts MPI if it finds a launcher's environment variables, so it must
                 # happen in the workers' environment.
                 package = load_package()
-                arguments = llm_arguments(llm_keywords(), directory, shape, settings, dtype)
-                self._tags = memory_tags() if settings.sleep else ((), ())
+                arguments = build_llm_arguments(
+                    get_llm_keywords(), directory, shape, settings, dtype
+                )
+                self._memory_tags = get_memory_tags() if settings.sleep else ((), ())
                 self._llm = package.AsyncLLM(**arguments)
-                self._end.callback(self._llm.shutdown)
+                self._exit_stack.callback(self._llm.shutdown)
                 self._loop.run(
                     "starting (engine.tensorrt_llm.timeout_s)",
                     self._llm.setup_async(),
                     self._timeout_s,
                 )
-            self._check_devices(uuids)
-            self._sampling_params = package.SamplingParams
+
+            self._check_gpus(uuids)
+            self._sampling_params_class = package.SamplingParams
             timeout_key = "engine.tensorrt_llm.timeout_s"
-            self._responder = Responder(
-                NAME, self._draw, seed, self._timeout_s, timeout_key, has_least=False
+            # `min_tokens` of TensorRT-LLM does not affect `stop_token_ids`; see `_start_request`.
+            self._response_generator = ResponseGenerator(
+                NAME,
+                self._start_request,
+                seed,
+                self._timeout_s,
+                timeout_key,
+                supports_min_tokens=False,
             )
 
-    def _draw(
-        self, tokens: list[int], response: Response, options: SamplingOptions, seed: int, most: int
+    def _start_request(
+        self,
+        tokens: list[int],
+        response: Response,
+        options: SamplingOptions,
+        seed: int,
+        tokens_to_minimum: int,
     ) -> Any:
         """Start the generation of a response, and return TensorRT-LLM's stream.
 
@@ -150,12 +166,19 @@ class TensorRTLLMClient(Client):
             response: The response.
             options: Sampling parameters.
             seed: Seed of this request.
-            most: Maximum number of tokens of a request without stop tokens; 0 means that stop
-                tokens are allowed, up to the limit of the turn.
+            tokens_to_minimum: Maximum number of tokens of a request without stop tokens; 0 means
+                that stop tokens are allowed, up to `Response.max_tokens`.
         """
-        stops = list(options.stop_token_ids)
-        sampling = self._sampling_params(
-            max_tokens=most or response.limit - len(response.tokens),
+        stop_token_ids = list(options.stop_token_ids)
+        # Below the minimum length, stop tokens are forbidden. Afterwards, they end the response.
+        stop_arguments = {}
+        if tokens_to_minimum:
+            stop_arguments["bad_token_ids"] = stop_token_ids
+        elif stop_token_ids:
+            stop_arguments["stop_token_ids"] = stop_token_ids
+
+        sampling = self._sampling_params_class(
+            max_tokens=tokens_to_minimum or response.max_tokens - len(response.tokens),
             temperature=options.temperature,
             top_k=1 if options.greedy else options.top_k,
             top_p=None if options.greedy else options.top_p,
@@ -164,9 +187,7 @@ class TensorRTLLMClient(Client):
             end_id=-1,
             detokenize=False,
             include_stop_str_in_output=True,
-            # Below the minimum length, stop tokens are forbidden. Afterwards, they end the
-            # response.
-            **({"bad_token_ids": stops} if most else {"stop_token_ids": stops} if stops else {}),
+            **stop_arguments,
         )
         return self._llm.generate_async(inputs=tokens, sampling_params=sampling, streaming=True)
 
@@ -177,25 +198,30 @@ class TensorRTLLMClient(Client):
             handles: Handles of the tensors on every worker's GPU; None finishes the update and
                 clears the KV cache.
         """
-        self._call("update_weights", handles, timeout_s=self._update_timeout_s)
+        self._call_workers("update_weights", handles, timeout_s=self._update_timeout_s)
 
-    def release(self) -> None:
+    def release_memory(self) -> None:
         """Free the memory of the model and of the KV cache, whose contents are lost."""
-        self._call("forget_prefixes")
-        model, cache = self._tags
-        self._loop.run("releasing GPU memory", self._llm.release([*model, *cache]), self._timeout_s)
+        # The cached prefixes refer to blocks of the KV cache, whose contents are lost.
+        self._call_workers("clear_prefix_cache")
+        model_tags, cache_tags = self._memory_tags
+        self._loop.run(
+            "releasing GPU memory", self._llm.release([*model_tags, *cache_tags]), self._timeout_s
+        )
 
-    def resume(self, *, cache: bool) -> None:
-        """Allocate memory again after `release`.
+    def resume_memory(self, *, cache: bool) -> None:
+        """Allocate memory again after `release_memory`.
 
         Args:
             cache: Whether to allocate the memory of the KV cache; otherwise that of the model.
         """
-        self._loop.run(
-            "reallocating GPU memory", self._llm.resume(list(self._tags[cache])), self._timeout_s
-        )
+        model_tags, cache_tags = self._memory_tags
+        tags = cache_tags if cache else model_tags
+        self._loop.run("reallocating GPU memory", self._llm.resume(list(tags)), self._timeout_s)
 
-    def _call(self, method: str, *arguments: Any, timeout_s: float | None = None) -> list[Any]:
+    def _call_workers(
+        self, method: str, *arguments: Any, timeout_s: float | None = None
+    ) -> list[Any]:
         """Call a method of every worker, and return the answers in rank order.
 
         Args:
@@ -215,18 +241,21 @@ class TensorRTLLMClient(Client):
             raise AlignerError(
                 f"TensorRT-LLM workers failed in {method}: {type(error).__name__}: {error}"
             ) from error
-        if len(answers) != self._workers:
+
+        if len(answers) != self._worker_count:
             raise AlignerError(
-                f"{method}: only {len(answers)} of {self._workers} TensorRT-LLM workers answered"
+                f"{method}: only {len(answers)} of {self._worker_count} TensorRT-LLM workers"
+                " answered"
             )
+        # A worker's failure may arrive as its answer instead of an exception of the call.
         for rank, answer in enumerate(answers):
             if answer is False or isinstance(answer, BaseException):
                 raise AlignerError(f"TensorRT-LLM worker {rank} failed in {method}: {answer!r}")
         return answers
 
-    def _check_devices(self, uuids: Sequence[str]) -> None:
+    def _check_gpus(self, uuids: Sequence[str]) -> None:
         """Raise AlignerError if the workers run on other GPUs than the given ones."""
-        actual = sorted(self._call("report_device_id"))
+        actual = sorted(self._call_workers("report_device_id"))
         expected = sorted(uuids)
         if actual != expected:
             raise AlignerError(

@@ -15,16 +15,16 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from aligner.data.model_directory import assemble_stored_tensors
 from aligner.engines.engine_protocol import SamplingOptions
-from aligner.engines.foreign.foreign_engine import ForeignEngine, Piece
-from aligner.engines.foreign.gpu_places import gpu_places
-from aligner.engines.tensorrt_llm.llm_client import NAME, TensorRTLLMClient, gpu_index
+from aligner.engines.external.external_engine import ExternalEngine, WeightPiece
+from aligner.engines.external.gpu_identity import gather_gpus
+from aligner.engines.tensorrt_llm.llm_client import NAME, TensorRTLLMClient, parse_gpu_index
 from aligner.errors import AlignerError
 from aligner.models.shape import ModelShape
 from aligner.resharding.weight_update import WeightFormat
 from aligner.schema import EngineConfig, EngineParallelConfig
 
 
-class TensorRTLLMEngine(ForeignEngine):
+class TensorRTLLMEngine(ExternalEngine):
     """Generation engine that runs TensorRT-LLM, with one worker on the GPU of each rank.
 
     While the workers sleep, TensorRT-LLM stores a copy of the model in host memory.
@@ -41,7 +41,7 @@ class TensorRTLLMEngine(ForeignEngine):
         *,
         device: torch.device | str = "cuda",
         dtype: torch.dtype = torch.bfloat16,
-        context: int | None = None,
+        max_sequence_length: int | None = None,
     ) -> None:
         """Start TensorRT-LLM on the replica's GPUs, without weights. Collective over the replica.
 
@@ -54,60 +54,67 @@ class TensorRTLLMEngine(ForeignEngine):
             group: The TP' ranks of this replica, in order; None if TP' is 1.
             device: Device of this rank.
             dtype: Data type of the weights.
-            context: Maximum length of prompt and response in tokens; None: the model's maximum.
+            max_sequence_length: Maximum length of prompt and response in tokens; None: the model's
+                maximum.
 
         Raises:
             AlignerError: TensorRT-LLM did not start, or started on other GPUs than those of the
                 ranks; raised on every rank.
         """
-        # Each worker loads whole tensors and cuts its own slices, so every rank gets all of them.
+        # Each worker loads whole tensors and cuts its own slices, so every rank gets all of them:
+        # for the weight transfer, every rank is a replica of its own.
         layout = EngineParallelConfig(tensor=1, data=settings.parallel.ranks)
         weight_format = WeightFormat(layout, dtype, settings.bucket_mib << 20)
-        super().__init__(NAME, shape, settings, weight_format, rank, group, device, context)
-        self._shared: dict[str, Tensor] = {}
+        super().__init__(
+            NAME, shape, settings, weight_format, rank, group, device, max_sequence_length
+        )
+        self._shared_tensors: dict[str, Tensor] = {}
         """Stored tensors that the workers read at the moment, by name."""
-        gpus = gpu_places(self._replica, self._device)
+        gpus = gather_gpus(self._replica, self._device)
         self._uuid: str = gpus[self._replica.rank]["uuid"]
 
         def start() -> None:
-            devices = [gpu_index(gpu["name"]) for gpu in gpus]
+            devices = [parse_gpu_index(gpu["name"]) for gpu in gpus]
             uuids = [gpu["uuid"] for gpu in gpus]
             self._replica.client = TensorRTLLMClient(
                 directory, self._shape, settings, seed, dtype, devices, uuids
             )
 
-        self._replica.lead("starting TensorRT-LLM", start)
+        self._replica.run_on_rank0("starting TensorRT-LLM", start)
 
-    def _refused(self, options: SamplingOptions) -> str | None:
-        if options.min_p or options.tells_kept:
-            requested = (
-                f"min_p={options.min_p:g}"
-                if options.min_p
-                else "returning the sampling support (kept token ids)"
-            )
-            return f"{requested} is supported by only some releases"
+    def _unsupported_option(self, options: SamplingOptions) -> str | None:
+        requested_option = None
+        if options.min_p:
+            requested_option = f"min_p={options.min_p:g}"
+        elif options.returns_support:
+            requested_option = "returning the sampling support (kept token ids)"
+
+        if requested_option is not None:
+            return f"{requested_option} is supported by only some releases"
         if options.routes:
             return "returning the expert routing is not supported"
         return None
 
-    def _share(self, pieces: Sequence[Piece]) -> dict[str, Any]:
-        parts = {piece.spec.name: piece.tensor for piece in pieces}
-        self._shared = dict(
-            assemble_stored_tensors([piece.spec for piece in pieces], lambda spec: parts[spec.name])
-        )
+    def _share_pieces(self, pieces: Sequence[WeightPiece]) -> dict[str, Any]:
+        tensors_by_name = {piece.spec.name: piece.tensor for piece in pieces}
+        specs = [piece.spec for piece in pieces]
+        stored_tensors = assemble_stored_tensors(specs, lambda spec: tensors_by_name[spec.name])
+        self._shared_tensors = dict(stored_tensors)
         if self._device.type == "cuda":
-            # The workers open the same memory, which must contain the final values before.
+            # The workers read the same memory on streams of their own, so the values must be final.
             torch.cuda.synchronize(self._device)
-        return ipc_handles(self._shared, self._uuid)
+        return build_ipc_handles(self._shared_tensors, self._uuid)
 
-    def _unshare(self) -> None:
-        self._shared = {}
+    def _free_shared_pieces(self) -> None:
+        self._shared_tensors = {}
         if self._device.type == "cuda":
+            # A reference cycle would keep tensors alive until some later collection, and with them
+            # a bucket of GPU memory.
             gc.collect()
             torch.cuda.ipc_collect()
 
 
-def ipc_handles(tensors: Mapping[str, Tensor], device_uuid: str) -> dict[str, str]:
+def build_ipc_handles(tensors: Mapping[str, Tensor], device_uuid: str) -> dict[str, str]:
     """Return handles with which the worker on a GPU opens tensors.
 
     A CUDA tensor is not copied: the worker opens its memory by CUDA IPC. The tensors must therefore
@@ -133,5 +140,6 @@ def ipc_handles(tensors: Mapping[str, Tensor], device_uuid: str) -> dict[str, st
             f"tensors for GPU {device_uuid} are on several devices, must be on one:"
             f" {tensor_devices}"
         )
+
     entries = [(name, reduce_tensor(tensor.detach())) for name, tensor in tensors.items()]
     return {device_uuid: base64.b64encode(pickle.dumps(entries)).decode()}

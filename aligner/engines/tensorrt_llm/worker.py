@@ -13,6 +13,6 @@ class AlignerWorker(WorkerExtension):
     No name in this class may occur in the worker's own class.
     """
 
-    def forget_prefixes(self) -> None:
+    def clear_prefix_cache(self) -> None:
         """Reset the prefix cache, so that the KV cache of earlier prompts is not reused."""
         self.engine.reset_prefix_cache()

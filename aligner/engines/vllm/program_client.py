@@ -20,9 +20,9 @@ import psutil
 import torch
 
 from aligner.engines.engine_protocol import SamplingOptions
-from aligner.engines.foreign.client import Client, ending_on_failure
-from aligner.engines.foreign.responses import Responder, Response
-from aligner.errors import AlignerError, EngineGone
+from aligner.engines.external.client import Client, shut_down_on_failure
+from aligner.engines.external.responses import Response, ResponseGenerator
+from aligner.errors import AlignerError, EngineExited
 from aligner.models.layouts import cache_bytes_per_token
 from aligner.models.shape import ModelShape
 from aligner.schema import EngineConfig
@@ -30,14 +30,15 @@ from aligner.triton_cleanup import kill_processes
 
 NAME = "vLLM"
 _PROGRAM = Path(__file__).parent / "program"
-# Maximum size of an answer, in bytes.
-_LINE = 1 << 28
+# Maximum size of an answer, in bytes. An answer with many tokens and their log-probs can exceed
+# asyncio's default of 64 KiB.
+_MAX_LINE_BYTES = 1 << 28
 # Number of tokens per block of the KV cache on CPUs.
-_BLOCK = 128
+_CPU_BLOCK_TOKENS = 128
 # Timeout for the exit of the program and its processes, in seconds.
-_CLOSE_S = 20.0
+_EXIT_TIMEOUT_S = 20.0
 # Descriptions of the orders for error messages.
-_ORDERS = {
+_ORDER_DESCRIPTIONS = {
     "begin": "start the weight update",
     "load": "load weights",
     "finish": "finish the weight update",
@@ -65,37 +66,37 @@ class Request:
 
     Attributes:
         outputs: One completion, which grows.
-        arrived: Queue of the program's answers to this request.
+        answers: Queue of the program's answers to this request.
     """
 
-    def __init__(self, program: "Program", number: int) -> None:
+    def __init__(self, program: "Program", order_id: int) -> None:
         """Create a request.
 
         Args:
             program: Program that executes the request.
-            number: Id of the request's order.
+            order_id: Id of the request's order.
         """
         self._program = program
-        self._number = number
+        self._order_id = order_id
         self.outputs: Sequence[Completion] = (Completion(),)
-        self.arrived: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self.answers: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
 
     def abort(self) -> None:
         """Abort the request; its finish reason becomes `cancelled`."""
-        with contextlib.suppress(EngineGone):
-            self._program.send({"id": self._number, "do": "abort"})
+        with contextlib.suppress(EngineExited):
+            self._program.send({"id": self._order_id, "do": "abort"})
 
     async def __aiter__(self) -> AsyncIterator["Request"]:
         """Yield this request after each answer, until the generation ends.
 
         Raises:
             AlignerError: The generation failed.
-            EngineGone: The program or one of its processes has exited.
+            EngineExited: The program or one of its processes has exited.
         """
         (completion,) = self.outputs
         while completion.finish_reason is None:
-            answer = await self.arrived.get()
-            _raise_for(answer, "generate")
+            answer = await self.answers.get()
+            _raise_on_error(answer, "generate")
             completion.token_ids += answer["tokens"]
             completion.logprobs += answer["logprobs"]
             completion.finish_reason = answer["finish"]
@@ -105,11 +106,11 @@ class Request:
 class Program:
     """Process in vLLM's Python environment, as the leader of its own process group.
 
-    Except for `end`, all methods must be called on the event loop's thread.
+    Except for `terminate`, all methods must be called on the event loop's thread.
 
     Attributes:
         process: The process.
-        release: Version of vLLM; empty before `begin`.
+        vllm_version: Version of vLLM; empty before `start`.
     """
 
     def __init__(self, python: str, environment: Mapping[str, str]) -> None:
@@ -142,19 +143,21 @@ class Program:
                 " `aligner install-vllm`"
             ) from error
         finally:
+            # The process has inherited this end. If it stayed open here too, the end of the process
+            # would not close the connection.
             program_socket.close()
 
         self._socket = client_socket
         self._requests: dict[int, Request] = {}
         """Requests in flight, by the id of their order."""
-        self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._pending_answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
         """Futures of the answers to other orders, by the id of the order."""
-        self._count = 0
-        self._why_over: str | None = None
+        self._last_order_id = 0
+        self._exit_reason: str | None = None
         """Reason why the program no longer executes orders; None while it does."""
-        self.release = ""
+        self.vllm_version = ""
 
-    async def begin(self, settings: Mapping[str, Any]) -> None:
+    async def start(self, settings: Mapping[str, Any]) -> None:
         """Start the engine in the process.
 
         Args:
@@ -163,57 +166,66 @@ class Program:
         Raises:
             AlignerError: vLLM did not start; the message contains its error.
         """
-        self._answers, self._orders = await asyncio.open_connection(sock=self._socket, limit=_LINE)
-        self._orders.write(json.dumps(settings).encode() + b"\n")
-        line = await self._answers.readline()
-        answer = json.loads(line) if line else {"refused": self._ended()}
+        self._answer_reader, self._order_writer = await asyncio.open_connection(
+            sock=self._socket, limit=_MAX_LINE_BYTES
+        )
+        self._order_writer.write(json.dumps(settings).encode() + b"\n")
+
+        line = await self._answer_reader.readline()
+        # An empty line means that the process has exited without an answer.
+        answer = json.loads(line) if line else {"refused": self._describe_exit()}
         if "refused" in answer:
             raise AlignerError(
                 f"{NAME} did not start: {answer['refused']}; see {NAME}'s output in this process's"
                 " log"
             )
-        self.release = answer["release"]
-        self._reader = asyncio.create_task(self._read())
 
-    def draw(self, tokens: Sequence[int], sampling: Mapping[str, Any]) -> Request:
+        self.vllm_version = answer["release"]
+        self._read_task = asyncio.create_task(self._read_answers())
+
+    def generate(self, tokens: Sequence[int], sampling: Mapping[str, Any]) -> Request:
         """Start a request that continues a sequence of tokens.
 
         Args:
             tokens: Prompt and the tokens generated so far.
             sampling: Keyword arguments of vLLM's `SamplingParams`.
         """
-        number = self._next()
-        self._requests[number] = request = Request(self, number)
-        self.send({"id": number, "do": "draw", "tokens": list(tokens), "sampling": dict(sampling)})
+        order_id = self._create_order_id()
+        request = Request(self, order_id)
+        self._requests[order_id] = request
+        self.send(
+            {"id": order_id, "do": "draw", "tokens": list(tokens), "sampling": dict(sampling)}
+        )
         return request
 
-    async def order(self, what: str, **arguments: Any) -> None:
+    async def execute(self, name: str, **arguments: Any) -> None:
         """Send an order, and wait until it is done.
 
         Args:
-            what: Name of the order, a key of `_ORDERS`.
+            name: Name of the order, a key of `_ORDER_DESCRIPTIONS`.
             arguments: Arguments of the order.
 
         Raises:
             AlignerError: The order failed; the message contains the reason.
-            EngineGone: The program or one of its processes has exited.
+            EngineExited: The program or one of its processes has exited.
         """
-        number = self._next()
-        self._waiting[number] = answer = asyncio.get_running_loop().create_future()
-        self.send({"id": number, "do": what, "with": arguments})
-        _raise_for(await answer, _ORDERS[what])
+        order_id = self._create_order_id()
+        answer = asyncio.get_running_loop().create_future()
+        self._pending_answers[order_id] = answer
+        self.send({"id": order_id, "do": name, "with": arguments})
+        _raise_on_error(await answer, _ORDER_DESCRIPTIONS[name])
 
     def send(self, order: Mapping[str, Any]) -> None:
         """Send an order without waiting for its answer.
 
         Raises:
-            EngineGone: The program has exited.
+            EngineExited: The program has exited.
         """
-        if self._why_over is not None:
-            raise EngineGone(f"{NAME}: {self._why_over}")
-        self._orders.write(json.dumps(order).encode() + b"\n")
+        if self._exit_reason is not None:
+            raise EngineExited(f"{NAME}: {self._exit_reason}")
+        self._order_writer.write(json.dumps(order).encode() + b"\n")
 
-    def end(self) -> None:
+    def terminate(self) -> None:
         """Terminate the process and all processes that it has started.
 
         The method may be called on any thread and at any time.
@@ -222,78 +234,82 @@ class Program:
             # The program exits by itself when the connection is closed.
             self._socket.shutdown(socket.SHUT_RDWR)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(_CLOSE_S)
+            self.process.wait(_EXIT_TIMEOUT_S)
         # Kill the processes that have not exited in time.
-        kill_processes(list(_group(self.process.pid)))
+        kill_processes(list(_find_group_processes(self.process.pid)))
         self.process.wait()
 
-    def _next(self) -> int:
+    def _create_order_id(self) -> int:
         """Return a new id for an order."""
-        self._count += 1
-        return self._count
+        self._last_order_id += 1
+        return self._last_order_id
 
-    async def _read(self) -> None:
+    async def _read_answers(self) -> None:
         """Distribute the program's answers until it closes the connection.
 
         Afterwards, all requests and orders in flight get an answer `gone`.
         """
         with contextlib.suppress(ConnectionError):
-            while line := await self._answers.readline():
-                self._take(json.loads(line))
-        self._why_over = self._ended()
-        for number in [*self._requests, *self._waiting]:
-            self._take({"id": number, "gone": self._why_over})
+            while line := await self._answer_reader.readline():
+                self._dispatch(json.loads(line))
 
-    def _take(self, answer: dict[str, Any]) -> None:
+        # From here on, `send` raises, so that no order waits for an answer that cannot arrive.
+        self._exit_reason = self._describe_exit()
+        # A copy of the ids, since `_dispatch` removes them.
+        for order_id in [*self._requests, *self._pending_answers]:
+            self._dispatch({"id": order_id, "gone": self._exit_reason})
+
+    def _dispatch(self, answer: dict[str, Any]) -> None:
         """Pass an answer to the request or the future that waits for it."""
-        number = answer["id"]
-        if (future := self._waiting.pop(number, None)) is not None:
+        order_id = answer["id"]
+        if (future := self._pending_answers.pop(order_id, None)) is not None:
             # The future is done already if its caller has cancelled it.
             if not future.done():
                 future.set_result(answer)
             return
-        if (request := self._requests.get(number)) is not None:
-            request.arrived.put_nowait(answer)
+
+        # The request may be unknown: if it is aborted just when it completes, it gets two last
+        # answers.
+        if (request := self._requests.get(order_id)) is not None:
+            request.answers.put_nowait(answer)
             # An answer without `finish` contains an error, so it is the last one.
             if answer.get("finish", "failed") is not None:
-                del self._requests[number]
+                del self._requests[order_id]
 
-    def _ended(self) -> str:
+    def _describe_exit(self) -> str:
         """Return a description of the way in which the process has ended."""
         try:
-            code = self.process.wait(_CLOSE_S)
+            code = self.process.wait(_EXIT_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             return "its process closed the connection"
-        return (
-            f"its process was killed by {signal.Signals(-code).name}"
-            if code < 0
-            else f"its process exited with code {code}"
-        )
+        if code < 0:
+            return f"its process was killed by {signal.Signals(-code).name}"
+        return f"its process exited with code {code}"
 
 
-def _group(leader: int) -> Iterator[psutil.Process]:
-    """Yield the processes of a process group, whose id is `leader`."""
+def _find_group_processes(group_id: int) -> Iterator[psutil.Process]:
+    """Yield the processes of a process group."""
     for process in psutil.process_iter():
         with contextlib.suppress(ProcessLookupError):
-            if os.getpgid(process.pid) == leader:
+            if os.getpgid(process.pid) == group_id:
                 yield process
 
 
-def _raise_for(answer: Mapping[str, Any], what: str) -> None:
+def _raise_on_error(answer: Mapping[str, Any], description: str) -> None:
     """Raise an exception if an answer contains an error.
 
     Args:
         answer: The program's answer.
-        what: Description of the order, for the error message.
+        description: Description of the order, for the error message.
 
     Raises:
         AlignerError: The order failed.
-        EngineGone: The program or one of its processes has exited.
+        EngineExited: The program or one of its processes has exited.
     """
     if "gone" in answer:
-        raise EngineGone(f"{NAME}: {answer['gone']}; see {NAME}'s output in this process's log")
+        raise EngineExited(f"{NAME}: {answer['gone']}; see {NAME}'s output in this process's log")
     if "error" in answer:
-        raise AlignerError(f"{NAME} failed to {what}: {answer['error']}")
+        raise AlignerError(f"{NAME} failed to {description}: {answer['error']}")
 
 
 class VLLMClient(Client):
@@ -326,23 +342,31 @@ class VLLMClient(Client):
         """
         super().__init__(NAME, settings.vllm.timeout_s)
         self._update_timeout_s = settings.update_timeout_s
-        with ending_on_failure(NAME, self.shutdown):
-            self._program = Program(python, _environment(os.environ, settings, gpus))
-            self._end.callback(self._program.end)
-            start = self._program.begin(
-                _arguments(directory, shape, settings, seed, dtype, on_gpus=bool(gpus))
+        with shut_down_on_failure(NAME, self.shutdown):
+            self._program = Program(python, _build_environment(os.environ, settings, gpus))
+            self._exit_stack.callback(self._program.terminate)
+            arguments = _build_engine_arguments(
+                directory, shape, settings, seed, dtype, on_gpus=bool(gpus)
             )
-            self._loop.run("starting (engine.vllm.timeout_s)", start, self._timeout_s)
+            start_coroutine = self._program.start(arguments)
+            self._loop.run("starting (engine.vllm.timeout_s)", start_coroutine, self._timeout_s)
+
             timeout_key = "engine.vllm.timeout_s"
-            self._responder = Responder(
-                NAME, self._draw, seed, self._timeout_s, timeout_key, has_least=True
+            self._response_generator = ResponseGenerator(
+                NAME,
+                self._start_request,
+                seed,
+                self._timeout_s,
+                timeout_key,
+                supports_min_tokens=True,
             )
 
-    def hold(self, *, interrupts: bool) -> None:
-        """Pause generation (see `Client.hold`), and start a weight update."""
-        super().hold(interrupts=interrupts)
+    def pause_generation(self, *, interrupt_responses: bool) -> None:
+        """Pause generation (see `Client.pause_generation`), and start a weight update."""
+        super().pause_generation(interrupt_responses=interrupt_responses)
+        # The engine is idle now, so vLLM can prepare its layers for new weights.
         self._loop.run(
-            "starting the weight update", self._program.order("begin"), self._update_timeout_s
+            "starting the weight update", self._program.execute("begin"), self._update_timeout_s
         )
 
     def update_weights(self, handles: Mapping[str, Any] | None) -> None:
@@ -352,30 +376,34 @@ class VLLMClient(Client):
             handles: Handles of the shared memory by tensor-parallel rank; None finishes the update
                 and clears the KV cache.
         """
-        work = (
-            self._program.order("finish")
-            if handles is None
-            else self._program.order("load", of_ranks=handles)
-        )
-        self._loop.run("loading weights", work, self._update_timeout_s)
+        if handles is None:
+            order = self._program.execute("finish")
+        else:
+            order = self._program.execute("load", of_ranks=handles)
+        self._loop.run("loading weights", order, self._update_timeout_s)
 
-    def release(self) -> None:
+    def release_memory(self) -> None:
         """Free the memory of the model and of the KV cache, whose contents are lost."""
-        self._loop.run("releasing GPU memory", self._program.order("sleep"), self._timeout_s)
+        self._loop.run("releasing GPU memory", self._program.execute("sleep"), self._timeout_s)
 
-    def resume(self, *, cache: bool) -> None:
-        """Allocate memory again after `release`.
+    def resume_memory(self, *, cache: bool) -> None:
+        """Allocate memory again after `release_memory`.
 
         Args:
             cache: Whether to allocate the memory of the KV cache; otherwise that of the model.
         """
         tags = ["kv_cache" if cache else "weights"]
         self._loop.run(
-            "reallocating GPU memory", self._program.order("wake", tags=tags), self._timeout_s
+            "reallocating GPU memory", self._program.execute("wake", tags=tags), self._timeout_s
         )
 
-    def _draw(
-        self, tokens: list[int], response: Response, options: SamplingOptions, seed: int, most: int
+    def _start_request(
+        self,
+        tokens: list[int],
+        response: Response,
+        options: SamplingOptions,
+        seed: int,
+        tokens_to_minimum: int,
     ) -> Request:
         """Start the generation of a response, up to its maximum number of tokens.
 
@@ -384,11 +412,11 @@ class VLLMClient(Client):
             response: The response.
             options: Sampling parameters.
             seed: Seed of this request.
-            most: Unused; vLLM supports a minimum number of tokens itself.
+            tokens_to_minimum: Unused; vLLM supports a minimum number of tokens itself.
         """
-        max_tokens = response.limit - len(response.tokens)
+        max_tokens = response.max_tokens - len(response.tokens)
         min_tokens = max(0, options.min_new_tokens - len(response.tokens))
-        return self._program.draw(
+        return self._program.generate(
             tokens,
             {
                 "max_tokens": max_tokens,
@@ -407,7 +435,7 @@ class VLLMClient(Client):
         )
 
 
-def _environment(
+def _build_environment(
     environ: Mapping[str, str], settings: EngineConfig, gpus: Sequence[str]
 ) -> dict[str, str]:
     """Return the environment in which vLLM starts.
@@ -420,7 +448,7 @@ def _environment(
         settings: Section `engine` of the configuration.
         gpus: Names of the workers' GPUs in CUDA_VISIBLE_DEVICES; empty if vLLM runs on CPUs.
     """
-    own_variables = (
+    excluded_variables = (
         "RANK",
         "LOCAL_RANK",
         "WORLD_SIZE",
@@ -430,7 +458,7 @@ def _environment(
         "PYTHONHOME",
         "VIRTUAL_ENV",
     )
-    environment = {name: value for name, value in environ.items() if name not in own_variables}
+    environment = {name: value for name, value in environ.items() if name not in excluded_variables}
     # By default, vLLM binds each worker to a NUMA node of its own, and would bind the workers of
     # all replicas to the same nodes.
     if settings.parallel.ranks > 1:
@@ -452,7 +480,7 @@ def _environment(
     }
 
 
-def _arguments(
+def _build_engine_arguments(
     directory: Path,
     shape: ModelShape,
     settings: EngineConfig,
@@ -472,13 +500,16 @@ def _arguments(
         on_gpus: Whether vLLM runs on GPUs; otherwise on CPUs.
     """
     # Bytes of the KV cache per worker; None means vLLM's default.
-    memory = None if settings.kv_cache_mib is None else settings.kv_cache_mib << 20
+    cache_bytes = None if settings.kv_cache_mib is None else settings.kv_cache_mib << 20
     # On CPUs, vLLM would allocate most of the machine's memory. Instead, allocate enough blocks for
     # the maximum number of sequences of maximum length, and one more.
-    if memory is None and not on_gpus:
-        tokens = _BLOCK * (-(-shape.max_positions // _BLOCK) * settings.batch_size + 1)
-        memory = tokens * cache_bytes_per_token(shape, settings.parallel.tensor, dtype.itemsize)
-    return {
+    if cache_bytes is None and not on_gpus:
+        sequence_blocks = -(-shape.max_positions // _CPU_BLOCK_TOKENS)
+        tokens = _CPU_BLOCK_TOKENS * (sequence_blocks * settings.batch_size + 1)
+        token_bytes = cache_bytes_per_token(shape, settings.parallel.tensor, dtype.itemsize)
+        cache_bytes = tokens * token_bytes
+
+    arguments = {
         "model": str(directory),
         "dtype": str(dtype).removeprefix("torch."),
         "tensor_parallel_size": settings.parallel.tensor,
@@ -488,6 +519,9 @@ def _arguments(
         "enforce_eager": not (settings.cuda_graphs and on_gpus),
         "enable_sleep_mode": settings.sleep and on_gpus,
         "stream_interval": settings.vllm.stream_interval,
-        **({} if memory is None else {"kv_cache_memory_bytes": memory}),
-        **({"gpu_memory_utilization": settings.vllm.memory_fraction} if on_gpus else {}),
     }
+    if cache_bytes is not None:
+        arguments["kv_cache_memory_bytes"] = cache_bytes
+    if on_gpus:
+        arguments["gpu_memory_utilization"] = settings.vllm.memory_fraction
+    return arguments

@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
-from aligner.engines.engine_protocol import SamplingOptions, weight_format
-from aligner.engines.foreign.foreign_engine import ForeignEngine, Piece
-from aligner.engines.foreign.gpu_places import gpu_places
+from aligner.engines.engine_protocol import SamplingOptions, compute_weight_format
+from aligner.engines.external.external_engine import ExternalEngine, WeightPiece
+from aligner.engines.external.gpu_identity import gather_gpus
 from aligner.engines.vllm.program.weight_memory import (
     DeviceMemory,
     HostMemory,
     Memory,
-    Placed,
-    SharedPieces,
+    SharedSlices,
+    TensorSlice,
 )
 from aligner.engines.vllm.program_client import NAME, VLLMClient
 from aligner.models.shape import ModelShape
@@ -24,7 +24,7 @@ from aligner.schema import EngineConfig
 from aligner.vllm_environment import find_vllm_python
 
 
-class VLLMEngine(ForeignEngine):
+class VLLMEngine(ExternalEngine):
     """Generation engine that runs vLLM.
 
     Each worker reads the weight slices of the rank with the same index from that rank's memory, and
@@ -41,7 +41,7 @@ class VLLMEngine(ForeignEngine):
         group: ProcessGroup | None = None,
         *,
         device: torch.device | str = "cpu",
-        context: int | None = None,
+        max_sequence_length: int | None = None,
     ) -> None:
         """Start vLLM on the replica's devices, without weights. Collective over the replica.
 
@@ -53,22 +53,26 @@ class VLLMEngine(ForeignEngine):
             seed: Seed of the random streams.
             group: The TP' ranks of this replica, in order; None if TP' is 1.
             device: Device of this rank.
-            context: Maximum length of prompt and response in tokens; None: the model's maximum.
+            max_sequence_length: Maximum length of prompt and response in tokens; None: the model's
+                maximum.
 
         Raises:
             AlignerError: vLLM did not start, or the replica's GPUs are on several machines; raised
                 on every rank.
         """
-        engine_format = weight_format(settings, device)
-        super().__init__(NAME, shape, settings, engine_format, rank, group, device, context)
-        self._shared: SharedPieces | None = None
-        """Pieces that the workers load at the moment."""
-        rank_gpus = gpu_places(self._replica, self._device) if self._device.type == "cuda" else []
-        gpu_names = [gpu["name"] for gpu in rank_gpus]
-        self._memory_of: Callable[[int], Memory] = (
-            functools.partial(DeviceMemory, self._device) if gpu_names else HostMemory
+        engine_format = compute_weight_format(settings, device)
+        super().__init__(
+            NAME, shape, settings, engine_format, rank, group, device, max_sequence_length
         )
+        self._shared_slices: SharedSlices | None = None
+        """Slices that the workers load at the moment."""
+        self._allocate_memory: Callable[[int], Memory] = HostMemory
         """Function that allocates memory of a number of bytes that the workers can open."""
+
+        gpu_names: list[str] = []
+        if self._device.type == "cuda":
+            gpu_names = [gpu["name"] for gpu in gather_gpus(self._replica, self._device)]
+            self._allocate_memory = functools.partial(DeviceMemory, self._device)
 
         def start() -> None:
             python = find_vllm_python(settings.vllm)
@@ -76,32 +80,33 @@ class VLLMEngine(ForeignEngine):
                 python, directory, self._shape, settings, seed, engine_format.dtype, gpu_names
             )
 
-        self._replica.lead("starting vLLM", start)
+        self._replica.run_on_rank0("starting vLLM", start)
 
-    def _refused(self, options: SamplingOptions) -> str | None:
-        if options.tells_kept:
+    def _unsupported_option(self, options: SamplingOptions) -> str | None:
+        if options.returns_support:
             return "returning the sampling support (kept token ids) is not supported"
         if options.routes:
             return "returning the expert routing is not supported"
         return None
 
-    def _share(self, pieces: Sequence[Piece]) -> dict[str, Any]:
-        self._shared = SharedPieces([_placed(piece) for piece in pieces], self._memory_of)
-        return {str(self._replica.rank): self._shared.handle}
+    def _share_pieces(self, pieces: Sequence[WeightPiece]) -> dict[str, Any]:
+        slices = [_build_tensor_slice(piece) for piece in pieces]
+        self._shared_slices = SharedSlices(slices, self._allocate_memory)
+        # JSON keys are strings.
+        return {str(self._replica.rank): self._shared_slices.handle}
 
-    def _unshare(self) -> None:
-        if self._shared is not None:
-            self._shared.close()
-            self._shared = None
+    def _free_shared_pieces(self) -> None:
+        if self._shared_slices is not None:
+            self._shared_slices.close()
+            self._shared_slices = None
 
 
-def _placed(piece: Piece) -> Placed:
-    """Return the position of a rank's piece in the stored tensor of the checkpoint.
+def _build_tensor_slice(piece: WeightPiece) -> TensorSlice:
+    """Return a rank's piece with its position in the stored tensor of the checkpoint.
 
     The piece is a slice of a tensor that may itself be only a part of the stored tensor.
     """
     stored = piece.spec.stored
     axis = piece.slice.axis if stored.axis is None else stored.axis
-    return Placed(
-        stored.name, list(stored.shape), axis, stored.start + piece.slice.start, piece.tensor
-    )
+    start = stored.start + piece.slice.start
+    return TensorSlice(stored.name, list(stored.shape), axis, start, piece.tensor)

@@ -16,7 +16,7 @@ from aligner.launcher.slurm.job_steps import SlurmSteps, read_allocation
 from aligner.launcher.slurm.slurm_commands import RETRY_ATTEMPTS, slurm_command
 from aligner.launcher.supervisor import Supervisor
 from aligner.paths import RunPaths
-from aligner.placement.slurm_layout import slurm_layout
+from aligner.placement.slurm_layout import compute_slurm_layout
 
 # Seconds to wait until `aligner launch`, which submitted the job, or processes of an earlier start
 # of the job release the run directory.
@@ -57,7 +57,7 @@ def supervise(directory: Path) -> None:
         else f"resume the run with: sbatch {paths.job_script}"
     )
     with Interrupts(console, resume_hint) as interrupts:
-        layout = slurm_layout(config)
+        layout = compute_slurm_layout(config)
         allocation = read_allocation(layout)
         count = allocation.requeues
         requeue_text = f" (requeued {count} time{'s' * (count > 1)})" if count else ""

@@ -30,15 +30,15 @@ from aligner.launcher.slurm.slurm_commands import (
     read_node_addresses,
     slurm_command,
 )
-from aligner.paths import run_paths
+from aligner.paths import get_run_paths
 from aligner.placement.local_devices import parse_numbers
-from aligner.placement.roles import configured_threads, role_ranks
+from aligner.placement.roles import count_role_ranks, get_configured_threads
 from aligner.placement.slurm_layout import (
     JobLayout,
     RolePlacement,
-    container_image,
-    container_mounts,
-    slurm_role,
+    get_container_image,
+    get_slurm_settings,
+    list_container_mounts,
 )
 from aligner.schema import Config
 
@@ -257,11 +257,11 @@ class SlurmSteps(Ranks):
         name = f"{role}-{self._started}"
         # Like on one machine, the ranks of a node share the cores that the job has on the node.
         ranks_on_node = self._layout.components[placement.component].ranks_per_node
-        threads = configured_threads(self._config) or max(1, nodes.cpus // ranks_on_node)
+        threads = get_configured_threads(self._config) or max(1, nodes.cpus // ranks_on_node)
         cores = None if self._layout.is_shared(placement) else threads
         # In a container, use the image's own installation of aligner.
-        program = None if container_image(self._config, role) is None else ("aligner",)
-        command = build_role_command(role, run_paths(self._config).config, program)
+        program = None if get_container_image(self._config, role) is None else ("aligner",)
+        command = build_role_command(role, get_run_paths(self._config).config, program)
         environment = {
             **task_environment(
                 ranks, placement.ranks_per_node, nodes.address, next(self._ports), threads
@@ -377,7 +377,7 @@ class SlurmSteps(Ranks):
             return (
                 self._layout.placements[role],
                 self._allocation.nodes[role],
-                role_ranks(self._config)[role],
+                count_role_ranks(self._config)[role],
             )
         placement = self._layout.placements["trainer"]
         nodes = self._allocation.nodes["trainer"]
@@ -411,8 +411,8 @@ def srun_command(
         command: Command of each rank.
     """
     slurm = config.cluster.slurm
-    settings = slurm_role(config, role)
-    paths = run_paths(config)
+    settings = get_slurm_settings(config, role)
+    paths = get_run_paths(config)
     flags = [
         f"--job-name={name}",
         "--export=ALL",  # the job itself may have been submitted with a restricted environment
@@ -432,10 +432,10 @@ def srun_command(
         f"--output={output_pattern(paths.logs, f'{role}-%t.log')}",
         "--open-mode=append",
     ]
-    if (image := container_image(config, role)) is not None:
+    if (image := get_container_image(config, role)) is not None:
         flags += [
             f"--container-image={image}",
-            f"--container-mounts={','.join(container_mounts(config))}",
+            f"--container-mounts={','.join(list_container_mounts(config))}",
             f"--container-workdir={slurm.workdir or paths.root}",
             "--container-mount-home" if slurm.mount_home else "--no-container-mount-home",
         ]
@@ -459,7 +459,7 @@ def configured_environment(
     config: Config, role: str, placement: RolePlacement
 ) -> Mapping[str, str]:
     """Return the environment variables of a role that follow from the configuration."""
-    settings = slurm_role(config, role)
+    settings = get_slurm_settings(config, role)
     devices = {} if placement.devices is None else {DEVICES: ",".join(map(str, placement.devices))}
     variables = {**config.cluster.slurm.environment, **settings.environment}
     return devices | {name: str(value) for name, value in variables.items()}

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from aligner.config.compose import save_config
 from aligner.config.prerequisites import RunPlan
-from aligner.config.resume import check_directory, dated
+from aligner.config.resume import check_directory, with_date
 from aligner.errors import STOP_SIGNAL, AlignerError, ConfigError
 from aligner.files import write_file
 from aligner.launcher.run_directory import lock_directory, require_unlocked
@@ -26,9 +26,9 @@ from aligner.launcher.slurm.slurm_commands import (
     slurm_command,
 )
 from aligner.models.model_source import NOTHING_EXPECTED, ExpectedInputs
-from aligner.paths import PRIVATE, RunPaths, cache_directory, run_paths
+from aligner.paths import PRIVATE_MODE, RunPaths, get_cache_directory, get_run_paths
 from aligner.placement.addresses import create_access_key
-from aligner.placement.slurm_layout import Component, slurm_layout, slurm_role
+from aligner.placement.slurm_layout import Component, compute_slurm_layout, get_slurm_settings
 from aligner.schema import Config
 
 # Variables that select the cluster, in contrast to those of a job in which `aligner launch` runs.
@@ -49,7 +49,7 @@ def render_checked_script(plan: RunPlan, expected_inputs: ExpectedInputs = NOTHI
         ConfigError: The configuration has an error that is known without asking Slurm.
     """
     plan.check(expected_inputs)
-    if missing := ", ".join(prerequisite.name for prerequisite in plan.missing):
+    if missing := ", ".join(prerequisite.name for prerequisite in plan.missing_prerequisites):
         raise ConfigError(
             f"{missing}: the run needs the result of this experiment, which has not run yet. A"
             f" Slurm job does not run prerequisite experiments; launch {missing} first"
@@ -72,7 +72,7 @@ def submit(plan: RunPlan) -> None:
         NoAnswerError: It is unknown whether the job was submitted.
     """
     config = plan.config
-    paths = run_paths(plan.config)
+    paths = get_run_paths(plan.config)
     require_unlocked(paths.root)
     script = render_checked_script(plan)
     print(f"run directory: {paths.root}", flush=True)
@@ -81,7 +81,7 @@ def submit(plan: RunPlan) -> None:
         file = Path(directory) / "job.sh"
         file.write_text(script)
         _sbatch("--test-only", str(file))
-    with lock_directory(paths.root, mode=PRIVATE):
+    with lock_directory(paths.root, mode=PRIVATE_MODE):
         # A job that is still waiting holds no lock, and will start with the files of this
         # directory. Only Slurm knows the job, which may have been submitted by hand.
         if (queued_job := find_job(paths.job_script)) is not None:
@@ -90,10 +90,10 @@ def submit(plan: RunPlan) -> None:
                 f"run.dir={paths.root}: already queued as job {queued_job}; {instructions}"
             )
         check_directory(config)
-        config = dated(config)
+        config = with_date(config)
         with _restore_if_rejected(paths):
             paths.logs.mkdir(parents=True, exist_ok=True)
-            cache_directory().mkdir(parents=True, exist_ok=True)  # a container mounts it
+            get_cache_directory().mkdir(parents=True, exist_ok=True)  # a container mounts it
             save_config(config, paths.config)
             create_access_key(config)
             write_file(paths.job_script, script)
@@ -188,7 +188,7 @@ def render_script(config: Config) -> str:
     Raises:
         ConfigError: A role cannot be placed on the nodes.
     """
-    prerequisite, *others = slurm_layout(config).components
+    prerequisite, *others = compute_slurm_layout(config).components
     lines = [
         "#!/usr/bin/env bash",
         f"# aligner: run {config.run.name}, experiment {config.run.experiment}.",
@@ -202,10 +202,10 @@ def render_script(config: Config) -> str:
     lines += ["set -eo pipefail", f"trap '' {STOP_SIGNAL.name.removeprefix('SIG')}"]
     # Use one cache on all nodes. In a container, the home directory, and therefore the default
     # cache, is a different one.
-    lines += [f"export ALIGNER_CACHE={shlex.quote(str(cache_directory().absolute()))}"]
+    lines += [f"export ALIGNER_CACHE={shlex.quote(str(get_cache_directory().absolute()))}"]
     # `exec` replaces the shell by the supervisor, which then receives Slurm's signal to the script.
     supervise = shlex.join(
-        (sys.executable, "-m", "aligner", "supervise", str(run_paths(config).root))
+        (sys.executable, "-m", "aligner", "supervise", str(get_run_paths(config).root))
     )
     return "\n".join([*lines, *config.cluster.slurm.setup, f"exec {supervise}", ""])
 
@@ -213,7 +213,7 @@ def render_script(config: Config) -> str:
 def _job_flags(config: Config) -> Iterator[str]:
     """Yield the options of the whole job, which Slurm reads with the first component."""
     slurm = config.cluster.slurm
-    paths = run_paths(config)
+    paths = get_run_paths(config)
     yield f"--job-name={config.run.name}"
     yield f"--chdir={Path.cwd()}"  # paths of the configuration may be relative
     log = paths.job_log("%j")
@@ -226,7 +226,7 @@ def _job_flags(config: Config) -> Iterator[str]:
 def _component_flags(config: Config, component: Component) -> Iterator[str]:
     """Yield the options of one component of the job."""
     slurm = config.cluster.slurm
-    role = slurm_role(config, component.role)
+    role = get_slurm_settings(config, component.role)
     yield f"--nodes={component.nodes}"
     yield f"--ntasks-per-node={component.ranks_per_node}"
     if config.cluster.threads_per_rank is not None:

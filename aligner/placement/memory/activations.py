@@ -33,49 +33,51 @@ class Layer:
     shape: ModelShape
     layout: ParallelConfig
     device: Device
-    row: int
+    longest_tokens: int
     """Tokens of the longest sequence, which is the length of the rows in attention."""
     tokens: int
     """Tokens of a micro-batch on one context rank."""
 
     @property
-    def residual(self) -> float:
+    def residual_bytes(self) -> float:
         """The residual stream, which is all that `recompute=full` saves."""
         return self.device.itemsize * self._residual_width
 
     @property
-    def outside_core(self) -> float:
+    def outside_core_bytes(self) -> float:
         """All activations except those of the attention core.
 
         This includes the inputs of the attention core. `recompute=selective` saves these
         activations.
         """
+        # With a parallel residual, attention and feed-forward network have one norm in common.
         norm_inputs = 1 if self.shape.parallel_residual else 2
         # A feed-forward network saves the input of the activation function and its output.
         dense = self.device.itemsize * self._activation_width / self.layout.tensor
         network = self._expert_bytes if self.shape.num_experts else dense
         attention_output = self.device.itemsize * self._head_widths[0]
         return (
-            (norm_inputs + 2) * self.residual
-            + self.core_inputs
+            (norm_inputs + 2) * self.residual_bytes
+            + self.core_input_bytes
             + self._norm_bytes
             + attention_output
             + network
         )
 
     @property
-    def core_inputs(self) -> float:
+    def core_input_bytes(self) -> float:
         """Queries, keys and values, the output of one matmul.
 
         Normalized or non-contiguous tensors are saved once more.
         """
         queries, keys = self._head_widths
-        needs_copy = self.shape.num_kv_heads > self.layout.tensor and not self.device.gpus
-        extra = queries + keys if self.shape.qk_norm else queries if needs_copy else 0
+        needs_copy = self.shape.num_kv_heads > self.layout.tensor and not self.device.is_gpu
+        copied_width = queries if needs_copy else 0
+        extra = queries + keys if self.shape.qk_norm else copied_width
         return self.device.itemsize * (queries + 2 * keys + extra)
 
     @property
-    def core(self) -> float:
+    def core_bytes(self) -> float:
         """Activations that the attention core saves.
 
         These are rotated queries and keys, values, and one fp32 number per head. If sequences are
@@ -86,7 +88,8 @@ class Layer:
         if context_ranks > 1:  # each rank gathers the keys and values of all context ranks
             width = queries + 2 * keys * context_ranks
         else:
-            width = queries + 2 * keys + (queries + keys if self.shape.position == "rotary" else 0)
+            rotated_width = queries + keys if self.shape.position == "rotary" else 0
+            width = queries + 2 * keys + rotated_width
         if not self._uses_tree_attention:
             width += 2 * queries + 2 * keys * context_ranks + self._mask_width
         return self.device.itemsize * width + FP32 * self.shape.num_heads / self.layout.tensor
@@ -96,7 +99,7 @@ class Layer:
         """Whether rows may share their common prefix in attention, see `megatron/runner.py`."""
         shape = self.shape
         return (
-            not self.device.gpus
+            not self.device.is_gpu
             and self.layout.context == 1
             and shape.sliding_window is None
             and not shape.num_experts
@@ -127,9 +130,13 @@ class Layer:
         for all rows of a micro-batch.
         """
         if self.layout.context > 1:
-            return self.row
+            return self.longest_tokens
         window = self.shape.sliding_window
-        return self.row**2 / self.tokens if window is not None and window < self.row else 0
+        return (
+            self.longest_tokens**2 / self.tokens
+            if window is not None and window < self.longest_tokens
+            else 0
+        )
 
     @property
     def _activation_width(self) -> int:
@@ -137,10 +144,14 @@ class Layer:
 
         A gated network has two inputs, gate and up. On GPUs, the activated gate is saved, too.
         """
-        fused = (
-            self.shape.activation == "silu" and not self.shape.linear_bias and not self.device.gpus
+        # The CPU backend fuses SwiGLU without biases, and recomputes the activated gate.
+        is_fused = (
+            self.shape.activation == "silu"
+            and not self.shape.linear_bias
+            and not self.device.is_gpu
         )
-        parts = 2 if not self.shape.gated else 3 if fused else 4
+        gated_parts = 3 if is_fused else 4
+        parts = gated_parts if self.shape.gated else 2
         return parts * self.shape.ffn_hidden_size
 
     @property
@@ -149,8 +160,10 @@ class Layer:
         tensor_ranks = self.layout.expert_tensor_size
         # Each token is copied for each of its experts.
         copies = self.shape.experts_per_token * tensor_ranks / self.layout.tensor
-        weighted_width = self.shape.ffn_hidden_size if self.device.gpus else 0
+        weighted_width = self.shape.ffn_hidden_size if self.device.is_gpu else 0
         width = self.shape.hidden_size + (self._activation_width + weighted_width) / tensor_ranks
+        # The router saves an fp32 probability and a boolean for each expert, and four numbers of
+        # 4 bytes for each expert that it has selected.
         router_bytes = (FP32 + 1) * self.shape.num_experts + 4 * FP32 * self.shape.experts_per_token
         return self.device.itemsize * copies * width + router_bytes / self.layout.tensor
 
@@ -202,39 +215,44 @@ class StageActivations:
         recompute = self.settings.recompute
         in_flight = self._tokens_in_flight
         recomputed = 0.0
-        all_bytes = layer.outside_core - layer.core_inputs + layer.core
-        saved_bytes = {"none": all_bytes, "selective": layer.outside_core, "full": layer.residual}
+        # The inputs of the core are saved for its recomputation only.
+        all_bytes = layer.outside_core_bytes - layer.core_input_bytes + layer.core_bytes
+        saved_bytes = {
+            "none": all_bytes,
+            "selective": layer.outside_core_bytes,
+            "full": layer.residual_bytes,
+        }
         # Recomputed activations exist for one layer and one micro-batch at a time.
         if recompute != "none":
             recomputed = self._tokens * (
-                all_bytes - layer.residual if recompute == "full" else layer.core
+                all_bytes - layer.residual_bytes if recompute == "full" else layer.core_bytes
             )
-        saved = (
-            in_flight
-            * saved_bytes[recompute]
-            * sum(map(len, stage_layers(self.shape.num_layers, self._layout, self.stage)))
-        )
+        layer_count = sum(map(len, stage_layers(self.shape.num_layers, self._layout, self.stage)))
+        saved = in_flight * saved_bytes[recompute] * layer_count
 
         work = self._backward_work_bytes
         sent_chunks = self._layout.virtual_pipeline
         if self.stage == 0:
-            work = max(work, self._embedding_width * self.device.itemsize)  # a dense gradient
+            work = max(work, self._embedding_elements * self.device.itemsize)  # a dense gradient
         if self._is_last:
             # The head's tensors are freed before the first layer is recomputed.
             recomputed = max(recomputed, self._head_saved_bytes)
             work = max(work, self._head_work_bytes)
+            # The last chunk's output goes to the head instead of another stage.
             sent_chunks = sent_chunks - 1
         return Activations(
-            int(saved + recomputed), int(in_flight * layer.residual * sent_chunks), int(work)
+            int(saved + recomputed), int(in_flight * layer.residual_bytes * sent_chunks), int(work)
         )
 
     def scoring_bytes(self) -> int:
         """Return the bytes of a forward pass without gradients."""
-        work = forward_work(self.shape, self._layout.tensor, self._tokens, self.device.itemsize)
+        work = compute_forward_work_bytes(
+            self.shape, self._layout.tensor, self._tokens, self.device.itemsize
+        )
         if self._is_last and self.head == "vocabulary":
-            work = max(
-                work, self._hidden_bytes + self._chunk_logits * (FP32 + self.device.itemsize)
-            )
+            # a chunk of logits in the model's dtype, and its copy in fp32 for the softmax
+            logit_bytes = self._chunk_logit_count * (FP32 + self.device.itemsize)
+            work = max(work, self._hidden_bytes + logit_bytes)
         return int(work)
 
     @property
@@ -277,12 +295,12 @@ class StageActivations:
         return self._tokens * self.device.itemsize * self.shape.hidden_size
 
     @property
-    def _embedding_width(self) -> float:
+    def _embedding_elements(self) -> float:
         """Elements of the rank's shard of the embedding."""
         return self.shape.vocab_size * self.shape.hidden_size / self._layout.tensor
 
     @property
-    def _chunk_logits(self) -> float:
+    def _chunk_logit_count(self) -> float:
         """Elements of a chunk of logits."""
         chunk = min(self._tokens, getattr(self.settings, "logprob_chunk_tokens", self._tokens))
         return chunk * self.shape.vocab_size / self._layout.tensor
@@ -293,10 +311,10 @@ class StageActivations:
 
         These are the hidden states that are projected, and the logits of the last chunk.
         """
-        norm = self._tokens * self._layer.residual
+        norm = self._tokens * self._layer.residual_bytes
         if self.head == "scalar":
-            return norm + self._tokens * self._layer.residual
-        return norm + self._hidden_bytes + FP32 * self._chunk_logits
+            return norm + self._tokens * self._layer.residual_bytes
+        return norm + self._hidden_bytes + FP32 * self._chunk_logit_count
 
     @property
     def _head_work_bytes(self) -> float:
@@ -307,11 +325,16 @@ class StageActivations:
         """
         if self.head == "scalar":
             return self._hidden_bytes
+        # fp32 models need no second copy in the dtype of the weights.
         narrow_itemsize = self.device.itemsize if self.device.itemsize < FP32 else 0
-        logits = self._chunk_logits if self.device.gpus else min(self._chunk_logits, _CPU_BLOCK)
+        logits = (
+            self._chunk_logit_count
+            if self.device.is_gpu
+            else min(self._chunk_logit_count, _CPU_BLOCK)
+        )
         return (
             self._hidden_bytes
-            + self._embedding_width * narrow_itemsize
+            + self._embedding_elements * narrow_itemsize
             + logits * (FP32 + narrow_itemsize)
         )
 
@@ -324,23 +347,20 @@ class StageActivations:
         """
         inner_width = _feed_forward_width(self.shape) / self._layout.tensor
         shards = self._layout.expert_tensor_size if self.shape.num_experts else self._layout.tensor
-        matrix = (
-            self.shape.hidden_size
-            * (2 if self.shape.gated else 1)
-            * self.shape.ffn_hidden_size
-            / shards
-        )
-        return self.device.itemsize * (
-            self._tokens * (2 * self.shape.hidden_size + 1.5 * inner_width) + matrix
-        )
+        # Gate and up projections are one matrix.
+        projections = 2 if self.shape.gated else 1
+        matrix = self.shape.hidden_size * projections * self.shape.ffn_hidden_size / shards
+        token_width = 2 * self.shape.hidden_size + 1.5 * inner_width
+        return self.device.itemsize * (self._tokens * token_width + matrix)
 
 
-def forward_work(shape: ModelShape, tensor: int, tokens: int, itemsize: int) -> float:
+def compute_forward_work_bytes(shape: ModelShape, tensor: int, tokens: int, itemsize: int) -> float:
     """Return the bytes of temporary tensors of a layer's forward pass without gradients.
 
     These are the residual stream, the output of a norm, and both sides of the activation function.
     """
-    return tokens * itemsize * (4 * shape.hidden_size + 2 * _feed_forward_width(shape) / tensor)
+    width = 4 * shape.hidden_size + 2 * _feed_forward_width(shape) / tensor
+    return tokens * itemsize * width
 
 
 def _feed_forward_width(shape: ModelShape) -> int:
@@ -348,4 +368,5 @@ def _feed_forward_width(shape: ModelShape) -> int:
 
     For a mixture of experts, this is the sum over all experts of the token.
     """
-    return (2 if shape.gated else 1) * shape.ffn_hidden_size * max(1, shape.experts_per_token)
+    projections = 2 if shape.gated else 1
+    return projections * shape.ffn_hidden_size * max(1, shape.experts_per_token)

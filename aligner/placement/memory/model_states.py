@@ -29,9 +29,9 @@ from aligner.placement.roles import Device
 from aligner.schema import EngineParallelConfig, LoraConfig, ParallelConfig, TrainedModelConfig
 
 # Bytes per trained weight.
-_GRADIENT = 4
-_MAIN_COPY = 4
-_MOMENT = 4
+_GRADIENT_BYTES = 4
+_MAIN_COPY_BYTES = 4
+_MOMENT_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,11 @@ class WeightCounts:
             self.expert + other.expert,
         )
 
-    def dense_on_rank(self, layout: ParallelConfig) -> int:
+    def count_dense_on_rank(self, layout: ParallelConfig) -> int:
         """Return the number of a rank's weights outside of experts."""
         return self.sharded // layout.tensor + self.replicated
 
-    def expert_on_rank(self, layout: ParallelConfig) -> int:
+    def count_expert_on_rank(self, layout: ParallelConfig) -> int:
         """Return the number of a rank's expert weights."""
         return self.expert // (layout.expert * layout.expert_tensor_size)
 
@@ -85,17 +85,19 @@ class ModelCounts:
             stage: Index of the pipeline stage.
         """
         total = WeightCounts()
+        # A stage has several chunks of layers with the interleaved schedule.
         for chunk in stage_layers(len(self.layers), layout, stage):
             total = sum((self.layers[layer] for layer in chunk), total)
-        total = total + self.first if stage == 0 else total
+        if stage == 0:
+            total = total + self.first
         if stage < layout.pipeline - 1:
             return total
+
         total = total + self.last
-        return (
-            WeightCounts(total.sharded - self.tied.sharded, total.replicated, total.expert)
-            if stage == 0
-            else total
-        )
+        # With one stage, input and output embedding are the same tensor; both sums contain it.
+        if stage == 0:
+            return WeightCounts(total.sharded - self.tied.sharded, total.replicated, total.expert)
+        return total
 
 
 def _count_table(table: Iterable[TensorSpec], num_layers: int) -> ModelCounts:
@@ -106,25 +108,26 @@ def _count_table(table: Iterable[TensorSpec], num_layers: int) -> ModelCounts:
     tied = WeightCounts()
     for spec in table:
         if spec.expert is not None:
-            numbers = WeightCounts(expert=spec.numel)
+            counts = WeightCounts(expert=spec.numel)
+        elif spec.axis is None:
+            counts = WeightCounts(replicated=spec.numel)
         else:
-            numbers = (
-                WeightCounts(replicated=spec.numel)
-                if spec.axis is None
-                else WeightCounts(sharded=spec.numel)
-            )
+            counts = WeightCounts(sharded=spec.numel)
         if spec.layer is not None:
-            layers[spec.layer] += numbers
+            layers[spec.layer] += counts
             continue
-        first = first + numbers if "first" in spec.stages else first
-        last = last + numbers if "last" in spec.stages else last
-        tied = tied + numbers if len(spec.stages) > 1 else tied
+        if "first" in spec.stages:
+            first = first + counts
+        if "last" in spec.stages:
+            last = last + counts
+        if len(spec.stages) > 1:
+            tied = tied + counts
     return ModelCounts(tuple(layers), first, last, tied)
 
 
 @lru_cache(maxsize=64)
 def count_weights(
-    shape: ModelShape, head: Head, frozen: Collection[str] = (), *, matrices: bool = False
+    shape: ModelShape, head: Head, frozen: Collection[str] = (), *, only_matrices: bool = False
 ) -> ModelCounts:
     """Return the counts of a model's weights.
 
@@ -132,13 +135,13 @@ def count_weights(
         shape: Dimensions of the model.
         head: Head of the model.
         frozen: Name patterns of weights to exclude.
-        matrices: Whether to count only the matrices of decoder layers, which Muon trains.
+        only_matrices: Whether to count only the matrices of decoder layers, which Muon trains.
     """
     table = weight_table(shape, head)
     excluded = frozen_names(table, tuple(frozen)) if frozen else frozenset()
     included = (spec for spec in table if spec.name not in excluded)
     return _count_table(
-        (spec for spec in included if is_layer_matrix(spec) or not matrices), shape.num_layers
+        (spec for spec in included if is_layer_matrix(spec) or not only_matrices), shape.num_layers
     )
 
 
@@ -164,21 +167,23 @@ class ModelStates:
     """Copy of a checkpoint in host memory, until it is written."""
 
 
-def frozen_weight_bytes(
+def compute_frozen_weight_bytes(
     shape: ModelShape, head: Head, layout: ParallelConfig, stage: int, device: Device
 ) -> int:
     """Return the bytes of a frozen model's weights on a rank of a pipeline stage."""
-    return device.itemsize * _on_rank(count_weights(shape, head).count_stage(layout, stage), layout)
+    return device.itemsize * _count_on_rank(
+        count_weights(shape, head).count_stage(layout, stage), layout
+    )
 
 
-def trained_states(
+def compute_trained_states(
     shape: ModelShape,
     head: Head,
     settings: TrainedModelConfig,
     stage: int,
     device: Device,
     *,
-    steps: bool = True,
+    has_optimizer_steps: bool = True,
 ) -> ModelStates:
     """Return the memory of a trained model on a rank of a pipeline stage.
 
@@ -188,60 +193,64 @@ def trained_states(
         settings: The model's section of the configuration.
         stage: Index of the pipeline stage.
         device: Device of the model.
-        steps: Whether the optimizer takes steps. Without steps, there are no moments and no
-            checkpoints.
+        has_optimizer_steps: Whether the optimizer takes steps. Without steps, there are no moments
+            and no checkpoints.
     """
     layout = settings.parallel
     base = count_weights(shape, head)
     frozen = tuple(settings.frozen)
     weights = base.count_stage(layout, stage)
     trained = count_weights(shape, head, frozen).count_stage(layout, stage)
-    matrices = count_weights(shape, head, frozen, matrices=True).count_stage(layout, stage)
+    matrices = count_weights(shape, head, frozen, only_matrices=True).count_stage(layout, stage)
+    # Only the policy's section has the key `lora`. All base weights are frozen with it.
     lora = getattr(settings, "lora", None)
     if lora is not None and lora.rank:
         trained = matrices = _count_adapters(shape, lora.rank, tuple(lora.targets)).count_stage(
             layout, stage
         )
         weights = weights + trained
-    main_copy = _MAIN_COPY if device.itemsize < _GRADIENT else 0
-    moments = 2 * _MOMENT if steps else 0
+
+    # fp32 weights are their own main copy.
+    main_copy = _MAIN_COPY_BYTES if device.itemsize < _GRADIENT_BYTES else 0
+    moments = 2 * _MOMENT_BYTES if has_optimizer_steps else 0
+    # Each rank saves only its shard, also without the distributed optimizer.
+    saved = _count_optimizer_share(trained, layout)
+    optimized = saved if settings.optimizer.distributed else _count_on_rank(trained, layout)
+    optimizer = optimized * (main_copy + moments)
     # Checkpoints contain main weights and moments in fp32, and frozen weights in their own dtype.
-    saved = _optimizer_share(trained, layout)
-    optimizer = (saved if settings.optimizer.distributed else _on_rank(trained, layout)) * (
-        main_copy + moments
-    )
-    snapshot = (_MAIN_COPY + 2 * _MOMENT) * saved + device.itemsize * (
-        _optimizer_share(weights, layout) - saved
-    )
+    saved_frozen = _count_optimizer_share(weights, layout) - saved
+    snapshot = (_MAIN_COPY_BYTES + 2 * _MOMENT_BYTES) * saved + device.itemsize * saved_frozen
     # Muon has one moment for each weight of a matrix.
     if settings.optimizer.kind == "muon":
-        optimizer -= _on_rank(matrices, layout) * moments // 2
-        snapshot -= _optimizer_share(matrices, layout) * _MOMENT
-    offloaded = int(optimizer * settings.optimizer.offload_fraction) if device.gpus else 0
+        optimizer -= _count_on_rank(matrices, layout) * moments // 2
+        snapshot -= _count_optimizer_share(matrices, layout) * _MOMENT_BYTES
+    offloaded = int(optimizer * settings.optimizer.offload_fraction) if device.is_gpu else 0
     return ModelStates(
-        weights=device.itemsize * _on_rank(weights, layout),
-        gradients=_GRADIENT * _on_rank(trained, layout),
+        weights=device.itemsize * _count_on_rank(weights, layout),
+        gradients=_GRADIENT_BYTES * _count_on_rank(trained, layout),
         optimizer=optimizer - offloaded,
         on_host=offloaded,
-        snapshot=snapshot if steps else 0,
+        snapshot=snapshot if has_optimizer_steps else 0,
     )
 
 
-def _on_rank(counts: WeightCounts, layout: ParallelConfig) -> int:
+def _count_on_rank(counts: WeightCounts, layout: ParallelConfig) -> int:
     """Return the number of weights on a rank."""
-    return counts.dense_on_rank(layout) + counts.expert_on_rank(layout)
+    return counts.count_dense_on_rank(layout) + counts.count_expert_on_rank(layout)
 
 
-def _optimizer_share(counts: WeightCounts, layout: ParallelConfig) -> int:
+def _count_optimizer_share(counts: WeightCounts, layout: ParallelConfig) -> int:
     """Return the number of a rank's weights that the rank's part of a sharded optimizer covers.
 
     The optimizer is sharded over all ranks that have the same weights.
     """
-    dense = counts.dense_on_rank(layout)
-    expert = counts.expert_on_rank(layout)
+    dense = counts.count_dense_on_rank(layout)
+    expert = counts.count_expert_on_rank(layout)
     ranks = layout.tensor * layout.data * layout.context
-    replicas = ranks // (layout.expert * layout.expert_tensor_size)
-    return math.ceil(dense / (layout.data * layout.context)) + math.ceil(expert / replicas)
+    # Experts have their own parallel sizes on the same ranks, so fewer or more ranks have copies.
+    expert_replicas = ranks // (layout.expert * layout.expert_tensor_size)
+    dense_share = math.ceil(dense / (layout.data * layout.context))
+    return dense_share + math.ceil(expert / expert_replicas)
 
 
 @lru_cache(maxsize=64)
@@ -249,6 +258,7 @@ def count_engine_weights(shape: ModelShape, tensor: int) -> int:
     """Return the number of weights on a rank of an engine with `tensor` tensor ranks."""
     table = weight_table(shape)
     slices = compute_engine_slices(table, EngineParallelConfig(tensor=tensor), 0)
+    # The engine may shard other axes than the trainer, and replicates tensors without an axis.
     return sum(spec.numel // (1 if slices[spec.name].axis is None else tensor) for spec in table)
 
 
@@ -273,9 +283,10 @@ def count_shared_weights(
         engine_tensor: Tensor-parallel size of the engine.
     """
     shareable = _count_shareable(shape).count_stage(layout, stage)
-    return (
-        shareable.dense_on_rank(layout) if layout.tensor == engine_tensor else shareable.replicated
-    )
+    # With different tensor-parallel sizes, only replicated tensors have the same content.
+    if layout.tensor == engine_tensor:
+        return shareable.count_dense_on_rank(layout)
+    return shareable.replicated
 
 
 @lru_cache(maxsize=64)

@@ -1,6 +1,6 @@
 """The device memory of each role in each of its phases.
 
-`memory_table` shows it for `aligner validate`, and `memory_problems` compares it with
+`build_memory_table` shows it for `aligner validate`, and `find_memory_problems` compares it with
 `cluster.device_memory_gib`.
 """
 
@@ -22,22 +22,32 @@ from aligner.models.model_source import (
 )
 from aligner.models.shape import ModelShape
 from aligner.models.weight_slices import Head
-from aligner.placement.memory.activations import BatchLoad, StageActivations, forward_work
+from aligner.placement.memory.activations import (
+    BatchLoad,
+    StageActivations,
+    compute_forward_work_bytes,
+)
 from aligner.placement.memory.model_states import (
     ModelStates,
+    compute_frozen_weight_bytes,
+    compute_trained_states,
     count_engine_weights,
     count_largest_tensor,
     count_shared_weights,
-    frozen_weight_bytes,
-    trained_states,
 )
-from aligner.placement.roles import device_of, has_generator, role_of, server_ranks, uses_gpus
+from aligner.placement.roles import (
+    count_server_ranks,
+    get_device,
+    get_role,
+    has_generator,
+    uses_gpus,
+)
 from aligner.schema import Config, MegatronModelConfig
 from aligner.schema.derived import (
+    count_trained_samples,
+    get_max_sequence_length,
+    get_rows_per_group,
     has_reference,
-    longest_sequence,
-    rows_together,
-    samples_learned_from,
 )
 
 # Maximum number of prompt tokens in one prefill of the embedded engine
@@ -98,7 +108,7 @@ class RoleMemory:
         return max(self.phases, key=lambda phase: phase.total)
 
 
-def memory_needs(
+def compute_role_memory(
     config: Config, shape: ModelShape, expected: ExpectedInputs = NOTHING_EXPECTED
 ) -> tuple[RoleMemory, ...]:
     """Return the memory of each role that has a model.
@@ -108,31 +118,36 @@ def memory_needs(
         shape: Dimensions of the policy.
         expected: Dimensions of models that do not exist yet.
     """
+    # Pipeline stages differ: the first one has more micro-batches in flight, the last one the head.
+    trainer_stages = range(config.actor.parallel.pipeline)
     roles = [
-        _select_fullest(
-            [
-                _trainer_memory(config, shape, stage)
-                for stage in range(config.actor.parallel.pipeline)
-            ]
+        _select_peak_stage(
+            [_compute_trainer_memory(config, shape, stage) for stage in trainer_stages]
         )
     ]
     if has_generator(config):
-        roles.append(_generator_memory(config, shape))
+        roles.append(_compute_generator_memory(config, shape))
     rewards = list(reward_shapes(config, expected).values())
     if config.algorithm.has_critic:
         critic = critic_shape(config, shape, expected)
         stages = range(config.critic.parallel.pipeline)
         roles.append(
-            _select_fullest([_critic_memory(config, critic, rewards, stage) for stage in stages])
+            _select_peak_stage(
+                [_compute_critic_memory(config, critic, rewards, stage) for stage in stages]
+            )
         )
-    if rewards and not config.critic_scores:
-        roles += _frozen_role(config, "reward", "scoring", config.reward, rewards, "scalar")
+    if rewards and not config.critic_serves_reward:
+        roles += _compute_frozen_role_memory(
+            config, "reward", "scoring", config.reward, rewards, "scalar"
+        )
     if teachers := list(teacher_shapes(config, shape, expected).values()):
-        roles += _frozen_role(config, "teacher", "logprobs", config.teacher, teachers, "vocabulary")
+        roles += _compute_frozen_role_memory(
+            config, "teacher", "logprobs", config.teacher, teachers, "vocabulary"
+        )
     return tuple(roles)
 
 
-def _frozen_role(
+def _compute_frozen_role_memory(
     config: Config,
     role: str,
     phase: str,
@@ -142,24 +157,26 @@ def _frozen_role(
 ) -> Iterator[RoleMemory]:
     """Yield the memory of each replica of a role with frozen models; all replicas are equal."""
     stages = range(settings.parallel.pipeline)
-    fullest = _select_fullest(
+    peak_stage = _select_peak_stage(
         [
-            RoleMemory(role, (_frozen_phase(config, phase, settings, shapes, head, index),))
+            RoleMemory(role, (_build_frozen_phase(config, phase, settings, shapes, head, index),))
             for index in stages
         ]
     )
     yield from (
-        replace(fullest, role=server) for server in server_ranks(config) if role_of(server) == role
+        replace(peak_stage, role=server)
+        for server in count_server_ranks(config)
+        if get_role(server) == role
     )
 
 
-def _select_fullest(stages: Sequence[RoleMemory]) -> RoleMemory:
+def _select_peak_stage(stages: Sequence[RoleMemory]) -> RoleMemory:
     """Return the memory of the pipeline stage that needs the most."""
     stage = max(range(len(stages)), key=lambda index: stages[index].peak.total)
     return replace(stages[stage], stages=len(stages), stage=stage)
 
 
-def _trainer_memory(config: Config, shape: ModelShape, stage: int) -> RoleMemory:
+def _compute_trainer_memory(config: Config, shape: ModelShape, stage: int) -> RoleMemory:
     """Return the memory of a trainer rank of a pipeline stage."""
     actor = config.actor
     trainer = config.algorithm.trainer
@@ -167,11 +184,13 @@ def _trainer_memory(config: Config, shape: ModelShape, stage: int) -> RoleMemory
     if trainer == "reward_model":
         shape = first_layers(config, shape)
         head = "scalar"
-    device = device_of(config, actor.precision)
+    device = get_device(config, actor.precision)
     activations = StageActivations(
-        shape, head, actor, stage, _batch_load(config, actor, minibatch=True), device
+        shape, head, actor, stage, _compute_batch_load(config, actor, is_minibatch=True), device
     )
-    states = trained_states(shape, head, actor, stage, device, steps=config.algorithm.learns)
+    states = compute_trained_states(
+        shape, head, actor, stage, device, has_optimizer_steps=config.algorithm.trains_model
+    )
     phases = []
     host = states.on_host + states.snapshot
     weights = states.weights
@@ -179,32 +198,38 @@ def _trainer_memory(config: Config, shape: ModelShape, stage: int) -> RoleMemory
     has_reference_copy = has_reference(config) and not actor.lora.rank
     if has_reference_copy and actor.reference_on_device:
         states = with_reference
-    if config.algorithm.learns:
-        phases.append(_state_phase("training", states, activations.training_activations().total))
+    if config.algorithm.trains_model:
+        phases.append(
+            _build_state_phase("training", states, activations.training_activations().total)
+        )
     if has_reference_copy:
         # The reference model's weights are copied from host memory to the device, in addition to
         # the policy's weights.
-        scoring_work = replace(activations, load=_batch_load(config, actor)).scoring_bytes()
-        phases.append(_state_phase("reference", with_reference, scoring_work))
+        scoring_work = replace(activations, load=_compute_batch_load(config, actor)).scoring_bytes()
+        phases.append(_build_state_phase("reference", with_reference, scoring_work))
         host += 0 if actor.reference_on_device else weights
-    if config.algorithm.generates and not has_generator(config):
-        phases = [*_add_engine(config, shape, stage, _state_phase("generation", states, 0), phases)]
+    if config.algorithm.generates_samples and not has_generator(config):
+        phases = [
+            *_add_engine_phases(
+                config, shape, stage, _build_state_phase("generation", states, 0), phases
+            )
+        ]
         if config.engine.kind == "tensorrt_llm" and config.engine.sleep:
             # The sleeping engine copies its weights to host memory, also during a weight sync.
             host += phases[-1].engine
-        host += _packed_weight_bytes(config, shape)
+        host += _compute_packed_weight_bytes(config, shape)
     if has_generator(config):
-        host += _snapshot_bytes(config, weights)
+        host += _compute_snapshot_bytes(config, weights)
         # Weights are sent during all phases of the trainer, through a bucket.
         phases = [
             replace(phase, engine=min(config.engine.bucket_mib << 20, weights)) for phase in phases
         ]
-    return RoleMemory(
-        "trainer", tuple(phases) or (_state_phase("weight sync", states, 0),), host=host
-    )
+    # A run without updates and without a colocated engine has no other phase.
+    all_phases = tuple(phases) or (_build_state_phase("weight sync", states, 0),)
+    return RoleMemory("trainer", all_phases, host=host)
 
 
-def _add_engine(
+def _add_engine_phases(
     config: Config, shape: ModelShape, stage: int, trainer_phase: Phase, phases: Sequence[Phase]
 ) -> Iterator[Phase]:
     """Yield the trainer's phases with a colocated engine.
@@ -218,7 +243,7 @@ def _add_engine(
         trainer_phase: The trainer's memory during generation.
         phases: The trainer's other phases.
     """
-    engine = engine_memory(config, shape, stage=stage, other_bytes=trainer_phase.total)
+    engine = compute_engine_memory(config, shape, stage=stage, other_bytes=trainer_phase.total)
     is_sleeping = config.engine.sleep and uses_gpus(config)
     for phase in phases:
         yield phase if is_sleeping else replace(phase, engine=engine.weights, cache=engine.cache)
@@ -230,21 +255,21 @@ def _add_engine(
     yield replace(trainer_phase, engine=engine.weights, cache=engine.cache, activations=engine.work)
 
 
-def _state_phase(name: str, states: ModelStates, activations: int) -> Phase:
+def _build_state_phase(name: str, states: ModelStates, activations: int) -> Phase:
     """Return a phase of a trained model."""
     return Phase(name, states.weights, states.gradients, states.optimizer, activations)
 
 
-def _snapshot_bytes(config: Config, weights: int) -> int:
+def _compute_snapshot_bytes(config: Config, weights: int) -> int:
     """Return the bytes of weight copies that wait for their transfer to the generator.
 
     These are the newest version and all versions back to the one that the generator uses.
     """
-    actor, engine = (
-        device_of(config, precision).itemsize
-        for precision in (config.actor.precision, config.engine.precision)
-    )
-    return weights * engine // actor * (1 + max(1, config.rollout.steps_ahead))
+    actor_itemsize = get_device(config, config.actor.precision).itemsize
+    engine_itemsize = get_device(config, config.engine.precision).itemsize
+    versions = 1 + max(1, config.rollout.steps_ahead)
+    # `weights` are in the trainer's precision, the copies in the engine's precision.
+    return weights * engine_itemsize // actor_itemsize * versions
 
 
 @dataclass(frozen=True)
@@ -261,7 +286,7 @@ class EngineMemory:
     """Temporary tensors of a prefill or of sampling."""
 
 
-def engine_memory(
+def compute_engine_memory(
     config: Config, shape: ModelShape, *, stage: int = 0, other_bytes: int = 0
 ) -> EngineMemory:
     """Return the memory of an engine's rank.
@@ -273,7 +298,7 @@ def engine_memory(
         other_bytes: Bytes that other components use on the device.
     """
     engine = config.engine
-    device = device_of(config, engine.precision)
+    device = get_device(config, engine.precision)
     tensor = engine.parallel.tensor
     itemsize = device.itemsize
     bucket = engine.bucket_mib << 20
@@ -285,7 +310,7 @@ def engine_memory(
     if engine.update == "atomic" and not engine.sleep:
         weights *= 2
 
-    tokens = min(_PREFILL_TOKENS, concurrent_rows(config) * config.data.max_prompt_tokens)
+    tokens = min(_PREFILL_TOKENS, count_concurrent_rows(config) * config.data.max_prompt_tokens)
     transfer = min(bucket, weights)
     if engine.kind == "tensorrt_llm":
         tokens = engine.tensorrt_llm.max_num_tokens
@@ -293,17 +318,21 @@ def engine_memory(
     # second buffer.
     if engine.kind != "embedded":
         shards, copies = (tensor, 2) if engine.kind == "vllm" else (1, 1)
+        # A bucket holds at least one complete tensor, even if the tensor is larger than the limit.
         transfer += copies * max(
             min(bucket, itemsize * count_engine_weights(shape, shards)),
             itemsize * count_largest_tensor(shape) // shards,
         )
-    logits = concurrent_rows(config) * shape.vocab_size * (4 + itemsize / tensor)
-    work = int(max(forward_work(shape, tensor, tokens, itemsize), logits))
+    # Sampling converts the logits of all rows to fp32, gathered over the tensor ranks.
+    logits = count_concurrent_rows(config) * shape.vocab_size * (4 + itemsize / tensor)
+    work = int(max(compute_forward_work_bytes(shape, tensor, tokens, itemsize), logits))
     used_bytes = weights + transfer + work + other_bytes
-    return EngineMemory(weights, transfer, _cache_bytes(config, shape, itemsize, used_bytes), work)
+    return EngineMemory(
+        weights, transfer, _compute_cache_bytes(config, shape, itemsize, used_bytes), work
+    )
 
 
-def _cache_bytes(config: Config, shape: ModelShape, itemsize: int, used_bytes: int) -> int:
+def _compute_cache_bytes(config: Config, shape: ModelShape, itemsize: int, used_bytes: int) -> int:
     """Return the bytes of the KV cache.
 
     External engines reserve a share of the memory in advance; the embedded engine allocates what it
@@ -317,12 +346,14 @@ def _cache_bytes(config: Config, shape: ModelShape, itemsize: int, used_bytes: i
     """
     engine = config.engine
     memory = config.cluster.device_memory_gib
-    row_bytes = (longest_sequence(config) - 1) * cache_bytes_per_token(
+    # The KV cache never contains the last token, whose successor is not generated.
+    row_bytes = (get_max_sequence_length(config) - 1) * cache_bytes_per_token(
         shape, engine.parallel.tensor, itemsize
     )
     limit = None if engine.kv_cache_mib is None else engine.kv_cache_mib << 20
     if engine.kind != "embedded" and limit is not None:
         return limit
+    # vLLM's share includes its weights and buffers, TensorRT-LLM's share is one of the free memory.
     if engine.kind == "vllm" and memory is not None and uses_gpus(config):
         return max(row_bytes, int(memory * 2**30 * engine.vllm.memory_fraction) - used_bytes)
     if engine.kind == "vllm":
@@ -331,25 +362,26 @@ def _cache_bytes(config: Config, shape: ModelShape, itemsize: int, used_bytes: i
         return max(
             row_bytes, int((memory * 2**30 - used_bytes) * engine.tensorrt_llm.free_memory_fraction)
         )
-    needed = concurrent_rows(config) * row_bytes
-    return needed if limit is None else min(needed, limit)
+    needed_bytes = count_concurrent_rows(config) * row_bytes
+    return needed_bytes if limit is None else min(needed_bytes, limit)
 
 
-def concurrent_rows(config: Config) -> int:
+def count_concurrent_rows(config: Config) -> int:
     """Return the number of sequences that a rank of the engine decodes concurrently, at most.
 
     The engine generates one rollout micro-batch after the other.
     """
     rollout = config.rollout
-    samples = (rollout.prompts_per_micro_batch + rollout.spare_prompts) * rollout.samples_per_prompt
+    prompts = rollout.prompts_per_micro_batch + rollout.spare_prompts
+    samples = prompts * rollout.samples_per_prompt
     if config.evaluation.every:  # the number of evaluation prompts is not known here
         return config.engine.batch_size
     return min(config.engine.batch_size, math.ceil(samples / config.engine.parallel.data))
 
 
-def _generator_memory(config: Config, shape: ModelShape) -> RoleMemory:
+def _compute_generator_memory(config: Config, shape: ModelShape) -> RoleMemory:
     """Return the memory of a generator rank."""
-    engine = engine_memory(config, shape)
+    engine = compute_engine_memory(config, shape)
     phases = (
         Phase("generation", activations=engine.work, cache=engine.cache, engine=engine.weights),
         Phase("weight sync", cache=engine.cache, engine=engine.weights + engine.transfer),
@@ -357,39 +389,43 @@ def _generator_memory(config: Config, shape: ModelShape) -> RoleMemory:
     base_bytes = 0
     # To send only changes, the rank keeps the previous weights.
     if config.engine.kind == "vllm" and config.engine.publish == "changes":
-        base_bytes = device_of(config, config.engine.precision).itemsize * count_engine_weights(
-            shape, 1
-        )
-    return RoleMemory("generator", phases, host=base_bytes + _packed_weight_bytes(config, shape))
-
-
-def _packed_weight_bytes(config: Config, shape: ModelShape) -> int:
-    """Return the bytes of the packed copy of the engine's matrices for matmuls on CPUs."""
-    engine = config.engine
-    device = device_of(config, engine.precision)
-    is_packed = engine.kind == "embedded" and engine.packed_weights and not engine.exact
-    return (
-        device.itemsize * count_engine_weights(shape, engine.parallel.tensor)
-        if is_packed and not device.gpus
-        else 0
+        itemsize = get_device(config, config.engine.precision).itemsize
+        base_bytes = itemsize * count_engine_weights(shape, 1)
+    return RoleMemory(
+        "generator", phases, host=base_bytes + _compute_packed_weight_bytes(config, shape)
     )
 
 
-def _critic_memory(
+def _compute_packed_weight_bytes(config: Config, shape: ModelShape) -> int:
+    """Return the bytes of the packed copy of the engine's matrices for matmuls on CPUs."""
+    engine = config.engine
+    device = get_device(config, engine.precision)
+    is_packed = engine.kind == "embedded" and engine.packed_weights and not engine.exact
+    if not is_packed or device.is_gpu:
+        return 0
+    return device.itemsize * count_engine_weights(shape, engine.parallel.tensor)
+
+
+def _compute_critic_memory(
     config: Config, shape: ModelShape, rewards: Sequence[ModelShape], stage: int
 ) -> RoleMemory:
     """Return the memory of a critic rank of a pipeline stage."""
     critic = config.critic
-    device = device_of(config, critic.precision)
-    states = trained_states(shape, "scalar", critic, stage, device)
+    device = get_device(config, critic.precision)
+    states = compute_trained_states(shape, "scalar", critic, stage, device)
     training_activations = StageActivations(
-        shape, "scalar", critic, stage, _batch_load(config, critic, minibatch=True), device
+        shape,
+        "scalar",
+        critic,
+        stage,
+        _compute_batch_load(config, critic, is_minibatch=True),
+        device,
     ).training_activations()
-    phases = [_state_phase("training", states, training_activations.total)]
+    phases = [_build_state_phase("training", states, training_activations.total)]
     host = states.on_host + states.snapshot
     if critic.with_reward and rewards:
         settings = replace(config.reward, parallel=critic.parallel)
-        scoring_phase = _frozen_phase(config, "scoring", settings, rewards, "scalar", stage)
+        scoring_phase = _build_frozen_phase(config, "scoring", settings, rewards, "scalar", stage)
         # Critic and reward models are on the device in turn. Only the critic's optimizer state
         # stays on the device all the time.
         phases.append(replace(scoring_phase, optimizer=states.optimizer))
@@ -397,7 +433,7 @@ def _critic_memory(
     return RoleMemory("critic", tuple(phases), host=host)
 
 
-def _frozen_phase(
+def _build_frozen_phase(
     config: Config,
     name: str,
     settings: MegatronModelConfig,
@@ -406,10 +442,12 @@ def _frozen_phase(
     stage: int,
 ) -> Phase:
     """Return a phase in which all given frozen models are on the device and are called in turn."""
-    device = device_of(config, settings.precision)
-    load = _batch_load(config, settings)
+    device = get_device(config, settings.precision)
+    load = _compute_batch_load(config, settings)
+    # All models are resident, but only one of them computes at a time.
     weights = sum(
-        frozen_weight_bytes(shape, head, settings.parallel, stage, device) for shape in shapes
+        compute_frozen_weight_bytes(shape, head, settings.parallel, stage, device)
+        for shape in shapes
     )
     activations = max(
         StageActivations(shape, head, settings, stage, load, device).scoring_bytes()
@@ -418,26 +456,27 @@ def _frozen_phase(
     return Phase(name, weights, activations=activations)
 
 
-def _batch_load(
-    config: Config, settings: MegatronModelConfig, *, minibatch: bool = False
+def _compute_batch_load(
+    config: Config, settings: MegatronModelConfig, *, is_minibatch: bool = False
 ) -> BatchLoad:
     """Return the token counts of a model's batches, with every sequence at its maximum length.
 
     Args:
         config: The run's configuration.
         settings: The model's section of the configuration.
-        minibatch: Whether the batch is a minibatch of a training step instead of all of its rows.
+        is_minibatch: Whether the batch is a minibatch of a training step instead of all of the
+            step's rows.
     """
     rollout = config.rollout
-    if not config.algorithm.generates:
-        rows = config.data.batch_size * rows_together(config)
-    elif minibatch:
+    if not config.algorithm.generates_samples:
+        rows = config.data.batch_size * get_rows_per_group(config)
+    elif is_minibatch:
         rows = (
-            rollout.prompts_per_step * samples_learned_from(config) // config.algorithm.minibatches
+            rollout.prompts_per_step * count_trained_samples(config) // config.algorithm.minibatches
         )
     else:
         rows = rollout.prompts_per_step * rollout.samples_per_prompt
-    longest = longest_sequence(config)
+    longest = get_max_sequence_length(config)
     return BatchLoad(
         settings.micro_batch_tokens, math.ceil(rows / settings.parallel.data) * longest, longest
     )
@@ -455,10 +494,11 @@ GIB = 2**30
 _MIB = 2**20
 
 
-def memory_table(config: Config, needs: tuple[RoleMemory, ...]) -> Table:
+def build_memory_table(config: Config, roles: tuple[RoleMemory, ...]) -> Table:
     """Return a table with a line for each phase of each role."""
     limit = config.cluster.device_memory_gib
-    unit = GIB if limit is not None or max(role.peak.total for role in needs) >= GIB else _MIB
+    is_large = limit is not None or max(role.peak.total for role in roles) >= GIB
+    unit = GIB if is_large else _MIB
     limit_text = "" if limit is None else f" (limit {limit:g})"
     title = f"memory per device in {'GiB' if unit == GIB else 'MiB'}{limit_text}"
     # No lines between the columns, so that all of them fit.
@@ -471,13 +511,14 @@ def memory_table(config: Config, needs: tuple[RoleMemory, ...]) -> Table:
     def format_size(size: int) -> str:
         return f"{size / unit:.1f}" if size else "-"
 
-    for role in needs:
+    for role in roles:
         role_cells = (
             role.role,
             f"{role.stage}/{role.stages}" if role.stages > 1 else "",
             format_size(role.host),
         )
         for phase in role.phases:
+            # The role's own cells are in the first of its rows.
             name, stage, host = role_cells if phase is role.phases[0] else ("", "", "")
             style = "bold" if phase is role.peak else None
             table.add_row(
@@ -491,7 +532,9 @@ def memory_table(config: Config, needs: tuple[RoleMemory, ...]) -> Table:
     return table
 
 
-def memory_problems(config: Config, shape: ModelShape, expected: ExpectedInputs) -> Iterator[str]:
+def find_memory_problems(
+    config: Config, shape: ModelShape, expected: ExpectedInputs
+) -> Iterator[str]:
     """Yield an error for each role that needs more than `cluster.device_memory_gib`.
 
     Nothing is checked if this key is null.
@@ -499,7 +542,7 @@ def memory_problems(config: Config, shape: ModelShape, expected: ExpectedInputs)
     limit = config.cluster.device_memory_gib
     if limit is None:
         return
-    for role in memory_needs(config, shape, expected):
+    for role in compute_role_memory(config, shape, expected):
         if role.peak.total <= limit * GIB or "." in role.role:  # all replicas of a role are equal
             continue
         stage_text = f" (pipeline stage {role.stage})" if role.stages > 1 else ""
@@ -515,16 +558,16 @@ def memory_problems(config: Config, shape: ModelShape, expected: ExpectedInputs)
 def _suggest_keys(config: Config, role: str) -> str:
     """Return the keys with which a role needs less device memory."""
     section = {"trainer": "actor", "generator": "engine"}.get(role, role)
-    keys = [
-        f"more ranks in {section}.parallel.tensor"
-        + ("" if section == "engine" else f" or {section}.parallel.pipeline")
-    ]
+    # The engine has no pipeline parallelism.
+    pipeline_key = "" if section == "engine" else f" or {section}.parallel.pipeline"
+    keys = [f"more ranks in {section}.parallel.tensor{pipeline_key}"]
     if section in ("actor", "critic"):
-        muon = (config.actor if section == "actor" else config.critic).optimizer.kind == "muon"
-        keys += [] if muon else [f"{section}.optimizer.distributed=true"]
+        uses_muon = (config.actor if section == "actor" else config.critic).optimizer.kind == "muon"
+        keys += [] if uses_muon else [f"{section}.optimizer.distributed=true"]
         keys += [f"a smaller {section}.micro_batch_tokens", f"{section}.recompute=full"]
+    # A colocated engine uses the trainer's devices.
     if section == "engine" or (
-        section == "actor" and config.algorithm.generates and not has_generator(config)
+        section == "actor" and config.algorithm.generates_samples and not has_generator(config)
     ):
         keys += ["engine.sleep=true"] if section == "actor" else []
         keys += ["engine.update=in_place", "a smaller engine.batch_size or engine.kv_cache_mib"]

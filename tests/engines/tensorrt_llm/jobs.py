@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from aligner.engines.engine_protocol import SamplingOptions, weight_format
+from aligner.engines.engine_protocol import SamplingOptions, compute_weight_format
 from aligner.engines.tensorrt_llm.tensorrt_llm_engine import TensorRTLLMEngine
 from aligner.errors import AlignerError
 from aligner.megatron import world as worlds
@@ -77,7 +77,7 @@ def publish_and_generate(
         layout = EngineParallelConfig(tensor=tensor, data=data)
         engine = _engine(directory, layout)
         _publisher(actor, engine, shape).publish(1)
-        known = weight_format(
+        known = compute_weight_format(
             dataclasses.replace(engines.SETTINGS, kind="tensorrt_llm", parallel=layout), "cpu"
         )
         samples = generate(engine, engines.requests(2), SamplingOptions(6, temperature=0.9))
@@ -87,7 +87,7 @@ def publish_and_generate(
                 name: (cut, part.numpy())
                 for name, (cut, part) in jobs.slices(actor.runner.weights).items()
             },
-            "leads": engine.leads,
+            "leads": engine.is_leader,
             "samples": [
                 (engines.response(sample), sample.engine_logprobs.tolist()) for sample in samples
             ],

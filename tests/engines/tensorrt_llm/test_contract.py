@@ -128,10 +128,10 @@ def test_fake_refuses_keyword_of_other_release(directory, release, unknown):
 @pytest.mark.parametrize("release", contract.VERSIONS)
 def test_detection_finds_keywords_and_tags_of_release(release):
     with installed(release):
-        accepted = llm_arguments.llm_keywords()
+        accepted = llm_arguments.get_llm_keywords()
         assert accepted >= set(contract.symbol("tensorrt_llm.AsyncLLM").keywords(release))
         assert ("sleep_config" in accepted) == (release == "1.3")
-        model, cache = llm_arguments.memory_tags()
+        model, cache = llm_arguments.get_memory_tags()
         assert cache == ("kv_cache",)
         assert ("model_weights" in model) == (release == "1.3")
         assert not any(tag.startswith("_") for tag in model)
@@ -139,13 +139,13 @@ def test_detection_finds_keywords_and_tags_of_release(release):
 
 def drift(entry: contract.Symbol, release: str) -> list[str]:
     """Return the differences between the importable package and the table."""
-    found = llm_arguments.find(entry.path)
+    found = llm_arguments.find_object(entry.path)
     if found is None:
         return [f"there is no {entry.path}"]
     if not entry.parameters:
         return []
-    accepted = llm_arguments.keywords(
-        found, llm_arguments.find(entry.fields) if entry.fields else None
+    accepted = llm_arguments.get_keywords(
+        found, llm_arguments.find_object(entry.fields) if entry.fields else None
     )
     if entry.fields:
         # `backend` is a keyword in addition to the fields.

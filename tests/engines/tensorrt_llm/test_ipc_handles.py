@@ -8,7 +8,7 @@ import pickle
 import pytest
 import torch
 
-from aligner.engines.tensorrt_llm.tensorrt_llm_engine import ipc_handles
+from aligner.engines.tensorrt_llm.tensorrt_llm_engine import build_ipc_handles
 from aligner.errors import AlignerError
 
 
@@ -18,7 +18,7 @@ def test_opened_ipc_handles_equal_source_tensors():
         "transposed": torch.arange(6.0).view(2, 3).T,
         "half": torch.ones(3, dtype=torch.bfloat16, requires_grad=True),
     }
-    (uuid, text), *others = ipc_handles(tensors, "GPU-1").items()
+    (uuid, text), *others = build_ipc_handles(tensors, "GPU-1").items()
     assert (uuid, others) == ("GPU-1", [])
     opened = {
         name: function(*arguments)
@@ -32,4 +32,4 @@ def test_opened_ipc_handles_equal_source_tensors():
 
 def test_tensors_on_two_devices_are_refused():
     with pytest.raises(AlignerError, match=r"one \(cpu\), other \(meta\)"):
-        ipc_handles({"one": torch.zeros(1), "other": torch.zeros(1, device="meta")}, "GPU-1")
+        build_ipc_handles({"one": torch.zeros(1), "other": torch.zeros(1, device="meta")}, "GPU-1")

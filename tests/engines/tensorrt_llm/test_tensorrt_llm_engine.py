@@ -16,14 +16,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from aligner.engines.engine_loop import SingleResponses, finish
+from aligner.engines.engine_loop import SingleResponses, run_steps
 from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions
-from aligner.engines.foreign import client
+from aligner.engines.external import client
 from aligner.engines.tensorrt_llm import llm_arguments
 from aligner.engines.tensorrt_llm.llm_client import (
-    gpu_index,
-    replaced_environment,
-    worker_environment,
+    build_worker_environment,
+    parse_gpu_index,
+    replace_environment,
 )
 from aligner.engines.tensorrt_llm.tensorrt_llm_engine import TensorRTLLMEngine
 from aligner.errors import AlignerError, ConfigError
@@ -91,7 +91,7 @@ def test_llm_arguments_match_release(release, directory, wanted):
     settings = dataclasses.replace(
         engines.SETTINGS, cuda_graphs=True, kv_cache_mib=1, batch_size=24
     )
-    engine, llm = start(directory, settings, context=40)
+    engine, llm = start(directory, settings, max_sequence_length=40)
     given = llm.arguments
     assert ("enable_sleep" in given) == (release == "1.2")
     assert ("sleep_config" in given) == (release == "1.3")
@@ -133,16 +133,18 @@ def test_kv_cache_default_is_memory_share_without_sleep(
 
 def test_unsupported_argument_is_omitted_or_reported():
     wanted = {"model": "m", "load_format": "dummy", "sampler_type": "TRTLLMSampler"}
-    known = llm_arguments.known(
-        "AsyncLLM", wanted, {"model", "load_format"}, optional=("sampler_type",)
+    known = llm_arguments.select_accepted(
+        "AsyncLLM", wanted, {"model", "load_format"}, optional_keywords=("sampler_type",)
     )
     assert known == {"model": "m", "load_format": "dummy"}
     with pytest.raises(
         AlignerError, match="this TensorRT-LLM release's AsyncLLM does not accept load_format"
     ):
-        llm_arguments.known("AsyncLLM", wanted, {"model"}, optional=("sampler_type",))
+        llm_arguments.select_accepted(
+            "AsyncLLM", wanted, {"model"}, optional_keywords=("sampler_type",)
+        )
     with pytest.raises(AlignerError, match=r"set engine\.sleep=false"):
-        llm_arguments.sleep_arguments({"model"})
+        llm_arguments.build_sleep_arguments({"model"})
 
 
 def test_missing_package_error_names_docs(directory, monkeypatch):
@@ -186,7 +188,7 @@ def test_prompt_length_is_limited_only_by_sequence_length(directory):
 
 @pytest.mark.usefixtures("newest")
 def test_configured_context_limits_sequence_length(directory):
-    engine, _ = start(directory, context=10)
+    engine, _ = start(directory, max_sequence_length=10)
     publish(engine, directory, 0)
     with pytest.raises(
         AlignerError, match="prompt 1 has 7 tokens; with max_new_tokens=6 the sequence exceeds"
@@ -326,7 +328,7 @@ def test_workers_are_shut_down_at_process_exit(directory, monkeypatch):
 
 
 def test_blocked_event_loop_closes_in_time(monkeypatch):
-    monkeypatch.setattr(client, "_CLOSE_S", 0.1)
+    monkeypatch.setattr(client, "_CLOSE_TIMEOUT_S", 0.1)
     loop, go_on = client.EventLoop("blocked"), threading.Event()
 
     async def block():
@@ -382,7 +384,7 @@ def test_engine_without_tokens_times_out(directory, monkeypatch):
     with pytest.raises(
         AlignerError, match=r"generated no token for any of 4 responses within 0\.3 s"
     ):
-        finish(generation)
+        run_steps(generation)
     engine.shutdown()
 
 
@@ -403,7 +405,7 @@ def test_interrupted_response_resamples_unreported_tokens(directory):
     lengths = [len(response(sample)) for sample in begun]
     assert all(count % 4 == 0 for count in lengths) and any(lengths)
     rest = [
-        dataclasses.replace(request, begun=sample)
+        dataclasses.replace(request, partial_sample=sample)
         for request, sample in zip(others, begun, strict=True)
     ]
     samples = engines.generate(engine, rest, SamplingOptions(30, greedy=True))
@@ -422,7 +424,7 @@ def test_worker_environment_has_gpus_but_no_launcher_variables():
         "RANK": "5",
         "MASTER_PORT": "6",
     }
-    after = worker_environment(before, (2, 3))
+    after = build_worker_environment(before, (2, 3))
     assert after["CUDA_VISIBLE_DEVICES"] == "2,3"
     assert after["TRT_LLM_DISABLE_LOAD_WEIGHTS_IN_PARALLEL"] == "1"
     assert [name for name in before if name in after] == ["HOME"]
@@ -430,7 +432,7 @@ def test_worker_environment_has_gpus_but_no_launcher_variables():
 
 def test_environment_is_restored_after_error(monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    with pytest.raises(RuntimeError), replaced_environment({"ONLY": "this"}):
+    with pytest.raises(RuntimeError), replace_environment({"ONLY": "this"}):
         assert dict(os.environ) == {"ONLY": "this"}
         raise RuntimeError
     assert os.environ["SLURM_JOB_ID"] == "7"
@@ -438,9 +440,9 @@ def test_environment_is_restored_after_error(monkeypatch):
 
 
 def test_gpu_index_refuses_gpu_uuid():
-    assert gpu_index("5") == 5
+    assert parse_gpu_index("5") == 5
     with pytest.raises(
         AlignerError,
         match="CUDA_VISIBLE_DEVICES contains GPU-1f: TensorRT-LLM requires GPU indices",
     ):
-        gpu_index("GPU-1f")
+        parse_gpu_index("GPU-1f")

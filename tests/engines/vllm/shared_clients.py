@@ -11,15 +11,15 @@ from unittest import mock
 import pytest
 import torch
 
-from aligner.engines.foreign.responses import Responder
+from aligner.engines.external.responses import ResponseGenerator
 from aligner.engines.vllm import vllm_engine
 from aligner.engines.vllm.program_client import NAME, VLLMClient
 from aligner.models.shape import ModelShape
 from aligner.schema import EngineConfig
-from aligner.vllm_environment import default_vllm_directory
+from aligner.vllm_environment import get_default_vllm_directory
 
 INSTALLED = pytest.mark.skipif(
-    not (default_vllm_directory() / "package").is_file(),
+    not (get_default_vllm_directory() / "package").is_file(),
     reason="`aligner install-vllm` was not run",
 )
 """Marker of a test that inspects the installed vLLM."""
@@ -53,8 +53,13 @@ def _client(
         atexit.register(VLLMClient.shutdown, client)
         client.shutdown = lambda: None
     client = _clients[key]
-    client._responder = Responder(
-        NAME, client._draw, seed, client._timeout_s, "engine.vllm.timeout_s", has_least=True
+    client._response_generator = ResponseGenerator(
+        NAME,
+        client._start_request,
+        seed,
+        client._timeout_s,
+        "engine.vllm.timeout_s",
+        supports_min_tokens=True,
     )
     return client
 

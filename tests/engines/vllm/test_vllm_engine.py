@@ -19,14 +19,14 @@ import torch
 import torch.distributed as dist
 
 from aligner.data.types import Prompt, Sample, collate
-from aligner.engines.engine_loop import SingleResponses, finish
+from aligner.engines.engine_loop import SingleResponses, run_steps
 from aligner.engines.engine_protocol import (
     GenerationEngine,
     GenerationRequest,
     SamplingOptions,
 )
 from aligner.engines.vllm.vllm_engine import VLLMEngine
-from aligner.errors import AlignerError, EngineGone
+from aligner.errors import AlignerError, EngineExited
 from aligner.models.weight_slices import group_by_stored_tensor, weight_table
 from aligner.schema import EngineParallelConfig
 from tests.engines import engines
@@ -62,18 +62,18 @@ def scored(directory: str, samples: list[Sample], tensor: int) -> torch.Tensor:
 
 def assert_refused(engine: VLLMEngine, message: str, value: float = 0.5, **other: int) -> None:
     """Check that an update with another model's parameters, or with NaN weights, raises."""
-    table = engine._table
-    engine._table = weight_table(dataclasses.replace(engine._shape, **other))
+    table = engine._weight_table
+    engine._weight_table = weight_table(dataclasses.replace(engine._shape, **other))
     update = engine.begin_update(7)
     try:
         with pytest.raises(AlignerError, match=message):
-            for name in group_by_stored_tensor(engine._table):
+            for name in group_by_stored_tensor(engine._weight_table):
                 update.views([name])[name].fill_(value)
                 update.load([name])
             update.commit()
     finally:
         update.abort()
-        engine._table = table
+        engine._weight_table = table
     assert engine.version is None
 
 
@@ -118,7 +118,7 @@ def generate_then_kill_workers(directories: list[Path]) -> list[list[Sample]]:
             assert len(workers) == 2
             for worker in workers:
                 worker.kill()
-        with pytest.raises(EngineGone if is_first else AlignerError, match="vLLM: "):
+        with pytest.raises(EngineExited if is_first else AlignerError, match="vLLM: "):
             engines.publish(engine, directories[0], len(directories))
     finally:
         engine.shutdown()
@@ -210,8 +210,8 @@ def test_killed_vllm_is_reported_and_cleaned_up(directory, engine):
     shared = _shared_memory(leader)
     generation = SingleResponses(engine).start(engines.requests(), SamplingOptions(30))
     os.kill(leader, signal.SIGKILL)
-    with pytest.raises(EngineGone, match="vLLM: its process was killed by SIGKILL"):
-        finish(generation)
+    with pytest.raises(EngineExited, match="vLLM: its process was killed by SIGKILL"):
+        run_steps(generation)
     engine.shutdown()
     _assert_gone(leader, shared)
 
@@ -227,7 +227,7 @@ def test_update_raises_engine_gone_if_worker_parent_is_dead(directory, engine):
     parent = worker.parent()
     assert parent.pid != leader
     parent.kill()
-    with pytest.raises(EngineGone, match="vLLM: "):
+    with pytest.raises(EngineExited, match="vLLM: "):
         engines.publish(engine, directory, 1)
     engine.shutdown()
     _assert_gone(leader, shared)

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from aligner.engines.foreign import gpu_places
-from aligner.engines.foreign.replica import Replica
+from aligner.engines.external import gpu_identity
+from aligner.engines.external.replica import Replica
 from aligner.engines.vllm import program_client, vllm_engine
 from aligner.errors import AlignerError
 from aligner.schema import EngineConfig, EngineParallelConfig, VLLMConfig
@@ -25,11 +25,11 @@ class OtherRanks(Replica):
 
     first, hosts = 0, ("one", "one")
 
-    def gather(self, what: str, action: Any) -> list[Any]:
+    def run_on_all_ranks(self, description: str, action: Any) -> list[Any]:
         places = []
         for rank in range(self.size):
-            gpu_places.socket.gethostname = lambda rank=rank: self.hosts[rank]
-            places.append(gpu_places._place(torch.device("cuda", self.first + rank), rank))
+            gpu_identity.socket.gethostname = lambda rank=rank: self.hosts[rank]
+            places.append(gpu_identity._describe_gpu(torch.device("cuda", self.first + rank), rank))
         return places
 
 
@@ -42,14 +42,14 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         def __init__(self, python: str, environment: dict[str, str]) -> None:
             started.append({"environment": environment})
 
-        async def begin(self, settings: dict[str, Any]) -> None:
+        async def start(self, settings: dict[str, Any]) -> None:
             started[-1]["settings"] = settings
 
-        def end(self) -> None:
+        def terminate(self) -> None:
             pass
 
     monkeypatch.setattr(program_client, "Program", Program)
-    monkeypatch.setattr(gpu_places, "socket", SimpleNamespace(gethostname=lambda: "one"))
+    monkeypatch.setattr(gpu_identity, "socket", SimpleNamespace(gethostname=lambda: "one"))
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"{device}0")
     )
@@ -62,9 +62,11 @@ def start(monkeypatch: pytest.MonkeyPatch, rank: int, **settings: Any) -> vllm_e
         kind="vllm", update="in_place", vllm=VLLMConfig(python=sys.executable), **settings
     )
     if chosen.parallel.tensor > 1:
-        monkeypatch.setattr("aligner.engines.foreign.foreign_engine.Replica", OtherRanks)
+        monkeypatch.setattr("aligner.engines.external.external_engine.Replica", OtherRanks)
         monkeypatch.setattr(OtherRanks, "first", rank)
-        monkeypatch.setattr(OtherRanks, "lead", lambda replica, what, action: action())
+        monkeypatch.setattr(
+            OtherRanks, "run_on_rank0", lambda replica, description, action: action()
+        )
     return vllm_engine.VLLMEngine(
         Path("model"), SHAPE, chosen, rank, 7, object(), device=f"cuda:{rank}"
     )  # type: ignore[arg-type]
@@ -86,7 +88,7 @@ def test_replica_workers_see_only_gpus_of_their_ranks(pretended, monkeypatch, vi
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
     for rank in (0, 2):
         engine = start(monkeypatch, rank, parallel=EngineParallelConfig(tensor=2, data=2))
-        assert engine._memory_of.args == (torch.device("cuda", rank),)
+        assert engine._allocate_memory.args == (torch.device("cuda", rank),)
         engine._replica.client.shutdown()
     environments = [each["environment"] for each in pretended]
     assert [environment["CUDA_VISIBLE_DEVICES"] for environment in environments] == seen

@@ -20,12 +20,12 @@ from aligner.engines.vllm.program.weight_memory import (
     DeviceMemory,
     HostMemory,
     Memory,
-    Placed,
-    SharedPieces,
-    checksum,
-    opened,
-    taken,
-    tensor_at,
+    SharedSlices,
+    TensorSlice,
+    compute_checksum,
+    copy_tensors,
+    open_memory,
+    view_tensor,
 )
 
 CPU = torch.device("cpu")
@@ -64,13 +64,14 @@ def _ordinal(device: torch.device | int) -> int:
 
 def shared_whole(
     tensors: dict[str, torch.Tensor], memory_of: Callable[[int], Memory] = HostMemory
-) -> SharedPieces:
-    return SharedPieces(
-        [Placed(name, tensor.shape, None, 0, tensor) for name, tensor in tensors.items()], memory_of
+) -> SharedSlices:
+    return SharedSlices(
+        [TensorSlice(name, tensor.shape, None, 0, tensor) for name, tensor in tensors.items()],
+        memory_of,
     )
 
 
-def received_handle(shared: SharedPieces) -> dict:
+def received_handle(shared: SharedSlices) -> dict:
     """Return the handle as the receiver of a JSON message sees it."""
     return json.loads(json.dumps(shared.handle))
 
@@ -78,10 +79,10 @@ def received_handle(shared: SharedPieces) -> dict:
 def test_opened_handle_keeps_tensors_after_close():
     shared = shared_whole(TENSORS)
     handle = received_handle(shared)
-    with opened(handle["memory"], CPU) as memory:
-        assert checksum(memory) == handle["checksum"]
+    with open_memory(handle["memory"], CPU) as memory:
+        assert compute_checksum(memory) == handle["checksum"]
         shared.close()
-        found = dict(taken(memory, handle["pieces"], CPU))
+        found = dict(copy_tensors(memory, handle["pieces"], CPU))
         assert list(found) == list(TENSORS)
         for name, tensor in TENSORS.items():
             assert (
@@ -89,7 +90,10 @@ def test_opened_handle_keeps_tensors_after_close():
                 and found[name].dtype == tensor.dtype
                 and not found[name].requires_grad
             )
-    with pytest.raises(RuntimeError, match="unable to open file"), opened(handle["memory"], CPU):
+    with (
+        pytest.raises(RuntimeError, match="unable to open file"),
+        open_memory(handle["memory"], CPU),
+    ):
         pass
 
 
@@ -102,13 +106,15 @@ def test_slice_is_received_in_whole_tensor_padded_with_nan():
     # Two slices of one fused tensor.
     pieces = [("fused", 1, 1, 2), ("fused", 1, 4, 5), ("column", 0, 3, 5)]
     placed = [
-        Placed(name, whole[name].shape, axis, start, whole[name].narrow(axis, start, stop - start))
+        TensorSlice(
+            name, whole[name].shape, axis, start, whole[name].narrow(axis, start, stop - start)
+        )
         for name, axis, start, stop in pieces
     ]
-    shared = SharedPieces([*placed, Placed("all", [2], None, 0, whole["all"])], HostMemory)
+    shared = SharedSlices([*placed, TensorSlice("all", [2], None, 0, whole["all"])], HostMemory)
     handle = received_handle(shared)
-    with opened(handle["memory"], CPU) as memory:
-        found = dict(taken(memory, handle["pieces"], CPU))
+    with open_memory(handle["memory"], CPU) as memory:
+        found = dict(copy_tensors(memory, handle["pieces"], CPU))
     shared.close()
     assert list(found) == list(whole) and torch.equal(found["all"], whole["all"])
     for name, tensor in found.items():
@@ -124,40 +130,42 @@ def test_slice_is_received_in_whole_tensor_padded_with_nan():
 
 def test_reader_writes_do_not_change_shared_memory():
     shared = shared_whole({"one": torch.ones(8)})
-    with opened(received_handle(shared)["memory"], CPU) as memory:
+    with open_memory(received_handle(shared)["memory"], CPU) as memory:
         memory.fill_(9)
-    with opened(received_handle(shared)["memory"], CPU) as memory:
-        assert torch.equal(tensor_at(memory, "float32", [8], 0), torch.ones(8))
+    with open_memory(received_handle(shared)["memory"], CPU) as memory:
+        assert torch.equal(view_tensor(memory, "float32", [8], 0), torch.ones(8))
     shared.close()
 
 
 def test_checksum_detects_bit_flips_and_swapped_words(monkeypatch):
-    monkeypatch.setitem(weight_memory._SUMMED, "cpu", 8)  # several chunks
+    monkeypatch.setitem(weight_memory._CHECKSUM_BLOCK_WORDS, "cpu", 8)  # several chunks
     draws = random.Random(0)
     memory = torch.randint(
         0, 256, (80,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
     )
-    right = checksum(memory)
+    right = compute_checksum(memory)
     for bit in range(8 * len(memory)):
         memory[bit // 8] ^= 1 << bit % 8
-        assert checksum(memory) != right
+        assert compute_checksum(memory) != right
         memory[bit // 8] ^= 1 << bit % 8
     words = memory.view(torch.int32)
     words[3] = words[17].item() ^ -(2**31)  # the two words differ only in the sign
-    signs = checksum(memory)
+    signs = compute_checksum(memory)
     for one, other in [(3, 17), *(draws.sample(range(20), 2) for _ in range(100))]:
         moved = memory.clone()
         moved.view(torch.int32)[[one, other]] = words[[other, one]]
-        assert checksum(moved) != signs
-    assert checksum(memory.roll(4)) != signs
+        assert compute_checksum(moved) != signs
+    assert compute_checksum(memory.roll(4)) != signs
 
 
 @pytest.mark.parametrize("count", [1, 3, 1 << 10])
 def test_checksum_does_not_depend_on_chunk_size(monkeypatch, count):
-    monkeypatch.setitem(weight_memory._SUMMED, "cpu", count)
+    monkeypatch.setitem(weight_memory._CHECKSUM_BLOCK_WORDS, "cpu", count)
     words = [2**31 - 1, -(2**31), 0, -1, 7, 2**31 - 1]
     memory = torch.tensor(words, dtype=torch.int32).view(torch.uint8)
-    assert checksum(memory) == sum(place * word for place, word in enumerate(words, 1)) % 2**64
+    assert (
+        compute_checksum(memory) == sum(place * word for place, word in enumerate(words, 1)) % 2**64
+    )
 
 
 def test_process_on_same_gpu_opens_cuda_memory(gpus, monkeypatch):
@@ -171,9 +179,9 @@ def test_process_on_same_gpu_opens_cuda_memory(gpus, monkeypatch):
         return gpus[0]
 
     monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", open_storage)
-    with opened(handle["memory"], torch.device("cuda", 0)) as memory:
-        assert checksum(memory) == handle["checksum"]
-        for name, tensor in taken(memory, handle["pieces"], CPU):
+    with open_memory(handle["memory"], torch.device("cuda", 0)) as memory:
+        assert compute_checksum(memory) == handle["checksum"]
+        for name, tensor in copy_tensors(memory, handle["pieces"], CPU):
             assert torch.equal(tensor, TENSORS[name])
     (given,) = arguments
     assert given == (
@@ -193,7 +201,7 @@ def test_process_on_other_gpu_is_refused(gpus):
     )
     with (
         pytest.raises(ValueError, match=message),
-        opened(handle["memory"], torch.device("cuda", 1)),
+        open_memory(handle["memory"], torch.device("cuda", 1)),
     ):
         pass
 

@@ -30,37 +30,37 @@ from vllm.model_executor.model_loader.reload import (
 from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
-from weight_memory import checksum, opened, taken
+from weight_memory import compute_checksum, copy_tensors, open_memory
 
 
 @dataclass
-class Nothing(WeightTransferInitInfo):
+class NoInitInfo(WeightTransferInitInfo):
     """Initialization data of the weight transfer, which is empty."""
 
 
 @dataclass
-class SharedPieces(WeightTransferUpdateInfo):
+class SharedTensors(WeightTransferUpdateInfo):
     """Some of the model's tensors, as one message of a weight update."""
 
     of_ranks: dict[str, dict[str, Any]]
-    """Handles of `weight_memory.SharedPieces` by the tensor-parallel rank that needs the slices.
+    """Handles of `weight_memory.SharedSlices` by the tensor-parallel rank that needs the slices.
 
     The keys are strings, since the handles are sent as JSON.
     """
 
 
-class SharedMemoryEngine(WeightTransferEngine[Nothing, SharedPieces]):
+class SharedMemoryEngine(WeightTransferEngine[NoInitInfo, SharedTensors]):
     """Weight transfer engine of vLLM that loads tensors from shared memory.
 
     It verifies the checksum of the memory before it loads the tensors. It also checks that an
     update contains every parameter, and only tensors that the model has.
     """
 
-    init_info_cls = Nothing
-    update_info_cls = SharedPieces
+    init_info_cls = NoInitInfo
+    update_info_cls = SharedTensors
     supports_draft_weight_update = False
 
-    def init_transfer_engine(self, init_info: Nothing) -> None:
+    def init_transfer_engine(self, init_info: NoInitInfo) -> None:
         """Do nothing; the transfer needs no initialization."""
 
     def start_weight_update(self) -> None:
@@ -71,18 +71,21 @@ class SharedMemoryEngine(WeightTransferEngine[Nothing, SharedPieces]):
         # During the update, vLLM treats tied parameters as separate ones. They share one name here,
         # the first one, because the update contains the weights of only one of them.
         first_names: dict[int, str] = {}
-        named = self.model.named_parameters(remove_duplicate=False)
-        tied_names = {
-            name: first_names.setdefault(id(parameter), name) for name, parameter in named
-        }
+        tied_names: dict[str, str] = {}
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            tied_names[name] = first_names.setdefault(id(parameter), name)
+
         initialize_layerwise_reload(self.model)
-        self.unfilled: set[str] = set()
+
+        self.missing_parameters: set[str] = set()
         """Names of the parameters that have not received weights in this update."""
-        self._of_no_use: set[str] = set()
+        self._unused_tensors: set[str] = set()
         """Names of the received tensors that vLLM has not loaded into any parameter."""
+        # `initialize_layerwise_reload` replaced the parameters and wrapped their weight loaders.
         for name, parameter in self.model.named_parameters():
             if name.rpartition(".")[2] not in SKIP_LOAD_TENSORS:
-                self._notice(parameter, tied_names.get(name, name))
+                self._track_loading(parameter, tied_names.get(name, name))
+
         if self.device.type == "cpu":
             # vLLM 0.32 packs experts only if they have no kernel yet, that is, only in the first
             # update. Deleting the kernel is safe, since there are no CUDA graphs with its address.
@@ -97,15 +100,15 @@ class SharedMemoryEngine(WeightTransferEngine[Nothing, SharedPieces]):
         if self.device.type == "cpu":
             # An output layer that is tied to the embedding receives no weights of its own. vLLM
             # therefore keeps its old packed copy, which must be made again here.
-            weights: set[int] = set()
+            seen_weights: set[int] = set()
             for module in self.model.modules():
                 weight = getattr(module, "weight", None)
-                if id(weight) in weights:
+                if id(weight) in seen_weights:
                     module.quant_method.process_weights_after_loading(module)
                 elif weight is not None:
-                    weights.add(id(weight))
+                    seen_weights.add(id(weight))
 
-    def receive_weights(self, update_info: SharedPieces) -> None:
+    def receive_weights(self, update_info: SharedTensors) -> None:
         """Load the tensors of one message.
 
         Raises:
@@ -113,52 +116,57 @@ class SharedMemoryEngine(WeightTransferEngine[Nothing, SharedPieces]):
                 the model has no parameter for a tensor.
         """
         handle = update_info.of_ranks[str(get_tensor_model_parallel_rank())]
-        with opened(handle["memory"], self.device) as memory:
-            if (actual := checksum(memory)) != handle["checksum"]:
+        with open_memory(handle["memory"], self.device) as memory:
+            if (actual := compute_checksum(memory)) != handle["checksum"]:
                 raise ValueError(
                     f"the received weights have checksum {actual:016x}, expected"
                     f" {handle['checksum']:016x}"
                 )
-            self.model.load_weights(self._noticed(taken(memory, handle["pieces"], self.device)))
-        if self._of_no_use:
+            # Copied one by one: vLLM frees the tensors of a layer when the layer is complete.
+            tensors = copy_tensors(memory, handle["pieces"], self.device)
+            self.model.load_weights(self._track_tensors(tensors))
+
+        if self._unused_tensors:
             raise ValueError(
-                f"vLLM's model has no parameter for {', '.join(sorted(self._of_no_use))}"
+                f"vLLM's model has no parameter for {', '.join(sorted(self._unused_tensors))}"
             )
 
-    def without_numbers(self) -> list[str]:
+    def find_nan_parameters(self) -> list[str]:
         """Return the names of the parameters that contain NaN.
 
         Weights that a CPU worker has packed are not checked.
         """
+        # `weight_memory.copy_tensors` fills what it does not receive with NaN, so a slice that vLLM
+        # needs and the update lacks is found here.
         return [
             name for name, parameter in self.model.named_parameters() if parameter.isnan().any()
         ]
 
-    def _notice(self, parameter: Any, name: str) -> None:
+    def _track_loading(self, parameter: Any, name: str) -> None:
         """Wrap the weight loader of a parameter, to record which weights are loaded.
 
-        When the loader is called, the parameter is removed from `unfilled`, and the tensor that is
-        being loaded is removed from `_of_no_use`.
+        When the loader is called, the parameter is removed from `missing_parameters`, and the
+        tensor that is being loaded is removed from `_unused_tensors`.
         """
         load = parameter.weight_loader
 
         # vLLM recognizes its own wrapper by the function's name, and removes it when the layer is
         # complete. `functools.wraps` preserves this name.
         @functools.wraps(load)
-        def noticed(*args: Any, **named: Any) -> Any:
-            self.unfilled.discard(name)
-            self._of_no_use.discard(self._last)
-            return load(*args, **named)
+        def load_and_record(*args: Any, **kwargs: Any) -> Any:
+            self.missing_parameters.discard(name)
+            self._unused_tensors.discard(self._current_tensor)
+            return load(*args, **kwargs)
 
-        self.unfilled.add(name)
-        parameter.weight_loader = noticed
+        self.missing_parameters.add(name)
+        parameter.weight_loader = load_and_record
 
-    def _noticed(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def _track_tensors(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors; each counts as unused until a parameter's weight loader is called."""
         for name, tensor in tensors:
-            self._of_no_use.add(name)
+            self._unused_tensors.add(name)
             # vLLM loads a tensor before it takes the next one from this generator.
-            self._last = name
+            self._current_tensor = name
             yield name, tensor
 
     def shutdown(self) -> None:
@@ -172,12 +180,12 @@ WeightTransferEngineFactory.register_engine("aligner", SharedMemoryEngine)
 CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
 
 
-# vLLM's own method, which `_sample` wraps and replaces.
-_forward = Sampler.forward
+# vLLM's own method, which `_forward_with_logprobs` wraps and replaces.
+_original_forward = Sampler.forward
 
 
-def _sample(
-    self: Sampler, logits: Tensor, sampling_metadata: SamplingMetadata, *more: Any, **named: Any
+def _forward_with_logprobs(
+    self: Sampler, logits: Tensor, sampling_metadata: SamplingMetadata, *args: Any, **kwargs: Any
 ) -> Any:
     """Run vLLM's sampler, with log-probs at the sampling temperature.
 
@@ -185,17 +193,19 @@ def _sample(
     min-p. aligner needs log-probs between these two steps.
     """
     temperatures = sampling_metadata.temperature
-    self.compute_logprobs = functools.partial(_at_temperature, temperatures)
-    return _forward(self, logits, sampling_metadata, *more, **named)
+    # vLLM's `forward` calls this method with the logits as the model returned them, because
+    # `logprobs_mode` is `raw_logprobs`.
+    self.compute_logprobs = functools.partial(_compute_logprobs, temperatures)
+    return _original_forward(self, logits, sampling_metadata, *args, **kwargs)
 
 
-def _at_temperature(temperatures: Tensor | None, logits: Tensor) -> Tensor:
+def _compute_logprobs(temperatures: Tensor | None, logits: Tensor) -> Tensor:
     """Return the log-probs [B, V] of the whole distribution at the sampling temperature."""
     scaled = logits.float() if temperatures is None else logits.float() / temperatures[:, None]
     return scaled.log_softmax(-1)
 
 
-Sampler.forward = _sample
+Sampler.forward = _forward_with_logprobs
 
 
 class AlignerWorker:
@@ -204,18 +214,18 @@ class AlignerWorker:
     weight_transfer_engine: SharedMemoryEngine
     finish_weight_update: Callable[[], None]
 
-    def attempt(self, what: str, **arguments: Any) -> str | None:
+    def call_method(self, name: str, **arguments: Any) -> str | None:
         """Call a method of the worker, and return the error message, or None if it succeeded.
 
         The errors are returned, because vLLM 0.32 confuses the answers if several workers raise: it
         takes the message of one worker for its answer to the next call.
 
         Args:
-            what: Name of the method.
+            name: Name of the method.
             arguments: Keyword arguments of the method.
         """
         try:
-            getattr(self, what)(**arguments)
+            getattr(self, name)(**arguments)
         except Exception as error:
             traceback.print_exc()
             return f"{type(error).__name__}: {error}"
@@ -228,13 +238,14 @@ class AlignerWorker:
             ValueError: A parameter received no weights, or contains NaN; the message names the
                 parameters. vLLM would generate with such weights.
         """
-        if names := sorted(self.weight_transfer_engine.unfilled):
+        if names := sorted(self.weight_transfer_engine.missing_parameters):
             raise ValueError(f"vLLM's model received no weights for {', '.join(names)}")
+
         self.finish_weight_update()
-        if names := self.weight_transfer_engine.without_numbers():
+        if names := self.weight_transfer_engine.find_nan_parameters():
             raise ValueError(f"vLLM's model has NaN weights in {', '.join(names)}")
 
-    def give_up(self) -> None:
+    def abandon_update(self) -> None:
         """End an update that will remain incomplete.
 
         After a failure to load, a worker considers the update as over, but its layers still wait

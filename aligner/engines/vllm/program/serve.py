@@ -22,17 +22,17 @@ import threading
 import traceback
 from typing import Any
 
-from ending import end_group
+from process_group import terminate_group
 
 # Time that the processes that vLLM has started have to exit after SIGTERM, in seconds.
-_END_S = 5.0
-# Maximum size of an order, in bytes.
-_LINE = 1 << 28
+_TERMINATE_TIMEOUT_S = 5.0
+# Maximum size of an order, in bytes. A long prompt exceeds asyncio's default of 64 KiB.
+_MAX_LINE_BYTES = 1 << 28
 # Interval at which a running order checks whether vLLM has failed, in seconds.
-_LOOK_S = 0.5
+_POLL_S = 0.5
 
 
-class Gone(Exception):
+class EngineExited(Exception):
     """Error: one of vLLM's processes has exited."""
 
 
@@ -51,153 +51,163 @@ class Server:
         """
         self._llm = llm
         self._answers = answers
-        self._drawing: dict[int, asyncio.Task[None]] = {}
+        self._generation_tasks: dict[int, asyncio.Task[None]] = {}
         """Tasks of the `draw` orders in flight, by the order's id."""
         self._tasks: set[asyncio.Task[None]] = set()
         """Tasks of all orders in flight."""
-        self._updating = False
+        self._is_updating = False
         """Whether a weight update has been started and not finished."""
-        self.over = asyncio.Event()
+        self.engine_exited = asyncio.Event()
         """Event that is set when vLLM cannot continue, because one of its processes has exited."""
 
-    def take(self, order: dict[str, Any]) -> None:
+    def start_order(self, order: dict[str, Any]) -> None:
         """Start the execution of an order.
 
         An order `abort` takes effect immediately and has no answer of its own; the aborted request
         sends a last answer.
         """
-        number = order["id"]
-        what = order["do"]
-        if what == "abort":
-            if (request := self._drawing.get(number)) is not None:
+        order_id = order["id"]
+        name = order["do"]
+        if name == "abort":
+            # The request is unknown if it has just completed.
+            if (request := self._generation_tasks.get(order_id)) is not None:
                 request.cancel()
             return
 
-        task = asyncio.create_task(
-            self._draw(order) if what == "draw" else self._obey(number, what, order)
-        )
+        is_generation = name == "draw"
+        work = self._generate(order) if is_generation else self._execute(order_id, name, order)
+        task = asyncio.create_task(work)
         # asyncio holds only weak references to tasks; this set keeps them alive.
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        if what == "draw":
-            self._drawing[number] = task
-            task.add_done_callback(lambda task: self._drawn(number, aborted=task.cancelled()))
+        if is_generation:
+            self._generation_tasks[order_id] = task
+            task.add_done_callback(
+                lambda task: self._remove_request(order_id, was_aborted=task.cancelled())
+            )
 
-    def answer(self, **content: Any) -> None:
+    def send_answer(self, **content: Any) -> None:
         """Send an answer, whose fields are the keyword arguments."""
         self._answers.write(json.dumps(content).encode() + b"\n")
 
-    async def _draw(self, order: dict[str, Any]) -> None:
+    async def _generate(self, order: dict[str, Any]) -> None:
         """Generate tokens for a request, and send them as they arrive."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        number = order["id"]
+        order_id = order["id"]
         options = SamplingParams(
             output_kind=RequestOutputKind.DELTA, logprobs=0, detokenize=False, **order["sampling"]
         )
         try:
             prompt = {"prompt_token_ids": order["tokens"]}
-            async for output in self._llm.generate(prompt, options, str(number)):
-                (part,) = output.outputs
-                tokens = list(part.token_ids)
+            async for output in self._llm.generate(prompt, options, str(order_id)):
+                (completion,) = output.outputs
+                # With `RequestOutputKind.DELTA`, only the tokens since the last output.
+                tokens = list(completion.token_ids)
                 logprobs = [
                     entry[token].logprob
-                    for token, entry in zip(tokens, part.logprobs or (), strict=True)
+                    for token, entry in zip(tokens, completion.logprobs or (), strict=True)
                 ]
-                finish = None if part.finish_reason is None else str(part.finish_reason)
-                self.answer(
-                    id=number,
-                    tokens=tokens,
-                    logprobs=logprobs,
-                    finish="cancelled" if finish == "abort" else finish,
+                finish_reason = None
+                if completion.finish_reason is not None:
+                    finish_reason = str(completion.finish_reason)
+                if finish_reason == "abort":
+                    finish_reason = "cancelled"
+                self.send_answer(
+                    id=order_id, tokens=tokens, logprobs=logprobs, finish=finish_reason
                 )
         except Exception as error:
-            self._fail(number, error)
+            self._fail(order_id, error)
 
-    def _drawn(self, number: int, *, aborted: bool) -> None:
+    def _remove_request(self, order_id: int, *, was_aborted: bool) -> None:
         """Remove a request that has ended.
 
         A request whose task was cancelled has sent no last answer, and possibly had not even
         started, so this method sends the answer.
         """
-        del self._drawing[number]
-        if aborted:
-            self.answer(id=number, tokens=[], logprobs=[], finish="cancelled")
+        del self._generation_tasks[order_id]
+        if was_aborted:
+            self.send_answer(id=order_id, tokens=[], logprobs=[], finish="cancelled")
 
-    async def _obey(self, number: int, what: str, order: dict[str, Any]) -> None:
+    async def _execute(self, order_id: int, name: str, order: dict[str, Any]) -> None:
         """Execute an order other than `draw`, and send its answer.
 
         Args:
-            number: Id of the order.
-            what: Name of the method of this class, without the underscore.
+            order_id: Id of the order.
+            name: Name of the order: the name of a method of this class, without the underscore.
             order: The order; its field `with` contains the method's keyword arguments.
         """
         try:
-            work = asyncio.create_task(getattr(self, f"_{what}")(**order.get("with", {})))
-            while not (await asyncio.wait([work], timeout=_LOOK_S))[0]:
+            method = getattr(self, f"_{name}")
+            task = asyncio.create_task(method(**order.get("with", {})))
+            while not (await asyncio.wait([task], timeout=_POLL_S))[0]:
                 # After a failure of vLLM's engine, calls that wait for it never return.
                 if self._llm.errored:
-                    work.cancel()
-                    raise Gone("one of its processes exited")
-            work.result()
-            self.answer(id=number, done=True)
+                    task.cancel()
+                    raise EngineExited("one of its processes exited")
+            task.result()
+            self.send_answer(id=order_id, done=True)
         except Exception as error:
-            self._fail(number, error)
+            self._fail(order_id, error)
 
-    def _fail(self, number: int, error: Exception) -> None:
+    def _fail(self, order_id: int, error: Exception) -> None:
         """Answer an order with an error.
 
-        If vLLM cannot continue, the field is `gone` instead of `error`, and `over` is set.
+        If vLLM cannot continue, the field is `gone` instead of `error`, and `engine_exited` is set.
         """
         traceback.print_exception(error)
-        message = (
-            str(error)
-            if (is_gone := isinstance(error, Gone))
-            else f"{type(error).__name__}: {error}"
-        )
-        if is_gone or self._llm.errored:
-            self.answer(id=number, gone=message)
-            self.over.set()
+        has_exited = isinstance(error, EngineExited)
+        message = str(error) if has_exited else f"{type(error).__name__}: {error}"
+        if has_exited or self._llm.errored:
+            self.send_answer(id=order_id, gone=message)
+            # Ends `serve`, after it has sent the answer.
+            self.engine_exited.set()
         else:
-            self.answer(id=number, error=message)
+            self.send_answer(id=order_id, error=message)
 
     async def _begin(self) -> None:
         """Start a weight update on all workers.
 
         If the previous update was not finished, it is ended first.
         """
-        if self._updating:
-            await self._on_workers("give_up")
-        self._updating = True
-        await self._on_workers("start_weight_update")
+        if self._is_updating:
+            await self._call_workers("abandon_update")
+        self._is_updating = True
+        await self._call_workers("start_weight_update")
 
     async def _load(self, **group: Any) -> None:
-        """Load tensors on all workers; the keyword arguments are the fields of `SharedPieces`."""
-        await self._on_workers("update_weights", update_info=group)
+        """Load tensors on all workers. The arguments are the fields of `receive.SharedTensors`."""
+        await self._call_workers("update_weights", update_info=group)
 
     async def _finish(self) -> None:
         """Finish the weight update on all workers, and reset the prefix cache."""
-        await self._on_workers("end_update")
-        self._updating = False
-        await self._forget()
+        await self._call_workers("end_update")
+        self._is_updating = False
+        # The cached keys and values were computed with the previous weights.
+        await self._reset_prefix_cache()
 
-    async def _on_workers(self, what: str, **arguments: Any) -> None:
+    async def _call_workers(self, method: str, **arguments: Any) -> None:
         """Call a method of every worker.
 
         Raises:
             RuntimeError: The method failed on some workers; the message contains their errors.
-            Gone: A worker cannot answer.
+            EngineExited: A worker cannot answer.
         """
         try:
-            answers = await self._llm.collective_rpc("attempt", args=(what,), kwargs=arguments)
-        # `attempt` itself does not raise, so a worker has exited. vLLM may notice this later.
+            # The workers call `receive.AlignerWorker.call_method`.
+            answers = await self._llm.collective_rpc(
+                "call_method", args=(method,), kwargs=arguments
+            )
+        # `call_method` itself does not raise, so a worker has exited. vLLM may notice this later.
         except Exception as error:
-            raise Gone(f"{type(error).__name__}: {error}") from error
+            raise EngineExited(f"{type(error).__name__}: {error}") from error
+
+        # A set, since an error such as a missing tensor is often the same on all workers.
         if errors := {answer for answer in answers if answer is not None}:
             raise RuntimeError("; ".join(sorted(errors)))
 
-    async def _forget(self) -> None:
+    async def _reset_prefix_cache(self) -> None:
         """Reset the prefix cache; raise RuntimeError if vLLM refuses."""
         if not await self._llm.reset_prefix_cache():
             raise RuntimeError("the KV cache of the previous weights could not be reset")
@@ -212,7 +222,7 @@ class Server:
         await self._llm.wake_up(tags)
 
 
-def _watch(connection: socket.socket, started: threading.Event) -> None:
+def _watch_connection(connection: socket.socket, vllm_started: threading.Event) -> None:
     """Terminate all processes if the client disconnects while vLLM starts.
 
     The event loop is blocked during the start and cannot notice a closed connection. This function
@@ -220,24 +230,25 @@ def _watch(connection: socket.socket, started: threading.Event) -> None:
 
     Args:
         connection: Socket to the client.
-        started: Event that is set when vLLM has started.
+        vllm_started: Event that is set when vLLM has started.
     """
     poll = select.poll()
     poll.register(connection, select.POLLRDHUP)
-    while not started.wait(0.5):
+    while not vllm_started.wait(0.5):
         if poll.poll(0):
-            end_group(1.0)
+            terminate_group(1.0)
+            # The main thread is blocked in vLLM's start, so only `os._exit` ends the process.
             os._exit(1)
 
 
 async def serve(connection: socket.socket) -> None:
     """Start vLLM, and execute orders until the client disconnects or vLLM fails."""
-    started = threading.Event()
-    threading.Thread(target=_watch, args=(connection, started), daemon=True).start()
-    orders, answers = await asyncio.open_connection(sock=connection, limit=_LINE)
+    vllm_started = threading.Event()
+    threading.Thread(target=_watch_connection, args=(connection, vllm_started), daemon=True).start()
+    orders, answers = await asyncio.open_connection(sock=connection, limit=_MAX_LINE_BYTES)
     settings = json.loads(await orders.readline())
 
-    # The import takes seconds. `_watch` already observes the connection during this time.
+    # The import takes seconds, during which `_watch_connection` already observes the connection.
     from vllm import AsyncEngineArgs
     from vllm import __version__ as release
     from vllm.config import WeightTransferConfig
@@ -247,7 +258,7 @@ async def serve(connection: socket.socket) -> None:
         arguments = AsyncEngineArgs(
             **settings,
             skip_tokenizer_init=True,
-            load_format="dummy",
+            load_format="dummy",  # the weights arrive by weight sync
             logprobs_mode="raw_logprobs",  # receive.py computes these at the temperature
             disable_log_stats=True,
             weight_transfer_config=WeightTransferConfig(backend="aligner"),
@@ -260,23 +271,23 @@ async def serve(connection: socket.socket) -> None:
         await answers.drain()
         return
 
-    started.set()
+    vllm_started.set()
     server = Server(llm, answers)
-    server.answer(release=release)
+    server.send_answer(release=release)
 
-    reading = asyncio.create_task(_read(orders, server))
-    over = asyncio.create_task(server.over.wait())
-    await asyncio.wait([reading, over], return_when=asyncio.FIRST_COMPLETED)
+    reading = asyncio.create_task(_read_orders(orders, server))
+    waiting_for_exit = asyncio.create_task(server.engine_exited.wait())
+    await asyncio.wait([reading, waiting_for_exit], return_when=asyncio.FIRST_COMPLETED)
     with contextlib.suppress(ConnectionError):
         await answers.drain()
     llm.shutdown()
 
 
-async def _read(orders: asyncio.StreamReader, server: Server) -> None:
+async def _read_orders(orders: asyncio.StreamReader, server: Server) -> None:
     """Read orders and start them until the client disconnects."""
     with contextlib.suppress(ConnectionError):
         while line := await orders.readline():
-            server.take(json.loads(line))
+            server.start_order(json.loads(line))
 
 
 def main() -> None:
@@ -285,7 +296,7 @@ def main() -> None:
     try:
         asyncio.run(serve(connection))
     finally:
-        end_group(_END_S)
+        terminate_group(_TERMINATE_TIMEOUT_S)
 
 
 if __name__ == "__main__":

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 # Alignment of a tensor in the memory, in bytes; sufficient for every data type.
-_ALIGNED = 16
+_ALIGNMENT = 16
 # Number of 32-bit words that a checksum processes at a time, by type of device. The words should
 # fit into the cache of a CPU, and be enough to occupy a GPU.
-_SUMMED = {"cpu": 1 << 17, "cuda": 1 << 24}
+_CHECKSUM_BLOCK_WORDS = {"cpu": 1 << 17, "cuda": 1 << 24}
 
 
 class Memory(Protocol):
@@ -32,7 +32,7 @@ class Memory(Protocol):
     """Contents of the memory, uint8 [n]."""
 
     def share(self) -> dict[str, Any]:
-        """Return a handle of JSON values, with which `opened` opens the memory."""
+        """Return a handle of JSON values, with which `open_memory` opens the memory."""
 
     def close(self) -> None:
         """Release the memory; no other process may open or read it afterwards."""
@@ -49,6 +49,7 @@ class HostMemory:
 
     def __init__(self, size: int) -> None:
         """Allocate `size` bytes."""
+        # Unlike a file in /dev/shm, a memfd does not outlive its processes if they are killed.
         self._descriptor = os.memfd_create("aligner-weights")
         self._path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
         self.bytes = torch.from_file(self._path, shared=True, size=size, dtype=torch.uint8)
@@ -86,17 +87,19 @@ class DeviceMemory:
         device = self.bytes.device
         # The reader does not wait for a CUDA event, so the contents must be complete now.
         torch.cuda.synchronize(device)
-        _, allocation, size, start, counter, counter_offset, _, _ = (
+        # JSON instead of torch.multiprocessing's pickled storage, because vLLM's environment may
+        # have another release of torch.
+        _, allocation, size, offset, counter, counter_offset, _, _ = (
             self.bytes.untyped_storage()._share_cuda_()
         )
         handle = [
             base64.b64encode(allocation).decode(),
             size,
-            start,
+            offset,
             base64.b64encode(counter).decode(),
             counter_offset,
         ]
-        return {"kind": self.kind, "device": device_uuid(device), "handle": handle}
+        return {"kind": self.kind, "device": get_device_uuid(device), "handle": handle}
 
     def close(self) -> None:
         """Release the memory; see `Memory.close`."""
@@ -114,22 +117,26 @@ class DeviceMemory:
         Raises:
             ValueError: The memory is on another GPU than the reader; the message names both.
         """
-        if (worker_gpu := device_uuid(device)) != (sender_gpu := handle["device"]):
+        worker_gpu = get_device_uuid(device)
+        sender_gpu = handle["device"]
+        if worker_gpu != sender_gpu:
             raise ValueError(
                 f"the trainer's weights are in the memory of {sender_gpu}, but this vLLM worker"
                 f" runs on {worker_gpu}; both must use the same GPU"
             )
-        allocation, size, start, counter, counter_offset = handle["handle"]
+
+        allocation, size, offset, counter, counter_offset = handle["handle"]
         allocation = base64.b64decode(allocation)
         counter = base64.b64decode(counter)
+        # The last two arguments are the event and whether to wait for it; see `share`.
         storage = torch.UntypedStorage._new_shared_cuda(
-            device.index, allocation, size, start, counter, counter_offset, b"", False
+            device.index, allocation, size, offset, counter, counter_offset, b"", False
         )
         return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 @dataclass(frozen=True)
-class Placed:
+class TensorSlice:
     """Slice of a tensor of the checkpoint.
 
     If `axis` is None, the slice is the whole tensor.
@@ -143,11 +150,11 @@ class Placed:
     """Dimension along which the tensor is sliced."""
     start: int
     """Index of the slice's start along `axis`."""
-    piece: Tensor
-    """The slice."""
+    data: Tensor
+    """Values of the slice."""
 
 
-class SharedPieces:
+class SharedSlices:
     """Slices of tensors, packed into memory that another process can open.
 
     Attributes:
@@ -155,38 +162,39 @@ class SharedPieces:
             checksum.
     """
 
-    def __init__(self, pieces: Sequence[Placed], memory_of: Callable[[int], Memory]) -> None:
+    def __init__(self, slices: Sequence[TensorSlice], allocate: Callable[[int], Memory]) -> None:
         """Pack the slices into new memory.
 
         Args:
-            pieces: Slices of tensors. All slices of one tensor must be adjacent.
-            memory_of: Function that allocates memory of a given number of bytes.
+            slices: Slices of tensors. All slices of one tensor must be adjacent.
+            allocate: Function that allocates memory of a given number of bytes.
         """
         # Name, data type, shape, axis and start of each slice, its own shape, and its first byte.
         entries: list[tuple[str, str, list[int], int | None, int, list[int], int]] = []
         size = 0
-        for placed in pieces:
-            piece = placed.piece
-            kind = str(placed.piece.dtype).removeprefix("torch.")
+        for tensor_slice in slices:
+            data = tensor_slice.data
+            dtype_name = str(data.dtype).removeprefix("torch.")
             entries.append(
                 (
-                    placed.name,
-                    kind,
-                    [*placed.shape],
-                    placed.axis,
-                    placed.start,
-                    [*piece.shape],
+                    tensor_slice.name,
+                    dtype_name,
+                    [*tensor_slice.shape],
+                    tensor_slice.axis,
+                    tensor_slice.start,
+                    [*data.shape],
                     size,
                 )
             )
-            size += -(-piece.nbytes // _ALIGNED) * _ALIGNED
+            # Rounded up: a tensor must be aligned, and the checksum reads whole 32-bit words.
+            size += -(-data.nbytes // _ALIGNMENT) * _ALIGNMENT
 
-        self._memory = memory_of(size)
+        self._memory = allocate(size)
         packed = self._memory.bytes
-        for (_, kind, *_, shape, begin), placed in zip(entries, pieces, strict=True):
-            tensor_at(packed, kind, shape, begin).copy_(placed.piece.detach())
+        for (_, dtype_name, *_, shape, offset), tensor_slice in zip(entries, slices, strict=True):
+            view_tensor(packed, dtype_name, shape, offset).copy_(tensor_slice.data.detach())
 
-        packed_checksum = checksum(packed)
+        packed_checksum = compute_checksum(packed)
         self.handle: dict[str, Any] = {
             "memory": self._memory.share(),
             "pieces": entries,
@@ -198,8 +206,8 @@ class SharedPieces:
         self._memory.close()
 
 
-def taken(
-    memory: Tensor, pieces: Iterable[Sequence[Any]], device: torch.device
+def copy_tensors(
+    memory: Tensor, entries: Iterable[Sequence[Any]], device: torch.device
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield copies of a handle's tensors on `device`, with their names.
 
@@ -208,60 +216,61 @@ def taken(
 
     Args:
         memory: Contents of the memory, uint8 [n].
-        pieces: Entry `pieces` of the handle (see `SharedPieces`).
+        entries: Field `pieces` of the handle (see `SharedSlices`).
         device: Device of the copies.
     """
-    for name, tensor_pieces in itertools.groupby(pieces, key=lambda entry: entry[0]):
-        whole: Tensor | None = None
-        for _, kind, shape, axis, start, part, begin in tensor_pieces:
-            piece = tensor_at(memory, kind, part, begin)
-            # The slice is the whole tensor.
-            if list(part) == list(shape):
-                whole = piece.to(device, copy=True)
+    for name, tensor_entries in itertools.groupby(entries, key=lambda entry: entry[0]):
+        tensor: Tensor | None = None
+        for _, dtype_name, shape, axis, start, slice_shape, offset in tensor_entries:
+            data = view_tensor(memory, dtype_name, slice_shape, offset)
+            # The slice is the whole tensor. Copied too, since the sender may reuse the memory.
+            if list(slice_shape) == list(shape):
+                tensor = data.to(device, copy=True)
                 break
-            if whole is None:
-                whole = torch.full(shape, torch.nan, dtype=piece.dtype, device=device)
-            whole.narrow(axis, start, part[axis]).copy_(piece)
-        assert whole is not None
-        yield name, whole
+            if tensor is None:
+                tensor = torch.full(shape, torch.nan, dtype=data.dtype, device=device)
+            tensor.narrow(axis, start, slice_shape[axis]).copy_(data)
+        assert tensor is not None
+        yield name, tensor
 
 
 @contextlib.contextmanager
-def opened(memory: Mapping[str, Any], device: torch.device) -> Iterator[Tensor]:
+def open_memory(handle: Mapping[str, Any], device: torch.device) -> Iterator[Tensor]:
     """Open another process's memory in a `with` block, and yield its bytes [n].
 
     When the block ends, all copies from the memory to `device` are complete, so the sender may
     release it.
 
     Args:
-        memory: Handle from `Memory.share`.
+        handle: Handle from `Memory.share`.
         device: Device to which the reader copies tensors.
     """
-    classes = {memory_class.kind: memory_class for memory_class in (HostMemory, DeviceMemory)}
+    memory_classes = {
+        memory_class.kind: memory_class for memory_class in (HostMemory, DeviceMemory)
+    }
     try:
-        yield classes[memory["kind"]].open(memory, device)
+        yield memory_classes[handle["kind"]].open(handle, device)
     finally:
         if device.type == "cuda":
             # Wait for the reader's copies.
             torch.cuda.synchronize(device)
 
 
-def tensor_at(memory: Tensor, kind: str, shape: Sequence[int], start: int) -> Tensor:
+def view_tensor(memory: Tensor, dtype_name: str, shape: Sequence[int], offset: int) -> Tensor:
     """Return a view of memory as a tensor.
 
     Args:
         memory: uint8 [n].
-        kind: Name of the data type in torch, such as `bfloat16`.
+        dtype_name: Name of the data type in torch, such as `bfloat16`.
         shape: Shape of the tensor.
-        start: Index of the tensor's first byte.
+        offset: Index of the tensor's first byte.
     """
-    dtype = getattr(torch, kind)
-    return (
-        memory[start : start + torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape)
-    )
+    dtype = getattr(torch, dtype_name)
+    byte_count = torch.Size(shape).numel() * dtype.itemsize
+    return memory[offset : offset + byte_count].view(dtype).view(shape)
 
 
-def checksum(memory: Tensor) -> int:
+def compute_checksum(memory: Tensor) -> int:
     """Return a checksum of bytes [n], where n is a multiple of four.
 
     The checksum is the sum of all 32-bit words, each multiplied by its index (starting at 1),
@@ -269,16 +278,19 @@ def checksum(memory: Tensor) -> int:
     it changes if any single word changes, or if any two different words are exchanged.
     """
     words = memory.view(torch.int32)
-    count = _SUMMED[memory.device.type]
-    indices = torch.arange(1, count + 1, device=memory.device)
+    block_words = _CHECKSUM_BLOCK_WORDS[memory.device.type]
+    indices = torch.arange(1, block_words + 1, device=memory.device)
     total = torch.zeros((), dtype=torch.int64, device=memory.device)
-    for block_index, block in enumerate(words.split(count)):
+
+    # Word i of block b has the index b * block_words + i. The block's sum of index times word is
+    # therefore split into the sum for i, and the sum of the words times b * block_words.
+    for block_index, block in enumerate(words.split(block_words)):
         # Products of int32 and int64 are int64. Overflow wraps around, which is the modulo 2**64.
-        total += (block * indices[: len(block)]).sum() + block_index * count * block.sum()
+        total += (block * indices[: len(block)]).sum() + block_index * block_words * block.sum()
     return int(total) % 2**64
 
 
-def device_uuid(device: torch.device | int) -> str:
+def get_device_uuid(device: torch.device | int) -> str:
     """Return the UUID of a GPU.
 
     The UUID is the same in all processes of this machine, whichever GPUs are visible to them.

@@ -14,12 +14,12 @@ from aligner.models import batch_invariant
 
 # Minimum number of rows of a matmul with packed weights. With AVX-512, a matmul with a single row
 # takes half the time with packed weights; without AVX-512 it takes longer.
-_FEWEST_ROWS = 1 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 2
+_MIN_PACKED_ROWS = 1 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 2
 # Number of rows for which weights are packed; packed weights work for any other number too.
-_ROWS = 256
+_PACKED_FOR_ROWS = 256
 
 
-class Products:
+class Matmuls:
     """Matmuls x @ weight.T + bias with the engine's current weights.
 
     Weights are identified by their megatron-core names without `.weight` and `.bias`.
@@ -34,18 +34,20 @@ class Products:
             packed: Whether to multiply with packed copies on CPUs. A copy is made when its weight
                 is first used.
         """
-        self._plain = batch_invariant.linear if exact else F.linear
+        self._unpacked_linear = batch_invariant.linear if exact else F.linear
+        # The packed kernels are not batch-invariant.
         self._packed_dtypes = _packed_dtypes() if packed and not exact else ()
-        self._packed: dict[str, Tensor] = {}
+        self._packed_weights: dict[str, Tensor] = {}
+        """Packed copies by the name of the layer."""
         self._weights: Mapping[str, Tensor] = {}
 
-    def use(self, weights: Mapping[str, Tensor]) -> None:
+    def set_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Set the weights, and discard the packed copies of the previous ones.
 
         Call this method again whenever the values of the weights change.
         """
         self._weights = weights
-        self._packed.clear()
+        self._packed_weights.clear()
 
     def linear(self, x: Tensor, name: str, *, with_bias: bool = True) -> Tensor:
         """Compute a linear layer, from x [N, inputs] to [N, outputs].
@@ -58,19 +60,21 @@ class Products:
         weight = self._weights[name + ".weight"]
         bias = self._weights.get(name + ".bias") if with_bias else None
         if (
-            len(x) < _FEWEST_ROWS
+            len(x) < _MIN_PACKED_ROWS
             or weight.device.type != "cpu"
             or weight.dtype not in self._packed_dtypes
         ):
-            return self._plain(x, weight, bias)
+            return self._unpacked_linear(x, weight, bias)
 
-        packed = self._packed.get(name)
-        if packed is None:
-            packed = self._packed[name] = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS)
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
-        return product
+        packed_weight = self._packed_weights.get(name)
+        if packed_weight is None:
+            # Pack at first use: some weights, such as position embeddings, never reach a matmul.
+            packed_weight = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR_ROWS)
+            self._packed_weights[name] = packed_weight
+        output: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed_weight, bias, "none", [], "")
+        return output
 
-    def expert(self, x: Tensor, name: str, index: int) -> Tensor:
+    def expert_linear(self, x: Tensor, name: str, index: int) -> Tensor:
         """Compute a linear layer of one expert, from x [N, inputs] to [N, outputs].
 
         The weights of all experts are stacked, [experts, outputs, inputs], and are never packed.
@@ -80,7 +84,7 @@ class Products:
             name: Name of the stacked weights.
             index: Index of the expert.
         """
-        return self._plain(x, self._weights[name + ".weight"][index], None)
+        return self._unpacked_linear(x, self._weights[name + ".weight"][index], None)
 
 
 def _packed_dtypes() -> tuple[torch.dtype, ...]:

@@ -1,4 +1,4 @@
-"""`Machine`: the decoder, KV cache and counters that the parts of an embedded engine share."""
+"""`EngineState`: the decoder, KV cache and counters that the parts of an embedded engine share."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -6,24 +6,24 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from aligner.engines.embedded.cache import Cache
+from aligner.engines.embedded.cache import KVCache
 from aligner.engines.embedded.decoder import Decoder, Step
 from aligner.engines.engine_protocol import SpanListener
 from aligner.schema import SpeculationConfig
 
 
 @dataclass
-class Machine:
+class EngineState:
     """Decoder, KV cache and settings of one rank of an embedded engine.
 
-    `EmbeddedEngine` owns the object; `Scheduler` and `Drawing` use it. Between two steps the engine
-    may change the weights, and sets `version` at the same time.
+    `EmbeddedEngine` owns the object; `Scheduler` and `TokenSampler` use it. Between two steps the
+    engine may change the weights, and sets `version` at the same time.
     """
 
     decoder: Decoder
-    cache: Cache
+    cache: KVCache
     """KV cache of all rows."""
-    forward: Callable[[Step, Cache], Tensor]
+    forward: Callable[[Step, KVCache], Tensor]
     """Forward pass of a step: the decoder's, or its replay as a CUDA graph."""
     device: torch.device
     version: int | None = None
@@ -34,7 +34,7 @@ class Machine:
     """Settings of speculative decoding."""
     steps_per_sync: int = 1
     """Maximum number of decode steps per host synchronization."""
-    guessed: int = 0
-    """Number of draft tokens since `EmbeddedEngine.take_guesses` was called last."""
-    accepted: int = 0
+    num_draft_tokens: int = 0
+    """Number of draft tokens since `EmbeddedEngine.take_draft_counts` was called last."""
+    num_accepted_tokens: int = 0
     """Number of those draft tokens that were accepted."""

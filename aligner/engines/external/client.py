@@ -13,30 +13,32 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from aligner.engines.foreign.responses import Responder, Response
+from aligner.engines.external.responses import Response, ResponseGenerator
 from aligner.errors import AlignerError
 
 T = TypeVar("T")
 
 # Timeout for cancelling the tasks of an event loop that is being closed, in seconds.
-_CLOSE_S = 10.0
+_CLOSE_TIMEOUT_S = 10.0
 
 
 @contextlib.contextmanager
-def ending_on_failure(name: str, end: Callable[[], None]) -> Iterator[None]:
-    """Call `end` if the block raises, and re-raise the error.
+def shut_down_on_failure(name: str, shut_down: Callable[[], None]) -> Iterator[None]:
+    """Call `shut_down` if the block raises, and re-raise the error.
 
-    If `end` fails too, the context manager raises AlignerError with both messages instead.
+    If `shut_down` fails too, the context manager raises AlignerError with both messages instead.
 
     Args:
         name: Name of the engine, for the error message.
-        end: Function that shuts the engine down.
+        shut_down: Function that shuts the engine down.
     """
     try:
         yield
+    # Also on KeyboardInterrupt: a start takes minutes, and workers that nobody stops would keep
+    # their GPUs.
     except BaseException as error:
         try:
-            end()
+            shut_down()
         except Exception as failure:
             raise AlignerError(
                 f"{error}; the shutdown of {name} failed as well: {failure}"
@@ -51,33 +53,39 @@ class EventLoop:
         """Start the thread, which gets the name `name`."""
         self._name = name
         self._loop = asyncio.new_event_loop()
+        # A daemon thread: a blocked event loop must not keep the process alive.
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
         """Start a coroutine on the event loop, and return its future."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
-    def run(self, what: str, work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
+    def run(
+        self, description: str, coroutine: Coroutine[Any, Any, T], timeout_s: float | None = None
+    ) -> T:
         """Run a coroutine on the event loop, and return its result.
 
         Args:
-            what: Description of the work, for the error message.
-            work: Coroutine to run.
+            description: Description of the work, for the error message.
+            coroutine: Coroutine to run.
             timeout_s: Timeout in seconds; None means no timeout.
 
         Raises:
             AlignerError: The timeout has passed; the coroutine is cancelled.
         """
-        future = self.submit(work)
+        future = self.submit(coroutine)
         try:
             return future.result(timeout_s)
         except concurrent.futures.TimeoutError as error:
             # The coroutine itself raised a timeout error.
             if future.done():
                 raise
+
             future.cancel()
-            raise AlignerError(f"{self._name} timed out after {timeout_s:g} s: {what}") from error
+            raise AlignerError(
+                f"{self._name} timed out after {timeout_s:g} s: {description}"
+            ) from error
         except KeyboardInterrupt:
             future.cancel()
             raise
@@ -87,16 +95,19 @@ class EventLoop:
 
         A blocked event loop cannot be closed. Its thread then ends with the process.
         """
-        stopping = self.submit(_cancel_others())
-        if stopping not in concurrent.futures.wait([stopping], _CLOSE_S).done:
+        cancellation = self.submit(_cancel_other_tasks())
+        # `wait` instead of `result(timeout)`: only a blocked event loop returns here, while an
+        # error of the cancellation is raised below.
+        if cancellation not in concurrent.futures.wait([cancellation], _CLOSE_TIMEOUT_S).done:
             return
-        stopping.result()
+        cancellation.result()
+
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
 
 
-async def _cancel_others() -> None:
+async def _cancel_other_tasks() -> None:
     """Cancel all tasks of the running event loop except the current one."""
     tasks = asyncio.all_tasks() - {asyncio.current_task()}
     for task in tasks:
@@ -108,10 +119,10 @@ class Client(ABC):
     """Client of one engine instance and its workers.
 
     The workers end with this process at the latest. Subclasses start the engine in their
-    constructor and set `_responder`.
+    constructor and set `_response_generator`.
     """
 
-    _responder: Responder
+    _response_generator: ResponseGenerator
 
     def __init__(self, name: str, timeout_s: float) -> None:
         """Start the event loop, and register `shutdown` for the exit of this process.
@@ -122,10 +133,11 @@ class Client(ABC):
         """
         self._name = name
         self._timeout_s = timeout_s
-        # An ExitStack calls all of its callbacks, even if some of them raise.
-        self._end = contextlib.ExitStack()
+        # An ExitStack calls all of its callbacks, even if some of them raise, and the last one
+        # first: the event loop closes after the engine whose calls run on it.
+        self._exit_stack = contextlib.ExitStack()
         self._loop = EventLoop(name)
-        self._end.callback(self._loop.close)
+        self._exit_stack.callback(self._loop.close)
         atexit.register(self.shutdown)
 
     def start(self, responses: Sequence[Response]) -> list[Any]:
@@ -135,44 +147,57 @@ class Client(ABC):
             One task per response, which is done when the response is complete.
         """
         return self._loop.run(
-            "submitting requests", self._responder.start(responses), self._timeout_s
+            "submitting requests", self._response_generator.start(responses), self._timeout_s
         )
 
     def cancel(self, responses: Mapping[Any, Response]) -> None:
         """Cancel the generation of responses, which are given by their tasks."""
-        self._loop.run("canceling requests", self._responder.cancel(responses), self._timeout_s)
+        self._loop.run(
+            "canceling requests", self._response_generator.cancel(responses), self._timeout_s
+        )
 
     def wait(self, tasks: Sequence[Any]) -> None:
         """Wait until at least one task is done.
 
-        The method also returns if no task can complete before the next call of `admit`, or after a
-        short time, so that the caller can check for new weights.
+        The method also returns if no task can complete before the next call of
+        `resume_generation`, or after a short time, so that the caller can check for new weights.
         """
-        self._loop.run("generating", self._responder.wait(tasks))
+        # No timeout here: the generator raises an error that names the timeout's key.
+        self._loop.run("generating", self._response_generator.wait(tasks))
 
-    def hold(self, *, interrupts: bool) -> None:
-        """Pause generation until the next call of `admit`.
+    def pause_generation(self, *, interrupt_responses: bool) -> None:
+        """Pause generation until the next call of `resume_generation`.
 
         Args:
-            interrupts: Whether responses in flight are interrupted; they keep their tokens and
-                continue later. Otherwise the method waits until they are complete.
+            interrupt_responses: Whether responses in flight are interrupted; they keep their
+                tokens and continue later. Otherwise the method waits until they are complete.
         """
-        self._loop.run("pausing generation", self._responder.hold(interrupts=interrupts))
+        # No timeout here: the responses may take any time to complete, as long as tokens arrive.
+        self._loop.run(
+            "pausing generation",
+            self._response_generator.pause_generation(interrupt_responses=interrupt_responses),
+        )
 
     def interrupt(self) -> None:
         """Interrupt all responses in flight, and let them continue from their tokens.
 
         After the call, the tokens generated so far are known.
         """
-        self._loop.run("interrupting responses", self._responder.interrupt(), self._timeout_s)
+        self._loop.run(
+            "interrupting responses", self._response_generator.interrupt(), self._timeout_s
+        )
 
-    def admit(self, version: int) -> None:
+    def resume_generation(self, version: int) -> None:
         """Resume generation.
 
         Args:
             version: Version of the weights, which is recorded for each token generated from now on.
         """
-        self._loop.run("resuming generation", self._responder.admit(version), self._timeout_s)
+        self._loop.run(
+            "resuming generation",
+            self._response_generator.resume_generation(version),
+            self._timeout_s,
+        )
 
     @abstractmethod
     def update_weights(self, handles: Mapping[str, Any] | None) -> None:
@@ -183,12 +208,12 @@ class Client(ABC):
         """
 
     @abstractmethod
-    def release(self) -> None:
+    def release_memory(self) -> None:
         """Free the memory of the model and of the KV cache, whose contents are lost."""
 
     @abstractmethod
-    def resume(self, *, cache: bool) -> None:
-        """Allocate memory again after `release`.
+    def resume_memory(self, *, cache: bool) -> None:
+        """Allocate memory again after `release_memory`.
 
         Args:
             cache: Whether to allocate the memory of the KV cache; otherwise that of the model.
@@ -197,4 +222,4 @@ class Client(ABC):
     def shutdown(self) -> None:
         """End the workers and the event loop; further calls have no effect."""
         atexit.unregister(self.shutdown)
-        self._end.close()
+        self._exit_stack.close()

@@ -1,6 +1,6 @@
 """Base class of the engines that run an external program, vLLM or TensorRT-LLM.
 
-`ForeignEngine` is the engine, and `StreamedUpdate` is its weight update.
+`ExternalEngine` is the engine, and `StreamedUpdate` is its weight update.
 """
 
 import dataclasses
@@ -19,9 +19,9 @@ from aligner.engines.engine_protocol import (
     GenerationRequest,
     SamplingOptions,
 )
-from aligner.engines.foreign.client import Client
-from aligner.engines.foreign.replica import Replica
-from aligner.engines.foreign.responses import Response
+from aligner.engines.external.client import Client
+from aligner.engines.external.replica import Replica
+from aligner.engines.external.responses import Response
 from aligner.errors import AlignerError
 from aligner.models.shape import ModelShape
 from aligner.models.weight_slices import (
@@ -37,7 +37,7 @@ from aligner.schema import EngineConfig
 
 
 @dataclass(frozen=True)
-class Piece:
+class WeightPiece:
     """A rank's slice of a tensor.
 
     Several tensors may be stored as parts of one tensor in the checkpoint file. The pieces of all
@@ -45,14 +45,14 @@ class Piece:
     """
 
     spec: TensorSpec
-    """Name, shape and place in the checkpoint of the whole tensor."""
+    """Name and shape of the whole tensor, and its position in the checkpoint."""
     slice: Slice
     """The rank's range of the tensor."""
     tensor: Tensor
     """Values of the slice, in the engine's precision."""
 
 
-class ForeignEngine(GenerationEngine):
+class ExternalEngine(GenerationEngine):
     """A `GenerationEngine` that runs an external program with TP' workers per replica.
 
     The workers are processes of the program. The first rank of a replica controls them through a
@@ -72,7 +72,7 @@ class ForeignEngine(GenerationEngine):
         rank: int,
         group: ProcessGroup | None,
         device: torch.device | str,
-        context: int | None,
+        max_sequence_length: int | None,
     ) -> None:
         """Prepare the engine. The subclass starts the program afterwards.
 
@@ -84,30 +84,36 @@ class ForeignEngine(GenerationEngine):
             rank: Rank of this process in the engine.
             group: The TP' ranks of this rank's replica, in order; None if TP' is 1.
             device: Device of this rank.
-            context: Maximum length of prompt and response in tokens; None: the model's maximum.
+            max_sequence_length: Maximum length of prompt and response in tokens; None: the model's
+                maximum.
 
         Raises:
             AlignerError: TP' is greater than 1 and `group` is missing.
         """
-        size = settings.parallel.tensor
-        if size > 1 and group is None:
+        tensor_size = settings.parallel.tensor
+        if tensor_size > 1 and group is None:
             raise AlignerError(
-                f"engine.parallel.tensor={size}: requires the process group of the replica's ranks,"
-                " got None"
+                f"engine.parallel.tensor={tensor_size}: requires the process group of the replica's"
+                " ranks, got None"
             )
-        positions = min(context or shape.max_positions, shape.max_positions)
+        # The program allocates memory for sequences of the maximum length, and `check` rejects
+        # longer ones; both read the limit from the shape.
+        max_positions = min(max_sequence_length or shape.max_positions, shape.max_positions)
         super().__init__(
-            dataclasses.replace(shape, max_positions=positions), settings, weight_format
+            dataclasses.replace(shape, max_positions=max_positions), settings, weight_format
         )
-        self._table = weight_table(shape)
-        self._last: dict[str, Tensor] = {}
+
+        # From the unchanged shape: learned position embeddings have one row per position.
+        self._weight_table = weight_table(shape)
+        self._last_slices: dict[str, Tensor] = {}
         """Slices of this rank after the last update, in host memory. They are stored only with
         `engine.publish=changes`, because the next update then contains only changed elements."""
         self._device = torch.device(device)
-        self._replica = Replica(name, rank % size, size, group)
+        # Ranks of a replica are adjacent in the engine.
+        self._replica = Replica(name, rank % tensor_size, tensor_size, group)
         self._rank = rank
         self._version: int | None = None
-        self._cache_asleep = False
+        self._is_cache_asleep = False
         """Whether the memory of the KV cache is released. The KV cache wakes later than the
         weights."""
         self._in_flight: dict[Any, Response] = {}
@@ -123,14 +129,16 @@ class ForeignEngine(GenerationEngine):
         return self._version
 
     @property
-    def leads(self) -> bool:
-        """See `GenerationEngine.leads`."""
+    def is_leader(self) -> bool:
+        """See `GenerationEngine.is_leader`."""
         return self._replica.rank == 0
 
     def check(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> None:
         """See `GenerationEngine.check`."""
-        if refused := self._refused(options):
-            raise AlignerError(f"{self._replica.name}: {refused}; set engine.kind=embedded")
+        if unsupported_option := self._unsupported_option(options):
+            raise AlignerError(
+                f"{self._replica.name}: {unsupported_option}; set engine.kind=embedded"
+            )
         super().check(requests, options)
 
     def check_branch(self, prompt_id: int) -> None:
@@ -152,24 +160,32 @@ class ForeignEngine(GenerationEngine):
         Raises AlignerError if no request is complete and the engine has no weights to continue.
         """
         client = self._client
-        self._start(self._take_arrivals())
+        self._submit_requests(self._take_arrivals())
+        # Complete responses are delivered even without weights; only waiting requires weights.
         if not any(task.done() for task in self._in_flight):
             self._check_weights()
             client.wait(list(self._in_flight))
-        for task in [task for task in self._in_flight if task.done()]:
+
+        done_tasks = [task for task in self._in_flight if task.done()]
+        for task in done_tasks:
             response = self._in_flight.pop(task)
+            # Raise the error of a failed request.
             task.result()
-            response.request.resolve(response.completion())
+            response.request.resolve(response.to_completion())
 
     def interrupt(self) -> None:
         """See `GenerationEngine.interrupt`."""
         client = self._client
-        self._start(self._take_arrivals())
+        # Requests that have just arrived are interrupted too, so that each gets a completion.
+        self._submit_requests(self._take_arrivals())
         in_flight = self._in_flight
         self._in_flight = {}
+
         client.interrupt()
         # Read the tokens before cancelling: the responses continue until they are cancelled.
-        completions = [(response.request, response.completion()) for response in in_flight.values()]
+        completions = [
+            (response.request, response.to_completion()) for response in in_flight.values()
+        ]
         client.cancel(in_flight)
         for request, completion in completions:
             request.resolve(completion)
@@ -179,7 +195,7 @@ class ForeignEngine(GenerationEngine):
 
     def end_turn(self, message: Any = None) -> Any:
         """See `GenerationEngine.end_turn`."""
-        return self._replica.share(message)
+        return self._replica.broadcast(message)
 
     @property
     def _client(self) -> Client:
@@ -188,36 +204,37 @@ class ForeignEngine(GenerationEngine):
         assert client is not None, "only the first rank of a replica drives the program"
         return client
 
-    def _start(self, requests: Sequence[EngineRequest]) -> None:
+    def _submit_requests(self, requests: Sequence[EngineRequest]) -> None:
         """Send requests to the program."""
         if requests:
             responses = [Response(request) for request in requests]
-            self._in_flight |= dict(zip(self._client.start(responses), responses, strict=True))
+            tasks = self._client.start(responses)
+            self._in_flight |= dict(zip(tasks, responses, strict=True))
 
     @abstractmethod
-    def _refused(self, options: SamplingOptions) -> str | None:
+    def _unsupported_option(self, options: SamplingOptions) -> str | None:
         """Return a message that names an unsupported sampling parameter; None if all are
         supported."""
 
     @abstractmethod
-    def _share(self, pieces: Sequence[Piece]) -> dict[str, Any]:
-        """Share this rank's pieces with the workers, until `_unshare`.
+    def _share_pieces(self, pieces: Sequence[WeightPiece]) -> dict[str, Any]:
+        """Share this rank's pieces with the workers, until `_free_shared_pieces`.
 
         Returns:
             Handles with which the workers open the pieces, as JSON.
         """
 
     @abstractmethod
-    def _unshare(self) -> None:
-        """Free the memory that `_share` has shared, after the workers have loaded the pieces."""
+    def _free_shared_pieces(self) -> None:
+        """Free the memory that `_share_pieces` has shared, after the workers loaded the pieces."""
 
     def begin_update(self, version: int) -> "StreamedUpdate":
         """Open an update; see `GenerationEngine.begin_update`.
 
         The engine keeps the old weights until the update's first `load`.
         """
-        self._check_may_update(version)
-        self._incoming = version
+        self._check_can_update(version)
+        self._incoming_version = version
         return StreamedUpdate(self, version)
 
     def sleep(self) -> None:
@@ -230,43 +247,49 @@ class ForeignEngine(GenerationEngine):
                 f"engine.sleep=false: {self._replica.name} can release GPU memory only if it was"
                 " started with engine.sleep=true"
             )
-        self._check_may_sleep()
-        if not self._asleep:
-            self._replica.drive("releasing GPU memory", self._release)
-            self._asleep = self._cache_asleep = True
+        self._check_can_sleep()
+        if not self._is_asleep:
+            self._replica.run_on_client("releasing GPU memory", self._release_memory)
+            self._is_asleep = True
+            self._is_cache_asleep = True
         if self._version is not None:
             self._version = None
-            self._why_no_weights = "sleep freed their memory; sync weights to the engine again"
+            self._no_weights_reason = "sleep freed their memory; sync weights to the engine again"
 
     def wake(self) -> None:
         """Allocate memory for the weights. The next weight sync allocates the KV cache when it
         finishes."""
-        if self._asleep:
-            self._replica.gather("freeing cached GPU memory", _give_back)
-            self._replica.drive("waking up", lambda client: client.resume(cache=False))
-            self._asleep = False
+        if self._is_asleep:
+            self._replica.run_on_all_ranks("freeing cached GPU memory", _free_cached_memory)
+            self._replica.run_on_client(
+                "waking up", lambda client: client.resume_memory(cache=False)
+            )
+            self._is_asleep = False
 
     def shutdown(self) -> None:
         """Stop the program's processes. Collective over the replica."""
-        self._replica.drive("shutting down", Client.shutdown)
+        self._replica.run_on_client("shutting down", Client.shutdown)
 
-    def _release(self, client: Client) -> None:
+    def _release_memory(self, client: Client) -> None:
         # The program can release memory only if all of it is allocated.
-        if self._cache_asleep:
-            client.resume(cache=True)
-        client.release()
+        if self._is_cache_asleep:
+            client.resume_memory(cache=True)
+        client.release_memory()
 
-    def _overwrite(self, version: int) -> None:
+    def _begin_overwrite(self, version: int) -> None:
         """Finish or interrupt the responses in flight, before an update loads its first tensors.
 
         The engine has no version from here on.
         """
         self._version = None
-        self._why_no_weights = f"the weight update to version {version} is in progress"
-        interrupts = self._settings.in_flight == "interrupt"
-        self._replica.drive("pausing generation", lambda client: client.hold(interrupts=interrupts))
+        self._no_weights_reason = f"the weight update to version {version} is in progress"
+        interrupt_responses = self._settings.in_flight == "interrupt"
+        self._replica.run_on_client(
+            "pausing generation",
+            lambda client: client.pause_generation(interrupt_responses=interrupt_responses),
+        )
 
-    def _finish(self, version: int) -> None:
+    def _finish_overwrite(self, version: int) -> None:
         """Finish an update of which all tensors are loaded, and admit requests again.
 
         The workers drop the KV cache of the old weights.
@@ -274,18 +297,19 @@ class ForeignEngine(GenerationEngine):
 
         def finish(client: Client) -> None:
             client.update_weights(None)
-            if self._cache_asleep:
-                client.resume(cache=True)
-            client.admit(version)
+            if self._is_cache_asleep:
+                client.resume_memory(cache=True)
+            client.resume_generation(version)
 
-        if self._cache_asleep:
-            self._replica.gather("freeing cached GPU memory", _give_back)
-        self._replica.drive("finishing the weight update", finish)
-        self._cache_asleep = False
+        # The transfer has allocated buckets since `wake` emptied the cache.
+        if self._is_cache_asleep:
+            self._replica.run_on_all_ranks("freeing cached GPU memory", _free_cached_memory)
+        self._replica.run_on_client("finishing the weight update", finish)
+        self._is_cache_asleep = False
         self._version = version
 
 
-def _give_back() -> None:
+def _free_cached_memory() -> None:
     """Return this process's cached GPU memory to the device, where the workers need it.
 
     PyTorch's caching allocator holds the memory of the trainer's activations and of an update's
@@ -300,25 +324,28 @@ class StreamedUpdate:
     Each tensor is passed to the workers as soon as all parts of its stored tensor are written.
     """
 
-    def __init__(self, engine: ForeignEngine, version: int) -> None:
+    def __init__(self, engine: ExternalEngine, version: int) -> None:
         self._engine = engine
         self._version = version
         self._replica = engine._replica
         self._device = engine._device
         weight_format = engine.weight_format
-        self._specs = {spec.name: spec for spec in engine._table}
+        self._specs = {spec.name: spec for spec in engine._weight_table}
         self._slices = compute_engine_slices(
-            engine._table, weight_format.layout, engine._rank, weight_format.vocabulary_multiple
+            engine._weight_table,
+            weight_format.layout,
+            engine._rank,
+            weight_format.vocabulary_multiple,
         )
-        self._missing = group_by_stored_tensor(engine._table)
+        self._missing_tensors = group_by_stored_tensor(engine._weight_table)
         """Stored tensors that are not loaded yet, with the tensors that they consist of."""
         self._views: dict[str, Tensor] = {}
         """Tensors that the caller may write, by name."""
-        self._written: dict[str, Tensor] = {}
+        self._written_tensors: dict[str, Tensor] = {}
         """Tensors that wait for the other parts of their stored tensor, by name."""
-        self._overwrites = False
+        self._is_overwriting = False
         """Whether the old weights are overwritten and the update is not committed."""
-        self._open = True
+        self._is_open = True
 
     def views(self, names: Sequence[str]) -> Mapping[str, Tensor]:
         """Return this rank's slices, to be written, by name, without those that the model does not
@@ -328,21 +355,24 @@ class StreamedUpdate:
         contain the weights of the last update; otherwise they are on the engine's device.
         """
         self._check_open()
-        last_slices = self._engine._last
-        has_changes_only = self._engine._settings.publish == "changes"
+        last_slices = self._engine._last_slices
+        publishes_changes = self._engine._settings.publish == "changes"
         dtype = self._engine.weight_format.dtype
-        device = torch.device("cpu") if has_changes_only else self._device
-        views = {
-            name: (
-                last_slices[name]
-                if name in last_slices
-                else torch.empty(self._shape(name), dtype=dtype, device=device)
-            )
-            for name in names
-            if name in self._specs
-        }
+        device = torch.device("cpu") if publishes_changes else self._device
+
+        views: dict[str, Tensor] = {}
+        for name in names:
+            if name not in self._specs:
+                continue
+            if name in last_slices:
+                views[name] = last_slices[name]
+            else:
+                shape = self._get_slice_shape(name)
+                views[name] = torch.empty(shape, dtype=dtype, device=device)
+
         self._views |= views
-        if has_changes_only:
+        # The caller overwrites only the changed elements of these tensors in the next update.
+        if publishes_changes:
             last_slices |= views
         return views
 
@@ -352,106 +382,116 @@ class StreamedUpdate:
         The first call overwrites the old weights. Raises AlignerError on every rank if a tensor is
         loaded twice, or its view was never requested.
         """
-        pieces: list[Piece] = []
+        pieces: list[WeightPiece] = []
 
-        def take() -> bool:
-            pieces.extend(self._take(names))
+        def collect() -> bool:
+            pieces.extend(self._collect_pieces(names))
             return bool(pieces)
 
-        has_pieces = any(self._replica.gather("collecting weights", take))
-        if not self._overwrites:
-            self._overwrites = True
-            self._engine._overwrite(self._version)
+        # The ranks agree before the old weights are overwritten: an error of one rank leaves them
+        # usable, and no rank skips a collective that another one enters.
+        has_pieces = any(self._replica.run_on_all_ranks("collecting weights", collect))
+        if not self._is_overwriting:
+            # Before the call: if it fails, the old weights may be overwritten already.
+            self._is_overwriting = True
+            self._engine._begin_overwrite(self._version)
         if has_pieces:
-            self._hand_over(pieces)
+            self._send_pieces(pieces)
 
     def commit(self) -> None:
         """Switch the engine to the new weights. Collective over the replica.
 
         Raises AlignerError, which names the missing tensors, if some were not loaded.
         """
-        self._replica.gather("checking the weight update", self._check_complete)
+        self._replica.run_on_all_ranks("checking the weight update", self._check_complete)
         try:
-            self._engine._finish(self._version)
-            self._overwrites = False
+            self._engine._finish_overwrite(self._version)
+            self._is_overwriting = False
+        # If the last step fails, the flag stays set, and `_close` records why there are no weights.
         finally:
-            self._end()
+            self._close()
 
     def abort(self) -> None:
         """Discard the update.
 
         The engine keeps the old weights if nothing was loaded yet; otherwise it has no weights.
         """
-        if self._open:
-            self._end()
+        if self._is_open:
+            self._close()
 
-    def _shape(self, name: str) -> tuple[int, ...]:
+    def _get_slice_shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of this rank's slice of a tensor."""
         rank_slice = self._slices[name]
         return cut_shape(
             self._specs[name].shape, rank_slice.axis, rank_slice.start, rank_slice.stop
         )
 
-    def _hand_over(self, pieces: Sequence[Piece]) -> None:
+    def _send_pieces(self, pieces: Sequence[WeightPiece]) -> None:
         """Share the pieces of all ranks with the replica's workers, and wait until each worker has
         loaded its pieces."""
+        handles_per_rank = self._replica.run_on_all_ranks(
+            "sharing weights", lambda: self._engine._share_pieces(pieces)
+        )
         handles: dict[str, Any] = {}
-        for rank_handles in self._replica.gather(
-            "sharing weights", lambda: self._engine._share(pieces)
-        ):
+        for rank_handles in handles_per_rank:
             handles |= rank_handles
-        try:
-            self._replica.drive("loading weights", lambda client: client.update_weights(handles))
-        finally:
-            self._engine._unshare()
 
-    def _take(self, names: Sequence[str]) -> Sequence[Piece]:
+        # The workers have copied the pieces when the call returns, so their memory can be freed.
+        try:
+            self._replica.run_on_client(
+                "loading weights", lambda client: client.update_weights(handles)
+            )
+        finally:
+            self._engine._free_shared_pieces()
+
+    def _collect_pieces(self, names: Sequence[str]) -> Sequence[WeightPiece]:
         """Return the pieces of the stored tensors that are complete now that `names` are written.
 
         Pieces of incomplete stored tensors wait for the other parts.
         """
         self._check_open()
-        if unexpected := [name for name in names if name not in self._views]:
+        if unexpected_names := [name for name in names if name not in self._views]:
             raise AlignerError(
                 f"these tensors are already loaded, or their views were never requested:"
-                f" {', '.join(unexpected)}"
+                f" {', '.join(unexpected_names)}"
             )
-        self._written |= {name: self._views.pop(name) for name in names}
+        self._written_tensors |= {name: self._views.pop(name) for name in names}
+
         complete = {
-            stored: specs
-            for stored, specs in self._missing.items()
-            if all(spec.name in self._written for spec in specs)
+            stored_name: specs
+            for stored_name, specs in self._missing_tensors.items()
+            if all(spec.name in self._written_tensors for spec in specs)
         }
-        for stored in complete:
-            del self._missing[stored]
+        for stored_name in complete:
+            del self._missing_tensors[stored_name]
 
         complete_specs = [spec for specs in complete.values() for spec in specs]
         return [
-            Piece(spec, self._slices[spec.name], self._written.pop(spec.name))
+            WeightPiece(spec, self._slices[spec.name], self._written_tensors.pop(spec.name))
             for spec in complete_specs
         ]
 
     def _check_complete(self) -> None:
         self._check_open()
-        if self._missing:
+        if self._missing_tensors:
             raise AlignerError(
-                f"the weight update to version {self._version} lacks {len(self._missing)}"
-                f" tensor(s): {', '.join(self._missing)}"
+                f"the weight update to version {self._version} lacks {len(self._missing_tensors)}"
+                f" tensor(s): {', '.join(self._missing_tensors)}"
             )
 
-    def _end(self) -> None:
+    def _close(self) -> None:
         """Close the update, and free its tensors."""
-        self._open = False
+        self._is_open = False
         self._views.clear()
-        self._written.clear()
-        self._engine._incoming = None
-        if self._overwrites:
+        self._written_tensors.clear()
+        self._engine._incoming_version = None
+        if self._is_overwriting:
             reason = (
                 f"the weight update to version {self._version} failed after it had started to"
                 " overwrite the old weights; sync weights to the engine again"
             )
-            self._engine._why_no_weights = reason
+            self._engine._no_weights_reason = reason
 
     def _check_open(self) -> None:
-        if not self._open:
+        if not self._is_open:
             raise AlignerError(f"the weight update to version {self._version} is already closed")

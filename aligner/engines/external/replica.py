@@ -5,8 +5,9 @@ from typing import Any, TypeVar
 
 from torch.distributed import ProcessGroup
 
+from aligner.data import collectives
 from aligner.data.collectives import broadcast_json, gather_json
-from aligner.engines.foreign.client import Client
+from aligner.engines.external.client import Client
 from aligner.errors import AlignerError
 
 T = TypeVar("T")
@@ -34,60 +35,54 @@ class Replica:
         self.client: Client | None = None
         """Client of the program, on rank 0 after the program was started; None on other ranks."""
 
-    def share(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         """Return rank 0's JSON value on every rank. Collective."""
         if self.size == 1:
             return value
         return broadcast_json(value if self.rank == 0 else None, group=self._group)
 
-    def drive(self, what: str, action: Callable[[Client], T]) -> T:
+    def run_on_client(self, description: str, action: Callable[[Client], T]) -> T:
         """Run `action` with the client on rank 0, and return its result on every rank. Collective.
 
-        See `lead` for the arguments and errors.
+        See `run_on_rank0` for the arguments and errors.
         """
 
-        def act() -> T:
+        def run_with_client() -> T:
             assert self.client is not None
             return action(self.client)
 
-        return self.lead(what, act)
+        return self.run_on_rank0(description, run_with_client)
 
-    def lead(self, what: str, action: Callable[[], T]) -> T:
+    def run_on_rank0(self, description: str, action: Callable[[], T]) -> T:
         """Run `action` on rank 0, and return its result on every rank. Collective.
 
         Args:
-            what: Description of the action, for the error message.
+            description: Description of the action, for the error message.
             action: Function that returns a JSON value.
 
         Raises:
             AlignerError: The action failed; raised on the ranks other than 0. Rank 0 raises the
                 action's own error.
         """
-        if self.rank > 0:
-            answer = broadcast_json(None, group=self._group)
-            if "error" in answer:
-                raise AlignerError(
-                    f"{what} failed on rank 0 of the replica, which controls {self.name}:"
-                    f" {answer['error']}"
-                )
-            result: T = answer["value"]
-            return result
+        if self.size == 1:
+            return action()
         try:
-            value = action()
-        except BaseException as error:
-            if self.size > 1:
-                broadcast_json({"error": f"{type(error).__name__}: {error}"}, group=self._group)
-            raise
-        if self.size > 1:
-            broadcast_json({"value": value}, group=self._group)
-        return value
+            result: T = collectives.run_on_rank0(action, self._group)
+        except AlignerError as error:
+            if self.rank == 0:
+                raise
+            raise AlignerError(
+                f"{description} failed on rank 0 of the replica, which controls {self.name}:"
+                f" {error}"
+            ) from error
+        return result
 
-    def gather(self, what: str, action: Callable[[], Any]) -> list[Any]:
+    def run_on_all_ranks(self, description: str, action: Callable[[], Any]) -> list[Any]:
         """Run `action` on every rank, and return the results of all ranks on every rank.
         Collective.
 
         Args:
-            what: Description of the action, for the error message.
+            description: Description of the action, for the error message.
             action: Function that returns a JSON value.
 
         Returns:
@@ -102,17 +97,18 @@ class Replica:
 
         failure: BaseException | None = None
         try:
-            answer_here: dict[str, Any] = {"value": action()}
+            local_answer: dict[str, Any] = {"value": action()}
         except Exception as error:
             # This rank must still take part in the collective, where the other ranks wait.
             failure = error
-            answer_here = {"error": f"{type(error).__name__}: {error}"}
-        answers = gather_json(answer_here, group=self._group)
+            local_answer = {"error": f"{type(error).__name__}: {error}"}
+        answers = gather_json(local_answer, group=self._group)
 
-        if failures := [
+        failures = [
             f"rank {rank} of the replica: {answer['error']}"
             for rank, answer in enumerate(answers)
             if "error" in answer
-        ]:
-            raise AlignerError(f"{what} failed on " + "; ".join(failures)) from failure
+        ]
+        if failures:
+            raise AlignerError(f"{description} failed on " + "; ".join(failures)) from failure
         return [answer["value"] for answer in answers]

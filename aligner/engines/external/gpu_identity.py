@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from aligner.engines.foreign.replica import Replica
+from aligner.engines.external.replica import Replica
 from aligner.errors import AlignerError
 
 
-def gpu_places(replica: Replica, device: torch.device) -> list[dict[str, Any]]:
+def gather_gpus(replica: Replica, device: torch.device) -> list[dict[str, Any]]:
     """Return the GPU of each rank of the replica, in rank order. Collective.
 
     Returns:
@@ -24,16 +24,20 @@ def gpu_places(replica: Replica, device: torch.device) -> list[dict[str, Any]]:
     Raises:
         AlignerError: The ranks run on several machines.
     """
-    places = replica.gather("finding the GPU of each rank", lambda: _place(device, replica.rank))
-    if len(hosts := sorted({place["host"] for place in places})) > 1:
+    gpus = replica.run_on_all_ranks(
+        "finding the GPU of each rank", lambda: _describe_gpu(device, replica.rank)
+    )
+    hosts = sorted({gpu["host"] for gpu in gpus})
+    # The workers read the ranks' weights from shared memory, which does not span machines.
+    if len(hosts) > 1:
         raise AlignerError(
             f"engine.parallel.tensor={replica.size}: all ranks of a replica must run on one"
             f" machine, got {', '.join(hosts)}"
         )
-    return places
+    return gpus
 
 
-def gpu_name(environ: Mapping[str, str], ordinal: int) -> str:
+def get_gpu_name(environ: Mapping[str, str], ordinal: int) -> str:
     """Return the name that CUDA_VISIBLE_DEVICES gives to a GPU of this process.
 
     This is the index of the GPU on the machine, or a UUID.
@@ -42,12 +46,12 @@ def gpu_name(environ: Mapping[str, str], ordinal: int) -> str:
         environ: Environment variables of the process.
         ordinal: Index of the GPU among the visible ones.
     """
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
-    return visible.split(",")[ordinal] if visible else str(ordinal)
+    visible_gpus = environ.get("CUDA_VISIBLE_DEVICES")
+    return visible_gpus.split(",")[ordinal] if visible_gpus else str(ordinal)
 
 
-def _place(device: torch.device, rank: int) -> dict[str, str]:
-    """Return this rank's entry of `gpu_places`.
+def _describe_gpu(device: torch.device, rank: int) -> dict[str, str]:
+    """Return this rank's entry of `gather_gpus`.
 
     A rank without a GPU gets the names of a CPU with the rank's number. Only tests have such ranks,
     with a substitute for the external engine.
@@ -55,7 +59,8 @@ def _place(device: torch.device, rank: int) -> dict[str, str]:
     name = str(rank)
     uuid = f"CPU-{rank}"
     if device.type == "cuda":
+        # CUDA numbers the GPUs that CUDA_VISIBLE_DEVICES lists, in the order of the list.
         ordinal = torch.cuda.current_device() if device.index is None else device.index
-        name = gpu_name(os.environ, ordinal)
+        name = get_gpu_name(os.environ, ordinal)
         uuid = f"GPU-{torch.cuda.get_device_properties(ordinal).uuid}"
     return {"host": socket.gethostname(), "name": name, "uuid": uuid}
