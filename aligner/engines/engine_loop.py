@@ -7,7 +7,6 @@ step do not depend on timing.
 """
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
@@ -376,11 +375,6 @@ class LeaderSamples:
         try:
             samples = action()
         except (AlignerError, EngineExited) as error:
-            # Nobody takes a step of a failed loop again; its coroutines end before the other ranks
-            # stop following the engine. An engine that has exited cannot be interrupted.
-            if self._started_loop is not None:
-                with contextlib.suppress(AlignerError, EngineExited):
-                    self._started_loop.close()
             self._engine.end_turn({"error": str(error), "done": self.is_done, "indices": []})
             raise
         # The other ranks need only the indices, because rank 0 of the replica reports the samples.

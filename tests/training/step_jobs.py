@@ -119,9 +119,9 @@ def critic_warmup(
     published: list[int] = []
     publish = trainer.pipeline.publish_weights
 
-    def record_version(version: int, last: bool = False) -> None:
+    def record_version(version: int, is_last: bool = False) -> None:
         published.append(version)
-        publish(version, last)
+        publish(version, is_last)
 
     trainer.pipeline.publish_weights = record_version  # type: ignore[method-assign]
     checkpoint = get_run_paths(config).root / "state.json"
