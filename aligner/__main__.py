@@ -1,4 +1,4 @@
-"""`python -m aligner`: the command line, as the launcher starts its ranks."""
+"""Entry point of `python -m aligner`, with which the launcher starts the ranks."""
 
 from aligner.cli import run
 

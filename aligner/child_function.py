@@ -1,13 +1,13 @@
-"""Function in a child process, with a deadline: a function that hangs or is killed costs only the
-child process.
+"""Calls of a function in a child process, with a deadline. If the function hangs or is killed, only
+the child process is lost.
 
-Arguments and results are JSON. Python cannot stop a thread, nor a regular expression or a long
-multiplication in another thread, but it can kill a process. Output that the function prints is
-written to the standard error of this process.
+Arguments and results are JSON. Python can kill a process, but it cannot stop a thread that
+executes, for example, a slow regular expression or a long multiplication. Output that the function
+prints is written to the standard error of this process.
 
 Each request has a number, and its response repeats the number. A response with another number is
-dropped, so a process that the function has forked cannot respond in place of the function. Forked
-processes also lose both pipes (`_disconnect_forks`).
+dropped, so a process that the function has forked cannot respond in place of the function. In
+forked processes, both pipes are also replaced by /dev/null (`_disconnect_forks`).
 """
 
 import contextlib
@@ -32,16 +32,16 @@ from aligner.user_code import import_object
 
 # Timeout for the child's start and its import of the function, in seconds.
 _IMPORT_TIMEOUT_S = 180.0
-# Seconds between two checks whether the child is alive: a process that the function has forked may
-# keep the pipe open, so that the child's exit does not close the pipe.
+# Seconds between two liveness checks of the child. The checks are needed because a process that the
+# function has forked may keep the pipe open after the child's exit.
 _POLL_INTERVAL_S = 0.5
-# Signal at which the child writes its Python stacks; user code hardly uses it.
+# Signal at which the child writes its Python stacks. User code rarely uses this signal.
 _STACK_SIGNAL = signal.SIGRTMAX
 # Maximum seconds to wait for the stacks, and seconds between two checks of their size.
 _STACK_TIMEOUT_S = 2.0
 _STACK_POLL_INTERVAL_S = 0.1
 _MAX_STACK_LINES = 60
-# Key of the placeholder of a value whose type JSON does not have.
+# Key of the JSON object that replaces a value of a type that JSON does not support.
 _PLACEHOLDER_KEY = "aligner: of a type that JSON does not have"
 
 
@@ -76,7 +76,7 @@ class ChildTooSlow(ChildLost):
 class ChildFunction:
     """A function of a module that is called in a child process.
 
-    The process persists between calls. Calls of several threads are executed one after another.
+    The process persists between calls. Calls from several threads are executed one after another.
     """
 
     def __init__(
@@ -95,8 +95,8 @@ class ChildFunction:
         Args:
             module: Module that defines the function.
             name: Name of the function in the module.
-            wrapper: Function `module:function` that is called with the function and its arguments,
-                instead of the function.
+            wrapper: Function, as `module:function`, that is called instead of the function. Its
+                arguments are the function and the function's arguments.
             argument_count: Number of arguments that the function must accept; None disables the
                 check.
             deadline_s: Maximum duration of a call in seconds; None means no limit.
@@ -214,7 +214,7 @@ class ChildFunction:
         Args:
             process: The child process.
             deadline: End of the wait on the monotonic clock; None means no limit.
-            deadline_s: The deadline in the error message, in seconds.
+            deadline_s: Maximum duration in the error message, in seconds.
         """
         descriptor = _require_pipe(process.stdout).fileno()
         readable = select.poll()
@@ -360,7 +360,7 @@ def serve() -> None:
         signal.setitimer(signal.ITIMER_PROF, cpu_limit_s)
         try:
             result = function(*arguments) if wrapper is None else wrapper(function, *arguments)
-            # The time for the response does not count.
+            # The CPU time of the response does not count toward the limit.
             signal.setitimer(signal.ITIMER_PROF, 0)
             respond({"result": result})
         # User code may raise any exception, and may call sys.exit.
@@ -406,7 +406,7 @@ def _install_stack_handlers(descriptor: int) -> None:
 def _task_stacks() -> Iterator[str]:
     """Yield the stack of each task of the running event loop, in the format of faulthandler.
 
-    The stack of the thread does not contain these frames, but only the event loop.
+    The stack of the event loop's thread does not contain these frames.
     """
     asyncio = sys.modules.get("asyncio")
     if asyncio is None:
@@ -451,8 +451,8 @@ def _encode_placeholder(value: Any) -> Any:
 
 
 def _decode_placeholder(value: dict[str, Any]) -> Any:
-    """Return an object for a placeholder, whose type has the name of the original type, so that
-    error messages about the value name it."""
+    """Return an object in place of a placeholder. The object's type has the name of the original
+    type, so that error messages about the value contain this name."""
     if _PLACEHOLDER_KEY not in value:
         return value
     return type(value[_PLACEHOLDER_KEY], (), {})()

@@ -30,7 +30,7 @@ class TransientError(AlignerError):
 
 
 class UnansweredError(AlignerError):
-    """A request got no answer. Whether the server has executed it is unknown."""
+    """A request got no answer. The server may or may not have executed the request."""
 
 
 class ConfigError(AlignerError):
@@ -77,12 +77,12 @@ STOP_SIGNAL = signal.SIGUSR1
 Slurm sends it before a time limit or a preemption (`sbatch --signal`). Ranks are started with this
 signal blocked; a trainer unblocks it once it can handle it.
 """
-# Added to the number of the signal that ended a process, as shells do.
+# Exit code of a process that a signal ended, minus the signal's number, as in shells.
 _SIGNAL_OFFSET = 128
 
 
 def get_exit_code(error: BaseException | None) -> int:
-    """Return the exit code of a process that ends with an error, or with success (None)."""
+    """Return the exit code of a process that ends with `error`; None means success."""
     match error:
         case None:
             return FINISHED

@@ -23,7 +23,7 @@ EXTRAS = {
     "wandb": ("wandb",),
     "mlflow": ("mlflow",),
 }
-"""Names of the extras to the names of their modules in import statements."""
+"""Import names of the modules of each extra, by the name of the extra."""
 
 
 def describe_missing_modules(extra: str, *modules: str) -> str | None:

@@ -24,7 +24,7 @@ NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 
 @dataclass(frozen=True)
 class LockHolder:
-    """The process that holds a lock, for the messages of other processes."""
+    """Description of the process that holds a lock, for error messages of other processes."""
 
     pid: int
     host: str
@@ -32,7 +32,7 @@ class LockHolder:
 
     @staticmethod
     def for_this_process() -> "LockHolder":
-        """Return the description of this process, which holds the lock from now on."""
+        """Return the description of this process as the holder of a lock."""
         return LockHolder(
             os.getpid(), socket.gethostname(), f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S %Z}"
         )
@@ -49,7 +49,7 @@ def write_file(path: Path, content: str | bytes) -> None:
 
     Args:
         path: The file.
-        content: Its content; text is encoded as UTF-8.
+        content: Content of the file; text is encoded as UTF-8.
 
     Raises:
         OSError: If the file cannot be written; the error names it.
@@ -59,9 +59,9 @@ def write_file(path: Path, content: str | bytes) -> None:
 
 
 def create_private_file(path: Path, content: str | bytes) -> None:
-    """Write a file atomically that only its owner may read, unless the file exists.
+    """Write a file that only its owner may read, atomically, unless the file already exists.
 
-    If several processes write the file, the content of the first one remains.
+    If several processes write the file, the content of the first process remains.
     """
     with (
         contextlib.suppress(FileExistsError),
@@ -73,15 +73,15 @@ def create_private_file(path: Path, content: str | bytes) -> None:
 
 @contextlib.contextmanager
 def open_new_file(path: Path) -> Iterator[BinaryIO]:
-    """Yield a file to write in parts, which replaces `path` when the block succeeds; if the block
-    raises, the file is deleted."""
+    """Yield a file that can be written in parts. It replaces `path` if the block succeeds, and is
+    deleted if the block raises."""
     with _open_atomic_file(path, _get_unique_temporary_path(path)) as file:
         yield file
 
 
 @contextlib.contextmanager
 def create_directory(directory: Path) -> Iterator[Path]:
-    """Yield a temporary directory to fill, which gets its name when the block succeeds.
+    """Yield a temporary directory, which is renamed to `directory` when the block succeeds.
 
     If the block raises, the directory is deleted.
 
@@ -109,8 +109,8 @@ def create_directory(directory: Path) -> Iterator[Path]:
 def start_directory(directory: Path) -> Path:
     """Create a temporary directory that several processes fill, and return its path.
 
-    The name is random, so that a suspended process of an earlier attempt cannot write to it.
-    Temporary directories of earlier attempts are deleted.
+    The name is random, so that a suspended process of an earlier attempt cannot write to the new
+    directory. Temporary directories of earlier attempts are deleted.
     """
     for leftover in directory.parent.glob(f"{directory.name}.*tmp"):
         shutil.rmtree(leftover, ignore_errors=True)
@@ -128,12 +128,12 @@ def finish_directory(temporary: Path, directory: Path) -> None:
 
 
 def get_temporary_path(path: Path) -> Path:
-    """Return the name of an incomplete file or directory that only one process writes at a time."""
+    """Return the temporary path of a file or directory that only one process writes at a time."""
     return path.with_name(f"{path.name}.tmp")
 
 
 def _get_unique_temporary_path(path: Path) -> Path:
-    """Return a name of an incomplete file or directory that several processes may write."""
+    """Return a unique temporary path of a file or directory that several processes may write."""
     return path.absolute().with_name(f".{path.name}.{secrets.token_hex(16)}")
 
 
@@ -168,7 +168,7 @@ def _open_atomic_file(
 
 
 def append_to_file(path: Path, content: str | bytes, *, to_disk: bool = False) -> None:
-    """Append to a file. If that fails, a part of the content may have been written.
+    """Append content to a file. If the write fails, a part of the content may be in the file.
 
     Args:
         path: The file.
@@ -213,7 +213,7 @@ def delete_older_half(path: Path, limit: int) -> int:
         remaining = read_newer_half(file, limit)
         if remaining is None:
             return 0
-        # The file is at its end, so its position is its size.
+        # The file position is at the end, so it equals the file size.
         deleted_bytes = file.tell() - len(remaining)
         file.seek(0)
         file.write(remaining)
@@ -223,7 +223,8 @@ def delete_older_half(path: Path, limit: int) -> int:
 
 @contextlib.contextmanager
 def name_file_in_errors(path: Path) -> Iterator[None]:
-    """Add the file's name to OSErrors of the block: errors of writing and closing have no name."""
+    """Add the file's name to OSErrors of the block, because errors of writing and closing do not
+    contain it."""
     try:
         yield
     except OSError as error:

@@ -10,19 +10,20 @@ from aligner.errors import ConfigError
 from aligner.schema import Config
 
 OPENMP_ENVIRONMENT = {"GOMP_SPINCOUNT": "20000"}
-"""Environment variables that limit how long an OpenMP thread spins between parallel regions, in
-iterations: about a millisecond.
+"""Environment variables that limit the number of iterations for which an OpenMP thread spins
+between parallel regions. The limit corresponds to about a millisecond.
 
-A thread that spins longer occupies the core of another process; waking a sleeping thread costs a
-tenth of a training step. The variables have an effect only if they are set before torch is
-imported.
+A thread that spins longer occupies a core that another process needs. Without spinning, waking the
+threads takes a tenth of the time of a training step. The variables have an effect only if they are
+set before torch is imported.
 """
 
 
 @contextlib.contextmanager
 def replace_environment(values: Mapping[str, str]) -> Iterator[None]:
     """Replace all environment variables of this process by `values` inside the block."""
-    # `os.environ` itself is changed, because a new object would not change what C libraries see.
+    # `os.environ` itself is changed, because a new object would not change the environment of C
+    # libraries.
     original = dict(os.environ)
     os.environ.clear()
     os.environ.update(values)
@@ -72,10 +73,10 @@ class RunPaths:
         """TLS certificate of the run's servers and its key, if the run has created them; see
         `aligner.placement.tls`."""
         self.claim = root / "claim"
-        """Holder of the run and the number of its attempt; kept when training begins again. See
-        `aligner.data.fencing`."""
+        """Fencing record with the holder of the run and the number of the attempt; see
+        `aligner.data.fencing`. The file is kept when training begins again."""
         self.journal = root / "journal"
-        """The critic's updates since its last checkpoint."""
+        """Journal of the critic's updates since the critic's last checkpoint."""
         self.episodes = root / "episodes"
         """Answers of environments to episodes, one directory per process; see
         `aligner.agents.episode_journal`."""
@@ -87,7 +88,7 @@ class RunPaths:
         self.metrics_checksum = root / "metrics.jsonl.checksum"
         """Size and checksum of `metrics`; see `aligner.observability.metrics`."""
         self.samples = root / "samples.jsonl"
-        """Samples with their rewards, one JSON object each."""
+        """Samples with their rewards, one JSON object per sample."""
         self.sample_files = root / "samples"
         """All samples, two files per step; see `aligner.observability.sample_files`."""
         self.references = root / "references.jsonl"
@@ -109,7 +110,7 @@ class RunPaths:
         self.tensorboard = root / "tensorboard"
         """TensorBoard event files."""
         self.wandb = root / "wandb"
-        """Files of Weights & Biases, one directory per start of the run."""
+        """Files of Weights & Biases, one directory per launch of the run."""
         self.mlflow = root / "mlruns"
         """Default store of MLflow."""
         self.end = root / "end.txt"
@@ -120,9 +121,10 @@ class RunPaths:
         self.job_script = root / "job.sh"
         """Script for `sbatch`, if the run is a Slurm job."""
         self.checkpoints = root / "checkpoints"
-        """Checkpoints, one directory step_<N> each."""
+        """Checkpoints, in one directory step_<N> per checkpoint."""
         self.set_aside = root / "set_aside"
-        """Files of starts that wrote no checkpoint, in one directory 1, 2, … per start."""
+        """Files of launches that wrote no complete checkpoint, in one directory 1, 2, … per
+        launch."""
         self.initial_model = root / "initial_model"
         """Randomly initialized model (model.source=random)."""
         self.stages = root / "stages"
@@ -132,8 +134,8 @@ class RunPaths:
         """Output of the run's processes, one file per process."""
 
     def get_references_file(self, suite: str | None) -> Path:
-        """Return the file of the reference responses and scores of an evaluation, one JSON object
-        each.
+        """Return the file with an evaluation's reference responses and their scores, one JSON
+        object per response.
 
         Args:
             suite: Name of the evaluation suite; None for prompts that belong to no suite.
@@ -142,8 +144,8 @@ class RunPaths:
 
     @property
     def training_files(self) -> tuple[Path, ...]:
-        """Files and directories that training writes, and that are set aside when training begins
-        again, without those that every start creates anew."""
+        """Files and directories of training that are set aside when training begins again. Files
+        that every launch creates anew are not included."""
         files = (
             self.metrics,
             self.metrics_checksum,
@@ -248,7 +250,7 @@ def find_complete_steps(checkpoints: Path) -> list[int]:
 def parse_checkpoint_step(directory: Path) -> int | None:
     """Return the step in the name of a checkpoint directory; None for any other directory, such as
     a copy or a checkpoint that was set aside."""
-    # No leading zeros, so that each step has only one name.
+    # Leading zeros are not allowed, so that each step has only one name.
     match = re.fullmatch(r"step_(0|[1-9][0-9]*)", directory.name)
     return None if match is None else int(match[1])
 

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import psutil
 
-# All users can write to this directory. Files of other users are never touched, whatever their
-# names.
+# All users can write to this directory. Files of other users are never changed or removed, whatever
+# their names are.
 _SHARED_MEMORY = Path("/dev/shm")
 _PATHS_FILE = "paths"
 _ENVIRONMENT_PREFIX = "python_env_"
@@ -28,7 +28,7 @@ _TRACKER_TIMEOUT_S = 3.0
 def find_triton_environments() -> set[Path]:
     """Return the directories in which Triton's Python backends unpack environments.
 
-    aligner gives its backends no environments, so that their directories are empty.
+    aligner gives its backends no environments, so these directories are empty.
     """
     # Triton always uses /tmp, whatever TMPDIR is.
     return set(Path("/tmp").glob(f"{_ENVIRONMENT_PREFIX}*"))
@@ -39,8 +39,8 @@ def claim_triton_files() -> Path:
 
     The claim is a directory that only this user can access.
 
-    Containers may share the machine's memory, but not its process ids. Therefore only the claims of
-    this process's own pid namespace are considered.
+    Containers may share /dev/shm of the machine, but each has its own process ids. Therefore only
+    the claims of this process's pid namespace are considered.
     """
     own_pid = os.getpid()
     # `mkdtemp` creates a private directory under an unpredictable name, so that another user cannot
@@ -58,7 +58,8 @@ def claim_triton_files() -> Path:
 
 
 def claim_paths(paths: Iterable[Path]) -> None:
-    """Set the paths that are removed together with this process's files, replacing earlier ones."""
+    """Set the paths to remove with this process's files; they replace the paths of earlier
+    calls."""
     for claim in _find_claims(os.getpid()):
         new_file = claim / f"{_PATHS_FILE}.new"
         new_file.write_text("".join(f"{path}\n" for path in paths))
@@ -74,7 +75,7 @@ def restrict_triton_memory() -> None:
 
 
 def remove_triton_files(pid: int) -> None:
-    """Remove the files and the claim of a process: one that has exited, or this process."""
+    """Remove the files and the claim of a process that has exited, or of this process."""
     remove_claimed_paths(pid)
     for claim in _find_claims(pid):
         shutil.rmtree(claim, ignore_errors=True)
@@ -133,7 +134,7 @@ def _is_resource_tracker(process: psutil.Process) -> bool:
 
 
 def _find_claims(pid: int | None = None) -> Iterator[Path]:
-    """Yield the claims of a process id, or all claims, in this process's pid namespace."""
+    """Yield the claims of one process id, or all claims, in this process's pid namespace."""
     pid_pattern = r"\d+" if pid is None else str(pid)
     pattern = re.compile(re.escape(_get_claim_prefix()) + pid_pattern + r"-\w+")
     for claim in [*_SHARED_MEMORY.iterdir()]:
@@ -164,7 +165,7 @@ def _is_owned(path: Path, is_kind: Callable[[int], bool]) -> bool:
         path: The path.
         is_kind: Checks the type in the path's mode.
     """
-    # Another user may replace a file by a link, to have a file of this user deleted.
+    # Another user may replace a file by a link, so that a file of this user would be deleted.
     try:
         status = path.lstat()
     except OSError:

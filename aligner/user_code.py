@@ -8,7 +8,7 @@ from aligner.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 
-# Modules that configurations name, and their new places. The old names work for one release.
+# New names of moved modules that configurations may name. The old names work for one release.
 _MOVED_MODULES = {
     f"aligner.environments.{name}": f"aligner.agents.{name}"
     for name in ("gymnasium_environment", "tool_environment")
@@ -16,7 +16,7 @@ _MOVED_MODULES = {
 
 
 def import_object(module: str, name: str) -> Any:
-    """Import a module, and return its attribute of a name.
+    """Import a module, and return its attribute `name`.
 
     Raises:
         ConfigError: If the import fails or the attribute is missing. The message contains only the

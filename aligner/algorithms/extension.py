@@ -37,7 +37,7 @@ def find_selection(name: str) -> CustomSelection | None:
     Raises:
         ConfigError: The function does not exist or cannot be imported.
     """
-    # Built-in selections need only scores; the trainer applies them before the log-probs.
+    # Built-in selections need only scores; the trainer applies them before it computes log-probs.
     if name in SELECTIONS:
         return None
     label, function = _import_function("train_on", name)
@@ -136,7 +136,7 @@ def find_loss(name: str) -> OnlineLoss:
 
 
 def _import_function(key: str, name: str) -> tuple[str, Callable[..., Any]]:
-    """Return the label of a custom function in messages, and the function itself.
+    """Return a custom function's label for messages, and the function itself.
 
     Args:
         key: Key of the section `algorithm`.

@@ -60,7 +60,7 @@ class KLController:
     def resume(self, coefficient: float) -> None:
         """Restore the coefficient from a checkpoint.
 
-        Without a target, or if the configured coefficient is 0, the configured coefficient stays.
+        Without a target, or if the configured coefficient is 0, the configured coefficient is kept.
         """
         if self.target is not None and self.coefficient:
             self.coefficient = coefficient

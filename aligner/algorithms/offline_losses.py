@@ -31,8 +31,8 @@ class PreferenceRows(Rows):
     reference_logprobs: Tensor
     """Log-probs of the reference model, float32 `[B, S-1]`; 0 if the loss has no reference."""
     margins: Tensor
-    """Reward of the chosen answer minus reward of the rejected one, float32 `[B]`, the same value
-    for both rows of a pair; NaN if unknown."""
+    """Reward of the chosen answer minus reward of the rejected answer, float32 `[B]`, the same
+    value for both rows of a pair; NaN if unknown."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class LabeledRows(Rows):
     reference_logprobs: Tensor
     """Log-probs of the reference model, float32 `[B, S-1]`."""
     is_desirable: Tensor
-    """bool `[B]`."""
+    """Whether each answer is desirable, bool `[B]`."""
     baseline: Tensor
     """Estimate of the KL divergence between policy and reference, float32 `[B]`, the same value for
     all rows of a step."""
@@ -134,8 +134,9 @@ def labeled_answer_loss(
             - `loss`
             - `chosen_reward` and `rejected_reward`: mean implicit rewards of the step's desirable
               and undesirable answers
-            - `margin`: their difference
-            - `accuracy`: share of answers whose log-ratio is on their label's side of the baseline
+            - `margin`: `chosen_reward` minus `rejected_reward`
+            - `accuracy`: share of answers whose log-ratio is above the baseline if they are
+              desirable, and not above it if they are undesirable
             - `kl`: the baseline
     """
     beta = settings.beta
@@ -192,7 +193,8 @@ def step_label_loss(values: Tensor, rows: StepRows, denominator: float) -> tuple
         The loss, a scalar, and the statistics `loss` and `accuracy`, the share of steps whose
         output has the sign of the label (positive for labels above 0.5).
     """
-    # Row entries [B, S-1] describe token t+1, so the output of token 0 has no entry.
+    # Entry t of the rows' tensors [B, S-1] belongs to token t+1, so the output at token 0 has no
+    # entry.
     values = values[:, 1:]
     loss = token_label_loss(values, rows.labels, rows.mask, denominator=denominator)
     is_correct = rows.mask & ((values.detach() > 0) == (rows.labels > 0.5))

@@ -84,8 +84,9 @@ class OnlineAlgorithm:
         """Return the selected samples with the rewards of their tokens.
 
         The reward of a token is its KL penalty, if the penalty belongs to the reward, plus the
-        reward of the environment. The last response token also gets the score, minus the sum of the
-        environment's rewards, which the score contains. A branch gets the score of its episode.
+        reward of the environment. The last response token also gets the score minus the sum of the
+        environment's rewards, because the score already contains this sum. A branch gets the score
+        of its episode.
 
         Args:
             batch: Samples, one row for each sample and each branch.
@@ -103,7 +104,8 @@ class OnlineAlgorithm:
         if coefficient:
             kl = approximate_kl(old_logprobs, reference_logprobs, self.settings.kl_estimator)
 
-        # A truncated response would have gone on: its last value estimates the missing rewards.
+        # The last value of a truncated response estimates the rewards that it would still have
+        # received.
         cut_values = None
         if values is not None and self.settings.bootstrap_cut:
             last_values = values.gather(1, batch.lengths[:, None] - 1)[:, 0]
@@ -164,8 +166,8 @@ class OnlineAlgorithm:
             and self.teacher is not None
             and self.teacher.loss == "advantage"
         ):
-            # The policy at the beginning of the update, or the engine's policy with
-            # algorithm.ratio_against=sampler, as in the ratio of the loss.
+            # As in the ratio of the loss, the student is the policy at the beginning of the update
+            # or, with algorithm.ratio_against=sampler, the engine's policy.
             student_logprobs = ratio_denominator(samples, settings)
             teacher_advantages = distillation_advantages(
                 student_logprobs, samples.teacher_logprobs, mask, self.teacher.weight
@@ -235,7 +237,8 @@ class OnlineAlgorithm:
             kl_coefficient: Current weight of the KL penalty.
         """
         # NaN means that the old log-probs were not computed separately, because the step has only
-        # one update. The update starts with the old policy, so its own log-probs are the old ones.
+        # one update. The update starts with the old policy, so the current log-probs are the old
+        # log-probs.
         rows = replace(
             rows,
             old_logprobs=torch.where(
@@ -250,8 +253,9 @@ class OnlineAlgorithm:
             # The weights have mean 1 over the minibatch's tokens, so that the mean over tokens
             # becomes the mean of the responses' means.
             weights = (tokens_per_row / mask.sum(1, keepdim=True).clamp(min=1)).expand(mask.shape)
-        # `sum`: Σ over tokens / rows. `constant`: the same divided by the maximum length (Liu et
-        # al. 2025, Dr. GRPO). Only the loss is scaled; the statistics remain means over tokens.
+        # `sum`: the sum over tokens divided by the number of rows. `constant`: `sum` divided by the
+        # maximum response length (Liu et al. 2025, Dr. GRPO). Only the loss is scaled; the
+        # statistics remain means over tokens.
         scale = {"sum": tokens_per_row, "constant": tokens_per_row / self.max_response_tokens}.get(
             aggregation, 1.0
         )
@@ -312,7 +316,8 @@ def build_online_algorithm(config: Config) -> OnlineAlgorithm:
 
 
 def build_shaping(config: Config) -> ScoreShaping:
-    """Return the penalties on scores, applied before training on or comparing the scores."""
+    """Return the penalties on scores. They apply before the scores are compared or used in
+    training."""
     settings = config.algorithm
     return ScoreShaping(
         missing_end_score=config.reward.missing_end_score,

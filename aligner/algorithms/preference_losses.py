@@ -2,9 +2,9 @@
 
 Except for `pair_loss`, the arguments contain one number for each pair or answer, `[B]`.
 
-A loss is the mean over its pairs or answers, or their sum divided by `denominator`, and so are the
-statistics. With the number of pairs of the whole batch as the denominator, the results of the parts
-of a batch add up to the result of the batch.
+Each loss and each statistic is the mean over the pairs or answers or, with `denominator`, their sum
+divided by `denominator`. With the number of pairs of the whole batch as the denominator, the
+results of the parts of a batch add up to the result of the batch.
 """
 
 from typing import Any
@@ -38,12 +38,12 @@ def pair_loss(
         pairs: Divisor of the sums over pairs.
         weights: Weights `[P]` of the pairs' terms in the loss, but not in the statistics; None
             means 1.
-        margins: Reward of the chosen answer minus reward of the rejected one, `[P]`; required by
+        margins: Reward of the chosen answer minus reward of the rejected answer, `[P]`; required by
             the rpo kinds.
 
     Returns:
         The loss, a scalar, and the statistics `loss`, `chosen_nll` (negative log-likelihood per
-        token of the chosen answers) and those of `dpo_stats`.
+        token of the chosen answers) and the statistics of `dpo_stats`.
 
     Raises:
         ValueError: The kind requires margins, and `margins` is None.
@@ -215,14 +215,14 @@ def rpo_loss(
     Adler et al. 2024, "Nemotron-4 340B", section 3.3.2. The loss of a pair is a distance between
     the policy's preference a = β·h, with h as in `dpo_loss`, and the reward margin b =
     scale·margin: `sq`: (a - b)²; `fwd_kl`: KL(Bernoulli(σ(a)) ‖ Bernoulli(σ(b))); `bwd_kl`:
-    KL(Bernoulli(σ(b)) ‖ Bernoulli(σ(a))). The names are those of NeMo-Aligner.
+    KL(Bernoulli(σ(b)) ‖ Bernoulli(σ(a))). NeMo-Aligner uses the same names.
 
     Args:
         policy_chosen: Log-prob of each chosen answer under the policy.
         policy_rejected: Log-prob of each rejected answer under the policy.
         reference_chosen: Log-prob of each chosen answer under the reference model.
         reference_rejected: Log-prob of each rejected answer under the reference model.
-        margins: Reward of the chosen answer minus reward of the rejected one.
+        margins: Reward of the chosen answer minus reward of the rejected answer.
         beta: β.
         scale: Factor of the margins.
         distance: `sq`, `fwd_kl` or `bwd_kl`.
@@ -263,7 +263,8 @@ def kto_loss(
     equation 8).
 
     Args:
-        log_ratios: Log-prob of each whole answer under the policy minus that under the reference.
+        log_ratios: Log-prob of each whole answer under the policy minus its log-prob under the
+            reference.
         is_desirable: Label of each answer, bool `[B]`.
         baseline: z0, the estimate of the KL divergence between policy and reference.
         beta: β.
@@ -290,7 +291,7 @@ def dpo_stats(
     beta: float,
     denominator: float | None = None,
 ) -> dict[str, Tensor]:
-    """Return statistics of the pairs of `dpo_loss` by their implicit rewards.
+    """Return statistics of the implicit rewards of the pairs of `dpo_loss`.
 
     The implicit reward of an answer is β·(policy - reference) (Rafailov et al. 2023, section 4).
 

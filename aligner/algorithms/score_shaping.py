@@ -35,7 +35,7 @@ def penalized_rewards(scores: Tensor, kl: Tensor, kl_coefficient: float, mask: T
         raise ValueError("mask: every sequence must have at least one response token")
 
     positions = torch.arange(mask.shape[1], device=mask.device)
-    # The score belongs to the whole response, so its last token gets it.
+    # The score belongs to the whole response, so the response's last token gets the score.
     last_positions = torch.where(mask, positions, -1).amax(dim=1)
     rewards = torch.where(mask, -kl_coefficient * kl, 0.0)
     return rewards.scatter_add(1, last_positions[:, None], scores[:, None].to(rewards.dtype))
@@ -91,7 +91,8 @@ class ScoreShaping:
     """Callable that applies the configured penalties to the scores of samples."""
 
     missing_end_score: float | None
-    """Score of a response without an end-of-sequence token, instead of its own; None: no change."""
+    """Score that replaces the score of a response without an end-of-sequence token; None: no
+    replacement."""
     max_response_tokens: int
     """Largest length of a response, in tokens."""
     overlong_buffer: int
@@ -107,7 +108,7 @@ class ScoreShaping:
 
         A score that is not finite (an abstention or a failure) stays not finite.
         """
-        # The score of a missing end replaces the score, so it is applied before the penalties.
+        # `missing_end_score` replaces the score, so it is applied before the penalties.
         scores = self.penalize_missing_ends(scores, samples)
         if self.overlong_buffer:
             lengths = torch.tensor([len(sample.response) for sample in samples])
@@ -122,7 +123,7 @@ class ScoreShaping:
         return scores
 
     def penalize_missing_ends(self, scores: Tensor, samples: Sequence[Sample]) -> Tensor:
-        """Return the scores `[B]`, replaced by `missing_end_score` for responses without an end.
+        """Return the scores `[B]`, with `missing_end_score` for each response without an end token.
 
         Dynamic sampling compares these scores, which do not contain the length penalties. Scores
         that are not finite stay unchanged.

@@ -12,15 +12,15 @@ from torch import Tensor
 from aligner.data.types import ScoredSamples
 
 ScoreSelection = Callable[[Tensor, int], Tensor]
-"""Function from the scores of a step, float32 `[B]`, and the number of samples per prompt to the
-rows to train on, int64 `[N]`. It never selects samples whose score is not finite."""
+"""Function that returns the rows to train on, int64 `[N]`, from the scores of a step, float32
+`[B]`, and the number of samples per prompt. It never selects samples whose score is not finite."""
 CustomSelection = Callable[[ScoredSamples], Tensor]
-"""Custom selection: function from the samples of a step, with log-probs, rewards and values, to the
-rows to train on, int64 `[N]`."""
+"""Custom selection: function that returns the rows to train on, int64 `[N]`, from the samples of a
+step with log-probs, rewards and values."""
 
 
 def score_bounds(scores: Tensor, samples_per_prompt: int) -> tuple[Tensor, Tensor]:
-    """Return the scores `[B]` twice as `[P, K]`, for maxima and for minima.
+    """Return two copies `[P, K]` of the scores `[B]`: one for maxima and one for minima.
 
     A sample without a score has -inf in the first tensor, so it is never the maximum, and inf in
     the second tensor, so it is never the minimum.
@@ -38,7 +38,7 @@ def best_and_worst(scores: Tensor, samples_per_prompt: int) -> Tensor:
     high, low = score_bounds(scores, samples_per_prompt)
     first_rows = torch.arange(len(high)) * samples_per_prompt
     pairs = torch.stack([first_rows + high.argmax(1), first_rows + low.argmin(1)], dim=1)
-    # Also false without any score (-inf > inf), and with one score.
+    # The comparison is also false for a prompt without any score (-inf > inf) or with one score.
     return pairs[high.amax(1) > low.amin(1)].flatten()
 
 
@@ -76,8 +76,8 @@ def rejection_sampled_rows(
     Args:
         scores: float32 `[B]`.
         samples_per_prompt: Number of consecutive rows of each prompt.
-        which: Value of `algorithm.responses`: `best` for each prompt's best sample, the first one
-            of equals; otherwise all samples.
+        which: Value of `algorithm.responses`: `best` selects each prompt's best sample, the first
+            of equally good samples; any other value selects all samples.
         least: Smallest accepted score; None accepts all scores.
     """
     high, _ = score_bounds(scores, samples_per_prompt)
@@ -95,4 +95,4 @@ SELECTIONS: Mapping[str, ScoreSelection | None] = {
     "best_and_worst": best_and_worst,
 }
 """Selections by their name in `algorithm.train_on`; None means that a step trains on all samples
-and does not wait for their scores before the log-probs."""
+and does not wait for their scores before it computes log-probs."""

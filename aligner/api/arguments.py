@@ -1,8 +1,8 @@
 """Conversion of Python arguments to the command line, and `ChildCommand`, which runs a command.
 
-Arguments are options of groups, sections, records, and functions, which the command line refers to
-by name. `ChildCommand` runs `aligner` in a child process, and raises the command's error in this
-process.
+An argument can be an option of a group, a section, records, or a function; the command line
+contains the importable name of a function. `ChildCommand` runs `aligner` in a child process, and
+raises the command's error in this process.
 """
 
 import json
@@ -54,8 +54,8 @@ class ChildCommand:
             environment["PYTHONPATH"] = os.pathsep.join(
                 filter(None, [str(python_path), os.environ.get("PYTHONPATH")])
             )
-        # The output goes to an unnamed file, not to a pipe: the command does not block if nobody
-        # reads its output, and no file is left behind.
+        # The output goes to an unnamed file, which disappears when it is closed. With a pipe, the
+        # command would block while no process reads its output.
         self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - the file outlives this call
         self._process = subprocess.Popen(
             [sys.executable, "-m", "aligner", *arguments],
@@ -85,8 +85,8 @@ class ChildCommand:
         """Raise the error with which the command ended; do nothing if it succeeded or still runs.
 
         Args:
-            otherwise: Message to use if the command reported none; None for the last line of its
-                output.
+            otherwise: Error message for a command that reported no error; None uses the last line
+                of the command's output.
 
         Raises:
             AlignerError: The command failed. The exit code determines the type: AlignerError,
@@ -98,7 +98,7 @@ class ChildCommand:
             raise build_exit_error(code, error or otherwise or last)
 
     def finish(self) -> None:
-        """Wait until the command ends, and end it if the waiting is interrupted.
+        """Wait until the command ends; if this wait is interrupted, end the command.
 
         Raises:
             AlignerError: The command failed; see `raise_error`.
@@ -116,14 +116,14 @@ class ChildCommand:
             self._process.wait()
 
     def _split_output(self) -> tuple[str, str]:
-        """Return the output before the final error message, and this message."""
+        """Return the output before the final error message, and the error message."""
         # `os.pread` does not move the file position, which the command shares.
         descriptor = self._output.fileno()
         text = os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode(errors="replace")
         output, separator, error = text.rpartition(f"\n{ERROR_PREFIX}")
         if separator:
             return (output + "\n" if output else output), error.strip()
-        # The error may be the only output.
+        # The error message may be the only output.
         if text.startswith(ERROR_PREFIX):
             return "", text.removeprefix(ERROR_PREFIX).strip()
         return text, ""
@@ -132,7 +132,7 @@ class ChildCommand:
 Records = Sequence[Mapping[str, Any]]
 # Texts that need no quotes on the command line.
 _UNQUOTED = re.compile(r"[A-Za-z_./][\w./:-]*")
-# Texts that the command line parses as other values, unless they are quoted.
+# Texts that the command line parses as values of other types, unless they are quoted.
 _RESERVED_WORDS = ("null", "true", "false", "nan", "inf")
 
 
@@ -199,7 +199,8 @@ def launch_arguments(
 def _format_option_or_path(
     group: str, value: str | os.PathLike[str], options: Mapping[str, Sequence[str]]
 ) -> str:
-    """Return an override with the option of this name, or with a path if there is none."""
+    """Return an override that selects the group's option `value`, or sets the group's path if there
+    is no such option."""
     is_option = isinstance(value, str) and value in options[group]
     return override_text(group if is_option else f"{group}.path", os.fspath(value))
 
@@ -231,8 +232,8 @@ def _format_value(value: Any) -> str:
     text = os.fspath(value) if isinstance(value, os.PathLike) else str(value)
     if _UNQUOTED.fullmatch(text) and text.lower() not in _RESERVED_WORDS:
         return text
-    # Hydra's grammar: backslashes are escaped only before a quotation mark, which includes the
-    # closing one.
+    # In Hydra's grammar, backslashes are escaped only before quotation marks, including the closing
+    # quotation mark.
     quoted = re.sub(r'(\\*)("|\Z)', lambda match: match[1] * 2 + (match[2] and '\\"'), text)
     return '"' + quoted.replace("${", "\\${") + '"'
 
@@ -314,7 +315,8 @@ def find_importable_name(function: Callable[..., Any]) -> tuple[str, Path | None
 
 
 def _import_obstacles(module: str, name: str) -> Iterator[str]:
-    """Yield each reason why other processes cannot import a function of this module and name."""
+    """Yield the reasons that prevent other processes from importing a function by module and
+    name."""
     if "<lambda>" in name:
         yield "a lambda has no name"
     if module == "__main__":
@@ -326,7 +328,7 @@ def _import_obstacles(module: str, name: str) -> Iterator[str]:
 
 
 def _module_root(module: str) -> Path | None:
-    """Return the directory that must be on Python's path to import a module that is imported here.
+    """Return the directory on Python's path from which this process has imported a module.
 
     The result is None for a built-in module.
     """

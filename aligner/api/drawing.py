@@ -1,6 +1,6 @@
 """`aligner.generate`: generate responses of a stored model.
 
-The command `aligner generate` does this in a separate process.
+The generation runs in a separate process, as the command `aligner generate`.
 """
 
 import json
@@ -27,7 +27,8 @@ def generate(
 
     Args:
         source: A run, a run directory, a checkpoint, or a Hugging Face directory.
-        prompts: Prompt texts, records with the field `prompt`, or the path of a file with either.
+        prompts: Prompt texts, records with the field `prompt`, or the path of a file with texts or
+            records.
         overrides: Settings of an environment (`environment.KEY=VALUE`), to generate episodes.
         options: Options of the command, with `_` instead of `-`: for example `samples=4`,
             `max_new_tokens=64`, `temperature=0.7` or `greedy=True`.
@@ -72,8 +73,8 @@ def generate(
 def _flags(options: Mapping[str, Any]) -> Iterator[str]:
     """Yield the options as flags of the command line.
 
-    For example, `top_k=5` becomes `--top-k=5`, `greedy=True` becomes `--greedy`, and False
-    `--no-greedy`.
+    For example, `top_k=5` becomes `--top-k=5`, `greedy=True` becomes `--greedy`, and `greedy=False`
+    becomes `--no-greedy`.
     """
     for name, value in options.items():
         flag = name.replace("_", "-")

@@ -1,7 +1,8 @@
 """`aligner.launch`, `aligner.load_run` and `Run`: runs as Python objects.
 
-A run started here has the same processes as a run of the command `aligner launch`, which runs in a
-child process. `LiveOutput` and `NotebookOutput` show the output of that command.
+`launch` runs the command `aligner launch` in a child process, so a run has the same processes as a
+run that was started on the command line. `LiveOutput` and `NotebookOutput` show the output of that
+command.
 """
 
 import contextlib
@@ -55,7 +56,7 @@ class LiveOutput:
     """Show the output of a command, in a script or a terminal. The caller triggers each update."""
 
     def __init__(self, command: ChildCommand) -> None:
-        """Show nothing yet.
+        """Create the display without output.
 
         Args:
             command: The running command.
@@ -64,7 +65,7 @@ class LiveOutput:
         self._shown_characters = 0
 
     def begin(self, directory: Path) -> None:
-        """Receive the run directory, as soon as it is known. A script's output does not need it."""
+        """Do nothing with the run directory: only a notebook shows a progress bar of the run."""
 
     def update(self) -> None:
         """Print the output since the last update."""
@@ -143,7 +144,7 @@ def render_notebook_output(printed: str, paths: RunPaths | None, lines: int) -> 
         for record in metrics[-WINDOW_STEPS:]:
             pace.add(record)
         parts.append(Text(f"step {pace.done}/{pace.steps}  {pace.describe(metrics[-1])}"))
-        bar = Table.grid()  # a table ends its line, in contrast to a bar
+        bar = Table.grid()  # a table ends with a line break
         bar.add_row(ProgressBar(total=pace.steps, completed=pace.done, width=60))
         parts.append(bar)
     parts.append(Text("\n".join(printed.splitlines()[-lines:])))
@@ -242,18 +243,19 @@ def launch(
 
 
 def _wait_until_accepted(command: ChildCommand, output: LiveOutput) -> "Run":
-    """Return the run as soon as its launcher has finished its checks, or has queued it.
+    """Return the run as soon as the launcher has finished its checks, or has queued the run.
 
     Args:
         command: The command `aligner launch`.
-        output: Shows the output of the command.
+        output: Object that shows the output of the command.
 
     Raises:
         AlignerError: The launcher has ended with an error; the exception has the type of that
             error.
     """
     while True:
-        # The exit code comes first: the output of a command that has ended is complete.
+        # Read the exit code before the output: the output is complete only after the command has
+        # ended.
         code = command.exit_code
         printed = command.printed
         output.update()
@@ -261,8 +263,8 @@ def _wait_until_accepted(command: ChildCommand, output: LiveOutput) -> "Run":
             printed.partition(f"\n{_DIRECTORY_PREFIX}")[2]
             or printed.partition(_DIRECTORY_PREFIX)[2]
         )
-        # The launcher prints the directory, then checks the configuration, then prints the next
-        # line.
+        # The launcher prints the run directory, checks the configuration, and prints the next line
+        # only if the configuration is valid.
         root, _, later_output = after_prefix.partition("\n")
         if later_output and code is None:
             run = Run(Path(root), command, output)
@@ -296,7 +298,7 @@ def load_run(directory: str | os.PathLike[str]) -> "Run":
 
 
 class Run:
-    """Handle to a run: its state, its results and its end.
+    """Handle to a run: read the state and the results, wait for the end, or stop the run.
 
     `aligner.launch` and `aligner.load_run` return it. All methods may be called while the run is
     active.
@@ -312,12 +314,12 @@ class Run:
     def __init__(
         self, directory: Path, command: ChildCommand | None = None, output: LiveOutput | None = None
     ) -> None:
-        """Refer to a run; use `aligner.launch` or `aligner.load_run` instead of this constructor.
+        """Create a handle. Use `aligner.launch` or `aligner.load_run` instead of this constructor.
 
         Args:
             directory: The run directory.
             command: The launcher, if this process started it.
-            output: Shows the output of `command`.
+            output: Object that shows the output of `command`.
         """
         self.directory = directory
         """The run directory. Its README.md describes the files."""
@@ -348,8 +350,8 @@ class Run:
 
     @property
     def state(self) -> str:
-        """The state: `queued`, `starting`, `running`, `finished`, `failed` or `stopped`."""
-        # Check the process before the files: when it has ended, its last status is written.
+        """State of the run: `queued`, `starting`, `running`, `finished`, `failed` or `stopped`."""
+        # Check the process before the files: a launcher writes its last status before it ends.
         is_launcher_running = self._is_launched_here
         # The launcher has not prepared the directory yet, or has rejected the configuration.
         if self._command is not None and not self._paths.config.is_file():
@@ -357,7 +359,7 @@ class Run:
         return self.status().state
 
     def status(self) -> RunStatus:
-        """Return the information of `aligner status`.
+        """Return the same information as the command `aligner status`.
 
         The result contains the step, metrics, pace, remaining time, roles, and the reason for the
         end of the run.
@@ -442,7 +444,7 @@ class Run:
         return Path(output)
 
     def wait(self, timeout_s: float | None = None) -> "Run":
-        """Wait until the run ends, and show its output in the meantime.
+        """Wait until the run ends, and show the output of the run while waiting.
 
         An interrupt (Ctrl-C) ends the call but not the run.
 
@@ -511,7 +513,7 @@ class Run:
                 raise build_exit_error(status.exit_code, message)
 
     def _check_deadline(self, deadline: float | None) -> None:
-        """Raise TimeoutError if the deadline is over."""
+        """Raise TimeoutError if the deadline has passed."""
         if deadline is not None and time.monotonic() > deadline:
             raise TimeoutError(
                 f"{self.directory}: timed out waiting for the end of the run; the run continues"

@@ -18,7 +18,12 @@ from aligner.schema.derived import (
 def find_problems(
     config: Config, model: ModelShape | None, expected: ExpectedInputs
 ) -> Iterator[str]:
-    """Yield a line for each reason why samples cannot be generated with these settings."""
+    """Yield a line for each reason why samples cannot be generated with these settings.
+
+    Args:
+        model: Shape of the policy; None if it could not be read.
+        expected: Not used; the checks of all sections have the same parameters.
+    """
     if not config.algorithm.generates_samples:
         return
     max_length = get_max_sequence_length(config)
@@ -35,7 +40,7 @@ def find_problems(
 
 
 def _find_batch_problems(config: Config) -> Iterator[str]:
-    """Yield numbers of prompts and samples that cannot be divided evenly."""
+    """Yield a line for each number of prompts or samples that cannot be divided evenly."""
     rollout = config.rollout
     micro_batches = config.rollout.micro_batches
     replicas = config.engine.parallel.data
@@ -54,14 +59,14 @@ def _find_batch_problems(config: Config) -> Iterator[str]:
 
 
 def _find_length_problems(config: Config) -> Iterator[str]:
-    """Yield response lengths that contradict each other."""
+    """Yield a line for each pair of length limits that contradict each other."""
     rollout = config.rollout
     if rollout.min_response_tokens > rollout.max_response_tokens:
         yield (
             f"rollout.min_response_tokens={rollout.min_response_tokens}: must be at most"
             f" rollout.max_response_tokens={rollout.max_response_tokens}"
         )
-    # The token would never be searched for.
+    # `truncate_token` is searched for only after the first `truncate_after` tokens of a response.
     if rollout.truncate_token is not None and rollout.truncate_after >= rollout.max_response_tokens:
         yield (
             f"rollout.truncate_after={rollout.truncate_after}: must be below"
@@ -70,7 +75,10 @@ def _find_length_problems(config: Config) -> Iterator[str]:
 
 
 def _find_staleness_problems(config: Config) -> Iterator[str]:
-    """Yield the reasons why the run cannot generate samples ahead of training."""
+    """Yield a line for each reason why the run cannot train on stale samples.
+
+    The caller has checked that `rollout.max_staleness` is above 0.
+    """
     key = f"rollout.max_staleness={config.rollout.max_staleness}"
     if config.engine.placement != "server":
         yield (
@@ -82,8 +90,8 @@ def _find_staleness_problems(config: Config) -> Iterator[str]:
             f"{key}: must be 0 with algorithm.trainer={config.algorithm.trainer}, which does not"
             " train on the samples"
         )
-    elif not _corrects_staleness(config.algorithm):
-        # Losses over whole responses have one importance weight per response.
+    elif not _is_staleness_allowed(config.algorithm):
+        # `dpo` and `copg` are losses over whole responses, with one importance weight each.
         loss = config.algorithm.loss
         levels = "sequence" if loss in ("dpo", "copg") else "token or sequence"
         ratio = "" if loss in LOSSES_WITHOUT_RATIO else ", or algorithm.ratio_against=sampler"
@@ -100,19 +108,21 @@ def _find_staleness_problems(config: Config) -> Iterator[str]:
         )
 
 
-def _corrects_staleness(settings: AlgorithmConfig) -> bool:
+def _is_staleness_allowed(settings: AlgorithmConfig) -> bool:
     """Return whether the loss corrects for stale samples, or the user accepts the bias."""
     is_corrected = settings.truncated_importance != "none" or settings.ratio_against == "sampler"
     return is_corrected or settings.uncorrected_staleness
 
 
 def _find_spare_prompt_problems(config: Config) -> Iterator[str]:
-    """Yield problems of `rollout.spare_prompts` with the batch size and the maximum staleness."""
+    """Yield a line for each reason why the batch size or the maximum staleness does not allow
+    `rollout.spare_prompts`."""
     rollout = config.rollout
     key = f"rollout.spare_prompts={rollout.spare_prompts}"
     if rollout.spare_prompts > rollout.prompts_per_step:
         yield f"{key}: must be at most rollout.prompts_per_step={rollout.prompts_per_step}"
-    # Each deferral adds one weight version to the age of a prompt.
+    # Generation must run ahead by at least one step, and each deferral adds one weight version to
+    # this staleness; see `RolloutConfig.steps_ahead`.
     if rollout.spare_prompts and rollout.max_staleness <= rollout.max_deferrals:
         yield (
             f"{key}: a prompt that is carried over rollout.max_deferrals={rollout.max_deferrals}"

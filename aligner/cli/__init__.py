@@ -25,12 +25,13 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line, and exit with its exit code.
 
     Args:
-        arguments: Arguments after `aligner`; None for those of this process.
+        arguments: Arguments after `aligner`; None uses the arguments of this process.
     """
     start_heartbeat()
     parsed = parse_arguments(arguments)
     error_at_end = None
-    # Find the user's modules in the working directory. The ranks' `python -m` does this by itself.
+    # Find the user's modules in the working directory. In the ranks, `python -m` has already added
+    # it.
     if "" not in sys.path:
         sys.path.append("")
     try:
@@ -40,9 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         error_at_end = error
     code = get_exit_code(error_at_end)
     if "RANK" in os.environ and (code or parsed.command == "serve"):
-        # Exit without interpreter shutdown, which can wait forever for a peer or for threads of a
-        # server; the launcher would not notice the failure. A server has already drained its
-        # requests here, so a clean-up of its objects would only take time.
+        # Skip the interpreter shutdown. It can wait forever for a peer or for threads of a server,
+        # and the launcher would not detect the failure. A server has already drained its requests
+        # here, so a clean-up of its objects is unnecessary.
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError):  # the log's disk may be full
                 stream.flush()
@@ -54,8 +55,8 @@ def run() -> NoReturn:
     """Run `main` as the only task of this process, and skip most of the interpreter's shutdown.
 
     The shutdown destroys all imported modules, which takes most of a second with torch. This
-    function waits for threads and runs the exit handlers itself, as the interpreter does before
-    that.
+    function itself waits for threads and runs the exit handlers, like the interpreter before it
+    destroys the modules.
     """
     try:
         main()
@@ -73,7 +74,7 @@ def run() -> NoReturn:
 
 
 def _report_error(error: BaseException, parsed: argparse.Namespace) -> None:
-    """Report why the command failed, in a rank's log or on standard error."""
+    """Report the error of a failed command in a rank's log or on standard error."""
     if isinstance(error, Interrupted | Stopped):  # the launcher has reported it
         return
     if isinstance(error, KeyboardInterrupt):

@@ -89,7 +89,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
             f"{words[0]}: unknown command; {hint}available commands: {', '.join(COMMANDS)}"
         )
     parsed, remaining = parser.parse_known_args(words)
-    # argparse does not assign positional arguments that follow an option.
+    # argparse returns positional arguments that follow an option as unknown arguments.
     if flags := [text for text in remaining if text.startswith("-")]:
         parser.error(f"unknown option {flags[0]}")
     if remaining and not hasattr(parsed, "overrides"):
@@ -111,7 +111,8 @@ def _at_least(minimum: int) -> Callable[[str], int]:
 
 
 def _add(*names: str, **settings: Any) -> Callable[[argparse.ArgumentParser], None]:
-    """Return a function that adds an argument to a parser; the arguments are those of argparse."""
+    """Return a function that adds an argument to a parser, with the parameters of
+    `add_argument`."""
 
     def add(parser: argparse.ArgumentParser) -> None:
         action: Any = parser.add_argument(*names, **settings)

@@ -1,4 +1,4 @@
-"""From the command line to the complete configuration of a run.
+"""Compose the complete configuration of a run from the command line.
 
 Models of the Hugging Face Hub are resolved by name, and aligner chooses the values that are not
 set.
@@ -36,7 +36,8 @@ from aligner.schema.references import parse_reference
 def compose_command(parsed: argparse.Namespace, *, weights: bool = True) -> Config:
     """Return the configuration of a command line, with automatically chosen values.
 
-    The choices are reported on standard error. A run that resumes keeps the choices of its start.
+    The chosen values are printed on standard error. A resumed run keeps the values that were chosen
+    when the run started.
 
     Args:
         parsed: The parsed command line.

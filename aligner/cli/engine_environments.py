@@ -12,6 +12,6 @@ from aligner.vllm_environment import (
 
 
 def install(parsed: argparse.Namespace) -> None:
-    """Create the environment if it does not exist, and print the path of its Python."""
+    """Create the environment if it does not exist, and print the path of its Python interpreter."""
     package = parsed.package or (GPU_PACKAGE if has_gpu() else CPU_PACKAGE)
     print(install_vllm(get_default_vllm_directory(), package))

@@ -1,11 +1,11 @@
 """A process that imports the modules of ranks once, and forks the ranks of a run.
 
-Without it, each rank would spend seconds on importing torch and megatron-core, and hundreds of MiB
-on their memory. `aligner.launcher.forks` starts this process with `python -m
+Without it, each rank would import torch and megatron-core itself, which takes seconds and hundreds
+of MiB of memory. `aligner.launcher.forks` starts this process with `python -m
 aligner.cli.fork_server`, and sends one line of JSON per message. The first message describes the
-run, and may arrive some time after the start. Each further message requests a rank; the response is
-the process id of the rank. A request waits only for the imports that its role needs. The process
-exits at the end of its input.
+run, and may arrive some time after the process has started. Each further message requests a rank;
+the response is the process id of the rank. A request waits only for the imports that its role
+needs. The process exits at the end of its input.
 """
 
 import gc
@@ -44,7 +44,7 @@ class _ImportQueue:
     waiting: deque[str]
     """Modules that have not been imported yet."""
     last: Mapping[str, str]
-    """The last module that a role needs, for each role that does not need all modules."""
+    """Last required module of each role that does not need all modules."""
 
     def import_next(self) -> None:
         """Import the next module."""
@@ -99,13 +99,14 @@ def serve() -> None:
             continue
         request = _next_message(messages)
         imports.import_for(request["role"])
-        # Exclude all current objects from later collections in the ranks, which would write to the
-        # pages that a rank shares with this process, and so copy them.
+        # Exclude all current objects from garbage collections in the ranks. A collection would
+        # write to the memory pages that a rank shares with this process, and thereby copy them.
         gc.freeze()
         if (pid := _fork()) is None:
             _set_up_rank(request)
             return
-        # This process reports the id, because the rank may be suspended from its start on.
+        # This process reports the process id of the rank, because the rank may be suspended as soon
+        # as it starts.
         os.write(1, f"{pid}\n".encode())
 
 
@@ -165,9 +166,9 @@ def run() -> NoReturn:
     """Serve requests; in a forked rank, run its command."""
     # Ranks inherit the blocked signal, which would otherwise kill them before they handle it.
     signal.pthread_sigmask(signal.SIG_BLOCK, {STOP_SIGNAL})
-    # Titles must not overwrite the environment, in which the launcher finds the mark of a process.
+    # Titles must not overwrite the environment, because the launcher reads the start id from it.
     os.environ["SPT_NOENV"] = "1"
-    # The first call finds the memory of the command line, which fails after environment changes.
+    # The first call locates the command line in memory. This fails if the environment has changed.
     setproctitle(_TITLE)
     serve()
     run_command()

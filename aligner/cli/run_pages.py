@@ -14,7 +14,7 @@ _RUNS = Path("runs")
 
 
 def view(parsed: argparse.Namespace) -> None:
-    """Serve the runs below some directories until Ctrl-C, after printing the address.
+    """Print the address, and serve the pages of the runs in the given directories until Ctrl-C.
 
     Raises:
         ConfigError: A directory does not exist, or the port is not available.

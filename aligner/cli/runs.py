@@ -46,7 +46,7 @@ def launch(parsed: argparse.Namespace) -> None:
 
 
 def _launch(plan: RunPlan, *, is_dry: bool, fork_server: ForkServer | None = None) -> None:
-    """Launch a run in the way that its configuration requires.
+    """Launch a run as a dry run, as a Slurm job, or on this machine, as its configuration requires.
 
     Args:
         plan: The run and its prerequisite experiments.

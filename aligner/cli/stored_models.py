@@ -110,7 +110,7 @@ def evaluate_samples(parsed: argparse.Namespace) -> None:
 
 
 def serve_model(parsed: argparse.Namespace) -> None:
-    """Serve a model with an OpenAI-compatible endpoint until Ctrl-C, after printing its address."""
+    """Print the address of an OpenAI-compatible endpoint, and serve a model there until Ctrl-C."""
     if lack := describe_missing_modules("agents"):
         raise ConfigError(f"aligner serve-model: {lack}")
     from aligner.agents.model_endpoint import ModelEndpoint  # requires the extra `agents`

@@ -177,7 +177,7 @@ def _check_files(directory: Path, files: Mapping[str, FileRecord]) -> None:
 
 def _select_weight(stored: Tensor, spec: TensorSpec) -> Tensor:
     """Return the weight that is stored as a range of a file's tensor."""
-    axis, start = spec.stored.axis, spec.stored.start
+    axis, start = spec.stored_range.axis, spec.stored_range.start
     return stored if axis is None else stored.narrow(axis, start, spec.shape[axis])
 
 
@@ -202,7 +202,7 @@ def _checkpoint_source(directory: Path, argument: str) -> Source:
         )
         # LoRA (Hu et al. 2021): W + (alpha / rank) B A, where A is `down` and B is `up`.
         product = lora.alpha / lora.rank * (up @ down)
-        return (weight.float() + (product.T if spec.transposed else product)).to(weight.dtype)
+        return (weight.float() + (product.T if spec.is_transposed else product)).to(weight.dtype)
 
     def read(name: str) -> Tensor:
         ((_, tensor),) = assemble_stored_tensors(by_name[name], merge_adapter)
@@ -212,7 +212,7 @@ def _checkpoint_source(directory: Path, argument: str) -> Source:
     return Source(
         manifest.model,
         tuple(
-            TensorEntry(name, reader.dtype(specs[0].name), specs[0].stored.shape)
+            TensorEntry(name, reader.dtype(specs[0].name), specs[0].stored_range.shape)
             for name, specs in by_name.items()
         ),
         read,

@@ -120,12 +120,14 @@ def read_slices(
     files = tensor_files(directory)
     by_file: dict[Path, list[TensorSpec]] = {}
     for spec in table:
-        if spec.name in slices and (file := files.get(name_in_files(spec.stored.name, files))):
+        if spec.name in slices and (
+            file := files.get(name_in_files(spec.stored_range.name, files))
+        ):
             by_file.setdefault(file, []).append(spec)
     for file, specs in by_file.items():
         with _open_safetensors(file) as tensors:
             for spec in specs:
-                stored = tensors.get_slice(name_in_files(spec.stored.name, files))
+                stored = tensors.get_slice(name_in_files(spec.stored_range.name, files))
                 yield spec.name, stored[_ranges(spec, slices[spec.name])]
 
 
@@ -134,7 +136,7 @@ def _ranges(spec: TensorSpec, piece: Slice) -> tuple[slice, ...]:
     ranges = [slice(0, size) for size in spec.shape]
     if piece.axis is not None:
         ranges[piece.axis] = slice(piece.start, piece.stop)
-    axis, offset = spec.stored.axis, spec.stored.start
+    axis, offset = spec.stored_range.axis, spec.stored_range.start
     if axis is not None:
         ranges[axis] = slice(ranges[axis].start + offset, ranges[axis].stop + offset)
     return tuple(ranges)
@@ -154,7 +156,7 @@ def assemble_stored_tensors(
     """
     for name, specs in group_by_stored_tensor(table).items():
         parts = [read(spec) for spec in specs]
-        axis = specs[0].stored.axis
+        axis = specs[0].stored_range.axis
         yield name, (parts[0] if axis is None else torch.cat(parts, axis)).contiguous()
 
 

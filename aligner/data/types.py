@@ -528,7 +528,7 @@ class SampleBatch(Rows):
             step_ends=ends,
         )
 
-    def with_branches(self, samples: Tensor) -> Tensor:
+    def get_rows_with_branches(self, samples: Tensor) -> Tensor:
         """Return the given rows followed by the rows of their branches, int64 [N].
 
         In a batch all branches follow all samples.

@@ -1,9 +1,9 @@
 """Coroutines that generate samples, run in one thread together with the steps of an engine.
 
-`EngineLoop` runs one coroutine per sample. A coroutine awaits `GenerationEngine.generate`, or
-`EngineLoop.wait_for_answer` for the answer of another process, such as an environment. Between two
-engine steps all coroutines run until each of them awaits one of the two, so that the requests of a
-step do not depend on timing.
+`EngineLoop` runs one coroutine per sample. A coroutine awaits `EngineLoop.generate` for a
+completion, or `EngineLoop.wait_for_answer` for the answer of another process, such as an
+environment. Between two engine steps all coroutines run until each one waits for a completion or an
+answer. With `steps_per_answer`, the requests of a step do not depend on timing.
 """
 
 import asyncio
@@ -34,8 +34,8 @@ from aligner.errors import AlignerError, EngineExited
 T = TypeVar("T")
 
 _MAX_WAIT_S = 0.1
-"""Longest wait for answers if the engine has no work: the caller shows that it is alive, and
-receives new weights."""
+"""Maximum duration of one wait for an answer while the engine is idle, in seconds. The caller needs
+control back to send heartbeats and to receive weights."""
 
 
 class Interrupted(Exception):
@@ -43,7 +43,7 @@ class Interrupted(Exception):
 
 
 class SamplesInFlight(Protocol):
-    """The samples of one call, in progress on this replica.
+    """The samples of one call of `SampleStarter.start`, in progress on this replica.
 
     Every rank of the replica has such an object, and calls its methods in the same order.
     """
@@ -53,21 +53,23 @@ class SamplesInFlight(Protocol):
         """Whether every sample is complete and was returned."""
 
     def step(self, count: int | None = 1) -> list[tuple[int, Sample]]:
-        """Run `count` engine steps, or as many as there are.
+        """Run at most `count` engine steps; None runs until all samples are complete.
 
         Returns:
-            The samples that are complete, each with its index among the requests. On the ranks
-            other than the replica's first only the indices are valid.
+            The samples that are complete and were not returned before, each with its index among
+            the requests. Only the replica's first rank returns the samples; on the other ranks
+            they are placeholders, and only the indices are valid.
 
         Raises:
             AlignerError: Generation failed; raised on every rank of the replica.
         """
 
     def interrupt(self) -> list[tuple[int, Sample]]:
-        """Stop generation, and return the samples that are not complete as they are."""
+        """Stop generation, and return the samples that were not returned before, complete or
+        partial."""
 
     def cancel(self) -> None:
-        """Drop the samples that are not complete."""
+        """Stop generation, and drop the samples that were not returned before."""
 
 
 class SampleStarter(Protocol):
@@ -105,10 +107,10 @@ class _Answer:
     """Answers that are delivered together are delivered in this order."""
     future: Future[Any]
     """The pending answer of the other process."""
-    delivered: "asyncio.Future[Any]"
+    coroutine_future: "asyncio.Future[Any]"
     """Future that the coroutine awaits."""
     due_step: int
-    """Engine step at which it is delivered, if answers are delivered by steps."""
+    """Engine step at which the answer is delivered; unused without `steps_per_answer`."""
 
 
 class EngineLoop:
@@ -124,22 +126,25 @@ class EngineLoop:
         """
         Args:
             engine: The engine whose steps are run.
-            steps_per_answer: Deliver an answer this many engine steps after the call of
-                `wait_for_answer`, and wait for it then, so that the engine's batches do not depend
-                on how fast environments are; None: as soon as it has arrived.
-            listener: Called with the times at which the loop waited for answers (`wait`).
+            steps_per_answer: Number of engine steps from the call of `wait_for_answer` to the
+                delivery of the answer. The loop waits for a late answer, so that the engine's
+                batches do not depend on how fast environments are. None delivers an answer between
+                two steps, once it has arrived.
+            listener: Called after each wait for answers, with the span name `wait`, its start and
+                its end.
         """
         self._engine = engine
         self._steps_per_answer = steps_per_answer
         self._listener = listener
         self._loop = asyncio.new_event_loop()
         self._tasks: dict[asyncio.Task[Any], int] = {}
-        """Index of the result of each coroutine that has not returned."""
+        """Tasks of the coroutines that have not returned, with the indices of their results."""
         self._answers: list[_Answer] = []
         self._pending_requests = 0
-        """Requests of the coroutines that the engine has not completed."""
+        """Number of requests of the coroutines that the engine has not completed."""
         self._steps = 0
-        """Number of engine steps so far, with which `due_step` is compared."""
+        """Number of engine steps so far, plus the steps that `_deliver_answers` skipped while the
+        engine was idle; `due_step` refers to this count."""
         self._results: list[tuple[int, Any]] = []
         """Results that were not taken yet, with the indices of their coroutines."""
 
@@ -160,7 +165,7 @@ class EngineLoop:
         key: RequestKey,
         is_continued: bool = False,
     ) -> Completion:
-        """Call `GenerationEngine.generate` for a coroutine of this loop."""
+        """Submit a request to the engine, and await its completion."""
         request = self._engine.submit(tokens, sampling, key, is_continued)
         # A request that the engine refuses is complete already, and its coroutine can run on.
         if not request.future.done():
@@ -179,18 +184,20 @@ class EngineLoop:
         Args:
             answer: The pending answer.
             order: Answers that are delivered together are delivered in this order.
-            is_replayed: Deliver it at once, because its content is known.
+            is_replayed: Whether the answer repeats one that a partial sample contains. Then
+                `steps_per_answer` does not delay it.
 
         Raises:
             Interrupted: The coroutine must return its partial sample.
         """
+        # Without `steps_per_answer` the delay is unused.
         delay = 0 if is_replayed else self._steps_per_answer or 0
-        delivered: asyncio.Future[T] = self._loop.create_future()
-        self._answers.append(_Answer(order, answer, delivered, self._steps + delay))
-        # The callback runs in the thread that completes the answer, while `_wait_for_answers` may
-        # wait in the thread of the loop.
+        coroutine_future: asyncio.Future[T] = self._loop.create_future()
+        self._answers.append(_Answer(order, answer, coroutine_future, self._steps + delay))
+        # `_wait_for_answers` may be waiting for the event. The callback runs in the thread that
+        # completes the answer.
         answer.add_done_callback(lambda _: self._engine.wake_up.set())
-        return await delivered
+        return await coroutine_future
 
     def step(self) -> list[tuple[int, Any]]:
         """Deliver answers, run one engine step, and return the results of the coroutines that have
@@ -215,7 +222,7 @@ class EngineLoop:
             answers = self._answers
             self._answers = []
             for answer in answers:
-                answer.delivered.set_exception(Interrupted())
+                answer.coroutine_future.set_exception(Interrupted())
             self._engine.interrupt()
             self.run_coroutines()
         return self._take_results()
@@ -262,7 +269,7 @@ class EngineLoop:
             # Each ready task runs until its next `await`.
             await asyncio.sleep(0)
             finished = [task for task in self._tasks if task.done()]
-            # By index, so that the order of the results does not depend on the event loop.
+            # Sort by index, so that the order of the results does not depend on the event loop.
             for task in sorted(finished, key=lambda task: self._tasks[task]):
                 index = self._tasks.pop(task)
                 self._results.append((index, task.result()))
@@ -292,13 +299,13 @@ class EngineLoop:
             self._answers.remove(answer)
             error = answer.future.exception()
             if error is not None:
-                answer.delivered.set_exception(error)
+                answer.coroutine_future.set_exception(error)
             else:
-                answer.delivered.set_result(answer.future.result())
+                answer.coroutine_future.set_result(answer.future.result())
         self.run_coroutines()
 
     def _wait_for_answers(self) -> None:
-        """Wait until an answer or a request arrives, or a moment has passed."""
+        """Wait until an answer or a request arrives, for at most `_MAX_WAIT_S`."""
         start_s = time.perf_counter()
         # The event is cleared before the check: what arrives after the check sets it again.
         self._engine.wake_up.clear()
@@ -321,12 +328,13 @@ class LeaderSamples:
         self._started_loop: EngineLoop | None = None
 
         def start_loop() -> list[tuple[int, Sample]]:
+            # If `start` raises, the loop stays None, and the constructor raises.
             self._started_loop = start()
             try:
                 self._started_loop.run_coroutines()
             except BaseException:
-                # `close` may interrupt the engine, and the other ranks follow the engine only until
-                # the outcome is shared.
+                # Close the loop before the outcome is shared: `close` may call the engine, and the
+                # other ranks follow engine calls only until then.
                 self._started_loop.close()
                 raise
             return []
@@ -349,7 +357,7 @@ class LeaderSamples:
 
     def _run_steps(self, count: int | None) -> list[tuple[int, Sample]]:
         complete: list[tuple[int, Sample]] = []
-        # `_steps` of the loop also jumps, so the steps are counted here.
+        # The loop's own count also contains skipped steps, so the steps are counted here.
         step_count = 0
         while not self._loop.is_done and (count is None or step_count < count):
             complete += self._loop.step()
@@ -371,20 +379,22 @@ class LeaderSamples:
     def _run_and_share_outcome(
         self, action: Callable[[], list[tuple[int, Sample]]]
     ) -> list[tuple[int, Sample]]:
-        """Run the action, and let the other ranks return with the outcome."""
+        """Run `action`, and share its outcome, with which the other ranks return from the same
+        call."""
         try:
             samples = action()
         except (AlignerError, EngineExited) as error:
             self._engine.end_turn({"error": str(error), "done": self.is_done, "indices": []})
             raise
-        # The other ranks need only the indices, because rank 0 of the replica reports the samples.
+        # The other ranks need only the indices: the samples are read on the replica's first rank.
         indices = [index for index, _ in samples]
         self._engine.end_turn({"error": None, "done": self.is_done, "indices": indices})
         return samples
 
 
 class FollowerSamples:
-    """`SamplesInFlight` of the other ranks of a replica: they execute the first rank's steps."""
+    """`SamplesInFlight` of the other ranks of a replica: they execute the engine calls of the first
+    rank."""
 
     def __init__(self, engine: GenerationEngine, requests: Sequence[GenerationRequest]) -> None:
         """Start as the first rank does. Raises AlignerError if the first rank does."""
@@ -432,7 +442,7 @@ def start_on_replica(
 def reserve_cache(
     engine: GenerationEngine, requests: Sequence[GenerationRequest], options: SamplingOptions
 ) -> None:
-    """Have the engine prepare its KV cache for the longest prompts and responses of requests."""
+    """Reserve KV cache for all requests, each as long as the longest prompt and response can be."""
     if requests:
         longest = max(
             len(request.prompt.tokens) + request.get_token_limit(options) for request in requests
@@ -497,8 +507,8 @@ async def complete_response(
         max_new_tokens=request.get_token_limit(options) - response_length,
         min_new_tokens=max(0, options.min_new_tokens - response_length),
     )
-    # The stream starts after the prompt also for a partial response, so that the remaining tokens
-    # use the random numbers that would have come next.
+    # The random stream of a sample is indexed from the end of its prompt, so a continued response
+    # uses the next random numbers.
     key = RequestKey(request.prompt.id, request.sample_index, sample.prompt_length)
     completion = await loop.generate(sample.tokens, sampling, key=key)
     return append_completion(sample, completion)
@@ -513,7 +523,7 @@ def create_unfinished_sample(request: GenerationRequest) -> Sample:
 
 
 def append_completion(sample: Sample, completion: Completion) -> Sample:
-    """Return a sample with a completion of its tokens appended."""
+    """Return the sample with a completion appended, which continues the sample's tokens."""
     token_count = len(completion.tokens)
 
     # A sample without a mask has no observation tokens.
@@ -546,7 +556,7 @@ def append_completion(sample: Sample, completion: Completion) -> Sample:
 
 
 def append_observation(sample: Sample, tokens: Sequence[int], limit: int) -> Sample:
-    """Return a sample with observation tokens appended, which the model did not generate.
+    """Return the sample with an observation's tokens appended, which the model did not generate.
 
     Raises AlignerError if they leave no room for a generated token within `limit` response tokens.
     """
@@ -580,7 +590,11 @@ def append_observation(sample: Sample, tokens: Sequence[int], limit: int) -> Sam
 def _extend_support(
     sample: Sample, support: SamplingSupport | None, count: int
 ) -> SamplingSupport | None:
-    """Return the sampling support of a sample's response tokens and of `count` further ones."""
+    """Return the sampling support of a sample's response, followed by that of `count` more tokens.
+
+    A `support` of None means that these tokens were not restricted. Returns None if no token was
+    restricted.
+    """
     if sample.sampling_support is None and support is None:
         return None
     parts = [
@@ -593,6 +607,8 @@ def _extend_support(
 
 
 def run_steps(samples: SamplesInFlight, steps: int | None = None) -> dict[int, Sample]:
-    """Run `steps` engine steps, or until all samples are complete; return the completed samples by
-    their index."""
+    """Run at most `steps` engine steps, and return the samples that are complete, by their index.
+
+    None runs until all samples are complete.
+    """
     return {} if samples.is_done else dict(samples.step(steps))

@@ -1,1 +1,1 @@
-"""Starts, watches and stops the processes of a run, on one machine or in a Slurm job."""
+"""Start, monitor and stop the processes of a run, on one machine or in a Slurm job."""

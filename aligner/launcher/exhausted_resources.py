@@ -18,9 +18,9 @@ import psutil
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _SHARED_MEMORY = Path("/dev/shm")
-# Shared memory with less free space counts as full.
+# Shared memory counts as full if it has fewer free bytes.
 _MIN_FREE_BYTES = 2**20
-# Version 1 of control groups has such a number instead of "no limit".
+# Version 1 of control groups reports "no limit" as a number that is at least this large.
 _UNLIMITED_BYTES = 2**60
 # Limit of open files per process that is sufficient for every run.
 _RECOMMENDED_OPEN_FILES = 65536
@@ -46,10 +46,10 @@ _OPEN_FILES_FAILURES = re.compile(
 
 
 def count_oom_kills() -> int:
-    """Return how many processes the kernel has killed because of exhausted memory.
+    """Return the number of processes that the kernel has killed because of exhausted memory.
 
-    The count is that of this process's control group, or of the whole machine if it has no control
-    groups for memory.
+    The kernel counts these processes per memory control group. Without such a group, the count
+    covers the whole machine.
     """
     for group in _memory_groups():
         for name in ("memory.events", "memory.oom_control"):
@@ -68,7 +68,7 @@ def exhausted_resources(
 
     Args:
         lines: Last lines of the logs of a failed process.
-        exit_code: Its exit code, negative for a signal.
+        exit_code: Exit code of the process, or the negative number of the signal that ended it.
         oom_kills: Number of processes that the kernel has killed for lack of memory since the
             process was started.
         is_local: Whether the process ran on this machine, with this process's limits. The limits of
@@ -84,7 +84,8 @@ def exhausted_resources(
 def full_shared_memory(error: BaseException) -> str | None:
     """Return the message for an error caused by a full `/dev/shm`, otherwise None.
 
-    The error of a write names no file. It is then attributed to `/dev/shm` if that is full.
+    The error of a failed write does not name the file. Such an error is attributed to `/dev/shm` if
+    `/dev/shm` is full.
     """
     if not isinstance(error, OSError) or error.errno != errno.ENOSPC:
         return None
@@ -226,7 +227,7 @@ def _read_memory_limit() -> int | None:
 
 
 def _read_oom_kills(file: Path) -> int | None:
-    """Return the value of `oom_kill` in a file of names and numbers; None without such a value."""
+    """Return the value of `oom_kill` in a file of kernel counters; None if the value is missing."""
     try:
         match = re.search(r"^oom_kill (\d+)$", file.read_text(), re.MULTILINE)
     except OSError:

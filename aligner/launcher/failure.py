@@ -1,6 +1,6 @@
 """Errors of failed ranks, and the commands that are useful after a run.
 
-The module finds the rank that caused a failure, and builds the error message from its log.
+The module finds the rank that caused a failure, and builds the error message from that rank's log.
 """
 
 import os
@@ -99,10 +99,10 @@ def build_rank_error(message: str, rank: Rank) -> AlignerError:
 
 
 def _find_error_line(rank: Rank) -> str | None:
-    """Return the error with which a rank ended.
+    """Return the error message that a failed rank left in its log.
 
-    This is the error that the command line reported, or the last line of a traceback. If the log
-    has neither, return the first message of the program that started the rank, or None.
+    The message is an error of the `aligner` command, or the last line of a traceback. If the log
+    has neither, return the first message of the program that started the rank (srun), or None.
     """
     lines = read_log_tail(rank.log, _SEARCHED_LINES, rank.log_start)
     for number in reversed(range(len(lines))):
@@ -133,9 +133,9 @@ def _describe_full_disk(log: Path) -> str:
 
 
 def read_reported_error(rank: Rank) -> str:
-    """Return the last error that the command line reported in a log, without its prefix.
+    """Return the last error of the `aligner` command in a rank's log, without the error prefix.
 
-    If the log has no such error, return its last lines.
+    If the log has no such error, return the last lines of the log.
     """
     lines = read_log_tail(rank.log, start=rank.log_start)
     starts = [number for number, line in enumerate(lines) if line.startswith(ERROR_PREFIX)]
@@ -143,12 +143,11 @@ def read_reported_error(rank: Rank) -> str:
 
 
 def describe_exit(rank: Rank, missing: Sequence[Rank] = ()) -> str:
-    """Return a text with the role, the rank, and how it ended.
+    """Return a text with the role, the rank, and the exit code, signal or reason of its end.
 
     Args:
-        rank: A rank that has ended with an exit code, by a signal, or because the launcher killed
-            it.
-        missing: Ranks that did not join a collective, which the text names.
+        rank: A rank that exited, was ended by a signal, or was killed by the launcher.
+        missing: Ranks that did not join a collective. The text names these ranks.
     """
     code = rank.exit_code
     if rank.kill_reason is not None:
@@ -170,8 +169,8 @@ def describe_exit(rank: Rank, missing: Sequence[Rank] = ()) -> str:
 def find_exhausted_resources(rank: Rank) -> list[str]:
     """Return a sentence for each machine resource that a failed rank has exhausted.
 
-    The sources are its log, the log of its Triton server, the messages of srun and the kernel's
-    counters.
+    The sources are the rank's log, the log of its Triton server, the messages of srun, and the
+    kernel's counters.
     """
     lines = read_log_tail(rank.log, _SEARCHED_LINES, rank.log_start)
     lines += rank.starter_messages.splitlines()
@@ -180,15 +179,15 @@ def find_exhausted_resources(rank: Rank) -> list[str]:
         lines += read_log_tail(triton)
     if not rank.is_local:
         return exhausted_resources(lines, is_local=False)
-    # The launcher's own SIGKILL says nothing about memory.
+    # A SIGKILL from the launcher is no sign of exhausted memory.
     kills = 0 if rank.kill_reason else count_oom_kills() - rank.oom_kills_before
     return exhausted_resources(lines, rank.exit_code, kills)
 
 
 def describe_stacks(rank: Rank) -> str:
-    """Return where the Python stacks of a silent rank and the other ranks are.
+    """Return a text with the location of the Python stacks of all ranks.
 
-    The result is empty for a rank that ended in another way.
+    The text is empty if no stacks were requested, because the rank has sent its heartbeats.
     """
     if not rank.has_stacks:
         return ""
@@ -198,9 +197,9 @@ def describe_stacks(rank: Rank) -> str:
 def find_root_failure(failed: Sequence[Rank]) -> Rank:
     """Return the rank that is the likely cause of several failures.
 
-    This is the first rank that failed. A rank that only reports the loss of a peer comes after all
-    ranks with another error; of two simultaneous failures, the one that reported an error comes
-    first.
+    The cause is the rank that failed first. Ranks whose logs contain only a lost connection to a
+    peer are considered last. Of two ranks that failed at the same time, the one that reported an
+    error is the cause.
     """
 
     def sort_key(rank: Rank) -> tuple[bool, float, bool]:
@@ -225,8 +224,7 @@ def build_failure_error(
 
     Args:
         failed: All ranks that failed.
-        fatal: Ranks whose failure the run cannot survive. If there are any, the cause is one of
-            them.
+        fatal: Ranks whose failure ends the run. If there are any, one of them is the cause.
         missing: Ranks that did not join a collective.
     """
     root = find_root_failure(fatal or failed)

@@ -1,7 +1,7 @@
 """The launcher's client of `aligner.cli.fork_server`.
 
-On machines without GPUs, ranks are forked from a process that has already imported their modules,
-instead of started. This saves the import time of each rank.
+On machines without GPUs, a rank is not started as a new program, but forked from a process that has
+already imported its modules. This saves the import time of each rank.
 """
 
 import contextlib
@@ -21,8 +21,8 @@ import psutil
 _PROGRAM = (sys.executable, "-m", "aligner")
 # The server imports modules before it responds, which takes minutes on a busy machine.
 _RESPONSE_TIMEOUT_S = 300.0
-# A fork server that is suspended for longer is not used again; ranks are then started as new
-# processes.
+# Maximum suspension of a fork server, in seconds. After a longer suspension, ranks are started as
+# new processes.
 _SUSPENDED_S = 5.0
 _POLL_S = 0.5
 # Setting a process title, which `ps` shows, overwrites the command line in place. The padding makes
@@ -65,7 +65,8 @@ class ForkServer:
         """Start the process, which imports the modules of every run and then waits for `set_up`.
 
         Args:
-            environment: Variables that are read when a process starts, and the mark of the launch.
+            environment: Environment variables that take effect when a process starts, and the start
+                id of this process.
         """
         self._process = subprocess.Popen(
             [sys.executable, "-m", "aligner.cli.fork_server", _TITLE_PADDING],
@@ -124,9 +125,9 @@ class ForkServer:
             self._process.stdin.flush()
 
     def _wait_for_response(self) -> bool:
-        """Return whether a response arrives in time.
+        """Return whether the server responds within `_RESPONSE_TIMEOUT_S`.
 
-        The method does not wait for a server that is suspended.
+        The method returns False early if the server is suspended for `_SUSPENDED_S`.
         """
         responses = self._process.stdout
         assert responses is not None

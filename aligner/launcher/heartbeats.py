@@ -1,8 +1,8 @@
 """Send a heartbeat from each rank, and kill ranks that stop sending heartbeats.
 
-A heartbeat is an update of the rank's file every few seconds. The supervisor notices the exit of a
-process by itself. A missing heartbeat is the only sign of a process that is stopped, or whose
-interpreter hangs.
+A heartbeat is an update of the rank's file every few seconds. The supervisor detects the exit of a
+process without heartbeats. It detects a suspended process or a hanging interpreter only by missing
+heartbeats.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ def heartbeat_environment(config: Config, role: str, ranks: int) -> dict[str, st
     Args:
         config: The run's configuration.
         role: Role or server group.
-        ranks: Number of its ranks.
+        ranks: Number of ranks of the role or server group.
     """
     files = [get_run_paths(config).heartbeat(role, rank) for rank in range(ranks)]
     with contextlib.suppress(OSError):
@@ -63,8 +63,9 @@ def heartbeat_environment(config: Config, role: str, ranks: int) -> dict[str, st
 def require_triton_for_heartbeat(config: Config, role: str) -> None:
     """Make the heartbeat of a server's rank 0 depend on the health of its Triton server.
 
-    The dependency begins when the server is healthy for the first time: a loading server still
-    sends heartbeats. On other ranks and in other roles, the function does nothing.
+    The dependency begins when the server is healthy for the first time. Before that, a server that
+    loads its model sends heartbeats, too. On other ranks and in other roles, the function does
+    nothing.
     """
     file = get_run_paths(config).endpoints
     if role not in count_server_ranks(config) or int(os.environ["RANK"]) or not file.is_file():
@@ -83,24 +84,25 @@ def require_triton_for_heartbeat(config: Config, role: str) -> None:
 
 
 class HeartbeatMonitor:
-    """The seconds since the last heartbeat of each rank of one role or server group.
+    """Monitor of the seconds since the last heartbeat of each rank of one role or server group.
 
-    `RankGroup` creates one monitor for each start of its ranks. Seconds count only while this
-    process runs: if a scheduler suspends the whole run, no rank becomes silent. Clocks of different
-    machines are not compared.
+    `RankGroup` creates one monitor for each start of its ranks. Only time in which this process
+    runs is counted, so that no rank becomes silent if a scheduler suspends the whole run. Clocks of
+    different machines are not compared.
     """
 
     def __init__(
         self, config: Config, role: str, ranks: Sequence[Rank], first_heartbeat_s: float = 0.0
     ) -> None:
-        """Watch ranks that were started just now.
+        """Monitor ranks that have just been started.
 
         Args:
             config: The run's configuration.
             role: Role or server group.
-            ranks: Its ranks.
-            first_heartbeat_s: Seconds until the first heartbeat, if longer than the timeout: ranks
-                that Slurm starts may wait for their image.
+            ranks: Ranks of the role or server group.
+            first_heartbeat_s: Timeout of the first heartbeat in seconds, if it is longer than the
+                configured timeout. Ranks that Slurm starts may have to wait for their container
+                image.
         """
         self._key, self._limit_s, self._pause_s = _heartbeat_timeout(config, role)
         self._format = config.logging.format
@@ -125,14 +127,14 @@ class HeartbeatMonitor:
         )
 
     def kill_silent(self, ranks: Ranks, notify: Callable[[str], None]) -> None:
-        """Kill the ranks that have exceeded their timeout, which is then handled like a crash.
+        """Kill ranks that have exceeded their timeout; the supervisor treats them as crashed.
 
-        The caller must call this method often. One check before a kill, all ranks of the run are
-        requested to print their Python stacks.
+        Call this method repeatedly. It requests the Python stacks of all ranks of the run one check
+        before it kills a rank.
 
         Args:
             ranks: All ranks of the run.
-            notify: Prints a line on the console.
+            notify: Function that prints a line on the console.
         """
         elapsed = time.monotonic() - self._last_check_at
         if elapsed < self._pause_s:
@@ -143,12 +145,12 @@ class HeartbeatMonitor:
                 self._last_heartbeats[rank] = heartbeat
                 self._note_heartbeat(rank, notify)
             elif rank.exit_code is None:
-                # A longer time means that this process itself was suspended.
+                # If more time has elapsed, this process itself was suspended.
                 self._silent_s[rank] += min(elapsed, 2 * self._pause_s)
                 self._handle_silence(rank, ranks, notify)
 
     def _note_heartbeat(self, rank: Rank, notify: Callable[[str], None]) -> None:
-        """Reset the silence of a rank, and report a rank that was silent before."""
+        """Reset the silent time of a rank, and report that a silent rank sends heartbeats again."""
         self._silent_s[rank] = 0.0
         self._limits_s[rank] = self._limit_s
         rank.has_stacks = False
@@ -177,8 +179,8 @@ class HeartbeatMonitor:
     def _print_stacks(self, silent: Rank, ranks: Ranks) -> None:
         """Make all ranks of the run print their Python stacks into their logs.
 
-        A stopped process cannot do this, but the stacks of the other ranks may show the operation
-        that waits for it.
+        A suspended process cannot print its stacks, but stacks of other ranks may show the
+        operation that waits for the suspended process.
         """
         running = ranks.running
         reason = (
@@ -193,10 +195,10 @@ class HeartbeatMonitor:
 
 
 def _modification_time(file: Path) -> int | None:
-    """Return the modification time of a file in nanoseconds by its own machine's clock.
+    """Return a file's modification time in nanoseconds, by the clock of the machine that wrote it.
 
-    The result is None without a file. The function opens the file, because a shared file system may
-    report attributes of an unopened file that are a minute old.
+    The result is None if the file is missing. The function opens the file, because a shared file
+    system may report attributes that are a minute old for an unopened file.
     """
     try:
         with file.open() as opened:

@@ -24,7 +24,13 @@ from aligner.files import create_directory
 from aligner.launcher.failure import build_failure_error
 from aligner.launcher.forks import ForkServer
 from aligner.launcher.heartbeats import HeartbeatMonitor, heartbeat_environment
-from aligner.launcher.processes import START_MARK, Interrupts, Processes, RankProcess, launch_mark
+from aligner.launcher.processes import (
+    START_ID_VARIABLE,
+    Interrupts,
+    Processes,
+    RankProcess,
+    get_launch_id,
+)
 from aligner.launcher.rank_environment import (
     CommandBuilder,
     FreePorts,
@@ -59,10 +65,10 @@ _POLL_S = 0.1
 def start_fork_server() -> ForkServer:
     """Start a process that imports modules for the ranks of a run.
 
-    The configuration need not be known yet: `ForkServer.set_up` passes it later.
+    The configuration need not be known yet: `ForkServer.set_up` passes it to the process later.
     """
     # `ForkServer.set_up` replaces the number of threads before any library reads it.
-    return ForkServer({**library_environment(threads=1), START_MARK: f"{launch_mark()}-0"})
+    return ForkServer({**library_environment(threads=1), START_ID_VARIABLE: f"{get_launch_id()}-0"})
 
 
 def launch(
@@ -75,14 +81,15 @@ def launch(
 
     Args:
         plan: The run and its prerequisite experiments.
-        command: Returns the command of a role's ranks.
-        print_details: Prints more about the run, after its directory.
+        command: Function that returns the command of a role's ranks.
+        print_details: Function that prints details of the run after the run directory.
         fork_server: A fork server for the first run, started before the configuration was known.
 
     Raises:
         ConfigError: The configuration is invalid. No rank was started, and no files are left
             behind.
-        AlignerError: A role failed. All processes have ended, as for the other errors.
+        AlignerError: A role failed. After this error and the following ones, all processes have
+            ended.
         Stopped: The launcher received a stop request, and the run has saved a checkpoint.
         Interrupted: A signal requested the immediate end of the run.
     """
@@ -121,14 +128,15 @@ def _complete_prerequisite(
     interrupts: Interrupts,
     console: Console,
 ) -> None:
-    """Return when the result of a prerequisite experiment exists.
+    """Wait for the result of a prerequisite experiment, and run the experiment if necessary.
 
-    The result may exist already, or another launch may be producing it. Otherwise, run the
-    experiment, from its last checkpoint if it has one.
+    If the result exists, the function returns. If another launch is producing the result, the
+    function waits for it. Otherwise, it runs the experiment, from the last checkpoint if there is
+    one.
 
     Args:
         prerequisite: The experiment.
-        run: Runs a configuration.
+        run: Function that runs a configuration.
         interrupts: Signals to the launcher.
         console: Console for messages.
 
@@ -141,7 +149,7 @@ def _complete_prerequisite(
     is_reported = False
 
     def wait(error: LockedError) -> None:
-        """Report once which launch produces the result, and check for signals."""
+        """Report the launch that produces the result, once, and check for signals."""
         nonlocal is_reported
         if not is_reported:
             print_line(
@@ -194,7 +202,7 @@ def _run_prerequisite(
     interrupts: Interrupts,
     console: Console,
 ) -> None:
-    """Run an experiment, and store its result, which appears only when it is complete.
+    """Run an experiment, and store its result atomically.
 
     The result consists of files of the run directory, or of the converted last checkpoint. See
     `_complete_prerequisite` for the arguments.
@@ -248,7 +256,7 @@ class LocalRanks(Processes, Ranks):
         """Prepare to start ranks, and start a fork server if the ranks can be forked.
 
         Args:
-            command: Returns the command of a role's ranks.
+            command: Function that returns the command of a role's ranks.
             config: The run's configuration.
             ports: Free ports for the process groups.
             fork_server: A fork server that was started before the configuration was known.
@@ -291,13 +299,13 @@ class LocalRanks(Processes, Ranks):
     def _device_environment(self, group: str) -> dict[str, str]:
         """Return the environment variable that restricts CUDA to the devices of a group.
 
-        The ranks number these devices from 0.
+        In the ranks, the indices of these devices begin at 0.
         """
         devices = assign_local_devices(self._config).get(group)
         visible = get_visible_gpus()
         if devices is None:
             return {}
-        # The launcher itself may be restricted to some devices, which have other numbers there.
+        # If the launcher itself is restricted to some devices, the group's indices refer to these.
         return {
             "CUDA_VISIBLE_DEVICES": ",".join(
                 str(device) if visible is None else visible[device] for device in devices
@@ -309,14 +317,14 @@ _CONNECT_TIMEOUT_S = 2.0
 
 
 def launch_dry_run(plan: RunPlan, fork_server: ForkServer | None = None) -> None:
-    """Plan a dry run, print its changes, run it, and print which parts of the run it has tested.
+    """Plan a dry run, print its changes, run it, and print the parts of the run that it has tested.
 
     Args:
         plan: The run and its prerequisite experiments.
         fork_server: See `launch`.
 
     Raises:
-        AlignerError: See `launch`, also for the other errors.
+        AlignerError: A role failed. `launch` describes the other errors.
     """
     dry_run = _plan_cpu_dry_run(plan)
     launch(dry_run.plan, print_details=partial(_print_changes, dry_run), fork_server=fork_server)
@@ -370,8 +378,8 @@ def _summarize_dry_run(config: Config, metrics: Sequence[Mapping[str, float]]) -
     ):
         owner = "the generator's" if has_generator(config) else "the engine's"
         parts.append(f"weights resharded into {owner} layout, verified by checksum")
-    # Samples of older weights differ because of the training steps in between, so only steps with
-    # on-policy samples are compared.
+    # Compare only steps with on-policy samples: log-probs of samples from older weights also differ
+    # because of the training steps in between.
     on_policy_steps = [step for step in steps if not step.get("staleness/max")]
     if mismatches := [
         step["mismatch/logprob_abs"] for step in on_policy_steps if "mismatch/logprob_abs" in step

@@ -1,10 +1,13 @@
 """Processes on this machine: start ranks, end them with all their helpers, and handle signals.
 
-`python -m aligner.launcher.processes MARK SECONDS` is the watcher of a launcher. The kernel sends
-SIGTERM to the ranks when their launcher dies, so most ranks exit by themselves. A rank that is
-suspended or ignores the signal, and helpers of a rank, would survive. Each launcher therefore
+Every start of a rank has a start id, which is in the environment of the rank and of all its helpers
+(`START_ID_VARIABLE`). The start ids of one launcher are its launch id, a hyphen, and a number.
+
+`python -m aligner.launcher.processes LAUNCH_ID SECONDS` is the watcher of a launcher. The kernel
+sends SIGTERM to the ranks when their launcher dies, so most ranks exit by themselves. A rank that
+is suspended or ignores the signal, and helpers of a rank, would survive. Each launcher therefore
 starts a watcher whose standard input is a pipe. The pipe closes when the launcher dies, and the
-watcher then ends the processes that are left.
+watcher then ends all remaining processes of the launch id.
 """
 
 import contextlib
@@ -36,15 +39,15 @@ from aligner.triton_cleanup import kill_processes, remove_triton_files
 class Interrupts:
     """Context manager that records signals to the launcher, and prints why a run ended early.
 
-    SIGINT, SIGTERM and SIGHUP end the run at once. SIGUSR1 requests a stop after a checkpoint. The
-    handlers only record a signal, so no signal interrupts the clean-up of a run; the supervisor
+    SIGINT, SIGTERM and SIGHUP end the run immediately. SIGUSR1 requests a stop after a checkpoint.
+    The handlers only record a signal, so no signal interrupts the clean-up of a run; the supervisor
     polls `check`.
     """
 
     def __init__(
         self, console: Console, resume_hint: str = "resume the run with run.resume=auto"
     ) -> None:
-        """Record no signal yet; the handlers are installed by the `with` statement.
+        """Create the context manager. The `with` statement installs the handlers.
 
         Args:
             console: Console for the messages.
@@ -97,8 +100,8 @@ class Interrupts:
     def check_before_training(self) -> None:
         """Raise Interrupted or Stopped if a signal requested the end or a stop of the run.
 
-        Before training there is no progress that a checkpoint would save, so a stop takes effect at
-        once.
+        Before training there is no progress that a checkpoint would save, so a stop takes effect
+        immediately.
         """
         self.check()
         if self.is_stop_requested:
@@ -107,14 +110,14 @@ class Interrupts:
     def stop(self, reason: str) -> NoReturn:
         """Print the reason for which the run ends early, and raise Stopped.
 
-        The reason is printed at once, because the processes of the run may take long to exit.
+        The reason is printed now, because the processes of the run may take long to exit.
         """
         print_line(self._console, reason)
         raise Stopped(reason)
 
 
-LAUNCHER_PID = "ALIGNER_LAUNCHER_PID"
-"""Environment variable of a rank with the process id of its launcher."""
+LAUNCHER_PID_VARIABLE = "ALIGNER_LAUNCHER_PID"
+"""Name of the environment variable of a rank that contains the process id of its launcher."""
 _KILL_TIMEOUT_S = 3.0
 _POLL_S = 0.05
 # Constants of prctl(2).
@@ -127,8 +130,8 @@ class RankProcess(Rank):
     """A rank that is a process of this machine."""
 
     process: subprocess.Popen[bytes] | AdoptedProcess
-    mark: str
-    """Value of the environment variable `START_MARK` in all processes of this start."""
+    start_id: str
+    """Start id of this start, in the environment of the rank and its helpers."""
 
     def poll(self) -> bool:
         """Return whether the rank is running; record its exit if it is not."""
@@ -140,8 +143,10 @@ class RankProcess(Rank):
 class Processes:
     """Ranks that are processes of this machine.
 
+    `local.LocalRanks` implements the interface `ranks.Ranks` with the methods of this class.
+
     The launcher is a child subreaper: it adopts orphaned descendants, so that it can end a helper
-    that a rank left behind, such as tritonserver. If the launcher itself is killed, its watcher
+    of a rank that has exited, such as tritonserver. If the launcher itself is killed, its watcher
     kills the processes that still run after `stop_timeout_s` (`end_orphans`).
     """
 
@@ -152,12 +157,18 @@ class Processes:
             stop_timeout_s: Seconds that ranks get to exit after SIGTERM.
         """
         self._stop_timeout_s = stop_timeout_s
-        self._started = 0
+        self._start_count = 0
         self._ranks: list[RankProcess] = []
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-        self._mark = launch_mark()
+        self._launch_id = get_launch_id()
         self._watcher = subprocess.Popen(
-            [sys.executable, "-m", "aligner.launcher.processes", self._mark, str(stop_timeout_s)],
+            [
+                sys.executable,
+                "-m",
+                "aligner.launcher.processes",
+                self._launch_id,
+                str(stop_timeout_s),
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -182,69 +193,74 @@ class Processes:
         """Start a rank in its own session.
 
         Args:
-            role: Role or server group.
+            role: Role or server group, such as `reward.1`.
             rank: Number of the rank in its role.
             command: Command line of the rank.
             environment: Variables that are added to this process's environment.
             log: File to which the rank's output is appended.
             restarts: Number of restarts of the rank's group before this start.
         """
-        self._started += 1
-        mark = f"{self._mark}-{self._started}"
+        self._start_count += 1
+        start_id = f"{self._launch_id}-{self._start_count}"
         environment = {
             **os.environ,
             **environment,
-            LAUNCHER_PID: str(os.getpid()),
-            START_MARK: mark,
+            LAUNCHER_PID_VARIABLE: str(os.getpid()),
+            START_ID_VARIABLE: start_id,
         }
         with log.open("ab") as output:
             process: subprocess.Popen[bytes] | AdoptedProcess | None = None
             if self._fork_server is not None:
+                # The name of a further replica has a number: `reward.1` has the role `reward`.
                 process = self._fork_server.fork(role.partition(".")[0], command, environment, log)
-            started = RankProcess(
+            rank_process = RankProcess(
                 role,
                 rank,
                 log,
                 output.tell(),
                 restarts,
                 process or _start_process(command, environment, output),
-                mark,
+                start_id,
             )
-        self._ranks.append(started)
-        return started
+        self._ranks.append(rank_process)
+        return rank_process
 
     @property
     def running(self) -> list[RankProcess]:
-        """See `Ranks`."""
+        """All ranks that have not ended."""
         return [rank for rank in self._ranks if rank.exit_code is None]
 
     def poll(self) -> None:
-        """See `Ranks`."""
+        """Record the exits of ranks since the last call."""
         for rank in self._ranks:
             rank.poll()
 
     def wait(self, timeout_s: float) -> None:
-        """See `Ranks`."""
+        """Wait until a rank exits, but at most `timeout_s` seconds."""
         try:
             _wait_for_exit([rank.process.pid for rank in self.running], timeout_s)
         except OSError:  # the kernel or a sandbox does not support pidfd_open
             time.sleep(timeout_s)
 
     def send(self, number: signal.Signals, ranks: Sequence[Rank]) -> None:
-        """See `Ranks`."""
+        """Send a signal to the given ranks that still run, but not to their helpers."""
         for rank in self._ranks:
             if rank in ranks:
                 rank.process.send_signal(number)
 
     def kill(self, ranks: Sequence[Rank]) -> bool:
-        """See `Ranks`."""
+        """Kill the given ranks and their helpers, and forget the ranks when all are gone.
+
+        Returns:
+            Whether no process was left to kill; call the method again until it returns True.
+        """
         killed_ranks = [rank for rank in self._ranks if rank in ranks]
         pids = {rank.process.pid for rank in killed_ranks}
-        marks = {rank.mark for rank in killed_ranks}
+        start_ids = {rank.start_id for rank in killed_ranks}
         processes = [
             process
             for process in self._descendants()
-            if process.pid in pids or _mark(process) in marks
+            if process.pid in pids or _read_start_id(process) in start_ids
         ]
         self._kill(processes)
         if not processes:
@@ -254,7 +270,14 @@ class Processes:
         return not processes
 
     def close(self) -> None:
-        """See `Ranks`. Helpers of the ranks are killed after the ranks have exited."""
+        """Send SIGTERM to all ranks, and kill all processes that remain.
+
+        The ranks get `stop_timeout_s` to exit. Their helpers are killed after that, or as soon as
+        all ranks have exited.
+
+        Raises:
+            RuntimeError: If processes still run some seconds after the first SIGKILL.
+        """
         self.send(signal.SIGTERM, self._ranks)
         deadline = time.monotonic() + self._stop_timeout_s
         while time.monotonic() < deadline and any(rank.poll() for rank in self._ranks):
@@ -293,22 +316,24 @@ class Processes:
         ]
 
 
-def launch_mark() -> str:
-    """Return the common prefix of the marks of all processes that this launcher starts."""
-    return _create_mark(os.getpid())
+def get_launch_id() -> str:
+    """Return the launch id of this process: the prefix of the start ids of all ranks it starts."""
+    return _create_launch_id(os.getpid())
 
 
+# Cached by process id: all calls in a process return the same launch id, but a forked process,
+# which inherits the cache, gets another one.
 @functools.cache
-def _create_mark(pid: int) -> str:
+def _create_launch_id(pid: int) -> str:
     # The process id is not unique: earlier launchers and other containers may use the same one. A
-    # kill by mark must not reach their processes.
+    # kill by launch id must not reach their processes.
     return f"{pid}-{secrets.token_hex(8)}"
 
 
 def _start_process(
     command: Sequence[str], environment: Mapping[str, str], output: IO[bytes]
 ) -> subprocess.Popen[bytes]:
-    """Start a process in its own session, with its output in `output`."""
+    """Start a process in its own session, and append its output to `output`."""
     # The stop signal stays blocked until the process installs a handler; otherwise, the signal
     # would kill a process that is still starting.
     previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {STOP_SIGNAL})
@@ -336,10 +361,11 @@ def _wait_for_exit(pids: Iterable[int], timeout_s: float) -> None:
         exits.poll(timeout_s * 1000)
 
 
-def _mark(process: psutil.Process) -> str | None:
-    """Return the mark in a process's environment; None for a process that has ended."""
+def _read_start_id(process: psutil.Process) -> str | None:
+    """Return the start id in a process's environment; None without one, or if the process has ended
+    or belongs to another user."""
     try:
-        return process.environ().get(START_MARK)
+        return process.environ().get(START_ID_VARIABLE)
     except psutil.Error:
         return None
 
@@ -352,11 +378,11 @@ def terminate_with_launcher() -> None:
     Raises:
         AlignerError: The launcher has already exited.
     """
-    launcher = os.environ.get(LAUNCHER_PID)
-    if launcher is None:
+    launcher_pid = os.environ.get(LAUNCHER_PID_VARIABLE)
+    if launcher_pid is None:
         return
     _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != int(launcher):
+    if os.getppid() != int(launcher_pid):
         raise AlignerError("the launcher exited while this rank was starting")
 
 
@@ -371,7 +397,7 @@ def read_start_ticks(pid: int) -> int | None:
     """Return the start time of a running process in clock ticks since boot.
 
     Together with the process id, this time identifies a process. The result is None for a process
-    that has ended, reaped or not.
+    that has ended, whether it has been reaped or not.
     """
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -381,24 +407,26 @@ def read_start_ticks(pid: int) -> int | None:
     return None if state in "ZX" else int(fields[18])
 
 
-START_MARK = "ALIGNER_START"
-"""Environment variable with the mark of one start of a rank, which all helpers of the rank inherit.
-"""
+START_ID_VARIABLE = "ALIGNER_START"
+"""Name of the environment variable that contains the start id of a rank. All helpers of the rank
+inherit it."""
 # Seconds after which the watcher gives up on processes that the kernel cannot end.
 _UNKILLABLE_TIMEOUT_S = 30.0
 
 
-def end_orphans(mark: str, timeout_s: float) -> None:
-    """Wait for processes to exit by themselves, then kill them and remove their Triton files.
+def end_orphans(launch_id: str, timeout_s: float) -> None:
+    """Give the processes of a launch time to exit, and kill those that remain.
+
+    Then remove the Triton files of all processes that have exited.
 
     Args:
-        mark: Prefix of the marks of the processes (`launch_mark`).
+        launch_id: Launch id of the processes (`get_launch_id`).
         timeout_s: Seconds before the processes are killed.
     """
     kill_at = time.monotonic() + timeout_s
     seen_pids = set[int]()
     while (
-        processes := _find_marked_processes(mark)
+        processes := _find_launched_processes(launch_id)
     ) and time.monotonic() < kill_at + _UNKILLABLE_TIMEOUT_S:
         seen_pids.update(process.pid for process in processes)
         if time.monotonic() > kill_at:
@@ -408,12 +436,12 @@ def end_orphans(mark: str, timeout_s: float) -> None:
         remove_triton_files(pid)
 
 
-def _find_marked_processes(mark: str) -> list[psutil.Process]:
-    """Return the running processes whose mark begins with `mark`."""
+def _find_launched_processes(launch_id: str) -> list[psutil.Process]:
+    """Return the running processes of a launch: the ranks, their helpers and the fork server."""
     processes = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):  # the process has ended, or belongs to another user
-            if process.environ().get(START_MARK, "").startswith(f"{mark}-"):
+            if process.environ().get(START_ID_VARIABLE, "").startswith(f"{launch_id}-"):
                 processes.append(process)
     return processes
 

@@ -33,8 +33,8 @@ from aligner.placement.roles import count_server_ranks
 from aligner.placement.tls import get_tls_files
 from aligner.schema import Config
 
-# Ports below the range that the kernel assigns to outgoing connections. A connection could take a
-# port of that range before a server has started.
+# Ports below the kernel's range for outgoing connections. An outgoing connection could occupy a
+# port of the kernel's range before a server listens on the port.
 PORTS = range(20000, 32000)
 SERVED_MODELS = {
     "generator": "generate",
@@ -42,15 +42,15 @@ SERVED_MODELS = {
     "reward": "reward_model",
     "teacher": "teacher_logprobs",
 }
-"""Triton model of each role that must be ready for the server to be healthy."""
+"""Name of the Triton model of each role. A server is healthy only if this model is ready."""
 
 
 class FreePorts(contextlib.ExitStack):
     """Iterator over distinct free ports, in random order.
 
     A port must be free on all addresses. It stays reserved until its server listens: an abstract
-    Unix socket with the port's number excludes all other `FreePorts` in this network namespace. The
-    reservations end with `close`, with the `with` block, or with the process, however it ends.
+    Unix socket with the port's number excludes all other `FreePorts` objects in this network
+    namespace. Reservations end with `close`, with the `with` block, or with the process.
 
     Example:
         ```
@@ -94,7 +94,8 @@ class FreePorts(contextlib.ExitStack):
     def _claim(self, port: int) -> bool:
         """Return whether this object could reserve the port by binding its Unix socket."""
         claim = socket.socket(socket.AF_UNIX)
-        # The leading null byte makes the name abstract: the kernel removes it with the socket.
+        # The leading null byte makes the name abstract: the kernel removes the name with the
+        # socket.
         try:
             claim.bind(f"\0aligner-port-{port}")
         except OSError:
@@ -170,9 +171,11 @@ def is_healthy(config: Config, group: str, endpoint: Endpoint, timeout_s: float 
 
 
 CommandBuilder = Callable[[str, Path], tuple[str, ...]]
-"""Function from a role, or a server group, and the config file to the command of its ranks."""
+"""Function that returns the command of the ranks of a role or server group, from the role and the
+path of the config file."""
 DEVICES = "ALIGNER_DEVICES"
-"""Environment variable with a role's device indices within its Slurm step; unset for all devices.
+"""Environment variable with the indices of a role's devices within its Slurm step; if it is unset,
+the role uses all devices of the step.
 """
 _VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 # Allocate large temporary tensors on the heap, keep their memory, and use pages of 2 MiB if the
@@ -193,7 +196,7 @@ def build_role_command(
     Args:
         role: Role or server group; `prepare` is a role, too.
         config_file: The run's `config.yaml`.
-        program: Beginning of the command; None for this Python environment.
+        program: Beginning of the command; None uses `python -m aligner` of this Python environment.
     """
     actions = {"prepare": ("prepare",), "trainer": ("train",)}
     action = actions.get(role, ("serve", f"role={role}"))
@@ -230,8 +233,8 @@ def library_environment(threads: int) -> dict[str, str]:
         **OPENMP_ENVIRONMENT,
         # torch.compile generates few kernels here, which do not justify a process pool per rank.
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
-        # The supervisor reports a server that exits, so gRPC's own messages in the clients' logs
-        # would only repeat this.
+        # The supervisor reports the exit of a server. Messages of gRPC about lost connections in
+        # the clients' logs would be redundant.
         "GRPC_VERBOSITY": os.environ.get("GRPC_VERBOSITY", "ERROR"),
         "GLIBC_TUNABLES": ":".join(_MALLOC_TUNABLES),
         "TOKENIZERS_PARALLELISM": "false",
@@ -240,9 +243,10 @@ def library_environment(threads: int) -> dict[str, str]:
 
 
 def adopt_environment() -> None:
-    """Tie this rank to its launcher's life, and set up the environment of a Slurm task.
+    """Make this rank end when its launcher ends, and set up the environment of a Slurm task.
 
-    A task of a Slurm job step takes its rank and the devices of its role from Slurm's variables.
+    A task of a Slurm job step reads its rank and the devices of its role from Slurm's environment
+    variables.
 
     Raises:
         AlignerError: The step lacks devices of the role.
@@ -253,8 +257,8 @@ def adopt_environment() -> None:
     os.environ["RANK"] = os.environ["SLURM_PROCID"]
     os.environ["LOCAL_RANK"] = os.environ["SLURM_LOCALID"]
     if devices := os.environ.pop(DEVICES, ""):
-        # The rank itself restricts the devices, because Slurm replaces this variable of srun's
-        # environment by all devices of the job on the node.
+        # The rank itself restricts its devices. Slurm would overwrite this variable in the
+        # environment of srun with all devices of the job on the node.
         if (
             step_devices := os.environ.get(_VISIBLE_DEVICES)
         ) is not None:  # Slurm manages the devices

@@ -1,7 +1,7 @@
 """Groups of ranks that are restarted together: `prepare`, each server, and the trainer.
 
 If one rank of a group exits too early, the supervisor replaces all ranks of the group, because the
-others have lost their process group.
+remaining ranks cannot use their process group any more.
 """
 
 import dataclasses
@@ -28,16 +28,16 @@ from aligner.placement.addresses import Endpoint
 from aligner.schema import Config
 from aligner.servers.restart_budget import RestartBudget
 
-# Seconds to wait for further failures after the first one: one of them may be the cause.
+# Seconds to wait for further failures after the first one, which may not be the root cause.
 GRACE_S = 1.0
 # Seconds between two health requests to a server that is not healthy yet.
 _HEALTH_POLL_S = 0.5
-# Seconds between a failure and the first restart; each further restart doubles them.
+# Seconds between a failure and the first restart; the delay doubles with each further restart.
 _FIRST_BACKOFF_S = 1.0
 
 
 class RankGroup(ABC):
-    """Ranks of one role or server group that are started, watched and replaced together.
+    """Ranks of one role or server group that are started, monitored and replaced together.
 
     The supervisor polls each group. `RestartBudget` limits the number of restarts per hour.
     """
@@ -50,8 +50,8 @@ class RankGroup(ABC):
         Args:
             name: Role or server group.
             config: The run's configuration.
-            ranks: Starts and ends ranks.
-            notify: Prints a message about the ranks.
+            ranks: Interface that starts and ends the ranks of the run.
+            notify: Function that prints a message about the ranks.
         """
         self.name = name
         self._config = config
@@ -67,8 +67,7 @@ class RankGroup(ABC):
     def ended_ranks(self) -> list[Rank]:
         """Ranks that ended without completing their task.
 
-        The list is empty after a replacement was announced, until the ranks have been started
-        again.
+        The list is empty while the group is being replaced.
         """
         if self.is_replaced:
             return []
@@ -80,10 +79,9 @@ class RankGroup(ABC):
 
     @property
     def missing_ranks(self) -> list[Rank]:
-        """Ranks that still run although others exited with a collective timeout.
+        """Running ranks for which other ranks of the group waited until a collective timed out.
 
-        The others waited for them in vain. The list is empty if no log reports a collective
-        timeout.
+        The list is empty if no log reports a collective timeout.
         """
         has_timeout = any(has_collective_timeout(rank) for rank in self.ended_ranks)
         return [rank for rank in self.ranks if rank.exit_code is None] if has_timeout else []
@@ -92,7 +90,7 @@ class RankGroup(ABC):
     def has_failed(self) -> bool:
         """Whether a rank ended and the group cannot be restarted.
 
-        Either the restart budget is spent, or the failure would repeat.
+        The group cannot be restarted if its restart budget is spent or the failure would repeat.
         """
         return bool(self.ended_ranks) and (self._budget.is_spent or not self._can_retry())
 
@@ -129,7 +127,7 @@ class RankGroup(ABC):
         self.heartbeats.kill_silent(self._rank_manager, self._notify)
 
     def _start(self) -> None:
-        """Start all ranks, and watch their heartbeats."""
+        """Start all ranks, and monitor their heartbeats."""
         self.ranks = self._rank_manager.start(self.name, self.restarts)
         self.is_replaced = False
         """Whether a rank has ended and all ranks are about to be started again."""
@@ -156,11 +154,11 @@ class RankGroup(ABC):
         self._kill_deadline = time.monotonic() + self._config.cluster.stop_timeout_s
 
     def _continue_replacement(self) -> None:
-        """Kill the processes that are left after the timeout, then start the ranks again."""
+        """Kill the remaining processes after the timeout, then start the ranks again."""
         now = time.monotonic()
         if any(rank.exit_code is None for rank in self.ranks) and now < self._kill_deadline:
             return
-        # Helpers of a killed rank still hold its ports, so a new rank could not listen on them.
+        # Helper processes of a killed rank hold its ports, so a new rank could not listen on these.
         is_gone = self._rank_manager.kill(self.ranks)
         backoff_s = _FIRST_BACKOFF_S * 2 ** max(0, self._budget.used - 1)
         if is_gone and now >= self._ended_at + backoff_s:
@@ -204,8 +202,8 @@ class ServerGroup(RankGroup):
             name: Server group, for example `critic` or `reward.1`.
             endpoint: Address and ports of the server.
             config: The run's configuration.
-            ranks: Starts and ends ranks.
-            notify: Prints a message about the ranks.
+            ranks: Interface that starts and ends the ranks of the run.
+            notify: Function that prints a message about the ranks.
         """
         self._endpoint = endpoint
         self.was_healthy = False
@@ -231,9 +229,10 @@ class ServerGroup(RankGroup):
         return False
 
     def _can_retry(self) -> bool:
-        """Return False if the first start failed, which would repeat.
+        """Return whether a restart can succeed after the failure of `ended_ranks`.
 
-        Suspended or silent ranks may be restarted.
+        The result is False if the server has never been healthy, because the failure would repeat.
+        Ranks that were suspended or silent may be restarted in any case.
         """
         return self.was_healthy or any(
             rank.exit_code == RESUMABLE or rank.kill_reason is not None for rank in self.ended_ranks
@@ -290,10 +289,10 @@ class TrainerGroup(RankGroup):
 
         Args:
             config: The run's configuration.
-            ranks: Starts and ends ranks.
-            notify: Prints a message about the ranks.
-            restart_critic: Restarts the critic. Called before a restart of the trainer without a
-                checkpoint.
+            ranks: Interface that starts and ends the ranks of the run.
+            notify: Function that prints a message about the ranks.
+            restart_critic: Function that restarts the critic. It is called before the trainer
+                restarts without a checkpoint.
         """
         self._restart_critic = restart_critic
         super().__init__("trainer", config, ranks, notify)

@@ -20,25 +20,27 @@ from aligner.schema import Config
 
 @dataclass(eq=False)
 class Rank:
-    """One started rank. `RankProcess` is a local process, `TaskRank` a task of a Slurm job step."""
+    """One started rank. `RankProcess` is a local process; `TaskRank` is a Slurm task."""
 
     role: str
     rank: int
     log: Path
     log_start: int
-    """Offset of this start's output in the log, in bytes."""
+    """Position in the log, in bytes, at which the output of this process begins."""
     restarts: int
-    """Number of restarts of the rank's group before this start."""
+    """Number of restarts of the rank's group before this rank was started."""
     exit_code: int | None = field(default=None, kw_only=True)
     """Exit code, or the negative number of the signal that ended the rank; None while it runs."""
     ended_at: float | None = field(default=None, kw_only=True)
-    """`time.monotonic()` when the end of the rank was noticed."""
+    """Time from `time.monotonic()` at which the exit was detected; None while the rank runs."""
     kill_reason: str | None = field(default=None, kw_only=True)
-    """Why the launcher killed this rank alone; None if it was ended or replaced with its group."""
+    """Reason for which the launcher killed only this rank; None if the launcher did not, or killed
+    the whole group."""
     oom_kills_before: int = field(default_factory=count_oom_kills, kw_only=True)
-    """Number of processes that the kernel had killed for lack of memory before this start."""
+    """Number of processes that the kernel had killed for lack of memory when this rank was
+    started."""
     has_stacks: bool = field(default=False, kw_only=True)
-    """Whether all ranks were asked for their Python stacks because this rank is silent."""
+    """Whether the Python stacks of all ranks were requested because this rank is silent."""
 
     def shorten_log(self, limit: int) -> None:
         """Drop the older half of the log if it has more than `limit` bytes."""
@@ -63,7 +65,7 @@ class Rank:
 
         Args:
             code: Exit code, negative for a signal.
-            ended_at: `time.monotonic()` of the end.
+            ended_at: Time of the exit from `time.monotonic()`, in seconds.
         """
         if self.exit_code is None:
             self.exit_code = code
@@ -71,7 +73,7 @@ class Rank:
 
 
 class Ranks(ABC):
-    """Start, watch and end the ranks of a run.
+    """Start, monitor and end the ranks of a run.
 
     This is the interface of `LocalRanks` and `SlurmSteps`. The supervisor and its groups use it.
     """
@@ -96,9 +98,9 @@ class Ranks(ABC):
 
     @property
     def start_delay_s(self) -> float:
-        """Longest time between `start` and the first line of a rank's process, in seconds.
+        """Maximum seconds between the call of `start` and the beginning of a rank's process.
 
-        The value is 0 if this machine starts the rank itself.
+        The value is 0 if the launcher starts the process itself.
         """
         return 0.0
 
@@ -109,7 +111,7 @@ class Ranks(ABC):
     def wait(self, timeout_s: float) -> None:
         """Wait for `timeout_s` seconds.
 
-        An implementation that can notice an exit returns as soon as the next rank exits.
+        If the implementation can detect the exit of a process, the method returns at the next exit.
         """
         time.sleep(timeout_s)
 
@@ -123,10 +125,10 @@ class Ranks(ABC):
 
     @abstractmethod
     def kill(self, ranks: Sequence[Rank]) -> bool:
-        """Kill the given ranks and their helper processes, and forget the ranks when all are gone.
+        """Kill the given ranks and their helper processes, and drop the ranks when all have ended.
 
         Returns:
-            Whether no process was left to kill.
+            True if all of these processes had already ended.
         """
 
     def kill_rank(self, reason: str, rank: Rank) -> None:
@@ -152,7 +154,8 @@ class Ranks(ABC):
 
 
 def get_max_restarts(config: Config, role: str) -> int:
-    """Return how often per hour the trainer, `prepare` or a server group may be restarted."""
+    """Return the maximum number of restarts per hour of the trainer, `prepare` or a server
+    group."""
     is_server = role not in ("prepare", "trainer")
     return config.server.max_restarts if is_server else config.run.max_restarts
 

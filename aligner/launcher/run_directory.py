@@ -2,7 +2,7 @@
 
 `open_run_directory` locks and prepares the directory, and writes the timeline and the summary at
 the end. `StateRecorder` keeps `status.json` up to date, which `aligner status` and the viewer read.
-The lock belongs to the operating system and ends with its process, so that one launch at a time
+A lock of the operating system, which ends with the process, ensures that only one launch at a time
 uses a directory.
 """
 
@@ -62,13 +62,14 @@ class LauncherState:
     pid: int
     """Process id of the launcher on its host."""
     pid_start: int | None
-    """Start time of that process (`aligner.launcher.processes.read_start_ticks`)."""
+    """Start time of the launcher's process in clock ticks
+    (`aligner.launcher.processes.read_start_ticks`)."""
     host: str
     started: float
-    """Start of the launch in seconds since the epoch, like all times of this class."""
+    """Start of the launch in seconds since the epoch, like `ended`."""
     roles: Mapping[str, RoleState]
     job: str | None = None
-    """Slurm job id of the launcher. With a job, its host is not used to look for its process."""
+    """Slurm job id of the launcher; None for a local run."""
     ended: float | None = None
     exit_code: int | None = None
     reason: str | None = None
@@ -78,8 +79,8 @@ class LauncherState:
     def is_gone(self, heartbeat: float) -> bool:
         """Return whether the launcher has exited without recording the end of the run.
 
-        On the launcher's own host, the process table decides. Otherwise, the age of the last
-        heartbeat decides.
+        For a local run, the result depends on the process table if this is the launcher's host.
+        Otherwise, it depends on the age of the last heartbeat.
 
         Args:
             heartbeat: Modification time of `status.json`, in seconds since the epoch.
@@ -93,7 +94,7 @@ class LauncherState:
 
     @property
     def end_reason(self) -> str | None:
-        """Reason for which a run that is over has ended; None for a run without an error."""
+        """Reason for the end of a run that has ended; None if the run ended without an error."""
         if self.ended is not None:
             return self.reason
         launcher = (
@@ -127,11 +128,11 @@ def read_state(path: Path) -> LauncherState | None:
 class StateRecorder:
     """Context manager that keeps a run's `status.json` up to date.
 
-    A full disk, on which the file cannot be written, does not end the run.
+    If the disk is full, the file is not updated, and the run continues.
     """
 
     def __init__(self, config: Config, job: str | None = None) -> None:
-        """Describe a launch that begins now.
+        """Create the state of a launch that begins now.
 
         Args:
             config: The run's configuration.
@@ -230,13 +231,14 @@ def lock_directory(
 ) -> Iterator[None]:
     """Hold the lock of a directory in a `with` block, and create the directory if necessary.
 
-    The lock ends with the process, however the process ends. At the end of the block, the lock file
-    is removed. Directories that this function created are removed if they are empty.
+    The kernel releases the lock when the process ends, even if it is killed. At the end of the
+    block, the lock file is removed. Directories that this function created are removed if they are
+    empty.
 
     Args:
         directory: The directory.
-        wait: Called repeatedly while another process holds the lock after the timeout; it may
-            raise.
+        wait: Function that is called repeatedly while another process holds the lock after the
+            timeout. It may raise an exception.
         timeout_s: Seconds to wait for the lock.
         mode: Mode of the directory if it is created; its new parents get the usual mode.
 
@@ -263,7 +265,7 @@ def lock_directory(
                 # notices in `_is_same_file` that it must open a new one.
                 (directory / LOCK).unlink(missing_ok=True)
     finally:
-        # From the deepest directory to the top; a directory with files stays.
+        # Remove the deepest directory first. A directory that contains files is kept.
         for path in created:
             with contextlib.suppress(OSError):
                 path.rmdir()
@@ -287,7 +289,7 @@ def require_unlocked(directory: Path) -> None:
 def _acquire_lock(
     directory: Path, wait: Callable[[LockedError], None] | None, timeout_s: float
 ) -> IO[str]:
-    """Lock the lock file of a directory, write this process into it, and return it."""
+    """Lock the lock file of a directory, write this process's identity into it, and return it."""
     path = directory / LOCK
     while True:
         with contextlib.ExitStack() as stack:
@@ -308,7 +310,7 @@ def _acquire_lock(
 
 
 def _build_locked_error(directory: Path, file: IO[str]) -> LockedError:
-    # A holder that has just acquired the lock may not have written its name yet.
+    # A process that has just acquired the lock may not have written its identity yet.
     holder = _read_holder(file) or LockedError.holder
     error = LockedError(
         f"run.dir={directory}: in use by {holder}; wait until the other launch ends or stop that"
@@ -343,10 +345,10 @@ def _try_lock(file: IO[str], kind: int, timeout_s: float = 0.0) -> bool:
 
 
 def _is_holder_gone(file: IO[str], error: OSError) -> bool:
-    """Return whether the process in the lock file has ended, on a file system without locks.
+    """Return whether the process in the lock file has ended, if the file system has no locks.
 
-    A process of this machine can be looked up. A process of another machine is assumed to have
-    ended, and a note says so.
+    The process table contains only processes of this machine. A process of another machine is
+    assumed to have ended, and a note reports this assumption.
     """
     holder = _read_holder(file)
     assumption = ""

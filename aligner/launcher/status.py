@@ -73,7 +73,7 @@ class RunStatus:
     exit_code: int | None
     """Exit code of the launcher; None while it runs."""
     note: str | None
-    """Why the run ended, and the command that continues it; None for an active run.
+    """Reason for the end of the run, and the command that resumes it; None for an active run.
 
     For a finished run, the note names the end rule that the run reached before its last step, if
     any.
@@ -115,9 +115,8 @@ def build_status(
         paths: Paths of the run directory.
         config: The run's configuration.
         metrics: Metrics of the newest steps; the last few steps suffice.
-        query_services: Whether to send requests to the servers and to Slurm. Without these
-            requests, the health of the servers is the one that the launcher recorded, and the state
-            of the Slurm queue is unknown.
+        query_services: Whether to send requests to the servers and to Slurm. Otherwise, the health
+            of the servers is read from `status.json`, and the state of the Slurm queue is unknown.
     """
     now = time.time()
     launcher = read_state(paths.status)
@@ -236,7 +235,7 @@ def _role_statuses(
             endpoint.host in ("127.0.0.1", "localhost", "::1")
             and launcher.host != socket.gethostname()
         ):
-            is_responding = role.healthy  # a loopback address of another machine
+            is_responding = role.healthy  # the loopback address belongs to another machine
         else:
             is_responding = is_healthy(config, name, endpoint, _SERVER_TIMEOUT_S)
         if is_responding:
@@ -258,7 +257,7 @@ def _describe_end(
     resumable: bool,
     in_queue: bool | None,
 ) -> str | None:
-    """Return why a run is not active, and the command that continues it.
+    """Return the reason for the end of a run, and the command that resumes it.
 
     The result is None for an active run, and for a run that has completed all steps.
     """

@@ -1,7 +1,7 @@
 """megatron-core models of the roles: construction, training, log-probs and checkpoints.
 
-This is the only package that imports megatron.core. The package's initialization imports it without
-optional dependencies that aligner does not use.
+This is the only package that imports megatron.core. The package's initialization imports
+megatron.core without the optional dependencies that aligner does not use.
 """
 
 import contextlib
@@ -31,8 +31,8 @@ warnings.filterwarnings("ignore", message=r".*CUDA_DEVICE_MAX_CONNECTIONS")
 def _without_compiler() -> Iterator[None]:
     """Make `torch.compile` return functions unchanged within the context.
 
-    megatron-core decorates functions for GPUs with it. The decoration alone imports the compiler,
-    which takes two seconds of every rank's start.
+    megatron-core decorates its GPU functions with `torch.compile`. The decoration alone imports the
+    compiler, which adds two seconds to the start of every rank.
     """
     compiler = torch.compile
     torch.compile = lambda function, **options: function  # type: ignore[assignment]
@@ -61,11 +61,11 @@ def _replaced_modules(replacements: Mapping[str, ModuleType | None]) -> Iterator
 _CHECKPOINT_STUB = ModuleType("torch.distributed.checkpoint")
 _CHECKPOINT_STUB.default_planner = None  # type: ignore[attr-defined]
 
-# megatron-core imports wandb, if it is installed, for its own inference engine, which takes a
-# second of every rank's start.
+# megatron-core imports wandb, if it is installed, for its own inference engine. The import adds a
+# second to the start of every rank.
 _UNUSED_EVERYWHERE = {"wandb": None}
 # megatron-core imports these modules for its FSDP, its checkpoints and its timers, none of which
-# aligner uses. With sympy they are 900 modules, which take 0.6 s of every rank's start.
+# aligner uses. With sympy, the import of their 900 modules adds 0.6 s to the start of every rank.
 _UNUSED_ON_CPUS = {
     "torch.distributed.checkpoint": _CHECKPOINT_STUB,
     "torch.distributed.fsdp": None,

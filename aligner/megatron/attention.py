@@ -1,6 +1,10 @@
 """Causal attention with rotary positions over packed micro-batches.
 
-It replaces transformer-engine's attention on machines or in precisions that it does not support.
+It replaces transformer-engine's attention on machines and for data types that transformer-engine
+does not support.
+
+Shapes: T is the number of tokens of all context ranks, C the context-parallel size, and a row is
+one sequence. N rows are padded on the right to L tokens. Without context parallelism, C is 1.
 """
 
 from collections.abc import Sequence
@@ -23,8 +27,9 @@ from aligner.models.rotary import rotate
 class PackedAttention(nn.Module):
     """Causal attention within each sequence of a packed micro-batch.
 
-    It is megatron-core's `core_attention` module of our layers. It uses PyTorch's fused kernels,
-    or, with `engine.exact`, the batch-invariant kernel.
+    Our layers use it as their `core_attention` module. It uses PyTorch's fused kernels, or, with
+    `engine.exact`, the batch-invariant kernel. If rows share prefixes, it uses the kernels of
+    `shared_prefixes`.
     """
 
     def __init__(
@@ -42,7 +47,8 @@ class PackedAttention(nn.Module):
             exact: `engine.exact`: use the batch-invariant kernel.
             frequencies: Rotary frequencies in radians per position, one for each rotated pair of a
                 head's dimensions; None without rotary positions. The module rotates queries and
-                keys itself, because megatron-core would compute the angles again in every layer.
+                keys itself, because megatron-core would compute the cosines and sines again in
+                every layer.
         """
         super().__init__()
         self.exact = exact
@@ -63,22 +69,25 @@ class PackedAttention(nn.Module):
     ) -> Tensor:
         """Return the attention output of this rank's tokens.
 
-        The sequences are laid out as rows that are padded on the right. A causal mask alone then
-        keeps tokens from attending to padding, so whole sequences need no mask tensor. Under
-        context parallelism, the T tokens are this rank's. The function all-gathers the keys and
-        values of all context ranks; the backward pass reduce-scatters their gradients.
+        The packed sequences are laid out as rows. Padding follows the tokens of a row, so a causal
+        mask also keeps tokens from attending to padding. PyTorch's kernels apply a causal mask
+        without a mask tensor. A mask tensor is needed only for a sliding window, and under context
+        parallelism, where the queries of a row are two of the 2C chunks of its sequence.
+
+        Under context parallelism, the function all-gathers the keys and values of all context
+        ranks; the backward pass reduce-scatters their gradients.
 
         Args:
-            query: [T, heads, dim].
-            key: [T, key/value heads, dim].
-            value: [T, key/value heads, dim].
+            query: [T/C, heads, dim].
+            key: [T/C, key/value heads, dim].
+            value: [T/C, key/value heads, dim].
             attention_mask: Ignored.
             attn_mask_type: Ignored.
             attention_bias: Ignored.
             packed_seq_params: Description of the packed micro-batch.
 
         Returns:
-            [T, heads·dim], in the dtype of `query`.
+            [T/C, heads·dim], in the dtype of `query`.
 
         Raises:
             TypeError: If `packed_seq_params` is not a PackedSequences.
@@ -92,6 +101,8 @@ class PackedAttention(nn.Module):
         is_grouped = query.shape[1] != key.shape[1]
         if self._frequencies is not None:
             query, key = self._apply_rotation(query, key, packed)
+        # Rows share prefixes only without a sliding window, without `engine.exact` and without
+        # context parallelism (see `runner`), so this path need not support them.
         if packed.attention_tree is not None:
             return shared_prefixes.attend(
                 query, key, value, packed.attention_tree, self.scale
@@ -125,14 +136,14 @@ class PackedAttention(nn.Module):
                 scale=self.scale,
                 enable_gqa=is_grouped,
             )
-        # The backward pass of index_select adds gradients without sorting the indices, unlike that
-        # of indexing.
+        # The backward pass of index_select adds gradients without sorting the indices, unlike the
+        # backward pass of indexing.
         return attended.transpose(1, 2).flatten(2).flatten(0, 1).index_select(0, packed.query_index)
 
     def _apply_rotation(
         self, query: Tensor, key: Tensor, packed: PackedSequences
     ) -> tuple[Tensor, Tensor]:
-        """Return queries and keys [T, heads, dim] with rotary positions (Su et al. 2021)."""
+        """Return queries and keys [T/C, heads, dim] with rotary positions (Su et al. 2021)."""
         if packed.rotation is None:
             # Angles are computed in float32, since bf16 cannot represent the positions of long
             # contexts. The first layer of a micro-batch computes them for all layers.
@@ -144,10 +155,12 @@ class PackedAttention(nn.Module):
         return _Rotate.apply(query, cosine, sine), _Rotate.apply(key, cosine, sine)
 
     def _build_mask(self, packed: PackedSequences, device: torch.device) -> Tensor | None:
-        """Return which keys each query attends to, bool [N or 1, 1, L/C, L].
+        """Return which keys each query attends to.
 
-        None stands for the causal mask of whole sequences, which the kernels apply without a
-        tensor.
+        Returns:
+            bool [N, 1, L/C, L] under context parallelism, bool [1, 1, L, L] for a sliding window
+            without it. None otherwise: the mask is causal, and the kernels apply it without a
+            tensor.
         """
         width = packed.key_shape[1]
         window = self.window if self.window is not None and self.window < width - 1 else None
@@ -168,12 +181,12 @@ def _to_rows(tensor: Tensor, index: Tensor, shape: tuple[int, int]) -> Tensor:
     """Return packed values as rows.
 
     Args:
-        tensor: [T, heads, dim].
-        index: Index of each token in the flattened rows [N·L], int64 [T].
-        shape: (N, L).
+        tensor: Values of n tokens, [n, heads, dim].
+        index: Index of each token in the flattened rows, int64 [n].
+        shape: Number of rows and their length: (N, L) for keys, (N, L/C) for queries.
 
     Returns:
-        [N, heads, L, dim], zeros at padding.
+        [N, heads, L or L/C, dim], zeros at padding.
     """
     padded = tensor.new_zeros(shape[0] * shape[1], *tensor.shape[1:]).index_copy(0, index, tensor)
     return padded.view(*shape, *tensor.shape[1:]).transpose(1, 2)

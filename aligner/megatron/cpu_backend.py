@@ -53,7 +53,7 @@ class _TorchWithoutCudaLiterals:
 
 
 def _with_cuda_type_names(tensor_type: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `Tensor.type` with the names of CUDA tensor types for CPU tensors.
+    """Return a replacement of `Tensor.type` that names CUDA tensor types for CPU tensors.
 
     megatron-core compares these names. Conversions with `Tensor.type(dtype)` are unchanged.
     """
@@ -173,9 +173,9 @@ def weighted_swiglu_back(g: Tensor, y: Tensor, weights: Tensor) -> tuple[Tensor,
 
 
 # Gradient buffers. The gradient of a linear layer's weight is computed directly into DDP's fp32
-# buffer (`main_grad`). The first GEMM of an update overwrites the buffer, so resetting it need not
-# write zeros: a blank buffer has undefined contents that count as zero, and its attribute
-# `is_blank` is true.
+# buffer (`main_grad`). The first GEMM of an update overwrites the buffer, so a reset need not write
+# zeros. The reset marks the buffer as blank instead: its contents are undefined and count as zero,
+# and its attribute `is_blank` is true.
 
 
 def accumulate_matmul(total: Any, left: Tensor, right: Tensor) -> Tensor:
@@ -190,7 +190,7 @@ def accumulate_matmul(total: Any, left: Tensor, right: Tensor) -> Tensor:
     """
     is_blank = getattr(total, "is_blank", False)
     total.is_blank = False
-    # `reset_gradient_buffer` leaves the buffers of such parameters blank.
+    # `reset_gradient_buffer` leaves buffers with this attribute blank.
     total.is_written_by_matmul = True
     gradient: Tensor = total
     if left.dtype != torch.float32:
@@ -199,12 +199,13 @@ def accumulate_matmul(total: Any, left: Tensor, right: Tensor) -> Tensor:
 
 
 def mark_gradient_accumulated(weight: Any) -> Tensor | None:
-    """Return the gradient of a weight whose backward pass has filled the gradient buffer itself.
+    """Return the gradient that autograd receives for a weight whose gradient buffer is already
+    filled.
 
     The result is None, unless DDP reduces gradients during the backward pass
     (`optimizer.overlap_grad_reduce`). DDP's hook then waits for a gradient of each weight, but
-    ignores its contents, which are undefined. An exception is a weight that is both embedding and
-    head: the contents are added to its other gradient, so they are zeros.
+    ignores its contents, which are undefined. If a weight is both embedding and head, the returned
+    gradient is zero, because it is added to the weight's other gradient.
     """
     if not getattr(weight, "is_reduced_early", False):
         return None
@@ -236,7 +237,8 @@ def _zero_if_blank(total: Any) -> None:
 def _zero_blanks_before(start: Callable[..., None]) -> Callable[..., None]:
     """Return a bucket group's `start_grad_sync` that first writes zeros to blank gradients.
 
-    A gradient stays blank if no GEMM has written it, for example that of an expert without tokens.
+    A gradient stays blank if no GEMM has written it, for example the gradient of an expert without
+    tokens.
     """
 
     def start_grad_sync(group: Any, *args: Any, **kwargs: Any) -> None:
@@ -305,8 +307,9 @@ class _LayerFunctions:
 def remove_compiler_from_optimizers() -> None:
     """Make torch's optimizers run without importing torch's compiler.
 
-    They import it at their first call, even if nothing is compiled, to mark functions that must not
-    be compiled. The import takes 0.7 s of processor time and 70 MiB in each process.
+    The optimizers import the compiler at their first call, even if nothing is compiled, to mark
+    functions that must not be compiled. The import takes 0.7 s of processor time and 70 MiB in each
+    process.
     """
     optimizer: Any = torch.optim.Optimizer
     for name in ("add_param_group", "load_state_dict", "state_dict", "zero_grad"):
@@ -327,8 +330,8 @@ def remove_compiler_from_optimizers() -> None:
 def install() -> None:
     """Patch megatron-core for the CPU.
 
-    Call it before a model is built. Further calls have no effect, and neither has a call on a
-    machine with CUDA.
+    Call it before a model is built. Further calls, and calls on a machine with CUDA, have no
+    effect.
     """
     if torch.cuda.is_available() or getattr(torch.cuda.current_device, "answers_cpu", False):
         return
@@ -349,8 +352,8 @@ def install() -> None:
     cuda.current_stream = cuda.default_stream = lambda *args, **kwargs: _NoOpStream()
     cuda.stream = lambda *args, **kwargs: contextlib.nullcontext()
 
-    # megatron-core's tracker of model-parallel random states saves and restores the generator of
-    # CUDA: use that of the CPU.
+    # megatron-core's tracker of model-parallel random states saves and restores CUDA's generator.
+    # Use the CPU's generator instead.
     cuda.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     # `torch.manual_seed` would also record a stack trace for the absent devices, which takes 6 ms.
     cuda.manual_seed = torch.default_generator.manual_seed

@@ -40,7 +40,7 @@ from aligner.megatron.layers import (
 )
 from aligner.megatron.world import World
 from aligner.models.shape import ModelShape, compute_inverse_frequencies
-from aligner.models.weight_slices import Head, count_vocabulary_rows
+from aligner.models.weight_slices import Head, compute_shard_size
 from aligner.schema import MegatronModelConfig, OptimizerConfig, ParallelConfig, TrainedModelConfig
 
 _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
@@ -57,8 +57,8 @@ _RECOMPUTE: dict[str, dict[str, Any]] = {
         "recompute_num_layers": 1,
     },
 }
-# All recipes scale by the current values. Delayed scaling, which uses a history of values, could
-# not resume a run bit for bit.
+# All recipes use current scaling. With delayed scaling, which uses a history of values, a resumed
+# run would not be bitwise identical to an uninterrupted run.
 _FP8: dict[str, dict[str, Any]] = {
     "tensorwise": {"fp8": "hybrid", "fp8_recipe": "tensorwise"},
     "blockwise": {"fp8": "e4m3", "fp8_recipe": "blockwise"},
@@ -69,7 +69,7 @@ _FP8: dict[str, dict[str, Any]] = {
 def _finalize_gradients(
     model: list[MegatronModule], num_tokens: Tensor | None = None, **_: object
 ) -> None:
-    # The losses are sums over a global denominator, so gradients are summed over ranks and
+    # The losses are sums divided by a global denominator, so gradients are summed over ranks and
     # micro-batches and never divided by a number of tokens.
     finalize_model_grads(model, None)
 
@@ -91,8 +91,8 @@ def _architecture_settings(shape: ModelShape) -> dict[str, Any]:
         "activation_func": _ACTIVATIONS[shape.activation],
         "add_bias_linear": shape.linear_bias,
         "add_qkv_bias": shape.qkv_bias,
-        # Hugging Face's window includes the token itself; megatron-core's counts the tokens before
-        # and after it.
+        # Hugging Face's window includes the token itself; megatron-core's window counts the tokens
+        # before and after the token.
         "window_size": None if window is None else (window - 1, 0),
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
@@ -106,8 +106,8 @@ def _expert_settings(shape: ModelShape) -> dict[str, Any]:
         "num_moe_experts": shape.num_experts,
         "moe_router_topk": shape.experts_per_token,
         "moe_ffn_hidden_size": shape.ffn_hidden_size,
-        # A softmax over the chosen experts equals a softmax over all experts whose chosen weights
-        # are normalized to a sum of one.
+        # A softmax over the selected experts equals a softmax over all experts, followed by a
+        # normalization of the selected weights to a sum of one.
         "moe_router_pre_softmax": not shape.normalize_expert_weights,
         # The choice of experts is sensitive to rounding, so the router computes in fp32 whatever
         # the dtype of the layers.
@@ -157,7 +157,7 @@ def transformer_config(
         layout: Parallel sizes.
         dtype: Dtype of parameters and activations.
         recompute: Activation recomputation: none, selective or full.
-        transformer_engine: Whether the layers are transformer-engine's.
+        transformer_engine: Whether the model uses transformer-engine's layers.
         fp8_recipe: Scaling recipe of fp8 GEMMs; None means GEMMs in `dtype`.
     """
     is_plain_swiglu = shape.gated and shape.activation == "silu" and not shape.linear_bias
@@ -175,8 +175,8 @@ def transformer_config(
             # even for dense models.
             variable_seq_lengths=True,
             moe_token_dispatcher_type="alltoall",
-            # It keeps the schedule and DDP from dividing by the number of micro-batches or ranks;
-            # see _finalize_gradients.
+            # This setting keeps the schedule and DDP from dividing by the number of micro-batches
+            # or ranks; see _finalize_gradients.
             calculate_per_token_loss=True,
             deterministic_mode=torch.cuda.is_available()
             and torch.are_deterministic_algorithms_enabled(),
@@ -196,7 +196,8 @@ def transformer_config(
 
 
 def _has_fused_gradient_accumulation() -> bool:
-    """Return whether the GEMM of a weight's gradient adds to the gradient buffer directly.
+    """Return whether the GEMM of a weight's gradient adds its result directly to the gradient
+    buffer.
 
     On CPUs `cpu_backend` implements it, on GPUs apex's kernels do.
     """
@@ -290,7 +291,7 @@ def _build_chunk(
     has_head = world.is_last_stage and chunk == chunks - 1
     stage = chunk if chunks > 1 else None
     tensor_ranks = world.layout.tensor
-    padded_vocabulary = count_vocabulary_rows(shape.vocab_size, tensor_ranks) * tensor_ranks
+    padded_vocabulary = compute_shard_size(shape.vocab_size, tensor_ranks) * tensor_ranks
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = GPTModel(
@@ -310,7 +311,7 @@ def _build_chunk(
         )
     if shape.position == "rotary" and rotary == "rope":
         # Use the engines' frequencies, which include every kind of scaling. They are float32,
-        # because the angles of long contexts need its precision.
+        # because the angles of long contexts need this precision.
         model.rotary_pos_emb.inv_freq = torch.tensor(
             compute_inverse_frequencies(shape), dtype=torch.float32
         )
@@ -319,7 +320,8 @@ def _build_chunk(
     _mark_experts(model)
     if has_head:
         install_head(model, head, shape.vocab_size)
-    # megatron-core creates its layers in the configured dtype; our norms and heads are float32.
+    # megatron-core creates its layers in the configured dtype, but our norms and heads are created
+    # in float32.
     model = model.to(device=world.device, dtype=config.params_dtype)
     for experts in (module for module in model.modules() if isinstance(module, GroupedExperts)):
         experts.make_weights_contiguous()
@@ -362,8 +364,9 @@ def _mark_tensor_parallel(model: GPTModel) -> None:
 
 def _mark_experts(model: GPTModel) -> None:
     # DDP puts parameters with `allreduce = False` into the experts' own buffers and reduces their
-    # gradients over the experts' data ranks. megatron-core sets it only if the expert-parallel size
-    # is above 1, but the layout of experts can differ from that of dense layers without it.
+    # gradients over the experts' data ranks. megatron-core sets this attribute only if the
+    # expert-parallel size is above 1, but even at a size of 1 the layout of experts can differ from
+    # the layout of dense layers.
     for name, parameter in model.named_parameters():
         if ".local_experts." in name:
             parameter.allreduce = False  # type: ignore[attr-defined]
@@ -387,7 +390,8 @@ def wrap_for_training(
     )
     for chunk in chunks:
         # With full activation recomputation, a layer computes gradients of its weights only if its
-        # input requires gradients. After a frozen embedding, make the hidden states require them.
+        # input requires gradients. After a frozen embedding, make the hidden states require
+        # gradients.
         if chunk.pre_process and chunk.config.recompute_granularity == "full":
             chunk.embedding.register_forward_hook(
                 lambda module, inputs, hidden: _require_gradients(hidden)
@@ -406,7 +410,7 @@ def wrap_for_training(
 
 
 def _require_gradients(hidden: Tensor) -> Tensor:
-    """Return the hidden states, which require gradients if autograd records."""
+    """Return the hidden states, and make them require gradients if autograd is enabled."""
     return (
         hidden if hidden.requires_grad or not torch.is_grad_enabled() else hidden.requires_grad_()
     )
@@ -415,9 +419,9 @@ def _require_gradients(hidden: Tensor) -> Tensor:
 def drop_last_graph(chunks: Sequence[GPTModel]) -> None:
     """Release the autograd graph of the last micro-batch.
 
-    megatron-core's token dispatchers keep tensors of it until the next forward pass. Through the
-    gradient hooks of the graph, these tensors refer to the model itself. Python's garbage collector
-    cannot see this reference cycle and would never free it.
+    megatron-core's token dispatchers keep tensors of this graph until the next forward pass.
+    Through the gradient hooks of the graph, these tensors refer to the model itself. Python's
+    garbage collector cannot see this reference cycle and would never free it.
     """
     dispatchers = [
         getattr(module, "token_dispatcher", None) for chunk in chunks for module in chunk.modules()

@@ -15,9 +15,9 @@ def l2_norm(tensor: Tensor) -> Tensor:
 
     On a CPU, torch sums the squares of a float32 tensor in a few float32 accumulators. Once an
     accumulator is large, small squares are lost: the norm of 28 million normally distributed
-    numbers is 0.16% too small, the norm of 262 million is 3.6% too small. Here float32 sums cover
-    blocks of 4,096 elements only, and the blocks' norms are combined in float64. This takes the
-    same time.
+    numbers is 0.16% too small, the norm of 262 million such numbers is 3.6% too small. Here float32
+    sums cover blocks of 4,096 elements only, and the blocks' norms are combined in float64. This
+    method takes the same time as torch's.
     """
     flat = tensor.reshape(-1)
     is_reduced_precision = flat.dtype in (torch.float16, torch.bfloat16)

@@ -55,7 +55,8 @@ _ALIGNED_BYTES = 16
 def supports_grouped_gemm(config: TransformerConfig) -> bool:
     """Return whether to compute the experts of this configuration with torch's grouped GEMM.
 
-    It exists for bf16 on GPUs from Hopper on, with aligned rows. On a CPU it would gain nothing.
+    The grouped GEMM exists for bf16 with aligned rows on GPUs from Hopper on. On a CPU it would
+    gain nothing.
     """
     if not (
         torch.cuda.is_available()
@@ -89,8 +90,8 @@ class GroupedExperts(SequentialMLP):
     def make_weights_contiguous(self) -> None:
         """Move the weights of all experts of a layer into one tensor, in the order of the experts.
 
-        The parameters become views of it. The grouped GEMM reads contiguous weights in place; of
-        other weights it would need a copy.
+        The parameters become views of this tensor. The grouped GEMM reads contiguous weights in
+        place, but would have to copy other weights.
         """
         for weights in self._expert_weights():
             for weight, view in zip(
@@ -156,7 +157,7 @@ class _GroupedLinear(Function):
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of the inputs and of the weights.
 
-        Weights with a DDP gradient buffer (`main_grad`) have their gradients added to the buffer.
+        The gradient of a weight with a DDP gradient buffer (`main_grad`) is added to the buffer.
 
         Args:
             context: Autograd context of the forward pass.
@@ -193,7 +194,7 @@ def _stack_or_view(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _stacked_view(tensors: Sequence[Tensor]) -> Tensor | None:
-    """Return E tensors of one shape as a view [E, …] of their memory, or None if there is none.
+    """Return E tensors of one shape as a view [E, …] of their memory; None if no view exists.
 
     A view exists if the tensors are contiguous and lie in one storage, in this order and at equal
     distances.
@@ -307,11 +308,12 @@ class ParallelResidualLayer(TransformerLayer):
 
 
 class _RouterReplay:
-    """Routing replay of one layer and micro-batch, with the interface of megatron-core's own class.
+    """Routing replay of one layer and micro-batch, with the interface of megatron-core's
+    RouterReplay.
 
-    megatron-core's RouterReplay keeps recorded routing in lists of the whole process. Micro-batches
-    in flight, several models in a process, and passes without a backward pass would mix up their
-    entries.
+    megatron-core's RouterReplay keeps recorded routing in global lists of the process.
+    Micro-batches in flight, several models in a process, and passes without a backward pass would
+    mix up their entries.
     """
 
     def __init__(self, routing_replay: RoutingReplay, layer: int) -> None:
@@ -326,7 +328,7 @@ class _RouterReplay:
         group_topk: int | None,
         choose: Callable[..., Any],
     ) -> tuple[Tensor, Tensor]:
-        """Return the scores and ids of each token's experts, with recorded ids where there are any.
+        """Return the scores and ids of each token's experts, using recorded ids where they exist.
 
         The scores are differentiable, like the router's own. The method also counts the tokens for
         which the router would have chosen other experts.
@@ -386,12 +388,12 @@ class ExpertsLayer(TransformerLayer):
 
 
 def uses_transformer_engine(settings: MegatronModelConfig, dtype: torch.dtype) -> bool:
-    """Return whether the layers of a model are transformer-engine's.
+    """Return whether a model uses transformer-engine's layers.
 
-    Otherwise they are megatron-core's local layers with our norms and our attention.
+    Otherwise, the model uses megatron-core's local layers with our norms and our attention.
     transformer-engine is not used with LoRA, since its linear layers may contain the preceding
-    norm, and not in float32, for which its attention over packed sequences has no kernel in
-    releases up to 2.10.
+    norm. It is not used in float32 either, since its attention over packed sequences has no float32
+    kernel in releases up to 2.10.
     """
     has_adapters = isinstance(settings, ActorConfig) and settings.lora.rank > 0
     return HAVE_TE and torch.cuda.is_available() and dtype == torch.bfloat16 and not has_adapters
@@ -433,7 +435,8 @@ def decoder_submodules(
 
 
 def _local_layer_spec(shape: ModelShape, exact: bool) -> tuple[ModuleSpec, type]:
-    """Return megatron-core's local layer spec with our norms and our attention, and the norm."""
+    """Return megatron-core's local layer spec with our norms and attention, and the norm's
+    class."""
     norm = {"rms": RMSNorm, "layer": LayerNorm}[shape.normalization]
     layer = get_gpt_layer_local_spec(
         num_experts=shape.num_experts or None,
@@ -458,8 +461,8 @@ class VocabularyHead(ColumnParallelLinear):
     """Vocabulary projection that computes logits only for the tokens that are scored.
 
     The model's output is the final hidden states. `logprobs` projects them, one chunk of tokens at
-    a time. The weight [V/TP, H] stays where megatron-core put it: in this module, or in the
-    embedding if that is tied and on the same pipeline stage.
+    a time. The weight [V/TP, H] stays in the module in which megatron-core created it: this module
+    or, if head and embedding are tied and on the same pipeline stage, the embedding.
     """
 
     def __init__(
@@ -473,8 +476,8 @@ class VocabularyHead(ColumnParallelLinear):
         Args:
             replaced: megatron-core's output layer.
             tied_weight: Weight of the embedding if the head has none of its own.
-            vocab_size: Number of tokens. The weights of all ranks together may have more rows,
-                which are padding; None means that all rows are tokens.
+            vocab_size: Number of tokens in the vocabulary. The weights of all ranks together may
+                have more rows, which are padding; None means that all rows are tokens.
         """
         super().__init__(
             replaced.input_size,
@@ -551,7 +554,8 @@ class VocabularyHead(ColumnParallelLinear):
     def top_ids(
         self, hidden: Tensor, index: Tensor, count: int, *, id_limit: int, chunk_tokens: int
     ) -> Tensor:
-        """Return the `count` most probable ids below `id_limit` after each of some tokens.
+        """Return the `count` most probable next token ids below `id_limit` after each token at
+        `index`.
 
         Collective over the tensor ranks.
 
@@ -559,7 +563,7 @@ class VocabularyHead(ColumnParallelLinear):
             hidden: The model's output, [T, H], or [T/TP, H] with sequence parallelism.
             index: Indices of the tokens, int64 [M].
             count: Number of ids of each token; at most `id_limit`.
-            id_limit: Only ids below it are returned.
+            id_limit: Only ids below this value are returned.
             chunk_tokens: Maximum number of tokens whose logits exist at the same time.
 
         Returns:
@@ -577,9 +581,9 @@ class VocabularyHead(ColumnParallelLinear):
     def _select_hidden(self, hidden: Tensor, index: Tensor) -> Tensor:
         """Return the hidden states [M, H] of the tokens at `index`, int64 [M].
 
-        Their gradients are summed over the tensor ranks, each of which computes the part of its own
-        vocabulary: by the reduce-scatter of the gather's backward pass, or by the all-reduce of the
-        copy's.
+        Each tensor rank computes the part of the gradients that results from its part of the
+        vocabulary. The backward pass sums these parts over the tensor ranks, by a reduce-scatter
+        with sequence parallelism and by an all-reduce without it.
         """
         if self.sequence_parallel:
             return gather_from_sequence_parallel_region(hidden, group=self.tp_group).index_select(
@@ -591,7 +595,7 @@ class VocabularyHead(ColumnParallelLinear):
 
 
 class ScalarHead(nn.Module):
-    """Head with one number for each token, for critics and reward models.
+    """Output head that computes one number for each token, for critics and reward models.
 
     It replaces the vocabulary projection. Every tensor rank holds the whole head.
     """

@@ -33,17 +33,17 @@ from aligner.models import batch_invariant
 # On a CPU, element-wise passes process blocks of this number of elements, which fit into its
 # caches.
 _BLOCK_ELEMENTS = 1 << 21
-# Score of tokens outside the sampling support. It is finite: a rank without any token of the
-# support has it as its peak, and its probabilities become exactly 0 once the ranks' peaks are
-# combined.
+# Score of tokens outside the sampling support. The score is finite, because it is the peak of a
+# rank that holds no token of the support. The probabilities on this rank become exactly 0 when the
+# ranks' peaks are combined.
 _MASKED_SCORE = -1e30
 
 
 class _VocabParallelLogprobs(Function):
     """Autograd function of `vocab_parallel_logprobs`.
 
-    Only the last chunk's exponentials (with `score_passes`: its scores) are kept for the backward
-    pass, which recomputes those of the other chunks.
+    For the backward pass, the function stores only the exponentials of the last chunk (with
+    `score_passes`, the scores). The backward pass recomputes the exponentials of the other chunks.
     """
 
     @staticmethod
@@ -66,9 +66,9 @@ class _VocabParallelLogprobs(Function):
             targets[:, None] if candidates is None else torch.cat([targets[:, None], candidates], 1)
         )
         local, is_local = _to_local_ids(scored_ids, len(weight), group)
-        # For each token: the largest score on this rank; and relative to it, the sum of the
-        # exponentials, that sum weighted with the scores, the sum without the candidates, and the
-        # scores of the target and the candidates.
+        # For each token: the largest score on this rank (the peak). Relative to the peak: the sum
+        # of the exponentials, their sum weighted with the scores, their sum without the candidates,
+        # and the scores of the target and the candidates.
         peak, normalizer, weighted, rest = hidden.new_zeros(4, len(targets), dtype=torch.float32)
         scored = hidden.new_zeros(local.shape, dtype=torch.float32)
         rows = max(min(chunk_tokens, len(targets)), batch_invariant.ROWS)
@@ -128,7 +128,7 @@ class _VocabParallelLogprobs(Function):
         context.sampling_support = sampling_support
         context.group = group
         context.local_vocab = local_vocab
-        # The parameter itself, since a saved tensor does not have its attribute `main_grad`.
+        # Store the parameter itself, since a saved tensor does not have the attribute `main_grad`.
         context.weight = weight
         context.has_candidates = candidates is not None
         context.set_materialize_grads(False)
@@ -231,7 +231,7 @@ def _block_rows(matrix: Tensor) -> int:
 
 
 def _split_blocks(matrix: Tensor, first: int) -> Iterator[tuple[slice, Tensor]]:
-    """Yield blocks of rows of `matrix` [m, V], each with the slice of tokens that its rows are.
+    """Yield blocks of rows of `matrix` [m, V], each with the slice of the tokens in its rows.
 
     `first` is the index of the token in the first row.
     """
@@ -291,7 +291,7 @@ def _mask_scores(
 
 
 def _accumulate(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
-    """Add left @ right to a float32 total in place, or return it as a new total."""
+    """Add left @ right to a float32 total in place, or return the product if there is no total."""
     return (left @ right).float() if total is None else accumulate_matmul(total, left, right)
 
 
@@ -312,7 +312,7 @@ def _to_local_ids(ids: Tensor, size: int, group: dist.ProcessGroup | None) -> tu
 
 
 def _local_vocab_size(vocab_size: int | None, rows: int, group: dist.ProcessGroup | None) -> int:
-    """Return how many of this rank's rows of the vocabulary projection are tokens.
+    """Return the number of this rank's rows of the vocabulary projection that are tokens.
 
     The other rows, at the end, are padding.
     """
@@ -334,14 +334,15 @@ def _candidate_index(local: Tensor, is_local: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _shift_to_common_peak(peak: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Return the shift from scores relative to this rank's peaks to scores relative to the largest.
+    """Return the differences between this rank's peaks and the largest peaks of all ranks.
 
     Args:
         peak: Largest score of each token on this rank, float32 [M].
         group: The tensor ranks.
 
     Returns:
-        float32 [M], to be added to relative scores.
+        float32 [M]. Adding them to scores relative to this rank's peaks gives scores relative to
+        the largest peaks.
     """
     if group is None or group.size() == 1:
         return torch.zeros_like(peak)
@@ -379,9 +380,9 @@ def vocab_parallel_logprobs(
         with_entropy: Whether to compute entropies.
         sampling_support: Sampling support of each target, [M]. Log-probs and entropies are
             normalized over it; None means the whole vocabulary.
-        candidates: Candidate token ids of each target, int64 [M, k], different from each other.
-        vocab_size: Number of tokens of the vocabulary. Rows of the weights of all ranks together
-            from this index on are padding; None means that there is no padding.
+        candidates: Candidate token ids of each target, int64 [M, k]; distinct for each target.
+        vocab_size: Number of tokens of the vocabulary. In the concatenated weights of all ranks,
+            the rows from this index on are padding; None means that there is no padding.
 
     Returns:
         The log-probs, float32 [M], or [M, 2 + k] with candidates: of the target, of its candidates,
@@ -420,7 +421,7 @@ def vocab_parallel_top_ids(
         hidden: Final hidden states, [M, H].
         weight: This tensor rank's part of the vocabulary projection, [V/TP, H].
         count: Number of ids of each token; at most `id_limit`.
-        id_limit: Only ids below it are returned.
+        id_limit: Only ids below this value are returned.
         chunk_tokens: Maximum number of rows of logits that exist at the same time.
         group: The tensor ranks; None without tensor parallelism.
 

@@ -57,7 +57,7 @@ class _LayerAdapter(nn.Module):
 
         Args:
             linear: The linear layer.
-            adapters: Adapters of the named weights in the layer's weight, in their order in it.
+            adapters: Adapters of the named weights that form the layer's weight, in the same order.
             slices: This rank's slices of the adapters' weights.
             lora: Configuration section of the adapters.
             groups: Number of times that the named weights repeat in the layer's output: the local
@@ -95,8 +95,8 @@ class _LayerAdapter(nn.Module):
         """
         linear = self._linear[0]
         hidden = F.linear(inputs, torch.cat(tuple(self.down.values()))) * self._scale
-        # The collectives act on the low-rank activations, T x rank, although those of the layer
-        # itself act on T x hidden.
+        # The adapter's collectives transfer the low-rank activations, T x rank, whereas the layer's
+        # own collectives transfer T x hidden.
         if isinstance(linear, RowParallelLinear):
             reduce = reduce_from_tensor_model_parallel_region
             if linear.sequence_parallel:
@@ -118,7 +118,7 @@ class _LayerAdapter(nn.Module):
     def add_to_output(
         self, _: nn.Module, inputs: tuple[Tensor, ...], output: tuple[Tensor, Any]
     ) -> tuple[Tensor, Any]:
-        """Return the layer's output plus that of the adapters.
+        """Return the layer's output plus the adapters' output.
 
         This is the layer's forward hook; megatron-core's linear layers return (output, bias).
         """
@@ -135,7 +135,8 @@ def _zero_parameter(spec: TensorSpec, weight_slice: Slice, linear: Linear) -> nn
     parameter = nn.Parameter(
         torch.zeros(sizes, dtype=linear.weight.dtype, device=linear.weight.device)
     )
-    # The gradient norm counts a sharded weight on every tensor rank, any other only on the first.
+    # The gradient norm counts a sharded weight on every tensor rank, and any other weight only on
+    # the first tensor rank.
     if spec.axis is not None:
         parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
     return parameter
@@ -182,8 +183,8 @@ class LoraWeights(NamedWeights):
 
         Raises:
             AlignerError: If a linear layer is not megatron-core's own. transformer-engine's linear
-                layers may contain the preceding norm, so their input is not what their weight is
-                multiplied with.
+                layers may contain the preceding norm. Their weight is then multiplied with the
+                norm's output, not with the layer's input.
         """
         super().__init__(chunks, shape, world, weight_table(shape, head))
         self._map = build_adapter_map(self.table, lora)
@@ -251,16 +252,17 @@ class LoraWeights(NamedWeights):
         up, down = (self.adapters.read(spec.name).float() for spec in (adapter.up, adapter.down))
         # W + alpha / rank * B A
         merged = torch.addmm(
-            weight.T.float() if adapter.weight.transposed else weight.float(),
+            weight.T.float() if adapter.weight.is_transposed else weight.float(),
             up,
             down,
             alpha=self._scale,
         )
-        return (merged.T if adapter.weight.transposed else merged).to(weight.dtype)
+        return (merged.T if adapter.weight.is_transposed else merged).to(weight.dtype)
 
     @property
     def copied_names(self) -> frozenset[str]:
-        """Names of the weights of which `read` returns a copy, including those with adapters."""
+        """Names of the weights of which `read` returns a copy, including the weights with
+        adapters."""
         return super().copied_names.union(self._map.keys() & self.slices.keys())
 
     @contextlib.contextmanager

@@ -76,7 +76,7 @@ class CheckpointedModel:
     """
 
     def __init__(self, runner: ModelRunner, directory: Path) -> None:
-        """Remember where the model comes from.
+        """Store the model and the directory from which it was loaded.
 
         Args:
             runner: The model on this rank.
@@ -140,8 +140,8 @@ class CheckpointedModel:
         )
         file = temporary_directory / rank_file(world.rank)
         tensors = _copy_to_host(state, entries, world.rank)
-        # The thread ends after this file. It is not a daemon thread, so a rank that exits on its
-        # own first finishes its file.
+        # The thread ends after this file. It is not a daemon thread, so a rank finishes its file
+        # before it exits normally.
         executor = ThreadPoolExecutor(1, "checkpoint-writer")
         self._pending_save = _PendingSave(
             directory,
@@ -191,7 +191,7 @@ class CheckpointedModel:
     def load(self, directory: Path, *, verified: bool = False) -> None:
         """Load weights, optimizer state and learning-rate schedule from a checkpoint. Collective.
 
-        The checkpoint must be one of the same model; its parallel layout may differ.
+        The checkpoint must be of the same model; its parallel layout may differ.
 
         Args:
             directory: Directory of the checkpoint.
@@ -199,7 +199,7 @@ class CheckpointedModel:
 
         Raises:
             AlignerError: If the checkpoint is incomplete, damaged, of another format, of another
-                model, or of another kind of optimizer. Nothing has changed then.
+                model, or of another kind of optimizer. In this case, the model is unchanged.
         """
         self.finish_save()
         runner = self.runner
@@ -209,8 +209,8 @@ class CheckpointedModel:
         manifest = reader.manifest
         state = runner.optimizer_state()
         _check_optimizer(directory, manifest, runner.settings)
-        # Every rank learns all problems, so that all ranks raise the same error before any of them
-        # has changed its model.
+        # Every rank receives the problems of all ranks, so that all ranks raise the same error
+        # before any of them has changed its model.
         rank_problems = gather_json(_find_problems(runner, manifest, state))
         if all_problems := sorted({problem for problems in rank_problems for problem in problems}):
             raise AlignerError(
@@ -377,8 +377,8 @@ def _assign_writers(
 ) -> tuple[list[_ParameterEntry], dict[str, Entry]]:
     """Choose the rank that writes each parameter. Collective.
 
-    Of the ranks that hold the same slices of the same weights, the one with the fewest elements to
-    write so far writes them.
+    Among the ranks that hold the same slices of the same weights, the writer is the rank to which
+    the fewest elements have been assigned before.
 
     Args:
         runner: The model on this rank.

@@ -26,8 +26,8 @@ from aligner.megatron.l2_norm import l2_norm
 from aligner.megatron.named_weights import NamedWeights
 from aligner.models.weight_slices import is_layer_matrix
 
-# Coefficients of x, x^3 and x^5 of a Newton-Schulz step: among those whose steps keep singular
-# values near 1, the ones with the steepest slope at 0 (Jordan et al. 2024).
+# Coefficients of x, x^3 and x^5 in a Newton-Schulz step. Among the coefficients whose steps keep
+# singular values near 1, they have the steepest slope at 0 (Jordan et al. 2024).
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _MIN_NORM = 1e-7
 
@@ -39,7 +39,8 @@ def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
 
     The function applies Newton-Schulz steps of the fifth degree to the matrix divided by its
     Frobenius norm. Five steps move every singular value above 0.002 of that norm to between 0.68
-    and 1.21; smaller ones grow by a factor of at most 3.4445 per step. A zero matrix stays zero.
+    and 1.21; smaller singular values grow by a factor of at most 3.4445 per step. A zero matrix
+    stays zero.
 
     Args:
         matrix: [rows, columns].
@@ -50,7 +51,7 @@ def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
     """
     a, b, c = _COEFFICIENTS
     is_tall = matrix.shape[0] > matrix.shape[1]
-    # A wide matrix has the smaller Gram matrix.
+    # A wide matrix has a smaller Gram matrix than its transpose.
     wide = matrix.T if is_tall else matrix
     wide = wide / l2_norm(wide).to(wide.dtype).clamp(min=_MIN_NORM)
     for _ in range(steps):
@@ -63,8 +64,8 @@ def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
 def assign_owners(costs: Sequence[int], ranks: int) -> list[int]:
     """Return the rank that computes each piece of work.
 
-    The pieces are assigned in order of decreasing cost, each to the rank with the smallest total so
-    far (longest-processing-time greedy, Graham 1969).
+    The pieces are assigned in order of decreasing cost, each to the rank whose assigned cost is the
+    smallest (longest-processing-time greedy, Graham 1969).
     """
     loads = [0] * ranks
     owners = [0] * len(costs)
@@ -81,7 +82,7 @@ def _newton_schulz_cost(shape: Shape) -> int:
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon for this rank's parts of some matrices.
+    """Muon optimizer of the matrices of which this rank holds parts.
 
     A parameter contains one matrix, or several that megatron-core fuses. A step overwrites the
     gradients. Every rank of both process groups must take every step.
@@ -100,7 +101,7 @@ class Muon(torch.optim.Optimizer):
 
         Args:
             parameters: Names of the weights in each parameter, equal on all ranks of both groups.
-            weights: Named weights that contain them.
+            weights: Named weights that contain the weights of `parameters`.
             settings: Configuration section of the optimizer.
             dtype: Dtype of the GEMMs of the orthogonalization.
             tensor_group: Ranks with the other parts of matrices that tensor parallelism splits.
@@ -126,15 +127,16 @@ class Muon(torch.optim.Optimizer):
             [_newton_schulz_cost(weights.specs[name].shape) for name in names],
             size * dist.get_world_size(replica_group),
         )
-        # The replica that orthogonalizes a matrix and, if the matrix is split, the tensor rank in
-        # it. A matrix that is not split is orthogonalized by all tensor ranks of the replica.
+        # For each matrix: the replica that orthogonalizes it and, if the matrix is split, the
+        # tensor rank within this replica. A matrix that is not split is orthogonalized by all
+        # tensor ranks of the replica.
         self._owners = {
             name: divmod(owner, size) for name, owner in zip(names, owners, strict=True)
         }
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Take one step. The gradients' memory is used for the updates. Collective.
+        """Take one step, which overwrites the gradients with the updates. Collective.
 
         Args:
             closure: Argument of torch's interface; it is not called.
@@ -158,14 +160,14 @@ class Muon(torch.optim.Optimizer):
         group["step"] = group.get("step", 0) + 1
 
     def _orthogonalize(self, gradients: Mapping[str, Tensor]) -> None:
-        """Replace each matrix's momentum by its update for a learning rate of 1, in place.
+        """Replace each matrix's momentum, in place, by the matrix's update at a learning rate of 1.
 
         The root mean square of an orthogonal matrix is 1 / sqrt(longer side). The updates are
         scaled to a root mean square of `update_rms` (Liu et al. 2025).
 
         Args:
-            gradients: Tensor that contains this rank's part of each named matrix, in its
-                parameter's shape.
+            gradients: For each matrix name, the gradient tensor of the parameter that contains the
+                matrix. The tensor holds the Nesterov momentum.
         """
         weights = self._weights
         replica = dist.get_rank(self._replica_group)
@@ -250,7 +252,7 @@ class Muon(torch.optim.Optimizer):
     ) -> list[Sequence[Tensor]]:
         """Send tensors to each tensor rank and return the tensors that each rank has sent.
 
-        One all-to-all over the tensor ranks.
+        This is one all-to-all over the tensor ranks.
 
         Args:
             tensors: Tensors for each rank.
@@ -302,8 +304,9 @@ def build_muon(
 ) -> list[MegatronOptimizer]:
     """Return Muon in megatron-core's optimizers: one for dense parameters, one for experts.
 
-    The second exists if the model has experts. Every rank builds the same number of optimizers,
-    even without any parameter of its own, because the optimizers reduce the gradient norm together.
+    The second optimizer exists if the model has experts. Every rank builds the same number of
+    optimizers, even if an optimizer has no parameter on this rank, because the optimizers reduce
+    the gradient norm together.
 
     Args:
         options: megatron-core's optimizer configuration.
@@ -317,8 +320,8 @@ def build_muon(
     )
     tensor_group = parallel_state.get_tensor_model_parallel_group()
     replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    # Parameters, ranks with their other parts, ranks with their copies, and ranks over which the
-    # gradient norm is reduced.
+    # Each plan: parameters, ranks with other parts of the parameters, ranks with copies of the
+    # parameters, and ranks over which the gradient norm is reduced.
     plans = [(dense, tensor_group, replicas, parallel_state.get_model_parallel_group())]
     if any(spec.expert is not None for spec in weights.table):
         tensor = parallel_state.get_expert_tensor_parallel_group()
@@ -352,4 +355,5 @@ def _is_expert_parameter(parameter: nn.Parameter) -> bool:
 
 
 def _ignore_state(*_: object) -> None:
-    """Do nothing. megatron-core's own checkpoints, which aligner does not write, would need it."""
+    """Do nothing. megatron-core's own checkpoints, which aligner does not write, would need this
+    function."""

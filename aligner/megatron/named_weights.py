@@ -1,8 +1,9 @@
 """`NamedWeights`: this rank's slices of a megatron-core model's weights, by Hugging Face name.
 
 megatron-core fuses query, key and value of a key/value group, and gate and up. The weight table of
-the model family specifies which part of which parameter each named tensor is. Weights are read and
-written in place. The import of files, resharding, checkpoints and checksums all use this module.
+the model family specifies the parameter that contains each named tensor, and the tensor's part of
+the parameter. Weights are read and written in place. The import of files, resharding, checkpoints
+and checksums all use this module.
 """
 
 import re
@@ -42,7 +43,8 @@ def _global_parameters(
 ) -> dict[str, nn.Parameter]:
     """Return this rank's parameters by their megatron-core names in the whole model.
 
-    megatron-core counts layers from the start of a chunk, and experts from the first on the rank.
+    megatron-core counts layers from the first layer of a chunk, and experts from the first expert
+    of the rank.
     """
     layers = stage_layers(shape.num_layers, world.layout, world.coordinates.pipeline)
     first_expert = world.coordinates.expert * (shape.num_experts // world.layout.expert)
@@ -61,7 +63,7 @@ def _global_parameters(
 
 
 def _part_view(tensor: Tensor, part: Part, shape: ModelShape) -> Tensor:
-    """Return the view of a fused tensor, shaped like its parameter, that is the named part."""
+    """Return a view of one part of a fused tensor, which has the shape of its parameter."""
     if part == "whole":
         return tensor
     if part in ("gate", "up"):
@@ -79,8 +81,8 @@ def _part_view(tensor: Tensor, part: Part, shape: ModelShape) -> Tensor:
 class NamedWeights:
     """This rank's slices of the weights in a table, by name, in Hugging Face orientation.
 
-    The table is that of a model or of its adapters. Iteration yields the names of the weights of
-    which this rank has a slice.
+    The table describes the weights of a model or of its adapters. Iteration yields the names of the
+    weights of which this rank has a slice.
     """
 
     def __init__(
@@ -104,10 +106,12 @@ class NamedWeights:
         return iter(self.slices)
 
     def parameter(self, name: str) -> nn.Parameter:
-        """Return the megatron-core parameter that contains a named weight, possibly with others."""
+        """Return the megatron-core parameter that contains a named weight, possibly with other
+        weights."""
         self.finish_update()
         parameter_name = self.specs[name].parameter
-        # The last stage of a tied model without the embedding has a copy of it as its head.
+        # In a tied model, a last stage without the embedding has a copy of the embedding as its
+        # head.
         if parameter_name not in self._parameters and self._shape.tied_embeddings:
             parameter_name = "output_layer.weight"
         return self._parameters[parameter_name]
@@ -123,12 +127,14 @@ class NamedWeights:
         """Return this rank's slice of a named weight from a tensor shaped like its parameter.
 
         The tensor may be the parameter, its gradient or a moment, of any dtype. The result is a
-        copy only if megatron-core's fused layout interleaves the weight with others; otherwise it
-        is a view.
+        copy only if megatron-core's fused layout interleaves the weight with other weights;
+        otherwise it is a view.
         """
         local = self.local_shape(name)
         view = self._without_padding(name, _part_view(tensor, self.specs[name].part, self._shape))
-        return view.reshape(local[::-1]).T if self.specs[name].transposed else view.reshape(local)
+        return (
+            view.reshape(local[::-1]).T if self.specs[name].is_transposed else view.reshape(local)
+        )
 
     def scatter(self, name: str, tensor: Tensor, piece: Tensor) -> None:
         """Write this rank's slice of a named weight into a tensor shaped like its parameter.
@@ -139,7 +145,7 @@ class NamedWeights:
             piece: Slice in Hugging Face orientation, of shape `local_shape(name)`.
         """
         view = self._without_padding(name, _part_view(tensor, self.specs[name].part, self._shape))
-        view.copy_((piece.T if self.specs[name].transposed else piece).reshape(view.shape))
+        view.copy_((piece.T if self.specs[name].is_transposed else piece).reshape(view.shape))
 
     def _without_padding(self, name: str, tensor: Tensor) -> Tensor:
         """Return the rows of an embedding or head that are tokens, and any other tensor unchanged.
@@ -147,7 +153,7 @@ class NamedWeights:
         A vocabulary that tensor parallelism does not divide evenly is padded on the last rank.
         """
         spec = self.specs[name]
-        if spec.layer is not None or spec.axis != 0 or spec.transposed:
+        if spec.layer is not None or spec.axis != 0 or spec.is_transposed:
             return tensor
         return tensor[: self.local_shape(name)[0]]
 

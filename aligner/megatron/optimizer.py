@@ -83,7 +83,7 @@ class ParameterGather:
             group.start_param_sync()
 
     def finish(self) -> None:
-        """Wait until all weights are those of the last update.
+        """Wait until all weights have the values of the last update.
 
         Only the training thread may call it, and only this thread may read the weights.
         """
@@ -126,7 +126,7 @@ def build_optimizer(
 
     The optimizer is AdamW with gradient clipping; with `optimizer.kind=muon`, Muon updates the
     matrices of the layers. Weight decay excludes biases and norms. The learning rate of step k,
-    from 0, is peak x k / warmup_steps during warm-up; afterwards it moves from the peak to
+    counted from 0, is peak x k / warmup_steps during warm-up; afterwards it moves from the peak to
     `min_learning_rate` at k = `total_steps`. On a machine without a GPU, nothing is offloaded.
 
     Args:
@@ -134,12 +134,13 @@ def build_optimizer(
         weights: The chunks' weights, or the adapters if only these are trained.
         settings: Configuration section of the optimizer.
         total_steps: Number of optimizer steps of the schedule.
-        head_learning_rate: Peak learning rate of the scalar head; its ratio to the other learning
-            rate is the same at every step. None means the same learning rate.
+        head_learning_rate: Peak learning rate of the scalar head; its ratio to the learning rate of
+            the other weights is the same at every step. None means the learning rate of the other
+            weights.
     """
     options = _optimizer_config(settings, chunks[0].config.params_dtype)
-    # The optimizer slices the parameters. If autograd recorded this, its graph would keep the model
-    # alive forever.
+    # The optimizer slices the parameters. If autograd recorded the slicing, its graph would never
+    # release the model's memory.
     with torch.no_grad():
         overrides = _group_overrides(options, head_learning_rate)
         if settings.kind == "muon":
@@ -152,8 +153,8 @@ def build_optimizer(
         init_lr=0.0,
         max_lr=settings.learning_rate,
         min_lr=options.min_lr,
-        # megatron-core requires fewer warm-up steps than steps. Only a run that learns nothing,
-        # which does not read `warmup_steps`, could violate this.
+        # megatron-core requires fewer warm-up steps than total steps. Only a run that trains no
+        # weights could violate this rule, and it does not use `warmup_steps`.
         lr_warmup_steps=min(settings.warmup_steps, total_steps - 1),
         lr_decay_steps=total_steps,
         lr_decay_style=settings.schedule,
@@ -186,9 +187,9 @@ def _optimizer_config(settings: schema.OptimizerConfig, dtype: torch.dtype) -> O
         overlap_cpu_optimizer_d2h_h2d=offload,
     )
     if offload and dtype != torch.float32:
-        # The offloading optimizer then holds the only main weights. These fields are set after the
-        # construction, because OptimizerConfig would otherwise compare transformer-engine's
-        # version, which fails if transformer-engine is not installed.
+        # The offloading optimizer then holds the only copy of the main weights. These fields are
+        # set after the construction, because OptimizerConfig would otherwise compare
+        # transformer-engine's version, which fails if transformer-engine is not installed.
         options.use_precision_aware_optimizer = (
             options.use_precision_aware_optimizer_no_fp8_or_ds_fp8
         ) = True
@@ -218,14 +219,15 @@ def _build_muon_and_adam(
 def _group_overrides(
     options: OptimizerConfig, head_learning_rate: float | None
 ) -> dict[ParamKey, ParamGroupOverride]:
-    """Return the settings of parameters that differ from the others.
+    """Return the optimizer settings that override the defaults for some parameters.
 
     These are megatron-core's standard overrides (no weight decay of biases and norms), and the
     learning rates of the scalar head.
     """
     overrides: dict[ParamKey, ParamGroupOverride] = get_standard_config_overrides(options)
     if head_learning_rate is not None:
-        # Both learning rates keep their ratio. If the peak is 0, the minimum is 0 too.
+        # The ratio of minimum to peak is the same for both learning rates. If the peak is 0, the
+        # minimum is 0 too.
         min_rate = head_learning_rate * options.min_lr / options.lr if options.lr else 0.0
         head = ParamKey(name=f"*.{SCALAR_HEAD.parameter}")
         overrides[head] = ParamGroupOverride(max_lr=head_learning_rate, min_lr=min_rate)
@@ -246,7 +248,8 @@ def _learning_rates(optimizer: MegatronOptimizer) -> dict[str, float]:
 def _use_fused_kernels(optimizer: MegatronOptimizer) -> None:
     """Make torch's AdamW use its fused kernel on a CPU.
 
-    It reads each parameter once instead of about twelve times. Results differ in the last digit.
+    The fused kernel reads each parameter once instead of about twelve times. Results differ in the
+    last digit.
     """
     if torch.cuda.is_available():
         # transformer-engine's and apex's Adam are fused, and torch's default on GPUs processes all
@@ -268,7 +271,7 @@ def _is_fused(part: MegatronOptimizer) -> bool:
 def _apply_tensorflow_epsilon(
     optimizer: MegatronOptimizer, settings: schema.OptimizerConfig
 ) -> None:
-    """Make the next step, number t, that of TensorFlow's Adam.
+    """Make the next step, number t, equal to a step of TensorFlow's Adam.
 
     TensorFlow adds epsilon before the bias correction of the second moment. In torch's formula,
     this corresponds to an epsilon of epsilon / sqrt(1 - beta2^t) (Huang et al. 2023, detail 14).
@@ -283,7 +286,8 @@ def _apply_tensorflow_epsilon(
 
 def _completed_steps(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> int:
     """Return the number of steps that the optimizer has taken on a parameter group."""
-    # transformer-engine's and apex's Adam count the steps of a group, torch's those of a parameter.
+    # transformer-engine's and apex's Adam count the steps of a group; torch's Adam counts the steps
+    # of a parameter.
     if "step" in group:
         return int(group["step"])
     states = (optimizer.state.get(parameter) for parameter in group["params"])
@@ -301,7 +305,7 @@ class GuardedStep:
     scheduler: OptimizerParamScheduler
     settings: schema.OptimizerConfig
     weights: NamedWeights
-    """The trained weights, which an error message names."""
+    """Trained weights; error messages contain their names."""
     world: World
     skipped_in_a_row: int = 0
     """Number of consecutive skipped steps."""
@@ -309,7 +313,7 @@ class GuardedStep:
     def __call__(self) -> dict[str, float]:
         """Take one step with the gradients in DDP's buffers. Collective.
 
-        The gradient norm costs one pass over the gradients and is computed in any case.
+        The gradient norm costs one pass over the gradients and is computed even without clipping.
 
         Returns:
             `lr`; `head_lr`, if the scalar head has its own learning rate; `skipped`, 1 or 0; and
@@ -321,7 +325,7 @@ class GuardedStep:
         rates = _learning_rates(self.optimizer)
         self.optimizer.prepare_grads()
         norm = float(self.optimizer.get_grad_norm())
-        # The norm is that of the whole model's gradients, so every rank makes the same decision.
+        # The norm covers the gradients of the whole model, so every rank makes the same decision.
         if not math.isfinite(norm):
             self.skipped_in_a_row += 1
             if self.skipped_in_a_row >= self.settings.max_skipped_steps:

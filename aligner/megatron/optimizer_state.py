@@ -23,7 +23,7 @@ def optimizer_parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     """Return the optimizers that a chained optimizer consists of, or the optimizer itself.
 
     AdamW and Muon each have one part for dense parameters and, if there are experts, another part
-    for these.
+    for the experts.
     """
     return getattr(optimizer, "chained_optimizers", [optimizer])
 
@@ -38,7 +38,8 @@ class _StateShard:
     optimizer: Any
     """The torch optimizer that updates the shard; None if the shard is empty."""
     main: Tensor | None
-    """The tensor that it updates, fp32 with `stop - start` elements; None if the shard is empty."""
+    """The tensor that the optimizer updates, fp32 with `stop - start` elements; None if the shard
+    is empty."""
     start: int
     stop: int
     group: dist.ProcessGroup | None
@@ -46,7 +47,7 @@ class _StateShard:
 
 
 def _optimizer_state_kinds(optimizer: Any) -> tuple[str, ...]:
-    """Return the kinds of state that the optimizer stores of a parameter, besides the main weight.
+    """Return the kinds of state that the optimizer stores for a parameter, besides the main weight.
 
     An empty shard has no optimizer; its kinds are Adam's, since only Adam's state is sharded.
     """
@@ -97,11 +98,12 @@ class OptimizerState:
 
     @property
     def steps(self) -> int:
-        """Number of steps that the optimizers of this rank have taken; 0 if it trains nothing."""
+        """Number of steps that this rank's optimizers have taken; 0 if the rank trains no
+        weights."""
         counts = [0]
         for optimizer in self._optimizers:
-            # Muon, transformer-engine's and apex's Adam count the steps of a group, torch's Adam
-            # those of a parameter.
+            # Muon, transformer-engine's and apex's Adam count the steps of a group; torch's Adam
+            # counts the steps of a parameter.
             counts += [int(group.get("step", 0)) for group in optimizer.param_groups]
             counts += [int(state["step"]) for state in optimizer.state.values() if "step" in state]
         return max(counts)
@@ -180,7 +182,8 @@ class OptimizerState:
         for kind in parts.keys() - {WEIGHT}:
             state[kind] = parts[kind].to(shard.main.device, copy=True)
         if state and isinstance(shard.optimizer, torch.optim.Adam):
-            # torch's fused kernels read the step count on the device, the others on the host.
+            # torch's fused kernels read the step count on the device, the other kernels read it on
+            # the host.
             device = shard.main.device if shard.optimizer.param_groups[0].get("fused") else None
             state["step"] = torch.tensor(float(steps), device=device)
         shard.optimizer.state[shard.main] = state

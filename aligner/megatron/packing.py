@@ -1,16 +1,17 @@
 """Packing of right-padded rows into micro-batches, and unpacking of results.
 
-No other package knows how rows are packed. The sequences of a micro-batch are concatenated along
-one dimension (megatron-core's "thd" format). Three mechanisms change this layout:
+No other package depends on the layout of packed rows. The sequences of a micro-batch are
+concatenated along one dimension (megatron-core's "thd" format). Three mechanisms change this
+layout:
 
 - Shared prefixes. If attention runs over a prefix tree, a common prefix of several rows is one
   segment, and the rest of each of these rows is another segment. The prefix's tokens belong to all
   of these rows: unpacking copies their values into each row, and the backward pass adds up their
   gradients.
 - Context parallelism. Each sequence is padded until it divides into 2C chunks, where C is the
-  context-parallel size. Context rank r holds the chunks r and 2C-1-r. This balances the work of
-  causal attention, and transformer-engine's attention and megatron-core's rotary embedding expect
-  it.
+  context-parallel size. Context rank r holds the chunks r and 2C-1-r. This division balances the
+  work of causal attention. transformer-engine's attention and megatron-core's rotary embedding
+  require it.
 - Sequence parallelism. The tokens of a context rank are divided evenly among the tensor ranks.
 
 Without context and sequence parallelism, nothing is padded. Padding follows the tokens of its
@@ -40,7 +41,7 @@ from aligner.megatron.shared_prefixes import (
 
 @dataclass(frozen=True)
 class PackingLayout:
-    """How the ranks of a model divide the tokens of a packed micro-batch, and this rank's part."""
+    """Division of a packed micro-batch's tokens over the ranks of a model, and this rank's part."""
 
     sequence_size: int = 1
     """Number of tensor ranks that divide the tokens between attention and MLP (sequence
@@ -51,18 +52,18 @@ class PackingLayout:
     context_rank: int = 0
     context_group: dist.ProcessGroup | None = None
     token_multiple: int = 1
-    """Number of which the token count of each rank is a multiple."""
+    """Required divisor of the token count of each rank."""
     should_share_prefixes: bool = False
     """Whether rows may share a prefix, because attention runs over a prefix tree."""
 
     @property
     def sequence_multiple(self) -> int:
-        """Number of which the padded length of each sequence is a multiple."""
+        """Required divisor of the padded length of each sequence."""
         return 2 * self.context_size if self.context_size > 1 else 1
 
     @property
     def total_multiple(self) -> int:
-        """Number of which the padded length of a micro-batch is a multiple."""
+        """Required divisor of the padded length of a micro-batch."""
         return math.lcm(
             self.sequence_multiple, self.context_size * self.sequence_size * self.token_multiple
         )
@@ -77,10 +78,11 @@ class RoutingReplay:
     """
 
     token_index: Tensor
-    """Indices of these tokens among this rank's tokens between attention and MLP, int64 [M]."""
+    """Indices of the tokens with recorded routing among this rank's tokens between attention and
+    MLP, int64 [M]."""
     experts: Tensor
     """Recorded expert ids, uint8 or int16 [M, L, K], in host memory; each pipeline stage copies
-    only those of its own layers to the device."""
+    only the ids of its own layers to the device."""
     mismatch_counts: list[Tensor] = field(default_factory=list)
     """For each forward pass of a layer, the number of the M tokens for which the layer's router
     would have chosen other experts, int64 []."""
@@ -105,7 +107,7 @@ class PackedSequences(PackedSeqParams):
     """Shape (N, L/C) of the rows of queries."""
     query_positions: Tensor | None = None
     """Position of each query in its sequence, int64 [N, L/C]; None without context parallelism,
-    where it equals the column in the row."""
+    because the position then equals the column in the row."""
     context_group: dist.ProcessGroup | None = None
     """The context ranks; None without context parallelism."""
     routing_replay: RoutingReplay | None = None
@@ -114,12 +116,13 @@ class PackedSequences(PackedSeqParams):
     positions: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     """Position of each of this rank's tokens in its row, int64 [T/C]."""
     rotation: tuple[Tensor, Tensor] | None = None
-    """Cosines and sines of the rotary embedding, which the first layer caches for the others."""
+    """Cosines and sines of the rotary embedding, which the first layer caches for the other
+    layers."""
 
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """A micro-batch of N sequences whose part on this rank has T tokens, including padding.
+    """This rank's part of a micro-batch of N sequences: T tokens, including padding.
 
     N is 0 for a filler, which exists only so that all data ranks run the same number of
     micro-batches.
@@ -133,15 +136,15 @@ class PackedBatch:
     token_index: Tensor
     """Packed indices of this rank's tokens that are not padding, int64 [K]."""
     token_rows: Tensor
-    """Indices of these tokens in the flattened rows [N, L], int64 [K]."""
+    """Indices of the tokens of `token_index` in the flattened rows [N, L], int64 [K]."""
     target_index: Tensor
     """Packed indices of this rank's tokens that have a successor, int64 [M]."""
     targets: Tensor
-    """Ids of these successors, int64 [M]."""
+    """Token ids of the successors of the tokens of `target_index`, int64 [M]."""
     target_rows: Tensor
-    """Indices of these targets in the flattened rows [N, L-1], int64 [M]."""
+    """Indices of `targets` in the flattened rows [N, L-1], int64 [M]."""
     batch_rows: Tensor
-    """Row of the whole batch that each sequence is, int64 [N]."""
+    """Row index of each sequence in the whole batch, int64 [N]."""
     width: int
     """Length L of the longest sequence."""
 
@@ -286,7 +289,8 @@ class _Segments:
     lengths: Tensor
     """Number of tokens of the segment, int64 [M]."""
     prefixes: Tensor
-    """Index of the segment that is the prefix of each row, int64 [N]; -1 for no prefix."""
+    """Index of the segment that is the prefix of each row, int64 [N]; -1 if the row has no
+    prefix."""
 
     def packed_indices(self, starts: Tensor, row: Tensor, step: Tensor) -> Tensor:
         """Return the packed indices of K tokens, int64 [K].
@@ -319,11 +323,11 @@ def _build_segments(bundles: Sequence[Bundle], rows: Tensor, counts: Tensor) -> 
 
 
 def _padded_lengths(counts: Tensor, layout: PackingLayout) -> Tensor:
-    """Return the padded lengths of sequences, so that the layout divides them evenly.
+    """Return padded lengths of sequences that the layout can divide evenly.
 
-    Padding that only the total needs is added to the shorter sequences. It costs attention nothing,
-    since its rows are as wide as the longest sequence. The rest of this padding becomes an
-    additional last sequence.
+    Padding that is required only by `total_multiple` is added to sequences that are shorter than
+    the longest one. It does not increase the cost of attention, whose rows are as wide as the
+    longest sequence. The remaining padding becomes an additional last sequence.
 
     Args:
         counts: Lengths of the sequences in tokens, int64 [N].
@@ -442,7 +446,7 @@ def pack_micro_batches(
 
     Each `group_size` consecutive rows are in one micro-batch, in their order. Every data rank gets
     the same number of micro-batches, because the ranks run megatron-core's schedules and reduce the
-    gradients in lockstep; fillers make up the number.
+    gradients in lockstep. Fillers are added to reach this number.
 
     Args:
         tokens: Right-padded rows of the whole batch, int64 [B, S].
@@ -452,7 +456,7 @@ def pack_micro_batches(
         budget: Maximum number of tokens of a micro-batch, not counting padding.
         device: Device of the micro-batches.
         layout: Division of the tokens; None means that this rank holds all tokens of a micro-batch.
-        multiple: Number of which the number of micro-batches is a multiple.
+        multiple: Required divisor of the number of micro-batches.
         group_size: Number of consecutive rows that must be in one micro-batch.
         expert_routing: Recorded expert routing of the whole batch, uint8 or int16 [B, S-1, L, K].
     """
@@ -484,7 +488,7 @@ def pack_micro_batches(
         ),
     )
 
-    # Every data rank uses the largest number of micro-batches that any of them needs.
+    # Every data rank uses the largest number of micro-batches that any data rank needs.
     sizes = [bundle.computed_tokens for bundle in bundles]
     needed = max(
         len(split_into_micro_batches([sizes[index] for index in share], budget)) for share in shares
@@ -511,7 +515,7 @@ def pack_micro_batches(
 
 
 # Both functions below assign sequences in order of decreasing length, each to the rank or
-# micro-batch with the fewest tokens so far (longest-processing-time greedy, Graham 1969). Ties go
+# micro-batch with the fewest assigned tokens (longest-processing-time greedy, Graham 1969). Ties go
 # to the lower index, so every rank computes the same result from equal lengths.
 
 
@@ -525,9 +529,9 @@ def split_into_micro_batches(
     Args:
         lengths: Lengths of the sequences in tokens.
         budget: Maximum number of tokens of a micro-batch.
-        count: Number of micro-batches; None means the smallest number that the greedy algorithm
-            fits. Any larger number fits too, so ranks can agree on the largest of their smallest
-            numbers.
+        count: Number of micro-batches; None means the smallest number for which the greedy
+            algorithm succeeds. It also succeeds for any larger number, so the ranks can use the
+            maximum of their smallest numbers.
 
     Raises:
         ValueError: If a length is not between 1 and `budget`, or if the sequences cannot fill

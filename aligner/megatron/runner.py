@@ -35,7 +35,8 @@ OutputReader = Callable[[Tensor, PackedBatch], Tensor]
 """Function that computes a result [N, …] from the model output [1, T, …] of a micro-batch."""
 OutputLoss = Callable[[Tensor, PackedBatch], tuple[Tensor, Stats]]
 """Function that computes a micro-batch's part of the loss and of each statistic from its model
-output [1, T, …]. Both are sums over global denominators, so the parts of all micro-batches add up.
+output [1, T, …]. Both are sums divided by global denominators, so the parts of all micro-batches
+add up.
 """
 
 # fp8 GEMMs need a token count per rank that is a multiple of this number: the largest alignment
@@ -159,8 +160,8 @@ class ModelRunner:
         )
         self.updates = 0
         self.routing_mismatch = math.nan
-        """Fraction of the expert choices, one per token and layer, that the router would have made
-        differently, in the last pass with routing replay; NaN before the first."""
+        """Fraction of the (token, layer) pairs for which the router would not have chosen the
+        recorded experts, in the last pass with routing replay; NaN before the first such pass."""
         self._restore: Callable[[], None] | None = None
         self._gather: ParameterGather | None = None
 
@@ -193,7 +194,7 @@ class ModelRunner:
         )
         if optimizer.overlap_param_gather:
             self._gather = ParameterGather(self.ddp)
-            # Everything that reads weights by name first waits for the parameter all-gathers.
+            # Each read of weights by name first waits for the parameter all-gathers.
             self.weights.finish_update = self._gather.finish
             self.trained_weights.finish_update = self._gather.finish
 
@@ -206,7 +207,7 @@ class ModelRunner:
         """Occupy the device memory of the optimizer state while the context is active.
 
         The first update allocates the moments or momentum. Without this reservation, a colocated
-        engine that measures the free memory before that update would take their memory.
+        engine that measures the free memory before that update would take this memory.
         """
         reserved = torch.empty(
             self.optimizer_state().unallocated_bytes, dtype=torch.uint8, device=self.world.device
@@ -241,8 +242,8 @@ class ModelRunner:
             expert_routing: Recorded expert routing, uint8 or int16 [B, S-1, L, K].
 
         Raises:
-            AlignerError: If a sequence is longer than the model's positions, or if the routing is
-                that of another model.
+            AlignerError: If a sequence is longer than the model's positions, or if the routing was
+                recorded with another model.
         """
         coordinates = self.world.coordinates
         layout = self.world.layout
@@ -270,10 +271,10 @@ class ModelRunner:
         )
 
     def _check_expert_routing(self, expert_routing: Tensor) -> None:
-        """Raise AlignerError if the routing [B, S-1, L, K] is that of another model.
+        """Raise AlignerError if the routing [B, S-1, L, K] was recorded with another model.
 
-        Every rank checks the whole batch: an unknown expert would otherwise fail on one rank only,
-        while the other ranks wait for it in a collective.
+        Every rank checks the whole batch. Otherwise, an unknown expert would raise an error on one
+        rank only, while the other ranks wait in a collective.
         """
         shape = self.shape
         expected = (shape.num_layers, shape.experts_per_token)
@@ -309,7 +310,8 @@ class ModelRunner:
         collected = torch.zeros(tokens.shape[0], width)
         batches = self.pack(tokens, lengths, expert_routing=expert_routing)
         parts = self.forward(batches, read_output)
-        # The outputs are equal on the tensor and context ranks, so only one of them contributes.
+        # The outputs are equal on the tensor and context ranks, so only one of these ranks
+        # contributes its outputs.
         if self.world.is_output_rank:
             for batch, part in zip(batches, parts, strict=True):
                 collected[batch.batch_rows, : part.shape[1]] = part.cpu()
@@ -341,7 +343,7 @@ class ModelRunner:
         self.routing_mismatch = mismatches / max(choices, 1)
 
     def forward(self, batches: Sequence[PackedBatch], read_output: OutputReader) -> list[Tensor]:
-        """Run the micro-batches without gradients and return what `read_output` returns for each.
+        """Run the micro-batches without gradients and return the result of `read_output` for each.
 
         Ranks of other pipeline stages than the last return an empty list. For a filler, the result
         is an empty tensor [0, 0].
@@ -367,8 +369,8 @@ class ModelRunner:
         Returns:
             On every rank: the results of `GuardedStep`; `skipped_total`; and the statistics of the
             loss over all data ranks. Statistics whose names end with _max are combined by their
-            maximum, the others by their sum. If the update was skipped, statistics that are not
-            finite are absent.
+            maximum, the other statistics by their sum. If the update was skipped, statistics that
+            are not finite are absent.
 
         Raises:
             AlignerError: If too many consecutive updates were skipped.
@@ -459,7 +461,7 @@ class ModelRunner:
             parts: Statistics of each micro-batch of this rank, scalars; empty for fillers.
         """
         parts = [part for part in parts if part]
-        # Data rank 0 always has a sequence, so the first output rank knows all names.
+        # Data rank 0 always has a sequence, so the first output rank has all names.
         names = broadcast_json(sorted(parts[0]) if parts else None, self.world.first_output_rank)
         is_max = torch.tensor([name.endswith("_max") for name in names])
         sums = torch.zeros(len(names), dtype=torch.float64)
@@ -477,7 +479,7 @@ class ModelRunner:
     def sleep(self) -> None:
         """Move the weights to host memory and free their device memory until `wake`.
 
-        Nothing may use the weights in the meantime.
+        Nothing may use the weights between `sleep` and `wake`.
         """
         if self._restore is None:
             self._restore = offload(parameter for _, parameter in self.parameters())
@@ -526,8 +528,8 @@ class ModelRunner:
 def _supports_shared_prefixes(shape: ModelShape, world: World) -> bool:
     """Return whether rows may share prefixes.
 
-    Attention over prefix trees exists on CPUs only. It excludes context parallelism and sliding
-    windows, and it excludes experts because each row has its own recorded routing.
+    Attention over prefix trees exists on CPUs only. It supports neither context parallelism nor
+    sliding windows. Experts are excluded, because each row has its own recorded routing.
     """
     on_cpu = world.device.type == "cpu"
     return (
@@ -545,6 +547,7 @@ def _apply_model(model: Any, batch: PackedBatch) -> Tensor:
 def _zero_token_count(output: Tensor) -> Tensor:
     """Return 0 as the number of tokens that megatron-core's schedules expect from a loss function.
 
-    The losses are sums over global denominators, so megatron-core must not normalize by tokens.
+    The losses are sums divided by global denominators, so megatron-core must not normalize by
+    tokens.
     """
     return torch.zeros((), dtype=torch.int, device=output.device)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def reduce_scores(scores: Tensor, local: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the statistics of each row of scores that its log-prob and entropy need.
+    """Return the statistics of each row of scores from which log-probs and entropies are computed.
 
     Args:
         scores: Scores of m tokens on this rank, float32 [m, V].
@@ -69,12 +69,12 @@ def compute_score_gradient(
 
 @functools.cache
 def compile_pass(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return one of these functions, compiled to a kernel."""
+    """Return one of this module's functions, compiled to a kernel."""
     return torch.compile(function)
 
 
 def should_fuse(scores: Tensor) -> bool:
-    """Return whether to use the fused passes for such scores.
+    """Return whether to use the fused passes for `scores`.
 
     On a CPU, blocks of rows that stay in its caches serve the same purpose.
     """

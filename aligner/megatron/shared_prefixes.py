@@ -6,8 +6,8 @@ computed only once, for example for many responses to one prompt.
 The second part is causal attention over packed segments, where some segments continue another
 segment. A token attends to its own segment, up to and including itself, and to the whole segment
 that is its prefix. The two partial softmaxes are combined by their log-sum-exps, as FlashAttention
-combines blocks of keys (Dao et al. 2022, section 3.1). The gradients of a part come from the same
-kernel, which receives the output and the log-sum-exp of the whole.
+combines blocks of keys (Dao et al. 2022, section 3.1). The backward kernel computes the gradients
+of each part from the output and the log-sum-exp of the combined softmax.
 """
 
 from dataclasses import dataclass, field
@@ -160,8 +160,8 @@ class Block:
     """Indices in the flattened rows of the positions that are not padding, int64 [K]; empty if
     `tokens` is a slice."""
     valid_tokens: Tensor = field(default_factory=_empty_index)
-    """Index of the packed token at each of these positions, int64 [K]; empty if `tokens` is a
-    slice."""
+    """Index of the packed token at each position of `valid_index`, int64 [K]; empty if `tokens` is
+    a slice."""
 
     @classmethod
     def build(cls, starts: Tensor, lengths: Tensor, device: torch.device) -> "Block":
@@ -243,18 +243,19 @@ class AttentionTree:
     ) -> "AttentionTree":
         """Return the attention pattern of packed segments.
 
-        The last N of the M segments are the rows; the others are shared prefixes. Further entries
-        of `starts` and `padded` describe padding at the end of the micro-batch.
+        The last N of the M segments are the rows; the other segments are shared prefixes. Further
+        entries of `starts` and `padded` describe padding at the end of the micro-batch.
 
         Args:
             starts: Index of the first packed token of each segment, int64 [M or more].
             padded: Length of each segment including its padding, int64 [M or more].
             lengths: Length of each segment without padding, int64 [M].
-            prefixes: Index of the segment that is the prefix of each row, int64 [N]; -1 for none.
-                Rows with the same prefix must be consecutive.
+            prefixes: Index of the segment that is the prefix of each row, int64 [N]; -1 if the row
+                has no prefix. Rows with the same prefix must be consecutive.
             device: Device of the blocks' indices.
         """
-        # One block for each power of two of the segment length limits the padding of its rows.
+        # Use one block for each power of two of the segment length, to limit the padding of the
+        # rows.
         classes = (padded - 1).clamp(min=0).log2().floor().clamp(min=3)
         segments = [
             Block.build(starts[classes == size], padded[classes == size], device)
@@ -359,8 +360,8 @@ class _TreeAttention(Function):
         )
         tree: AttentionTree = context.tree
         for queries, keys in (*((block, block) for block in tree.segments), *tree.prefixes):
-            # A log-sum-exp of infinity gives a padded query probabilities of 0, and its upstream
-            # gradient is 0.
+            # For padded queries, a log-sum-exp of infinity makes the probabilities 0, and the
+            # upstream gradients are 0.
             gradients = _flash_attention_backward(
                 queries.gather_rows(gradient, 0.0).to(precise),
                 queries.gather_rows(query).to(precise),

@@ -33,12 +33,12 @@ RowsLoss: TypeAlias = Callable[[Tensor, RowsT, float], tuple[Tensor, Stats]]
 """Function `loss(values, rows, denominator)` of N rows.
 
 `values` are the head's numbers at the rows' tokens, float32 [N, L], 0 after the end of a row, and
-differentiable. It returns the rows' part of the loss and of the statistics; the sums over all rows
-are those of the whole minibatch.
+differentiable. The function returns the rows' part of the loss and of the statistics. The parts of
+all rows of a minibatch add up to its loss and statistics.
 """
 ValueLoss: TypeAlias = Callable[..., tuple[Tensor, Stats]]
-"""Function `loss(values, old_values, returns, mask, denominator=…)` of N rows, [N, L-1] each, with
-the results of `RowsLoss`."""
+"""Function `loss(values, old_values, returns, mask, denominator=…)` of tensors [N, L-1]; it returns
+the same results as a `RowsLoss`."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,8 @@ class ValueModel(CheckpointedModel):
                 is trained.
             total_updates: Number of optimizer steps of the learning-rate schedule.
             loss: Loss of `train`.
-            head: Initial head [1, H] of a trained model whose directory has none; None means zeros.
+            head: Initial head [1, H] of a trained model whose directory contains no head; None
+                means zeros.
             head_scale: Factor of the initial head.
         """
         super().__init__(ModelRunner(shape, world, "scalar", settings, total_updates), directory)
@@ -146,8 +147,7 @@ class ValueModel(CheckpointedModel):
             raise ValueError("this model was built without a loss")
         loss = self._loss
         is_trained_token = mask > 0
-        # A causal model does not need the tokens after the last one in the mask, so shorten the
-        # rows.
+        # A causal model does not need the tokens after the last masked token, so shorten the rows.
         steps = torch.arange(1, mask.shape[1] + 1)
         lengths = torch.where(is_trained_token, steps, 0).amax(1).clamp(min=1) + 1
 
@@ -198,7 +198,7 @@ class ValueModel(CheckpointedModel):
     def sleep(self) -> None:
         """Move the weights to host memory and free their device memory until `wake`.
 
-        In the meantime, only `finish_save` may be called.
+        Between `sleep` and `wake`, only `finish_save` may be called.
         """
         self.runner.sleep()
 
@@ -217,9 +217,9 @@ def build_critic(config: Config, world: World, loss: ValueLoss) -> ValueModel:
 
     If the critic's directory contains a head and a reward normalization, the head is scaled by the
     gain of the normalization, so that values start in the units of the rewards. The bias of the
-    normalization is not applied, since the head has none; the critic learns it. If the critic uses
-    only the first layers of the model, it starts with a head of zeros, because the directory's head
-    reads the output of another layer.
+    normalization is not applied, since the head has no bias; the critic learns this offset. If the
+    critic uses only the first layers of the model, it starts with a head of zeros, because the
+    directory's head reads the output of another layer.
     """
     directory = critic_directory(config)
     whole = read_shape(directory)
@@ -240,7 +240,7 @@ def build_critic(config: Config, world: World, loss: ValueLoss) -> ValueModel:
 def build_initial_reward_model(config: Config, world: World) -> ValueModel:
     """Return the reward model that a run trains, before its first step.
 
-    Its trunk is that of the model, reduced to the first `critic.num_layers` layers if this key is
+    Its trunk is the model's trunk, reduced to the first `critic.num_layers` layers if this key is
     set. Its head has no bias and is sampled from N(0, 1/sqrt(hidden size + 1)) with the seed of the
     run (Huang et al. 2023, detail 5).
     """

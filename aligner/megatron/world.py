@@ -37,7 +37,8 @@ class World:
     def is_output_rank(self) -> bool:
         """Whether this rank contributes the model outputs of its data rank.
 
-        All tensor and context ranks of the last stage have the same outputs; the first contributes.
+        All tensor and context ranks of the last stage have the same outputs; the first of these
+        ranks contributes them.
         """
         return self.is_last_stage and self.coordinates.tensor == 0 and self.coordinates.context == 0
 
@@ -79,9 +80,9 @@ def _init_process_group(rank: int, size: int, timeout: timedelta) -> None:
 def enable_deterministic_kernels() -> None:
     """Make torch, cuBLAS, transformer-engine and NCCL use deterministic reductions from now on.
 
-    Call this before the first use of any of them. On a CPU all reductions are deterministic anyway.
-    An NCCL algorithm that the environment sets is kept. Afterwards, an operation without a
-    deterministic kernel raises RuntimeError.
+    Call this before the first use of any of these libraries. On a CPU all reductions are
+    deterministic anyway. An NCCL algorithm that the environment sets is kept. Afterwards, an
+    operation without a deterministic kernel raises RuntimeError.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     os.environ.setdefault("NCCL_ALGO", "Ring")

@@ -33,7 +33,7 @@ class Weight:
     part: Part = "whole"
     """Part of the fused parameter. Query, key and value are interleaved by KV group; the rows of
     gate precede those of up."""
-    transposed: bool = False
+    is_transposed: bool = False
     """Whether the file stores the matrix with the inputs first."""
     fused_in: str | None = None
     """Name of the file's tensor that contains query, key and value one after another; None if the
@@ -144,7 +144,7 @@ _GPT2 = (
             fused_in=f"{_GPT2_LAYER}attn.c_attn.{kind}",
         )
         for kind, build_weight in (
-            ("weight", lambda name: _linear(name, _QKV, "query", "hidden", 0, transposed=True)),
+            ("weight", lambda name: _linear(name, _QKV, "query", "hidden", 0, is_transposed=True)),
             ("bias", lambda name: _bias(name, _QKV, "query", 0)),
         )
         for part in _GPT2_PARTS
@@ -155,16 +155,16 @@ _GPT2 = (
         "hidden",
         "query",
         1,
-        transposed=True,
+        is_transposed=True,
     ),
     _bias(_GPT2_LAYER + "attn.c_proj", _ATTENTION + "linear_proj", "hidden", None),
     *_norm(_GPT2_LAYER + "ln_2", _CORE + "pre_mlp_layernorm", has_bias=True),
     _linear(
-        _GPT2_LAYER + "mlp.c_fc", _CORE + "mlp.linear_fc1", "ffn", "hidden", 0, transposed=True
+        _GPT2_LAYER + "mlp.c_fc", _CORE + "mlp.linear_fc1", "ffn", "hidden", 0, is_transposed=True
     ),
     _bias(_GPT2_LAYER + "mlp.c_fc", _CORE + "mlp.linear_fc1", "ffn", 0),
     _linear(
-        _GPT2_LAYER + "mlp.c_proj", _CORE + "mlp.linear_fc2", "hidden", "ffn", 1, transposed=True
+        _GPT2_LAYER + "mlp.c_proj", _CORE + "mlp.linear_fc2", "hidden", "ffn", 1, is_transposed=True
     ),
     _bias(_GPT2_LAYER + "mlp.c_proj", _CORE + "mlp.linear_fc2", "hidden", None),
     *_norm("transformer.ln_f", "decoder.final_layernorm", has_bias=True),

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from aligner.models.shape import ModelShape
-from aligner.models.weight_slices import count_vocabulary_rows
+from aligner.models.weight_slices import compute_shard_size
 from aligner.schema import EngineParallelConfig, ParallelConfig
 
 
@@ -62,7 +62,7 @@ def tensor_sizes(shape: ModelShape, limit: int) -> list[int]:
 
 def _leaves_rank_empty(shape: ModelShape, size: int) -> bool:
     """Return whether a rank would hold only padding of the vocabulary."""
-    return (size - 1) * count_vocabulary_rows(shape.vocab_size, size) >= shape.vocab_size
+    return (size - 1) * compute_shard_size(shape.vocab_size, size) >= shape.vocab_size
 
 
 def _split_dimensions(shape: ModelShape) -> dict[str, int]:

@@ -182,7 +182,7 @@ def weight_problems(
     """
     files = tensor_files(directory)
     stored = _stored_tensors(files)
-    expected = {spec.stored.name: spec.stored.shape for spec in table}
+    expected = {spec.stored_range.name: spec.stored_range.shape for spec in table}
     expected_in_files = {name_in_files(name, files): shape for name, shape in expected.items()}
 
     missing = [

@@ -21,12 +21,16 @@ from aligner.models.shape import ModelShape
 from aligner.schema import EngineParallelConfig, LoraConfig, ParallelConfig
 
 Head = Literal["vocabulary", "scalar"]
-"""Head of a model: a language model's head, or one number per token."""
+"""Head of a model: `vocabulary` is a language model's head, `scalar` returns one number per token.
+"""
 
 
 @dataclass(frozen=True)
 class StoredRange:
-    """Position of a weight in a tensor of a file: a range of one dimension, or the whole tensor."""
+    """Position of a weight in a tensor of a file: a range of one dimension, or the whole tensor.
+
+    The length of the range is the weight's size along this dimension.
+    """
 
     name: str
     """Name of the file's tensor."""
@@ -49,7 +53,11 @@ class TensorSpec:
     whole weight."""
     unit: int = 1
     """Number of consecutive indices of that dimension that a split must not separate, such as the
-    rows of an attention head."""
+    rows of an attention head.
+
+    `compute_tensor_slice` does not read it. A split respects it because `layouts.tensor_problems`
+    reports tensor-parallel sizes that do not divide the numbers of heads and key-value heads.
+    """
     layer: int | None = None
     """Index of the decoder layer; None for an embedding, final norm or head."""
     stages: tuple[str, ...] = ()
@@ -61,10 +69,10 @@ class TensorSpec:
     """Name of megatron-core's parameter, with layers and experts numbered over the whole model."""
     part: Part = "whole"
     """Part of that parameter which is this weight."""
-    transposed: bool = False
+    is_transposed: bool = False
     """Whether megatron-core stores the transposed matrix."""
-    fused: StoredRange | None = None
-    """Position in the file's tensor, if that tensor contains more weights; otherwise None."""
+    fused_range: StoredRange | None = None
+    """Position in the file's tensor, if that tensor contains other weights too; otherwise None."""
 
     @property
     def numel(self) -> int:
@@ -72,9 +80,9 @@ class TensorSpec:
         return math.prod(self.shape)
 
     @property
-    def stored(self) -> StoredRange:
+    def stored_range(self) -> StoredRange:
         """Position of the weight in the tensors of a file."""
-        return self.fused or StoredRange(self.name, self.shape)
+        return self.fused_range or StoredRange(self.name, self.shape)
 
 
 @dataclass(frozen=True)
@@ -104,7 +112,7 @@ def group_by_stored_tensor(table: Iterable[TensorSpec]) -> dict[str, list[Tensor
     """
     tensors: dict[str, list[TensorSpec]] = {}
     for spec in table:
-        tensors.setdefault(spec.stored.name, []).append(spec)
+        tensors.setdefault(spec.stored_range.name, []).append(spec)
     return tensors
 
 
@@ -113,8 +121,8 @@ def weight_table(shape: ModelShape, head: Head = "vocabulary") -> tuple[TensorSp
 
     Args:
         shape: The model's shape.
-        head: Head of the model. The head of a language model whose embeddings are tied is not a
-            weight of its own.
+        head: Head of the model. A language model whose embeddings are tied has no weight for its
+            head.
     """
     sizes = {
         "one": 1,
@@ -133,16 +141,20 @@ def weight_table(shape: ModelShape, head: Head = "vocabulary") -> tuple[TensorSp
         for weight in WEIGHTS[shape.family]
         if not weight.requires or getattr(shape, weight.requires)
     ]
-    in_layer = [weight for weight in weights if "{layer}" in weight.name]
-    outside = [weight for weight in weights if "{layer}" not in weight.name]
+    layer_weights = [weight for weight in weights if "{layer}" in weight.name]
+    outer_weights = [weight for weight in weights if "{layer}" not in weight.name]
 
     is_tied = shape.tied_embeddings and head == "vocabulary"
     if is_tied or head == "scalar":
-        outside = [weight for weight in outside if not weight.parameter.startswith("output_layer.")]
+        outer_weights = [
+            weight for weight in outer_weights if not weight.parameter.startswith("output_layer.")
+        ]
     if head == "scalar":
-        outside.append(SCALAR_HEAD)
-    before = [weight for weight in outside if weight.parameter.startswith("embedding.")]
-    after = [weight for weight in outside if not weight.parameter.startswith("embedding.")]
+        outer_weights.append(SCALAR_HEAD)
+    embeddings = [weight for weight in outer_weights if weight.parameter.startswith("embedding.")]
+    final_weights = [
+        weight for weight in outer_weights if not weight.parameter.startswith("embedding.")
+    ]
 
     # With tied embeddings the last stage needs a copy of the word embedding for its head. Position
     # embeddings, which tensor parallelism does not split, are only in the first stage.
@@ -150,14 +162,14 @@ def weight_table(shape: ModelShape, head: Head = "vocabulary") -> tuple[TensorSp
     return (
         *(
             _spec(weight, sizes, stages=embedding_stages if weight.split_axis == 0 else ("first",))
-            for weight in before
+            for weight in embeddings
         ),
         *(
             spec
             for layer in range(shape.num_layers)
-            for spec in _layer_specs(in_layer, sizes, layer, shape.num_experts)
+            for spec in _layer_specs(layer_weights, sizes, layer, shape.num_experts)
         ),
-        *(_spec(weight, sizes, stages=("last",)) for weight in after),
+        *(_spec(weight, sizes, stages=("last",)) for weight in final_weights),
     )
 
 
@@ -178,28 +190,37 @@ def _spec(
     expert: int | None = None,
     stages: tuple[str, ...] = (),
 ) -> TensorSpec:
-    """Return a kind of weight with the sizes, the layer and the expert of one weight of a model."""
+    """Return the spec of one weight of a model.
+
+    Args:
+        weight: The kind of weight, from the family's table.
+        sizes: Size of each dimension of `weight.sizes` in this model.
+        layer: Index of the decoder layer; None for a weight outside the layers.
+        expert: Index of the expert; None for a weight outside the experts.
+        stages: For a weight outside the layers, the pipeline stages that hold a copy.
+    """
     shape = tuple(sizes[size] for size in weight.sizes)
     axis = weight.split_axis
-    # Attention heads are not split. A unit of fused QKV contains all heads of a KV group.
+    # A split must not separate the rows of a head. A unit of fused QKV is a KV group: the rows of a
+    # key head, its value head and all its query heads.
     units = {
         "query": sizes["head"],
         "key": sizes["head"],
         "qkv": sizes["head"] * sizes["qkv"] // sizes["key"],
     }
     unit = 1 if axis is None else units.get(weight.sizes[axis], 1)
-    if weight.transposed:
+    if weight.is_transposed:
         shape = shape[::-1]
         axis = None if axis is None else 1 - axis
 
-    fused = None
+    fused_range = None
     if weight.fused_in is not None:
         assert axis is not None
         parts = ("query", "key", "value")
         fused_shape = tuple(
             size * len(parts) if dimension == axis else size for dimension, size in enumerate(shape)
         )
-        fused = StoredRange(
+        fused_range = StoredRange(
             weight.fused_in.format(layer=layer),
             fused_shape,
             axis,
@@ -215,8 +236,8 @@ def _spec(
         expert=expert,
         parameter=weight.parameter.format(layer=layer, expert=expert),
         part=weight.part,
-        transposed=weight.transposed,
-        fused=fused,
+        is_transposed=weight.is_transposed,
+        fused_range=fused_range,
     )
 
 
@@ -256,18 +277,27 @@ def compute_coordinates(rank: int, layout: ParallelConfig) -> Coordinates:
     )
 
 
-def count_vocabulary_rows(vocab_size: int, size: int, multiple: int = 1) -> int:
-    """Return the rows of an embedding or head on each of `size` tensor-parallel ranks.
+def compute_shard_size(total: int, size: int, multiple: int = 1) -> int:
+    """Return the size of each tensor-parallel rank's shard of a dimension, including padding.
 
-    All ranks have the same number of rows: the vocabulary is padded to a multiple of `multiple`,
-    and then of `size`. The last ranks hold the padding, which is not a token.
+    All shards have the same size: the dimension is padded to a multiple of `multiple`, and then of
+    `size`. The padding is in the last shards. Only the vocabulary needs padding.
+
+    Args:
+        total: Size of the dimension without padding.
+        size: Number of tensor-parallel ranks.
+        multiple: Number of which the padded dimension is a multiple before it is split.
     """
-    padded = -(-vocab_size // multiple) * multiple
+    padded = -(-total // multiple) * multiple
     return -(-padded // size)
 
 
 def compute_tensor_slice(spec: TensorSpec, rank: int, size: int, multiple: int = 1) -> Slice:
     """Return the slice of a weight that a tensor-parallel rank holds.
+
+    A rank whose shard is only padding gets the whole weight, because a slice is never empty.
+    This can happen only if `multiple` exceeds 1 and the vocabulary is tiny; `layouts` reports the
+    other cases.
 
     Args:
         spec: The weight.
@@ -278,10 +308,9 @@ def compute_tensor_slice(spec: TensorSpec, rank: int, size: int, multiple: int =
     """
     if spec.axis is None or size == 1:
         return Slice(spec.name, None, 0, 0)
-    entries = spec.shape[spec.axis]
-    step = count_vocabulary_rows(entries, size, multiple)
-    start, stop = (min(index * step, entries) for index in (rank, rank + 1))
-    # A rank that holds only padding gets axis None instead of an empty range.
+    total = spec.shape[spec.axis]
+    shard_size = compute_shard_size(total, size, multiple)
+    start, stop = (min(index * shard_size, total) for index in (rank, rank + 1))
     return (
         Slice(spec.name, None, 0, 0) if start == stop else Slice(spec.name, spec.axis, start, stop)
     )
@@ -374,8 +403,8 @@ def compute_engine_slices(
 
 
 TARGETS = {"attention": "self_attention", "mlp": "mlp"}
-"""Module of megatron-core's layer that contains the linear layers, by the target of `lora.targets`.
-"""
+"""For each value of `lora.targets`, the submodule of megatron-core's layer whose linear layers get
+adapters."""
 
 
 @dataclass(frozen=True)
@@ -417,23 +446,25 @@ def build_adapter_table(adapters: Mapping[str, Adapter]) -> tuple[TensorSpec, ..
 
 
 def _adapter(weight: TensorSpec, rank: int) -> Adapter:
-    outputs, inputs = weight.shape[::-1] if weight.transposed else weight.shape
+    outputs, inputs = weight.shape[::-1] if weight.is_transposed else weight.shape
     # A column-parallel layer splits its outputs, a row-parallel layer its inputs. The adapter
     # splits the factor that has the same dimension.
-    splits_outputs = weight.axis == (1 if weight.transposed else 0)
+    splits_outputs = weight.axis == (1 if weight.is_transposed else 0)
     linear = weight.parameter.removesuffix(".weight")
     name = weight.name.removesuffix(".weight")
-    stored = weight.stored.name.removesuffix(".weight")
-    fused = None
-    if weight.fused is not None and weight.fused.axis is not None:
-        fused_size = weight.fused.shape[weight.fused.axis]
-        fused = StoredRange(f"{stored}.lora_B.weight", (fused_size, rank), 0, weight.fused.start)
+    stored_name = weight.stored_range.name.removesuffix(".weight")
+    fused_range = None
+    if weight.fused_range is not None and weight.fused_range.axis is not None:
+        fused_size = weight.fused_range.shape[weight.fused_range.axis]
+        fused_range = StoredRange(
+            f"{stored_name}.lora_B.weight", (fused_size, rank), 0, weight.fused_range.start
+        )
     down = TensorSpec(
-        name=f"{stored}.lora_A.weight",
+        name=f"{stored_name}.lora_A.weight",
         shape=(rank, inputs),
         axis=None if splits_outputs else 1,
         layer=weight.layer,
-        parameter=f"{linear}.adapter.down.{stored.rsplit('.', 1)[-1]}",
+        parameter=f"{linear}.adapter.down.{stored_name.rsplit('.', 1)[-1]}",
     )
     up = TensorSpec(
         name=f"{name}.lora_B.weight",
@@ -441,7 +472,7 @@ def _adapter(weight: TensorSpec, rank: int) -> Adapter:
         axis=0 if splits_outputs else None,
         layer=weight.layer,
         parameter=f"{linear}.adapter.up.{name.rsplit('.', 1)[-1]}",
-        fused=fused,
+        fused_range=fused_range,
     )
     return Adapter(weight, down, up)
 
@@ -475,7 +506,7 @@ def frozen_names(
         matches = {
             spec.name
             for spec in specs
-            if fnmatchcase(spec.name, pattern) or fnmatchcase(spec.stored.name, pattern)
+            if fnmatchcase(spec.name, pattern) or fnmatchcase(spec.stored_range.name, pattern)
         }
         if not matches:
             raise ConfigError(

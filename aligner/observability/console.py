@@ -17,7 +17,7 @@ WINDOW_STEPS = 5
 """Number of steps over which the pace is averaged, and over which the summary averages metrics at
 the beginning and at the end of a run."""
 
-# Metrics in the line of a step, with their text.
+# Metrics in the line of a step, with their format strings.
 _STEP_LINE_FORMATS = {
     "reward/mean": "reward {:.3f}",
     "kl/reference": "KL {:.4f}",
@@ -103,7 +103,7 @@ def describe_step(
     metrics: Mapping[str, float], seconds_per_step: float | None, seconds_left: float | None
 ) -> list[str]:
     """Return texts about a step: its reward, KL, loss and evaluation, the pace and the remaining
-    time, as far as they are known."""
+    time. Unknown values are omitted."""
     parts = [
         template.format(metrics[key])
         for key, template in _STEP_LINE_FORMATS.items()
@@ -140,7 +140,7 @@ class PlainProgress:
         self._pace = Pace(steps)
 
     def show_status(self, text: str) -> None:
-        """Show what the run waits for before its first step."""
+        """Show the status of a run that has not completed its first step."""
         self.show_note(text)
 
     def show_note(self, text: str) -> None:
@@ -184,7 +184,7 @@ class LiveProgress(PlainProgress):
             BarColumn(),
             TextColumn("{task.description}", markup=False),
         )
-        # No redirection: the launcher prints through the console, or after close().
+        # Do not redirect the streams: the launcher prints through the console, or after `close`.
         self._bar = Progress(
             *columns, console=console, redirect_stdout=False, redirect_stderr=False
         )
@@ -192,7 +192,7 @@ class LiveProgress(PlainProgress):
         self._bar.start()
 
     def show_status(self, text: str) -> None:
-        """Show what the run waits for next to the bar."""
+        """Show the status text beside the progress bar."""
         self._bar.update(self._task, description=text)
 
     def show_step(self, metrics: Mapping[str, float]) -> None:
@@ -208,7 +208,7 @@ class LiveProgress(PlainProgress):
 
 
 def make_progress(steps: int, console: Console) -> PlainProgress:
-    """Return a bar if the console is a terminal, else plain lines."""
+    """Return a progress bar if the console is a terminal, otherwise progress as plain lines."""
     return LiveProgress(steps, console) if console.is_terminal else PlainProgress(steps, console)
 
 
@@ -227,7 +227,7 @@ def _escape_control_characters(text: str) -> Text:
 
 
 def window_mean(metrics: Sequence[Mapping[str, float]], key: str) -> float | None:
-    """Return the mean of a metric over the steps that measured it; None if no step did."""
+    """Return the mean of a metric over the steps that measured it; None if no step measured it."""
     values = [record[key] for record in metrics if key in record]
     return sum(values) / len(values) if values else None
 

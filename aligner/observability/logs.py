@@ -10,7 +10,7 @@ from datetime import datetime, timezone
 from typing import Any, TextIO, cast
 
 ERROR_PREFIX = "aligner: error:"
-"""Beginning of the line in which a rank reports why it exits."""
+"""Beginning of the line in which a rank reports the error that ends it."""
 
 _log = logging.getLogger("aligner")
 _TEXT_FORMATTER = logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S")
@@ -53,7 +53,7 @@ def set_log_step(step: int) -> None:
 
 
 def log_failure(error: BaseException, message: str | None) -> bool:
-    """Log why this process exits, if its logs are JSON.
+    """Log the error that ends this process, if its logs are JSON.
 
     Args:
         error: The error that ends the process.

@@ -25,14 +25,15 @@ from aligner.schema import LoggingConfig
 from aligner.schema.renamed import with_current_metrics
 
 Record = Mapping[str, float]
-"""A step's metrics by name; a record that is not passed together with its step contains it as
-`step`."""
+"""Metrics of one step by name. The record contains the step number as `step`, unless the step
+number is passed separately."""
 
 # Size of the end of a file that `read_newest_metrics` reads, in bytes.
 _NEWEST_BYTES = 1 << 17
 # Block size for reading a file, in bytes.
 _CHUNK = 1 << 20
-# Less than the default of cluster.stop_timeout_s, after which the launcher kills the process.
+# Maximum time to close the sinks after SIGTERM, in seconds. It is shorter than the default of
+# cluster.stop_timeout_s, after which the launcher kills the process.
 _END_TIMEOUT_S = 8.0
 
 
@@ -43,7 +44,7 @@ class MetricsSink(Protocol):
         """Record the metrics of a step. A step that is already recorded stays unchanged."""
 
     def resume(self, records: Sequence[Record]) -> None:
-        """Restore the state of a resumed run: exactly these records, and none of later steps.
+        """Restore the state of a resumed run, so that the tracker has exactly these records.
 
         Each record contains its `step`.
         """
@@ -56,13 +57,13 @@ class RunningChecksum:
     """Checksum of a growing file, stored in a second file as `<size> <checksum>` of the first
     `size` bytes.
 
-    The checksum never covers bytes that the file lacks, even if the process is killed or the
-    machine loses power: bytes are on disk before the checksum covers them, and the checksum
-    excludes them before they are truncated.
+    New bytes are on disk before the checksum covers them, and the checksum excludes bytes before
+    they are truncated. The checksum therefore never covers bytes that the file lacks, even if the
+    process is killed or the machine loses power.
     """
 
     def __init__(self, path: Path, file: Path) -> None:
-        """Create the checksum of the file `path`, which is stored in `file`."""
+        """Create the checksum of the file `path`. The checksum is stored in `file`."""
         self._path = path
         self._file = file
         self._digest = xxhash.xxh3_64()
@@ -104,7 +105,7 @@ class RunningChecksum:
         self._store()
 
     def append(self, content: bytes) -> None:
-        """Add bytes to the checksum that were just appended to the file, and are on disk."""
+        """Update the checksum with bytes that have been appended to the file and are on disk."""
         if self._size + len(content) != self._size_on_disk():
             # Another process appended to the file, or an unfinished line preceded these bytes.
             self.restart(self._size_on_disk())
@@ -220,9 +221,9 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
 
 
 def read_newest_metrics(path: Path) -> list[dict[str, float]]:
-    """Return the metrics of the last steps, in the last 128 KiB of the file.
+    """Return the metrics of the steps in the last 128 KiB of the file.
 
-    The function is for readers of many runs.
+    Commands that read many runs use this function, because it is fast.
     """
     return merge_records([], FileFollower(path, newest_bytes=_NEWEST_BYTES).read_new_records())
 
@@ -254,8 +255,8 @@ class FileFollower:
 
         Args:
             path: The file.
-            newest_bytes: Number of bytes at the end of the existing file in which the first line to
-                read begins; None reads from the beginning of the file.
+            newest_bytes: Maximum number of bytes to read from the end of the existing file; an
+                incomplete first line is skipped. None reads the whole file.
         """
         self._path = path
         self._offset = 0

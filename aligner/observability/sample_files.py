@@ -2,10 +2,10 @@
 `samples/`, of limited total size.
 
 `step_000012.parquet` has one row per sample, or per branch of a sample. `tokens_000012.parquet` has
-the same rows in the same order, with a list over the response's tokens for each quantity of a
-token. docs/observing.md describes the columns. A file gets its name only when it is complete, so a
-reader of a running run sees either all samples of a step or none. pyarrow is imported only in the
-functions that write or read a file.
+the same rows in the same order, with a list for each per-token quantity, which has one value per
+response token. docs/observing.md describes the columns. A file gets its name only when it is
+complete, so a reader of a running run sees either all samples of a step or none. pyarrow is
+imported only in the functions that write or read a file.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _MIB = 2**20
 # Prefixes of the file names, in the order in which files are deleted at the size limit.
 _KINDS = ("tokens", "step")
 Column = NDArray | Sequence[Any]
-"""Values of a column or of a quantity of tokens."""
+"""Values of a column or of a per-token quantity."""
 
 
 def sample_schema() -> pa.Schema:
-    """Return the columns of `step_…` files."""
+    """Return the Arrow schema of `step_…` files."""
     import pyarrow as pa
 
     fields = {
@@ -64,7 +64,7 @@ def sample_schema() -> pa.Schema:
 
 
 def token_schema() -> pa.Schema:
-    """Return the columns of `tokens_…` files."""
+    """Return the Arrow schema of `tokens_…` files."""
     import pyarrow as pa
 
     float_quantities = (
@@ -102,9 +102,9 @@ class SampleFiles:
         self._directory = directory
         self._limit = limit_mib * _MIB
         self._is_limit_reported = False
-        # Bytes of each file by the index of its kind and its step; sorted keys are the order of
-        # deletion. None until the directory is scanned. The sizes are cached, because a scan at
-        # every step would take longer the longer the run is.
+        # Size of each file in bytes, by the index of its kind and its step. Files are deleted in
+        # the order of the sorted keys. The value is None until the directory is scanned. The sizes
+        # are cached, because a scan at every step would take longer the longer the run is.
         self._sizes: dict[tuple[int, int], int] | None = None
 
     @fenced_write()
@@ -117,8 +117,8 @@ class SampleFiles:
         Args:
             step: The training step.
             samples: Columns of `sample_schema`, [N].
-            tokens: Quantities of `token_schema`, [sum of `response_tokens`], concatenated over the
-                rows.
+            tokens: Per-token quantities of `token_schema`, [sum of `response_tokens`], concatenated
+                over the rows.
         """
         import pyarrow as pa
 
@@ -202,8 +202,8 @@ def read_samples(
 
     Args:
         run_dir: The run directory.
-        tokens: Whether to read the lists over response tokens instead of the samples' columns.
-            Steps whose token files were deleted at the size limit have no rows.
+        tokens: Whether to read the lists of per-token values instead of the samples' columns. Steps
+            whose token files were deleted at the size limit have no rows.
         steps: Steps to read; None reads all. A step without files has no rows.
         columns: Columns to read; None reads all.
 
@@ -226,7 +226,7 @@ def read_samples(
 def _read_tables(
     run_dir: Path, kind: str, steps: Collection[int] | None, columns: Sequence[str]
 ) -> Iterator[pa.Table]:
-    """Yield the table of each stored step."""
+    """Yield the table of each stored step from the files of this kind."""
     import pyarrow.parquet as pq
 
     directory = RunPaths(run_dir).sample_files

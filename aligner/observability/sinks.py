@@ -50,8 +50,8 @@ def open_sinks(config: Config, paths: RunPaths) -> list[MetricsSink]:
 
 
 class BackgroundSink:
-    """A sink that runs in a separate thread, so that training neither waits for a tracker's server
-    nor fails with it.
+    """A sink that runs in a separate thread, so that a slow or failed tracker does not delay or end
+    the training.
 
     The first failure is logged as a warning. The sink is opened again after a while, and then
     receives all records that it lacks.
@@ -106,7 +106,7 @@ class BackgroundSink:
         self._enqueue(resume)
 
     def close(self, failed: bool) -> None:
-        """Wait until all queued records are written, at most for the timeout."""
+        """Wait until all queued records are written, but not longer than the timeout."""
         deadline = time.monotonic() + self._close_timeout_s
         with contextlib.suppress(queue.Full):
             self._queue.put((lambda sink: sink.close(failed), True), timeout=self._close_timeout_s)
@@ -128,18 +128,20 @@ class BackgroundSink:
         is_last = False
         while not is_last:
             action, is_last = self._queue.get()
-            # Before the next attempt, actions are discarded: the attempt reads all records anew.
+            # Until the next attempt to open the sink, discard actions: the attempt reads all
+            # records anew.
             if is_last or time.monotonic() >= self._retry_at:
                 self._execute(action)
 
     def _execute(self, action: _Action) -> None:
-        """Execute an action, after the records that the tracker lacks. Log the first failure."""
+        """Write the records that the tracker lacks, then execute an action. Log the first
+        failure."""
         try:
             self._sink = self._sink or self._open()
             if self._is_behind:
                 self._is_behind = False
-                # The resume comes first: otherwise the tracker would keep steps that were recorded
-                # before the resume, and that the resumed run has trained again.
+                # Resume first: otherwise, the tracker would keep steps from before the resume that
+                # the resumed run has trained again.
                 if self._records_to_resume is not None:
                     self._sink.resume(self._records_to_resume)
                     self._records_to_resume = None
@@ -186,7 +188,8 @@ class TensorBoardSink:
         self._visible_steps.add(step)
 
     def resume(self, records: Sequence[Record]) -> None:
-        """Let TensorBoard hide all steps from the first missing step on, and write them again."""
+        """Make TensorBoard hide the first missing step and all later steps, and write these
+        again."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
         steps = [int(record["step"]) for record in records]
@@ -208,9 +211,9 @@ class TensorBoardSink:
 
 
 def _read_visible_steps(directory: Path) -> set[int]:
-    """Return the steps that TensorBoard shows of a directory's event files.
+    """Return the steps of a directory's event files that TensorBoard displays.
 
-    TensorBoard hides earlier events of the steps from a START event on.
+    A START event makes TensorBoard hide all earlier events of its step and of later steps.
     """
     from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
     from tensorboard.compat.proto.event_pb2 import SessionLog
@@ -259,8 +262,7 @@ class WandbSink:
         self._next_step = int(self._run.step)
 
     def write(self, step: int, record: Record) -> None:
-        """Log a step immediately. A step that the server already has, from before a resume, stays
-        unchanged."""
+        """Log a step immediately. A step that was logged before a resume stays unchanged."""
         if step >= self._next_step:
             self._run.log(dict(record), step=step, commit=True)
             self._next_step = step + 1
@@ -304,15 +306,16 @@ class MlflowSink:
         self._add_parameters(config)
 
     def write(self, step: int, record: Record) -> None:
-        """Log a step. A step that the store already has, from before a resume, stays unchanged."""
+        """Log a step. A step that was logged before a resume stays unchanged."""
         if step > self._last_step:
             self._log(step, record)
 
     def resume(self, records: Sequence[Record]) -> None:
         """Log the metrics that the store lacks, and delete later steps from a file store.
 
-        A server cannot delete steps: it keeps the first values. A file store, which writes one file
-        per metric, may contain only some metrics of the step in which the run was killed.
+        A server cannot delete steps, and keeps the first value of each step. A file store, which
+        writes one file per metric, may contain only some metrics of the step in which the run was
+        killed.
         """
         last = int(records[-1]["step"]) if records else -1
         if self._store_directory is not None:

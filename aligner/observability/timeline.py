@@ -2,7 +2,7 @@
 
 - `Timeline` appends the spans of a process to `timeline/<role>-<rank>.jsonl`.
 - `PhaseTimer` sums the seconds of each phase of a step.
-- `report_stage` writes what a role does while it starts to a file, and `StageWatch` reports the
+- While a role starts, `report_stage` writes its current stage to a file. `StageWatch` reports the
   stages that take long.
 
 The timeline reads the machine's wall clock (CLOCK_REALTIME) once, when a process opens its file;
@@ -29,14 +29,14 @@ from aligner.paths import RunPaths, get_run_paths
 from aligner.schema import Config
 
 PHASE_SPAN_NAMES = {"reshard": "publish", "server_wait": "wait"}
-"""Span names of the trainer's phases, where they differ from the names in the metrics."""
+"""Names in the timeline of those trainer phases that have another name in the metrics."""
 
 TRUNCATION_MARK = b'{"cut": true}'
 """First line of a file whose older half was deleted."""
 
-# Duration in seconds from which on a stage is reported.
+# Minimum duration of a reported stage in seconds.
 _LONG_STAGE_S = 2.0
-# Stages of the phases of the first step.
+# Stage that is reported during each phase of the first step.
 _FIRST_STEP_STAGES = {
     "generate": "generating the first samples",
     "server_wait": "waiting for the first results from the servers",
@@ -46,12 +46,12 @@ _FIRST_STEP_STAGES = {
     "evaluate": "evaluating the initial model",
 }
 
-# Size of the end of a file in which an unfinished line is searched, in bytes.
+# Number of bytes at the end of a file that are searched for the last line break.
 _TAIL_BYTES = 1 << 20
 
 
 class Timeline:
-    """Spans of one process. The spans of one thread nest.
+    """Spans of one process. Each thread's spans are nested or disjoint.
 
     Spans are buffered until `flush`; a killed process loses its buffered spans.
     """
@@ -68,8 +68,8 @@ class Timeline:
 
         Args:
             path: File of the spans; None writes nothing.
-            span_names: Names of spans in the file, by the names given to `add` and `span`; missing
-                names stay unchanged.
+            span_names: Name of a span in the file by the name that `add` or `span` gets. A name
+                that is missing here stays unchanged.
             clock: Monotonic clock that returns seconds.
             wall_clock: Clock that returns seconds since the epoch.
             limit: Size in bytes above which the older half of the file is deleted.
@@ -121,13 +121,13 @@ class Timeline:
         finally:
             self.add(name, start, self._clock(), **attributes)
 
-    def begin_run(self, steps_done: int) -> None:
-        """Record that a trainer continues after `steps_done` steps.
+    def begin_run(self, completed_steps: int) -> None:
+        """Record that a trainer starts or resumes after `completed_steps` steps.
 
-        Spans of later steps from before a resume do not count any more.
+        Readers ignore earlier spans of later steps, because the resumed run repeats these steps.
         """
         if self._path is not None:
-            self._pending.append({"steps_done": steps_done})
+            self._pending.append({"steps_done": completed_steps})
             self.flush()
 
     def begin_step(self, step: int) -> None:
@@ -152,7 +152,7 @@ class Timeline:
     def _microseconds(self, seconds: float) -> int:
         """Convert seconds of the clock to microseconds since the epoch.
 
-        The conversion is monotonic, so that nested spans still nest after rounding.
+        The conversion is monotonic, so that nested spans are still nested after rounding.
         """
         return self._origin_us + round((seconds - self._origin) * 1e6)
 
@@ -163,20 +163,21 @@ class PhaseTimer:
     def __init__(
         self,
         clock: Callable[[], float] = time.perf_counter,
-        listener: Callable[[str, float, float], None] | None = None,
+        on_end: Callable[[str, float, float], None] | None = None,
         on_begin: Callable[[str], None] | None = None,
     ) -> None:
         """Create the timer.
 
         Args:
             clock: Monotonic clock that returns seconds.
-            listener: Function that is called at the end of each block with the phase's name, and
-                the block's start and end in seconds of the clock.
-            on_begin: Function that is called at the start of each block with the phase's name.
+            on_end: Function that is called at the end of each `phase` block with the phase's name,
+                and the block's start and end in seconds of the clock.
+            on_begin: Function that is called at the start of each `phase` block with the phase's
+                name.
         """
         self.on_begin = on_begin
         self._clock = clock
-        self._listener = listener
+        self._on_end = on_end
         self._open: set[str] = set()
         self._seconds: dict[str, float] = {}
         self._since = clock()
@@ -202,8 +203,8 @@ class PhaseTimer:
             end = self._clock()
             self._open.remove(name)
             self._seconds[name] = self._seconds.get(name, 0.0) + end - start
-            if self._listener is not None:
-                self._listener(name, start, end)
+            if self._on_end is not None:
+                self._on_end(name, start, end)
 
     def take(self) -> dict[str, float]:
         """Return the seconds since the last call by metric name, `time/<phase>` and `time/step`,
@@ -227,11 +228,11 @@ class PhaseTimer:
 def open_timeline(
     config: Config, role: str, rank: int, span_names: Mapping[str, str] = PHASE_SPAN_NAMES
 ) -> Timeline:
-    """Return the timeline of a rank of a role or server group; with `logging.timeline=false`, it
+    """Open the timeline of a rank of a role or server group; with `logging.timeline=false`, it
     writes nothing."""
     path = get_run_paths(config).timeline / f"{role}-{rank}.jsonl"
     if role == "trainer" and config.engine.placement == "server":
-        # With a generator role, the trainer waits while samples are generated.
+        # The generator role generates the samples, while the trainer waits.
         span_names = {**span_names, "generate": "wait"}
     return Timeline(
         path if config.logging.timeline else None, span_names, limit=config.logging.file_mib << 20
@@ -252,17 +253,19 @@ def _truncate_unfinished_line(path: Path) -> None:
 
 
 def report_stage(config: Config, role: str, stage: str | None) -> None:
-    """Write the stage of a role to its file. Only rank 0 writes.
+    """Write the current stage of a role to the role's file. Ranks other than 0 do nothing.
 
     Args:
         config: The run's configuration.
         role: Role or server group.
-        stage: What the role does now, for example "loading the weights"; None after its start.
+        stage: Current stage, for example "loading the weights"; None deletes the file, because the
+            role has started.
     """
     if int(os.environ.get("RANK", "0")):
         return
     file = get_run_paths(config).stages / role
-    with contextlib.suppress(OSError):  # other writers report a full disk
+    # Ignore errors: a full disk also fails other writes, which raise.
+    with contextlib.suppress(OSError):
         if stage is None:
             file.unlink(missing_ok=True)
         else:
@@ -271,7 +274,7 @@ def report_stage(config: Config, role: str, stage: str | None) -> None:
 
 
 def report_phase(config: Config, phase: str) -> None:
-    """Write a phase of the trainer's first step as its stage."""
+    """Report a phase of the trainer's first step as the trainer's stage."""
     if stage := _FIRST_STEP_STAGES.get(phase):
         report_stage(config, "trainer", stage)
 
@@ -284,15 +287,17 @@ def delete_stages(paths: RunPaths) -> None:
 
 @dataclass
 class _Stage:
-    """A role's stage, when it was first seen, and whether it has been reported."""
+    """Current stage of a role."""
 
     text: str
     since: float
+    """Time at which the stage was first seen, in seconds of the watch's clock."""
     is_reported: bool = False
+    """Whether the stage has been reported because it takes long."""
 
 
 class StageWatch:
-    """Reporter of the stages of roles that take long, and of their durations."""
+    """Reports start stages that take 2 s or longer, and their duration when they end."""
 
     def __init__(
         self,
@@ -304,8 +309,8 @@ class StageWatch:
 
         Args:
             paths: The run's paths.
-            report: Function that receives each report.
-            clock: Clock that returns seconds.
+            report: Function that is called with the text of each report.
+            clock: Monotonic clock that returns seconds.
         """
         self._directory = paths.stages
         self._report = report
@@ -313,7 +318,8 @@ class StageWatch:
         self._stages: dict[str, _Stage] = {}
 
     def poll(self) -> None:
-        """Read the stage files, and report ended and long stages."""
+        """Read the stage files. Report the stages that have taken long since their first poll, and
+        the end of each stage that was reported before."""
         now = self._clock()
         texts = self._read_texts()
         for role in [role for role, stage in self._stages.items() if texts.get(role) != stage.text]:
@@ -327,6 +333,7 @@ class StageWatch:
                 self._report(f"{role}: {text} …")
 
     def _read_texts(self) -> Mapping[str, str]:
+        """Return the current stage of each role that is starting."""
         texts = {}
         for file in sorted(self._directory.glob("*")):
             # OSError: the role has just deleted its file.

@@ -1,5 +1,5 @@
-"""Timeline of a whole run: reading the files of its processes, writing `trace.json`, and summing up
-the time of each role."""
+"""Timeline of a whole run: read the files of its processes, write `trace.json`, and sum up the time
+of each role."""
 
 import bisect
 import itertools
@@ -18,12 +18,12 @@ from aligner.observability.timeline import TRUNCATION_MARK
 from aligner.paths import RunPaths
 
 WAIT = "wait"
-"""Name of the spans in which a rank waits for others; in all other spans, it is busy."""
+"""Name of the spans in which a rank waits for other ranks; in all other spans, the rank is busy."""
 
 NEWEST_BYTES = 16 << 20
 """Maximum size of the part of a run's timeline that is read, in bytes: a browser cannot display a
 larger trace."""
-# Keys of a record that are fields of `Span`; all other keys are its attributes.
+# Keys of a record that are fields of `Span`; all other keys become `Span.attributes`.
 _SPAN_KEYS = ("name", "start", "us", "step", "thread")
 _ROLES = ("trainer", "generator", "critic", "reward", "teacher")
 
@@ -56,8 +56,8 @@ def read_spans(paths: RunPaths, newest_bytes: int = NEWEST_BYTES) -> list[Span]:
 
     Args:
         paths: The run's paths.
-        newest_bytes: Maximum size of the read part of the timeline in bytes; of a larger timeline,
-            the newest part is read.
+        newest_bytes: Maximum number of bytes to read. If the timeline is larger, only its newest
+            part is read.
 
     Raises:
         AlignerError: If a file is not a timeline.
@@ -70,8 +70,8 @@ def read_spans(paths: RunPaths, newest_bytes: int = NEWEST_BYTES) -> list[Span]:
     spans = [
         span for file, (records, _) in records_by_file.items() for span in _to_spans(file, records)
     ]
-    # If files are truncated, all processes begin at the latest beginning of a truncated file, so
-    # that no process seems to be idle before it.
+    # Truncated files begin at different times. Ignore all spans before the latest of these times;
+    # otherwise, some processes would seem to be idle at the beginning.
     first_start = max(
         (
             records[0]["start"]
@@ -155,8 +155,8 @@ def list_roles(spans: Iterable[Span]) -> list[str]:
 
 
 def flatten_spans(spans: Iterable[Span]) -> list[Span]:
-    """Split the nested spans of a thread so that none overlaps another: each moment belongs to the
-    span that began last."""
+    """Split the nested spans of a thread so that no spans overlap: each moment belongs to the span
+    that began last."""
     ordered = sorted(spans, key=lambda span: (span.start, -span.end))
     flat: list[Span] = []
     # Stack of the spans that are open at `time`; the innermost span is the last.
@@ -178,15 +178,16 @@ def flatten_spans(spans: Iterable[Span]) -> list[Span]:
 
 
 def steps_window(spans: Iterable[Span], steps: int) -> tuple[int, int]:
-    """Return the start of the first and the end of the last of the trainer's last `steps` steps;
-    (0, 0) without a training step."""
+    """Return the start and the end of the period of the trainer's last `steps` steps, in
+    microseconds since the epoch; (0, 0) without a training step."""
     bounds = step_bounds(spans)
     last_steps = sorted(step for step in bounds if step > 0)[-steps:]
     return (bounds[last_steps[0]][0], bounds[last_steps[-1]][1]) if last_steps else (0, 0)
 
 
 def step_bounds(spans: Iterable[Span]) -> dict[int, tuple[int, int]]:
-    """Return the start and the end of each step on the trainer's rank 0."""
+    """Return the start and end of each step on the trainer's rank 0, in microseconds since the
+    epoch."""
     bounds: dict[int, tuple[int, int]] = {}
     for span in spans:
         if span.role == "trainer" and span.rank == 0 and span.step is not None:
@@ -198,14 +199,15 @@ def step_bounds(spans: Iterable[Span]) -> dict[int, tuple[int, int]]:
 def compute_busy_shares(
     spans: Iterable[Span], window: tuple[int, int]
 ) -> dict[str, dict[str, float]]:
-    """Return the share of the window that each role spends in each kind of span, without waiting.
+    """Return the fraction of a time window that each role spends in each activity except waiting.
 
     Args:
         spans: The spans of a run.
         window: Start and end in microseconds since the epoch.
 
     Returns:
-        Role to span name to share, as means over the role's ranks; the trainer is first.
+        For each role, the fractions by span name, averaged over the ranks of the role. The trainer
+        comes first.
     """
     begin, end = window
     in_window = [span for span in spans if span.end > begin and span.start < end]
@@ -244,7 +246,7 @@ def _read_records(file: Path, limit: int) -> tuple[list[dict[str, Any]], bool]:
     lines = block[: block.rfind(b"\n") + 1].splitlines()
     is_truncated = size > limit or lines[:1] == [TRUNCATION_MARK]
     try:
-        # The first line of a truncated file is the mark, or is incomplete.
+        # The first line of a truncated file is the truncation mark, or is incomplete.
         records = [json.loads(line) for line in (lines[1:] if is_truncated else lines)]
     except ValueError as error:
         raise AlignerError(
@@ -256,8 +258,8 @@ def _read_records(file: Path, limit: int) -> tuple[list[dict[str, Any]], bool]:
 
 
 def _find_discarded_times(records: Sequence[Mapping[str, Any]]) -> list[tuple[int, int]]:
-    """Return the time intervals whose steps were lost, because they followed the checkpoint from
-    which the trainer was resumed.
+    """Return the time intervals of discarded steps. A step is discarded if the trainer resumes from
+    an earlier checkpoint.
 
     Args:
         records: The records of the trainer's rank 0.
@@ -299,8 +301,8 @@ def _to_spans(file: Path, records: Iterable[Mapping[str, Any]]) -> list[Span]:
 
 
 def _add_steps(spans: Sequence[Span]) -> list[Span]:
-    """Return the spans; those without a step, which are the servers', get the step of the trainer
-    when they began."""
+    """Return the spans with steps: each span of a server gets the step of the trainer at the time
+    when the span began."""
     step_starts = sorted((start, step) for step, (start, _) in step_bounds(spans).items())
     result = []
     for span in spans:

@@ -1,7 +1,7 @@
 """Weight transfer between ranks: the link that connects them, messages, and their encodings.
 
-- `Link` connects the ranks of a transfer plan: point-to-point transfers, all-reduce, and decisions
-  that succeed or fail on all ranks.
+- `Link` connects the ranks of a transfer plan. It has point-to-point transfers, all-reduce, and
+  agreements, which succeed on all ranks or fail on all ranks.
 - `plan_steps` cuts a plan's transfers into messages, batches and steps. `copy_local` executes the
   transfers within a rank, and `Exchange` those between ranks.
 - `Encoding` sends all elements; `DeltaEncoding` sends only changed elements
@@ -49,7 +49,10 @@ _Operation = tuple[dist.Work, tuple[int, ...]]
 
 
 class LostPeer(AlignerError):
-    """A transfer with the ranks `peers` did not complete."""
+    """A transfer with the ranks `peers` did not complete.
+
+    `peers` is empty for an all-reduce, and if another rank's failure aborted the transfer.
+    """
 
     def __init__(self, message: str, peers: Sequence[int]) -> None:
         super().__init__(message)
@@ -57,20 +60,30 @@ class LostPeer(AlignerError):
 
 
 class _Ballot(NamedTuple):
-    """A rank's report on a failed agreement: its own error, if it has one, and the peers that
-    caused this error."""
+    """A rank's report on a failed agreement."""
 
     error: str | None = None
+    """Error of the rank; None if its block succeeded in time."""
     blamed: Sequence[int] | None = None
+    """Ranks that caused `error`.
+
+    - None: the error is the rank's own, or there is no error.
+    - The peers of a transfer that did not complete.
+    - Empty: an all-reduce did not complete, or another rank's failure aborted a transfer.
+    - Only the rank itself: its block succeeded, but after the agreement had failed.
+    """
 
 
 class Link:
-    """One process's end of a separate process group: gloo on CPUs, NCCL on GPUs.
+    """One process's end of a process group that is separate from the default group.
 
-    The ranks may belong to one world or to several worlds; they share only a store. All ranks
-    perform the same operations in the same order. A failure on one rank is a failure on all ranks,
-    and breaks the link permanently: the transfers of its peers fail immediately. To continue, every
-    rank creates a new link with the next `generation`.
+    The group uses gloo on CPUs and NCCL on GPUs. The ranks may belong to one world or to several
+    worlds; they share only a store. All ranks perform the same operations in the same order.
+
+    A failure on one rank is a failure on all ranks, and breaks the link permanently. With gloo, the
+    pending transfers of the other ranks fail immediately. With NCCL, they fail after the failed
+    decision is in the store, or at the timeout. To continue, every rank creates a new link with the
+    next `generation`.
     """
 
     def __init__(
@@ -91,9 +104,9 @@ class Link:
             store: The key-value store that all ranks share.
             rank: This process's rank in the link.
             labels: The name of each rank in error messages, in the order of the ranks.
-            timeout: Bound of each wait for another rank. A failing agreement can take several
-                waits: one for a transfer, one for the decision, and a few seconds for the reasons
-                of the other ranks.
+            timeout: Maximum duration of each wait for another rank. A failing agreement can take
+                several waits: one for a transfer, one for the decision, and a few seconds for the
+                reports of the other ranks.
             device: Device of the transferred tensors; default CPU.
             name: Name of the link; prefix of its keys in the store.
             generation: Number of the attempt to connect. After a failure, the next attempt needs
@@ -114,9 +127,9 @@ class Link:
         self._close_reason: str | None = None
         self._agreement_count = 0
         self._is_aborted = False
-        # gloo closes a group's connections as soon as nothing references the group or one of its
-        # operations. The traceback of an error references every local variable, so no local
-        # variable may hold an operation.
+        # gloo closes the connections when the last reference to the group and to its operations is
+        # gone; `close` relies on this. The traceback of an error keeps local variables alive, so
+        # operations are stored only here.
         self._pending: deque[list[_Operation]] = deque()
 
         self._wait_for_all_ranks("arrived")
@@ -193,7 +206,8 @@ class Link:
         """Wait for the transfers of the oldest `post`.
 
         Raises:
-            LostPeer: If a peer exited or did not answer in time; the error names it.
+            LostPeer: If a peer closed the connection or did not answer in time; the error names it.
+                With NCCL, also if another rank failed; `peers` is then empty.
         """
         # The last operation first: when it is done, the others usually are too, which saves a
         # wake-up of this thread for each of them.
@@ -203,7 +217,13 @@ class Link:
         self._pending.popleft()
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """Sum a tensor over all ranks, in place. Collective."""
+        """Sum a tensor over all ranks, in place. Collective.
+
+        Raises:
+            LostPeer: If a rank closed the connection or did not answer in time, or another rank
+                failed; `peers` is empty.
+        """
+        # At the front, so that `complete` waits for this operation, not for the oldest `post`.
         self._pending.appendleft([(self._require_group().allreduce([tensor]), ())])
         self.complete()
 
@@ -211,9 +231,9 @@ class Link:
     def agreement(self, failure: str) -> Iterator[None]:
         """Run the block on every rank: it succeeds on all ranks, or raises on all ranks.
 
-        Collective. A single entry of the store holds the decision, so that all ranks see the same
-        one. The store's host must live until all ranks have returned; its own return does not imply
-        that they have.
+        Collective. A single entry of the store contains the decision, so all ranks read the same
+        decision. The process that hosts the store must run until all ranks have returned from the
+        agreement; its own return does not imply that they have.
 
         Args:
             failure: First line of the error. The following lines report what went wrong on which
@@ -234,7 +254,7 @@ class Link:
             cause = error
         # The process is being terminated: the other ranks need not wait for it.
         except BaseException as error:
-            self._vote_against(_Ballot(repr(error)))
+            self._report_failure(_Ballot(repr(error)))
             raise
 
         try:
@@ -253,7 +273,10 @@ class Link:
             raise AlignerError(f"{failure}:\n{problem}") from cause
 
     def close(self, reason: str = "it was closed") -> None:
-        """Close the connections; the transfers of the peers fail immediately.
+        """Close the connections.
+
+        With gloo, the pending transfers of the peers fail immediately. With NCCL, they fail after
+        the failed decision is in the store, or at the timeout.
 
         Args:
             reason: Cause that later uses of the link report in their errors.
@@ -267,7 +290,7 @@ class Link:
         self._group = None
 
     def abort(self, store: Store) -> None:
-        """Let the current agreement and all later agreements fail on every rank, because a rank is
+        """Make the current agreement and all later agreements fail on every rank, because a rank is
         lost.
 
         May be called from any thread.
@@ -275,8 +298,8 @@ class Link:
         Args:
             store: A client of the link's store that no other thread uses.
         """
-        # Set the flag before the key is computed: an agreement that begins in between then either
-        # sees the flag, or is the agreement of the key.
+        # An agreement that begins after this line sees the flag. One that began earlier has already
+        # increased the count, so its key is the one below.
         self._is_aborted = True
         PrefixStore(self._prefix, store).compare_set(self._agreement_key("decision"), "", "failed")
 
@@ -287,7 +310,11 @@ class Link:
     def _wait_for_all_ranks(self, stage: str) -> None:
         """Wait until every rank has reached a stage of connecting.
 
-        Raises AlignerError naming the missing ranks after the timeout.
+        Args:
+            stage: Name of the stage.
+
+        Raises:
+            AlignerError: If ranks did not reach the stage within the timeout; the error names them.
         """
         stage_keys = [f"{stage}/{rank}" for rank in range(self.size)]
         self._store.set(stage_keys[self.rank], "")
@@ -311,8 +338,8 @@ class Link:
                     _Group, dist.ProcessGroupGloo(self._store, self.rank, self.size, self.timeout)
                 )
             options = dist.ProcessGroupNCCL.Options()
-            # NCCL's watchdog kills the process after this timeout: the waits of this class must end
-            # earlier.
+            # NCCL's watchdog kills the process after this timeout, so the waits of this class must
+            # end earlier.
             options._timeout = 2 * self.timeout
             return cast(_Group, dist.ProcessGroupNCCL(self._store, self.rank, self.size, options))
         except RuntimeError as error:
@@ -332,7 +359,8 @@ class Link:
         """Wait for the last operation of the oldest post; `peers` are its peers."""
         begin = time.monotonic()
         try:
-            # NCCL does not notice a dead peer: poll, and enforce the timeout here.
+            # NCCL does not notice that a peer has exited: poll the operation and the decision, and
+            # enforce the timeout here.
             while self._uses_nccl and not self._pending[0][-1][0].is_completed():
                 waited = time.monotonic() - begin
                 if waited > self.timeout.total_seconds():
@@ -361,10 +389,12 @@ class Link:
             cause: This rank's error; None if its block succeeded.
         """
         decision = self._agreement_key("decision")
-        is_late = self._store.check([decision])
+        # The decision may exist before this rank reports: another rank failed, or timed out while
+        # it waited for this rank. It cannot be "good", which needs all ranks.
+        is_already_failed = self._store.check([decision])
 
         if cause is not None:
-            self._vote_against(
+            self._report_failure(
                 _Ballot(
                     str(cause) or repr(cause), cause.peers if isinstance(cause, LostPeer) else None
                 )
@@ -378,23 +408,23 @@ class Link:
         try:
             self._store.wait([decision], self.timeout)
         except dist.DistStoreError:
-            # compare_set succeeds for one writer only, so that a late "good" cannot overwrite it.
+            # compare_set succeeds for one writer only, so a late "good" cannot overwrite "failed".
             self._store.compare_set(decision, "", "failed")
         if self._store.get(decision) == b"good":
             return True
 
         if cause is None:
-            self._vote_against(
+            self._report_failure(
                 _Ballot(f"not ready within {self.timeout.total_seconds():g} s", (self.rank,))
-                if is_late
+                if is_already_failed
                 else _Ballot()
             )
         return False
 
-    def _vote_against(self, ballot: _Ballot) -> None:
-        """Let the agreement fail: store the ballot, then close the link.
+    def _report_failure(self, ballot: _Ballot) -> None:
+        """Store this rank's ballot, set a missing decision to failed, and close the link.
 
-        The ballot comes first, so that a peer whose connection breaks can read the reason.
+        The ballot is stored first, so that a peer whose connection breaks can read the reason.
         """
         try:
             self._store.set(
@@ -406,20 +436,26 @@ class Link:
 
     def _collect_reasons(self) -> list[str]:
         """Return one line for each cause of a failed agreement, and for each rank that did not
-        answer."""
+        report."""
         ballots: dict[int, _Ballot] = {}
         end = time.monotonic() + min(_GRACE_S, self.timeout.total_seconds())
         try:
             while not self._read_ballots(ballots) and time.monotonic() < end:
                 time.sleep(0.01)
             silent = [rank for rank in range(self.size) if rank not in ballots]
-        except dist.DistError:  # the store's host had all ballots that it needs, and exited
+        except dist.DistError:
+            # The store's host has exited, normally because it has collected its own reasons. Use
+            # the ballots that were read before.
             if not any(ballot.error for ballot in ballots.values()):
                 raise
             silent = []
 
-        # Report causes, not consequences: the ranks' own errors, lost peers only if the peer itself
-        # did not answer, and silent ranks that no other rank blames.
+        # List causes, not consequences:
+        # 1. the ranks' own errors (`blamed` is None);
+        # 2. errors that blame a rank without a ballot;
+        # 3. ranks without a ballot that no rank blames.
+        # If there are none, list all errors: all ranks have ballots, which blame each other or the
+        # reporting rank itself (it was late), or no rank at all (an all-reduce did not complete).
         blamed = {peer for ballot in ballots.values() for peer in ballot.blamed or ()}
         ranks_by_error: dict[str, list[int]] = {}
         for rank, ballot in ballots.items():
@@ -442,8 +478,8 @@ class Link:
         ]
 
     def _read_ballots(self, ballots: dict[int, _Ballot]) -> bool:
-        """Add new ballots to `ballots`. Return whether all ranks have voted, except the ranks that
-        others blame."""
+        """Add new ballots to `ballots`. Return whether all ranks have reported, except ranks that
+        are blamed."""
         for rank in range(self.size):
             if rank not in ballots and self._store.check(
                 [key := self._agreement_key(f"ballot/{rank}")]
@@ -459,6 +495,7 @@ Hugging Face orientation."""
 
 # Batches in flight in each direction: one is transferred while another is packed or unpacked.
 _IN_FLIGHT = 2
+# Batches, of both directions, that share a rank's staging memory (`engine.bucket_mib`).
 _BATCHES_PER_BUCKET = 2 * _IN_FLIGHT
 # Pieces of at most this size (bytes) share a message: packing them costs less than a message each.
 _SMALL_BYTES = 1 << 18
@@ -466,12 +503,16 @@ _SMALL_BYTES = 1 << 18
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows `[start, stop)`, along dimension 0, of the tensor of a transfer."""
+    """Rows `[start, stop)` of the part of a tensor that a transfer sends.
+
+    The rows are indices of dimension 0, counted from the start of this part.
+    """
 
     transfer: Transfer
     start: int
     stop: int
     numel: int
+    """Number of elements of the rows."""
 
 
 Message = tuple[Piece, ...]
@@ -510,7 +551,10 @@ class Encoding:
         return piece.numel * self._dtype.itemsize
 
     def is_plain(self, piece: Piece) -> bool:
-        """Return whether a piece is sent as all of its elements, which needs no staging memory."""
+        """Return whether all elements of a piece are sent unencoded.
+
+        Only such a piece can be sent without staging memory.
+        """
         return True
 
     def pack(self, piece: Piece, rows: Tensor, packed: Tensor) -> None:
@@ -522,18 +566,18 @@ class Encoding:
         target.copy_(packed.view(self._dtype).view(target.shape))
 
 
-def slice_shape(spec: TensorSpec, piece: Slice) -> tuple[int, ...]:
+def slice_shape(spec: TensorSpec, held_slice: Slice) -> tuple[int, ...]:
     """Return the shape of a slice of a tensor."""
-    return cut_shape(spec.shape, piece.axis, piece.start, piece.stop)
+    return cut_shape(spec.shape, held_slice.axis, held_slice.start, held_slice.stop)
 
 
 def narrow_slice(
     tensor: Tensor, spec: TensorSpec, held_slice: Slice, axis: int | None, start: int, stop: int
 ) -> Tensor:
-    """Return a view of the range `[start, stop)` along `axis` of a whole tensor, within a slice.
+    """Return a range of a whole tensor, as a view of a tensor that contains only a slice of it.
 
     Args:
-        tensor: The part `held_slice` of the whole tensor.
+        tensor: The part `held_slice` of the whole tensor. It must contain the range.
         spec: The whole tensor.
         held_slice: The position of `tensor` in the whole tensor.
         axis: Dimension of the range; None means the whole tensor.
@@ -583,17 +627,21 @@ def _narrow_to_transfer(
 
 
 def split_into_messages(
-    transfers: Sequence[Transfer], specs: Mapping[str, TensorSpec], limit: int, small: int
+    transfers: Sequence[Transfer],
+    specs: Mapping[str, TensorSpec],
+    limit: int,
+    max_shared_numel: int,
 ) -> list[Message]:
-    """Cut transfers into row ranges, and return one message for each row range.
+    """Cut transfers into row ranges, and return messages of these row ranges.
 
-    Small row ranges share messages, which are at the end of the list.
+    A large row range is one message. Small row ranges share messages, which are at the end of the
+    list.
 
     Args:
         transfers: The transfers between two ranks.
         specs: The tensors by name.
-        limit: Maximum number of elements of a message. A message has at least one row.
-        small: Row ranges of at most this number of elements share messages.
+        limit: Maximum number of elements of a message, unless a single row has more.
+        max_shared_numel: Row ranges of at most this number of elements share messages.
     """
     large: list[Message] = []
     packed: list[list[Piece]] = []
@@ -607,7 +655,7 @@ def split_into_messages(
         for start in range(0, rows, step):
             stop = min(rows, start + step)
             piece = Piece(transfer, start, stop, (stop - start) * width)
-            if piece.numel > small:
+            if piece.numel > max_shared_numel:
                 large.append((piece,))
                 continue
             if piece.numel > free:
@@ -637,20 +685,20 @@ def message_numel(message: Message) -> int:
 
 
 def plan_steps(plan: TransferPlan, rank: int, bucket_bytes: int) -> list[ExchangeStep]:
-    """Return a rank's steps, with batches of at most a quarter of a bucket, in an order that cannot
-    deadlock.
+    """Return a rank's steps, in an order that cannot deadlock.
 
-    In round r, a rank sends to rank + r and receives from rank - r (modulo the number of ranks).
-    The i-th batch of a round is in the i-th step of this round on both sides, so that the earliest
-    incomplete step of all ranks can always proceed.
+    A batch is at most a quarter of the staging memory. There is one round for each distance between
+    ranks: a rank sends to rank + distance and receives from rank - distance (modulo the number of
+    ranks). Sender and receiver have a batch at the same step of the same round. Therefore the ranks
+    that are at the earliest unfinished round and step wait only for each other.
 
     Args:
         plan: The transfer plan.
         rank: The rank whose steps are planned.
-        bucket_bytes: Maximum size of the staging memory in bytes.
+        bucket_bytes: Maximum size of the staging memory in bytes (`engine.bucket_mib`).
 
     Raises:
-        AlignerError: If a batch is too small for one row of each tensor.
+        AlignerError: If a quarter of the staging memory is too small for one row of any tensor.
     """
     limit = bucket_bytes // _BATCHES_PER_BUCKET // plan.itemsize
     widest, name = max((spec.numel // spec.shape[0], spec.name) for spec in plan.table)
@@ -660,11 +708,13 @@ def plan_steps(plan: TransferPlan, rank: int, bucket_bytes: int) -> list[Exchang
             f"a bucket of {bucket_bytes} bytes is too small: one row of {name} needs a bucket of"
             f" {needed} bytes; raise engine.bucket_mib"
         )
-    small = min(limit, _SMALL_BYTES // plan.itemsize)
+    max_shared_numel = min(limit, _SMALL_BYTES // plan.itemsize)
 
     def batches_between(source: int, target: int) -> list[Batch]:
         return group_into_batches(
-            split_into_messages(plan.transfers_between(source, target), plan.specs, limit, small),
+            split_into_messages(
+                plan.transfers_between(source, target), plan.specs, limit, max_shared_numel
+            ),
             limit,
         )
 
@@ -686,8 +736,15 @@ def plan_steps(plan: TransferPlan, rank: int, bucket_bytes: int) -> list[Exchang
 def copy_local(
     plan: TransferPlan, rank: int, read: TensorReader, views: Mapping[str, Tensor]
 ) -> None:
-    """Copy the slices that this rank already holds into its views, except tensors that the source
-    and the view share."""
+    """Execute the transfers from this rank to itself; skip tensors that are the same memory in
+    source and target.
+
+    Args:
+        plan: The transfer plan.
+        rank: This rank.
+        read: Reader of this rank's source slices.
+        views: The engine's tensors on this rank by name.
+    """
     for transfer in plan.transfers_between(rank, rank):
         source = source_view(plan, transfer, read)
         view = target_view(plan, transfer, views)
@@ -781,7 +838,11 @@ class Exchange:
         self._peak_copy_bytes = 0
 
     def run(self, steps: Sequence[ExchangeStep]) -> int:
-        """Execute the steps. Return the used staging memory in bytes, which is at most a bucket."""
+        """Execute the steps.
+
+        Returns:
+            Bytes of the staging memory, plus the peak bytes of the copies that were sent directly.
+        """
         for number, step in enumerate(steps):
             self._post(step, number % _IN_FLIGHT)
             if len(self._posted) == _IN_FLIGHT:
@@ -829,7 +890,7 @@ class Exchange:
         return None if is_part and transfer.name in self._copied_names else self._source_rows(piece)
 
     def _copy_bytes(self, outgoing: list[_MessageBuffer]) -> int:
-        """Return the bytes of the copies that messages are sent from directly."""
+        """Return the bytes of the copies that are sent directly, without staging."""
         direct = (buffer for buffer in outgoing if not buffer.is_staged)
         return sum(
             buffer.tensor.nbytes

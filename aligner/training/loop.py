@@ -28,10 +28,11 @@ _log = logging.getLogger(__name__)
 
 class StopCondition:
     """Decides after which step a run ends: its last step, or the step during which it receives the
-    stop signal.
+    stop signal. Also decides when a checkpoint is due because of the elapsed time.
 
-    Every rank of the trainer has an instance; all ranks reach the same decision. The same
-    all-reduce also decides whether a checkpoint is due because of the elapsed time.
+    Every rank of the trainer has an instance. All ranks reach the same two decisions by one
+    all-reduce before the first step and after each step. The end rule of `TrainingLoop` is a
+    separate decision.
     """
 
     def __init__(
@@ -41,10 +42,10 @@ class StopCondition:
         this."""
         self.last_step = min(config.run.steps, config.run.stop_after or config.run.steps)
         self.is_early = False
-        """Whether the run received the stop signal and ends before its last step."""
+        """Whether the run received the stop signal and ends before `last_step`."""
         self.is_timed_save_due = False
-        """Whether `checkpoint.every_minutes` had elapsed on some rank at the last collective
-        decision."""
+        """Whether `checkpoint.every_minutes` had elapsed on some rank at the last call of
+        `should_stop_early` or `should_stop`."""
         self._world = world
         self._clock = clock
         self._save_interval_s = 60 * config.checkpoint.every_minutes
@@ -56,8 +57,8 @@ class StopCondition:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {STOP_SIGNAL})
 
     def _handle_stop_signal(self, signal_number: int, frame: FrameType | None) -> None:
-        # A signal can arrive in the middle of a collective, so the handler only sets a flag, which
-        # the ranks compare between two steps.
+        # A signal can arrive in the middle of a collective, so the handler only sets a flag. The
+        # ranks exchange their flags between two steps.
         self._is_stop_requested = True
 
     def should_stop_early(self, completed_steps: int) -> bool:
@@ -104,11 +105,12 @@ class TrainingLoop:
     _saved_states: Sequence[TrainingState] = field(default=(), init=False)
     """States of the checkpoints that the run may resume from, in order of their steps."""
     _pending_checkpoint: tuple[TrainingState, float | None] | None = field(default=None, init=False)
-    """State of the checkpoint whose files are being written, and the value of its metric."""
-    _pending_evaluation_step: int | None = field(default=None, init=False)
-    """Step whose weights are being evaluated while the next step trains."""
+    """State of the checkpoint whose files are being written, and its value of
+    `checkpoint.best_metric`."""
+    _running_evaluation_step: int | None = field(default=None, init=False)
+    """Step whose weights are being evaluated while the next step trains; None without one."""
     _metric_history: list[float] = field(default_factory=list, init=False)
-    """Values measured so far of the metric that `run.end_without_gain` uses; filled on rank 0
+    """Values so far of the metric in which `run.end_without_gain` requires a gain; filled on rank 0
     only."""
     _end_reason: str | None = field(default=None, init=False)
     """Reason why the end rule ended the run; None if it did not."""
@@ -121,11 +123,11 @@ class TrainingLoop:
         report_stage(self.config, "trainer", "syncing the weights to the engine")
 
         self.begin(first_step)
-        timer = PhaseTimer(listener=self.timeline.add, on_begin=partial(report_phase, self.config))
+        timer = PhaseTimer(on_end=self.timeline.add, on_begin=partial(report_phase, self.config))
         self._evaluate_initial(first_step, timer)
-        # A run that the rule ended must not train another step when it is resumed. The recorded
-        # metrics also restore the history of evaluations.
-        if not self._is_end_rule_met(self._read_recorded_metrics()):
+        # A run that the end rule ended must not train another step when it is resumed. The recorded
+        # metrics also restore `_metric_history`.
+        if not self._apply_end_rule(self._read_recorded_metrics()):
             self._train(first_step, timer)
 
         self._finish_save(timer)
@@ -142,11 +144,13 @@ class TrainingLoop:
             result = self.step(step, timer)
 
             is_last = self.stop_condition.should_stop(completed_steps)
-            # An evaluation, and the end rule that uses its metrics, need the published weights.
+            # Publish before evaluating: the engine evaluates the published weights, and the end
+            # rule needs the metrics of that evaluation.
             self.publish(completed_steps, timer, is_last=is_last)
             self._finish_evaluation(timer)
 
-            # After a stop signal, the rest of the grace period is reserved for the checkpoint.
+            # After a stop signal, do not evaluate: the checkpoint needs the time that remains until
+            # the scheduler kills the run (`cluster.slurm.grace_s`).
             if not self.stop_condition.is_early:
                 # Evaluations depend on the step alone: a checkpoint that is saved because of the
                 # elapsed time causes none.
@@ -157,18 +161,18 @@ class TrainingLoop:
                     is_concurrent=not is_last,
                 )
                 result.metrics.update(eval_metrics)
-                if self._is_end_rule_met([{"step": completed_steps, **result.metrics}]):
+                if self._apply_end_rule([{"step": completed_steps, **result.metrics}]):
                     is_last = True
-                    # The last step must be evaluated, and no next step will complete an evaluation
-                    # that was started above.
+                    # The last step must be evaluated. If an evaluation was started above, no next
+                    # step will complete it.
                     result.metrics.update(
                         eval_metrics
-                        or self._evaluate(completed_steps, timer, is_saved=True, is_last=True)
+                        or self._evaluate(completed_steps, timer, is_saved=True, is_final=True)
                     )
 
             is_save_due = self._is_save_due(completed_steps, is_last=is_last)
             self._record(completed_steps, result, timer.take())
-            if timer.on_begin is not None:  # stages are reported until the first step is done
+            if timer.on_begin is not None:  # stages are reported until the first step is complete
                 timer.on_begin = None
                 report_stage(self.config, "trainer", None)
 
@@ -203,7 +207,8 @@ class TrainingLoop:
 
         Args:
             version: Version of the weights, which is the number of completed steps.
-            is_last: Whether no further step follows.
+            is_last: Whether the run ends here because of its last step or a stop signal. The end
+                rule is applied only later, so it can still end the run if this is false.
         """
 
     def should_evaluate(self, step: int, *, is_saved: bool) -> bool:
@@ -218,8 +223,8 @@ class TrainingLoop:
         """Start to evaluate the weights after `step` concurrently with the next step.
 
         Returns:
-            Whether an evaluation was started, whose result `evaluate` returns after the next step.
-            False if `evaluate` does all of the work.
+            Whether an evaluation was started, whose metrics `evaluate` returns after the next step.
+            False if the trainer does not support this, so that `evaluate` does all of the work.
         """
         return False
 
@@ -258,18 +263,20 @@ class TrainingLoop:
 
         first_step = self.resume(self._saved_states)
         if self.recorder is not None:
-            # An earlier process may have recorded steps after its last checkpoint; the run trains
-            # them again.
-            self.recorder.truncate_after(first_step, amends=self._is_evaluation_pending)
+            # An earlier process may have recorded steps after its last checkpoint; this process
+            # trains them again.
+            self.recorder.truncate_after(first_step, owes_evaluation=self._owes_evaluation)
             with fenced_write():
-                # The file states why an earlier process ended the run; the run now continues.
+                # The file contains the reason why the end rule ended the run in an earlier process.
+                # If the rule still applies, `_write_end_reason` writes the file again.
                 get_run_paths(self.config).end.unlink(missing_ok=True)
         self.timeline.begin_run(first_step)
         return first_step
 
     @property
-    def _is_evaluation_pending(self) -> bool:
-        """Whether the step that the run resumes from has not been evaluated yet, but must be."""
+    def _owes_evaluation(self) -> bool:
+        """Whether the step that the run resumes from must be evaluated, because the process that
+        saved its checkpoint did not complete its evaluation."""
         return (
             bool(self._saved_states)
             and self._saved_states[-1].owes_evaluation
@@ -277,35 +284,38 @@ class TrainingLoop:
         )
 
     def _evaluate_initial(self, first_step: int, timer: PhaseTimer) -> None:
-        """Evaluate the initial weights, or the weights of a checkpoint whose evaluation is
-        pending."""
-        is_pending = self._is_evaluation_pending
-        is_concurrent = is_pending and first_step < self.stop_condition.last_step
+        """Evaluate the initial weights, or those of a checkpoint whose evaluation is owed."""
+        owes_evaluation = self._owes_evaluation
+        is_concurrent = owes_evaluation and first_step < self.stop_condition.last_step
         eval_metrics = {}
-        if is_pending or first_step == 0:
+        if owes_evaluation or first_step == 0:
             eval_metrics = self._evaluate(
-                first_step, timer, is_saved=is_pending, is_concurrent=is_concurrent
+                first_step, timer, is_saved=owes_evaluation, is_concurrent=is_concurrent
             )
 
         if not eval_metrics:
             return
 
         eval_metrics |= {"time/evaluate": timer.take()["time/evaluate"]}
-        if is_pending:
+        if owes_evaluation:
             # The step already has a record, from the process that trained it.
             self._record_evaluation(first_step, eval_metrics)
         elif self.recorder is not None:
             self.recorder.metrics_writer.write(first_step, eval_metrics)
 
     def _record_evaluation(self, step: int, eval_metrics: Mapping[str, float]) -> None:
-        """Add the evaluation's metrics to the last recorded step, and to its checkpoint if there is
-        one."""
+        """Add the metrics of an evaluation to the record of `step`, which is the last one.
+
+        If the step has a checkpoint, also store its value of `checkpoint.best_metric` there, and
+        mark the checkpoint as evaluated.
+        """
         metric = None if self.checkpoints is None else self.checkpoints.get_metric(eval_metrics)
-        # A checkpoint that is still being written has no manifest yet; its state is changed in
-        # memory.
+        # A checkpoint that is still being written has no manifest yet, so change its state in
+        # memory. A checkpoint that was saved because of the elapsed time is not compared with
+        # others, and has no metric.
         if self._pending_checkpoint is not None and self._pending_checkpoint[0].step == step:
             state = replace(self._pending_checkpoint[0], owes_evaluation=False)
-            self._pending_checkpoint = state, None if state.by_time else metric
+            self._pending_checkpoint = (state, None if state.by_time else metric)
 
         if self.recorder is None:
             return
@@ -319,34 +329,35 @@ class TrainingLoop:
         timer: PhaseTimer,
         *,
         is_saved: bool,
-        is_last: bool = False,
+        is_final: bool = False,
         is_concurrent: bool = False,
     ) -> dict[str, float]:
         """Evaluate the weights after `step` if an evaluation is due.
 
         Args:
             is_saved: Whether a checkpoint of the step is saved.
-            is_last: Whether to treat the step as the last one of `run.steps`.
-            is_concurrent: Evaluate concurrently with the next step if the trainer supports this.
+            is_final: Whether to evaluate as if this were step `run.steps`, the last one.
+            is_concurrent: Whether to evaluate concurrently with the next step if the trainer
+                supports this.
 
         Returns:
             The metrics; empty if no evaluation is due, or if it runs concurrently with the next
             step.
         """
-        if not self.should_evaluate(self.config.run.steps if is_last else step, is_saved=is_saved):
+        if not self.should_evaluate(self.config.run.steps if is_final else step, is_saved=is_saved):
             return {}
         with timer.phase("evaluate"):
             if is_concurrent and self.begin_evaluation(step):
-                self._pending_evaluation_step = step
+                self._running_evaluation_step = step
                 return {}
-            self._pending_evaluation_step = None  # this call completes an evaluation, if any
+            self._running_evaluation_step = None  # this call completes an evaluation, if any
             return self.evaluate(step)
 
     def _finish_evaluation(self, timer: PhaseTimer) -> None:
         """Wait for the evaluation that was started one step ago, if any, and record it for its
         step."""
-        step = self._pending_evaluation_step
-        self._pending_evaluation_step = None
+        step = self._running_evaluation_step
+        self._running_evaluation_step = None
         if step is None:
             return
         with timer.phase("evaluate"):
@@ -363,20 +374,25 @@ class TrainingLoop:
 
     @cached_property
     def _end_rule(self) -> EndRule | None:
+        """Rule that can end the run early; None without one.
+
+        Runs without checkpoints have none: they train no weights, but write a fixed set of records.
+        """
         return None if self.checkpoints is None else EndRule.from_config(self.config)
 
     def _read_recorded_metrics(self) -> list[dict[str, float]]:
-        """Return the recorded metrics of the completed steps; empty on ranks other than 0 and
-        without an end rule."""
+        """Return the recorded metrics of the completed steps for the end rule; empty on ranks other
+        than 0, and without an end rule."""
         if self.recorder is None or self._end_rule is None:
             return []
         return read_metrics(get_run_paths(self.config).metrics)
 
-    def _is_end_rule_met(self, records: Sequence[Record]) -> bool:
-        """Return whether `run.end_kl`, `run.end_at` or `run.end_without_gain` ends the run.
-        Collective.
+    def _apply_end_rule(self, records: Sequence[Record]) -> bool:
+        """Return whether `run.end_kl`, `run.end_at` or `run.end_without_gain` ends the run after
+        the last of these steps. Collective; rank 0 decides.
 
-        The metrics of the initial policy never end the run. Rank 0 decides.
+        Also adds the records' values to `_metric_history`, and sets `_end_reason`. The metrics of
+        the initial policy never end the run.
 
         Args:
             records: Metrics of the steps since the previous call.
@@ -402,10 +418,11 @@ class TrainingLoop:
         return self._end_reason is not None
 
     def _without_extra_evaluation(self, record: Record) -> Record:
-        """Return a step's metrics without those of an evaluation that ran only because the run
-        stopped there.
+        """Return a step's metrics without those of an evaluation that ran only because the process
+        stopped after this step.
 
-        The step at which a run ends must not depend on where the run was interrupted.
+        The step after which the end rule ends a run must not depend on where the run was
+        interrupted.
         """
         step = int(record["step"])
         is_saved = self._is_save_due(step, is_last=False)
@@ -414,8 +431,8 @@ class TrainingLoop:
         return {name: value for name, value in record.items() if not name.startswith("eval/")}
 
     def _write_end_reason(self) -> None:
-        """Write to a file why the run ended before its last step, after its checkpoint is
-        complete."""
+        """Write the reason why the end rule ended the run to a file. Call this after the checkpoint
+        is complete."""
         if self.recorder is not None and self._end_reason is not None:
             _log.info("%s", self._end_reason)
             with fenced_write():
@@ -423,7 +440,7 @@ class TrainingLoop:
 
     def _record(self, step: int, result: StepResult, times: dict[str, float]) -> None:
         """Write the metrics, the samples and the timeline of a step on rank 0."""
-        # Every rank checks, so that all ranks fail together.
+        # Every rank checks the name of the metric, so that all ranks fail together.
         if self.checkpoints is not None:
             self.checkpoints.check_metric(result.metrics)
         if self.recorder is None:
@@ -436,7 +453,9 @@ class TrainingLoop:
         if step == 1 or step % self.config.logging.samples_every == 0:
             self.recorder.write_samples(step, result, self.config.logging.samples_count)
         self.recorder.write_all_samples(step, result)
-        if self.checkpoints is None:  # the run resumes after the last step that has metrics
+        # A run without checkpoints resumes after the last step that has metrics, so the samples
+        # must be written before the metrics.
+        if self.checkpoints is None:
             self.recorder.wait_until_written(step)
 
         judge_metrics = (
@@ -463,9 +482,9 @@ class TrainingLoop:
         with timer.phase("checkpoint"):
             state = self.begin_save(step)
 
-        # If the run resumes from this checkpoint, it must first repeat an evaluation that is still
-        # running, or run the one that the stop signal prevented.
-        owes_evaluation = self._pending_evaluation_step == step or (
+        # A run that resumes from this checkpoint must repeat the step's evaluation if it is still
+        # running now, or run the one that the stop signal prevented.
+        owes_evaluation = self._running_evaluation_step == step or (
             self.stop_condition.is_early and self.should_evaluate(step, is_saved=True)
         )
         state = replace(state, owes_evaluation=owes_evaluation, by_time=metrics is None)

@@ -43,15 +43,15 @@ _log = logging.getLogger(__name__)
 
 
 def build_critic_states(checkpoints: Sequence[TrainingState]) -> list[CriticState]:
-    """Return the states of the critic in these checkpoints; its initial state if there are none."""
+    """Return the critic's state in each checkpoint; its initial state if there are none."""
     return [CriticState(state.step, state.critic_updates) for state in checkpoints] or [INITIAL]
 
 
 def describe_run(config: Config, prompt_count: int) -> str:
     """Return the log line that describes the steps of an online run.
 
-    The line has the form of an offline run's. With several epochs per step it warns about losses
-    without an importance ratio.
+    The line has the same format as in an offline run. With several epochs per step it warns about
+    losses without an importance ratio.
 
     Args:
         prompt_count: Number of prompts in the data.
@@ -96,7 +96,7 @@ class OnlineTrainer(TrainingLoop):
         # were trained on.
         row_ids = torch.arange(len(rollout.batch.tokens))
         rollout = replace(rollout, batch=replace(rollout.batch, row_ids=row_ids))
-        sampled_rollout = rollout
+        generated_rollout = rollout
 
         selected_rollout = rollout
         if self.algorithm.select_by_score is not None:
@@ -110,7 +110,8 @@ class OnlineTrainer(TrainingLoop):
         experience = None
         if selected_rollout.samples:
             training_metrics, experience = self._train_on_rollout(step, selected_rollout, timer)
-        # If nothing was trained, the teacher's answer is still unread; `assert_settled` would fail.
+        # Read the teacher's answer even if no sample was trained on: `assert_settled` rejects
+        # unread answers.
         self._wait_for_teacher(rollout, rollout.batch)
         rollout = rollout.drop_unscored()
 
@@ -119,7 +120,7 @@ class OnlineTrainer(TrainingLoop):
             "tokens": int(rollout.batch.lengths.sum()),
         }
         # The samples of the generated rollout, not only those that were selected and trained on.
-        step_samples = StepSamples.from_rollout(sampled_rollout, experience)
+        step_samples = StepSamples.from_rollout(generated_rollout, experience)
         pass_metrics = self._update_pass_rates(step_samples)
 
         metrics = (
@@ -147,8 +148,8 @@ class OnlineTrainer(TrainingLoop):
         earlier_rates = self.pass_rates
         outcomes = step_samples.collect_outcomes(self.prompts.locate, data.pass_threshold)
         self.pass_rates = earlier_rates.with_outcomes(outcomes, data.curriculum.decay)
-        # The pipeline uses the rates from when a version was published, so that the prompts of a
-        # batch depend on the step only.
+        # An asynchronous pipeline uses the rates at the moment when the trainer publishes a
+        # version, so that the selection of prompts depends on the step, never on timing.
         self.pipeline.pass_rates = self.pass_rates
         return compute_prompt_metrics(outcomes, earlier_rates, self.pass_rates)
 
@@ -180,7 +181,7 @@ class OnlineTrainer(TrainingLoop):
                     expert_routing=expert_routing,
                 )
             else:
-                # NaN marks log-probs that the update computes; the loss replaces them.
+                # NaN is a placeholder: the loss uses the log-probs of its own forward pass instead.
                 old_logprobs = torch.full_like(batch.engine_logprobs, torch.nan)
             # The reference pass below overwrites this value.
             routing_mismatch = self.policy.runner.routing_mismatch
@@ -197,7 +198,7 @@ class OnlineTrainer(TrainingLoop):
             # while the reward server works.
             if len(scored_rows) < len(rollout.samples):
                 # Scores belong to samples; log-probs also have the rows of the samples' branches.
-                batch_rows = batch.with_branches(scored_rows)
+                batch_rows = batch.get_rows_with_branches(scored_rows)
                 rollout = rollout.select(scored_rows)
                 old_logprobs = old_logprobs[batch_rows]
                 reference_logprobs = reference_logprobs[batch_rows]
@@ -232,21 +233,24 @@ class OnlineTrainer(TrainingLoop):
         )
 
         if batch.expert_routing is not None:
-            # The metric is that of the policy's first pass over the samples: the log-probs before
-            # the update, or else the update itself.
+            # Report the mismatch of the policy's first forward pass over the samples: the log-prob
+            # pass if there was one, else the update.
             if not self._needs_logprobs_before_update(step):
                 routing_mismatch = self.policy.runner.routing_mismatch
             stats["mismatch/expert_routing"] = routing_mismatch
 
-        # While only the critic trains, the KL says nothing about the coefficient.
+        # In a step that updates only the critic, the policy is unchanged: its KL must not adapt the
+        # coefficient.
         if step >= self.config.algorithm.steps_before_policy_updates:
             self.kl_controller.update(compute_sequence_kl(experience), len(experience.tokens))
         return stats, experience
 
     def _needs_logprobs_before_update(self, step: int) -> bool:
-        """Return whether log-probs are computed separately before the update.
+        """Return whether the old log-probs are computed in a separate pass before the update.
 
-        If the step has only one update, this update's forward pass returns them.
+        This is the case if they are needed before the first update
+        (`OnlineAlgorithm.needs_old_logprobs`), or if the step has no policy update whose forward
+        pass could return them.
         """
         return (
             self.algorithm.needs_old_logprobs
@@ -320,8 +324,8 @@ class OnlineTrainer(TrainingLoop):
                 policy_updates = self._train_policy(minibatches, old_logprobs, entropies)
 
         if old_logprobs is not None:
-            # There is only one update, and its minibatch contains all rows, in the order of the
-            # log-probs.
+            # There is only one update. Its minibatch contains all rows, in the order in which the
+            # update has written the log-probs.
             experience = replace(minibatches[0], old_logprobs=old_logprobs)
         if entropies is not None:
             experience = replace(experience, entropies=entropies[experience.row_ids])
@@ -379,6 +383,7 @@ class OnlineTrainer(TrainingLoop):
         """Restore policy, critic, KL coefficient, pipeline and pass rates from the last
         checkpoint."""
         self.services.start(self.config.server.start_timeout_s, build_critic_states(states))
+        # Only rank 0 has a recorder.
         if self.recorder is not None:
             _log.info("%s", describe_run(self.config, len(self.prompts)))
         if not states:
@@ -397,23 +402,25 @@ class OnlineTrainer(TrainingLoop):
         """Publish the weights that the run starts with to the engine."""
         # In a new run, this publish belongs to step 0, like the evaluation of the initial weights.
         self.timeline.begin_step(first_step + 1 if first_step else 0)
-        with self.timeline.span("snapshot" if self.pipeline.is_ahead else "publish"):
+        with self.timeline.span("snapshot" if self.pipeline.is_asynchronous else "publish"):
             self.pipeline.publish_weights(version=get_weights_version(self.config, first_step))
 
     def publish(self, version: int, timer: PhaseTimer, *, is_last: bool) -> None:
         """Publish the weights of `version` to the engine; in an asynchronous run, concurrently with
         the next steps.
 
-        The engine keeps its weights if the step did not change them.
+        Nothing is published if the step did not change the version; see `get_weights_version`.
         """
         if self._has_new_weights(version):
-            with timer.phase("snapshot" if self.pipeline.is_ahead else "reshard"):
+            with timer.phase("snapshot" if self.pipeline.is_asynchronous else "reshard"):
                 self.pipeline.publish_weights(version=version, is_last=is_last)
-        self.services.assert_settled(is_ahead=self.pipeline.is_ahead)
+        self.services.assert_settled(is_asynchronous=self.pipeline.is_asynchronous)
 
     def _has_new_weights(self, version: int) -> bool:
-        """Return whether the engine receives weights after `version` steps; True for the initial
-        weights."""
+        """Return whether the weights after step `version` are a new version for the engine.
+
+        The initial weights are a new version, too.
+        """
         return get_weights_version(self.config, version) == version
 
     def should_evaluate(self, step: int, *, is_saved: bool) -> bool:
@@ -422,8 +429,11 @@ class OnlineTrainer(TrainingLoop):
         return self.evaluations is not None and self.evaluations.is_due(step)
 
     def begin_evaluation(self, step: int) -> bool:
-        """Queue the evaluation's generation after the samples of the same weights, with
-        `evaluation.asynchronous`."""
+        """Queue the generation of the evaluation behind the training samples of the same weights.
+
+        Returns:
+            Whether the evaluation was queued; False without `evaluation.asynchronous`.
+        """
         if self.evaluations is None or not self.config.evaluation.asynchronous:
             return False
         self.evaluations.begin(step, self.pipeline.generate_extra(self.evaluations.generate))
@@ -432,18 +442,19 @@ class OnlineTrainer(TrainingLoop):
     def evaluate(self, step: int) -> dict[str, float]:
         """Return the metrics of the responses to the held-out prompts."""
         assert self.evaluations is not None
-        # An evaluation that has begun generates its responses after the publish.
+        # A queued evaluation already waits for the publish.
         if not self.evaluations.has_begun:
             self.pipeline.await_published()
         metrics = self.evaluations.evaluate(step)
-        self.services.assert_settled(is_ahead=self.pipeline.is_ahead)
+        self.services.assert_settled(is_asynchronous=self.pipeline.is_asynchronous)
         return metrics
 
     def begin_save(self, step: int) -> TrainingState:
         """Start to save policy, critic, pass rates and the samples that were generated ahead."""
         self.policy.begin_save(get_run_paths(self.config).checkpoint(step, "policy"))
         self.pipeline.begin_save(step)
-        # The next step changes the pass rates, so they are written before this method returns.
+        # The next step changes the pass rates, so rank 0, which has the recorder, writes them
+        # before this method returns.
         run_and_broadcast_result(
             lambda: None if self.recorder is None else self._save_pass_rates(step)
         )
@@ -474,7 +485,7 @@ class OnlineTrainer(TrainingLoop):
         if pass_rates is not None:
             self.pass_rates = pass_rates
             self.pipeline.pass_rates = pass_rates
-        elif self.recorder is not None:
+        elif self.recorder is not None:  # rank 0
             problem = (
                 "contains pass rates of other prompts"
                 if directory.is_dir()

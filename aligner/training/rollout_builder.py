@@ -73,7 +73,7 @@ class RolloutBatch:
     draft_counts: tuple[int, int] = (0, 0)
     """Number of draft tokens of this rank's engine, and number of those that were accepted."""
     environment_s: float | None = None
-    """Time in seconds, per episode of this rank, spent waiting for the environment; None without
+    """Mean time in seconds that an episode of this rank waited for its environment; None without
     episodes."""
 
     @property
@@ -123,7 +123,7 @@ class RolloutBatch:
         """Return the rollout with only these samples (int64 [N]), in this order."""
         sample_indices = rows.tolist()
         # Scores belong to samples; values and teacher log-probs belong to rows of the batch.
-        batch_rows = self.batch.with_branches(rows)
+        batch_rows = self.batch.get_rows_with_branches(rows)
         return replace(
             self,
             prompts=[self.prompts[row] for row in sample_indices],
@@ -159,7 +159,7 @@ def _compute_removed_lengths(samples: Sequence[Sample], rows: Tensor) -> tuple[i
 
 
 @dataclass
-class _Generated:
+class _GeneratedSamples:
     """Samples generated so far for a step, with the pending requests to the servers."""
 
     prompts: list[Prompt] = field(default_factory=list)
@@ -170,7 +170,10 @@ class _Generated:
 
 
 class RolloutBuilder:
-    """Generates the samples of each step synchronously: all samples come from the newest weights.
+    """Generates the samples of each step.
+
+    All new tokens come from the weights that the engine serves at that time; the earlier tokens of
+    a partial rollout may come from older weights.
 
     Generation is split into micro-batches. The scores, values and teacher log-probs of a
     micro-batch are requested before the next micro-batch is generated.
@@ -212,8 +215,9 @@ class RolloutBuilder:
             transform_scores: Function that computes the numbers to compare from the scores.
             truncate_token: Token id after which responses are truncated; None truncates none.
             source_count: `PendingRows.source_count` of the scores.
-            is_rank0_only: Whether rank 0 uses the builder without the other ranks. It then requests
-                no values, because these must come from the newest critic.
+            is_rank0_only: Whether rank 0 uses the builder without the other ranks, to generate
+                samples ahead of training. It then requests no values, because these must come from
+                the newest critic.
         """
         self._prompts = prompts
         self._sampler = sampler
@@ -227,8 +231,8 @@ class RolloutBuilder:
         self.source_count = source_count
         self._is_rank0_only = is_rank0_only
         self.position = 0
-        """Number of prompts of the stream that were sampled or passed over so far; set when a run
-        resumes."""
+        """Number of prompts of the stream that were sampled or passed over so far. A resume
+        restores it."""
         self._pass_rates: PassRates | None = None
         """Pass rates of the prompts for the current step."""
         self._partial_rollouts: tuple[PartialRollout, ...] = ()
@@ -237,8 +241,8 @@ class RolloutBuilder:
 
     @property
     def partial_rollouts(self) -> tuple[PartialRollout, ...]:
-        """Prompts that the last step carried over, in the order of their admission; set when a run
-        resumes.
+        """Prompts that the last step carried over, in the order of their admission. A resume
+        restores them.
 
         Raises:
             AlignerError: On assignment, if a prompt has another number of samples than
@@ -260,7 +264,9 @@ class RolloutBuilder:
         self._partial_rollouts = tuple(partial_rollouts)
 
     def take(self, pass_rates: PassRates | None = None) -> RolloutBatch:
-        """Generate the samples of the next training step, equal on every rank. Collective.
+        """Generate the samples of the next training step, equal on every rank.
+
+        Collective, unless `is_rank0_only`.
 
         Args:
             pass_rates: Pass rates, by which the curriculum selects prompts; None selects every
@@ -269,7 +275,7 @@ class RolloutBuilder:
         Raises:
             AlignerError: Dynamic sampling or the stream did not provide enough prompts.
         """
-        generated = _Generated()
+        generated = _GeneratedSamples()
         self._skipped = 0
         self._pass_rates = pass_rates
         self._generate_and_request(generated, self._settings.prompts_per_step)
@@ -293,8 +299,8 @@ class RolloutBuilder:
             samples,
             collate_episodes(samples, self._pad_token_id),
             self._get_scores(generated, rows),
-            self._get_values(generated, rows, samples),
-            self._get_teacher_logprobs(generated, rows, samples),
+            self._request_branch_values(generated, rows, samples),
+            self._request_branch_teacher_logprobs(generated, rows, samples),
             deferred=len(self._partial_rollouts),
             skipped=self._skipped,
             removed_lengths=_compute_removed_lengths(generated.samples, rows),
@@ -303,7 +309,9 @@ class RolloutBuilder:
             environment_s=self._sampler.take_environment_wait_s(),
         )
 
-    def _collect_replaced(self, generated: _Generated, rows: Tensor) -> tuple[PartialRollout, ...]:
+    def _collect_replaced(
+        self, generated: _GeneratedSamples, rows: Tensor
+    ) -> tuple[PartialRollout, ...]:
         """Return the prompts that have no sample in `rows`, int64 [B], with their samples.
 
         The rows select whole prompts.
@@ -317,7 +325,7 @@ class RolloutBuilder:
                 replaced.append(PartialRollout(generated.prompts[row], prompt_samples))
         return tuple(replaced)
 
-    def _get_scores(self, generated: _Generated, rows: Tensor | None = None) -> PendingRows:
+    def _get_scores(self, generated: _GeneratedSamples, rows: Tensor | None = None) -> PendingRows:
         """Return the pending scores, including the rewards of the environments, of `rows`, int64
         [B], or of all samples."""
         environment_rewards = compute_environment_scores(
@@ -325,29 +333,33 @@ class RolloutBuilder:
         )
         return PendingRows(tuple(generated.scores), rows, environment_rewards, self.source_count)
 
-    def _get_values(
-        self, generated: _Generated, rows: Tensor, samples: Sequence[Sample]
+    def _request_branch_values(
+        self, generated: _GeneratedSamples, rows: Tensor, samples: Sequence[Sample]
     ) -> PendingRows:
-        """Return the pending values of `rows`, int64 [B], and of the branches of their samples.
+        """Request the values of the samples' branches, and return them with the pending values of
+        `rows`.
 
-        The values of branches are requested here.
+        Args:
+            generated: Samples generated so far, whose values are already requested.
+            rows: Rows of the selected samples, int64 [B].
+            samples: The selected samples.
         """
-        # The pipeline requests the values when training takes the batch, because the critic is
-        # updated in the meantime.
+        # If samples are generated ahead of training, the critic is updated before they are trained
+        # on. The pipeline therefore requests the values when training takes the batch.
         if self._is_rank0_only:
             return PendingRows(())
-        return self._append_branches(
+        return self._request_for_branches(
             generated, rows, samples, generated.values, self._services.request_values
         )
 
-    def _get_teacher_logprobs(
-        self, generated: _Generated, rows: Tensor, samples: Sequence[Sample]
+    def _request_branch_teacher_logprobs(
+        self, generated: _GeneratedSamples, rows: Tensor, samples: Sequence[Sample]
     ) -> PendingRows:
-        """Return the pending teacher log-probs of `rows`, int64 [B], and of the branches of their
-        samples.
+        """Request the teacher log-probs of the samples' branches, and return them with the pending
+        teacher log-probs of `rows`.
 
-        Unlike values, they are also requested by a builder that rank 0 uses alone, because the
-        teacher does not change.
+        A builder with `is_rank0_only` requests them too, because the teacher does not change. For
+        the arguments see `_request_branch_values`.
         """
         # A branch has the metadata of its sample's prompt.
         branch_metadata = []
@@ -356,18 +368,20 @@ class RolloutBuilder:
         request = functools.partial(
             self._services.request_teacher_logprobs, metadata=branch_metadata
         )
-        return self._append_branches(generated, rows, samples, generated.teacher_logprobs, request)
+        return self._request_for_branches(
+            generated, rows, samples, generated.teacher_logprobs, request
+        )
 
-    def _append_branches(
+    def _request_for_branches(
         self,
-        generated: _Generated,
+        generated: _GeneratedSamples,
         rows: Tensor,
         samples: Sequence[Sample],
         pending: Sequence[RemoteFuture[Tensor]],
         request: Callable[[SampleBatch], tuple[RemoteFuture[Tensor], ...]],
     ) -> PendingRows:
-        """Request the answers for the branches, and return them with the pending answers for
-        `rows`.
+        """Send `request` for the branches of the samples, and return its answers with the pending
+        answers for `rows`.
 
         Args:
             generated: Samples generated so far.
@@ -385,9 +399,12 @@ class RolloutBuilder:
         answer_rows = torch.cat((rows, branch_rows))
         return PendingRows((*pending, *branch_answers), answer_rows)
 
-    def _generate_and_request(self, generated: _Generated, count: int) -> None:
-        """Generate at least `count` prompts in whole micro-batches, and request their scores and
-        values."""
+    def _generate_and_request(self, generated: _GeneratedSamples, count: int) -> None:
+        """Generate the samples of `count` prompts, rounded up to whole micro-batches, and request
+        their scores, values and teacher log-probs.
+
+        The results are appended to `generated`.
+        """
         settings = self._settings
         micro_batch_size = settings.prompts_per_micro_batch
         for _ in range(0, count, micro_batch_size):
@@ -419,8 +436,8 @@ class RolloutBuilder:
         refused again are skipped and replaced by others.
         """
         was_refused = False
-        # If all ranks share the builder, they receive a refusal as a plain AlignerError, from
-        # `run_and_broadcast_result`, and the run ends.
+        # Only a builder with `is_rank0_only` can skip prompts. If all ranks share the builder, a
+        # refusal reaches them as a plain AlignerError, and ends the run.
         max_skipped = self._settings.skippable_prompts if self._is_rank0_only else 0
         while True:
             self._admit(count + self._settings.spare_prompts)
@@ -460,13 +477,16 @@ class RolloutBuilder:
     def _continue_generation(
         self, partial_rollouts: Sequence[PartialRollout], count: int
     ) -> list[PartialRollout]:
-        """Continue generation until `count` prompts are complete, and all that may not be carried
-        over again."""
+        """Continue generation until `count` prompts, and every prompt that must not be carried over
+        again, are complete.
+
+        Returns:
+            All of the prompts, complete or partial, in the same order.
+        """
         samples_per_prompt = self._settings.samples_per_prompt
         early_stop = None
 
-        # With spare prompts, generation stops as soon as `count` prompts and all prompts that may
-        # not be carried over again are complete.
+        # With spare prompts, generation can stop before all prompts are complete.
         if count < len(partial_rollouts):
             limit = self._settings.max_deferrals
             required_prompts = tuple(
@@ -477,18 +497,18 @@ class RolloutBuilder:
             early_stop = EarlyStopCondition(count, required_prompts)
 
         samples = [sample for rollout in partial_rollouts for sample in rollout.samples]
-        generated = iter(
+        generated_samples = iter(
             self._sampler.sample(samples, samples_per_prompt, self._options, early_stop)
         )
         # The sampler keeps the order, so the next `samples_per_prompt` samples belong to the next
         # prompt.
         return [
-            replace(rollout, samples=tuple(itertools.islice(generated, samples_per_prompt)))
+            replace(rollout, samples=tuple(itertools.islice(generated_samples, samples_per_prompt)))
             for rollout in partial_rollouts
         ]
 
     def _skip_refused(self) -> None:
-        """Remove the prompts in flight that the generator refuses when requested separately."""
+        """Request each prompt in flight separately, and remove those that the generator refuses."""
         accepted = []
         for rollout in self._partial_rollouts:
             # These samples are discarded. The next request generates the same ones, because the
@@ -505,9 +525,12 @@ class RolloutBuilder:
         self._skipped += len(self._partial_rollouts) - len(accepted)
         self._partial_rollouts = tuple(accepted)
 
-    def _select_informative(self, generated: _Generated) -> Tensor:
-        """Return rows, int64 [N], of prompts whose scores are not all equal, after generating more
-        if needed.
+    def _select_informative(self, generated: _GeneratedSamples) -> Tensor:
+        """Return the rows, int64 [N], of the samples of `rollout.prompts_per_step` prompts whose
+        scores are not all equal.
+
+        If there are too few such prompts, generate more prompts, in up to
+        `algorithm.dynamic_sampling_rounds` rounds.
 
         Raises:
             AlignerError: There are too few such prompts after all rounds.
@@ -553,7 +576,8 @@ class RolloutBuilder:
         self, prompts: Sequence[Prompt], samples_per_prompt: int, options: SamplingOptions
     ) -> list[Sample]:
         """Generate samples of any prompts with the current weights, equal on every rank.
-        Collective.
+
+        Collective, unless `is_rank0_only`.
 
         Returns:
             The samples, consecutive for each prompt.
@@ -562,7 +586,7 @@ class RolloutBuilder:
         return self._truncate(self._sampler.sample(empty_samples, samples_per_prompt, options))
 
     def _truncate(self, samples: list[Sample]) -> list[Sample]:
-        """Return complete samples, truncated after the first truncation token."""
+        """Truncate each complete sample after its first truncation token, if it has one."""
         if self._truncate_token is None:
             return samples
         return [
@@ -572,16 +596,17 @@ class RolloutBuilder:
 
 
 def compute_environment_scores(samples: Sequence[Sample], samples_per_prompt: int) -> Tensor | None:
-    """Return the rewards of the samples' environments, branches included, float32 [B]; None without
-    any.
+    """Return the sum of each sample's environment rewards, branches included, float32 [B].
 
-    If an episode was lost, the rewards of all samples of its prompt are NaN.
+    If an episode was lost, the rewards of all samples of its prompt are NaN. Returns None if no
+    sample has an environment reward.
     """
     rewards = [sample.environment_reward for sample in samples]
     if all(reward is None for reward in rewards):
         return None
     sums = torch.stack([torch.zeros(()) if reward is None else reward for reward in rewards])
-    # The samples of a prompt are compared with each other, so all of them are lost with one.
+    # The samples of a prompt are compared with each other, so without the reward of one of them the
+    # rewards of the others are of no use.
     # [B] → [prompts, samples per prompt]
     groups = sums.view(-1, samples_per_prompt)
     return torch.where(groups.isnan().any(1, keepdim=True), torch.nan, groups).flatten()
@@ -597,17 +622,17 @@ def select_informative(scores: Tensor, samples_per_prompt: int) -> Tensor:
     return rows[high.amax(1) > low.amin(1)].flatten()
 
 
-def truncate_response(sample: Sample, token_id: int, after: int) -> Sample:
-    """Return the sample up to the first `token_id` among its response tokens from index `after` on.
+def truncate_response(sample: Sample, token_id: int, first_index: int) -> Sample:
+    """Return the sample up to the first `token_id` among its response tokens from `first_index` on.
 
     A sample without this token is returned whole, with `finish_reason="length"`. Source: Huang et
     al. 2023, "The N Implementation Details of RLHF with PPO", detail 8.
     """
-    candidates = sample.tokens[sample.prompt_length + after :]
+    candidates = sample.tokens[sample.prompt_length + first_index :]
     matches = (candidates == token_id).nonzero()
     if not len(matches):
         return replace(sample, finish_reason="length")
 
     # Number of response tokens, including the truncation token.
-    length = after + int(matches[0]) + 1
+    length = first_index + int(matches[0]) + 1
     return sample.truncate(length, "stop")

@@ -158,7 +158,7 @@ class RolloutPipeline:
         continues, on rank 0."""
 
     @property
-    def is_ahead(self) -> bool:
+    def is_asynchronous(self) -> bool:
         """Whether samples are generated ahead of training."""
         return self._settings.steps_ahead > 0
 
@@ -178,7 +178,7 @@ class RolloutPipeline:
             is_last: Whether this is the last version: it admits no batch, and is published only if
                 `await_published` waits for it.
         """
-        if not self.is_ahead:
+        if not self.is_asynchronous:
             self._publisher.publish(version)
             return
         publisher = cast(RemotePublisher, self._publisher)
@@ -242,7 +242,7 @@ class RolloutPipeline:
                     published = self._publish_worker.submit(publisher.serve, self._newest_version)
                 published.result()
 
-        if self.is_ahead:
+        if self.is_asynchronous:
             run_and_broadcast_result(wait)
 
     def take(self) -> RolloutBatch:
@@ -251,7 +251,7 @@ class RolloutPipeline:
         Raises:
             AlignerError: Generation failed; raised on every rank.
         """
-        if not self.is_ahead:
+        if not self.is_asynchronous:
             rollout = self._builder.take(self.pass_rates)
             self._progress = _Progress(self._builder.position)
             return rollout
@@ -302,7 +302,7 @@ class RolloutPipeline:
             AlignerError: Generation failed; raised on every rank.
         """
         position = run_and_broadcast_result(lambda: self._write_batches(directory))
-        if not self.is_ahead:
+        if not self.is_asynchronous:
             self._first_needed_prompt = position
         return position
 
@@ -382,7 +382,7 @@ class RolloutPipeline:
 
     def _read_batches(self, directory: Path, step: int) -> None:
         """Restore the batches of the checkpoint on the ranks that generate."""
-        is_generating_rank = self._ahead_builder is not None or not self.is_ahead
+        is_generating_rank = self._ahead_builder is not None or not self.is_asynchronous
         if not is_generating_rank or not (directory / _RECORDS_FILE).exists():
             return
 

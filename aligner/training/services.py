@@ -341,15 +341,15 @@ class Services:
         if self._critic is not None:
             self._critic.set_recovery_points(states)
 
-    def assert_settled(self, *, is_ahead: bool = False) -> None:
+    def assert_settled(self, *, is_asynchronous: bool = False) -> None:
         """Raise an error if an answer was never read.
 
         Args:
-            is_ahead: Whether samples are generated ahead of training; then only the critic's
+            is_asynchronous: Whether samples are generated ahead of training; then only the critic's
                 answers are checked, because the other answers for these samples are still pending.
         """
         for client in self._clients:
-            if client is self._critic or not is_ahead:
+            if client is self._critic or not is_asynchronous:
                 client.assert_settled()
 
     def close(self) -> None:

@@ -56,10 +56,15 @@ class Recorder:
     judge_meter: JudgeMeter | None = None
     """Meter of the judges' calls; None without judges."""
 
-    def truncate_after(self, step: int, *, amends: bool) -> None:
-        """Delete the records of steps that a resumed run repeats; see
-        `MetricsWriter.truncate_after`."""
-        self.metrics_writer.truncate_after(step, amends=amends)
+    def truncate_after(self, step: int, *, owes_evaluation: bool) -> None:
+        """Delete the records of the steps after `step`, which a resumed run repeats.
+
+        Args:
+            step: The last step to keep.
+            owes_evaluation: Whether the metrics of an evaluation will be added to the record of
+                `step`; see `MetricsWriter.truncate_after`.
+        """
+        self.metrics_writer.truncate_after(step, amends=owes_evaluation)
         self.sample_writer.truncate_after(step)
         if self.sample_recorder is not None:
             self.sample_recorder.truncate_after(step)
@@ -92,7 +97,8 @@ class Recorder:
                 "response": decode_response(sample, self.tokenizer),
                 "reward": float(result.scores[index]),
             }
-            # A sample that was sent together with episodes may have a mask that is all true.
+            # Do not test for a `generated_mask`: a single-turn response that was batched with
+            # episodes has one too, all true.
             if sample.generated_token_count < len(sample.response):
                 record["turns"] = build_transcript(sample, self.tokenizer)
             if sample.branches:
@@ -102,10 +108,10 @@ class Recorder:
 
 
 def compute_sequence_kl(experience: Experience) -> float:
-    """Return KL(policy ‖ reference) per response in nats.
+    """Return an estimate of KL(policy ‖ reference) in nats per response.
 
-    The KL of a response is the sum over its tokens of log-prob differences; the result is the mean
-    over responses.
+    The estimate for a response is the sum of its tokens' log-prob differences (k1 of
+    `approximate_kl`); the result is the mean over the responses.
     """
     difference = approximate_kl(experience.old_logprobs, experience.reference_logprobs)
     return float(torch.where(experience.mask, difference, 0.0).sum(1).mean())
@@ -114,15 +120,19 @@ def compute_sequence_kl(experience: Experience) -> float:
 def compute_prompt_metrics(
     outcomes: Sequence[PromptOutcome], earlier_rates: PassRates, current_rates: PassRates
 ) -> dict[str, float]:
-    """Return metrics of the prompts of a step.
+    """Return metrics of the prompts of a step, and of the pass rates after it.
 
-    * `data/epoch`: number of passes over the prompts, including this step; with several sources,
-      the position in the stream divided by the total number of prompts.
-    * `data/repetitions`: mean number of times that a prompt of the step was sampled before.
-    * `data/sampled_fraction`: fraction of the stream so far that was sampled; the rest was skipped.
-    * `data/pass_rate`: mean pass rate of the prompts that have samples.
-    * `data/always_passed`, `data/never_passed`: fractions of these prompts for which all samples
-      passed, or none.
+    The data has N examples; a prompt is one occurrence of an example in the stream.
+
+    * `data/epoch`: length of the stream up to the last prompt of the step, divided by N; with one
+      source, the number of epochs.
+    * `data/repetitions`: mean number of times that the examples of the step were sampled before it.
+    * `data/sampled_fraction`: fraction of the stream's prompts so far that were sampled. The
+      curriculum skipped the others, or their generation failed or is not complete.
+    * `data/pass_rate`: mean pass rate over all examples of the run that have a scored sample so
+      far.
+    * `data/always_passed`, `data/never_passed`: fractions of these examples whose pass rate is 1,
+      or 0.
 
     Args:
         outcomes: Outcomes of the prompts of the step.
@@ -131,15 +141,15 @@ def compute_prompt_metrics(
     """
     # Positions count from 0, so this is the length of the stream up to the last prompt.
     stream_length = 1 + max(outcome.position for outcome in outcomes)
-    earlier_counts = [int(earlier_rates.drawn[outcome.example]) for outcome in outcomes]
+    earlier_counts = [int(earlier_rates.selection_counts[outcome.example]) for outcome in outcomes]
     metrics = {
-        "data/epoch": stream_length / len(current_rates.drawn),
+        "data/epoch": stream_length / len(current_rates.selection_counts),
         "data/repetitions": sum(earlier_counts) / len(outcomes),
-        "data/sampled_fraction": int(current_rates.drawn.sum()) / stream_length,
+        "data/sampled_fraction": int(current_rates.selection_counts.sum()) / stream_length,
     }
 
     rates = current_rates.compute_rates()
-    # The rate of a prompt without a scored sample is NaN.
+    # The rate of an example without a scored sample is NaN.
     rates = rates[~rates.isnan()]
     if len(rates):
         metrics["data/pass_rate"] = float(rates.mean())
@@ -151,9 +161,11 @@ def compute_prompt_metrics(
 def count_lengths(name: str, lengths: Iterable[int]) -> dict[str, float]:
     """Return a histogram of response lengths with edges at powers of two.
 
-    `NAME_to_<tokens>` counts the lengths in (tokens/2, tokens]. Empty bins are omitted.
+    `NAME_to_<tokens>` counts the lengths in (tokens/2, tokens]; `NAME_to_2` also counts the lengths
+    of 0. Empty bins are omitted.
     """
-    # The bit length of n - 1 is the exponent of the smallest power of two that is at least n.
+    # The bit length of n - 1 is the exponent of the smallest power of two that is at least n. For
+    # n = 0 it is 1, because Python ignores the sign of -1.
     counts = Counter(1 << (length - 1).bit_length() for length in lengths)
     return {f"{name}_to_{edge}": float(counts[edge]) for edge in sorted(counts)}
 
@@ -161,10 +173,12 @@ def count_lengths(name: str, lengths: Iterable[int]) -> dict[str, float]:
 def compute_publish_metrics(stats: PublishStats) -> dict[str, float]:
     """Return metrics of the last completed weight sync.
 
-    * `publish/mib`: MiB transferred between ranks.
+    * `publish/mib`: MiB transferred between ranks, summed over all ranks.
     * `publish/seconds`: duration on this rank in seconds.
-    * `publish/share`: transferred bytes as a fraction of the bytes of all weights.
-    * `publish/changed`: fraction of the weights that changed, if they were compared.
+    * `publish/share`: transferred bytes, divided by those that a transfer of all elements would
+      take.
+    * `publish/changed`: fraction of the transferred tensors' elements that differ from the previous
+      weight sync; absent if they were not compared.
     """
     metrics = {"publish/mib": stats.moved_bytes / 2**20, "publish/seconds": stats.seconds}
     if stats.full_bytes:
@@ -185,18 +199,22 @@ def compute_score_metrics(
 ) -> dict[str, float]:
     """Return metrics of the distribution of the scores; empty if no sample has a score.
 
-    * `reward/p10` to `reward/p90`: quantiles, interpolated linearly.
+    * `reward/mean`, `reward/std`, `reward/min`, `reward/max`: mean, population standard deviation
+      and extremes.
+    * `reward/p10`, `reward/p50`, `reward/p90`: quantiles, interpolated linearly.
     * `reward/zero_std_fraction`: fraction of the prompts with two or more scores for which all
       scores are equal; algorithms that compare the samples of a prompt learn nothing from these.
     * `reward/mean/NAME`: mean of the scores of one reward source.
 
     Args:
-        scores: Scores [N], consecutive for each prompt; not finite for a sample without a score.
-        samples_per_prompt: Number of samples per prompt.
-        source_scores: Scores of each source [N, P]; None with one source.
-        source_names: Names of the P sources.
+        scores: Scores [N] of N = P·K samples, consecutive for each of P prompts; not finite for a
+            sample without a score.
+        samples_per_prompt: Number K of samples per prompt.
+        source_scores: Scores of each of R reward sources [N, R]; None with one source.
+        source_names: Names of the R sources.
     """
-    highs, lows = score_bounds(scores, samples_per_prompt)  # [P, K] each
+    # The scores as [P, K] each; a sample without a score has -inf in `highs`, and inf in `lows`.
+    highs, lows = score_bounds(scores, samples_per_prompt)
     has_score = scores.isfinite()
     # Count before the samples without a score are removed below.
     is_comparable = has_score.view(-1, samples_per_prompt).sum(1) > 1
@@ -254,25 +272,32 @@ def compute_rollout_metrics(
     source_names: Sequence[str] = (),
     min_scores: int = 1,
 ) -> dict[str, float]:
-    """Return metrics of the scores and lengths of a step's samples, before a selection among them.
+    """Return metrics of the scores and lengths of a step's samples, and of their generation.
+
+    The score metrics cover all samples with a score; see `compute_score_metrics` and
+    `compute_abstention_metrics`. `response/length`, `response/ended_fraction`, `episode/turns` and
+    `episode/branches` cover the samples that have a score and that dynamic sampling kept.
 
     * `rollout/kept_fraction`: fraction of the generated samples that have a score and that dynamic
-      sampling kept; the score metrics cover all samples with a score.
+      sampling kept.
     * `rollout/skipped`: number of prompts that could not be generated or scored;
       `rollout/skipped_fraction` is their fraction of `prompts_per_step`.
-    * `rollout/deferred`: number of prompts carried over to later steps, if this is allowed.
+    * `rollout/deferred`: number of prompts carried over to the next step as partial rollouts; only
+      with `rollout.spare_prompts` > 0.
     * `rollout/draft_tokens`: number of draft tokens of rank 0's engine;
       `rollout/accepted_fraction` is the fraction that was accepted.
     * `episode/turns`: mean number of the policy's turns per episode; `episode/branches` is the mean
       number of its branches.
-    * `episode/environment_s`: time in seconds, per episode of rank 0, spent waiting for the
-      environment in all turns together.
+    * `episode/environment_s`: mean over rank 0's episodes of the seconds spent waiting for the
+      environment, summed over the turns.
+    * `response/length`: mean length; `response/ended_fraction` is the fraction of the samples that
+      ended before the length limit.
     * `response/generated_to_…`: histogram of the lengths of all generated samples.
 
     Lengths count generated tokens, without branches.
 
     Args:
-        rollout: Samples of the step.
+        rollout: Samples of the step with a score; `all_scores` covers all generated samples.
         settings: Section `rollout` of the configuration.
         source_names: Names of the reward's sources.
         min_scores: See `compute_abstention_metrics`.
@@ -284,7 +309,8 @@ def compute_rollout_metrics(
     source_scores = rollout.all_scores.get_source_scores()
     samples = rollout.samples
 
-    # NaN means that scoring failed, which affects all samples of a prompt.
+    # NaN means that scoring failed, which affects all samples of a prompt. An abstention has
+    # another non-finite score.
     is_unscored = scores.isnan()
     skipped = rollout.skipped + int(is_unscored.sum()) // settings.samples_per_prompt
     if skipped > settings.skippable_prompts:
@@ -327,6 +353,7 @@ def compute_rollout_metrics(
         scores, settings.samples_per_prompt, source_scores, source_names
     )
     if not samples:
+        # Some of the samples may lack a score because scoring failed, if steps may skip prompts.
         _log.warning(
             "the reward function abstained on all samples of the step, so nothing is trained"
         )
@@ -341,7 +368,7 @@ def compute_rollout_metrics(
 
 
 def compute_experience_metrics(experience: Experience) -> dict[str, float]:
-    """Return metrics of the KL, the critic's fit, and the mismatch between engine and trainer.
+    """Return metrics of the samples used for training: KL, critic, and the mismatch of log-probs.
 
     The mismatch metrics compare the engine's probabilities of the response tokens with the
     trainer's before the update:
@@ -355,8 +382,9 @@ def compute_experience_metrics(experience: Experience) -> dict[str, float]:
 
     The other metrics:
 
-    * `distill/reverse_kl`: estimate from the samples of the policy's KL to its teacher, mean per
-      token; `distill/response_reverse_kl` is the mean per response.
+    * `kl/reference`: see `compute_sequence_kl`.
+    * `distill/reverse_kl`: sample estimate of KL(policy ‖ teacher) in nats, mean per token;
+      `distill/response_reverse_kl` is the sum over a response, mean per response.
     * `value/explained_variance`: 1 - Var(return - value) / Var(return).
     * `response/trained_to_…`: histogram of the lengths of the responses used for training.
     """
@@ -417,8 +445,9 @@ def compute_staleness_metrics(batch: SampleBatch, version: int) -> dict[str, flo
 def combine_update_metrics(prefix: str, updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Combine the metrics of a step's updates into one dict, with `prefix/` before each name.
 
-    Names that end in `_max` or `_total` get the maximum, others the mean. Updates that lack a
-    metric, because they were skipped, do not count for it.
+    Names that end in `_max` or `_total` get the maximum, others the mean. `_total` metrics are
+    running counts, so their maximum is the newest value. Each metric is combined over the updates
+    that have it; a skipped update lacks the metrics that are not finite.
     """
     combined = {}
     # A dict instead of a set: the order of the metrics must not depend on string hashes.

@@ -27,8 +27,8 @@ Metrics = Sequence[Mapping[str, float]]
 Trace = dict[str, Any]
 
 OVERVIEW = "overview"
-"""Group of the most important plots. Plots of other metrics are in the group of the first part of
-their name."""
+"""Group of the most important plots. All other plots are in groups that are named after the first
+part of the metric's name."""
 
 _LINE_COLORS = ("#4786c6", "#d9822b", "#3f9d68", "#b85f9b", "#8a78cf", "#8a929c")
 _DASHES = ("solid", "dash", "dot", "dashdot")
@@ -60,7 +60,7 @@ _STALENESS_PREFIX = "staleness/share_"
 _LENGTH_PREFIXES = {"response/generated_to_": "generated", "response/trained_to_": "trained on"}
 # Prefixes of metrics that have special plots instead of curves.
 _SPECIAL_PREFIXES = (*_LENGTH_PREFIXES, _STALENESS_PREFIX)
-_SECONDS = "seconds"  # not the name of a metric: those contain a /
+_SECONDS = "seconds"  # not a metric's name: metric names contain a /
 # Maximum number of points of a curve and of bars of a plot.
 _MAX_POINTS = 1000
 _MAX_BARS = 200
@@ -100,7 +100,7 @@ class Panel:
     key: str
     title: str
     metrics: Mapping[str, str]
-    """Metric name to the name of its curve."""
+    """Names of the curves by metric name."""
     logarithmic: bool = False
     is_share: bool = False
     """Whether the values are fractions, from 0 to 1."""
@@ -110,8 +110,8 @@ class Panel:
 
 
 def _train_and_held_out(metric: str, *prefixes: str) -> dict[str, str]:
-    """Return the curve names of a training metric with each prefix and of the same metric on
-    held-out data."""
+    """Return the names of curves by metric name: a training metric with each of the prefixes, and
+    the same metric on held-out data."""
     return {
         **{f"{prefix}/{metric}": "training" for prefix in prefixes},
         f"eval/{metric}": "held out",
@@ -213,8 +213,8 @@ PANELS = (
 def build_curves(runs: Mapping[str, Metrics]) -> Iterator[Plot]:
     """Yield a plot of every metric over the steps of runs: first the panels, then other metrics.
 
-    Each plot contains the curves of all runs. Each point of a curve has a step and the `seconds`
-    that the run had taken until then, as far as its steps were timed.
+    Each plot contains the curves of all runs. Each point of a curve has a step and `seconds`: the
+    total duration of all timed steps up to this step.
 
     Args:
         runs: The metrics by run name.
@@ -332,8 +332,8 @@ def average_bins(metrics: Metrics, limit: int) -> tuple[Metrics, int]:
     """Average consecutive records, so that at most `limit` records remain.
 
     Returns:
-        The averaged records, each with the step of its last record, and the number of records that
-        are averaged.
+        The averaged records, each with the step of the last record of its bin, and the number of
+        records per bin.
     """
     bin_size = math.ceil(len(metrics) / limit)
     if bin_size <= 1:
@@ -352,8 +352,8 @@ def _average(records: Metrics) -> dict[str, float]:
 
 
 def _fill_missing(prefix: str, metrics: Metrics) -> Metrics:
-    """Return the metrics of a prefix, which are parts of a total: a metric that only other records
-    contain is 0."""
+    """Return the metrics with a prefix, which are parts of a total. A metric that a record lacks is
+    0 if another record contains it."""
     keys = dict.fromkeys(key for record in metrics for key in record if key.startswith(prefix))
     return [
         {"step": record["step"], **{key: record.get(key, 0.0) for key in keys}}
@@ -376,8 +376,8 @@ def _build_lines(
 ) -> tuple[list[Trace], dict[str, Any]]:
     """Return one line per run and metric, and the layout.
 
-    The metrics of a single run have different colors. Several runs have different colors, and their
-    metrics have different dashes.
+    If there is one run, each metric has its own color. If there are several runs, each run has its
+    own color, and each metric has its own dash pattern.
 
     Args:
         runs: The records by run name.
@@ -414,7 +414,8 @@ def _build_lines(
                 }
             )
             traces[-1]["marker"] = {"color": color, "size": 4}
-    # Without a range, plotly would draw the axis of a curve that is always 1 up to 2.
+    # Set the range of the axis. By default, the axis of a curve with the constant value 1 would end
+    # at 2.
     if panel.is_share and max(max(trace["y"]) for trace in traces) > 0.5:
         layout["yaxis"] = {"range": [0, 1.05]}
     elif not panel.logarithmic and min(min(trace["y"]) for trace in traces) >= 0:
@@ -510,7 +511,7 @@ def _build_staleness_bars(metrics: Metrics) -> tuple[list[Trace], dict[str, Any]
 def _build_length_bars(metrics: Metrics) -> tuple[list[Trace], dict[str, Any]]:
     """Return bars of the generated and of the trained responses by length.
 
-    If they differ at a length, responses of this length were not trained on.
+    If the two bars of a length differ, some responses of this length were not used for training.
     """
     traces = []
     records = _fill_missing("response/", metrics)
@@ -672,8 +673,8 @@ def _row_label(span: Span) -> str:
 
 
 def _select_rows(spans: Sequence[Span]) -> tuple[list[str], int]:
-    """Return the labels of the threads that have a row, equally many of each role, and the number
-    of threads without a row."""
+    """Return the labels of the displayed threads, at most the same number for each role, and the
+    number of hidden threads."""
     roles = list_roles(spans)
     rows_per_role = max(1, _MAX_TIMELINE_ROWS // len(roles))
     labels_by_role = {
@@ -689,7 +690,7 @@ def _select_rows(spans: Sequence[Span]) -> tuple[list[str], int]:
 
 
 def _sort_activities(names: Iterable[str]) -> list[str]:
-    """Return each name once: first known activities in the order of the legend, then others."""
+    """Return the distinct names: known activities in the order of the legend, then all others."""
     name_set = set(names)
     return [
         *(name for name in _ACTIVITY_COLORS if name in name_set),

@@ -2,7 +2,7 @@
 
 import re
 
-# Descriptions by metric name; `*` matches any characters. The first match counts.
+# Descriptions by metric name; `*` matches any characters. The first matching pattern is used.
 _DESCRIPTIONS = {
     "reward/mean": "Mean score of the samples, before shaping.",
     "reward/mean/*": "Mean score of one reward source, times its weight.",

@@ -350,7 +350,7 @@ class Pages:
         )
 
     def _find_run(self, key: str) -> ViewedRun:
-        """Return the run with a key. Raise HTTPException 404 if there is none."""
+        """Return the run with a key. Raise HTTPException 404 if the run does not exist."""
         run = self._index.run(key)
         if run is None:
             raise HTTPException(404, "This run does not exist, or its directory was deleted.")
@@ -443,7 +443,7 @@ def _indent_json(text: str) -> str:
 
 
 def _replace_nonfinite(value: Any) -> Any:
-    """Return a value with None in place of NaN and infinity, which JSON does not have."""
+    """Return a value with None in place of NaN and infinity, which JSON cannot represent."""
     if isinstance(value, dict):
         return {name: _replace_nonfinite(entry) for name, entry in value.items()}
     if isinstance(value, list):

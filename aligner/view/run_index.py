@@ -1,4 +1,4 @@
-"""Runs below directories, and what pages show of a run.
+"""Discovery of runs in directories, and the data of a run that the pages show.
 
 - `RunIndex` finds the runs, and `ViewedRun` caches the data of each run.
 - Functions compute the key figures of a run, its failure counts, the differences between
@@ -79,7 +79,7 @@ _MAIN_METRICS = {
 
 
 def compute_key_figures(metrics: Sequence[Mapping[str, float]]) -> list[tuple[str, str, str]]:
-    """Return the key figures of a run so far: a label, a value and a remark each."""
+    """Return the key figures of a run so far, as tuples of a label, a value and a remark."""
     steps = [record for record in metrics if record["step"] > 0]
     first = steps[:WINDOW_STEPS]
     last = steps[-WINDOW_STEPS:]
@@ -185,8 +185,8 @@ def read_log_end(file: Path) -> tuple[list[tuple[str, str]], int]:
 def find_log_problems(directory: Path) -> list[tuple[str, str, str, int]]:
     """Return the errors and warnings at the ends of a run's logs, errors first.
 
-    Each entry consists of the file's name, the kind, the line and its number of occurrences. The
-    line of a traceback is its last one, which contains the exception.
+    Each entry consists of the file's name, the kind, the line and its number of occurrences. For a
+    traceback, the line is the last line of the traceback, which contains the exception.
     """
     counts: Counter[tuple[str, str, str]] = Counter()
     for file in list_log_files(directory):
@@ -240,7 +240,7 @@ class Overview:
     step: int = 0
     steps: int = 0
     reward: float | None = None
-    """Mean reward of the last step; the loss for an offline run."""
+    """Main metric of the last step: the mean reward, or the loss of an offline run."""
     measure: str = "reward"
     seconds_per_step: float | None = None
     seconds_left: float | None = None
@@ -262,7 +262,8 @@ class ViewedRun:
         self.paths = RunPaths(root)
         self.key = blake2b(str(root).encode(errors="surrogateescape"), digest_size=6).hexdigest()
         self._lock = threading.Lock()
-        # The caches consist of a stamp of the files and the data that was read.
+        # The first item of each cache identifies the version of the files; the last item is the
+        # data that was read from them.
         self._config: tuple[object, Config] | None = None
         self._settings: tuple[object, tuple[Config, str]] | None = None
         self._overview: tuple[object, Overview] | None = None
@@ -299,7 +300,7 @@ class ViewedRun:
             return list(self._metrics[2])
 
     def status(self) -> RunStatus:
-        """Return the run's status, according to its servers and Slurm.
+        """Return the run's status, and query the run's servers and Slurm for it.
 
         The status of a run of another version of aligner is read from its files only.
         """
@@ -412,7 +413,7 @@ def _find_run_directories(directory: Path, depth: int) -> Iterator[Path]:
 def _read_status_settings(path: Path) -> tuple[Config, str]:
     """Return a configuration with only the values that a run's status needs, and the launch time.
 
-    The call takes a fiftieth of the time of loading the complete configuration.
+    The call is 50 times faster than loading the complete configuration.
     """
     try:
         values = yaml.load(

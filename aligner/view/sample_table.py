@@ -16,7 +16,7 @@ from aligner.errors import AlignerError
 from aligner.paths import RunPaths
 
 PAGE_SIZE = 50
-"""Number of samples or prompts of a page."""
+"""Number of samples or prompts on a page."""
 SORTS = ("step", "score", "advantage", "response_tokens")
 """Columns by which samples can be sorted."""
 PROMPT_SORTS = ("mean", "spread", "samples", "last_step")
@@ -31,7 +31,7 @@ _TABLE_COLUMNS = (
     f'step, row, "group", sample, branch, left(prompt, {_MAX_CELL_LENGTH}) AS prompt,'
     f" left(response, {_MAX_CELL_LENGTH}) AS response, score, advantage, response_tokens, cut"
 )
-# Subqueries that return all samples: of `samples.jsonl`, and of step files.
+# Subqueries that return all samples, from `samples.jsonl` and from step files.
 _FROM_LINES = """(SELECT step, row_number() OVER () - 1 AS row, NULL AS "group", NULL AS sample,
     0 AS branch, prompt, response, NULL AS messages, reward AS score, NULL::FLOAT AS advantage,
     NULL::INTEGER AS response_tokens, NULL::BOOLEAN AS cut
@@ -43,7 +43,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class SampleFilter:
-    """Selection of samples; None or an empty text selects all samples."""
+    """Selection of samples; a field that is None or an empty text selects all samples."""
 
     text: str = ""
     """Text that the prompt, the response or the transcript contains; case-insensitive."""
@@ -93,7 +93,7 @@ class SampleTable:
 
     @property
     def has_all(self) -> bool:
-        """Whether all samples are stored, not only the few of samples.jsonl."""
+        """Whether all samples are stored, not only the few samples in samples.jsonl."""
         return bool(self.files)
 
     def page(self, sample_filter: SampleFilter, sort: str, number: int) -> tuple[list[Row], int]:
@@ -189,8 +189,9 @@ class SampleTable:
 
         Args:
             prompt: The prompt.
-            steps: Steps whose samples are returned; if the prompt was not sampled in any of them,
-                the first, the middle and the last step.
+            steps: Steps whose samples are returned. If the prompt was sampled in none of these
+                steps, samples of the first, the middle and the last step with the prompt are
+                returned.
 
         Returns:
             The mean score and the number of samples of each step, and the first samples by step.
@@ -211,7 +212,7 @@ class SampleTable:
         return means, {step: self._query(sql, [prompt, step], [step]) for step in selected_steps}
 
     def tokens(self, step: int, row: int) -> Row | None:
-        """Return the lists over a response's tokens; None if the step's token file was deleted at
+        """Return the per-token values of a response; None if the step's token file was deleted at
         the size limit."""
         file = _files_by_step(self._directory, "tokens").get(step)
         if file is None:
@@ -249,7 +250,7 @@ class SampleTable:
         return [rows_by_key[key] for key in keys if key in rows_by_key], sum(counts.values())
 
     def _read_rows(self, keys: Sequence[tuple[int, int]]) -> list[Row]:
-        """Return the table columns of samples, given by step and row."""
+        """Return the table columns of the samples with the given steps and rows."""
         steps = [step for step, _ in keys]
         rows = [row for _, row in keys]
         pairs = "SELECT unnest(?::INTEGER[]) AS s, unnest(?::BIGINT[]) AS r"

@@ -13,7 +13,7 @@ MAX_TEXT_LENGTH = 100_000
 """Maximum length of a displayed text in characters."""
 MAX_LINE_LENGTH = 4_000
 """Maximum length of a displayed line in characters."""
-# Characters that are not printable, but are not escaped either.
+# Unprintable characters that are not escaped.
 _WHITESPACE = frozenset("\n\t")
 # Columns that are computed as differences of two recorded quantities.
 _DIFFERENCE_COLUMNS = {
@@ -46,7 +46,7 @@ class Turn:
 def printable(text: str, limit: int = MAX_TEXT_LENGTH) -> str:
     """Return a text with escaped control characters, bidirectional marks and similar characters.
 
-    Characters beyond `limit` are replaced by their number.
+    Characters beyond `limit` are replaced by the number of these characters.
     """
     escaped = text[:limit]
     if not escaped.isprintable():
@@ -116,7 +116,7 @@ def token_columns(tokens: Mapping[str, Any]) -> dict[str, Any]:
     """Return a response's tokens for the page.
 
     Args:
-        tokens: The lists over a response's R tokens by column.
+        tokens: The values of a response's R tokens by column.
 
     Returns:
         `id` [R], `text` [R], and `columns`: the recorded quantities and their differences, [R], by

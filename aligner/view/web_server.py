@@ -25,7 +25,8 @@ from aligner.view.pages import Pages, render_error
 from aligner.view.run_index import RunIndex
 
 HOST = "127.0.0.1"
-# Errors that have a page; Starlette selects the handler of the nearest base class.
+# Errors for which an error page is rendered; Starlette selects the handler of the nearest base
+# class.
 _HANDLED_ERRORS = (HTTPException, AlignerError, OSError, Exception)
 _HEADERS = {
     # Plotly sets inline styles. Scripts may come only from the server's files.
@@ -92,8 +93,8 @@ class _AccessControl:
             await response(scope, receive, send_with_headers)
 
     def _check_access(self, request: Request) -> Response | None:
-        """Return the response to a request that must not see the page: a redirect that sets the
-        cookie, or a refusal. Return None if the request has the cookie."""
+        """Return a redirect that sets the cookie if the request contains the key, None if the
+        request has the cookie, and an error response otherwise."""
         if (key := request.query_params.get("key")) is not None and self._is_key(key):
             # Redirect to the address without the key, so that the address bar does not show it.
             redirect = RedirectResponse(

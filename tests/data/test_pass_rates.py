@@ -44,7 +44,7 @@ def of_rates(rates, number=0) -> PassRates:
     found = PassRates.empty(len(rates))
     known = [(place, rate) for place, rate in enumerate(rates) if rate == rate]
     return found.with_outcomes(
-        [PromptOutcome(0, place, number, 1, rate) for place, rate in known], memory=1.0
+        [PromptOutcome(0, place, number, 1, rate) for place, rate in known], decay=1.0
     )
 
 
@@ -58,7 +58,7 @@ def test_pass_counts_ignore_samples_without_score():
         PromptOutcome(8, 0, 1, 3, 2.0),
     ]
     graded = collect_outcomes(ids, scores, places.__getitem__, None)
-    assert [(one.samples, one.passed) for one in graded] == [
+    assert [(one.sample_count, one.pass_count) for one in graded] == [
         (3, pytest.approx(1.4)),
         (0, 0.0),
         (3, 1.5),
@@ -77,9 +77,9 @@ def test_pass_rate_equals_memory_weighted_reference(seed, memory):
             passed = draw.randint(0, samples)
             drawn.append(PromptOutcome(step, example, step, samples, float(passed)))
             histories[example].append((step, samples, passed))
-        before = rates.drawn.clone()
+        before = rates.selection_counts.clone()
         after = rates.with_outcomes(drawn, memory)
-        assert torch.equal(rates.drawn, before), (
+        assert torch.equal(rates.selection_counts, before), (
             "what a batch that is drawn ahead has been given stays"
         )
         rates = after
@@ -94,8 +94,8 @@ def test_pass_rate_equals_memory_weighted_reference(seed, memory):
         assert float(rates.compute_rates()[example]) == pytest.approx(
             expected, rel=1e-12, nan_ok=True
         )
-        assert int(rates.drawn[example]) == len(history)
-        assert int(rates.last_pass[example]) == max((step for step, _, _ in history), default=-1)
+        assert int(rates.selection_counts[example]) == len(history)
+        assert int(rates.last_epochs[example]) == max((step for step, _, _ in history), default=-1)
 
 
 def test_prompt_outside_range_rests_and_is_retried():
@@ -198,7 +198,7 @@ def test_pass_rates_load_only_for_the_same_prompts(tmp_path):
     assert found is not None and found.checksum == 7
     assert all(
         torch.equal(getattr(found, name), getattr(rates, name))
-        for name in ("drawn", "last_pass", "samples", "passed")
+        for name in ("selection_counts", "last_epochs", "sample_counts", "pass_counts")
     )
     assert PassRates.empty(4, 7).load(tmp_path / "pass_rates") is None
     assert PassRates.empty(3, 8).load(tmp_path / "pass_rates") is None

@@ -243,7 +243,7 @@ def test_selected_episodes_keep_their_branches():
     )
     assert batch.samples_per_prompt == 3 and batch.groups.tolist() == [0] * 6
     assert batch.prompt_lengths.tolist() == [4, 4, 4, 7, 7, 7]
-    chosen = batch.with_branches(torch.tensor([2, 1]))
+    chosen = batch.get_rows_with_branches(torch.tensor([2, 1]))
     assert chosen.tolist() == [2, 1, 3, 4, 5]
     selected = batch.select(chosen)
     assert selected.episode_indices.tolist() == [0, 1, 1, 1, 0] and selected.is_branch.tolist() == [
@@ -253,7 +253,9 @@ def test_selected_episodes_keep_their_branches():
         True,
         True,
     ]
-    assert selected.with_branches(torch.tensor([0])).tolist() == [0, 4]
+    assert selected.get_rows_with_branches(torch.tensor([0])).tolist() == [0, 4]
     without = collate_episodes([first, second, third], 0)
-    assert without.episodes is None and without.with_branches(torch.tensor([1])).tolist() == [1]
+    assert without.episodes is None and without.get_rows_with_branches(
+        torch.tensor([1])
+    ).tolist() == [1]
     assert without.episode_indices.tolist() == [0, 1, 2] and not without.is_branch.any()

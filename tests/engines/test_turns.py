@@ -128,7 +128,7 @@ def test_exact_turns_do_not_depend_on_row_moves(directory, monkeypatch, rows):
     monkeypatch.setattr(
         RowTable,
         "find_moves",
-        lambda table, rows, **_: moves(table, rows, include_parked=True),
+        lambda table, rows, **_: moves(table, rows, include_resident=True),
     )
     for one, other in zip(expected, episodes(directory, rows, delays=2), strict=True):
         assert torch.equal(one.tokens, other.tokens) and torch.equal(

@@ -18,7 +18,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 from aligner.errors import RESUMABLE
-from aligner.launcher.processes import LAUNCHER_PID, terminate_with_launcher
+from aligner.launcher.processes import LAUNCHER_PID_VARIABLE, terminate_with_launcher
 from aligner.launcher.rank_heartbeat import start_heartbeat
 
 RANK = int(os.environ["RANK"])
@@ -54,7 +54,9 @@ def live(role: str, run: Path) -> None:
 
 def serve_from_helper(role: str, config: Path) -> None:
     """Serve from a helper that has its own session, ignores SIGTERM and holds the port."""
-    environment = {name: value for name, value in os.environ.items() if name != LAUNCHER_PID}
+    environment = {
+        name: value for name, value in os.environ.items() if name != LAUNCHER_PID_VARIABLE
+    }
     command = [sys.executable, __file__, role, str(config), "ignore_sigterm"]
     subprocess.Popen(command, env=environment, start_new_session=True).wait()
 

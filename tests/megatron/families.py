@@ -341,7 +341,7 @@ def slice_errors(
     errors: dict[str, float] = {}
     for part in parts:
         for name, (cut, found) in part.items():
-            stored = table[name].stored
+            stored = table[name].stored_range
             whole = tensors[stored.name]
             expected = (
                 whole
@@ -353,7 +353,7 @@ def slice_errors(
             assert found.shape == expected.shape, name
             error = relative_error(torch.from_numpy(found), expected, whole)
             errors[stored.name] = max(errors.get(stored.name, 0.0), error)
-    assert set(errors) == {spec.stored.name for spec in table.values()}
+    assert set(errors) == {spec.stored_range.name for spec in table.values()}
     return errors
 
 

@@ -77,9 +77,9 @@ class Adapted(torch.nn.Module):
         parts, own = {}, dict(self.model.named_parameters())
         for adapter in self.adapters.values():
             product = self.scale * (self.factors[adapter.up.name] @ self.factors[adapter.down.name])
-            stored = adapter.weight.stored
+            stored = adapter.weight.stored_range
             parts.setdefault((stored.name, stored.axis or 0), []).append(
-                product.T if adapter.weight.transposed else product
+                product.T if adapter.weight.is_transposed else product
             )
         return {
             name: own[name] + torch.cat(products, axis) for (name, axis), products in parts.items()
@@ -193,10 +193,10 @@ def check_merged(merged, wanted):
     """Assert that merged weights are W + (alpha / rank) B A, and that weights without adapters are
     unchanged."""
     adapted = {
-        name for name, spec in wanted["table"].items() if spec.stored.name in wanted["merged"]
+        name for name, spec in wanted["table"].items() if spec.stored_range.name in wanted["merged"]
     }
     for name, (cut, found) in merged.items():
-        stored = wanted["table"][name].stored
+        stored = wanted["table"][name].stored_range
         whole = (wanted["merged"] if name in adapted else wanted["stored"])[stored.name]
         if stored.axis is not None:
             whole = whole.narrow(

@@ -127,7 +127,7 @@ def test_adapters_of_fused_tensor_share_lora_a():
         f"{name}c_attn.lora_A.weight"
     }
     key = adapters[f"{name}key.weight"].up
-    assert (key.stored.name, key.stored.shape, key.stored.start) == (
+    assert (key.stored_range.name, key.stored_range.shape, key.stored_range.start) == (
         f"{name}c_attn.lora_B.weight",
         (192, 4),
         64,

@@ -63,7 +63,7 @@ def test_timed_phases_become_spans_of_their_step(tmp_path: Path) -> None:
     clock, paths = Clock(), RunPaths(tmp_path)
     own = Timeline(paths.timeline / "trainer-0.jsonl", {"reshard": "publish"}, clock, clock.wall)
     own.begin_run(0)
-    timer = PhaseTimer(clock, listener=own.add)
+    timer = PhaseTimer(clock, on_end=own.add)
     for step in (1, 2):
         own.begin_step(step)
         with timer.phase("train"):

@@ -295,7 +295,7 @@ def response(*tokens):
 
 
 def test_response_is_cut_after_first_truncation_token():
-    cut = truncate_response(response(3, 4, 3, 4, 3), token_id=3, after=1)
+    cut = truncate_response(response(3, 4, 3, 4, 3), token_id=3, first_index=1)
     assert cut.tokens.tolist() == [8, 9, 3, 4, 3]
     assert cut.engine_logprobs.tolist() == [0.0, 1.0, 2.0] and cut.weight_versions.tolist() == [
         0,
@@ -306,5 +306,5 @@ def test_response_is_cut_after_first_truncation_token():
 
 
 def test_response_without_truncation_token_is_unchanged():
-    whole = truncate_response(response(3, 4, 1), token_id=3, after=1)
+    whole = truncate_response(response(3, 4, 1), token_id=3, first_index=1)
     assert whole.tokens.tolist() == [8, 9, 3, 4, 1] and whole.finish_reason == "length"

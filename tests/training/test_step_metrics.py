@@ -369,15 +369,15 @@ def test_announcement_reports_epochs_and_ratio_warning():
 def test_prompt_metrics_report_epochs_and_pass_rates():
     """Two of four prompts were sampled before, one of them twice; a new one has no score."""
     before = PassRates.empty(4).with_outcomes(
-        [PromptOutcome(0, 1, 0, 2, 2.0), PromptOutcome(1, 0, 0, 2, 0.0)], memory=1.0
+        [PromptOutcome(0, 1, 0, 2, 2.0), PromptOutcome(1, 0, 0, 2, 0.0)], decay=1.0
     )
-    before = before.with_outcomes([PromptOutcome(4, 1, 1, 2, 1.0)], memory=1.0)
+    before = before.with_outcomes([PromptOutcome(4, 1, 1, 2, 1.0)], decay=1.0)
     draws = [
         PromptOutcome(5, 0, 1, 2, 0.0),
         PromptOutcome(6, 3, 1, 0, 0.0),
         PromptOutcome(7, 1, 1, 2, 1.0),
     ]
-    metrics = compute_prompt_metrics(draws, before, before.with_outcomes(draws, memory=1.0))
+    metrics = compute_prompt_metrics(draws, before, before.with_outcomes(draws, decay=1.0))
     assert metrics == {
         "data/epoch": 2.0,
         "data/repetitions": 1.0,

@@ -11,8 +11,8 @@ def score(requests: Sequence[ScoringRequest]) -> list[float]:
     This example gives 1 to a response that contains the answer, minus a small penalty for length.
 
     Args:
-        requests: each has the texts `prompt` and `response`, and `metadata`, a mapping with the
-            other fields of the data record.
+        requests: Requests with the texts `prompt` and `response`, and the mapping `metadata` with
+            the other fields of the data record.
     """
     return [
         float(request.metadata["answer"] in request.response) - 0.001 * len(request.response)

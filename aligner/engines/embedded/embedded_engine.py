@@ -203,7 +203,7 @@ class EmbeddedEngine(GenerationEngine):
 
     def release(self, prompt_id: int, sample_index: int) -> None:
         """See `GenerationEngine.release`."""
-        self._scheduler.release(prompt_id, sample_index)
+        self._scheduler.release_resident(prompt_id, sample_index)
         if self._group is not None:
             self._released.append((prompt_id, sample_index))
 
@@ -242,7 +242,7 @@ class EmbeddedEngine(GenerationEngine):
             self._scheduler.interrupt()
         else:
             for prompt_id, sample_index in command["released"]:
-                self._scheduler.release(prompt_id, sample_index)
+                self._scheduler.release_resident(prompt_id, sample_index)
             self._execute_step([_request_from_json(request) for request in command["requests"]])
 
     def _execute_step(self, arrivals: Sequence[EngineRequest]) -> None:

@@ -123,7 +123,7 @@ def compute_parameters(
             spec.shape, largest_slice.axis, largest_slice.start, largest_slice.stop
         )
         # GPT-2 stores its matrices as [inputs, outputs]; a parameter is [outputs, inputs].
-        if spec.transposed:
+        if spec.is_transposed:
             rank_shape = rank_shape[::-1]
             reserved_shape = reserved_shape[::-1]
 
@@ -199,7 +199,7 @@ class EngineWeights:
             for part in parameter.parts:
                 matrix = tensor if part.spec.expert is None else tensor[part.spec.expert]
                 rows = matrix.narrow(0, part.start, part.shape[0])
-                self.views[part.spec.name] = rows.T if part.spec.transposed else rows
+                self.views[part.spec.name] = rows.T if part.spec.is_transposed else rows
 
 
 class EmbeddedUpdate:

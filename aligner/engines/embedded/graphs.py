@@ -101,7 +101,7 @@ class GraphedForward:
         """Copy a step's inputs into the static input tensors of a captured step.
 
         The rows after the step's own rows are padding. Their tokens are written to the last column
-        of the cache, where a parked row has no token, and they read as little of the cache as
+        of the cache, where a resident row has no token, and they read as little of the cache as
         possible.
         """
         rows = len(step.tokens)

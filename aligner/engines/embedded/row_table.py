@@ -1,7 +1,7 @@
 """Allocation of the rows of the KV cache.
 
-A row is free, in use, or parked. A parked row belongs to a response that has ended a turn and may
-be resumed in a later turn.
+A row is free, in use, or resident. A resident row holds the KV cache of a completed sequence, which
+a later request may continue.
 """
 
 from collections.abc import Hashable, Sequence
@@ -9,45 +9,46 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 
-class ParkedRow(NamedTuple):
-    """Parked row of the KV cache, which no running response uses."""
+class ResidentRow(NamedTuple):
+    """Resident row of the KV cache, which no request in flight uses."""
 
     row: int
     """Index of the row."""
     tokens: int
-    """Number of tokens whose keys and values the row contains."""
+    """Number of tokens in the row's KV cache."""
 
 
 @dataclass
 class RowTable:
-    """Table of the free, used and parked rows of the KV cache.
+    """Table of the free and resident rows of the KV cache; all other rows are in use.
 
-    Parked rows keep their contents until a new response needs a row. If no row is free then, the
-    row that has been parked the longest is evicted.
+    A resident row keeps its contents until a request needs a row while none is free. Then the row
+    that has been resident the longest is evicted.
     """
 
     rows: int
     """Number of rows of the KV cache."""
     _free: set[int] = field(init=False)
-    _parked: dict[Hashable, ParkedRow] = field(default_factory=dict)
-    """Parked rows by owner, in the order in which they were parked."""
+    """Indices of the free rows."""
+    _resident: dict[Hashable, ResidentRow] = field(default_factory=dict)
+    """Resident rows by owner, in the order in which they became resident."""
 
     def __post_init__(self) -> None:
         self._free = set(range(self.rows))
 
     def __contains__(self, owner: Hashable) -> bool:
-        """Return whether a row is parked for this owner."""
-        return owner in self._parked
+        """Return whether this owner has a resident row."""
+        return owner in self._resident
 
     def allocate(self) -> int:
-        """Return a row for a new response, the lowest free one, and mark it as in use.
+        """Return the lowest free row, and mark it as in use.
 
-        If no row is free, the row that has been parked the longest is evicted.
+        If no row is free, evict the row that has been resident the longest, and return that row.
         """
         if not self._free:
-            # A dict keeps the order of insertion, so its first key was parked first.
-            self.evict(next(iter(self._parked)))
-        # The lowest row keeps the rows in use at the start of the cache, where they form few runs.
+            # A dict keeps the order of insertion, so its first row became resident first.
+            self.evict(next(iter(self._resident)))
+        # The lowest row keeps the rows in use consecutive, at the start of the cache.
         row = min(self._free)
         self._free.remove(row)
         return row
@@ -56,31 +57,31 @@ class RowTable:
         """Mark a row in use as free."""
         self._free.add(row)
 
-    def park(self, owner: Hashable, row: int, tokens: int) -> None:
-        """Park a row for its owner.
+    def make_resident(self, owner: Hashable, row: int, tokens: int) -> None:
+        """Mark a row in use as resident for its owner.
 
         Args:
-            owner: Key of the response, which `resume` and `evict` take.
+            owner: Object that identifies the row in `resume` and `evict`.
             row: Index of the row.
-            tokens: Number of tokens whose keys and values the row contains.
+            tokens: Number of tokens in the row's KV cache.
         """
-        self._parked[owner] = ParkedRow(row, tokens)
+        self._resident[owner] = ResidentRow(row, tokens)
 
-    def resume(self, owner: Hashable) -> ParkedRow:
-        """Return the parked row of an owner, and mark it as in use."""
-        return self._parked.pop(owner)
+    def resume(self, owner: Hashable) -> ResidentRow:
+        """Return the resident row of an owner, and mark it as in use."""
+        return self._resident.pop(owner)
 
     def evict(self, owner: Hashable) -> None:
-        """Free the parked row of an owner, if there is one."""
-        if owner in self._parked:
-            self._free.add(self._parked.pop(owner).row)
+        """Free the resident row of an owner, if there is one."""
+        if owner in self._resident:
+            self._free.add(self._resident.pop(owner).row)
 
     def evict_all(self) -> None:
-        """Free all parked rows."""
-        for owner in list(self._parked):
+        """Free all resident rows."""
+        for owner in list(self._resident):
             self.evict(owner)
 
-    def find_moves(self, in_use: Sequence[int], *, include_parked: bool) -> list[int]:
+    def find_moves(self, in_use: Sequence[int], *, include_resident: bool) -> list[int]:
         """Return target rows for the last rows in use, so that no gap remains before a row in use.
 
         The target rows are in ascending order, as are the rows that move there: with n targets,
@@ -88,12 +89,12 @@ class RowTable:
 
         Args:
             in_use: Rows in use, in ascending order.
-            include_parked: Whether parked rows count as gaps too. The caller then swaps
-                their contents with `swap`.
+            include_resident: Whether resident rows count as gaps, too. The caller must call `swap`
+                for each move, and swap the contents of the two rows.
         """
         gaps = set(self._free)
-        if include_parked:
-            gaps.update(parked.row for parked in self._parked.values())
+        if include_resident:
+            gaps.update(resident.row for resident in self._resident.values())
         sorted_gaps = sorted(gaps)
 
         # Fill the lowest gaps with the highest rows in use, as long as a gap is below such a row.
@@ -104,20 +105,20 @@ class RowTable:
         return sorted_gaps[:count]
 
     def swap(self, row: int, other: int) -> int:
-        """Swap a row in use with a free or parked row in the table; the caller moves the contents.
+        """Swap a row in use with a free or resident row; the caller copies the contents.
 
         Args:
-            row: Row in use; it becomes free or parked, as `other` was.
-            other: Free or parked row; it becomes the row in use.
+            row: Row in use; it becomes free or resident, as `other` was.
+            other: Free or resident row; it becomes the row in use.
 
         Returns:
-            Number of tokens of `other` that must be preserved, by copying them to `row`; 0 if it
+            Number of tokens whose KV cache the caller must copy from `other` to `row`; 0 if `other`
             was free.
         """
         if other in self._free:
             self._free.remove(other)
             self._free.add(row)
             return 0
-        owner, parked = next(item for item in self._parked.items() if item[1].row == other)
-        self._parked[owner] = ParkedRow(row, parked.tokens)
-        return parked.tokens
+        owner, resident = next(item for item in self._resident.items() if item[1].row == other)
+        self._resident[owner] = ResidentRow(row, resident.tokens)
+        return resident.tokens

@@ -1,4 +1,12 @@
-"""Continuous batching: a request joins the batch as soon as another one leaves it."""
+"""Continuous batching: a request joins the batch as soon as another one leaves it.
+
+Dimensions of the shapes:
+
+- R: tokens of the decoding rows; each row has one token, or more with draft tokens.
+- N: prefilled tokens, of all prompts of a forward pass together.
+- L: layers with expert routing.
+- K: experts per token.
+"""
 
 import math
 import time
@@ -19,8 +27,8 @@ from aligner.engines.embedded.token_sampler import TokenSampler
 from aligner.engines.engine_protocol import EngineRequest, SamplingOptions
 from aligner.errors import AlignerError
 
-# Maximum number of tokens that one step prefills, counted with the padding to the longest prompt
-# that attention needs. A single prompt may be longer.
+# Maximum number of tokens that one step prefills. Attention pads the prompts to the longest one, so
+# the padding counts, too. A single prompt may be longer.
 _MAX_PREFILL_TOKENS = 8192
 
 
@@ -29,27 +37,30 @@ class _ResidentSequence:
     """A completed sequence whose KV cache is resident for a later request."""
 
     tokens: list[int]
+    """All tokens of the sequence. The last one is not in the KV cache."""
 
 
 class Scheduler:
     """Continuous batching: schedules requests in the rows of the KV cache.
 
-    A step runs the newest token of every row, and prefills the requests that get a free row, in one
-    forward pass. Equal inputs are prefilled once: requests that are admitted together share the
-    prefill, and a request that is admitted later copies the prompt's KV cache from the row of a
-    sibling that is still in flight. If there are few rows and draft tokens are available
-    (`engine.speculation`), the draft tokens are verified in the same pass: the token at each
-    position is sampled with its own random number, and belongs to the completion if all draft
-    tokens before it equal the sampled ones.
+    Requests that continue a resident sequence are prefilled in a forward pass of their own. Then
+    one forward pass runs the newest token of every row, and prefills the requests that get a free
+    row. Equal inputs are prefilled once: requests that are admitted together share the prefill. A
+    request that is admitted later copies the prompt's KV cache from the row of a sibling, which is
+    a request with the same prompt that is still in flight.
+
+    With few rows, draft tokens (`engine.speculation`) are verified in the same pass. Each position
+    is sampled with its own random number. A sampled token is accepted if all draft tokens before it
+    were accepted, which means that they equal the tokens sampled at their positions.
 
     If no request is admitted, `engine.steps_per_sync` steps may run on the device without host
     synchronization; the tokens behind a completion's end are dropped.
 
     The row of a completed request that may be continued (`EngineRequest.is_continued`) stays
     resident as long as no other request needs the row. The request that continues it prefills only
-    the new tokens. A resident row does not move: a move would take longer with every turn. GPUs are
-    the exception: CUDA graphs run only on the first rows, so resident rows and rows in flight are
-    swapped.
+    the new tokens. On CPUs a resident row does not move, because a move would take longer with
+    every turn. On GPUs it may be swapped with a row in flight, because a CUDA graph runs only on
+    the first rows of the KV cache.
 
     All ranks of a replica have a scheduler, and make the same calls in the same order.
     """
@@ -63,13 +74,13 @@ class Scheduler:
         """Sampler with the batch's parameters; set when the first batch starts."""
         self._stop_token_ids: frozenset[int] = frozenset()
         """Stop tokens of the batch."""
-        self._queued: deque[EngineRequest] = deque()
-        """Requests that wait for the next batch, or for `join_batch`."""
-        self._waiting: deque[DecodedResponse] = deque()
+        self._unbatched_requests: deque[EngineRequest] = deque()
+        """Queued requests, which are in no batch yet; `join_batch` adds them to one."""
+        self._waiting_responses: deque[DecodedResponse] = deque()
         """Requests of the batch that have no row yet."""
         self._running: list[DecodedResponse] = []
         """Requests in flight, in the order of their rows."""
-        self._complete: list[DecodedResponse] = []
+        self._completed_responses: list[DecodedResponse] = []
         """Completed requests that `step` has not returned yet."""
         self._resident_sequences: dict[tuple[int, int], list[_ResidentSequence]] = {}
         """Sequences that later requests may continue, by prompt id and sample index."""
@@ -77,28 +88,37 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a request is queued or in flight."""
-        return bool(self._waiting or self._running or self._complete or self._queued)
+        """Whether a request is queued, waiting or in flight, or completed but not returned."""
+        return bool(
+            self._waiting_responses
+            or self._running
+            or self._completed_responses
+            or self._unbatched_requests
+        )
 
     @property
     def is_idle(self) -> bool:
         """Whether no request has a row or waits for one."""
-        return not (self._waiting or self._running)
+        return not (self._waiting_responses or self._running)
 
     def queue(self, requests: Sequence[EngineRequest]) -> None:
-        """Queue requests, in this order."""
-        self._queued.extend(requests)
+        """Queue requests for `join_batch`, in this order."""
+        self._unbatched_requests.extend(requests)
 
     def get_next_batch(self) -> list[EngineRequest]:
-        """Return the queued requests that a new batch may hold; none while a batch is in flight."""
-        if not self.is_idle or not self._queued:
+        """Return the queued requests that a new batch may hold; none unless `is_idle`."""
+        if not self.is_idle or not self._unbatched_requests:
             return []
-        options = self._queued[0].sampling
-        return [request for request in self._queued if request.sampling.is_batchable_with(options)]
+        options = self._unbatched_requests[0].sampling
+        return [
+            request
+            for request in self._unbatched_requests
+            if request.sampling.is_batchable_with(options)
+        ]
 
     def remove(self, request: EngineRequest) -> None:
         """Remove a queued request."""
-        self._queued.remove(request)
+        self._unbatched_requests.remove(request)
 
     def join_batch(self) -> None:
         """Add the queued requests that fit the batch; requests with the same prompt are grouped.
@@ -106,8 +126,8 @@ class Scheduler:
         Requests with other sampling parameters, or with more tokens than a row of the KV cache
         holds, wait for the next batch.
         """
-        if self.is_idle and self._queued:
-            self._start_batch(self._queued[0].sampling)
+        if self.is_idle and self._unbatched_requests:
+            self._start_batch(self._unbatched_requests[0].sampling)
         options = self._options
         if options is None:
             return
@@ -115,7 +135,7 @@ class Scheduler:
         columns = self._state.cache.size.columns
         joining: list[EngineRequest] = []
         remaining: deque[EngineRequest] = deque()
-        for request in self._queued:
+        for request in self._unbatched_requests:
             # The last token of a sequence is never run, so it needs no column.
             fits = request.total_tokens - 1 <= columns
             is_batchable = request.sampling.is_batchable_with(options)
@@ -123,14 +143,16 @@ class Scheduler:
                 joining.append(request)
             else:
                 remaining.append(request)
-        self._queued = remaining
+        self._unbatched_requests = remaining
 
         # Requests with the same prompt are admitted together, so that one prefill serves all.
         responses = [DecodedResponse.from_request(request, self._seed) for request in joining]
         first_index: dict[tuple[int, ...], int] = {}
         for index, response in enumerate(responses):
             first_index.setdefault(response.prompt, index)
-        self._waiting += sorted(responses, key=lambda response: first_index[response.prompt])
+        self._waiting_responses += sorted(
+            responses, key=lambda response: first_index[response.prompt]
+        )
 
     def _start_batch(self, options: SamplingOptions) -> None:
         """Set the sampling parameters of the next batch."""
@@ -145,45 +167,50 @@ class Scheduler:
 
         Returns the completed requests. Raises AlignerError if the engine has no weights.
         """
-        if self._waiting or self._running:
-            if self._state.version is None and not self._complete:
+        if self._waiting_responses or self._running:
+            # Without weights no forward pass can run. Requests that are complete already are
+            # returned first; the next step raises the error.
+            if self._state.version is None and not self._completed_responses:
                 raise AlignerError(
                     "the engine has no weights; its responses in flight resume after the next"
                     " weight sync"
                 )
             if self._state.version is not None:
                 self._advance(admit=True)
-        complete = self._complete
-        self._complete = []
+        complete = self._completed_responses
+        self._completed_responses = []
         return complete
 
     def interrupt(self) -> list[DecodedResponse]:
-        """Return all requests as they are, and forget them."""
-        stopped = [*self._complete, *self._running, *self._waiting]
-        stopped += [DecodedResponse.from_request(request, self._seed) for request in self._queued]
+        """Return all requests, complete or not, and forget them and every resident sequence."""
+        stopped = [*self._completed_responses, *self._running, *self._waiting_responses]
+        stopped += [
+            DecodedResponse.from_request(request, self._seed)
+            for request in self._unbatched_requests
+        ]
         self.clear()
         return stopped
 
     def clear(self) -> None:
-        """Forget every request and every resident row."""
-        self._waiting.clear()
-        self._queued.clear()
+        """Forget every request and every resident sequence."""
+        self._waiting_responses.clear()
+        self._unbatched_requests.clear()
         self._running = []
-        self._complete = []
+        self._completed_responses = []
         self.clear_rows()
 
     def clear_rows(self) -> None:
-        """Forget the resident rows, because the KV cache is allocated with another size."""
+        """Mark all rows of the KV cache as free, and forget the resident sequences."""
         self._resident_sequences.clear()
         self._row_table = RowTable(self._state.cache.size.rows)
 
-    def release(self, prompt_id: int, sample_index: int) -> None:
+    def release_resident(self, prompt_id: int, sample_index: int) -> None:
         """Free the resident rows of a sample."""
         for sequence in self._resident_sequences.pop((prompt_id, sample_index), []):
             self._row_table.evict(sequence)
 
     def finish_running(self) -> None:
-        """Complete every request in flight; admit none."""
+        """Complete every request in flight, and admit no waiting request."""
         while self._running:
             self._advance(admit=False)
         # The caller changes the weights next: later requests must not continue the old KV cache.
@@ -192,10 +219,10 @@ class Scheduler:
     def restart_running(self) -> None:
         """Forget the KV cache.
 
-        The requests in flight move to the front of the queue, and are prefilled again.
+        The requests in flight move to the front of the waiting ones, and are prefilled again.
         """
         # `extendleft` reverses the order; reversed twice, the requests keep their order.
-        self._waiting.extendleft(reversed(self._running))
+        self._waiting_responses.extendleft(reversed(self._running))
         self._running = []
         self.clear_rows()
 
@@ -205,10 +232,12 @@ class Scheduler:
         self._row_table.evict_all()
 
     def _find_resident_prefix(self, response: DecodedResponse) -> _ResidentSequence | None:
-        """Return the longest resident sequence of the same sample that the input begins with."""
+        """Return the longest resident sequence of the same sample that is a prefix of the request's
+        tokens; None if there is none."""
         key = response.request.key
         sequences = self._resident_sequences.get((key.prompt_id, key.sample_index), [])
-        # A request that has generated tokens was in flight before `restart_running`.
+        # A waiting request that has generated tokens was restarted by `restart_running`, which also
+        # forgot its KV cache. It is prefilled as a whole.
         if not sequences or len(response.tokens) > response.input_tokens:
             return None
 
@@ -229,7 +258,11 @@ class Scheduler:
         return self._options
 
     def _advance(self, *, admit: bool) -> None:
-        """Run one forward pass, or several without host synchronization between them.
+        """Run one step: decode the rows in flight, and prefill the requests that get a free row.
+
+        Requests that continue a resident sequence are prefilled first, in a forward pass of their
+        own. If no other request gets a row, several decode steps may run without host
+        synchronization between them.
 
         Args:
             admit: Whether waiting requests may get a row.
@@ -241,10 +274,10 @@ class Scheduler:
 
         prefix_copies, prefills = self._admit() if admit else ([], [])
         decoding = sort_by_row([*self._running, *prefix_copies])
-        # A step that prefills has one token per decoding row, so it verifies no draft tokens.
+        # A step that prefills has one token per decoding row, so it has no draft tokens to verify.
         drafts: list[Sequence[int]] = [()] * len(decoding) if prefills else self._draft(decoding)
         step = self._build_step(decoding, drafts, prefills)
-        # The order of the step's logits: the decoding rows first, then the prompts.
+        # The step's logits have the same order: first the decoding rows, then the prompts.
         self._running = decoding + prefills
         step_count = 1
         if not prefills and step.tokens_per_row == 1:
@@ -276,19 +309,22 @@ class Scheduler:
             self._state.listener("prefill", start, time.perf_counter())
 
     def _resume_resident(self) -> None:
-        """Give each waiting request that continues a resident sequence the row of that sequence,
-        and prefill its new tokens."""
+        """Give each waiting request that continues a resident sequence the row of that sequence.
+
+        One forward pass prefills the new tokens of all these requests, except the last token of
+        each.
+        """
         if not self._resident_sequences:
             return
 
         continuations = []
-        # A copy, because the loop removes requests from the queue.
-        for response in [*self._waiting]:
+        # A copy, because the loop removes requests from `_waiting_responses`.
+        for response in [*self._waiting_responses]:
             sequence = self._find_resident_prefix(response)
             if sequence is not None:
                 key = response.request.key
                 self._resident_sequences[key.prompt_id, key.sample_index].remove(sequence)
-                self._waiting.remove(response)
+                self._waiting_responses.remove(response)
                 response.row, response.cached_tokens = self._row_table.resume(sequence)
                 continuations.append(response)
         if not continuations:
@@ -356,15 +392,15 @@ class Scheduler:
         siblings = {response.prompt: response for response in self._running}
         contexts = set[tuple[int, ...]]()
         max_length = 0
-        while self._waiting:
+        while self._waiting_responses:
             if len(self._running) + len(prefix_copies) + len(prefills) >= cache.size.rows:
                 break
-            response = self._waiting[0]
+            response = self._waiting_responses[0]
             # Only the prompt can be copied; tokens behind it have to be prefilled.
             sibling = None if response.tokens else siblings.get(response.prompt)
             if sibling is not None:
                 response.prefill_routing = sibling.prefill_routing
-                prefix_copies.append(self._waiting.popleft())
+                prefix_copies.append(self._waiting_responses.popleft())
                 continue
 
             # Equal contexts are prefilled once, so only a new context adds tokens to the step.
@@ -375,7 +411,7 @@ class Scheduler:
                     break
                 contexts.add(context)
                 max_length = padded_length
-            prefills.append(self._waiting.popleft())
+            prefills.append(self._waiting_responses.popleft())
 
         for response in (*prefix_copies, *prefills):
             response.row = self._row_table.allocate()
@@ -388,8 +424,8 @@ class Scheduler:
     def _draft(self, decoding: Sequence[DecodedResponse]) -> list[Sequence[int]]:
         """Return the draft tokens of each decoding row.
 
-        All rows have equally many. They have none if no row has a draft, if there are more rows
-        than `engine.speculation.rows`, or if the batch records expert routing.
+        All rows have the same number of draft tokens. It is 0 if no row has a draft, if there are
+        more rows than `engine.speculation.rows`, or if the batch records expert routing.
         """
         settings = self._state.speculation
         no_drafts: list[Sequence[int]] = [()] * len(decoding)
@@ -430,7 +466,7 @@ class Scheduler:
 
         Args:
             decoding: Requests with a decoding row.
-            drafts: Draft tokens of each decoding row, equally many.
+            drafts: Draft tokens of each decoding row, the same number for all rows.
             prefills: Requests to prefill.
         """
         device = self._state.device
@@ -471,7 +507,7 @@ class Scheduler:
             prompts=prompts,
             expert_routing=[] if self._batch_options.routes else None,
             tokens_per_row=tokens_per_row,
-            # CUDA graphs replay only steps on the first rows, which None denotes.
+            # None means rows 0 to n-1 of the KV cache, the only rows for which CUDA graphs exist.
             rows=None if rows == list(range(len(rows))) else rows,
         )
 
@@ -496,12 +532,12 @@ class Scheduler:
     def _record_routing(self, step: Step, routing: Tensor) -> None:
         """Append the expert routing of a step to its rows.
 
-        If a token is prefilled again, its first record stays: that is the routing with which the
-        next token was sampled.
+        If a token is prefilled again, its first record stays, because the next token was sampled
+        with that routing.
 
         Args:
             step: The step; its decoding rows have one token each.
-            routing: Experts of each token, [R + N, L, K], with the decoding rows first.
+            routing: Expert routing of each token, [R + N, L, K], with the decoding rows first.
         """
         row_count = len(step.tokens)
         # strict=False: the requests that this step prefills follow the decoding rows.
@@ -538,20 +574,20 @@ class Scheduler:
             tokens: Sampled tokens of the row's next positions.
             logprobs: Log-prob of each token.
             supports: Sampling support of each token, int32.
-            draft: Draft tokens on which all tokens but the first depend; None if each token depends
-                on the sampled token before it.
+            draft: Draft tokens that were the inputs after the first position; empty if there were
+                none. None for several decode steps, whose input is always the token sampled before.
         """
         assert self._state.version is not None
         count = len(tokens)
         if draft is not None:
             # tokens[i + 1] was sampled as if tokens[i] were draft[i]. At the first mismatch,
-            # tokens[i] itself is still valid, because all draft tokens before it were right.
+            # tokens[i] itself is still valid, because all draft tokens before it were accepted.
             mismatches = (
                 index for index, draft_token in enumerate(draft) if draft_token != tokens[index]
             )
             count = 1 + next(mismatches, len(draft))
         if self._stop_token_ids:
-            # Steps that ran ahead of the host may have sampled tokens behind a stop token.
+            # Steps without host synchronization may have sampled tokens behind a stop token.
             stop_ends = (
                 end for end, token in enumerate(tokens[:count], 1) if token in self._stop_token_ids
             )
@@ -570,7 +606,7 @@ class Scheduler:
             response.finish_reason = "length"
 
     def _release_completed(self) -> None:
-        """Move completed requests out of their rows; the rows of those that may be continued stay
+        """Release the rows of completed requests; the row of a request that may be continued stays
         resident."""
         completed = []
         running = []
@@ -582,7 +618,7 @@ class Scheduler:
         self._running = sort_by_row(running)
 
         for response in completed:
-            self._complete.append(response)
+            self._completed_responses.append(response)
             # With expert routing, the next turn prefills the whole sequence again, because its
             # completion reports the routing of all tokens.
             if response.request.is_continued and not self._batch_options.routes:
@@ -593,17 +629,18 @@ class Scheduler:
                 )
                 sequences.append(sequence)
                 # The last token was sampled but never run, so it is not in the cache.
-                self._row_table.park(sequence, response.row, response.length - 1)
+                self._row_table.make_resident(sequence, response.row, response.length - 1)
             else:
                 self._row_table.release(response.row)
 
     def _compact_rows(self) -> None:
         """Move the last rows in flight to free rows before them.
 
-        On GPUs they also swap with resident rows, because CUDA graphs read only the first rows.
+        On GPUs they are also swapped with resident rows, because CUDA graphs exist only for the
+        first rows of the KV cache.
         """
         rows = [response.row for response in self._running]
-        moves = self._row_table.find_moves(rows, include_parked=self._state.device.type != "cpu")
+        moves = self._row_table.find_moves(rows, include_resident=self._state.device.type != "cpu")
         if not moves:
             return
 

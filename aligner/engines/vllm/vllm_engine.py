@@ -106,7 +106,7 @@ def _build_tensor_slice(piece: WeightPiece) -> TensorSlice:
 
     The piece is a slice of a tensor that may itself be only a part of the stored tensor.
     """
-    stored = piece.spec.stored
+    stored = piece.spec.stored_range
     axis = piece.slice.axis if stored.axis is None else stored.axis
     start = stored.start + piece.slice.start
     return TensorSlice(stored.name, list(stored.shape), axis, start, piece.tensor)

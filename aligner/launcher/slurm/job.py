@@ -1,6 +1,6 @@
 """`aligner supervise`: the supervisor of a run inside its Slurm job.
 
-The batch script calls it on the first node of the trainer.
+The batch script runs this command on the first node of the trainer.
 """
 
 from dataclasses import replace
@@ -18,12 +18,12 @@ from aligner.launcher.supervisor import Supervisor
 from aligner.paths import RunPaths
 from aligner.placement.slurm_layout import compute_slurm_layout
 
-# Seconds to wait until `aligner launch`, which submitted the job, or processes of an earlier start
-# of the job release the run directory.
+# Seconds to wait until `aligner launch`, which submitted the job, or processes of an earlier
+# attempt of the job release the run directory.
 _LOCK_TIMEOUT_S = 60.0
 
 # Error of `scontrol requeue` for a job that is already requeued: Slurm may have requeued it because
-# of a preemption, or the answer to an earlier attempt was lost.
+# of a preemption, or its response to an earlier attempt was lost.
 _PENDING = "Job is pending execution"
 
 
@@ -38,7 +38,7 @@ def supervise(directory: Path) -> None:
         directory: The run directory.
 
     Raises:
-        AlignerError: See `aligner.launcher.local.launch`, also for the other errors.
+        AlignerError: A role failed. `aligner.launcher.local.launch` describes the other errors.
     """
     paths = RunPaths(directory.absolute())
     config = load_config(paths.config)

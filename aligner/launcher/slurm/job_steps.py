@@ -1,6 +1,6 @@
 """The nodes of a run's Slurm job, and the ranks on them.
 
-Each start of a role or server group is one job step, started with `srun`.
+Whenever the ranks of a role or server group are started, `srun` starts one job step for them.
 """
 
 import contextlib
@@ -83,10 +83,10 @@ class Allocation:
     """A running job, and the nodes of each of its roles and server groups."""
 
     job: str
-    """Number of the whole job, for Slurm's commands."""
+    """Slurm job id of the whole job, not of a component."""
     nodes: Mapping[str, Nodes]
     requeues: int = 0
-    """Number of times that the job was requeued before this start."""
+    """Number of times that the job has been requeued."""
 
 
 def read_allocation(layout: JobLayout, environment: Mapping[str, str] = os.environ) -> Allocation:
@@ -255,7 +255,7 @@ class SlurmSteps(Ranks):
         placement, nodes, ranks = self._find_placement(role)
         self._started += 1
         name = f"{role}-{self._started}"
-        # Like on one machine, the ranks of a node share the cores that the job has on the node.
+        # As in a local run, the ranks of a node share the cores that the job has on the node.
         ranks_on_node = self._layout.components[placement.component].ranks_per_node
         threads = get_configured_threads(self._config) or max(1, nodes.cpus // ranks_on_node)
         cores = None if self._layout.is_shared(placement) else threads
@@ -272,7 +272,8 @@ class SlurmSteps(Ranks):
         logs = [prepare_log(self._config, role, rank, restarts) for rank in range(ranks)]
         for log in logs:
             log.touch()  # the log must also exist if the step never starts
-        # A requeued job keeps its number. The number of requeues separates the files of its starts.
+        # A requeued job keeps its job id. The number of requeues distinguishes the files of its
+        # attempts.
         messages = logs[0].with_name(
             f"srun-{self._allocation.job}-{self._allocation.requeues}-{name}.log"
         )
@@ -310,8 +311,8 @@ class SlurmSteps(Ranks):
     def send(self, number: signal.Signals, ranks: Sequence[Rank]) -> None:
         """See `Ranks`.
 
-        The signal is not sent to srun itself: the stop signal ends srun while its tasks are
-        starting, and SIGTERM makes srun kill the tasks.
+        srun itself does not receive the signal. The stop signal would end srun while its tasks are
+        starting, and SIGTERM would make srun kill the tasks.
         """
         self._signal(number, self._find_steps(ranks))
 
@@ -347,7 +348,7 @@ class SlurmSteps(Ranks):
         running = {step.name for step in steps if step.is_running and step.should_send(number)}
         if not running:
             return
-        # Each component of a heterogeneous job has its own number.
+        # Each component of a heterogeneous job has its own job id.
         component_jobs = [
             os.environ.get(f"SLURM_JOB_ID_HET_GROUP_{index}")
             for index in range(len(self._layout.components))
@@ -403,8 +404,8 @@ def srun_command(
     Args:
         config: The run's configuration.
         role: Role or server group.
-        placement: Its placement in the job.
-        nodes: Its nodes.
+        placement: Placement of the role in the job.
+        nodes: Nodes of the role.
         ranks: Number of ranks.
         cores: Number of cores reserved for each rank; None if several groups share the nodes.
         name: Name of the step.
@@ -439,8 +440,8 @@ def srun_command(
             f"--container-workdir={slurm.workdir or paths.root}",
             "--container-mount-home" if slurm.mount_home else "--no-container-mount-home",
         ]
-    # The stop signal would kill a rank that is still starting. The shell ignores the signal for the
-    # rank, until the trainer installs a handler.
+    # The stop signal would kill a rank that is still starting. The rank inherits from the shell
+    # that the signal is ignored, until the trainer installs a handler.
     ignoring_stop_signal = ("sh", "-c", "trap '' USR1; exec \"$@\"", "sh")
     return ["srun", *flags, *slurm.srun, *settings.srun, *ignoring_stop_signal, *command]
 

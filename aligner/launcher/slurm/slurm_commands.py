@@ -16,7 +16,7 @@ _FIRST_PAUSE_S = 1.0
 # Error of squeue for a job that ended some minutes ago.
 _UNKNOWN_JOB = "Invalid job id"
 RETRY_ATTEMPTS = 5
-"""Number of attempts of a command that a running job depends on."""
+"""Number of attempts of a command on which a running job depends."""
 
 
 class NoAnswerError(AlignerError):
@@ -48,7 +48,7 @@ def slurm_command(
             the attempts double.
         success_text: An error that contains this text counts as success and returns ''. An earlier
             attempt whose answer was lost may already have had the desired effect.
-        environment: Environment of the command; None for that of this process.
+        environment: Environment variables of the command; None uses those of this process.
         timeout_s: Timeout of each attempt in seconds.
 
     Raises:
@@ -88,17 +88,17 @@ def _run_command(
             for line in (result.stderr or result.stdout).strip().splitlines()
         )
         message = "; ".join(lines) or f"exited with code {result.returncode} without a message"
-        # The command reports its own timeout if it has waited for the controller in vain.
+        # The command itself reports a timeout if Slurm's controller does not respond.
         error_type = NoAnswerError if "timed out" in message else AlignerError
         raise error_type(f"{command[0]}: {message}")
     return result.stdout.strip()
 
 
 def is_in_queue(job: str, timeout_s: float) -> bool | None:
-    """Return whether a job is waiting or running.
+    """Return whether a job is queued or running.
 
-    The result is None if this is unknown, because Slurm does not answer or the job's last processes
-    are still ending.
+    The result is None if the state is unknown, because Slurm does not respond or the job's last
+    processes are still ending.
     """
     try:
         states = slurm_command(
@@ -110,14 +110,14 @@ def is_in_queue(job: str, timeout_s: float) -> bool | None:
 
 
 def find_job(script: Path) -> str | None:
-    """Return the number of this user's waiting or running job with the given batch script.
+    """Return the job id of this user's queued or running job with the given batch script.
 
-    The result is None without such a job.
+    The result is None if there is no such job.
     """
     for line in slurm_command("squeue", "--me", "--noheader", "--format=%i %o").splitlines():
         number, _, queued_script = line.strip().partition(" ")
         if Path(queued_script).resolve() == script.resolve():
-            # A component of a heterogeneous job has a number such as 17+1.
+            # A component of a heterogeneous job has a job id such as 17+1.
             return number.partition("+")[0]
     return None
 

@@ -31,7 +31,8 @@ from aligner.placement.addresses import create_access_key
 from aligner.placement.slurm_layout import Component, compute_slurm_layout, get_slurm_settings
 from aligner.schema import Config
 
-# Variables that select the cluster, in contrast to those of a job in which `aligner launch` runs.
+# Slurm variables that select the cluster. All others describe the job in which `aligner launch`
+# runs, if any.
 _CLUSTER_VARIABLES = ("SLURM_CONF", "SLURM_CLUSTERS")
 # Timeout of `sbatch` in seconds: it retries by itself while the controller is busy.
 _SUBMIT_TIMEOUT_S = 600.0
@@ -82,8 +83,8 @@ def submit(plan: RunPlan) -> None:
         file.write_text(script)
         _sbatch("--test-only", str(file))
     with lock_directory(paths.root, mode=PRIVATE_MODE):
-        # A job that is still waiting holds no lock, and will start with the files of this
-        # directory. Only Slurm knows the job, which may have been submitted by hand.
+        # A queued job holds no lock yet, and will read the files of this directory. The job may
+        # have been submitted by hand, so the function asks Slurm for it.
         if (queued_job := find_job(paths.job_script)) is not None:
             instructions = f"wait until the job ends, or cancel the job with `scancel {queued_job}`"
             raise ConfigError(
@@ -120,8 +121,7 @@ def submit(plan: RunPlan) -> None:
 def _restore_if_rejected(paths: RunPaths) -> Iterator[None]:
     """Restore the run directory if the block fails.
 
-    The directory keeps its new files if the block succeeds, or if it is unknown whether it
-    succeeded.
+    The directory keeps its new files if the block succeeds, or if its outcome is unknown.
     """
     files_before = {*paths.root.iterdir()}
     overwritten = {
@@ -143,7 +143,7 @@ def _restore_if_rejected(paths: RunPaths) -> Iterator[None]:
 
 
 def _submit_job(paths: RunPaths, config: Config) -> str:
-    """Submit the job, and return its number.
+    """Submit the job, and return its job id.
 
     Raises:
         NoAnswerError: It is unknown whether the job was submitted.
@@ -183,7 +183,7 @@ def _sbatch(*arguments: str, timeout_s: float = TIMEOUT_S) -> str:
 
 
 def render_script(config: Config) -> str:
-    """Return a script for `sbatch`, of a heterogeneous job if the roles need one.
+    """Return the batch script of the run, for a heterogeneous job if the roles need one.
 
     Raises:
         ConfigError: A role cannot be placed on the nodes.
@@ -200,8 +200,8 @@ def render_script(config: Config) -> str:
         lines += ["#SBATCH hetjob", *map(_directive, _component_flags(config, component))]
     # Ignore the stop signal until the supervisor handles it; otherwise, it would end the script.
     lines += ["set -eo pipefail", f"trap '' {STOP_SIGNAL.name.removeprefix('SIG')}"]
-    # Use one cache on all nodes. In a container, the home directory, and therefore the default
-    # cache, is a different one.
+    # Use one cache directory on all nodes. In a container, the default cache directory would be
+    # different, because the home directory is different.
     lines += [f"export ALIGNER_CACHE={shlex.quote(str(get_cache_directory().absolute()))}"]
     # `exec` replaces the shell by the supervisor, which then receives Slurm's signal to the script.
     supervise = shlex.join(

@@ -1,10 +1,12 @@
 """Shared memory that transfers weights to vLLM's workers.
 
-Both sides of the transfer use this module, which imports only torch. A rank of the replica packs
-its slices of tensors into one block of memory, and creates a handle of JSON values. The worker of
-the same tensor-parallel rank opens the same memory with this handle. The memory is host memory, or
-memory of the GPU that both processes use, opened with CUDA IPC. The worker copies the tensors
-before it answers; the rank may then free the memory or use it again.
+A sender (a rank of aligner's engine) transfers weights to a reader (vLLM's worker of the same
+tensor-parallel rank). Both use this module, which imports only torch.
+
+The sender packs its slices of tensors into one block of memory, and creates a handle of JSON
+values. The reader opens the same memory with this handle. The memory is host memory, or memory of
+the GPU that both processes use, opened with CUDA IPC. The reader copies the tensors before it
+answers; the sender may then free the memory or use it again.
 """
 
 import base64
@@ -20,13 +22,13 @@ from torch import Tensor
 
 # Alignment of a tensor in the memory, in bytes; sufficient for every data type.
 _ALIGNMENT = 16
-# Number of 32-bit words that a checksum processes at a time, by type of device. The words should
-# fit into the cache of a CPU, and be enough to occupy a GPU.
+# Number of 32-bit words that a checksum processes at a time, by type of device: few enough to fit
+# into the cache of a CPU, and enough to occupy a GPU.
 _CHECKSUM_BLOCK_WORDS = {"cpu": 1 << 17, "cuda": 1 << 24}
 
 
 class Memory(Protocol):
-    """Memory of the sender that another process can open."""
+    """Memory of the sender that the reader can open."""
 
     bytes: Tensor
     """Contents of the memory, uint8 [n]."""
@@ -35,14 +37,14 @@ class Memory(Protocol):
         """Return a handle of JSON values, with which `open_memory` opens the memory."""
 
     def close(self) -> None:
-        """Release the memory; no other process may open or read it afterwards."""
+        """Release the memory; the reader must not open or read it afterwards."""
 
 
 class HostMemory:
-    """Host memory, which another process opens by a path.
+    """Host memory, which the reader opens by a path.
 
-    Other processes can open the memory until it is closed, or until the process that created it
-    exits. A process that has opened it may use it even after that.
+    The reader can open the memory until the sender closes it or exits. If the reader has opened it
+    before, it may use it even after that.
     """
 
     kind = "host"
@@ -65,15 +67,15 @@ class HostMemory:
 
     @staticmethod
     def open(handle: Mapping[str, Any], device: torch.device) -> Tensor:
-        """Return the bytes [n] in host memory, for a reader on any device."""
+        """Return the bytes [n] in host memory, whichever device the reader has."""
         return torch.from_file(handle["path"], shared=False, size=handle["size"], dtype=torch.uint8)
 
 
 class DeviceMemory:
-    """Memory of a GPU, which another process on the same GPU opens with CUDA IPC.
+    """Memory of a GPU, which the reader on the same GPU opens with CUDA IPC.
 
-    torch frees the memory after the reader has released it. If no reader opens it, because the
-    update fails, the memory stays allocated until this process exits.
+    torch frees the memory after the reader has released it. If the reader does not open it, because
+    the update fails, the memory stays allocated until the sender exits.
     """
 
     kind = "cuda"
@@ -87,8 +89,8 @@ class DeviceMemory:
         device = self.bytes.device
         # The reader does not wait for a CUDA event, so the contents must be complete now.
         torch.cuda.synchronize(device)
-        # JSON instead of torch.multiprocessing's pickled storage, because vLLM's environment may
-        # have another release of torch.
+        # A handle of JSON values, instead of torch.multiprocessing's pickled storage, because
+        # vLLM's environment may have another version of torch.
         _, allocation, size, offset, counter, counter_offset, _, _ = (
             self.bytes.untyped_storage()._share_cuda_()
         )
@@ -155,11 +157,11 @@ class TensorSlice:
 
 
 class SharedSlices:
-    """Slices of tensors, packed into memory that another process can open.
+    """Slices of tensors, packed into memory that the reader can open.
 
     Attributes:
-        handle: JSON values that contain the handle of the memory, the slices' positions, and a
-            checksum.
+        handle: JSON values: the handle of the memory in `memory`, the header of each slice in
+            `pieces`, and a checksum of the memory in `checksum`.
     """
 
     def __init__(self, slices: Sequence[TensorSlice], allocate: Callable[[int], Memory]) -> None:
@@ -169,13 +171,14 @@ class SharedSlices:
             slices: Slices of tensors. All slices of one tensor must be adjacent.
             allocate: Function that allocates memory of a given number of bytes.
         """
-        # Name, data type, shape, axis and start of each slice, its own shape, and its first byte.
-        entries: list[tuple[str, str, list[int], int | None, int, list[int], int]] = []
+        # The header of each slice: name, data type and shape of the whole tensor; axis, start and
+        # shape of the slice; and the index of its first byte in the memory.
+        headers: list[tuple[str, str, list[int], int | None, int, list[int], int]] = []
         size = 0
         for tensor_slice in slices:
             data = tensor_slice.data
             dtype_name = str(data.dtype).removeprefix("torch.")
-            entries.append(
+            headers.append(
                 (
                     tensor_slice.name,
                     dtype_name,
@@ -186,18 +189,18 @@ class SharedSlices:
                     size,
                 )
             )
-            # Rounded up: a tensor must be aligned, and the checksum reads whole 32-bit words.
+            # Rounded up: a slice must be aligned, and the checksum reads whole 32-bit words.
             size += -(-data.nbytes // _ALIGNMENT) * _ALIGNMENT
 
         self._memory = allocate(size)
         packed = self._memory.bytes
-        for (_, dtype_name, *_, shape, offset), tensor_slice in zip(entries, slices, strict=True):
+        for (_, dtype_name, *_, shape, offset), tensor_slice in zip(headers, slices, strict=True):
             view_tensor(packed, dtype_name, shape, offset).copy_(tensor_slice.data.detach())
 
         packed_checksum = compute_checksum(packed)
         self.handle: dict[str, Any] = {
             "memory": self._memory.share(),
-            "pieces": entries,
+            "pieces": headers,
             "checksum": packed_checksum,
         }
 
@@ -207,23 +210,24 @@ class SharedSlices:
 
 
 def copy_tensors(
-    memory: Tensor, entries: Iterable[Sequence[Any]], device: torch.device
+    memory: Tensor, headers: Iterable[Sequence[Any]], device: torch.device
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield copies of a handle's tensors on `device`, with their names.
 
-    Every tensor has its whole shape, and contains NaN outside the transferred slices. If a reader
-    slices tensors differently from the sender, the NaN values reveal the weights that it lacks.
+    Every tensor has the shape of the whole tensor, and contains NaN outside the transferred slices.
+    If the reader slices tensors differently from the sender, the NaN values reveal the weights that
+    it lacks.
 
     Args:
         memory: Contents of the memory, uint8 [n].
-        entries: Field `pieces` of the handle (see `SharedSlices`).
+        headers: Headers of the slices: field `pieces` of the handle (see `SharedSlices`).
         device: Device of the copies.
     """
-    for name, tensor_entries in itertools.groupby(entries, key=lambda entry: entry[0]):
+    for name, tensor_headers in itertools.groupby(headers, key=lambda header: header[0]):
         tensor: Tensor | None = None
-        for _, dtype_name, shape, axis, start, slice_shape, offset in tensor_entries:
+        for _, dtype_name, shape, axis, start, slice_shape, offset in tensor_headers:
             data = view_tensor(memory, dtype_name, slice_shape, offset)
-            # The slice is the whole tensor. Copied too, since the sender may reuse the memory.
+            # A whole tensor is copied too: the sender may reuse the memory after the answer.
             if list(slice_shape) == list(shape):
                 tensor = data.to(device, copy=True)
                 break
@@ -236,7 +240,7 @@ def copy_tensors(
 
 @contextlib.contextmanager
 def open_memory(handle: Mapping[str, Any], device: torch.device) -> Iterator[Tensor]:
-    """Open another process's memory in a `with` block, and yield its bytes [n].
+    """Open the sender's memory in a `with` block, and yield its bytes [n].
 
     When the block ends, all copies from the memory to `device` are complete, so the sender may
     release it.
@@ -252,7 +256,7 @@ def open_memory(handle: Mapping[str, Any], device: torch.device) -> Iterator[Ten
         yield memory_classes[handle["kind"]].open(handle, device)
     finally:
         if device.type == "cuda":
-            # Wait for the reader's copies.
+            # Wait for the copies.
             torch.cuda.synchronize(device)
 
 
