@@ -26,7 +26,7 @@ def test_every_promise_has_a_test_or_a_command() -> None:
     assert not uncovered, f"no test has the marker of these promises: {uncovered}"
 
 
-def test_every_guarantee_of_users_has_a_test() -> None:
+def test_every_guarantee_to_users_has_a_test() -> None:
     tests = covering_tests()
     guarantees = [promise.id for promise in read_promises() if promise.page == "guarantees"]
     assert len(guarantees) >= 63

@@ -85,7 +85,7 @@ class SessionContext:
 
     tokenizer: Tokenizer
     get_chat: Callable[[], ChatTurns]
-    """Function that returns the chat template. Raises ConfigError for a model without one."""
+    """Function that returns the chat template. Raises ConfigError if the model has none."""
     settings: EnvironmentConfig
     """The section `environment` of the configuration."""
     max_sequence_length: int
@@ -127,7 +127,7 @@ class AgentSession:
     def __post_init__(self) -> None:
         # number of requested completions, by the bytes of their input tokens
         self._request_counts = Counter[bytes]()
-        # completions whose clients have disconnected; the next identical request gets one
+        # completions whose clients have disconnected; a request with the same input reuses one
         self._abandoned_completions: list[PendingCompletion] = []
         # tasks of the completions in flight
         self._tasks_in_flight = set[asyncio.Task[Completion]]()
@@ -142,7 +142,7 @@ class AgentSession:
         if self.is_truncated and self.turns:
             self.end_episode()
             raise RequestError(409, f"episode {self.name} is over")
-        # Without the counts of the failed attempt, the random numbers of this one are the same as
+        # Without the counts of the failed attempt, this attempt has the same random numbers as
         # in a run in which the agent did not fail.
         self.__post_init__()
         self.turns = []
@@ -360,14 +360,14 @@ class AgentSession:
         response = pending.task.result()
         input_tokens = pending.input_tokens
 
-        # the engine knows only stop tokens, so stop texts are applied to its completion
+        # the engine supports only stop tokens, so stop texts are applied to its completion
         text = None
         stop = self._find_stop(input_tokens, response.tokens, body.stop_texts)
         if stop is not None:
             token_count, text = stop
             response = _truncate(response, token_count)
 
-        # the turn's keys and text depend on the answer, which in turn depends on the turn
+        # the turn's keys and text are set later, because they depend on the answer
         turn = AgentTurn(input_tokens, response, conversation, (), "")
         answer = self._build_answer(body, turn, text)
         full_text = ""
@@ -384,7 +384,7 @@ class AgentSession:
         return answer
 
     def _build_answer(self, body: CompletionBody, turn: AgentTurn, text: str | None) -> Answer:
-        """Return a turn as an answer; `text` is its text up to a stop text, None without one.
+        """Return a turn as an answer; `text` is its text before a stop text, None if none occurs.
 
         Tool calls become part of the answer only if the turn is complete and all of its calls can
         be parsed; otherwise the answer is the plain text.
@@ -428,7 +428,7 @@ class AgentSession:
         return bool(self.context.tokenizer.is_eos(turn.generated_tokens[-1:]))
 
     def _build_message_keys(self, body: CompletionBody, answer: Answer) -> tuple[str, ...]:
-        """Return the keys for `AgentTurn.message_keys`; none for a text completion."""
+        """Return the keys for `AgentTurn.message_keys`; empty for a text completion."""
         messages: Sequence[Any] = (
             [*body.messages, answer.message] if isinstance(body, ChatBody) else ()
         )

@@ -56,9 +56,10 @@ def build_episode_sample(
 
     A turn continues the turn with the longest tokens (input and generated tokens) that are a prefix
     of its own input. If several turns continue the same turn, the one that most turns follow stays
-    in the sequence; each of the others starts a branch, whose prompt is the turn's input. The main
-    sequence is the one with the most turns, and the longest of these. The result does not depend on
-    the order of the turns. The last token of the main sequence gets the reward.
+    in the sequence; each of the other turns starts a branch, whose prompt is the turn's input. The
+    main sequence is the one with the most turns; of several such sequences, it is the longest. The
+    result does not depend on the order of the turns. The last token of the main sequence gets the
+    reward.
 
     Returns None if there are no turns.
     """
@@ -99,7 +100,7 @@ def _split_sequences(turns: Sequence[AgentTurn]) -> list[list[AgentTurn]]:
     sequences_after: dict[int, list[list[AgentTurn]]] = {}
     for index, turn in enumerate(ordered_turns):
         continuations = sorted(sequences_after.pop(index, []), key=len)
-        # the sequence with the most turns continues this turn, the others become branches
+        # the sequence with the most turns continues this turn; the other sequences are branches
         longest_continuation = continuations.pop() if continuations else []
 
         input_bytes = turn.input_tokens.numpy().tobytes()
@@ -164,7 +165,7 @@ class AgentJournal:
     def record(
         self, request: GenerationRequest, generated_by: Sequence[Any], sample: Sample
     ) -> None:
-        """Record the sample of an episode, with its branches; a lost episode has one too.
+        """Record the sample of an episode, complete or lost, with its branches.
 
         Raises OSError, with the name of the file, if the journal cannot be written.
         """
@@ -264,7 +265,7 @@ class AgentEpisodes:
         self, requests: Sequence[GenerationRequest], options: SamplingOptions
     ) -> EngineLoop:
         """Return a loop with one coroutine per episode."""
-        # the context limits a completion, not the maximum number of response tokens
+        # only the context limits a completion; `max_new_tokens` of the step does not
         options = replace(options, max_new_tokens=self.max_sequence_length - 1)
         self.engine.check([], options)
         if requests:
@@ -292,7 +293,7 @@ class AgentEpisodes:
             self.journal.drop_before(first_prompt)
 
     def take_environment_wait_s(self) -> float | None:
-        """Return None: the time that an agent waits is not known."""
+        """Return None, because the time that an agent waits is not measured."""
         return None
 
     def close(self) -> None:
@@ -303,7 +304,7 @@ class AgentEpisodes:
 
 @dataclass
 class _BranchCounts:
-    """How often requests of a call's episodes started a branch, by reason."""
+    """Number of requests of a call's episodes that started a branch, by reason."""
 
     open_episodes: int
     by_reason: Counter[str] = field(default_factory=Counter)

@@ -61,7 +61,8 @@ class AgentRun:
         elif inspect.iscoroutinefunction(self._function):
             await self._function(task["task"], base_url, api_key)
         else:
-            # a thread per agent: the threads of the loop's pool are few, and agents block them
+            # Each agent has its own thread, because agents would block the few threads of the
+            # loop's pool.
             threads = ThreadPoolExecutor(1)
             try:
                 loop = asyncio.get_running_loop()
@@ -71,7 +72,7 @@ class AgentRun:
         return ""
 
     async def step(self, action: str) -> tuple[str, float, bool]:
-        """Return the end of an episode; the pool never calls this method."""
+        """Return an answer that ends the episode; the pool never calls this method."""
         return "", 0.0, True
 
     async def _run_command(self, task: Mapping[str, Any], base_url: str, api_key: str) -> None:
@@ -89,7 +90,7 @@ class AgentRun:
         try:
             await process.communicate(json.dumps(task).encode())
         finally:
-            # still running: the call was cancelled, by a timeout or the end of the episode
+            # it still runs if the call was cancelled by a timeout or the end of the episode
             if process.returncode is None:
                 _kill(process.pid)
                 await process.wait()
@@ -98,7 +99,7 @@ class AgentRun:
 
 
 def _import_function(name: str) -> Callable[..., Any]:
-    """Import the agent's function. Raises ConfigError if `name` does not name one."""
+    """Import the agent's function. Raises ConfigError if `name` is not the name of a function."""
     location = split_callable_name(name)
     function = None
     if location is not None:

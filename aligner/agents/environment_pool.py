@@ -41,7 +41,7 @@ class _Worker:
     def __init__(self, settings: WorkerSettings) -> None:
         self._settings = settings
         self._is_closing = False
-        # the process that is being started, for `close` to kill
+        # latest process that was started; `close` kills it if it is not ready yet
         self._current: WorkerProcess | None = None
         self.starting = asyncio.create_task(self._start(None))
         """Task that returns the process when it is ready."""
@@ -57,9 +57,9 @@ class _Worker:
             previous = None if self.starting.exception() else self.starting.result()
             self.starting = asyncio.create_task(self._start(previous))
         try:
-            # Several episodes may wait for this start; the cancellation of one must not end it.
+            # Several episodes may await this task; cancelling one of them must not cancel it.
             return await asyncio.shield(self.starting)
-        except ConfigError as error:  # although the pool's first process could import it
+        except ConfigError as error:  # the pool's first process could import the environment
             raise EnvironmentFailed(f"the environment could not be imported: {error}") from error
 
     async def close(self) -> None:
@@ -104,7 +104,7 @@ class _Episode:
 
     name: str
     calls: list[list[Any]]
-    """The reset, then the steps of the episode, as `call_environment` takes them."""
+    """The reset, then the steps, each as the `request` argument of `call_environment`."""
     digests: list[str]
     """Journal keys of the calls; the key of the reset covers the target and its arguments."""
     answer: "Future[Outcome]" = field(default_factory=Future)
@@ -129,7 +129,7 @@ class EnvironmentPool:
     an invalid answer: a wrong type, a reward that is not finite, or an observation of more than
     `max_characters` characters. The episode is lost after more than `retries` failures, or if an
     answer differs on replay. If the pool has to kill a process, the other episodes in the process
-    are replayed too, but that does not count as a failure of theirs.
+    are replayed too, but this does not count as a failure of those episodes.
 
     `deadline_s` is wall-clock time, which starts when the call is sent to the process. A process
     runs the code of one environment at a time. Environments that await their input can share a
@@ -137,8 +137,8 @@ class EnvironmentPool:
     `episodes_per_worker` times the longest call well below `deadline_s`, ideally with
     `episodes_per_worker=1` and one worker per core.
 
-    Answers that `journal` contains are returned from there. An environment is started only when the
-    episode makes a call that the journal does not contain.
+    Answers that `journal` contains are returned from the journal. An environment is started only
+    when the episode makes a call that the journal does not contain.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class EnvironmentPool:
             arguments: Keyword arguments of the class, as JSON values.
             settings: Limits and numbers of workers; `target` and `arguments` in it are ignored.
             journal: Journal of the answers, which may contain answers of earlier attempts of the
-                run. Without one, the pool keeps the answers of an episode in memory until the
+                run. Without a journal, the pool keeps the answers of an episode in memory until the
                 episode is finished.
         """
         module, _, name = target.partition(":")
@@ -179,7 +179,7 @@ class EnvironmentPool:
         """Callback for time spans, with a name, the begin and the end in seconds of
         `time.perf_counter`. The span `environments` covers a period in which calls are in flight;
         the callback gets it in the pool's thread. The span `wait` covers a call of `wait`."""
-        # number of calls in flight, and the time since which there is at least one
+        # number of calls in flight, and the time at which this number last rose from 0
         self._calls_in_flight = 0
         self._in_flight_since_s = 0.0
         # episodes started, and seconds that each call has waited, since the last call of
@@ -228,7 +228,7 @@ class EnvironmentPool:
         """Start an episode; the future returns the first observation.
 
         If all worker slots are in use, the episode waits, in the order of the resets, until another
-        one ends. The future raises EpisodeLost if the episode cannot be completed.
+        episode ends. The future raises EpisodeLost if the episode cannot be completed.
 
         Args:
             episode: Name of the episode, unique among the open episodes.
@@ -320,14 +320,14 @@ class EnvironmentPool:
             raise AlignerError(f"episode {episode} is unknown or already finished")
         state = self._episodes.pop(episode)
         state.answer.cancel()
-        # a cancelled call frees the slot itself; without a call in flight, this does
+        # A cancelled call frees the slot itself; this call frees it if no call is in flight.
         if self._thread is not None:
             self._loop.call_soon_threadsafe(self._end_episode, state)
         if not self._keeps_journal:
             self._journal.forget([episode])
 
     def forget(self, is_over: Callable[[str], bool]) -> None:
-        """Remove the episodes from the journal for whose name `is_over` returns True.
+        """Remove from the journal each episode for whose name `is_over` returns True.
 
         None of these episodes may continue. Raises OSError if the journal cannot be written.
         """
@@ -357,7 +357,7 @@ class EnvironmentPool:
         for _ in range(self._limits.episodes_per_worker):
             for worker in self._workers:
                 self._free_slots.put_nowait(worker)
-        # a class that the first process cannot import fails in all processes: `result` raises it
+        # if the first process cannot import the class, no process can; `result` raises the error
         completed, _ = await asyncio.wait(
             [worker.starting for worker in self._workers], return_when=asyncio.FIRST_COMPLETED
         )
@@ -394,14 +394,14 @@ class EnvironmentPool:
 
     async def _answer_call(self, episode: _Episode, call: int) -> Outcome:
         """Return the answer to a call from the journal, else from an environment."""
-        # An episode needs a slot even if the journal answers its calls: the number of open episodes
-        # is limited in the same way in a resumed run.
+        # An episode takes a slot even if its calls are replayed from the journal, so that a resumed
+        # run has the same limit on concurrent episodes.
         if episode.slot is None:
             episode.slot = await self._free_slots.get()
         outcome = self._journal.find(episode.name, call, episode.digests[call])
         if outcome is None:
             outcome = await self._answer_with_retries(episode)
-            # Recorded before the policy sees it, so that a resumed run reads the same answer.
+            # Record the answer before the policy reads it: a resumed run reads the same answer.
             self._journal.record(episode.name, call, episode.digests[call], outcome)
         return outcome
 
@@ -430,10 +430,10 @@ class EnvironmentPool:
             try:
                 return await self._send_calls(episode)
             except WorkerLost:
-                # another environment of the process was at fault: not a failure of this episode
+                # this environment did not cause the exit, so the episode has no failure
                 episode.environment = None
             except EnvironmentFailed as error:
-                # The environment may be in an inconsistent state: the retry starts a fresh one.
+                # The environment may be in an inconsistent state, so the retry starts a fresh one.
                 environment = episode.environment
                 episode.environment = None
                 call = 0 if environment is None else environment.calls

@@ -95,7 +95,7 @@ class _Host:
 
     @types.coroutine
     def _drive(self, coroutine: Coroutine[Any, Any, Any], number: int) -> Generator[Any, Any, Any]:
-        """Drive a coroutine like `yield from coroutine`, but note each of its steps.
+        """Drive a coroutine like `yield from coroutine`, and note each of its steps.
 
         A step is the code between two suspensions. Only this code can block the loop, so the note
         is empty while the coroutine is suspended.
@@ -181,7 +181,7 @@ def _build_factory(module: str, name: str, arguments: Mapping[str, Any]) -> Call
         ) from error
     except ValueError:  # the class has no signature, for example one written in C
         pass
-    # `check` finds configuration errors before the first episode, without an environment.
+    # `check` detects configuration errors before the first environment is created.
     if hasattr(environment_class, "check"):
         environment_class.check(**arguments)
     return lambda: environment_class(**arguments)
@@ -210,7 +210,7 @@ async def _serve(host: _Host, requests: IO[str]) -> None:
             host.run_with_note(coroutine, _environment_number.get()), loop=loop, **options
         )
 
-    # tasks that environments start are noted too
+    # the steps of tasks that environments start are noted too
     loop.set_task_factory(create_task)
     threading.Thread(target=_read_requests, args=(requests, host, loop), daemon=True).start()
     host.send({})
@@ -222,7 +222,7 @@ def _watch_leader(leader: int) -> None:
 
     Runs in a process of its own, because an environment may block the leader.
     """
-    os.close(1)  # or the pool would not see the end of the leader's output
+    os.close(1)  # otherwise the pool would not detect the end of the leader's output
     poll = select.poll()
     leader_exit = os.pidfd_open(leader)
     poll.register(leader_exit, select.POLLIN)
@@ -236,7 +236,7 @@ def _watch_leader(leader: int) -> None:
 
 
 def serve() -> None:
-    """Run the worker, which is the leader of its process group, and a process that watches it."""
+    """Run the worker as the leader of its process group, and `_watch_leader` in a child."""
     leader = os.getpid()
     if os.fork() == 0:
         _watch_leader(leader)
@@ -247,7 +247,7 @@ def serve() -> None:
     responses = os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
-    # a forked child would keep the pipe open, and the pool would not see this process exit
+    # a forked child would keep the pipe open and hide the exit of this process from the pool
     os.register_at_fork(after_in_child=lambda: os.close(responses.fileno()))
     module, name, arguments, max_characters, memory_bytes, note_fd, sys.path = json.loads(
         requests.readline()

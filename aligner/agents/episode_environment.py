@@ -26,11 +26,11 @@ class EpisodeEnvironment(Protocol):
     the configuration's keyword arguments.
 
     Many environments share a process and its asyncio loop. An environment must therefore `await`
-    whatever it waits for, and must not change state that other environments see.
+    every operation that it waits for, and must not change state that other environments use.
 
     The answers must depend only on task, seed and actions. If the process is lost, aligner replays
     the calls in a new environment, which must return the same answers. Random numbers must come
-    from a generator of the environment's own, which it creates from the seed.
+    from the environment's own generator, which it creates from the seed.
 
     An environment may define `async def close(self) -> None`, which is called at the end of the
     episode, whether its last step returned `done` or not.
@@ -54,7 +54,7 @@ class EpisodeEnvironment(Protocol):
             seed: Seed of the environment's random choices.
 
         Returns:
-            The first observation; "" or [] for none.
+            The first observation; "" or [] if there is none.
         """
 
     async def step(self, action: str) -> tuple[Observation, float, bool]:

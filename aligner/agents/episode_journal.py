@@ -33,7 +33,7 @@ class _Entry:
     """Digest of the call; see `compute_call_digest`."""
     outcome: Outcome
     size: int
-    """Size of the entry's line in the file, in bytes; 0 without a file."""
+    """Size of the entry's line in the file, in bytes; 0 if the journal has no file."""
 
 
 class EpisodeJournal:
@@ -41,7 +41,7 @@ class EpisodeJournal:
 
     Call 0 of an episode is its reset. Each line of the file has a checksum. `record` returns after
     the answer has been written, but not flushed to disk: a killed process loses no answer, but a
-    power failure may lose the last ones. Only one process at a time may write to a directory;
+    power failure may lose the latest answers. Only one process at a time may write to a directory;
     threads may share a journal.
     """
 
@@ -116,20 +116,20 @@ class EpisodeJournal:
             known = [episode for episode in episodes if episode in self._episodes]
             if known:
                 self._apply({"forget": known}, self._write({"forget": known}))
-            # Amortized constant cost: the file is rewritten only after as many bytes were appended
-            # as the rewriting copies.
+            # Rewrite the file only after at least as many bytes were appended as the rewrite
+            # copies, so that the amortized cost is constant.
             if self._file is not None and self._size > 2 * self._live_size:
                 self._rewrite(self._file)
 
     def _write(self, content: dict[str, Any]) -> int:
-        """Append a line to the file, and return its size in bytes; 0 without a file."""
+        """Append a line to the file, and return its size in bytes; 0 if there is no file."""
         if self._file is None:
             return 0
         line = _encode_line(content)
         try:
             append_to_file(self._file, line)
         except OSError:
-            # remove an incomplete line, so that the next one does not continue it
+            # remove an incomplete line, so that the next line does not continue it
             with contextlib.suppress(OSError):
                 os.truncate(self._file, self._size)
             raise

@@ -39,7 +39,7 @@ def build_episodes(
         role: Role of this process.
         rank: Rank of this process in its role.
         listener: Callback for the time spans of environment calls.
-        tools: Tools of the environment; None to list them here.
+        tools: Tools of the environment; None if this function has to list them.
 
     Raises:
         ConfigError: Environments or agents cannot be started.
@@ -76,14 +76,14 @@ def _start_environments(
         tokenizer,
         config.environment,
         config.seed,
-        # with spare prompts, the step consists of the prompts that are complete first, so the
-        # speed of environments must not decide which ones these are
+        # With spare prompts, the step consists of the prompts that are complete first, and the
+        # speed of environments must not affect the selection.
         should_deliver_by_steps=config.rollout.spare_prompts > 0,
     )
 
 
 def _build_journal(config: Config, process_name: str) -> EpisodeJournal | None:
-    """Return the journal of this process; None without checkpoints, since no run can resume."""
+    """Return the journal of this process; None without checkpoints: the run cannot resume."""
     has_checkpoints = config.checkpoint.every or config.checkpoint.every_minutes
     return (
         EpisodeJournal(get_run_paths(config).episodes / process_name) if has_checkpoints else None

@@ -142,13 +142,13 @@ class EpisodeState:
 
     @property
     def partial_sequence(self) -> Sample:
-        """The current sequence as far as the partial sample contains it."""
+        """The partial sample's version of the current sequence."""
         assert self.partial_sample is not None
         return replace(self.partial_sample.sequences[len(self.branches)], branches=(), rewards=None)
 
     def to_partial_sample(self) -> Sample:
         """Return the episode as a partial sample, which a later step can continue."""
-        # interrupted before the replay has reached its end, so nothing new has been generated
+        # The replay was interrupted before its end, so the episode has no new tokens.
         if self.partial_sample is not None:
             return self.partial_sample
         # without `partial_sample` the function returns a sample that has no response yet
@@ -254,9 +254,9 @@ delivered by steps."""
 
 
 def build_episode_name(prompt_id: int, sample_index: int, number: int = 1) -> str:
-    """Return the name by which environments know an episode.
+    """Return the name that identifies an episode in the environment pool.
 
-    `number` distinguishes episodes of the same sample; it is 1 for the first.
+    `number` distinguishes episodes of the same sample; it is 1 for the first of these episodes.
     """
     return f"{prompt_id}/{sample_index}" if number == 1 else f"{prompt_id}/{sample_index}/{number}"
 
@@ -384,7 +384,8 @@ class _EpisodeRun:
             answer: Future of the environment's first observation.
 
         Raises:
-            EpisodeLost: The environment failed for good, or returned other answers on replay.
+            EpisodeLost: The environment failed after all retries, or returned different answers on
+                replay.
             Interrupted: The loop stopped while the episode waited for its environment.
         """
         episode = self._episode
@@ -394,13 +395,13 @@ class _EpisodeRun:
             )
             # the answer to a reset, which comes before the first turn, has no reward
             if episode.last_turn is not None:
-                # a reward belongs to the turn that the environment answers: to its last token
+                # the turn's last token gets the reward that the environment returned
                 episode.rewards.append((episode.position - 1, outcome.reward))
 
             if episode.is_replayed:
                 sequence = self._replay(outcome)
             else:
-                # the partial sample, if any, has been replayed: all that follows is generated
+                # the replay of the partial sample, if any, has ended; all later turns are generated
                 episode.partial_sample = None
                 if self._is_over(outcome):
                     return episode.to_sample("stop" if outcome.done else "length")
@@ -414,7 +415,7 @@ class _EpisodeRun:
                         )
                     return episode.to_sample("length")
 
-            # a replayed turn that is complete need not be generated
+            # new turns and incomplete turns of the replay have to be generated
             if sequence.finish_reason == "unfinished":
                 sequence = await self._generate(sequence)
                 episode.partial_sample = None
@@ -430,7 +431,7 @@ class _EpisodeRun:
             )
 
     def _continue(self, outcome: Outcome) -> Sample:
-        """Return the sequence with the environment's observation, or the start of a new branch.
+        """Return the sequence with the environment's observation, or the prompt of a new branch.
 
         Raises AlignerError if the observation leaves no room for a generated token.
         """
@@ -511,7 +512,8 @@ class _EpisodeRun:
         """Return the maximum number of response tokens of a sequence of the episode."""
         request = self._episode.request
         limit = request.get_token_limit(self._options)
-        # prompt and response of a branch share the token budget of those of the episode
+        # The prompt and response of a branch together may have as many tokens as the episode's
+        # prompt and response.
         return min(limit, len(request.prompt.tokens) + limit - sequence.prompt_length)
 
     def _decode_action(self, sequence: Sample, turn: torch.Tensor) -> str:

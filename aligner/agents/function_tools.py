@@ -1,6 +1,7 @@
 """Python functions as tools, executed in the process of the environment.
 
-`async` functions run on the environment's loop; each call of another function has its own thread.
+`async` functions run on the environment's loop; each call of a non-async function has its own
+thread.
 """
 
 import asyncio
@@ -31,7 +32,7 @@ class FunctionTool:
     async def call(self, arguments: dict[str, Any], timeout_s: float) -> str:
         """Call the function; see `Tool.call`.
 
-        After the timeout, an `async` function is cancelled; the thread of another function
+        After the timeout, an `async` function is cancelled; the thread of a non-async function
         continues, and its result is ignored.
         """
         _check_arguments(arguments, self.parameters, self.function)
@@ -107,12 +108,12 @@ async def _run_in_thread(call: Callable[[], Any]) -> Any:
         error = None
         try:
             result = context.run(call)
-        except BaseException as raised:  # the awaiting coroutine raises it
+        except BaseException as raised:  # the awaiting coroutine raises the exception
             error = raised
         with contextlib.suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(set_answer, result, error)
 
-    # Not an executor of asyncio, whose threads the interpreter joins at its exit.
+    # not an asyncio executor: the interpreter joins its threads at exit
     threading.Thread(target=run, daemon=True).start()
     result, error = await answer
     if error is not None:

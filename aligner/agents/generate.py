@@ -304,7 +304,7 @@ def generate_samples(
 
         load_weights(engine, job.source)
         generation = source.start(job.requests, job.options)
-        # complete samples, by request index, that have to wait for samples of earlier requests
+        # complete samples, by request index, that must be yielded after incomplete earlier ones
         waiting_samples: dict[int, Sample] = {}
         next_index = 0
         totals = Progress(0, 0, 0.0)
@@ -346,7 +346,7 @@ def load_weights(engine: GenerationEngine, source: Source) -> None:
     """
     update = engine.begin_update(source.step)
     try:
-        # group by group, so that host memory never contains the whole model
+        # load group by group, so that host memory never contains the whole model
         for tensors in source.weights():
             views = update.views(list(tensors))
             for name, tensor in tensors.items():
@@ -372,7 +372,7 @@ def open_output(output: Path, overwrite: bool) -> Iterator[BinaryIO]:
         )
         raise ConfigError(f"{output}: {advice}")
     with ExitStack() as stack:
-        # only errors of opening are converted here, not those of the caller's block
+        # convert only errors of opening the file, not errors of the caller's block
         with convert_write_errors(output):
             file = stack.enter_context(open_new_file(output))
         yield file

@@ -14,7 +14,7 @@ _MAX_SHOWN_CHARACTERS = 80
 
 
 class GymnasiumEnvironment:
-    """A Gymnasium environment as an environment of text.
+    """Environment with text actions and observations that wraps a Gymnasium environment.
 
     **Actions.** For a Discrete action space, the last line of a turn is the action: its number, or
     its name from `actions`. For a Text space, the whole turn is the action. For any space, `parser`
@@ -24,7 +24,7 @@ class GymnasiumEnvironment:
 
     **Observations.** With `render_mode: ansi` in `arguments`, an observation is the text that the
     environment renders; otherwise it is the observation itself, converted by `str`. `wording` is
-    the text around it.
+    the text around the observation.
 
     An episode ends when the environment terminates or truncates it. The environment is seeded with
     the episode's seed, and reset with the field `options` of the prompt's record, if it has one.
@@ -83,7 +83,7 @@ class GymnasiumEnvironment:
         return self._render(observation)
 
     async def step(self, action: str) -> tuple[str, float, bool]:
-        """Execute an action; for an invalid one, return the actions that are allowed."""
+        """Execute an action; for an invalid action, return the allowed actions."""
         try:
             parsed_action = self._parse_action(action)
         except ValueError as error:
@@ -107,7 +107,7 @@ class GymnasiumEnvironment:
             action = text if space.contains(text) else text.strip()
             allowed = str(space)
         else:
-            # the model may reason in the lines before
+            # the model may reason in the lines before the last one
             last_line = (text.strip().splitlines() or [""])[-1].strip()
             action = _find_action_number(last_line, self._numbers, self._actions)
             allowed = ", ".join(self._actions) or f"{self._numbers[0]} to {self._numbers[-1]}"

@@ -24,8 +24,8 @@ _LISTING_TIMEOUT_S = 60.0
 class McpServer:
     """The session of one episode with an MCP server.
 
-    The session starts with the first call. For a command, it has its own server process. If the
-    connection ends or an answer is late, the next call starts a new session.
+    The session starts with the first call. If the server is a command, the session has its own
+    server process. If the connection ends or an answer is late, the next call starts a new session.
     """
 
     def __init__(self, server: str) -> None:
@@ -123,17 +123,17 @@ class _Session:
                     f"the MCP server {server!r} did not start: {_describe_error(task.exception())}"
                 )
         except asyncio.CancelledError:
-            # without this, the server's process would run until the end of the worker process
+            # otherwise the server's process would run until the worker process ends
             task.cancel()
             raise
         return _Session(client, task, close_event)
 
     async def close(self) -> None:
-        """Close the connection, which takes a few seconds at most, whatever the server does."""
+        """Close the connection within a few seconds, even if the server does not respond."""
         self._close_event.set()
         await asyncio.wait([self._task])
         if not self._task.cancelled():
-            # mark the exception as retrieved: it has been reported, or results from closing
+            # mark the exception as retrieved: it was already reported, or closing caused it
             self._task.exception()
 
 
@@ -180,7 +180,7 @@ def _build_transport(server: str) -> "str | StdioServerParameters":
 
     if server.startswith(("http://", "https://")):
         return server
-    # a server of its own for each client, which communicates over stdin and stdout
+    # each client starts its own server process, and communicates over stdin and stdout
     command, *arguments = shlex.split(server) or [""]
     if shutil.which(command) is None:
         raise AlignerError(f"command {command!r} not found")
@@ -212,7 +212,7 @@ def _convert_to_text(result: "CallToolResult") -> str:
 
 
 def _describe_error(error: BaseException | None) -> str:
-    """Return the type and message of an error; of an exception group, those of its first error."""
+    """Return the type and message of an error, or of the first error of an exception group."""
     # anyio's task groups wrap the error in one exception group per level
     while isinstance(inner := getattr(error, "exceptions", None), tuple) and inner:
         error = inner[0]

@@ -11,7 +11,7 @@ from typing import Any
 from aligner.agents.openai_protocol import RequestError
 
 # The reasoning at the start of an answer, up to its last end tag. Some templates put the start tag
-# into the prompt, so the answer need not contain one.
+# into the prompt, so the answer may contain only the end tag.
 _REASONING_PREFIX = re.compile(r"\A.*</think>\s*", re.DOTALL)
 
 

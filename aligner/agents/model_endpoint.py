@@ -74,10 +74,10 @@ class ModelEndpoint(OpenAIServer):
         self._max_positions = shape.max_positions
         self._model_name = source.directory.name
         self._stop_token_ids = shape.eos_token_ids
-        # None: the messages' texts are joined instead
+        # None if the model has no chat template; the messages' texts are then joined
         self._chat: ChatTurns | None = None
         self.notice: str | None = None
-        """Message for the user if the model has no chat template."""
+        """Message for the user if the model has no chat template; otherwise None."""
         try:
             self._chat = ChatTurns(self._tokenizer, None)
         except ConfigError as error:
@@ -104,7 +104,8 @@ class ModelEndpoint(OpenAIServer):
         """Run the engine's steps until the process is interrupted."""
         while True:
             self._engine.wake_up.wait()
-            # clear before looking for work, so that a request that arrives meanwhile wakes up again
+            # Clear the event before checking for work, so that a request that arrives during the
+            # check sets it again.
             self._engine.wake_up.clear()
             while self._engine.has_work:
                 self._step()
@@ -157,7 +158,7 @@ class ModelEndpoint(OpenAIServer):
         except AlignerError as error:
             raise RequestError(500, str(error)) from error
         finally:
-            # after a failure, the other answers are not needed
+            # if one answer fails, cancel the tasks of the other answers
             for task in tasks:
                 task.cancel()
 
@@ -193,7 +194,7 @@ class ModelEndpoint(OpenAIServer):
     def _tokenize(self, body: ModelChatBody) -> Tensor:
         """Return the input tokens of a request, int64 [T].
 
-        Raises RequestError if they are invalid.
+        Raises RequestError if the request is invalid.
         """
         messages = to_template_messages(body.messages)
         try:

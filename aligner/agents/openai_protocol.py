@@ -199,7 +199,7 @@ def parse_body(body_type: type[BodyT], content: bytes) -> BodyT:
         # errors of the body itself, such as invalid JSON, have no location
         field = ".".join(map(str, first_error["loc"])) or "the request body"
         value = repr(first_error["input"])
-        # the value may be a whole conversation
+        # shorten the value, because it may be a whole conversation
         if len(value) > 100:
             value = value[:100] + "…"
         raise RequestError(400, f"{field}: {first_error['msg']}; got {value}") from None
@@ -219,7 +219,7 @@ class AnswerToken:
     """Most probable tokens at this position, in descending order; empty if not requested."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the token as in a chat answer's log-probs, without its alternatives."""
+        """Return the token's JSON object for a chat answer's log-probs, without alternatives."""
         return {"token": self.text, "logprob": self.logprob, "bytes": [*self.text.encode()]}
 
 

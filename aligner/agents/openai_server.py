@@ -31,10 +31,10 @@ _log = logging.getLogger(__name__)
 
 # timeout of the start in seconds
 _START_TIMEOUT_S = 30.0
-# maximum size of a character in JSON: two \uXXXX escapes, because one outside the Basic
-# Multilingual Plane is escaped as a surrogate pair
+# Maximum size of a character in JSON, in bytes: two \uXXXX escapes, because a character outside the
+# Basic Multilingual Plane is escaped as a surrogate pair.
 _BYTES_PER_CHARACTER = 12
-# maximum size of all fields of a request besides its messages
+# maximum size in bytes of all fields of a request besides its messages
 _OTHER_FIELDS_BYTES = 1 << 16
 _T = TypeVar("_T")
 
@@ -138,7 +138,7 @@ class OpenAIServer(ABC):
             request: The request; its body must have been read.
             body: The validated body of the request.
             pending_answers: Awaitable that returns the answers.
-            episode: Name of the episode, part of the response's id; empty without one.
+            episode: Name of the episode, part of the response's id; empty if there is no episode.
         """
         answer_task = asyncio.ensure_future(pending_answers)
         disconnect = asyncio.create_task(_wait_for_disconnect(request))
@@ -215,7 +215,7 @@ async def _wait_for_disconnect(request: Request) -> None:
 
 
 async def _iterate_async(events: Iterator[str]) -> AsyncIterator[str]:
-    """Return an iterator as an asynchronous one, which Starlette does not move to a thread."""
+    """Convert an iterator to an async iterator, which Starlette does not run in a thread."""
     for event in events:
         yield event
 

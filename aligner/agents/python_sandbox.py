@@ -27,7 +27,7 @@ from aligner.schema.environment import PythonToolConfig
 Isolation = Literal["own_user", "user_namespace", "none"]
 """User and namespaces of a program.
 
-- `own_user`: a user id that no other process has, which requires root
+- `own_user`: a user id that no other process has; only root can change to it
 - `user_namespace`: the caller's user, which is the user `nobody` inside a user namespace
 - `none`: the caller's user without any namespace
 
@@ -84,7 +84,7 @@ _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",  # the process limit counts threads
     "OPENBLAS_NUM_THREADS": "1",
     "PATH": "/usr/bin:/bin",
-    "PYTHONHASHSEED": "0",  # the replay of an episode must print the same
+    "PYTHONHASHSEED": "0",  # the replay of an episode must print the same output
     "TMPDIR": _SCRATCH,
 }
 # timeout of a probe in seconds
@@ -143,17 +143,17 @@ class PythonSandbox:
         """
         candidates: list[Isolation] = ["own_user"] if os.geteuid() == 0 else []
         for isolation in (*candidates, "user_namespace"):
-            # Containers often forbid namespaces, which only an attempt shows.
+            # Containers often forbid namespaces; only an attempt can detect this.
             sandbox = PythonSandbox(limits, isolation)
             if _find_bubblewrap() is not None and sandbox._run_probe("print(1)") == "1":
                 return sandbox
         return PythonSandbox(limits, "none")
 
     def find_gaps(self) -> list[str]:
-        """Return what the sandbox does not enforce on this machine; empty if it is complete.
+        """Return the sandbox's gaps on this machine, such as `the network is reachable`.
 
-        A probe program in the sandbox tries each violation. Each entry is a clause that can end a
-        sentence.
+        A probe program in the sandbox tries each violation. The list is empty if all
+        violations fail. Each entry is a clause that can end a sentence.
         """
         with tempfile.NamedTemporaryFile() as witness:
             excessive_bytes = (self.limits.memory_mib + 16) * _MIB
@@ -165,9 +165,10 @@ class PythonSandbox:
             return [f"the sandbox probe failed: {output[-300:] or 'no output'}"]
 
     async def run(self, program: str, timeout_s: float, max_characters: int) -> str:
-        """Run a program, and return its output, including stderr, and how it ended.
+        """Run a program, and return its output, including stderr, and a description of its exit.
 
-        A normal end is not mentioned. The program is dead when this method returns or is cancelled.
+        The description is empty after a normal exit. The program has ended when this method returns
+        or is cancelled.
 
         Args:
             program: Python source code.
@@ -196,7 +197,7 @@ class PythonSandbox:
             except asyncio.TimeoutError:
                 exit_description = f"ended after {timeout_s:g} s"
             finally:
-                # the program's child processes too; without namespaces they would survive it
+                # kill the child processes too; without namespaces they would outlive the program
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 await process.wait()
@@ -229,7 +230,7 @@ class PythonSandbox:
 
     @contextlib.contextmanager
     def _build_command(self) -> Iterator[tuple[list[str], dict[str, Any]]]:
-        """Yield the command that runs a program from its stdin, and the options to start it with.
+        """Yield the command that runs a program from its stdin, and the subprocess options.
 
         The command is valid until the context ends, which deletes its temporary files.
         """
@@ -305,11 +306,11 @@ class PythonSandbox:
         return [*command, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", _SCRATCH]
 
     def _describe_exit(self, code: int) -> str:
-        """Return how a program ended; empty for a normal end, and after an exception.
+        """Return a description of a program's exit; empty after a normal exit or an exception.
 
-        An exception is part of the output.
+        The program's output already contains the exception.
         """
-        # a negative code is that of the process itself; bubblewrap reports signals as 128 + signal
+        # a negative code is the negated signal number; bubblewrap reports 128 + the signal number
         number = -code if code < 0 else code - 128
         if number == signal.SIGXCPU:
             return f"ended after {self.limits.cpu_s} s of processor time"
@@ -319,7 +320,7 @@ class PythonSandbox:
 
 
 def _find_bubblewrap() -> str | None:
-    """Return the path of bubblewrap: the system's, else that of the extra `sandbox`, else None."""
+    """Return the path of bubblewrap, from the system or the extra `sandbox`; None if missing."""
     path = shutil.which("bwrap")
     if path is not None:
         return path
@@ -341,7 +342,7 @@ def _open_temporary_file(content: bytes) -> Iterator[IO[bytes]]:
 
 
 def _read_output(output: IO[bytes], max_characters: int) -> str:
-    """Return the output of a program; of a large output only its beginning and its end.
+    """Return the output of a program, or only the beginning and the end of a large output.
 
     Each of these two parts has at most `max_characters` times 4 bytes.
     """

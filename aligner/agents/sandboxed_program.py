@@ -2,7 +2,7 @@
 
 It is executed as a script and imports only the standard library. Its argument is a JSON object with
 limits, and its stdin contains the program. The script applies the limits to itself, then runs the
-program as `__main__`. An exception is printed like Python does, with the lines of the program.
+program as `__main__`. An exception is printed in Python's format, with the lines of the program.
 """
 
 import json
@@ -27,7 +27,7 @@ def apply_limits(limits: Mapping[str, Any]) -> None:
             `cpu_s`, the processor time in seconds.
     """
     os.chdir(limits["directory"])
-    # the groups first: after setuid the process may not change them
+    # set the groups first, because the process may not change them after setuid
     if limits["user"]:
         os.setgroups([])
         os.setgid(limits["user"])
@@ -41,7 +41,7 @@ def apply_limits(limits: Mapping[str, Any]) -> None:
     }
     for kind, maximum in resource_limits.items():
         resource.setrlimit(kind, (maximum, maximum))
-    # SIGXCPU at the soft limit shows the caller the reason; SIGKILL follows at the hard limit
+    # the caller recognizes SIGXCPU, sent at the soft limit; SIGKILL follows at the hard limit
     resource.setrlimit(resource.RLIMIT_CPU, (limits["cpu_s"], limits["cpu_s"] + 1))
 
 
@@ -59,7 +59,7 @@ def run(text: str) -> int:
     except SystemExit as end:
         raise end from None
     except BaseException as error:
-        # without this function's own frame
+        # omit the frame of this function
         user_traceback = error.__traceback__.tb_next if error.__traceback__ is not None else None
         traceback.print_exception(type(error), error, user_traceback)
         return 1

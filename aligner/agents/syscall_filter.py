@@ -1,6 +1,6 @@
 """System call filter (seccomp) of the sandbox.
 
-It forbids the system calls that allocate memory which no resource limit of a process counts.
+It forbids the system calls that allocate memory outside the resource limits of a process.
 """
 
 import platform
@@ -30,12 +30,12 @@ _NOT_PERMITTED = 0x00050001
 
 
 def build_syscall_filter() -> bytes | None:
-    """Return the filter as a classic BPF program; None on a machine with unknown numbers."""
+    """Return the filter as a classic BPF program; None if the machine is not supported."""
     if platform.machine() not in _FORBIDDEN_CALLS:
         return None
     architecture, numbers = _FORBIDDEN_CALLS[platform.machine()]
-    # Numbers have a meaning only for one architecture, so a call with another one, such as 32-bit
-    # code on x86_64, kills the process.
+    # System call numbers differ between architectures, so a call of another architecture, such as
+    # from 32-bit code on x86_64, kills the process.
     program = [
         (_LOAD, 0, 0, _ARCHITECTURE_OFFSET),
         (_JUMP_IF_EQUAL, 1, 0, architecture),

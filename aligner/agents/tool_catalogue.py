@@ -75,7 +75,7 @@ def tool_schemas(tools: Sequence[ListedTool]) -> list[dict[str, Any]] | None:
 
 
 def detect_sandbox(settings: EnvironmentConfig) -> tuple[PythonSandbox, list[str]]:
-    """Return the sandbox of the tool `python` on this machine, and what it does not enforce.
+    """Return the sandbox of the tool `python`, and the gaps that `find_gaps` has found in it.
 
     Raises ConfigError if the sandbox is incomplete and `environment.sandbox=required`.
     """

@@ -70,7 +70,7 @@ class ToolEnvironment:
         return []
 
     async def step(self, action: str) -> tuple[Observation, float, bool]:
-        """Execute the tool calls of a turn, and return their answers; end without any calls."""
+        """Execute a turn's tool calls, and return the answers; without calls, end the episode."""
         calls = parse_turn(
             action, self._tool_format, self._message_count, is_reasoning=self._is_reasoning
         ).calls
@@ -86,7 +86,7 @@ class ToolEnvironment:
         else:
             tool_calls = [call for call in calls if isinstance(call, ToolCall)]
             contents = await asyncio.gather(*map(self._execute_call, tool_calls[: self._max_calls]))
-            # Chat templates and models expect one answer per call, so excess calls get one, too.
+            # Chat templates and models expect one answer per call, so excess calls get an answer.
             refusal = _format_error(
                 f"the call was not carried out, a turn may have {self._max_calls}"
             )
@@ -129,8 +129,8 @@ class ToolEnvironment:
     def _limit_lengths(self, answers: list[dict[str, str]]) -> list[dict[str, str]]:
         """Return the messages with contents that are shortened to the limits.
 
-        Roles, names and call ids count towards the limit of all messages; the rest is divided
-        equally.
+        Roles, names and call ids count towards the limit of all messages; the remaining characters
+        are divided equally among the contents.
         """
         other_characters = sum(
             len(text) for answer in answers for key, text in answer.items() if key != "content"

@@ -24,7 +24,7 @@ _START_TIMEOUT_S = 180.0
 # Seconds for which the code of a late environment must run without a break, before the environment
 # is considered to block the worker's loop.
 _GRACE_PERIOD_S = 0.2
-# interval in seconds at which a late call looks for its answer
+# polling interval for the answer to a late call, in seconds
 _POLL_S = 0.02
 # Maximum size of an answer's JSON line: a fixed part, and the bytes per character if each character
 # is escaped, or is a message of its own.
@@ -115,7 +115,7 @@ class WorkerProcess:
             settings.max_characters,
             settings.memory_bytes,
         ]
-        # the worker must find the user's modules on the same path
+        # the worker must import the user's modules from the same path
         worker._send([*message, note_fd, sys.path])
         return worker
 
@@ -159,7 +159,7 @@ class WorkerProcess:
 
         Args:
             number: Number of the environment; its first call creates it.
-            request: The call, as `call_environment` takes it, or `CLOSE`.
+            request: The argument `request` of `call_environment`, or `CLOSE`.
             deadline_s: Maximum time in seconds from the sending of the call.
 
         Raises:
@@ -207,7 +207,7 @@ class WorkerProcess:
 
     async def close(self) -> None:
         """End the process after its environments have closed, or after a timeout."""
-        # the end of its input makes the worker close its environments and exit
+        # at the end of its input, the worker closes its environments and exits
         _get_pipe(self._process.stdin).close()
         if self._reader is not None:
             await asyncio.wait([self._reader], timeout=CLOSING_S + 1.0)
@@ -216,10 +216,10 @@ class WorkerProcess:
             await self._reader
 
     def _mark_late(self, call: int) -> None:
-        """Answer a call with an empty dict; a new future stands for the answer that is missing."""
+        """Answer a late call with an empty dict, and create a new future for its real answer."""
         number, answer = self._pending[call]
         if not answer.done():
-            # `call` wakes up from the old future, and waits for the new one with a bounded time.
+            # `call` gets the old future's result, and awaits the new future with a timeout.
             self._pending[call] = (number, asyncio.get_running_loop().create_future())
             answer.set_result({})
 
@@ -228,13 +228,13 @@ class WorkerProcess:
     ) -> None:
         """Return as soon as a late call has an answer or an exception.
 
-        Raises _LateAnswer if it gets neither. The environment gets more time while the code of
-        another one runs. If its own code blocks the loop, the process is killed.
+        Raises _LateAnswer after the extended deadline. The deadline is extended while the code of
+        another environment runs. If this environment's code blocks the loop, the process is killed.
         """
         loop = asyncio.get_running_loop()
         # The other environment has the same deadline, after which its own call ends the process.
         end = loop.time() + deadline_s + 5 * _GRACE_PERIOD_S
-        # The extension of the deadline: another environment's code may have delayed this one
+        # Extend the deadline while the code of another environment runs.
         while self._read_note()[0] not in (0, number) and loop.time() < end:
             await asyncio.wait([answer], timeout=_POLL_S)
             if answer.done():
@@ -246,7 +246,7 @@ class WorkerProcess:
             await asyncio.wait([answer], timeout=_GRACE_PERIOD_S)
             if answer.done():
                 return
-            # Neither the environment nor the count has changed: the same step still runs
+            # The environment and the step count are unchanged, so the same step still runs.
             if self._read_note() == note:
                 self._kill_because_of(number, f"{problem} and blocked its process")
                 await asyncio.wait([answer])
@@ -255,7 +255,7 @@ class WorkerProcess:
 
     async def _read(self) -> None:
         """Deliver the answers of the process until it ends; then fail the calls in flight."""
-        # a line that is not JSON: its source is unknown, and the process cannot be used any more
+        # ValueError: a line is not JSON; its source is unknown, so the process is ended
         with contextlib.suppress(ValueError):
             while line := await _get_pipe(self._process.stdout).readline():
                 answer = json.loads(line)
@@ -280,12 +280,12 @@ class WorkerProcess:
         self.kill()
 
     async def _terminate(self) -> str:
-        """Kill the process group, release its resources, and return how the process ended."""
+        """Kill the process group, release its resources, and return a description of its exit."""
         self.kill()
         code = await self._process.wait()
         requests = _get_pipe(self._process.stdin)
         requests.close()
-        with contextlib.suppress(ConnectionError):  # it ended before it read all of its input
+        with contextlib.suppress(ConnectionError):  # the process may exit before it reads all input
             await requests.wait_closed()
         os.close(self._note_fd)
         if code < 0:
@@ -303,11 +303,11 @@ class WorkerProcess:
 
 
 class _LateAnswer(EnvironmentFailed):
-    """The environment missed its deadline, but its process still works."""
+    """The environment missed its deadline, but its process can still answer calls."""
 
 
 def _get_pipe(stream: Any) -> Any:
-    """Return a stream of the process, which is never None."""
+    """Return a stream of the process, with its type narrowed: it is never None."""
     if stream is None:
         raise AssertionError  # stdin and stdout are pipes
     return stream

@@ -194,7 +194,7 @@ def _find_changes(config: Config, started_config: Config) -> Iterator[str]:
             f"run.changes: unknown keys: {', '.join(unknown_keys)}; docs/configuration.md lists all"
             " keys"
         )
-    # The union of the keys: entries of mappings may be in only one of the configurations.
+    # Compare the union of the keys: an entry of a mapping may exist in only one configuration.
     old_values = _flatten(started_config)
     new_values = _flatten(config)
     changed_keys = [

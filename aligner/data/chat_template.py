@@ -41,7 +41,7 @@ _GENERATION_MARKERS = ("\ufdd0generation\ufdd1", "\ufdd0endgeneration\ufdd1")
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 """Names of the field for the reasoning of an assistant's message; aligner uses the first."""
 STANDARD_ROLES = frozenset(("system", "user", "assistant", "tool"))
-"""Roles of messages that most chat templates know."""
+"""Message roles that most chat templates support."""
 
 
 def normalize_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -232,7 +232,8 @@ class ChatTemplate:
                 template drops their reasoning.
 
         Raises:
-            AlignerError: The template rejects the messages, or does not know the role of one.
+            AlignerError: The template rejects the messages, or does not support the role of a
+                message.
         """
         parts = self.render_parts(
             messages,

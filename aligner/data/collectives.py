@@ -58,7 +58,7 @@ def run_on_rank0(
 ) -> Any:
     """Run `action` on the group's rank 0, and return its result on every rank. Collective.
 
-    The other ranks learn of an error, too; otherwise they would wait for the result until the
+    An error is sent to the other ranks, too; otherwise they would wait for the result until the
     collective times out.
 
     Args:
@@ -103,7 +103,7 @@ def run_on_rank0(
 def _run_with_heartbeats(
     action: Callable[[], T], group: ProcessGroup | None, interval_s: float
 ) -> T:
-    """Return the result of `action`, and meanwhile broadcast None at an interval."""
+    """Return the result of `action`; broadcast None at an interval while it runs."""
     result: Future[T] = Future()
 
     def run() -> None:

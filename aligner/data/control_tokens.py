@@ -83,7 +83,7 @@ class PlainEncoder:
             if token["content"] not in self._control_tokens
         ]
         self._plain_tokenizer = tokenizers.Tokenizer.from_str(json.dumps(content))
-        # Tokens with the same flags share an anchor. Only these flags affect the text around.
+        # Tokens with the same flags share an anchor. Only these flags affect the surrounding text.
         self._anchors = {
             text: _ANCHOR.format(f"{token.lstrip:d}{token.rstrip:d}{token.normalized:d}")
             for text, token in self._control_tokens.items()
@@ -100,7 +100,8 @@ class PlainEncoder:
         }
         self._plain_tokenizer.add_special_tokens(list(anchors.values()))
         self._anchor_ids = {self._plain_tokenizer.token_to_id(anchor) for anchor in anchors}
-        # Without the control tokens, the copy numbers the other added tokens differently.
+        # The copy lacks the control tokens, so the other added tokens have different ids in it; map
+        # them to the original ids.
         self._original_ids = {
             self._plain_tokenizer.token_to_id(token.content): id
             for id, token in decoder.items()
@@ -118,7 +119,7 @@ class PlainEncoder:
                 cannot be encoded as plain characters.
         """
         plain: list[str] = []  # characters of the text with anchors and without marks
-        ends: list[int] = [0]  # position in `text` after each number of these characters
+        ends: list[int] = [0]  # ends[n]: end in `text` of the first n plain characters
         template_tokens: list[str] = []  # control tokens that the template wrote
 
         def add(piece: str, start: int) -> None:

@@ -38,7 +38,7 @@ from aligner.schema import Config, DataConfig, TeacherConfig
 from aligner.schema.data_sources import parse_data_sources
 from aligner.schema.reward_sources import FunctionSource, parse_reward_sources
 
-# Number of measured records with the most characters, and of further measured records.
+# Number of records measured because they are the longest, and of other measured records.
 _LONGEST = 64
 _SPREAD = 448
 # A limit of tokens that no record reaches.
@@ -165,8 +165,8 @@ def _parse_records(raw_records: Sequence[RawRecord]) -> list[dict[str, Any]]:
 def _records_with_rare_parts(
     records: Sequence[Mapping[str, Any]], raw_records: Sequence[RawRecord]
 ) -> list[dict[str, Any]]:
-    """Return the first record for each part of the prompt that only records outside of the sample
-    have, such as a rare `input`."""
+    """Return, for each prompt field that no sampled record has, the first record that has it, such
+    as a rare `input`."""
     known = {name for record in records for name, value in record.items() if has_content(value)}
     new_records = []
     for raw_record in raw_records:

@@ -307,7 +307,7 @@ def export(
 
 
 def _shards(entries: Sequence[TensorEntry], max_bytes: int) -> Iterator[list[TensorEntry]]:
-    """Yield the tensors of each file, in order; a file exceeds the limit only with one tensor."""
+    """Yield the tensors of each file, in order; only a single-tensor file can exceed the limit."""
     shard: list[TensorEntry] = []
     size = 0
     for entry in entries:

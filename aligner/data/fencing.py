@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 _RECORD_BYTES = 512
 _POLL_S = 0.05
 _WARNING_AFTER_S = 1.0
-# The configuration and the claim with which this process may write; None: no fencing.
+# Configuration and claim record that allow this process to write; None disables fencing.
 _writer_claim: tuple[Config, Mapping[str, Any]] | None = None
 
 
@@ -73,7 +73,9 @@ def set_writer_claim(config: Config, record: Mapping[str, Any]) -> None:
 
 @contextmanager
 def fenced_write() -> Iterator[None]:
-    """Guard a change of the files that a run resumes from: no process claims the run meanwhile.
+    """Hold the claim lock while the files that a run resumes from are written.
+
+    No other process can take over the run during the write.
 
     A process that did not call `set_writer_claim` may always write.
 
@@ -88,7 +90,7 @@ def fenced_write() -> Iterator[None]:
     with file.open("rb") as stream:
         _lock(config, stream.fileno(), fcntl.LOCK_SH)
         current = read_sealed(file)
-        # The process may know only some entries of the record.
+        # `set_writer_claim` may have received only some entries of the record.
         if current != {**current, **record}:
             raise AlignerError(
                 f"{file}: attempt {current['attempt']} ({current['holder']}) has taken over the"
@@ -105,7 +107,7 @@ def _lock(config: Config, descriptor: int, kind: int) -> None:
     processes of a killed launcher on its machine are killed within `cluster.stop_timeout_s`.
 
     Raises:
-        ConfigError: Another process holds the lock for longer than that.
+        ConfigError: Another process holds the lock for longer than this timeout.
     """
     start = time.monotonic()
     timeout_s = 2 * config.cluster.stop_timeout_s

@@ -263,7 +263,7 @@ def read_shape(directory: Path) -> ModelShape:
 def check_model_directory(directory: Path) -> ModelShape:
     """Check that a directory has a supported configuration, all weights, and a fitting tokenizer.
 
-    Of the weight files only headers are read, and a head that may differ from tied embeddings.
+    Only the headers of the weight files are read, and a head that may differ from tied embeddings.
 
     Returns:
         The model's shape.

@@ -50,7 +50,7 @@ def questions(
 
     Args:
         name: The name of the task in reasoning_gym.
-        questions: The number of records; fewer if the task has too few different questions.
+        questions: The number of records; fewer if the task has too few distinct questions.
         seed: The seed of the questions.
         difficulty: The first and the last level of the task's curriculum; the records increase in
             difficulty. None uses the task's default settings.

@@ -30,7 +30,7 @@ _TEMPLATES = "additional_chat_templates"
 
 
 def compute_input_checksums(config: Config) -> InputChecksums:
-    """Compute the checksums of all models and data that the run learns from.
+    """Compute the checksums of all models and training data of the run.
 
     Evaluation data are left out, because they may change when a run resumes. A Python function that
     yields records is left out too. Collective: each rank reads its share of the files.

@@ -112,7 +112,7 @@ class ResponseDecoder:
         return decoder is None or _depends_on_position(json.loads(decoder.__getstate__()))
 
     def _find_context(self, prompt: TokenIds, skips_special_tokens: bool) -> list[int]:
-        """Return the last tokens of a prompt, from the last token on that is text by itself.
+        """Return the tokens of a prompt from its last token that is text by itself to the end.
 
         A token that is a part of a byte sequence is not text by itself, and neither is a special
         token that is skipped.
@@ -392,7 +392,7 @@ class Tokenizer:
         return not torch.equal(pair, torch.cat([line_break, digit]))
 
     def get_single_token(self, text: str | None, key: str) -> int | None:
-        """Return the token of a text inside other text; None for None.
+        """Return the single token of a text inside other text; None if `text` is None.
 
         Args:
             text: The text.

@@ -19,7 +19,7 @@ ToolFormat = Literal["hermes", "llama3", "mistral"]
 """Format of tool calls. Hermes and Qwen: `<tool_call>{…}</tool_call>`; Llama 3: a JSON object
 alone; Mistral: `[TOOL_CALLS][{…}]`."""
 
-# The form of a call, as malformed calls are corrected in messages for the model.
+# Example of a correct call, which messages about malformed calls show to the model.
 _EXAMPLES: dict[ToolFormat, str] = {
     "hermes": '<tool_call>{"name": "TOOL", "arguments": {…}}</tool_call>',
     "llama3": '{"name": "TOOL", "parameters": {…}}',
@@ -40,7 +40,7 @@ class ToolCall:
     """One call of a tool."""
 
     id: str
-    """Id that the model wrote; without one, nine digits, as Mistral's templates require."""
+    """Id that the model wrote; nine digits, as Mistral's templates require, if it wrote no id."""
     name: str
     arguments: dict[str, Any]
 
@@ -64,7 +64,8 @@ class AssistantTurn:
 
     text: str
     content: str
-    """Text without the tool calls and the whitespace around them; the whole text without calls."""
+    """Text without the tool calls and the whitespace around them; the whole text if there are no
+    calls."""
     calls: tuple[ToolCall | MalformedCall, ...] = ()
 
     @property
@@ -152,7 +153,7 @@ def detect_tool_format(tokenizer: "Tokenizer") -> ToolFormat | None:
     except AlignerError:
         return None
 
-    # The text of the call is what follows the prompt, up to an EOS token.
+    # The text of the call follows the prompt and ends before an EOS token.
     prefix_length = len(os.path.commonprefix([prompt, conversation]))  # noqa: RUF071  (of characters)
     call_text = conversation[prefix_length:]
     for token in tokenizer.eos_token_ids:

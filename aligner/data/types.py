@@ -182,7 +182,7 @@ class Sample:
     """Mask of the response tokens that the model generated, bool [R]; the others are observation
     tokens. None means that the model generated all of them."""
     rewards: Tensor | None = None
-    """Reward of an environment at each response token, float32 [R], 0 at most of them; None without
+    """Reward of an environment at each response token, float32 [R], 0 at most tokens; None without
     an environment."""
     branches: tuple[Sample, ...] = ()
     """Further token sequences that the model generated in the same episode. The prompt of a branch
@@ -208,7 +208,7 @@ class Sample:
 
     @property
     def environment_reward(self) -> Tensor | None:
-        """Sum of the environment's rewards in the episode, float32 []; None without any."""
+        """Sum of the environment's rewards in the episode, float32 []; None if it has none."""
         sums = [
             sequence.rewards.sum() for sequence in self.sequences if sequence.rewards is not None
         ]
@@ -311,7 +311,7 @@ class Completion:
     """int64 [R]: the weight version that generated each token"""
     finish_reason: CompletionReason
     """`stop`: the last token is a stop token; `length`: `max_new_tokens` is reached; `interrupted`:
-    the engine was asked to return what it has (partial rollout)."""
+    the engine was asked to return the tokens generated so far (partial rollout)."""
     sampling_support: SamplingSupport | None = None
     """[R]: sampling support of each token; None: the full vocabulary everywhere"""
     expert_routing: Tensor | None = None

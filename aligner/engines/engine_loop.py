@@ -452,7 +452,7 @@ def reserve_cache(
 
 @dataclass(frozen=True)
 class SingleResponses:
-    """Starts samples of one response each."""
+    """Starts single-turn samples: each consists of one response."""
 
     engine: GenerationEngine
 

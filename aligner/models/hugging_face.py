@@ -50,7 +50,7 @@ class Architecture:
     implied: Mapping[str, Any] = field(default_factory=dict)
     """Attributes that all models of the architecture have."""
     supported: Mapping[str, Any] = field(default_factory=dict)
-    """Entries of which only the default is implemented, with this default."""
+    """Default of each entry for which only the default is implemented."""
     without_effect: tuple[str, ...] = ()
     """Entries of the class that do not change log-probs."""
     dropouts: tuple[str, ...] = ("attention_dropout",)
@@ -60,8 +60,9 @@ class Architecture:
     eos_token_id: int | None = 2
     """Default EOS id of the transformers class; None if it has none."""
     window: Literal["none", "always", "switched", "layered"] = "none"
-    """Which layers have a sliding window: none; all, if the window is not null; all, if
-    `use_sliding_window` is true; or then the layers from `max_window_layers` on."""
+    """Layers with a sliding window. "none": no layer; "always": all layers if the window is not
+    null; "switched": all layers if `use_sliding_window` is true; "layered": the layers from
+    `max_window_layers` on if `use_sliding_window` is true."""
     rope_theta: float = 10000.0
     """Default rotary base of the transformers class."""
     theta_key: str = "rope_theta"
@@ -734,7 +735,8 @@ def _check_layer_types(
     is_switched = architecture.window in ("switched", "layered")
     if not is_switched or config.get("use_sliding_window", False) is False:
         return
-    # In transformers, layers from max_window_layers on have the window, unless layer_types is set.
+    # In transformers, layers from max_window_layers on use sliding-window attention, unless
+    # layer_types is set.
     first = config.get("max_window_layers", 28) if architecture.window == "layered" else 0
     if config.get("sliding_window", 4096) is None or types is not None or first >= layers:
         return
@@ -764,7 +766,7 @@ def _eos_token_ids(
 def _pad_token_id(config: Mapping[str, Any], vocabulary: int, origin: str) -> int:
     """Return the padding token, which no computation reads; 0 if the model has none.
 
-    Conversions of the first Llama models have -1, which also means that there is none.
+    Conversions of the first Llama models have the id -1, which also means no padding token.
     """
     value = config.get("pad_token_id")
     if value is None or (value == -1 and isinstance(value, int)):
@@ -929,7 +931,7 @@ def _rotary_fraction(
             f"{origin}: {name}={fraction:g} with head_dim={values['head_dim']}: must rotate at"
             f" least 1 and at most {values['head_dim']} dimensions"
         )
-    # Dimensions are rotated in pairs, so an odd number is rounded up, beyond an odd head.
+    # Dimensions are rotated in pairs. An odd number is rounded up, which exceeds an odd head size.
     if values["head_dim"] % 2 and int(values["head_dim"] * fraction) == values["head_dim"]:
         raise ConfigError(
             f"{origin}: head_dim={values['head_dim']}: must be even, because all dimensions are"

@@ -594,7 +594,7 @@ def _stored_models(config: Config, expected: ExpectedInputs) -> Iterator[_Stored
         seen.add((model.directory, model.use))
         try:
             directory_shape(model.directory, model.key)
-        except ConfigError:  # the section of the key reports it
+        except ConfigError:  # the check of the key's section reports the error
             continue
         yield model
 
@@ -608,7 +608,7 @@ def _named_models(config: Config) -> Iterator[_StoredModel]:
     try:
         rewards = parse_reward_sources(config.reward) if config.algorithm.generates_samples else ()
         teachers = parse_teacher_sources(config.teacher) if config.has_teacher else ()
-    except ConfigError:  # their sections report it
+    except ConfigError:  # the checks of their sections report the error
         return
     for source in select_model_sources(rewards):
         yield _StoredModel(f"{source.key}.path", Path(source.path), "reward")

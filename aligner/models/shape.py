@@ -43,7 +43,7 @@ class ModelShape:
     normalization: Literal["rms", "layer"] = "rms"
     activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
     gated: bool = True
-    """Whether the feed-forward network multiplies an activated gate with a second projection."""
+    """Whether the feed-forward network multiplies an activated gate by a second projection."""
     linear_bias: bool = False
     """Whether every linear layer of a decoder layer has a bias."""
     qkv_bias: bool = False

@@ -86,7 +86,7 @@ def _token_text(vocabulary: Mapping[int, str], id: int) -> str:
 
 
 def require_same_vocabulary(key: str, directory: Path, policy: Path) -> None:
-    """Raise ConfigError unless the policy's token ids are the same tokens in another model.
+    """Raise ConfigError unless another model has the same tokens at the policy's token ids.
 
     A role calls this function when it starts, because the policy's directory may not exist before
     the launch.
@@ -112,7 +112,7 @@ def with_all_end_tokens(shape: ModelShape, directory: Path) -> ModelShape:
     """Return the shape with the EOS ids of generation_config.json after those of config.json.
 
     If only generation_config.json has EOS ids, the default of the transformers class is not one
-    of the model's EOS ids: in another vocabulary it is any token.
+    of the model's EOS ids: in another vocabulary, this id is an unrelated token.
 
     Args:
         shape: The shape that the model's config.json describes.

@@ -45,9 +45,9 @@ class StoredTensor:
     """Name of the type in the format, such as BF16."""
     shape: tuple[int, ...]
     start: int
-    """First byte in the file."""
+    """Offset in the file of the tensor's first byte."""
     stop: int
-    """Byte after the last one."""
+    """Offset in the file of the first byte after the tensor."""
 
 
 def has_weights(directory: Path) -> bool:
@@ -143,7 +143,7 @@ def _stored_tensor(entry: Mapping[str, Any], offset: int) -> StoredTensor:
 
 
 def _stored_tensors(files: Mapping[str, Path]) -> dict[str, StoredTensor]:
-    """Return the headers' entries of tensors; without those that are not in their files."""
+    """Return the header entry of each tensor; tensors missing from their files are left out."""
     headers = {file: read_header(file) for file in dict.fromkeys(files.values())}
     return {name: headers[file][name] for name, file in files.items() if name in headers[file]}
 

@@ -176,7 +176,7 @@ def weight_table(shape: ModelShape, head: Head = "vocabulary") -> tuple[TensorSp
 def _layer_specs(
     weights: Iterable[Weight], sizes: dict[str, int], layer: int, experts: int
 ) -> Iterator[TensorSpec]:
-    """Yield the weights of a layer: first those outside the experts, then each expert's."""
+    """Yield the weights of a layer: first those outside the experts, then those of each expert."""
     expert_weights = [weight for weight in weights if "{expert}" in weight.name]
     yield from (_spec(weight, sizes, layer) for weight in weights if weight not in expert_weights)
     for expert in range(experts):

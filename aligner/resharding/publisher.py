@@ -330,8 +330,8 @@ class GeneratorCalls:
     """
 
     get_instance: Callable[[], str]
-    """Function that returns the name of the generator instance that answers; each start of the
-    generator is a new instance."""
+    """Function that returns the name of the generator instance that answers; each restart of
+    the generator creates a new instance."""
     has_restarted: Callable[[str], bool]
     """Function that returns whether the generator has been restarted since this instance. It waits
     while the generator is lost."""
@@ -577,7 +577,7 @@ class RemotePublisher:
                 self._publisher = None
                 unanswered_count += _is_unanswered(error)
                 has_restarted = calls.has_restarted(known_instance or self._instance)
-                # The same instance may be alive: a restart of its Triton server loses answers.
+                # The same instance may still run: a restart of its Triton server loses answers.
                 is_worth_repeating = _is_unanswered(error) and unanswered_count <= _MAX_UNANSWERED
                 if not (has_restarted or is_worth_repeating):
                     raise

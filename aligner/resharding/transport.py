@@ -209,8 +209,8 @@ class Link:
             LostPeer: If a peer closed the connection or did not answer in time; the error names it.
                 With NCCL, also if another rank failed; `peers` is then empty.
         """
-        # The last operation first: when it is done, the others usually are too, which saves a
-        # wake-up of this thread for each of them.
+        # Wait for the last operation first: when it is done, the other operations usually are done
+        # too, and this thread is not woken for each of them.
         while self._pending[0]:
             self._wait_for_last_operation(self._pending[0][-1][1])
             del self._pending[0][-1]
@@ -223,7 +223,7 @@ class Link:
             LostPeer: If a rank closed the connection or did not answer in time, or another rank
                 failed; `peers` is empty.
         """
-        # At the front, so that `complete` waits for this operation, not for the oldest `post`.
+        # Put the operation first, so that `complete` waits for it, not for the oldest `post`.
         self._pending.appendleft([(self._require_group().allreduce([tensor]), ())])
         self.complete()
 
@@ -233,7 +233,7 @@ class Link:
 
         Collective. A single entry of the store contains the decision, so all ranks read the same
         decision. The process that hosts the store must run until all ranks have returned from the
-        agreement; its own return does not imply that they have.
+        agreement; it may return before the other ranks have returned.
 
         Args:
             failure: First line of the error. The following lines report what went wrong on which
@@ -861,7 +861,7 @@ class Exchange:
                     self._encoding.pack(piece, self._source_rows(piece), packed)
         self.sent_bytes += sum(buffer.tensor.nbytes for buffer in outgoing)
 
-        # A delta without changed elements has no bytes; both ends know that, and skip the message.
+        # A delta without changed elements has no bytes, and both ends skip its message.
         self._link.post(
             [(buffer.tensor, step.to_rank) for buffer in outgoing if buffer.tensor.numel()],
             [(buffer.tensor, step.from_rank) for buffer in incoming if buffer.tensor.numel()],
@@ -1033,7 +1033,8 @@ class DeltaEncoding(Encoding):
         link.post(sends, receives)
         link.complete()
 
-        # Before the received counts are added: each rank reports only the elements that it sends.
+        # Sum before the received counts are added: each rank reports only the elements that it
+        # sends.
         changed_elements = sum(counts.values())
         for received_counts, from_rank in receives:
             counts |= dict(zip(incoming[from_rank], received_counts.tolist(), strict=True))

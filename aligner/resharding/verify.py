@@ -248,8 +248,8 @@ def _source_sums(
     dtype: torch.dtype,
     read: TensorReader,
 ) -> Tensor:
-    """Return the checksums of the source, int64 [ranges]: those that this rank computes, and zero
-    for the others."""
+    """Return the checksums of the source, int64 [ranges]: zero for the ranges
+    whose checksums other ranks compute."""
     sums = torch.zeros(len(ranges), dtype=torch.int64, device=link.device)
     for index, checked in enumerate(ranges):
         if checked.holder == link.rank:

@@ -75,7 +75,7 @@ def parse_reference(key: str, text: str) -> Reference | None:
 
 
 def map_paths(config: Config, change: Callable[[str, str], str]) -> Config:
-    """Return the configuration with `change(key, path)` for each path that the run reads."""
+    """Replace each path that the run reads by `change(key, path)`; return the new configuration."""
     for pattern in _PATH_KEYS:
         # A pattern such as `data.sources.*.path` belongs to the mapping key `data.sources`.
         if is_read(config, pattern.partition(".*")[0]):

@@ -163,7 +163,8 @@ class OnlineTrainer(TrainingLoop):
         """
         algorithm = self.algorithm
         coefficient = self.kl_controller.coefficient
-        if algorithm.group_size > 1:  # the loss compares samples, not branches
+        # Group losses compare whole samples, so the branches are dropped.
+        if algorithm.group_size > 1:
             rollout = rollout.drop_branches()
 
         batch = rollout.batch

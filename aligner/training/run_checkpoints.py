@@ -283,8 +283,10 @@ class RunCheckpoints:
         return max(values, key=lambda step: (values[step], step), default=None)
 
     def _find_retained_steps(self) -> set[int]:
-        """Return the steps of the checkpoints to retain: the last `checkpoint.keep`, the newest and
-        the best."""
+        """Return the steps of the checkpoints to retain.
+
+        These are the newest checkpoint, the best one, and the last `checkpoint.keep`.
+        """
         steps = self.list_steps()
         best_step = self.find_best()
         # A checkpoint that was saved because of the elapsed time must not displace one that

@@ -142,8 +142,8 @@ def test_pass_rates_do_not_count_abstentions():
     ids = [row // EACH for row in range(len(SCORES))]
     for threshold, passed in ((1.0, 2.0), (None, 2.5)):
         found = collect_outcomes(ids, SCORES, lambda id: (id, 0), threshold)
-        assert [draw.samples for draw in found] == [3, 1, 0, 0, 4]
-        assert found[0].passed == passed
+        assert [draw.sample_count for draw in found] == [3, 1, 0, 0, 4]
+        assert found[0].pass_count == passed
 
 
 def test_metrics_count_abstentions_apart_from_skipped_prompts():

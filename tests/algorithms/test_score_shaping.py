@@ -87,6 +87,6 @@ def test_chained_normalizations_equal_a_single_one():
 
 
 @pytest.mark.parametrize("scores", [[], [0.1, 0.1, 0.1], [1.0, float("nan")], [1.0, float("inf")]])
-def test_equal_or_nonfinite_scores_are_refused(scores):
+def test_reward_normalizer_refuses_equal_or_nonfinite_scores(scores):
     with pytest.raises(ValueError, match=r"scores are equal|must be finite"):
         RewardNormalizer.fit(tensor(scores))

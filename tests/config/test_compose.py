@@ -230,7 +230,7 @@ def test_slurm_time_in_file_equals_override(tmp_path: Path, time: str) -> None:
     assert load_config(tmp_path / "config.yaml").cluster.slurm.time == time
 
 
-def test_time_value_of_integer_key_is_refused(tmp_path: Path) -> None:
+def test_sexagesimal_value_of_integer_key_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"run\.steps=1:30: expected int, got str"):
         compose_config(
             ["experiment=mine"], _own_experiment(tmp_path, "mine", "run: {steps: 1:30}\n")

@@ -223,7 +223,7 @@ def test_unreachable_scorer_is_replaced():
         check(small)
 
 
-def test_ensemble_is_summed_with_shorter_target():
+def test_tiny_dry_run_sums_ensemble_and_shortens_target_length():
     sources = {name: {"kind": "function", "function": "exact_match"} for name in "ab"}
     ensemble = {
         "reward.kind": "combined",

@@ -105,7 +105,7 @@ def test_8b_recipe_requests_a_single_node() -> None:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_recipe_without_weights_is_refused(name: str) -> None:
+def test_recipe_without_model_and_data_files_is_refused(name: str) -> None:
     config = compose_config([f"experiment={name}"])
     with pytest.raises(ConfigError) as caught:
         check(config)

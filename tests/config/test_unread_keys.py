@@ -632,7 +632,7 @@ def test_all_ineffective_overrides_are_listed() -> None:
     ]
 
 
-def test_ineffective_key_of_file_is_only_noted(
+def test_ineffective_key_of_experiment_is_a_note_not_an_error(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit) as exit_:

@@ -149,7 +149,7 @@ def test_repeated_text_does_not_hide_lost_prompt_part() -> None:
         choose_fields([record], "sft", generates=False)
 
 
-def test_choices_already_in_prompt_are_accepted() -> None:
+def test_answer_options_already_in_prompt_are_accepted() -> None:
     record = {"question": "Prime? A) 4 B) 7", "choices": ["4", "7"], "answer": "B"}
     assert choose_fields([record], "online", generates=True).fields == {"prompt": "question"}
 

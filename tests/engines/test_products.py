@@ -37,7 +37,7 @@ def test_packed_matmul_equals_plain_for_any_row_count(rows, biased):
         )
 
 
-def test_packed_bf16_matmul_equals_rounded_fp32():
+def test_matmul_with_packed_bf16_weights_equals_rounded_fp32():
     draw = torch.Generator().manual_seed(1)
     weight, x = (torch.randn(size, 64, generator=draw).bfloat16() for size in (49, 32))
     packed = Matmuls(exact=False, packed=True)

@@ -62,7 +62,7 @@ def test_stale_gradients_are_overwritten_or_zeroed():
     torch.testing.assert_close(idle.main_grad, left @ right)
 
 
-def test_embedding_gradient_is_added_to_buffer_only():
+def test_embedding_gradient_is_added_only_to_main_grad():
     weight, tokens = torch.nn.Parameter(torch.randn(7, 3)), torch.tensor([[2, 5, 2], [0, 2, 6]])
     upstream = torch.randn(2, 3, 3)
     lookup = cpu_backend._LayerFunctions().embedding

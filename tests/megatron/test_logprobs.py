@@ -188,7 +188,7 @@ def test_chunked_logprobs_equal_dense_logprobs(pool, size, sequence, kept, with_
 
 @LAYOUTS
 @pytest.mark.parametrize("count", [1, 5, 15])
-def test_candidate_logprobs_equal_dense_logprobs(pool, size, sequence, count):
+def test_candidate_token_logprobs_equal_unsharded_reference(pool, size, sequence, count):
     ranks = pool.run(head_results, size, sequence, True, False, count)
     check(ranks, dense(True, candidates=count), sequence, True)
 

@@ -139,7 +139,7 @@ def test_data_ranks_have_equal_micro_batch_counts(lengths, ranks, multiple, budg
 
 @settings(deadline=None)
 @given(LENGTHS, st.integers(2, 4), st.integers(1, 3))
-def test_grouped_rows_stay_ordered_in_one_micro_batch(lengths, group, ranks):
+def test_rows_of_a_group_stay_ordered_in_one_micro_batch(lengths, group, ranks):
     tokens, counts = rows_of([length for length in lengths for _ in range(group)])
     budget = group * max(lengths) + 8
     seen = []

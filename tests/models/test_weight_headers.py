@@ -132,7 +132,7 @@ def test_single_file_takes_precedence_over_index(copy):
     assert set(tensor_files(copy).values()) == {copy / "model.safetensors"}
 
 
-def test_quantized_tensor_without_a_description_is_refused(copy):
+def test_quantized_tensor_without_quantization_config_is_refused(copy):
     file = copy / "model-0.safetensors"
     weights = load_file(file)
     name = min(weights)

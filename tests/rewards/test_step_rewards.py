@@ -104,7 +104,7 @@ def test_step_rewards_are_at_end_tokens_of_steps():
     assert torch.allclose(found["0"], expected.nansum(1)) and found["1"].tolist() == [10.0] * 4
 
 
-def test_task_weight_0_gives_no_step_rewards():
+def test_source_weight_0_for_a_task_gives_no_step_rewards():
     parts = [
         (source(task_weights={"chat": 0.0}), StepSource("steps", dots)),
         (

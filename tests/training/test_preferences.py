@@ -85,7 +85,7 @@ def test_pairs_require_different_texts_and_scores(tmp_path) -> None:
     assert without == 1
 
 
-def test_all_pairs_equal_enumeration() -> None:
+def test_all_pairs_function_equals_nested_loops() -> None:
     scores = torch.tensor([1.0, 3.0, 1.0, 2.0, 5.0, 5.0, 5.0, 5.0])
     pairs = all_pairs(scores, 4).view(-1, 2).tolist()
     assert pairs == [[1, 3], [1, 0], [1, 2], [3, 0], [3, 2]]

@@ -322,7 +322,7 @@ def test_branches_follow_samples_of_scored_prompts():
     ]
 
 
-def test_skippable_prompts_have_share_and_number_limits():
+def test_skipped_prompts_are_limited_by_fraction_and_count():
     def allowed(prompts: int, fraction: float, most: int = 8) -> int:
         settings = RolloutConfig(
             prompts_per_step=prompts, max_skipped_fraction=fraction, max_skipped_prompts=most

@@ -440,7 +440,7 @@ def _find_frozen_names(
     tiny_table = weight_table(tiny_shape, head)
 
     def get_counterpart_name(spec: TensorSpec) -> str:
-        """Return the name of the corresponding weight of the model of the run."""
+        """Return the name that a weight of the tiny model has in the run's model."""
         name = spec.name
         if spec.layer is not None:
             name = name.replace(

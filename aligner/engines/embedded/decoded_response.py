@@ -80,7 +80,7 @@ class DecodedResponse:
 
     @property
     def last_token(self) -> int:
-        """The last token so far."""
+        """Last generated token; the last prompt token if none was generated."""
         return self.tokens[-1] if self.tokens else self.prompt[-1]
 
     @property

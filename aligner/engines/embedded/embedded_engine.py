@@ -460,7 +460,7 @@ class EmbeddedEngine(GenerationEngine):
         self._state.version = version
 
     def _swap_weights(self, target: EngineWeights) -> None:
-        """Make the spare weights the current ones."""
+        """Exchange the active weights and the spare weights."""
         # A captured graph contains the addresses of the weights, so the values have to be copied.
         if self._graphs is not None and self._graphs.has_graphs:
             self._weights.storage.copy_(target.storage)

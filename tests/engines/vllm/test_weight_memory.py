@@ -76,7 +76,7 @@ def received_handle(shared: SharedSlices) -> dict:
     return json.loads(json.dumps(shared.handle))
 
 
-def test_opened_handle_keeps_tensors_after_close():
+def test_opened_memory_stays_readable_after_sender_closes():
     shared = shared_whole(TENSORS)
     handle = received_handle(shared)
     with open_memory(handle["memory"], CPU) as memory:
