@@ -79,17 +79,7 @@ def run_on_rank0(
         return action()
 
     if dist.get_rank(group) == 0:
-        try:
-            if heartbeat_s is None:
-                value = action()
-            else:
-                value = _run_with_heartbeats(action, group, heartbeat_s)
-        except BaseException as error:
-            is_described = isinstance(error, AlignerError)
-            message = str(error) if is_described else f"{type(error).__name__}: {error}"
-            broadcast_json({"error": message, "type": type(error).__name__}, group=group)
-            raise
-        return broadcast_json({"value": value}, group=group)["value"]
+        return _run_and_broadcast(action, group, heartbeat_s)
 
     # None is a heartbeat.
     while (answer := broadcast_json(None, group=group)) is None:
@@ -100,23 +90,35 @@ def run_on_rank0(
     return answer["value"]
 
 
-def _run_with_heartbeats(
-    action: Callable[[], T], group: ProcessGroup | None, interval_s: float
-) -> T:
-    """Return the result of `action`; broadcast None at an interval while it runs."""
-    result: Future[T] = Future()
+def _run_and_broadcast(
+    action: Callable[[], Any], group: ProcessGroup | None, heartbeat_s: float | None
+) -> Any:
+    """Run `action` on rank 0, and broadcast its outcome; see `run_on_rank0`."""
+    outcome: Future[Any] = Future()
 
     def run() -> None:
         try:
-            result.set_result(action())
+            outcome.set_result(action())
         except BaseException as error:
-            result.set_exception(error)
+            outcome.set_exception(error)
 
-    # A daemon thread, so that an action that never returns does not keep the process alive.
-    Thread(target=run, name="run_on_rank0", daemon=True).start()
-    while not wait([result], interval_s).done:
-        broadcast_json(None, group=group)
-    return result.result()
+    if heartbeat_s is None:
+        run()
+    else:
+        # A daemon thread, so that an action that never returns does not keep the process alive.
+        Thread(target=run, name="run_on_rank0", daemon=True).start()
+        while not wait([outcome], heartbeat_s).done:
+            broadcast_json(None, group=group)
+
+    # Only the action's own error is sent. After an error of a broadcast, another broadcast would
+    # fail too, or wait for its timeout.
+    error = outcome.exception()
+    if error is not None:
+        is_described = isinstance(error, AlignerError)
+        message = str(error) if is_described else f"{type(error).__name__}: {error}"
+        broadcast_json({"error": message, "type": type(error).__name__}, group=group)
+        raise error
+    return broadcast_json({"value": outcome.result()}, group=group)["value"]
 
 
 def _broadcast_bytes(data: bytes, source: int = 0, group: ProcessGroup | None = None) -> bytes:

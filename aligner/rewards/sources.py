@@ -152,7 +152,7 @@ class ScoringBatch:
         return step_rewards
 
 
-_ERROR_TYPES = (ScorerUnavailable, ScorerTimeout, ScorerDeadlocked)
+_ERROR_TYPES: tuple[type[ScoringError], ...] = (ScorerUnavailable, ScorerTimeout, ScorerDeadlocked)
 """Errors of scorers that reach the client with their own type; all others become ScoringError."""
 
 
@@ -170,11 +170,9 @@ def _score_on_rank0(score: Callable[[], Any]) -> Any:
             return score()
         except AlignerError as error:
             # The client distinguishes only these types.
+            error_type = next((kind for kind in _ERROR_TYPES if type(error) is kind), ScoringError)
             if isinstance(error, UnavailableError):
-                error_type: type[ScoringError] = ScorerUnavailable
-            else:
-                kinds = [kind for kind in _ERROR_TYPES if type(error) is kind]
-                error_type = kinds[0] if kinds else ScoringError
+                error_type = ScorerUnavailable
             raise error_type(str(error)) from error
 
     return run_on_rank0(run, error_types=(ScoringError, *_ERROR_TYPES))

@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from aligner.data import collectives
 from aligner.data.collectives import run_on_rank0
 from aligner.errors import AlignerError, ConfigError, TransientError
 
@@ -47,3 +48,27 @@ def get_error(kind: str, heartbeat_s: float | None) -> str:
     except (AlignerError, ValueError) as raised:
         return f"{type(raised).__name__}: {raised}"
     return "no error"
+
+
+def count_broadcasts_with_lost_peer() -> int:
+    """Return how many broadcasts rank 0 starts if its heartbeats fail; the other ranks start none.
+
+    The failure is simulated, because the ranks of a world whose connection is lost cannot return.
+    """
+    if dist.get_rank() > 0:
+        return 0
+    broadcasts = []
+
+    def fail(value: Any, *args: Any, **options: Any) -> None:
+        broadcasts.append(value)
+        raise RuntimeError("connection closed by peer")
+
+    broadcast = collectives.broadcast_json
+    collectives.broadcast_json = fail
+    try:
+        run_on_rank0(lambda: time.sleep(1), heartbeat_s=0.05)
+    except RuntimeError:
+        return len(broadcasts)
+    finally:
+        collectives.broadcast_json = broadcast
+    return -1

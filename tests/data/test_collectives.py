@@ -31,3 +31,7 @@ def test_action_may_exceed_collective_timeout_with_heartbeats(pool):
 def test_error_of_rank0_reaches_every_rank(pool, kind, on_rank0, on_others, heartbeat_s):
     errors = pool.run(collective_jobs.get_error, 3, kind, heartbeat_s)
     assert errors == [on_rank0, on_others, on_others]
+
+
+def test_failed_heartbeat_is_followed_by_no_broadcast(pool):
+    assert pool.run(collective_jobs.count_broadcasts_with_lost_peer, 2) == [1, 0]
