@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 from rich.console import Console
 
+from aligner.cache_entries import record_use
 from aligner.config.dry_run.dry_run_plan import DryRun, build_changes_table, plan_dry_run
 from aligner.config.prerequisites import Prerequisite, RunPlan
 from aligner.errors import AlignerError, ConfigError
@@ -105,6 +106,9 @@ def launch(
     plan.check()
     if print_details is not None:
         print_details(console)
+    # The run itself begins to use the cache only after its prerequisites, which may take days.
+    for prerequisite in plan.prerequisites:
+        record_use(prerequisite.entry, root)
 
     with Interrupts(console) as interrupts:
         # The first run, which may be a prerequisite experiment, uses the fork server.

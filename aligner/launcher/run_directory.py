@@ -24,6 +24,7 @@ from typing import IO, Any
 import psutil
 from rich.console import Console
 
+from aligner.cache_entries import record_use
 from aligner.config.compose import save_config
 from aligner.config.resume import check_directory, is_unused, with_date, with_decided_resume
 from aligner.data.fencing import claim_run
@@ -31,6 +32,7 @@ from aligner.errors import AlignerError, ConfigError, Stopped, get_exit_code
 from aligner.files import NO_LOCKS, LockHolder, write_file
 from aligner.launcher.failure import describe_next_steps
 from aligner.launcher.processes import read_start_ticks
+from aligner.models.model_source import gguf_file, model_directory
 from aligner.observability.console import print_line, print_summary
 from aligner.observability.metrics import read_metrics
 from aligner.observability.trace import write_trace
@@ -38,6 +40,8 @@ from aligner.paths import LOCK, PRIVATE_MODE, RunPaths, get_run_paths, read_earl
 from aligner.placement.addresses import create_access_key
 from aligner.placement.roles import count_role_ranks
 from aligner.schema import Config
+from aligner.schema.references import find_read_paths
+from aligner.vllm_environment import get_default_vllm_directory
 
 HEARTBEAT_S = 10.0
 """Seconds between two updates of the modification time of `status.json`."""
@@ -416,6 +420,7 @@ def open_run_directory(
         try:
             save_config(config, paths.config)
             create_access_key(config)
+            record_cache_uses(config)
             yield config
         except ConfigError:
             if is_new:
@@ -437,6 +442,17 @@ def open_run_directory(
             print_line(console, line)
         if stopped is not None:
             raise stopped
+
+
+def record_cache_uses(config: Config) -> None:
+    """Record which entries of the cache a run uses, for `aligner cache`."""
+    inputs = [Path(path) for path in find_read_paths(config).values()]
+    if config.model.source == "gguf":
+        inputs += [gguf_file(config.model), model_directory(config)]
+    if config.engine.kind == "vllm" and config.algorithm.generates_samples:
+        inputs += [Path(config.engine.vllm.python or get_default_vllm_directory())]
+    for path in inputs:
+        record_use(path, get_run_paths(config).root)
 
 
 def _move_training_files(paths: RunPaths, console: Console) -> None:

@@ -70,6 +70,12 @@ def entry(place: Path) -> Path:
     return found
 
 
+def recorded_runs(place: Path) -> set[str]:
+    """Return the directories of the runs that are recorded as users of the experiment `pairs`."""
+    records = place / "cache" / "uses" / "experiments" / entry(place).name
+    return {record.read_text() for record in records.iterdir()}
+
+
 def trainer_starts(place: Path) -> int:
     return (
         (entry(place) / "run" / "logs" / "trainer-0.log").read_text().count("trainer rank 0 of 1")
@@ -99,12 +105,14 @@ def test_prerequisite_runs_first_and_only_once(place: Path) -> None:
     assert "running prerequisite" not in out
     assert result in out.splitlines()
     assert trainer_starts(place) == 1
+    assert recorded_runs(place) == {str(place / "run"), str(place / "again")}
 
 
 @pytest.mark.slow
 def test_launches_wait_for_a_shared_prerequisite(place: Path) -> None:
     one = start(place, "one", trainer="train_slowly")
     wait_for(lambda: list(place.glob("cache/experiments/pairs-*/run/metrics.jsonl")), "first step")
+    assert recorded_runs(place) == {str(place / "one")}, "recorded before the run itself starts"
     two, three, four = (start(place, name) for name in ("two", "three", "four"))
     for waiting in (two, three, four):
         assert waiting.stdout is not None

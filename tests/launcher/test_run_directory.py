@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from aligner.cache_entries import list_entries
 from aligner.config.compose import compose_config, load_config, save_config
 from aligner.data import fencing
 from aligner.errors import AlignerError, ConfigError
@@ -155,3 +156,36 @@ def test_run_date_stays_that_of_the_first_launch(tmp_path: Path) -> None:
 
 def replace_date(config: Config, date: str | None) -> Config:
     return replace(config, run=replace(config.run, date=date))
+
+
+def test_run_records_the_cache_entries_that_it_uses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tmp_path / "cache"
+    monkeypatch.setenv("ALIGNER_CACHE", str(cache))
+    package = cache / "packages" / "packed_model"
+    files = (
+        cache / "experiments" / "pairs-12" / "result" / "preferences.jsonl",
+        cache / "experiments" / "unused-12" / "result" / "preferences.jsonl",
+        cache / "models" / "packed_model-1.0-weights" / "config.json",
+        cache / "engines" / "vllm" / "package",
+        package / "packed_model" / "weights.gguf",
+        package / "packed_model-1.0.dist-info" / "METADATA",
+    )
+    for file in files:
+        file.parent.mkdir(parents=True)
+        file.write_text("Name: packed-model\nVersion: 1.0\n")
+    overrides = (
+        "model.source=gguf",
+        "model.package=packed_model",
+        f"data.path={files[0]}",
+        "engine.kind=vllm",
+    )
+    paths = begin(tmp_path / "run", *overrides)
+    assert {entry.name: entry.runs for entry in list_entries()} == {
+        "pairs-12": (paths.root,),
+        "unused-12": (),
+        "packed_model-1.0-weights": (paths.root,),
+        "vllm": (paths.root,),
+        "packed_model": (paths.root,),
+    }

@@ -17,7 +17,11 @@ from aligner.config.prerequisites import RunPlan
 from aligner.config.resume import check_directory, with_date
 from aligner.errors import STOP_SIGNAL, AlignerError, ConfigError
 from aligner.files import write_file
-from aligner.launcher.run_directory import lock_directory, require_unlocked
+from aligner.launcher.run_directory import (
+    lock_directory,
+    record_cache_uses,
+    require_unlocked,
+)
 from aligner.launcher.slurm.slurm_commands import (
     TIMEOUT_S,
     NoAnswerError,
@@ -97,6 +101,7 @@ def submit(plan: RunPlan) -> None:
             get_cache_directory().mkdir(parents=True, exist_ok=True)  # a container mounts it
             save_config(config, paths.config)
             create_access_key(config)
+            record_cache_uses(config)
             write_file(paths.job_script, script)
             job = _submit_job(paths, config)
         paths.status.unlink(missing_ok=True)  # belongs to an earlier launch
