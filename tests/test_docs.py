@@ -59,7 +59,7 @@ ELSEWHERE = {
     r"aligner (launch|validate) ": (
         "models, data or files of the reader's own: tests/cli/test_first_run.py runs the like"
     ),
-    r"aligner (generate|evaluate|serve-model|convert|report|status|plan|new|fetch|completion|--version|--help|view)": (
+    r"aligner (generate|evaluate|serve-model|convert|report|status|plan|new|fetch|completion|cache|--version|--help|view)": (
         "its options are parsed here; tests/cli, tests/engines, tests/data, tests/observability and"
         " tests/planner run it"
     ),

@@ -4,13 +4,15 @@ import argparse
 import difflib
 import importlib
 import os
+import re
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from aligner.cache_entries import KINDS
 from aligner.paths import OPENMP_ENVIRONMENT
 from aligner.version import __version__
 
@@ -110,6 +112,24 @@ def _at_least(minimum: int) -> Callable[[str], int]:
     return parse_integer
 
 
+def _quantity(units: Mapping[str, float], allowed: str) -> Callable[[str], float]:
+    """Return a parser of numbers with a unit, for the `type` of an argument.
+
+    Args:
+        units: Factor of each unit; upper and lower case are equivalent.
+        allowed: Description of the allowed values, for errors.
+    """
+    factors = {unit.lower(): factor for unit, factor in units.items()}
+
+    def parse_quantity(text: str) -> float:
+        match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Za-z]+)", text)
+        if match is None or match[2].lower() not in factors:
+            raise argparse.ArgumentTypeError(f"{text}: must be {allowed}")
+        return float(match[1]) * factors[match[2].lower()]
+
+    return parse_quantity
+
+
 def _add(*names: str, **settings: Any) -> Callable[[argparse.ArgumentParser], None]:
     """Return a function that adds an argument to a parser, with the parameters of
     `add_argument`."""
@@ -125,6 +145,14 @@ def _add(*names: str, **settings: Any) -> Callable[[argparse.ArgumentParser], No
     return add
 
 
+_AGE = _quantity(
+    {"h": 3600, "d": 86400, "w": 604800},
+    "a number of hours, days or weeks, such as 12h, 30d or 8w",
+)
+_SIZE = _quantity(
+    {"MB": 1e6, "MiB": 2**20, "GB": 1e9, "GiB": 2**30, "TB": 1e12, "TiB": 2**40},
+    "a size in MB, MiB, GB, GiB, TB or TiB, such as 50GiB",
+)
 _RUN = _add(
     "run_directory",
     type=Path,
@@ -511,6 +539,51 @@ COMMANDS = {
                     "vLLM package to install, such as vllm==0.32.0 (default: a GPU or CPU build,"
                     " depending on this machine)"
                 ),
+            ),
+        ),
+    ),
+    "cache": Command(
+        "aligner.cli.cache_commands:manage_cache",
+        "list the data sets, models, packages, experiments and engines in the cache, with the runs"
+        " that use them, and delete entries by age or size",
+        (
+            _add(
+                "action",
+                nargs="?",
+                choices=("list", "prune"),
+                default="list",
+                help="list the entries of the cache, or delete entries (default: list)",
+            ),
+            _add(
+                "--kind",
+                choices=KINDS,
+                help="list or delete only entries of this kind",
+            ),
+            _add(
+                "--json", action="store_true", help="list: print one JSON array instead of a table"
+            ),
+            _add(
+                "--older-than",
+                type=_AGE,
+                metavar="AGE",
+                help=(
+                    "prune: delete entries whose last use is longer ago than AGE, such as 12h, 30d"
+                    " or 8w"
+                ),
+            ),
+            _add(
+                "--max-size",
+                type=_SIZE,
+                metavar="SIZE",
+                help=(
+                    "prune: delete the least recently used entries until the total size is at most"
+                    " SIZE, such as 500MiB or 50GiB"
+                ),
+            ),
+            _add(
+                "--dry-run",
+                action="store_true",
+                help="prune: delete nothing, and print the entries that would be deleted",
             ),
         ),
     ),
