@@ -119,3 +119,34 @@ def read_sealed_bytes(file: Path) -> bytes:
     if seal_bytes(content[_CHECKSUM_BYTES:]) != content:
         raise DamagedError(f"{file}: damaged: the content does not match the checksum")
     return content[_CHECKSUM_BYTES:]
+
+
+# Polynomial of CRC-32 in the bit-reversed form that zlib uses.
+_CRC32_POLYNOMIAL = 0xEDB88320
+
+
+def combine_crc32(first: int, second: int, second_length: int) -> int:
+    """Return the CRC-32 of two concatenated texts from the CRC-32 of each.
+
+    The CRC of the first text is multiplied by x^(8 n) modulo the CRC's polynomial, where n is the
+    length of the second text in bytes (zlib's crc32_combine).
+    """
+    factor = 1 << 31  # the polynomial 1
+    power = 1 << 23  # x^8
+    while second_length:
+        if second_length & 1:
+            factor = _multiply_polynomials(power, factor)
+        power = _multiply_polynomials(power, power)
+        second_length >>= 1
+    return _multiply_polynomials(factor, first) ^ second
+
+
+def _multiply_polynomials(first: int, second: int) -> int:
+    """Return the product of two polynomials over GF(2) modulo the polynomial of CRC-32; the
+    highest bit is the constant term."""
+    product = 0
+    for bit in range(31, -1, -1):
+        if first >> bit & 1:
+            product ^= second
+        second = second >> 1 ^ (_CRC32_POLYNOMIAL if second & 1 else 0)
+    return product

@@ -22,15 +22,15 @@ from aligner.data.examples import (
     open_run_data,
 )
 from aligner.data.prompts import open_prompts
+from aligner.data.record_sources import RawRecord
 from aligner.data.records import (
     FieldChoice,
     FieldChoiceError,
-    RawRecord,
     choose_fields,
     has_content,
     is_prompt_part,
+    open_source,
     parse_records,
-    read_raw_records,
 )
 from aligner.data.tokenizer import Tokenizer, build_run_tokenizer
 from aligner.errors import AlignerError, ConfigError
@@ -119,9 +119,7 @@ def _read_raw_records(data: DataConfig) -> list[RawRecord]:
         return [RawRecord({"prompt": text}, "data.prompts") for text in data.prompts]
     all_records: list[RawRecord] = []
     for source in sources:
-        raw_records = read_raw_records(
-            source.path, f"{source.key}.path=", timeout_s=source.timeout_s
-        )
+        raw_records = list(open_source(source).read())
         if source.fields:
             values = parse_records(
                 raw_records,

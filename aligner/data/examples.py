@@ -3,15 +3,19 @@ labeled steps, and the streams of them that a run trains on."""
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
+import pyarrow as pa
 import torch
 from torch import Tensor
 
 from aligner.data.conversations import PromptText, render_exchange, render_prompt, render_turns
+from aligner.data.example_cache import ExampleCache, open_examples
+from aligner.data.example_table import MASK, TOKENS, ExampleFormat, Row
 from aligner.data.prompts import (
     ExampleStream,
     check_length,
@@ -20,7 +24,7 @@ from aligner.data.prompts import (
     tokenize_exchange,
     tokenize_prompt,
 )
-from aligner.data.records import BadRecord, Record, has_steps, read_examples
+from aligner.data.records import BadRecord, Record, has_steps
 from aligner.data.teacher_scores import TeacherScores, TeacherScoresRow
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError
@@ -116,8 +120,15 @@ class RunData:
     """Notices about the data for the user, one line each."""
 
 
-def open_run_data(config: Config, tokenizer: Tokenizer) -> RunData:
+def open_run_data(
+    config: Config, tokenizer: Tokenizer, cache: ExampleCache | None = None
+) -> RunData:
     """Read, check and tokenize the data of an offline run.
+
+    Args:
+        config: The run's configuration.
+        tokenizer: The policy's tokenizer.
+        cache: The cache of tokenized examples; None keeps the examples in memory.
 
     Raises:
         ConfigError: See `open_demonstrations`; or a source has too few records for
@@ -128,11 +139,11 @@ def open_run_data(config: Config, tokenizer: Tokenizer) -> RunData:
     examples: ExampleStream[Any]
     if trainer in ("sft", "teacher_scores"):
         scores = open_teacher_scores(config) if trainer == "sft" else None
-        examples = open_demonstrations(data, tokenizer, config.seed, scores)
+        examples = open_demonstrations(data, tokenizer, config.seed, scores, cache)
     elif trainer == "reward_model" and has_steps(data):
-        examples = open_labeled_steps(data, tokenizer, config.seed)
+        examples = open_labeled_steps(data, tokenizer, config.seed, cache)
     elif config.algorithm.has_labels:
-        examples = open_labeled_answers(data, tokenizer, config.seed)
+        examples = open_labeled_answers(data, tokenizer, config.seed, cache)
     else:
         preference = config.algorithm.preference
         margin_setting = (
@@ -140,7 +151,9 @@ def open_run_data(config: Config, tokenizer: Tokenizer) -> RunData:
             if trainer == "dpo" and preference.has_margin
             else None
         )
-        examples = open_preferences(data, tokenizer, config.seed, margin_for=margin_setting)
+        examples = open_preferences(
+            data, tokenizer, config.seed, margin_for=margin_setting, cache=cache
+        )
 
     if data.normalization is not None and isinstance(examples.take(0, 1)[0], LabeledSteps):
         raise ConfigError(
@@ -171,7 +184,7 @@ def open_run_data(config: Config, tokenizer: Tokenizer) -> RunData:
     sample_data = replace(
         data, path=data.normalization, sources={}, fields={}, shuffle=False, **no_extraction
     )
-    sample_stream = open_demonstrations(sample_data, tokenizer, config.seed)
+    sample_stream = open_demonstrations(sample_data, tokenizer, config.seed, cache=cache)
     samples = sample_stream.take(0, min(len(sample_stream), data.normalization_samples))
     return RunData(examples, held_out, samples, (*notices, *sample_stream.notices))
 
@@ -199,7 +212,11 @@ def open_teacher_scores(config: Config) -> TeacherScores | None:
 
 
 def open_demonstrations(
-    data: DataConfig, tokenizer: Tokenizer, seed: int, scores: TeacherScores | None = None
+    data: DataConfig,
+    tokenizer: Tokenizer,
+    seed: int,
+    scores: TeacherScores | None = None,
+    cache: ExampleCache | None = None,
 ) -> ExampleStream[Demonstration]:
     """Read, check and tokenize all demonstrations.
 
@@ -213,24 +230,28 @@ def open_demonstrations(
         seed: The seed of the stream.
         scores: The teacher's scores, which must contain every demonstration; None without a
             teacher.
+        cache: See `open_run_data`.
 
     Raises:
         ConfigError: A source cannot be read; or a record is invalid, too long or without scores,
             and is not to be skipped. The message names the record.
     """
-    read = _read_conversation if data.learned_turns == "all" else _read_demonstration
-
-    def parse(record: Record) -> Demonstration:
-        demonstration = read(record, "response", tokenizer, data)
-        return (
-            demonstration if scores is None else _add_scores(demonstration, scores, record.origin)
-        )
-
-    return _open_stream(data, seed, parse)
+    parser = ExampleParser(
+        DEMONSTRATIONS,
+        partial(_read_scored_demonstration, scores),
+        tokenizer,
+        data,
+        {"scores": None if scores is None else scores.identity},
+    )
+    return _open_stream(parser, seed, cache)
 
 
 def open_preferences(
-    data: DataConfig, tokenizer: Tokenizer, seed: int, margin_for: str | None = None
+    data: DataConfig,
+    tokenizer: Tokenizer,
+    seed: int,
+    margin_for: str | None = None,
+    cache: ExampleCache | None = None,
 ) -> ExampleStream[Preference]:
     """Read, check and tokenize all preferences.
 
@@ -243,28 +264,24 @@ def open_preferences(
         seed: The seed of the stream.
         margin_for: The setting that requires a margin in every record, for the error message; None
             if the margin is optional.
+        cache: See `open_run_data`.
 
     Raises:
         ConfigError: See `open_demonstrations`. A record with two equal responses is invalid, and so
             is a record without a required margin.
     """
-
-    def parse(record: Record) -> Preference:
-        pair = _read_preference(record, tokenizer, data)
-        if margin_for is not None and pair.margin is None:
-            problem = (
-                "record lacks field `margin`"
-                if data.margin
-                else "field `margin` is ignored because data.margin=false"
-            )
-            raise BadRecord(f"{record.origin}: {problem}; {margin_for} requires it")
-        return pair
-
-    return _open_stream(data, seed, parse)
+    parser = ExampleParser(
+        PREFERENCES,
+        partial(_read_preference_with_margin, margin_for),
+        tokenizer,
+        data,
+        {"margin_for": margin_for},
+    )
+    return _open_stream(parser, seed, cache)
 
 
 def open_labeled_answers(
-    data: DataConfig, tokenizer: Tokenizer, seed: int
+    data: DataConfig, tokenizer: Tokenizer, seed: int, cache: ExampleCache | None = None
 ) -> ExampleStream[LabeledAnswer]:
     """Read, check and tokenize all labeled answers.
 
@@ -274,11 +291,12 @@ def open_labeled_answers(
     Raises:
         ConfigError: See `open_demonstrations`.
     """
-    return _open_stream(data, seed, lambda record: _read_labeled_answer(record, tokenizer, data))
+    parser = ExampleParser(LABELED_ANSWERS, _read_labeled_answer, tokenizer, data)
+    return _open_stream(parser, seed, cache)
 
 
 def open_labeled_steps(
-    data: DataConfig, tokenizer: Tokenizer, seed: int
+    data: DataConfig, tokenizer: Tokenizer, seed: int, cache: ExampleCache | None = None
 ) -> ExampleStream[LabeledSteps]:
     """Read, check and tokenize all labeled steps.
 
@@ -288,31 +306,65 @@ def open_labeled_steps(
     Raises:
         ConfigError: See `open_demonstrations`.
     """
-    return _open_stream(data, seed, lambda record: _read_labeled_steps(record, tokenizer, data))
+    parser = ExampleParser(LABELED_STEPS, _read_labeled_steps, tokenizer, data)
+    return _open_stream(parser, seed, cache)
+
+
+@dataclass(frozen=True)
+class ExampleParser(Generic[Example]):
+    """Parser of the records of an offline trainer."""
+
+    format: ExampleFormat[Example]
+    read: Callable[[Record, Tokenizer, DataConfig], Example]
+    """Function that returns the example of a record; it can be sent to another process."""
+    tokenizer: Tokenizer
+    data: DataConfig
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Further values that determine the examples, as JSON."""
+
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        """JSON object that determines the example of a record."""
+        return {"tokenizer": self.tokenizer.identity, **self.arguments}
+
+    def __call__(self, record: Record) -> Example:
+        """Return the example of a record."""
+        return self.read(record, self.tokenizer, self.data)
+
+    def summarize(self, examples: Sequence[Example], origins: Sequence[str]) -> Mapping[str, Any]:
+        """Return the number of examples whose tokens merge, and the origin of the first one."""
+        merge_origins = [
+            origin for example, origin in zip(examples, origins, strict=True) if _has_merge(example)
+        ]
+        return {"merges": len(merge_origins), "first_merge": next(iter(merge_origins), "")}
+
+    def combine(self, summaries: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+        """Return the numbers of all summaries."""
+        first_merges = (summary["first_merge"] for summary in summaries if summary["merges"])
+        return {
+            "merges": sum(summary["merges"] for summary in summaries),
+            "first_merge": next(first_merges, ""),
+        }
 
 
 def _open_stream(
-    data: DataConfig, seed: int, parse: Callable[[Record], Example]
+    parser: ExampleParser[Example], seed: int, cache: ExampleCache | None
 ) -> ExampleStream[Example]:
     """Return a stream of all examples, with a notice about merged tokens if there are any."""
-    merge_origins: list[str] = []
-
-    def parse_and_check(record: Record) -> Example:
-        example = parse(record)
-        if _has_merge(example):
-            merge_origins.append(record.origin)
-        return example
-
-    sources, weights, notices = read_examples(data, parse_and_check)
-    if merge_origins:
-        total = sum(map(len, sources))
+    opened = open_examples(parser.data, parser, cache)
+    notices = [*opened.notices]
+    summary = parser.combine(opened.summaries)
+    if summary["merges"]:
+        total = sum(map(len, opened.sources))
         notices.append(
-            f"{merge_origins[0]}: tokens merge across the boundary of prompt and response (in"
-            f" {len(merge_origins)} of {total} records); these tokens are trained on as part of the"
+            f"{summary['first_merge']}: tokens merge across the boundary of prompt and response (in"
+            f" {summary['merges']} of {total} records); these tokens are trained on as part of the"
             " response, while generation starts from the prompt's own tokens. Move space from the"
             " end of the prompt to the start of the response"
         )
-    return ExampleStream(sources, weights, seed=seed, shuffle=data.shuffle, notices=notices)
+    return ExampleStream(
+        opened.sources, opened.weights, seed=seed, shuffle=parser.data.shuffle, notices=notices
+    )
 
 
 def _has_merge(example: object) -> bool:
@@ -322,6 +374,15 @@ def _has_merge(example: object) -> bool:
     if isinstance(example, Preference):
         return example.chosen.prompt is not None or example.rejected.prompt is not None
     return isinstance(example, Demonstration) and example.prompt is not None
+
+
+def _read_scored_demonstration(
+    scores: TeacherScores | None, record: Record, tokenizer: Tokenizer, data: DataConfig
+) -> Demonstration:
+    """Return the demonstration of a record, with its teacher's scores if there is a teacher."""
+    read = _read_conversation if data.learned_turns == "all" else _read_demonstration
+    demonstration = read(record, "response", tokenizer, data)
+    return demonstration if scores is None else _add_scores(demonstration, scores, record.origin)
 
 
 def _read_demonstration(
@@ -468,6 +529,21 @@ def _read_conversation(
     return Demonstration(torch.cat([prompt_ids, tokens]), prompt_ids.numel(), mask)
 
 
+def _read_preference_with_margin(
+    margin_for: str | None, record: Record, tokenizer: Tokenizer, data: DataConfig
+) -> Preference:
+    """Return the preference of a record; raise BadRecord if it lacks a required margin."""
+    pair = _read_preference(record, tokenizer, data)
+    if margin_for is not None and pair.margin is None:
+        problem = (
+            "record lacks field `margin`"
+            if data.margin
+            else "field `margin` is ignored because data.margin=false"
+        )
+        raise BadRecord(f"{record.origin}: {problem}; {margin_for} requires it")
+    return pair
+
+
 def _read_preference(record: Record, tokenizer: Tokenizer, data: DataConfig) -> Preference:
     """Return the preference of a record; raise BadRecord if the two responses are equal."""
     chosen = _read_demonstration(record, "chosen", tokenizer, data)
@@ -581,3 +657,143 @@ def _tokenize_parts(
 
     bounds = itertools.pairwise([*starts, tokens.numel()])
     return parts.prompt_part, [tokens[start:end] for start, end in bounds]
+
+
+def _list_demonstration_columns(prefix: str = "") -> list[pa.Field]:
+    """Return the columns of a demonstration."""
+    return [
+        pa.field(f"{prefix}tokens", TOKENS),
+        pa.field(f"{prefix}prompt_length", pa.int32()),
+        pa.field(f"{prefix}response_mask", MASK),
+        pa.field(f"{prefix}prompt", TOKENS),
+    ]
+
+
+def _encode_demonstration(demonstration: Demonstration, prefix: str = "") -> dict[str, Any]:
+    """Return the columns of a demonstration without its teacher's scores."""
+    return {
+        f"{prefix}tokens": demonstration.tokens,
+        f"{prefix}prompt_length": demonstration.prompt_length,
+        f"{prefix}response_mask": demonstration.response_mask,
+        f"{prefix}prompt": demonstration.prompt,
+    }
+
+
+def _decode_demonstration(row: Row, prefix: str = "") -> Demonstration:
+    return Demonstration(
+        row.get_tokens(f"{prefix}tokens"),
+        row.get(f"{prefix}prompt_length"),
+        row.get_mask(f"{prefix}response_mask"),
+        prompt=row.get_optional_tokens(f"{prefix}prompt"),
+    )
+
+
+def _encode_scored_demonstration(demonstration: Demonstration) -> Mapping[str, Any]:
+    scores = demonstration.teacher_row
+    return {
+        **_encode_demonstration(demonstration),
+        "teacher_file": None if scores is None else str(scores.file),
+        "teacher_first": None if scores is None else scores.first,
+        "teacher_count": None if scores is None else scores.count,
+    }
+
+
+def _decode_scored_demonstration(row: Row) -> Demonstration:
+    demonstration = _decode_demonstration(row)
+    file = row.get("teacher_file")
+    if file is None:
+        return demonstration
+    scores = TeacherScoresRow(Path(file), row.get("teacher_first"), row.get("teacher_count"))
+    return replace(demonstration, teacher_row=scores)
+
+
+def _encode_preference(preference: Preference) -> Mapping[str, Any]:
+    return {
+        **_encode_demonstration(preference.chosen, "chosen_"),
+        **_encode_demonstration(preference.rejected, "rejected_"),
+        "margin": preference.margin,
+    }
+
+
+def _decode_preference(row: Row) -> Preference:
+    return Preference(
+        _decode_demonstration(row, "chosen_"),
+        _decode_demonstration(row, "rejected_"),
+        row.get("margin"),
+    )
+
+
+def _encode_labeled_answer(example: LabeledAnswer) -> Mapping[str, Any]:
+    return {**_encode_demonstration(example.answer), "is_desirable": example.is_desirable}
+
+
+def _decode_labeled_answer(row: Row) -> LabeledAnswer:
+    return LabeledAnswer(_decode_demonstration(row), row.get("is_desirable"))
+
+
+def _encode_labeled_steps(example: LabeledSteps) -> Mapping[str, Any]:
+    return {
+        "tokens": example.tokens,
+        "prompt_length": example.prompt_length,
+        "positions": example.positions,
+        "labels": example.labels,
+    }
+
+
+def _decode_labeled_steps(row: Row) -> LabeledSteps:
+    return LabeledSteps(
+        row.get_tokens("tokens"),
+        row.get("prompt_length"),
+        row.get_tokens("positions"),
+        torch.tensor(row.get("labels"), dtype=torch.float32),
+    )
+
+
+DEMONSTRATIONS = ExampleFormat(
+    "demonstration",
+    pa.schema(
+        [
+            *_list_demonstration_columns(),
+            pa.field("teacher_file", pa.string()),
+            pa.field("teacher_first", pa.int64()),
+            pa.field("teacher_count", pa.int32()),
+        ]
+    ),
+    _encode_scored_demonstration,
+    _decode_scored_demonstration,
+)
+"""Format of demonstrations in a table."""
+PREFERENCES = ExampleFormat(
+    "preference",
+    pa.schema(
+        [
+            *_list_demonstration_columns("chosen_"),
+            *_list_demonstration_columns("rejected_"),
+            pa.field("margin", pa.float64()),
+        ]
+    ),
+    _encode_preference,
+    _decode_preference,
+)
+"""Format of preferences in a table."""
+LABELED_ANSWERS = ExampleFormat(
+    "labeled_answer",
+    pa.schema([*_list_demonstration_columns(), pa.field("is_desirable", pa.bool_())]),
+    _encode_labeled_answer,
+    _decode_labeled_answer,
+)
+"""Format of labeled answers in a table."""
+LABELED_STEPS = ExampleFormat(
+    "labeled_steps",
+    pa.schema(
+        [
+            pa.field("tokens", TOKENS),
+            pa.field("prompt_length", pa.int32()),
+            pa.field("positions", TOKENS),
+            pa.field("labels", pa.list_(pa.float32())),
+        ]
+    ),
+    _encode_labeled_steps,
+    _decode_labeled_steps,
+)
+"""Format of labeled steps in a table."""

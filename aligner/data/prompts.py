@@ -18,7 +18,7 @@ import itertools
 import json
 import math
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
@@ -26,9 +26,11 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import numpy as np
+import pyarrow as pa
 import torch
 from torch import Tensor
 
+from aligner.data.checksums import combine_crc32
 from aligner.data.control_tokens import unescape
 from aligner.data.conversations import (
     PromptText,
@@ -37,15 +39,25 @@ from aligner.data.conversations import (
     render_exchange,
     render_prompt,
 )
+from aligner.data.example_cache import (
+    ExampleCache,
+    list_inline_prompts,
+    open_examples,
+)
+from aligner.data.example_table import (
+    TOKENS,
+    ExampleFormat,
+    ExampleTable,
+    Row,
+    SelectedExamples,
+)
 from aligner.data.pass_rates import PassRates, PromptSelector, compute_pass_fractions
+from aligner.data.record_sources import open_record_source
 from aligner.data.records import (
     BadRecord,
     ExcludedRecord,
     Record,
     parse_records,
-    read_examples,
-    read_inline_prompts,
-    read_raw_records,
     read_source,
 )
 from aligner.data.tokenizer import Tokenizer, Tools
@@ -110,6 +122,18 @@ class ExampleStream(Generic[Example]):
         """Return an iterator over every example of every source, in the sources' own order."""
         return itertools.chain.from_iterable(self._sources)
 
+    def get_range(self, start: int, stop: int) -> list[Example]:
+        """Return the examples from index `start` up to `stop`, counted over all sources in their
+        own order."""
+        examples: list[Example] = []
+        first_index = 0
+        for source in self._sources:
+            first = max(0, start - first_index)
+            last = max(0, stop - first_index)
+            examples += source[first:last]
+            first_index += len(source)
+        return examples
+
     def hold_out(self, count: int) -> "tuple[ExampleStream[Example], list[Example]]":
         """Split off examples for evaluation.
 
@@ -140,14 +164,13 @@ class ExampleStream(Generic[Example]):
                     " records, so that at least one record remains for training"
                 )
 
-        train_sources = []
-        held_out = []
+        train_sources: list[Sequence[Example]] = []
+        held_out: list[Example] = []
         for number, source in enumerate(self._sources):
-            indices = set(self._compute_hold_out_order(number)[:count])
-            train_sources.append(
-                [example for index, example in enumerate(source) if index not in indices]
-            )
-            held_out += [source[index] for index in sorted(indices)]
+            indices = np.sort(self._compute_hold_out_order(number)[:count])
+            remaining_indices = np.delete(np.arange(len(source)), indices)
+            train_sources.append(SelectedExamples(source, remaining_indices))
+            held_out += SelectedExamples(source, indices)
 
         weights = [float(weight) for weight in self._weights]
         stream = ExampleStream(
@@ -155,14 +178,15 @@ class ExampleStream(Generic[Example]):
         )
         return stream, held_out
 
-    def _compute_hold_out_order(self, source: int) -> list[int]:
-        """Return the indices of a source's examples in the order in which they are held out."""
+    def _compute_hold_out_order(self, source: int) -> np.ndarray:
+        """Return the indices of a source's examples in the order in which they are held out, int64
+        [N]."""
         size = len(self._sources[source])
         if not self._shuffle:
-            return list(range(size))[::-1]
+            return np.arange(size)[::-1]
         # The spawn key makes this random stream independent of the orders of the epochs.
         bits = np.random.Philox(np.random.SeedSequence([self._seed, source], spawn_key=(1,)))
-        return [int(index) for index in np.random.Generator(bits).permutation(size)]
+        return np.random.Generator(bits).permutation(size)
 
     def take(self, start: int, count: int) -> list[Example]:
         """Return the `count` examples at the positions from `start` on."""
@@ -240,11 +264,23 @@ def _interleave(weights: Sequence[Fraction], start: int, count: int) -> Iterator
         heapq.heapreplace(due_items, ((counts[source] + Fraction(1, 2)) / shares[source], source))
 
 
+@dataclass(frozen=True)
+class PromptFields:
+    """A prompt without its tokens."""
+
+    text: str
+    metadata: Mapping[str, Any]
+    origin: str
+    """See `Prompt.origin`."""
+
+
 class PromptStream(ExampleStream[Prompt]):
     """An endless stream of prompts, from which a curriculum may select."""
 
     selector: PromptSelector | None = None
     """The curriculum's selection rule; None selects every prompt."""
+    text_checksum: int | None = None
+    """CRC-32 of the texts of all prompts, if it is known; see `compute_checksum`."""
 
     def take(self, start: int, count: int) -> list[Prompt]:
         """Return the `count` prompts from position `start` on; a prompt's id is its position."""
@@ -255,11 +291,21 @@ class PromptStream(ExampleStream[Prompt]):
 
     def compute_checksum(self) -> int:
         """Return the CRC-32 of the texts of all prompts, in the sources' own order."""
-        return functools.reduce(
-            lambda checksum, prompt: zlib.crc32(prompt.text.encode() + b"\0", checksum),
-            self.iterate_examples(),
-            0,
-        )
+        if self.text_checksum is None:
+            texts = (prompt.text for prompt in self.iterate_examples())
+            self.text_checksum, _ = _compute_text_checksum(texts)
+        return self.text_checksum
+
+    def iterate_fields(self) -> Iterator[PromptFields]:
+        """Yield the text, metadata and origin of every prompt, in the sources' own order. This is
+        faster than `iterate_examples`."""
+        for source in self._sources:
+            if isinstance(source, ExampleTable):
+                for text, metadata, origin in source.iterate_values("text", "metadata", "origin"):
+                    yield PromptFields(text, json.loads(metadata), origin)
+            else:
+                for prompt in source:
+                    yield PromptFields(prompt.text, prompt.metadata, prompt.origin)
 
     def select(self, start: int, count: int, rates: PassRates | None) -> tuple[list[Prompt], int]:
         """Return the first prompts from a position on that the curriculum selects.
@@ -289,6 +335,7 @@ def open_prompts(
     include_messages: bool = False,
     include_responses: bool = False,
     tools: Tools | None = None,
+    cache: ExampleCache | None = None,
 ) -> PromptStream:
     """Read and tokenize the prompts of all sources, or the prompts in the configuration.
 
@@ -304,38 +351,145 @@ def open_prompts(
             of its conversation, as `response` and `response_tokens`.
         tools: Schemas of the tools that the prompts describe to the model. Records with a field
             `tools` use their own tools. All prompts must be chat messages if there are tools.
+        cache: The cache of tokenized examples; None keeps the prompts in memory.
 
     Raises:
         ConfigError: There is no prompt; a source cannot be read; or a record has no usable prompt
             and is not to be skipped. The message names the record. `data.long_prompts` determines
             the handling of prompts of more than `data.max_prompt_tokens` tokens.
     """
-
-    pass_rates = _read_pass_rates(data)
-
-    def parse(record: Record) -> Prompt:
-        record = _add_pass_rate(record, data, tokenizer, pass_rates)
-        prompt = _parse_prompt(add_tools(record, tools), tokenizer, data, include_messages)
-        return (
-            replace(
-                prompt,
-                metadata={**prompt.metadata, **_get_response_fields(record, tokenizer, data)},
-            )
-            if include_responses
-            else prompt
-        )
-
-    sources, weights, notices = read_examples(data, parse)
-    if data.sort_by is not None:
-        sources = [
-            sorted(source, key=functools.partial(_sort_key, data.sort_by)) for source in sources
-        ]
-    stream = PromptStream(sources, weights, seed=seed, shuffle=data.shuffle, notices=notices)
+    parser = PromptParser(
+        data,
+        tokenizer,
+        include_messages=include_messages,
+        include_responses=include_responses,
+        tools=tools,
+        pass_rates=_read_pass_rates(data),
+    )
+    opened = open_examples(data, parser, cache)
+    sources = [_sort(source, data.sort_by) for source in opened.sources]
+    stream = PromptStream(
+        sources, opened.weights, seed=seed, shuffle=data.shuffle, notices=opened.notices
+    )
+    stream.text_checksum, _ = _combine_text_checksums(
+        [summary["texts"] for summary in opened.summaries]
+    )
     # Without a selection criterion, the stream does not need the pass rates.
     stream.selector = (
         PromptSelector(data.curriculum, seed) if data.curriculum.selects_prompts else None
     )
     return stream
+
+
+@dataclass(frozen=True)
+class PromptParser:
+    """Parser of the records of prompts; see `open_prompts` for the attributes."""
+
+    data: DataConfig
+    tokenizer: Tokenizer
+    include_messages: bool
+    include_responses: bool
+    tools: Tools | None
+    pass_rates: Mapping[str, float] | None
+    """See `_read_pass_rates`."""
+
+    @property
+    def format(self) -> ExampleFormat[Prompt]:
+        """Format of the prompts in a table."""
+        to_row = functools.partial(_encode_prompt, self.data.sort_by)
+        return ExampleFormat("prompt", _PROMPT_SCHEMA, to_row, _decode_prompt)
+
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        """JSON object that determines the prompt of a record."""
+        return {
+            "tokenizer": self.tokenizer.identity,
+            "include_messages": self.include_messages,
+            "include_responses": self.include_responses,
+            "tools": self.tools,
+            "pass_rates": self.pass_rates,
+        }
+
+    def __call__(self, record: Record) -> Prompt:
+        """Return the prompt of a record."""
+        record = _add_pass_rate(record, self.data, self.tokenizer, self.pass_rates)
+        prompt = _parse_prompt(
+            add_tools(record, self.tools), self.tokenizer, self.data, self.include_messages
+        )
+        if not self.include_responses:
+            return prompt
+        response_fields = _get_response_fields(record, self.tokenizer, self.data)
+        return replace(prompt, metadata={**prompt.metadata, **response_fields})
+
+    def summarize(self, examples: Sequence[Prompt], origins: Sequence[str]) -> Mapping[str, Any]:
+        """Return the checksum of the prompts' texts."""
+        return {"texts": _compute_text_checksum(prompt.text for prompt in examples)}
+
+    def combine(self, summaries: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+        """Return the checksum of the texts of all summaries."""
+        return {"texts": _combine_text_checksums([summary["texts"] for summary in summaries])}
+
+
+_PROMPT_SCHEMA = pa.schema(
+    [
+        pa.field("text", pa.string()),
+        pa.field("tokens", TOKENS),
+        pa.field("metadata", pa.string()),  # JSON: each record may have other fields
+        pa.field("origin", pa.string()),
+        pa.field("sort_key", pa.float64()),  # null without data.sort_by
+    ]
+)
+
+
+def _encode_prompt(sort_by: str | None, prompt: Prompt) -> Mapping[str, Any]:
+    return {
+        "text": prompt.text,
+        "tokens": prompt.tokens,
+        "metadata": json.dumps(prompt.metadata, ensure_ascii=False),
+        "origin": prompt.origin,
+        "sort_key": None if sort_by is None else _sort_key(sort_by, prompt),
+    }
+
+
+def _decode_prompt(row: Row) -> Prompt:
+    return Prompt(
+        0,
+        row.get("text"),
+        row.get_tokens("tokens"),
+        json.loads(row.get("metadata")),
+        row.get("origin"),
+    )
+
+
+def _compute_text_checksum(texts: Iterable[str]) -> tuple[int, int]:
+    """Return the CRC-32 of texts, each with a zero byte after it, and their length in bytes."""
+    checksum = 0
+    length = 0
+    for text in texts:
+        content = text.encode() + b"\0"
+        checksum = zlib.crc32(content, checksum)
+        length += len(content)
+    return checksum, length
+
+
+def _combine_text_checksums(parts: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """Return the checksum and length of all texts from those of consecutive parts."""
+    checksum = 0
+    for part_checksum, length in parts:
+        checksum = combine_crc32(checksum, part_checksum, length)
+    return checksum, sum(length for _, length in parts)
+
+
+def _sort(source: Sequence[Prompt], sort_by: str | None) -> Sequence[Prompt]:
+    """Return the prompts of a source in the order of `data.sort_by`."""
+    if sort_by is None:
+        return source
+    keys = (
+        source.read_numbers("sort_key")
+        if isinstance(source, ExampleTable)
+        else np.array([_sort_key(sort_by, prompt) for prompt in source])
+    )
+    return SelectedExamples(source, np.argsort(keys, kind="stable"))
 
 
 def open_evaluation_prompts(
@@ -380,7 +534,8 @@ def open_evaluation_prompts(
         # One prompt of each task in turn, so that `count` below keeps all tasks.
         prompts = [prompt for group in zip(*prompts_per_task, strict=False) for prompt in group]
     elif settings.path is None:
-        prompts, _ = read_inline_prompts(settings.prompts, f"{suite.key}.prompts", parse)
+        key = f"{suite.key}.prompts"
+        prompts, _ = parse_records(list_inline_prompts(settings.prompts, key), parse, key)
     else:
         source = DataSource(
             suite.key,
@@ -421,7 +576,7 @@ def _read_pass_rates(data: DataConfig) -> Mapping[str, float] | None:
     key = "data.pass_rate_samples="
     scores = dict[str, list[float]]()
     for text, score in parse_records(
-        read_raw_records(Path(data.pass_rate_samples), key),
+        open_record_source(Path(data.pass_rate_samples), key).read(),
         parse_sample,
         f"{key}{data.pass_rate_samples}",
     )[0]:
@@ -613,8 +768,8 @@ def read_prompts(
 
     Args:
         path: The file; `-` is standard input.
-        key: See `read_raw_records`.
-        kind: See `read_raw_records`.
+        key: See `open_record_source`.
+        kind: See `open_record_source`.
         allow_messages: Whether prompts may be chat messages, which the caller checks. Otherwise
             every record must have a plain text `prompt`.
 
@@ -629,7 +784,7 @@ def read_prompts(
         _collect_metadata(record)
         return record
 
-    return parse_records(read_raw_records(path, key, kind), check, f"{key}{path}")[0]
+    return parse_records(open_record_source(path, key, kind).read(), check, f"{key}{path}")[0]
 
 
 def to_prompt(

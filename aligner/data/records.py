@@ -1,24 +1,20 @@
-"""Records of data files: read and parse them, and choose the fields that aligner uses.
+"""Parses the raw records of data sources, and chooses the fields that aligner uses.
 
-`read_raw_records` reads files, standard input, Hugging Face datasets and functions; `parse_records`
-turns the raw records into examples, and raises or skips the bad ones. `choose_fields` selects the
-record fields of published data formats for `prompt`, `response` and `answer`, without losing a part
-of the prompt.
+`parse_records` turns the raw records of `aligner.data.record_sources` into examples, and raises or
+skips the bad ones. `choose_fields` selects the record fields of published data formats for
+`prompt`, `response` and `answer`, without losing a part of the prompt.
 """
 
-import codecs
 import json
 import re
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeVar
 
-from aligner.child_function import ChildFunction, ChildLost, ChildRaised
+from aligner.data.record_sources import RawRecord, RecordSource, is_blank, open_record_source
 from aligner.errors import ConfigError
 from aligner.schema import DataConfig
-from aligner.schema.data_sources import FUNCTION, DataSource, is_dataset, parse_data_sources
+from aligner.schema.data_sources import DataSource, parse_data_sources
 from aligner.schema.templates import (
     drop_empty_fields,
     fill_template,
@@ -28,7 +24,6 @@ from aligner.schema.templates import (
 from aligner.values import is_finite_number
 
 Example = TypeVar("Example")
-_SUFFIXES = ("jsonl", "txt")
 
 
 class BadRecord(ConfigError):
@@ -38,18 +33,6 @@ class BadRecord(ConfigError):
 class ExcludedRecord(BadRecord):
     """A record is valid, but the configuration excludes it, for example because its prompt is too
     long. It is skipped even if bad records are errors."""
-
-
-@dataclass(frozen=True)
-class RawRecord:
-    """A record before it is parsed."""
-
-    content: bytes | Mapping[str, Any]
-    """A line of a file, or the fields of the record."""
-    origin: str
-    """Origin of the record for messages: FILE:LINE, or DIRECTORY[INDEX]."""
-    is_json: bool = True
-    """Whether a line of a file is a JSON object; otherwise it is a prompt."""
 
 
 @dataclass(frozen=True)
@@ -109,55 +92,66 @@ def missing_field_error(
     )
 
 
-def read_examples(
-    data: DataConfig, parse: Callable[[Record], Example]
-) -> tuple[list[list[Example]], list[float], list[str]]:
-    """Read and parse the records of all sources.
+@dataclass
+class RecordCounts:
+    """Numbers of records that were read, and of those that became no example."""
 
-    Args:
-        data: The configuration of the data.
-        parse: Returns the example of a record, or raises BadRecord. A bad record is an error, or
-            it is skipped with a notice if `data.skip_bad_records` is set.
+    records: int = 0
+    """Number of records, without blank lines."""
+    skipped: int = 0
+    first_problem: str = ""
+    """Message about the first skipped record."""
+    blank_lines: int = 0
 
-    Returns:
-        The examples of each source, the weights of the sources, and notices for the user, one line
-        each.
+    def add(self, other: "RecordCounts") -> None:
+        """Add the counts of the records that follow."""
+        self.records += other.records
+        self.skipped += other.skipped
+        self.first_problem = self.first_problem or other.first_problem
+        self.blank_lines += other.blank_lines
 
-    Raises:
-        ConfigError: A source cannot be read, or has no usable record.
-    """
-    sources = parse_data_sources(data)
-    skip = data.skip_bad_records
-    results = [read_source(source, parse, skip=skip) for source in sources]
-    if not sources:
-        results = [read_inline_prompts(data.prompts, "data.prompts", parse, skip=skip)]
-    notices = [notice for _, source_notices in results for notice in source_notices]
-    return (
-        [examples for examples, _ in results],
-        [source.weight for source in sources] or [1.0],
-        notices,
+    def require_examples(self, source_name: str) -> None:
+        """Raise ConfigError if all records were skipped.
+
+        Args:
+            source_name: The source of the records, for the message.
+        """
+        if self.records == self.skipped:
+            problem = (
+                f"none of the {self.skipped} records can be used; first problem:"
+                f" {self.first_problem}"
+                if self.records
+                else "all lines are empty"
+            )
+            raise ConfigError(f"{source_name}: {problem}")
+
+    def describe(self, source_name: str) -> list[str]:
+        """Return notices about the records that became no example."""
+        notices = []
+        if self.skipped:
+            notices.append(
+                f"{source_name}: skipped {self.skipped} of {self.records} records; first problem:"
+                f" {self.first_problem}"
+            )
+        if self.blank_lines:
+            notices.append(f"{source_name}: skipped {self.blank_lines} empty lines")
+        return notices
+
+
+def open_source(source: DataSource) -> RecordSource:
+    """Return the raw records of a source; see `open_record_source`."""
+    return open_record_source(
+        source.path, f"{source.key}.path=", timeout_s=source.timeout_s, arguments=source.arguments
     )
 
 
 def read_source(
     source: DataSource, parse: Callable[[Record], Example], *, skip: bool = False
 ) -> tuple[list[Example], list[str]]:
-    """Return the examples of one source, and notices; see `read_examples`."""
-    raw_records = read_raw_records(
-        source.path, f"{source.key}.path=", timeout_s=source.timeout_s, arguments=source.arguments
+    """Return the examples of one source, and notices; see `parse_records`."""
+    return parse_records(
+        open_source(source).read(), parse, source.setting_text, skip=skip, fields=source.fields
     )
-    return parse_records(raw_records, parse, source.setting_text, skip=skip, fields=source.fields)
-
-
-def read_inline_prompts(
-    prompts: Sequence[str], key: str, parse: Callable[[Record], Example], *, skip: bool = False
-) -> tuple[list[Example], list[str]]:
-    """Return the examples of the prompts in the configuration's `key`, and notices; see
-    `read_examples`."""
-    raw_records = [
-        RawRecord({"prompt": text}, f"{key}[{index}]") for index, text in enumerate(prompts)
-    ]
-    return parse_records(raw_records, parse, key, skip=skip)
 
 
 def has_steps(data: DataConfig) -> bool:
@@ -167,11 +161,9 @@ def has_steps(data: DataConfig) -> bool:
         ConfigError: The source cannot be read, or has no usable record.
     """
     source = parse_data_sources(data)[0]
-    for raw_record in read_raw_records(
-        source.path, f"{source.key}.path=", timeout_s=source.timeout_s, arguments=source.arguments
-    ):
+    for raw_record in open_source(source).read():
         try:
-            return "steps" in _to_record(raw_record, source.fields).values
+            return "steps" in to_record(raw_record, source.fields).values
         except BadRecord:
             if not data.skip_bad_records:
                 raise
@@ -195,159 +187,60 @@ def parse_records(
         raw_records: The records of one source.
         parse: Returns the example of a record, or raises BadRecord.
         source_name: The source of the records, for messages.
-        skip: Whether bad records are skipped; otherwise the first one raises its error. Excluded
-            records (ExcludedRecord) are always skipped.
+        skip: See `iterate_examples`.
         fields: The data's field names, or templates of them, by aligner's field names.
 
     Returns:
-        The examples, and a notice if any record was skipped.
+        The examples, and notices for the user, one line each.
 
     Raises:
         ConfigError: A record is bad, or all records were skipped.
     """
-    examples: list[Example] = []
-    errors: list[BadRecord] = []
+    counts = RecordCounts()
+    examples = list(iterate_examples(raw_records, parse, counts, skip=skip, fields=fields or {}))
+    if counts.records or counts.blank_lines:
+        counts.require_examples(source_name)
+    return examples, counts.describe(source_name)
+
+
+def iterate_examples(
+    raw_records: Iterable[RawRecord],
+    parse: Callable[[Record], Example],
+    counts: RecordCounts,
+    *,
+    skip: bool,
+    fields: Mapping[str, str],
+) -> Iterator[Example]:
+    """Yield the examples of records, and count the records.
+
+    Args:
+        raw_records: The records.
+        parse: Returns the example of a record, or raises BadRecord.
+        counts: The counts, to which the records are added.
+        skip: Whether bad records are skipped; otherwise the first one raises its error. Excluded
+            records (ExcludedRecord) are always skipped.
+        fields: The data's field names, or templates of them, by aligner's field names.
+
+    Raises:
+        BadRecord: A record is bad.
+    """
     for raw_record in raw_records:
+        if is_blank(raw_record):
+            counts.blank_lines += 1
+            continue
+        counts.records += 1
         try:
-            examples.append(parse(_to_record(raw_record, fields or {})))
+            example = parse(to_record(raw_record, fields))
         except BadRecord as error:
             if not (skip or isinstance(error, ExcludedRecord)):
                 raise
-            errors.append(error)
-    if not errors:
-        return examples, []
-    if not examples:
-        raise ConfigError(
-            f"{source_name}: none of the {len(errors)} records can be used; first problem:"
-            f" {errors[0]}"
-        )
-    total = len(errors) + len(examples)
-    return examples, [
-        f"{source_name}: skipped {len(errors)} of {total} records; first problem: {errors[0]}"
-    ]
+            counts.skipped += 1
+            counts.first_problem = counts.first_problem or str(error)
+            continue
+        yield example
 
 
-def read_raw_records(
-    path: Path,
-    key: str,
-    kind: str | None = None,
-    timeout_s: float | None = None,
-    arguments: Mapping[str, Any] | None = None,
-) -> list[RawRecord]:
-    """Read the records of a file, of standard input, of a Hugging Face dataset or of a function.
-
-    Args:
-        path: A file, `-` for standard input, a directory with a dataset, or a Python function as
-            `function:MODULE:CALLABLE`.
-        key: The configuration key of the path and the text after it, for messages.
-        kind: `jsonl` or `txt`. None uses the file's suffix, or `txt` for standard input.
-        timeout_s: The deadline of a function, in seconds; None is no deadline.
-        arguments: The keyword arguments of a function.
-
-    Raises:
-        ConfigError: The path cannot be read, or is empty.
-    """
-    if str(path).startswith(FUNCTION):
-        return list(_read_function(path, key, timeout_s, arguments or {}))
-    if path.is_dir():
-        return list(_read_dataset(path, key))
-
-    is_stdin = str(path) == "-"
-    kind = kind or ("txt" if is_stdin else path.suffix.removeprefix("."))
-    if kind not in _SUFFIXES:
-        allowed = ", ".join(f".{suffix}" for suffix in _SUFFIXES)
-        raise ConfigError(f"{key}{path}: unsupported file type {path.suffix!r}; allowed: {allowed}")
-    try:
-        content = sys.stdin.buffer.read() if is_stdin else path.read_bytes()
-        # Split bytes at line feeds only: `splitlines` of a text also splits at characters such as
-        # U+2028, which JSON allows inside strings.
-        lines = (
-            content.removeprefix(codecs.BOM_UTF8)
-            .replace(b"\r\n", b"\n")
-            .removesuffix(b"\n")
-            .split(b"\n")
-        )
-    except OSError as error:
-        raise ConfigError(f"{key}{path} cannot be read: {error}") from error
-    if lines == [b""]:
-        raise ConfigError(f"{key}{path}: the file is empty")
-    name = "standard input" if is_stdin else str(path)
-    return [
-        RawRecord(line, f"{name}:{number}", is_json=kind == "jsonl")
-        for number, line in enumerate(lines, start=1)
-    ]
-
-
-def _read_function(
-    path: Path, key: str, timeout_s: float | None, arguments: Mapping[str, Any]
-) -> Iterator[RawRecord]:
-    """Yield the records of a user's function, which runs in a child process."""
-    module, _, name = str(path).removeprefix(FUNCTION).partition(":")
-    function = ChildFunction(
-        module, name, wrapper=f"{__name__}:collect_records", deadline_s=timeout_s
-    )
-    try:
-        records = function(dict(arguments))
-    except ChildRaised as error:
-        raise ConfigError(f"{key}{path}: the function raised {error}") from error
-    except ChildLost as error:
-        raise ConfigError(f"{key}{path}: the function {error}") from error
-    except ConfigError as error:
-        raise ConfigError(f"{key}{path}: {error}; expected {FUNCTION}MODULE:CALLABLE") from error
-    finally:
-        function.close()
-    if not records:
-        raise ConfigError(f"{key}{path}: the function yielded no records")
-    for index, (values, kind) in enumerate(records):
-        if values is None:
-            raise ConfigError(
-                f"{key}{path}[{index}]: expected a mapping of field names to values, got {kind}"
-            )
-        yield RawRecord(values, f"{path}[{index}]")
-
-
-def collect_records(
-    function: Callable[..., Iterable[Any]], arguments: Mapping[str, Any]
-) -> list[tuple[dict[str, Any] | None, str]]:
-    """Call a function and return the records that it yields; the child process calls this.
-
-    Returns:
-        The fields of each record, None if it is not a mapping, and the name of its type.
-    """
-    return [
-        (dict(values) if isinstance(values, Mapping) else None, type(values).__name__)
-        for values in function(**arguments)
-    ]
-
-
-def _read_dataset(path: Path, key: str) -> Iterator[RawRecord]:
-    """Yield the records of a Hugging Face dataset that `Dataset.save_to_disk` has written."""
-    if not is_dataset(path):
-        raise ConfigError(
-            f"{key}{path}: the directory is not a Hugging Face dataset; expected a single split"
-            " saved with Dataset.save_to_disk"
-        )
-    try:
-        import datasets
-    except ImportError as error:
-        raise ConfigError(
-            f"{key}{path}: a Hugging Face dataset requires the datasets package; install it with"
-            f" pip install 'aligner[datasets]': {error}"
-        ) from error
-    try:
-        dataset = datasets.load_from_disk(str(path))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{key}{path} cannot be read: {error}") from error
-    if not len(dataset):
-        raise ConfigError(f"{key}{path}: the dataset is empty")
-    for index, values in enumerate(dataset):
-        # A dataset has one schema: fields that a record lacks are null.
-        yield RawRecord(
-            {name: value for name, value in values.items() if value is not None}, f"{path}[{index}]"
-        )
-
-
-def _to_record(raw_record: RawRecord, fields: Mapping[str, str]) -> Record:
+def to_record(raw_record: RawRecord, fields: Mapping[str, str]) -> Record:
     """Return a record with aligner's field names.
 
     Args:
@@ -358,6 +251,8 @@ def _to_record(raw_record: RawRecord, fields: Mapping[str, str]) -> Record:
         BadRecord: The raw record has no fields, or lacks a field that `fields` names.
     """
     data_values = _read_fields(raw_record)
+    if not fields:
+        return Record(data_values, raw_record.origin)
     values = {name: value for name, value in data_values.items() if name not in fields.values()}
     for name, source in fields.items():
         values[name] = _map_field(raw_record.origin, data_values, name, source)

@@ -29,16 +29,26 @@ _READ_SUFFIXES = frozenset(
 _TEMPLATES = "additional_chat_templates"
 
 
-def compute_input_checksums(config: Config) -> InputChecksums:
+def compute_input_checksums(
+    config: Config, known: Mapping[str, Mapping[str, FileRecord]] | None = None
+) -> InputChecksums:
     """Compute the checksums of all models and training data of the run.
 
     Evaluation data are left out, because they may change when a run resumes. A Python function that
     yields records is left out too. Collective: each rank reads its share of the files.
 
+    Args:
+        config: The run's configuration.
+        known: Checksums that are known already, by the path in the configuration. These files are
+            not read.
+
     Raises:
         ConfigError: A file cannot be read.
     """
-    files = {key: _files(path) for key, path in _input_paths(config).items()}
+    known = known or {}
+    paths = _input_paths(config)
+    known_inputs = {key: known[str(path)] for key, path in paths.items() if str(path) in known}
+    files = {key: list_input_files(path) for key, path in paths.items() if key not in known_inputs}
     unique = sorted({str(file) for key_files in files.values() for file in key_files.values()})
 
     rank_records = {file: _compute_record(Path(file)) for file in shard_across_ranks(unique)}
@@ -46,10 +56,11 @@ def compute_input_checksums(config: Config) -> InputChecksums:
     for part in gather_json(rank_records):
         records |= {file: FileRecord(*record) for file, record in part.items()}
 
-    return {
+    read_inputs = {
         key: {name: records[str(file)] for name, file in key_files.items()}
         for key, key_files in files.items()
     }
+    return {**known_inputs, **read_inputs}
 
 
 def describe_input_changes(
@@ -95,7 +106,7 @@ def _input_paths(config: Config) -> dict[str, Path]:
     return paths
 
 
-def _files(path: Path) -> dict[str, Path]:
+def list_input_files(path: Path) -> dict[str, Path]:
     """Return the file itself, or the files of a directory that a role may read, by name."""
     if not path.is_dir():
         return {path.name: path}

@@ -18,9 +18,9 @@ matter.
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +77,7 @@ class TeacherScores:
     """The scores that a completed run with algorithm.trainer=teacher_scores wrote."""
 
     def __init__(self, directory: Path) -> None:
-        """Read the index and the location of every row.
+        """Read the index.
 
         Raises:
             ConfigError: The directory does not exist or is not complete, or the index is damaged.
@@ -91,8 +91,21 @@ class TeacherScores:
         self.vocabulary: int = index["vocabulary"]
         """Upper bound of all token ids (exclusive)."""
         self._files = {name: FileRecord(*record) for name, record in index["files"].items()}
-        self._rows = {
-            key: row for name in self._files for key, row in _locate_rows(directory / name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Let another process read the index from the same directory."""
+        return TeacherScores, (self.directory,)
+
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        """JSON object that determines the scores of every row."""
+        return {"directory": str(self.directory), "files": self._files}
+
+    @cached_property
+    def _rows(self) -> Mapping[bytes, TeacherScoresRow]:
+        """Location of every row by its key."""
+        return {
+            key: row for name in self._files for key, row in _locate_rows(self.directory / name)
         }
 
     def require_undamaged(self) -> None:

@@ -6,9 +6,11 @@ returns a tokenizer of single characters for tiny models. `report_end_tokens` ch
 of a model directory for `aligner validate`; it does not need the model's weights.
 """
 
+import hashlib
 import json
 import string
 from collections.abc import Mapping, Sequence
+from datetime import date
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from aligner.data.tokenizer_files import (
     TokenizerFiles,
     clean_up_spaces,
     has_chat_template,
+    read_chat_templates,
     read_tokenizer_files,
 )
 from aligner.data.tokenizer_files import read_tokenizer as read_tokenizer
@@ -217,6 +220,28 @@ class Tokenizer:
         self.eos_token_ids: tuple[int, ...] = shape.eos_token_ids
         self.pad_token_id: int = shape.pad_token_id
         self.vocab_size: int = shape.vocab_size
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Let another process read the tokenizer from the same directory."""
+        arguments = (self.directory, self._date, self._sanitize, self._chat_template_kwargs)
+        return _read_tokenizer_again, arguments
+
+    @cached_property
+    def identity(self) -> Mapping[str, Any]:
+        """JSON object that determines the tokens of every text and conversation."""
+        templates = read_chat_templates(self.directory) if has_chat_template(self.directory) else {}
+        uses_date = any("strftime_now" in text for text in templates.values())
+        return {
+            "tokenizer": hashlib.sha256(self._tokenizer.to_str().encode()).hexdigest(),
+            "special_tokens": dict(self._special_tokens),
+            "cleans_up_spaces": self._cleans_up_spaces,
+            "end_token_ids": [*self.eos_token_ids],
+            "vocab_size": self.vocab_size,
+            "chat_templates": templates,
+            "chat_template_kwargs": self._chat_template_kwargs,
+            "sanitize": self._sanitize,
+            "date": (self._date or date.today().isoformat()) if uses_date else None,
+        }
 
     @cached_property
     def chat_template(self) -> ChatTemplate:
@@ -434,11 +459,12 @@ class Tokenizer:
 
         The result is None if there is no such token, or if text other than whitespace follows it.
         """
-        is_end = self.is_eos(tokens)
-        if self.end_of_turn_id is not None:
-            is_end |= tokens == self.end_of_turn_id
-        ends = is_end.nonzero().flatten().tolist()
-        return ends[-1] + 1 if ends and not self.decode(tokens[ends[-1] + 1 :]).strip() else None
+        ids = tokens.tolist()
+        end_ids = (*self.eos_token_ids, self.end_of_turn_id)
+        for length in range(len(ids), 0, -1):
+            if ids[length - 1] in end_ids:
+                return None if self.decode(ids[length:]).strip() else length
+        return None
 
     def decode(self, tokens: Tensor | Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of tokens, [T], with or without special tokens."""
@@ -475,6 +501,15 @@ class Tokenizer:
     def decode_token(self, token: int) -> str:
         """Return the text of a token inside other text; a special token is its name."""
         return self._response_decoder.decode_after([token], [token], skip_special_tokens=False)
+
+
+def _read_tokenizer_again(
+    directory: Path,
+    date: str | None,
+    sanitize: bool,
+    chat_template_kwargs: Mapping[str, Any] | None,
+) -> Tokenizer:
+    return Tokenizer(directory, date, sanitize=sanitize, chat_template_kwargs=chat_template_kwargs)
 
 
 def build_run_tokenizer(config: Config, directory: Path) -> Tokenizer:

@@ -32,7 +32,7 @@ from aligner.launcher.run_directory import StateRecorder, open_run_directory
 from aligner.models.model_source import model_directory
 from aligner.observability.console import make_progress, print_line
 from aligner.observability.metrics import FileFollower
-from aligner.observability.timeline import StageWatch, delete_stages
+from aligner.observability.timeline import StageWatch, delete_stages, read_stages
 from aligner.paths import DAMAGE, get_run_paths
 from aligner.placement.addresses import Endpoint, save_endpoints
 from aligner.placement.roles import computes_on_devices
@@ -121,7 +121,7 @@ class Supervisor:
 
         Raises:
             ConfigError: `prepare` found an error in the configuration, the model or the data.
-            AlignerError: `prepare` failed, or exceeded `server.start_timeout_s`.
+            AlignerError: `prepare` failed, or made no progress for `server.start_timeout_s`.
             Stopped: A stop was requested, or `prepare` received a SIGTERM from outside.
         """
         directory = model_directory(self.config)
@@ -130,21 +130,27 @@ class Supervisor:
         action = "checking" if directory.exists() else "creating"
         print_line(self.console, f"{action} the model directory: {directory}")
 
-        prepare_began = reported_at = time.monotonic()
+        paths = get_run_paths(self.config)
+        delete_stages(paths)  # an earlier launch may have left them
+        stage = ""
+        prepare_began = reported_at = stage_began = time.monotonic()
         while not group.has_completed and not group.has_failed:
             self._tick()
             group.poll()
             self.interrupts.check_before_training()
-            if (now := time.monotonic()) - reported_at > _PROGRESS_S:
+            now = time.monotonic()
+            new_stage = read_stages(paths).get("prepare", "")
+            if new_stage != stage:
+                stage, stage_began = new_stage, now
+            if now - reported_at > _PROGRESS_S:
                 reported_at = now
-                print_line(
-                    self.console,
-                    f"still {action} the model directory and reading the data:"
-                    f" {now - prepare_began:.0f} s",
-                )
-            if now - group.started_at > timeout:
+                text = stage or f"still {action} the model directory and reading the data"
+                print_line(self.console, f"{text} ({now - prepare_began:.0f} s)")
+            # Large data take long: the time since the last progress counts, not the total time.
+            if now - max(group.started_at, stage_began) > timeout:
+                progress = f"; its last report was: {stage}" if stage else ""
                 raise build_rank_error(
-                    f"prepare did not finish within server.start_timeout_s={timeout:g} s",
+                    f"prepare made no progress for server.start_timeout_s={timeout:g} s{progress}",
                     group.ranks[0],
                 )
 

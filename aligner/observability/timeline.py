@@ -279,6 +279,16 @@ def report_phase(config: Config, phase: str) -> None:
         report_stage(config, "trainer", stage)
 
 
+def read_stages(paths: RunPaths) -> Mapping[str, str]:
+    """Return the current stage of each role that is starting."""
+    texts = {}
+    for file in sorted(paths.stages.glob("*")):
+        # OSError: the role has just deleted its file.
+        with contextlib.suppress(OSError):
+            texts[file.name] = file.read_text(encoding="utf-8")
+    return {role: text for role, text in texts.items() if text}
+
+
 def delete_stages(paths: RunPaths) -> None:
     """Delete the stage files of an earlier start."""
     for file in paths.stages.glob("*"):
@@ -312,7 +322,7 @@ class StageWatch:
             report: Function that is called with the text of each report.
             clock: Monotonic clock that returns seconds.
         """
-        self._directory = paths.stages
+        self._paths = paths
         self._report = report
         self._clock = clock
         self._stages: dict[str, _Stage] = {}
@@ -321,7 +331,7 @@ class StageWatch:
         """Read the stage files. Report the stages that have taken long since their first poll, and
         the end of each stage that was reported before."""
         now = self._clock()
-        texts = self._read_texts()
+        texts = read_stages(self._paths)
         for role in [role for role, stage in self._stages.items() if texts.get(role) != stage.text]:
             stage = self._stages.pop(role)
             if stage.is_reported:
@@ -331,12 +341,3 @@ class StageWatch:
             if not stage.is_reported and now - stage.since >= _LONG_STAGE_S:
                 stage.is_reported = True
                 self._report(f"{role}: {text} …")
-
-    def _read_texts(self) -> Mapping[str, str]:
-        """Return the current stage of each role that is starting."""
-        texts = {}
-        for file in sorted(self._directory.glob("*")):
-            # OSError: the role has just deleted its file.
-            with contextlib.suppress(OSError):
-                texts[file.name] = file.read_text(encoding="utf-8")
-        return {role: text for role, text in texts.items() if text}

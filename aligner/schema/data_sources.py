@@ -38,6 +38,11 @@ class DataSource:
     """Keyword arguments of the function."""
 
     @property
+    def is_function(self) -> bool:
+        """Whether a Python function yields the records."""
+        return str(self.path).startswith(FUNCTION)
+
+    @property
     def setting_text(self) -> str:
         """Key with the path, for messages."""
         return f"{self.key}.path={self.path}"

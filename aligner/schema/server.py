@@ -63,7 +63,7 @@ class ServerConfig:
     start_timeout_s: float = option(
         180.0,
         "Maximum startup time of a role in seconds. The run fails if a role is not healthy"
-        " after this time.",
+        " after this time. While the data are prepared, only the time without progress counts.",
         minimum=1,
         read_if="always",
     )

@@ -64,7 +64,7 @@ class TeacherScorer(TrainingLoop):
     """
 
     model: FrozenPolicy
-    demonstrations: Sequence[Demonstration]
+    demonstrations: ExampleStream[Demonstration]
     pad_token_id: int
     vocabulary_size: int
     """Number of token ids; only ids below it are scored."""
@@ -98,7 +98,7 @@ class TeacherScorer(TrainingLoop):
         # The sizes of the parts differ by at most 1, and each demonstration is in one part.
         start = step * count // steps
         end = (step + 1) * count // steps
-        part = self.demonstrations[start:end]
+        part = self.demonstrations.get_range(start, end)
 
         with timer.phase("score"):
             rows = pad_demonstrations(part, self.pad_token_id)

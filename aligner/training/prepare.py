@@ -1,19 +1,27 @@
 """Preparation of a run before its roles start: model directory, and checks of all data."""
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from aligner.agents.tool_catalogue import list_tools, tool_schemas, with_tool_arguments
 from aligner.algorithms.extension import require_functions
+from aligner.data.example_cache import ExampleCache
 from aligner.data.examples import open_run_data
 from aligner.data.model_directory import prepare_model, read_shape
-from aligner.data.prompts import open_evaluation_prompts, open_prompts
+from aligner.data.prompts import (
+    PromptFields,
+    PromptStream,
+    open_evaluation_prompts,
+    open_prompts,
+)
 from aligner.data.teacher_scores import TeacherScores
-from aligner.data.tokenizer import Tokenizer, build_run_tokenizer, check_end_tokens
+from aligner.data.tokenizer import Tokenizer, Tools, build_run_tokenizer, check_end_tokens
 from aligner.data.tokenizer_files import read_tokenizer_files
-from aligner.data.types import Prompt
 from aligner.errors import ConfigError
+from aligner.observability.timeline import report_stage
 from aligner.rewards.scorers import resolve_scorer
 from aligner.rewards.verifiers import CHECKED_VERIFIERS, check_answers
 from aligner.schema import Config
@@ -27,6 +35,7 @@ from aligner.schema.reward_sources import (
     parse_judge_sources,
     parse_reward_sources,
 )
+from aligner.version import __version__
 
 
 def prepare_run(config: Config) -> None:
@@ -39,7 +48,9 @@ def prepare_run(config: Config) -> None:
     config = with_unread_defaults(config)
     directory = prepare_model(config)
     end_token_notices = _check_end_tokens(config, directory)
-    data_notices = _check_data(config, build_run_tokenizer(config, directory))
+    cache = ExampleCache.for_prepare(config, partial(report_stage, config, "prepare"))
+    data_notices = _check_data(config, build_run_tokenizer(config, directory), cache)
+    cache.write_index()
     for notice in [*end_token_notices, *data_notices]:
         print(f"aligner: note: {notice}", file=sys.stderr)
 
@@ -62,17 +73,45 @@ def _check_end_tokens(config: Config, directory: Path) -> list[str]:
     return check_end_tokens(directory, eos_token_ids, read_tokenizer_files(directory))
 
 
-def _check_data(config: Config, tokenizer: Tokenizer) -> Sequence[str]:
+def open_run_prompts(
+    config: Config, tokenizer: Tokenizer, tools: Tools | None, cache: ExampleCache
+) -> PromptStream:
+    """Return the prompts of a run that generates samples.
+
+    Args:
+        config: The run's configuration.
+        tokenizer: The policy's tokenizer.
+        tools: Schemas of the environment's tools.
+        cache: The cache of tokenized examples.
+
+    Raises:
+        ConfigError: See `open_prompts`.
+    """
+    return open_prompts(
+        config.data,
+        tokenizer,
+        config.seed,
+        include_messages=config.environment.has_episodes,
+        include_responses=config.algorithm.has_demonstrations,
+        tools=tools,
+        cache=cache,
+    )
+
+
+def _check_data(config: Config, tokenizer: Tokenizer, cache: ExampleCache) -> Sequence[str]:
     """Read and tokenize all training and evaluation data, and return notices about it."""
     tools = list_tools(config.environment)
     schemas = tool_schemas(tools)
-    reward_prompts: list[Prompt] = []  # prompts whose responses the reward scores
+    suite_prompts_of_reward: list[PromptFields] = []
     answer_notices: list[str] = []
 
     for suite in get_active_suites(config):
-        suite_prompts = open_evaluation_prompts(suite, config.data, tokenizer, tools=schemas)
+        suite_prompts = [
+            PromptFields(prompt.text, prompt.metadata, prompt.origin)
+            for prompt in open_evaluation_prompts(suite, config.data, tokenizer, tools=schemas)
+        ]
         if suite.settings.function is None:
-            reward_prompts += suite_prompts
+            suite_prompts_of_reward += suite_prompts
         else:
             answer_notices += _check_answers(
                 suite.settings.function, f"{suite.key}.function", suite_prompts
@@ -85,33 +124,46 @@ def _check_data(config: Config, tokenizer: Tokenizer) -> Sequence[str]:
         # the chat template supports no tool calls.
         tokenizer.get_single_token(config.rollout.truncate_token, "rollout.truncate_token")
         with_tool_arguments(config.environment, tools, tokenizer)
-        prompts = open_prompts(
-            config.data,
-            tokenizer,
-            config.seed,
-            include_responses=config.algorithm.has_demonstrations,
-            tools=schemas,
-        )
-        reward_prompts += prompts.iterate_examples()
-        _check_judge_fields(parse_judge_sources(config.reward), reward_prompts)
-        _check_tasks(config, reward_prompts)
-        _check_kept_fields(config.algorithm.kept_fields, prompts.iterate_examples())
-        for source in parse_reward_sources(config.reward):
-            if isinstance(source, FunctionSource):
-                source_prompts = [
-                    prompt for prompt in reward_prompts if source.should_score(prompt.metadata)
-                ]
-                answer_notices += _check_answers(
-                    source.function, f"{source.key}.function", source_prompts
-                )
-        return [*prompts.notices, *answer_notices]
+        prompts = open_run_prompts(config, tokenizer, schemas, cache)
+        check = partial(_check_prompts, config, suite_prompts_of_reward, prompts)
+        identity = {
+            "reward": asdict(config.reward),
+            "kept_fields": config.algorithm.kept_fields,
+            "evaluation": asdict(config.evaluation),
+            "version": __version__,
+        }
+        return [*prompts.notices, *answer_notices, *cache.remember(identity, check)]
 
     if config.teacher.scores is not None:
         TeacherScores(Path(config.teacher.scores)).require_undamaged()
-    return open_run_data(config, tokenizer).notices
+    return open_run_data(config, tokenizer, cache).notices
 
 
-def _check_answers(function: str, key: str, prompts: Sequence[Prompt]) -> list[str]:
+def _check_prompts(
+    config: Config, suite_prompts: Sequence[PromptFields], prompts: PromptStream
+) -> list[str]:
+    """Check that the reward can score all prompts of the training data and of the suites without
+    their own function, and return notices."""
+
+    def iterate_prompts() -> Iterator[PromptFields]:
+        yield from suite_prompts
+        yield from prompts.iterate_fields()
+
+    judges = parse_judge_sources(config.reward)
+    _check_judge_fields(judges, iterate_prompts())
+    _check_tasks(config, iterate_prompts)
+    _check_kept_fields(config.algorithm.kept_fields, prompts.iterate_fields())
+    notices = []
+    for source in parse_reward_sources(config.reward):
+        if isinstance(source, FunctionSource):
+            scored_prompts = (
+                prompt for prompt in iterate_prompts() if source.should_score(prompt.metadata)
+            )
+            notices += _check_answers(source.function, f"{source.key}.function", scored_prompts)
+    return notices
+
+
+def _check_answers(function: str, key: str, prompts: Iterable[PromptFields]) -> list[str]:
     """Check that a verifier can compare responses with the answers of the records.
 
     Returns:
@@ -127,7 +179,7 @@ def _check_answers(function: str, key: str, prompts: Sequence[Prompt]) -> list[s
     return check_answers(function, f"{key}={function}", records)
 
 
-def _check_judge_fields(judges: Sequence[JudgeSource], prompts: Iterable[Prompt]) -> None:
+def _check_judge_fields(judges: Sequence[JudgeSource], prompts: Iterable[PromptFields]) -> None:
     """Raise ConfigError if a prompt's record lacks a field of a judge's template."""
     judges_with_fields = [judge for judge in judges if judge.record_fields]
     if not judges_with_fields:
@@ -148,7 +200,7 @@ def _check_judge_fields(judges: Sequence[JudgeSource], prompts: Iterable[Prompt]
                     )
 
 
-def _check_kept_fields(fields: Sequence[str], prompts: Iterable[Prompt]) -> None:
+def _check_kept_fields(fields: Sequence[str], prompts: Iterable[PromptFields]) -> None:
     """Raise ConfigError if a prompt's record lacks a field of `algorithm.kept_fields`."""
     if not fields:
         return  # without reading the prompts
@@ -162,15 +214,15 @@ def _check_kept_fields(fields: Sequence[str], prompts: Iterable[Prompt]) -> None
                 )
 
 
-def _check_tasks(config: Config, prompts: Sequence[Prompt]) -> None:
+def _check_tasks(config: Config, iterate_prompts: Callable[[], Iterator[PromptFields]]) -> None:
     """Raise ConfigError if no reward source scores a prompt, or if task weights name a task without
     records."""
     # Without task weights, every source scores every prompt.
     sources = parse_reward_sources(config.reward)
     if not any(source.task_weights for source in sources):
         return
-    tasks = sorted({str(prompt.metadata.get(TASK)) for prompt in prompts})
-    for prompt in prompts:
+    tasks = sorted({str(prompt.metadata.get(TASK)) for prompt in iterate_prompts()})
+    for prompt in iterate_prompts():
         if not any(source.should_score(prompt.metadata) for source in sources):
             raise ConfigError(
                 f"reward.sources: the record of prompt {prompt.text!r} has"

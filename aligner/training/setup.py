@@ -2,17 +2,19 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from aligner.agents.tool_catalogue import list_tools, tool_schemas
 from aligner.agents.tool_protocol import ListedTool
 from aligner.algorithms.kl import KLController
 from aligner.algorithms.online_algorithm import build_online_algorithm, build_shaping
+from aligner.data.example_cache import ExampleCache
 from aligner.data.examples import LabeledSteps, RunData, open_run_data
 from aligner.data.fencing import claim_run, set_writer_claim
 from aligner.data.model_directory import read_shape
 from aligner.data.pass_rates import PassRates
-from aligner.data.prompts import PromptStream, open_prompts
+from aligner.data.prompts import PromptStream
 from aligner.data.run_inputs import compute_input_checksums
 from aligner.data.tokenizer import Tokenizer, build_run_tokenizer
 from aligner.errors import ConfigError
@@ -60,6 +62,7 @@ from aligner.training.offline import (
 )
 from aligner.training.online import OnlineTrainer
 from aligner.training.preference_sampling import PairWriter, PreferenceSampler
+from aligner.training.prepare import open_run_prompts
 from aligner.training.rollout_builder import RolloutBuilder
 from aligner.training.rollout_pipeline import RolloutPipeline
 from aligner.training.run_checkpoints import RunCheckpoints
@@ -77,20 +80,14 @@ def train(config: Config) -> bool:
     """
     report_stage(config, "trainer", "reading the data")
     tokenizer = build_run_tokenizer(config, model_directory(config))
+    cache = ExampleCache.for_rank(config, partial(report_stage, config, "trainer"))
     data: PromptStream | RunData
     tools: Sequence[ListedTool] = ()
     if config.algorithm.generates_samples:
         tools = list_tools(config.environment)
-        data = open_prompts(
-            config.data,
-            tokenizer,
-            config.seed,
-            include_messages=config.environment.has_episodes,
-            include_responses=config.algorithm.has_demonstrations,
-            tools=tool_schemas(tools),
-        )
+        data = open_run_prompts(config, tokenizer, tool_schemas(tools), cache)
     else:
-        data = open_run_data(config, tokenizer)
+        data = open_run_data(config, tokenizer, cache)
 
     world = worlds.initialize(
         config.actor.parallel, config.seed, config.cluster.collective_timeout_s
@@ -100,7 +97,7 @@ def train(config: Config) -> bool:
     set_writer_claim(config, claim)
 
     report_stage(config, "trainer", "computing checksums of models and data")
-    checkpoints = RunCheckpoints(config, compute_input_checksums(config))
+    checkpoints = RunCheckpoints(config, compute_input_checksums(config, cache.get_file_records()))
     if config.run.should_resume:
         # Rename damaged checkpoints first, so that the newest checkpoint is intact when it is
         # compared.
@@ -358,7 +355,7 @@ def build_teacher_scorer(
         ConfigError: There are fewer demonstrations than steps.
     """
     directory = model_directory(config)
-    demonstrations = list(data.examples.iterate_examples())
+    demonstrations = data.examples
     if len(demonstrations) < config.run.steps:
         raise ConfigError(
             f"run.steps={config.run.steps}: must be <= {len(demonstrations)}, the number of rows in"

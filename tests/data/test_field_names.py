@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from aligner.data.record_sources import open_record_source
 from aligner.data.records import (
     FieldChoiceError,
     Record,
     choose_fields,
     parse_records,
-    read_raw_records,
 )
 from aligner.errors import ConfigError
 
@@ -44,9 +44,8 @@ def mapped(tmp_path: Path, records: list[dict[str, Any]], trainer: str) -> list[
     file = tmp_path / "records.jsonl"
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
     parse = lambda record: dict(record.values)  # noqa: E731
-    return parse_records(read_raw_records(file, "data.path="), parse, "data", fields=choice.fields)[
-        0
-    ]
+    raw_records = open_record_source(file, "data.path=").read()
+    return parse_records(raw_records, parse, "data", fields=choice.fields)[0]
 
 
 @pytest.mark.promise("automatic-fields-keep-the-prompt")

@@ -18,7 +18,7 @@ from aligner.config.compose import compose_config
 from aligner.data.examples import open_demonstrations
 from aligner.data.model_directory import prepare_model
 from aligner.data.prompts import open_evaluation_prompts, open_prompts
-from aligner.data.records import read_examples
+from aligner.data.records import read_source
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError
 from aligner.rewards.scorers import ScoringError, ScoringRequest, call_scorer, resolve_scorer
@@ -51,9 +51,10 @@ def data_of(*tasks: Any, **settings: Any) -> DataConfig:
 def records(*tasks: str) -> dict[str, list[dict[str, Any]]]:
     """Return three records of each task."""
     given = data_of(*({"name": task, "questions": 3} for task in tasks))
-    return dict(
-        zip(tasks, read_examples(given, lambda record: dict(record.values))[0], strict=True)
-    )
+    return {
+        task: read_source(source, lambda record: dict(record.values))[0]
+        for task, source in zip(tasks, parse_data_sources(given), strict=True)
+    }
 
 
 def problems(data: DataConfig, **evaluation: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from aligner.config.compose import compose_config
 from aligner.data.examples import open_demonstrations
 from aligner.data.model_directory import prepare_model
 from aligner.data.prompts import open_prompts
-from aligner.data.records import BadRecord, has_steps, read_examples
+from aligner.data.records import BadRecord, has_steps, read_source
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError
 from aligner.schema import AlgorithmConfig, Config, DataConfig
@@ -195,13 +196,12 @@ def test_field_templates_drop_recorded_tokens(tmp_path: Path) -> None:
     file = tmp_path / "annotated.jsonl"
     file.write_text(json.dumps(record) + "\n")
     fields = {"prompt": "{response}:{prompt} {n} {}", "response": "solution"}
-    ((found,),), _, _ = read_examples(
-        DataConfig(path=str(file), fields=fields), lambda record: record
-    )
+    (source,) = parse_data_sources(DataConfig(path=str(file), fields=fields))
+    ((found,), _) = read_source(source, lambda record: record)
     assert found.values == {"prompt": "12:1+1= 3 {}", "response": "02", "n": 3}
     fields = {"prompt": "{wish}:{prompt}"}
     with pytest.raises(
         BadRecord,
         match=r"annotated\.jsonl:1: record lacks field `wish`, which `fields` maps to `prompt`; fields of the record: prompt",
     ):
-        read_examples(DataConfig(path=str(file), fields=fields), lambda record: record)
+        read_source(replace(source, fields=fields), lambda record: record)

@@ -1,0 +1,533 @@
+"""Raw records of files, Hugging Face datasets, functions and standard input, read in chunks.
+
+`open_record_source` returns the source of a path. `RecordSource.scan` reads a source once and
+divides it into chunks of consecutive records. A chunk can be sent to another process, which reads
+only the bytes of the chunk. No source is held in memory as a whole, except the records of a
+function and standard input.
+"""
+
+import codecs
+import itertools
+import json
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, BinaryIO, ClassVar
+
+import xxhash
+
+from aligner.child_function import ChildFunction, ChildLost, ChildRaised
+from aligner.errors import ConfigError
+from aligner.schema.data_sources import FUNCTION, is_dataset
+
+FILE_SUFFIXES = ("jsonl", "json", "parquet", "txt")
+"""Suffixes of the files that contain records."""
+
+# Bytes of a chunk of a file, before it is extended to the end of a record. A chunk takes a process
+# about a second to parse, so that all processes end at about the same time.
+_CHUNK_BYTES = 2 << 20
+# Records of a chunk of a dataset or a list.
+_CHUNK_RECORDS = 2048
+
+
+@dataclass(frozen=True)
+class RawRecord:
+    """A record before it is parsed."""
+
+    content: bytes | Mapping[str, Any]
+    """A line of a file, or the fields of the record."""
+    origin: str
+    """Origin of the record for messages: FILE:LINE, or DIRECTORY[INDEX]."""
+    is_json: bool = True
+    """Whether a line of a file is a JSON object; otherwise it is a prompt."""
+
+
+@dataclass(frozen=True)
+class RecordChunk(ABC):
+    """Consecutive records of a source."""
+
+    size: int
+    """Size of the chunk, in the unit of its source (bytes or records), to report progress."""
+
+    @abstractmethod
+    def read(self) -> Iterator[RawRecord]:
+        """Yield the records.
+
+        Raises:
+            ConfigError: The file cannot be read, or has changed since it was scanned.
+        """
+
+
+class RecordSource(ABC):
+    """The records of one path of the configuration."""
+
+    counts_records: ClassVar[bool] = False
+    """Whether sizes are numbers of records; otherwise they are bytes."""
+
+    @property
+    @abstractmethod
+    def size(self) -> int:
+        """Sum of the sizes of the chunks."""
+
+    @abstractmethod
+    def scan(self) -> Iterator[RecordChunk]:
+        """Divide the source into chunks, in the order of the records.
+
+        Raises:
+            ConfigError: The source cannot be read, or is empty.
+        """
+
+    def compute_content_checksum(self) -> str | None:
+        """Return the checksum of records that are not in a file; None if the records are in
+        files."""
+        return None
+
+    def read(self) -> Iterator[RawRecord]:
+        """Yield all records, see `scan`."""
+        for chunk in self.scan():
+            yield from chunk.read()
+
+
+def open_record_source(
+    path: Path,
+    key: str,
+    kind: str | None = None,
+    timeout_s: float | None = None,
+    arguments: Mapping[str, Any] | None = None,
+) -> RecordSource:
+    """Return the source of a file, of standard input, of a Hugging Face dataset or of a function.
+
+    Args:
+        path: A file, `-` for standard input, a directory with a dataset, or a Python function as
+            `function:MODULE:CALLABLE`.
+        key: The configuration key of the path and the text after it, for messages.
+        kind: One of FILE_SUFFIXES. None uses the file's suffix, or `txt` for standard input.
+        timeout_s: The deadline of a function, in seconds; None is no deadline.
+        arguments: The keyword arguments of a function.
+
+    Raises:
+        ConfigError: The type of the file is not supported.
+    """
+    if str(path).startswith(FUNCTION):
+        return _FunctionSource(path, key, timeout_s, arguments or {})
+    if path.is_dir():
+        return _DatasetSource(path, key)
+    if str(path) == "-":
+        return _StandardInput(key, is_json=kind == "jsonl")
+
+    kind = kind or path.suffix.removeprefix(".")
+    if kind == "parquet":
+        return _ParquetSource(path, key)
+    if kind == "json":
+        return _JsonSource(path, key)
+    if kind in FILE_SUFFIXES:
+        return _LineSource(path, key, is_json=kind == "jsonl")
+    allowed = ", ".join(f".{suffix}" for suffix in FILE_SUFFIXES)
+    raise ConfigError(f"{key}{path}: unsupported file type {path.suffix!r}; allowed: {allowed}")
+
+
+def hash_raw_record(record: RawRecord) -> int:
+    """Return a 64-bit hash of a record's content, to count duplicates."""
+    content = record.content
+    if not isinstance(content, bytes):
+        content = json.dumps(content, sort_keys=True, default=str).encode("utf-8", "surrogatepass")
+    return xxhash.xxh3_64_intdigest(content)
+
+
+def is_blank(record: RawRecord) -> bool:
+    """Return whether a record is an empty line of a JSON Lines file. An empty line of a text file
+    is an empty prompt."""
+    return record.is_json and isinstance(record.content, bytes) and not record.content.strip()
+
+
+@dataclass(frozen=True)
+class _FileStamp:
+    """Attributes of a file that change when it is written."""
+
+    size: int
+    modified_ns: int
+    inode: int
+
+    @staticmethod
+    def read(path: Path) -> "_FileStamp":
+        status = path.stat()
+        return _FileStamp(status.st_size, status.st_mtime_ns, status.st_ino)
+
+
+def _get_size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:  # reading the file reports the error
+        return 0
+
+
+def _changed_file_error(path: Path) -> ConfigError:
+    return ConfigError(
+        f"{path}: the file changed while it was read; start again when it is complete"
+    )
+
+
+@dataclass(frozen=True)
+class _LineChunk(RecordChunk):
+    """Lines of a text file."""
+
+    path: Path
+    start: int
+    """Position of the first byte."""
+    checksum: str
+    """Checksum of the bytes at the time of the scan."""
+    first_line: int
+    """Number of the first line, from 1."""
+    is_json: bool
+
+    def read(self) -> Iterator[RawRecord]:
+        content = _read_range(self.path, self.start, self.size, self.checksum)
+        yield from _split_lines(content, str(self.path), self.first_line, is_json=self.is_json)
+
+
+def _read_range(path: Path, start: int, size: int, checksum: str) -> bytes:
+    """Return a range of a file's bytes; raise ConfigError if they do not match the checksum."""
+    try:
+        with path.open("rb") as stream:
+            stream.seek(start)
+            content = stream.read(size)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    if xxhash.xxh3_64_hexdigest(content) != checksum:
+        raise _changed_file_error(path)
+    return content
+
+
+def _split_lines(
+    content: bytes, name: str, first_line: int, *, is_json: bool
+) -> Iterator[RawRecord]:
+    """Yield the lines of a part of a text file."""
+    if first_line == 1:
+        content = content.removeprefix(codecs.BOM_UTF8)
+    # Split bytes at line feeds only: `splitlines` of a text also splits at characters such as
+    # U+2028, which JSON allows inside strings.
+    lines = content.replace(b"\r\n", b"\n").removesuffix(b"\n").split(b"\n")
+    for number, line in enumerate(lines, start=first_line):
+        yield RawRecord(line, f"{name}:{number}", is_json)
+
+
+@dataclass(frozen=True)
+class _LineSource(RecordSource):
+    """A text file whose lines are JSON objects or prompts."""
+
+    path: Path
+    key: str
+    is_json: bool
+
+    @property
+    def size(self) -> int:
+        return _get_size(self.path)
+
+    def scan(self) -> Iterator[RecordChunk]:
+        try:
+            with self.path.open("rb") as stream:
+                yield from self._scan(stream)
+        except OSError as error:
+            raise ConfigError(f"{self.key}{self.path} cannot be read: {error}") from error
+
+    def _scan(self, stream: BinaryIO) -> Iterator[RecordChunk]:
+        start = 0
+        line = 1
+        while content := stream.read(_CHUNK_BYTES) + stream.readline():
+            if start == 0 and not content.removeprefix(codecs.BOM_UTF8).strip(b"\r\n"):
+                break
+            yield _LineChunk(
+                len(content),
+                self.path,
+                start,
+                xxhash.xxh3_64_hexdigest(content),
+                line,
+                self.is_json,
+            )
+            start += len(content)
+            line += content.count(b"\n")
+        if start == 0:
+            raise ConfigError(f"{self.key}{self.path}: the file is empty")
+
+
+@dataclass(frozen=True)
+class _JsonSource(RecordSource):
+    """A JSON file: one array of objects, or one object per line."""
+
+    path: Path
+    key: str
+
+    @property
+    def size(self) -> int:
+        return _get_size(self.path)
+
+    def scan(self) -> Iterator[RecordChunk]:
+        try:
+            with self.path.open("rb") as stream:
+                beginning = stream.read(_CHUNK_BYTES).removeprefix(codecs.BOM_UTF8).lstrip()
+            if beginning.startswith(b"["):
+                yield from self._scan_array()
+            else:
+                yield from _LineSource(self.path, self.key, is_json=True).scan()
+        except OSError as error:
+            raise ConfigError(f"{self.key}{self.path} cannot be read: {error}") from error
+
+    def _scan_array(self) -> Iterator[RecordChunk]:
+        stamp = _FileStamp.read(self.path)
+        with self.path.open("rb") as stream:
+            if stream.read(len(codecs.BOM_UTF8)) != codecs.BOM_UTF8:
+                stream.seek(0)
+            elements = self._iterate_elements(stream)
+            position = 0
+            while records := tuple(itertools.islice(elements, _CHUNK_RECORDS)):
+                yield _ListChunk(stream.tell() - position, records)
+                position = stream.tell()
+        if position == 0:
+            raise ConfigError(f"{self.key}{self.path}: the array is empty")
+        if _FileStamp.read(self.path) != stamp:
+            raise _changed_file_error(self.path)
+
+    def _iterate_elements(self, stream: BinaryIO) -> Iterator[RawRecord]:
+        """Yield the elements of the array. An element that is not an object becomes a line, so that
+        parsing reports it like a line of JSON Lines."""
+        import ijson
+
+        index = 0
+        try:
+            for element in ijson.items(stream, "item", use_float=True):
+                is_object = isinstance(element, dict)
+                content = element if is_object else json.dumps(element).encode()
+                yield RawRecord(content, f"{self.path}[{index}]")
+                index += 1
+        except (ijson.JSONError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{self.path}[{index}]: not valid JSON: {error}") from error
+
+
+@dataclass(frozen=True)
+class _ParquetChunk(RecordChunk):
+    """A row group of a Parquet file."""
+
+    path: Path
+    stamp: _FileStamp
+    row_group: int
+    first: int
+    """Index of the first row."""
+
+    def read(self) -> Iterator[RawRecord]:
+        from pyarrow import ArrowException, parquet
+
+        index = self.first
+        try:
+            with parquet.ParquetFile(self.path) as file:
+                for batch in file.iter_batches(_CHUNK_RECORDS, row_groups=[self.row_group]):
+                    for values in batch.to_pylist():
+                        yield _without_nulls(values, f"{self.path}[{index}]")
+                        index += 1
+            is_unchanged = _FileStamp.read(self.path) == self.stamp
+        except (OSError, ArrowException) as error:
+            raise ConfigError(f"{self.path} cannot be read: {error}") from error
+        if not is_unchanged:
+            raise _changed_file_error(self.path)
+
+
+@dataclass(frozen=True)
+class _ParquetSource(RecordSource):
+    """A Parquet file with a column per field."""
+
+    path: Path
+    key: str
+    counts_records = True
+
+    @property
+    def size(self) -> int:
+        from pyarrow import parquet
+
+        return int(parquet.read_metadata(self.path).num_rows)
+
+    def scan(self) -> Iterator[RecordChunk]:
+        from pyarrow import ArrowException, parquet
+
+        first = 0
+        try:
+            stamp = _FileStamp.read(self.path)
+            with parquet.ParquetFile(self.path) as file:
+                metadata = file.metadata
+            for group in range(metadata.num_row_groups):
+                rows = metadata.row_group(group).num_rows
+                if rows:
+                    yield _ParquetChunk(rows, self.path, stamp, group, first)
+                first += rows
+        except (OSError, ArrowException) as error:
+            raise ConfigError(f"{self.key}{self.path} cannot be read: {error}") from error
+        if first == 0:
+            raise ConfigError(f"{self.key}{self.path}: the file is empty")
+
+
+@dataclass(frozen=True)
+class _DatasetChunk(RecordChunk):
+    """Rows of a Hugging Face dataset."""
+
+    path: Path
+    stamps: tuple[_FileStamp, ...]
+    first: int
+
+    def read(self) -> Iterator[RawRecord]:
+        rows = range(self.first, self.first + self.size)
+        for index, values in zip(rows, _load_dataset(self.path).select(rows), strict=True):
+            yield _without_nulls(values, f"{self.path}[{index}]")
+        if _stamp_dataset(self.path) != self.stamps:
+            raise _changed_file_error(self.path)
+
+
+@dataclass(frozen=True)
+class _DatasetSource(RecordSource):
+    """A Hugging Face dataset that `Dataset.save_to_disk` has written."""
+
+    path: Path
+    key: str
+    counts_records = True
+
+    @property
+    def size(self) -> int:
+        return len(_load_dataset(self.path))
+
+    def scan(self) -> Iterator[RecordChunk]:
+        if not is_dataset(self.path):
+            raise ConfigError(
+                f"{self.key}{self.path}: the directory is not a Hugging Face dataset; expected a"
+                " single split saved with Dataset.save_to_disk"
+            )
+        try:
+            stamps = _stamp_dataset(self.path)
+            count = len(_load_dataset(self.path))
+        except ImportError as error:
+            raise ConfigError(
+                f"{self.key}{self.path}: a Hugging Face dataset requires the datasets package;"
+                f" install it with pip install 'aligner[datasets]': {error}"
+            ) from error
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{self.key}{self.path} cannot be read: {error}") from error
+        if not count:
+            raise ConfigError(f"{self.key}{self.path}: the dataset is empty")
+        for first in range(0, count, _CHUNK_RECORDS):
+            yield _DatasetChunk(min(_CHUNK_RECORDS, count - first), self.path, stamps, first)
+
+
+@lru_cache(maxsize=1)
+def _load_dataset(path: Path) -> Any:
+    import datasets
+
+    return datasets.load_from_disk(str(path))
+
+
+def _stamp_dataset(path: Path) -> tuple[_FileStamp, ...]:
+    return tuple(_FileStamp.read(file) for file in sorted(path.iterdir()) if file.is_file())
+
+
+@dataclass(frozen=True)
+class _ListChunk(RecordChunk):
+    """Records in memory."""
+
+    records: tuple[RawRecord, ...]
+
+    def read(self) -> Iterator[RawRecord]:
+        return iter(self.records)
+
+
+class ListSource(RecordSource):
+    """Records in memory."""
+
+    counts_records = True
+
+    def __init__(self, records: Iterable[RawRecord]) -> None:
+        self._records = tuple(records)
+
+    @property
+    def size(self) -> int:
+        """Number of records."""
+        return len(self._records)
+
+    def scan(self) -> Iterator[RecordChunk]:
+        """Divide the records into chunks."""
+        for first in range(0, len(self._records), _CHUNK_RECORDS):
+            records = self._records[first : first + _CHUNK_RECORDS]
+            yield _ListChunk(len(records), records)
+
+    def compute_content_checksum(self) -> str:
+        """Return the checksum of the records."""
+        digest = xxhash.xxh3_64()
+        for record in self._records:
+            digest.update(hash_raw_record(record).to_bytes(8, "little"))
+        return digest.hexdigest()
+
+
+class _StandardInput(ListSource):
+    """The lines of standard input."""
+
+    def __init__(self, key: str, *, is_json: bool) -> None:
+        try:
+            content = sys.stdin.buffer.read()
+        except OSError as error:
+            raise ConfigError(f"{key}- cannot be read: {error}") from error
+        if not content.removeprefix(codecs.BOM_UTF8).strip(b"\r\n"):
+            raise ConfigError(f"{key}-: the file is empty")
+        super().__init__(_split_lines(content, "standard input", 1, is_json=is_json))
+
+
+class _FunctionSource(ListSource):
+    """The records that a user's function yields in a child process."""
+
+    def __init__(
+        self, path: Path, key: str, timeout_s: float | None, arguments: Mapping[str, Any]
+    ) -> None:
+        super().__init__(_call_function(path, key, timeout_s, arguments))
+
+
+def _call_function(
+    path: Path, key: str, timeout_s: float | None, arguments: Mapping[str, Any]
+) -> Iterator[RawRecord]:
+    """Yield the records of a user's function, which runs in a child process."""
+    module, _, name = str(path).removeprefix(FUNCTION).partition(":")
+    function = ChildFunction(
+        module, name, wrapper=f"{__name__}:collect_records", deadline_s=timeout_s
+    )
+    try:
+        records = function(dict(arguments))
+    except ChildRaised as error:
+        raise ConfigError(f"{key}{path}: the function raised {error}") from error
+    except ChildLost as error:
+        raise ConfigError(f"{key}{path}: the function {error}") from error
+    except ConfigError as error:
+        raise ConfigError(f"{key}{path}: {error}; expected {FUNCTION}MODULE:CALLABLE") from error
+    finally:
+        function.close()
+    if not records:
+        raise ConfigError(f"{key}{path}: the function yielded no records")
+    for index, (values, kind) in enumerate(records):
+        if values is None:
+            raise ConfigError(
+                f"{key}{path}[{index}]: expected a mapping of field names to values, got {kind}"
+            )
+        yield RawRecord(values, f"{path}[{index}]")
+
+
+def collect_records(
+    function: Callable[..., Iterable[Any]], arguments: Mapping[str, Any]
+) -> list[tuple[dict[str, Any] | None, str]]:
+    """Call a function and return the records that it yields; the child process calls this.
+
+    Returns:
+        The fields of each record, None if it is not a mapping, and the name of its type.
+    """
+    return [
+        (dict(values) if isinstance(values, Mapping) else None, type(values).__name__)
+        for values in function(**arguments)
+    ]
+
+
+def _without_nulls(values: Mapping[str, Any], origin: str) -> RawRecord:
+    """Return the record of a table's row: fields that the record lacks are null there."""
+    return RawRecord({name: value for name, value in values.items() if value is not None}, origin)
