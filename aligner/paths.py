@@ -127,6 +127,8 @@ class RunPaths:
         launch."""
         self.initial_model = root / "initial_model"
         """Randomly initialized model (model.source=random)."""
+        self.data_files = root / "data_files.json"
+        """Checksums of the files of the training data, see `aligner.data.example_cache`."""
         self.stages = root / "stages"
         """Current stage of each role while it starts, one file per role; see
         `aligner.observability.timeline`."""

@@ -25,6 +25,7 @@ from aligner.launcher.run_directory import (
 from aligner.launcher.slurm.slurm_commands import is_in_queue
 from aligner.observability.console import WINDOW_STEPS, Pace, describe_step
 from aligner.observability.metrics import read_metrics
+from aligner.observability.timeline import read_stages
 from aligner.paths import RunPaths, can_resume, get_run_paths, read_early_end
 from aligner.placement.addresses import load_endpoints
 from aligner.schema import Config
@@ -78,6 +79,8 @@ class RunStatus:
     """Slurm job id; None for a local run."""
     exit_code: int | None
     """Exit code of the launcher; None while it runs."""
+    stages: Mapping[str, str]
+    """Current stage of each role that is starting, with the progress of long stages."""
     note: str | None
     """Reason for the end of the run, and the command that resumes it; None for an active run.
 
@@ -158,6 +161,7 @@ def build_status(
         roles={} if launcher is None else _role_statuses(config, launcher, state, query_services),
         job=None if launcher is None else launcher.job,
         exit_code=None if launcher is None else launcher.exit_code,
+        stages=read_stages(paths) if state == "starting" else {},
         note=_describe_end(config, launcher, state, resumable, in_queue),
     )
 
@@ -179,7 +183,8 @@ def read_active_state(run: Path) -> str | None:
 
 
 def describe_status(status: RunStatus) -> str:
-    """Return a line with the state and progress of a run, and a second line with its note."""
+    """Return a line with the state and progress of a run, and further lines with the stages of its
+    start and its note."""
     parts = [status.state, f"step {status.step}/{status.steps}"]
     parts += describe_step(status.metrics, status.seconds_per_step, status.seconds_left)
     if status.last_step_age_s is not None:
@@ -189,7 +194,9 @@ def describe_status(status: RunStatus) -> str:
     line = f"{status.name}: {'  '.join(parts)}"
     if status.roles and status.state in _ACTIVE_STATES:
         line += "  [" + ", ".join(f"{name} {role}" for name, role in status.roles.items()) + "]"
-    return line if status.note is None else f"{line}\n  {status.note}"
+    stage_lines = [f"{role}: {stage}" for role, stage in status.stages.items()]
+    note_lines = [] if status.note is None else [status.note]
+    return "\n  ".join([line, *stage_lines, *note_lines])
 
 
 def _run_state(
