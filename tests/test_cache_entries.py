@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -190,28 +190,22 @@ def test_pruned_entry_loses_its_uses(cache: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_reader_finds_a_pruned_entry_complete_or_not_at_all(cache: Path, kind: str) -> None:
+def test_entry_has_lost_its_name_before_its_files_are_deleted(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
     entry = add_entry(cache / kind / "entry")
-    for index in range(300):
-        (entry / str(index)).touch()
-    counts = set()
-    is_pruned = threading.Event()
+    delete = shutil.rmtree
+    deleted = []
 
-    def read() -> None:
-        while not is_pruned.is_set():
-            try:
-                counts.add(len(os.listdir(entry)))  # noqa: PTH208
-            except FileNotFoundError:
-                counts.add(0)
+    def delete_and_check(directory: Path) -> None:
+        assert not entry.exists() and (directory / "file").is_file()
+        assert list_entries() == [], "a directory that is being deleted is not an entry"
+        deleted.append(directory)
+        delete(directory)
 
-    reader = threading.Thread(target=read)
-    reader.start()
-    while not counts:
-        time.sleep(0.001)
+    monkeypatch.setattr(shutil, "rmtree", delete_and_check)
     prune(is_never_active, max_bytes=0)
-    is_pruned.set()
-    reader.join()
-    assert counts <= {301, 0} and 301 in counts
+    assert len(deleted) == 1
     assert {path.name for path in (cache / kind).iterdir()} <= {"entry.lock"}
 
 
