@@ -82,6 +82,7 @@ def bundle_rows(
         )
     common = _common_prefix_lengths(data[order], counts[order])
     sums = np.concatenate([[0], counts[order].cumsum()])
+    largest_ends = _compute_largest_ends(common, counts[order], max_tokens)
 
     # Dynamic programming over the sorted rows: min_cost[end] is the smallest number of computed
     # tokens of the first `end` rows, and last_start[end] is the first row of their last bundle.
@@ -90,8 +91,10 @@ def bundle_rows(
     min_cost[0] = 0
     for start in range(0, len(data), group_size):
         # All bundles that begin with row `start`; each ends with one of the following groups.
-        ends = np.arange(start + group_size, len(data) + 1, group_size)
-        shared = np.minimum.accumulate(np.append(common[start:], 0))[
+        # A bundle of a single group is always allowed.
+        largest_end = max(int(largest_ends[start]), start + group_size)
+        ends = np.arange(start + group_size, largest_end + 1, group_size)
+        shared = np.minimum.accumulate(np.append(common[start:largest_end], 0))[
             np.maximum(ends - start - 2, 0)
         ]
         shared = np.where((ends - start > 1) & (shared >= _MIN_SHARED_TOKENS), shared, 0)
@@ -129,6 +132,34 @@ def _common_prefix_lengths(data: np.ndarray, counts: np.ndarray) -> np.ndarray:
     limit = np.minimum(counts[1:], counts[:-1]) - 1
     inside = np.arange(data.shape[1]) < limit[:, None]
     return np.logical_and.accumulate((data[1:] == data[:-1]) & inside, axis=1).sum(1)
+
+
+def _compute_largest_ends(common: np.ndarray, counts: np.ndarray, max_tokens: int) -> np.ndarray:
+    """Return for each row an upper bound of the end of a bundle that begins with this row.
+
+    The bound keeps the cost of `bundle_rows` linear in the number of rows: without it, a bundle
+    could end at any of the following rows.
+
+    Args:
+        common: Length of the common prefix of each row and its successor, int64 [B-1].
+        counts: Lengths of the rows in tokens, int64 [B].
+        max_tokens: Maximum number of computed tokens of a bundle.
+
+    Returns:
+        int64 [B]: index of the row after the last row that the bundle could contain.
+    """
+    # Neighbors without a sufficient common prefix are never in the same bundle.
+    prefixes = np.append(common, 0)
+    borders = np.flatnonzero(prefixes < _MIN_SHARED_TOKENS)
+    rows = np.arange(len(counts))
+    border_ends = borders[np.searchsorted(borders, rows)] + 1
+
+    # A bundle's prefix is not longer than the common prefix of a row and a neighbor, so at least
+    # the other tokens of each row are computed.
+    own_tokens = counts - np.maximum(prefixes, np.append(0, common))
+    sums = np.concatenate([[0], own_tokens.cumsum()])
+    budget_ends = np.searchsorted(sums, sums[:-1] + max_tokens, side="right") - 1
+    return np.minimum(border_ends, budget_ends)
 
 
 _flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,7 +10,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from aligner.megatron.packing import PackedBatch, PackingLayout, pack, pack_micro_batches
-from aligner.megatron.shared_prefixes import attend, bundle_rows, bundle_without_sharing
+from aligner.megatron.shared_prefixes import (
+    _common_prefix_lengths,
+    _compute_largest_ends,
+    attend,
+    bundle_rows,
+    bundle_without_sharing,
+)
 from aligner.schema import ParallelConfig
 from tests.megatron import jobs
 
@@ -69,6 +76,41 @@ def test_multi_row_bundles_stay_within_token_limit(groups, most):
         bundle.computed_tokens <= most or len(bundle.rows) == 1
         for bundle in bundle_rows(tokens, lengths, most)
     )
+
+
+def sorted_rows(groups: list[tuple[int, list[int]]]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the rows of `batch_of` in the order of their tokens, and their lengths."""
+    tokens, lengths = batch_of(groups)
+    order = sorted(range(len(tokens)), key=lambda row: tokens[row].tolist())
+    return tokens[order].numpy(), lengths[order].numpy()
+
+
+@settings(deadline=None)
+@given(GROUPS, st.integers(1, 60))
+def test_candidate_ends_include_every_allowed_bundle(groups, most):
+    data, counts = sorted_rows(groups)
+    common = _common_prefix_lengths(data, counts)
+    ends = _compute_largest_ends(common, counts, most)
+    for start in range(len(data)):
+        for end in range(start + 2, len(data) + 1):
+            shared = common[start : end - 1].min()
+            computed = counts[start:end].sum() - (end - start - 1) * shared
+            assert end <= ends[start] or shared < 4 or computed > most
+
+
+def test_number_of_candidate_bundles_is_linear_in_rows():
+    def count_candidates(prompts: int) -> int:
+        data, counts = sorted_rows([(8, [5] * 4)] * prompts)
+        ends = _compute_largest_ends(_common_prefix_lengths(data, counts), counts, 10_000)
+        return int((ends - np.arange(len(data))).sum())
+
+    assert count_candidates(32) == 32 * count_candidates(1)
+
+
+def test_candidate_bundles_of_one_prompt_are_limited_by_budget():
+    data, counts = sorted_rows([(8, [5] * 64)])
+    ends = _compute_largest_ends(_common_prefix_lengths(data, counts), counts, max_tokens=50)
+    assert (ends - np.arange(len(data))).max() == 10
 
 
 def test_rows_compared_by_loss_stay_ordered_in_one_bundle():
