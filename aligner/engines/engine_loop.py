@@ -7,7 +7,9 @@ answer. With `steps_per_answer`, the requests of a step do not depend on timing.
 """
 
 import asyncio
+import heapq
 import time
+from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -109,12 +111,14 @@ class _Answer:
     """The pending answer of the other process."""
     coroutine_future: "asyncio.Future[Any]"
     """Future that the coroutine awaits."""
-    due_step: int
-    """Engine step at which the answer is delivered; unused without `steps_per_answer`."""
 
 
 class EngineLoop:
-    """Runs coroutines, one per sample, and the steps of an engine."""
+    """Runs coroutines, one per sample, and the steps of an engine.
+
+    The cost of a step depends on the coroutines that run in it, not on those that wait: a batch of
+    many samples has many waiting coroutines.
+    """
 
     def __init__(
         self,
@@ -138,13 +142,24 @@ class EngineLoop:
         self._listener = listener
         self._loop = asyncio.new_event_loop()
         self._tasks: dict[asyncio.Task[Any], int] = {}
-        """Tasks of the coroutines that have not returned, with the indices of their results."""
-        self._answers: list[_Answer] = []
+        """Tasks of the coroutines whose results were not collected, with the indices of their
+        results."""
+        self._finished_tasks: list[asyncio.Task[Any]] = []
+        """Tasks whose coroutines have returned, and whose results were not collected."""
+        self._answers: dict[_Answer, None] = {}
+        """Answers that coroutines await, in the order of the calls."""
+        self._arrived_answers: deque[_Answer] = deque()
+        """Answers that have arrived; unused with `steps_per_answer`. Other threads append to it."""
+        self._answer_schedule: list[tuple[int, int, _Answer]] = []
+        """Heap of the engine step at which an answer is due, a number that breaks ties, and the
+        answer; unused without `steps_per_answer`."""
+        self._answer_count = 0
+        """Number of answers so far."""
         self._pending_requests = 0
         """Number of requests of the coroutines that the engine has not completed."""
         self._steps = 0
         """Number of engine steps so far, plus the steps that `_deliver_answers` skipped while the
-        engine was idle; `due_step` refers to this count."""
+        engine was idle; `_answer_schedule` refers to this count."""
         self._results: list[tuple[int, Any]] = []
         """Results that were not taken yet, with the indices of their coroutines."""
 
@@ -155,7 +170,9 @@ class EngineLoop:
 
     def spawn(self, index: int, coroutine: Coroutine[Any, Any, Any]) -> None:
         """Add a coroutine; `index` identifies its result."""
-        self._tasks[self._loop.create_task(coroutine)] = index
+        task = self._loop.create_task(coroutine)
+        task.add_done_callback(self._finished_tasks.append)
+        self._tasks[task] = index
 
     async def generate(
         self,
@@ -190,14 +207,24 @@ class EngineLoop:
         Raises:
             Interrupted: The coroutine must return its partial sample.
         """
-        # Without `steps_per_answer` the delay is unused.
-        delay = 0 if is_replayed else self._steps_per_answer or 0
         coroutine_future: asyncio.Future[T] = self._loop.create_future()
-        self._answers.append(_Answer(order, answer, coroutine_future, self._steps + delay))
-        # `_wait_for_answers` may be waiting for the event. The callback runs in the thread that
-        # completes the answer.
-        answer.add_done_callback(lambda _: self._engine.wake_up.set())
+        awaited = _Answer(order, answer, coroutine_future)
+        self._answers[awaited] = None
+        self._answer_count += 1
+        if self._steps_per_answer is None:
+            # The callback runs in the thread that completes the answer.
+            answer.add_done_callback(lambda _: self._on_arrival(awaited))
+        else:
+            delay = 0 if is_replayed else self._steps_per_answer
+            heapq.heappush(
+                self._answer_schedule, (self._steps + delay, self._answer_count, awaited)
+            )
         return await coroutine_future
+
+    def _on_arrival(self, answer: _Answer) -> None:
+        self._arrived_answers.append(answer)
+        # `_wait_for_answers` may be waiting for the event.
+        self._engine.wake_up.set()
 
     def step(self) -> list[tuple[int, Any]]:
         """Deliver answers, run one engine step, and return the results of the coroutines that have
@@ -219,9 +246,7 @@ class EngineLoop:
         self.run_coroutines()
         # An interrupted coroutine may still request something else before it returns.
         while self._tasks:
-            answers = self._answers
-            self._answers = []
-            for answer in answers:
+            for answer in self._take_all_answers():
                 answer.coroutine_future.set_exception(Interrupted())
             self._engine.interrupt()
             self.run_coroutines()
@@ -231,7 +256,7 @@ class EngineLoop:
         """Cancel the coroutines that have not returned."""
         if self._loop.is_closed():
             return
-        self._answers = []
+        self._take_all_answers()
         tasks = [*self._tasks]
         for task in tasks:
             task.cancel()
@@ -239,6 +264,7 @@ class EngineLoop:
         if tasks:
             self._loop.run_until_complete(asyncio.wait(tasks))
         self._tasks.clear()
+        self._finished_tasks.clear()
         self._results.clear()
 
         # Their requests are still in flight, although nobody awaits them.
@@ -268,7 +294,9 @@ class EngineLoop:
         while self._is_runnable:
             # Each ready task runs until its next `await`.
             await asyncio.sleep(0)
-            finished = [task for task in self._tasks if task.done()]
+            # The event loop has called the callbacks of the tasks that ended before.
+            finished = [*self._finished_tasks]
+            self._finished_tasks.clear()
             # Sort by index, so that the order of the results does not depend on the event loop.
             for task in sorted(finished, key=lambda task: self._tasks[task]):
                 index = self._tasks.pop(task)
@@ -280,13 +308,13 @@ class EngineLoop:
         if self._steps_per_answer is None:
             if is_idle and self._answers:
                 self._wait_for_answers()
-            self._deliver([answer for answer in self._answers if answer.future.done()])
+            self._deliver(self._take_arrived_answers())
             return
 
         # An idle engine takes no steps, so the count jumps to the step of the next answer.
-        if is_idle and self._answers:
-            self._steps = max(self._steps, min(answer.due_step for answer in self._answers))
-        while due := [answer for answer in self._answers if answer.due_step <= self._steps]:
+        if is_idle and self._answer_schedule:
+            self._steps = max(self._steps, self._answer_schedule[0][0])
+        while due := self._take_due_answers():
             start_s = time.perf_counter()
             for answer in due:
                 # `exception` waits for the answer, and unlike `result` does not raise its error.
@@ -294,9 +322,35 @@ class EngineLoop:
             self._report_wait(start_s)
             self._deliver(due)
 
+    def _take_all_answers(self) -> list[_Answer]:
+        """Return all answers that coroutines await, and forget them."""
+        answers = [*self._answers]
+        self._answers.clear()
+        self._arrived_answers.clear()
+        self._answer_schedule.clear()
+        return answers
+
+    def _take_arrived_answers(self) -> list[_Answer]:
+        """Return the answers that have arrived since the last call."""
+        answers = []
+        while self._arrived_answers:
+            answer = self._arrived_answers.popleft()
+            # An answer of an interrupted coroutine may still arrive.
+            if answer in self._answers:
+                answers.append(answer)
+        return answers
+
+    def _take_due_answers(self) -> list[_Answer]:
+        """Return the answers that are due at this step, and remove them from the schedule."""
+        answers = []
+        while self._answer_schedule and self._answer_schedule[0][0] <= self._steps:
+            _, _, answer = heapq.heappop(self._answer_schedule)
+            answers.append(answer)
+        return answers
+
     def _deliver(self, answers: Sequence[_Answer]) -> None:
         for answer in sorted(answers, key=lambda answer: answer.order):
-            self._answers.remove(answer)
+            del self._answers[answer]
             error = answer.future.exception()
             if error is not None:
                 answer.coroutine_future.set_exception(error)
@@ -309,8 +363,7 @@ class EngineLoop:
         start_s = time.perf_counter()
         # The event is cleared before the check: what arrives after the check sets it again.
         self._engine.wake_up.clear()
-        has_answer = any(answer.future.done() for answer in self._answers)
-        if not has_answer and not self._engine.has_work:
+        if not self._arrived_answers and not self._engine.has_work:
             self._engine.wake_up.wait(_MAX_WAIT_S)
         self._report_wait(start_s)
 

@@ -74,6 +74,11 @@ class DecodedResponse:
         )
 
     @property
+    def sample_key(self) -> tuple[int, int]:
+        """Prompt id and sample index."""
+        return self.request.key.prompt_id, self.request.key.sample_index
+
+    @property
     def length(self) -> int:
         """Number of tokens of input and completion."""
         return len(self.prompt) + len(self.tokens)

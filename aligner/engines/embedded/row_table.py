@@ -6,7 +6,9 @@ a later request may continue.
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
+
+Owner = TypeVar("Owner", bound=Hashable)
 
 
 class ResidentRow(NamedTuple):
@@ -19,7 +21,7 @@ class ResidentRow(NamedTuple):
 
 
 @dataclass
-class RowTable:
+class RowTable(Generic[Owner]):
     """Table of the free and resident rows of the KV cache; all other rows are in use.
 
     A resident row keeps its contents until a request needs a row while none is free. Then the row
@@ -30,15 +32,20 @@ class RowTable:
     """Number of rows of the KV cache."""
     _free: set[int] = field(init=False)
     """Indices of the free rows."""
-    _resident: dict[Hashable, ResidentRow] = field(default_factory=dict)
+    _resident: dict[Owner, ResidentRow] = field(default_factory=dict)
     """Resident rows by owner, in the order in which they became resident."""
 
     def __post_init__(self) -> None:
         self._free = set(range(self.rows))
 
-    def __contains__(self, owner: Hashable) -> bool:
+    def __contains__(self, owner: Owner) -> bool:
         """Return whether this owner has a resident row."""
         return owner in self._resident
+
+    @property
+    def owners(self) -> list[Owner]:
+        """Owners of the resident rows, in the order in which the rows became resident."""
+        return [*self._resident]
 
     def allocate(self) -> int:
         """Return the lowest free row, and mark it as in use.
@@ -57,7 +64,7 @@ class RowTable:
         """Mark a row in use as free."""
         self._free.add(row)
 
-    def make_resident(self, owner: Hashable, row: int, tokens: int) -> None:
+    def make_resident(self, owner: Owner, row: int, tokens: int) -> None:
         """Mark a row in use as resident for its owner.
 
         Args:
@@ -67,18 +74,18 @@ class RowTable:
         """
         self._resident[owner] = ResidentRow(row, tokens)
 
-    def resume(self, owner: Hashable) -> ResidentRow:
+    def resume(self, owner: Owner) -> ResidentRow:
         """Return the resident row of an owner, and mark it as in use."""
         return self._resident.pop(owner)
 
-    def evict(self, owner: Hashable) -> None:
+    def evict(self, owner: Owner) -> None:
         """Free the resident row of an owner, if there is one."""
         if owner in self._resident:
             self._free.add(self._resident.pop(owner).row)
 
     def evict_all(self) -> None:
         """Free all resident rows."""
-        for owner in list(self._resident):
+        for owner in self.owners:
             self.evict(owner)
 
     def find_moves(self, in_use: Sequence[int], *, include_resident: bool) -> list[int]:

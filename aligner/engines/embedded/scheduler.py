@@ -10,7 +10,6 @@ Dimensions of the shapes:
 
 import math
 import time
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,6 +23,7 @@ from aligner.engines.embedded.engine_state import EngineState
 from aligner.engines.embedded.row_table import RowTable
 from aligner.engines.embedded.speculation import PromptLookup
 from aligner.engines.embedded.token_sampler import TokenSampler
+from aligner.engines.embedded.waiting_queue import WaitingQueue
 from aligner.engines.engine_protocol import EngineRequest, SamplingOptions
 from aligner.errors import AlignerError
 
@@ -36,6 +36,8 @@ _MAX_PREFILL_TOKENS = 8192
 class _ResidentSequence:
     """A completed sequence whose KV cache is resident for a later request."""
 
+    sample_key: tuple[int, int]
+    """Prompt id and sample index."""
     tokens: list[int]
     """All tokens of the sequence. The last one is not in the KV cache."""
 
@@ -74,9 +76,11 @@ class Scheduler:
         """Sampler with the batch's parameters; set when the first batch starts."""
         self._stop_token_ids: frozenset[int] = frozenset()
         """Stop tokens of the batch."""
-        self._unbatched_requests: deque[EngineRequest] = deque()
+        self._unbatched_requests: list[EngineRequest] = []
         """Queued requests, which are in no batch yet; `join_batch` adds them to one."""
-        self._waiting_responses: deque[DecodedResponse] = deque()
+        self._rejected_count = 0
+        """Number of requests at the front of `_unbatched_requests` that do not fit the batch."""
+        self._waiting_responses = WaitingQueue()
         """Requests of the batch that have no row yet."""
         self._running: list[DecodedResponse] = []
         """Requests in flight, in the order of their rows."""
@@ -84,7 +88,7 @@ class Scheduler:
         """Completed requests that `step` has not returned yet."""
         self._resident_sequences: dict[tuple[int, int], list[_ResidentSequence]] = {}
         """Sequences that later requests may continue, by prompt id and sample index."""
-        self._row_table = RowTable(state.cache.size.rows)
+        self._row_table = RowTable[_ResidentSequence](state.cache.size.rows)
 
     @property
     def has_work(self) -> bool:
@@ -128,30 +132,34 @@ class Scheduler:
         """
         if self.is_idle and self._unbatched_requests:
             self._start_batch(self._unbatched_requests[0].sampling)
+            self._rejected_count = 0
         options = self._options
         if options is None:
             return
 
         columns = self._state.cache.size.columns
         joining: list[EngineRequest] = []
-        remaining: deque[EngineRequest] = deque()
-        for request in self._unbatched_requests:
+        # The parameters and the columns change only between two batches, so a rejected request is
+        # not checked again at every step of the batch.
+        unchecked = self._unbatched_requests[self._rejected_count :]
+        del self._unbatched_requests[self._rejected_count :]
+        for request in unchecked:
             # The last token of a sequence is never run, so it needs no column.
             fits = request.total_tokens - 1 <= columns
             is_batchable = request.sampling.is_batchable_with(options)
             if fits and is_batchable:
                 joining.append(request)
             else:
-                remaining.append(request)
-        self._unbatched_requests = remaining
+                self._unbatched_requests.append(request)
+        self._rejected_count = len(self._unbatched_requests)
 
         # Requests with the same prompt are admitted together, so that one prefill serves all.
         responses = [DecodedResponse.from_request(request, self._seed) for request in joining]
         first_index: dict[tuple[int, ...], int] = {}
         for index, response in enumerate(responses):
             first_index.setdefault(response.prompt, index)
-        self._waiting_responses += sorted(
-            responses, key=lambda response: first_index[response.prompt]
+        self._waiting_responses.extend(
+            sorted(responses, key=lambda response: first_index[response.prompt])
         )
 
     def _start_batch(self, options: SamplingOptions) -> None:
@@ -195,6 +203,7 @@ class Scheduler:
         """Forget every request and every resident sequence."""
         self._waiting_responses.clear()
         self._unbatched_requests.clear()
+        self._rejected_count = 0
         self._running = []
         self._completed_responses = []
         self.clear_rows()
@@ -202,7 +211,7 @@ class Scheduler:
     def clear_rows(self) -> None:
         """Mark all rows of the KV cache as free, and forget the resident sequences."""
         self._resident_sequences.clear()
-        self._row_table = RowTable(self._state.cache.size.rows)
+        self._row_table = RowTable[_ResidentSequence](self._state.cache.size.rows)
 
     def release_resident(self, prompt_id: int, sample_index: int) -> None:
         """Free the resident rows of a sample."""
@@ -221,8 +230,7 @@ class Scheduler:
 
         The requests in flight move to the front of the waiting ones, and are prefilled again.
         """
-        # `extendleft` reverses the order; reversed twice, the requests keep their order.
-        self._waiting_responses.extendleft(reversed(self._running))
+        self._waiting_responses.extend_front(self._running)
         self._running = []
         self.clear_rows()
 
@@ -234,8 +242,7 @@ class Scheduler:
     def _find_resident_prefix(self, response: DecodedResponse) -> _ResidentSequence | None:
         """Return the longest resident sequence of the same sample that is a prefix of the request's
         tokens; None if there is none."""
-        key = response.request.key
-        sequences = self._resident_sequences.get((key.prompt_id, key.sample_index), [])
+        sequences = self._resident_sequences.get(response.sample_key, [])
         # A waiting request that has generated tokens was restarted by `restart_running`, which also
         # forgot its KV cache. It is prefilled as a whole.
         if not sequences or len(response.tokens) > response.input_tokens:
@@ -314,19 +321,17 @@ class Scheduler:
         One forward pass prefills the new tokens of all these requests, except the last token of
         each.
         """
-        if not self._resident_sequences:
-            return
-
         continuations = []
-        # A copy, because the loop removes requests from `_waiting_responses`.
-        for response in [*self._waiting_responses]:
-            sequence = self._find_resident_prefix(response)
-            if sequence is not None:
-                key = response.request.key
-                self._resident_sequences[key.prompt_id, key.sample_index].remove(sequence)
-                self._waiting_responses.remove(response)
-                response.row, response.cached_tokens = self._row_table.resume(sequence)
-                continuations.append(response)
+        # There are at most as many resident sequences as rows, but any number of waiting requests.
+        sample_keys = dict.fromkeys(sequence.sample_key for sequence in self._row_table.owners)
+        for sample_key in sample_keys:
+            for response in self._waiting_responses.find_sample(*sample_key):
+                sequence = self._find_resident_prefix(response)
+                if sequence is not None:
+                    self._resident_sequences[sample_key].remove(sequence)
+                    self._waiting_responses.remove(response)
+                    response.row, response.cached_tokens = self._row_table.resume(sequence)
+                    continuations.append(response)
         if not continuations:
             return
         continuations = sort_by_row(continuations)
@@ -395,12 +400,13 @@ class Scheduler:
         while self._waiting_responses:
             if len(self._running) + len(prefix_copies) + len(prefills) >= cache.size.rows:
                 break
-            response = self._waiting_responses[0]
+            response = self._waiting_responses.first
             # Only the prompt can be copied; tokens behind it have to be prefilled.
             sibling = None if response.tokens else siblings.get(response.prompt)
             if sibling is not None:
                 response.prefill_routing = sibling.prefill_routing
-                prefix_copies.append(self._waiting_responses.popleft())
+                self._waiting_responses.remove(response)
+                prefix_copies.append(response)
                 continue
 
             # Equal contexts are prefilled once, so only a new context adds tokens to the step.
@@ -411,7 +417,8 @@ class Scheduler:
                     break
                 contexts.add(context)
                 max_length = padded_length
-            prefills.append(self._waiting_responses.popleft())
+            self._waiting_responses.remove(response)
+            prefills.append(response)
 
         for response in (*prefix_copies, *prefills):
             response.row = self._row_table.allocate()
@@ -622,12 +629,10 @@ class Scheduler:
             # With expert routing, the next turn prefills the whole sequence again, because its
             # completion reports the routing of all tokens.
             if response.request.is_continued and not self._batch_options.routes:
-                key = response.request.key
-                sequence = _ResidentSequence([*response.prompt, *response.tokens])
-                sequences = self._resident_sequences.setdefault(
-                    (key.prompt_id, key.sample_index), []
+                sequence = _ResidentSequence(
+                    response.sample_key, [*response.prompt, *response.tokens]
                 )
-                sequences.append(sequence)
+                self._resident_sequences.setdefault(response.sample_key, []).append(sequence)
                 # The last token was sampled but never run, so it is not in the cache.
                 self._row_table.make_resident(sequence, response.row, response.length - 1)
             else:
