@@ -159,11 +159,14 @@ def find_path_problem(path: Path, trainer: str) -> str | None:
         return None if is_callable_name else f"must be {FUNCTION}MODULE:CALLABLE"
     if path.is_dir():
         return _find_directory_problem(path)
-    allowed = (".jsonl", ".txt") if _RECORD_KINDS[trainer] == "prompt" else (".jsonl",)
+    allowed = [".jsonl", ".json", ".parquet"]
+    if _RECORD_KINDS[trainer] == "prompt":
+        allowed.append(".txt")
     if path.suffix not in allowed:
         dataset = "a directory saved by Hugging Face datasets (save_to_disk)"
         return (
-            f"must be a {' or '.join(allowed)} file, or {dataset}, with algorithm.trainer={trainer}"
+            f"must be a {', '.join(allowed[:-1])} or {allowed[-1]} file, or {dataset}, with"
+            f" algorithm.trainer={trainer}"
         )
     if not path.is_file():
         return "no such file"

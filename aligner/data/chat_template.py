@@ -44,6 +44,10 @@ STANDARD_ROLES = frozenset(("system", "user", "assistant", "tool"))
 """Message roles that most chat templates support."""
 
 
+# Keys of a message that is only a text.
+_TEXT_KEYS = {"role", "content"}
+
+
 def normalize_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return messages in the form that chat templates expect.
 
@@ -111,6 +115,8 @@ def _decode_field(value: Any, field: str) -> Any:
 
 
 def _normalize_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
+    if message.keys() == _TEXT_KEYS and all(type(text) is str for text in message.values()):
+        return dict(message)  # the usual form, which needs no changes
     normal: dict[str, Any] = remove_nulls(message)
     if not normal.get("tool_calls", True):
         del normal["tool_calls"]
@@ -188,6 +194,7 @@ class ChatTemplate:
         self._special_tokens = read_special_tokens(directory)
         texts = self._texts = read_chat_templates(directory)
         self._losses: dict[str, list[str]] = {}  # by the form of a conversation
+        self._checked_texts: set[tuple[Any, ...]] = set()  # forms of conversations without losses
         self._logged_messages: set[str] = set()
 
         environment = ImmutableSandboxedEnvironment(
@@ -404,6 +411,9 @@ class ChatTemplate:
         Raises:
             AlignerError: A role is dropped. All other losses are logged once.
         """
+        text_form = _get_text_form(name, messages, tools, variables, learned_turns)
+        if text_form in self._checked_texts:
+            return
         probe, markers = _build_probe(messages, tools, learned_turns)
         form = json.dumps([name, probe, sorted(variables.items())], default=str)
         if form not in self._losses:
@@ -429,6 +439,8 @@ class ChatTemplate:
                     f" {loss.removeprefix(_ERROR_PREFIX)}"
                 )
             self._log_once(logging.WARNING, f"the chat template of %s does not render the {loss}")
+        if text_form is not None and not self._losses[form]:
+            self._checked_texts.add(text_form)
 
     def _find_unknown_roles(
         self,
@@ -481,6 +493,27 @@ _PROBE_TOOL = {
         },
     },
 }
+
+
+def _get_text_form(
+    name: str,
+    messages: Messages,
+    tools: Tools | None,
+    variables: Mapping[str, Any],
+    learned_turns: LearnedTurns,
+) -> tuple[Any, ...] | None:
+    """Return what determines the probe of a conversation of texts (see `_build_probe`); None for
+    other conversations. Building a probe takes much longer."""
+    if tools is not None or variables:
+        return None
+    form: list[Any] = [name, learned_turns]
+    for message in messages:
+        content = message.get("content")
+        if message.keys() != _TEXT_KEYS or not isinstance(content, str) or not content.strip():
+            return None
+        form.append(message["role"])
+        form.append("</think>" in content)
+    return tuple(form)
 
 
 def _build_probe(

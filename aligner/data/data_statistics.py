@@ -5,15 +5,16 @@ distances.
 """
 
 import contextlib
+import heapq
 import json
-import re
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from aligner.config.situation import DataStatistics
+from aligner.data.example_cache import list_inline_prompts, remember_result
 from aligner.data.examples import (
     Demonstration,
     LabeledAnswer,
@@ -24,29 +25,32 @@ from aligner.data.examples import (
 from aligner.data.prompts import open_prompts
 from aligner.data.record_sources import RawRecord
 from aligner.data.records import (
+    BadRecord,
     FieldChoice,
     FieldChoiceError,
     choose_fields,
+    compile_prompt_part_pattern,
     has_content,
     is_prompt_part,
     open_source,
     parse_records,
+    to_record,
 )
 from aligner.data.tokenizer import Tokenizer, build_run_tokenizer
 from aligner.errors import AlignerError, ConfigError
 from aligner.schema import Config, DataConfig, TeacherConfig
-from aligner.schema.data_sources import parse_data_sources
+from aligner.schema.data_sources import DataSource, parse_data_sources
 from aligner.schema.reward_sources import FunctionSource, parse_reward_sources
 
 # Number of records measured because they are the longest, and of other measured records.
 _LONGEST = 64
 _SPREAD = 448
+# Files above this size have their statistics stored in the cache.
+_LARGE_BYTES = 4 << 20
 # A limit of tokens that no record reaches.
 _UNLIMITED = 2**30
 # Reward functions that compare a response with the record's `answer`.
 _ANSWER_FUNCTIONS = ("exact_match", "gsm8k", "math")
-# Key of an entry of a JSON object whose value is not empty.
-_KEY = re.compile(rb'"(\w+)"\s*:\s*(?!""|null|\[\]|\{\})')
 # Maximum number of characters of a field in the example.
 _EXAMPLE_CHARACTERS = 200
 
@@ -60,39 +64,63 @@ def measure_data(config: Config, directory: Path) -> DataStatistics | None:
         FieldChoiceError: A field that looks like a part of the prompt cannot be joined to it.
     """
     try:
-        raw_records = _read_raw_records(config.data)
-        sampled_records = _sample_records(raw_records)
-        choice = _choose_record_fields(sampled_records, raw_records, config)
-        fields = choice.fields
-        with tempfile.TemporaryDirectory() as scratch:
-            file = Path(scratch) / "records.jsonl"
-            records = parse_records(
-                sampled_records,
-                lambda record: dict(record.values),
-                "data",
-                skip=True,
-                fields=fields,
-            )[0]
-            file.write_text(
-                "".join(json.dumps(record, default=str) + "\n" for record in records),
-                encoding="utf-8",
+        tokenizer = build_run_tokenizer(config, directory)
+        sources = parse_data_sources(config.data)
+        # The statistics of small data are computed faster than their checksum.
+        if any(_is_large(source) for source in sources):
+            identity = {
+                "tokenizer": tokenizer.identity,
+                "data": asdict(config.data),
+                "algorithm": asdict(config.algorithm),
+                "reward": asdict(config.reward),
+            }
+            stored = remember_result(
+                "statistics",
+                sources,
+                identity,
+                lambda: _to_json(_measure(config, tokenizer, _Records(config.data))),
             )
-            tokenizer = build_run_tokenizer(config, directory)
-            lengths = list(_measure_lengths(config, file, tokenizer))
+            return _from_json(stored)
+        return _measure(config, tokenizer, _Records(config.data))
     except FieldChoiceError:
         raise
     except (AlignerError, OSError):
         return None
 
+
+def _is_large(source: DataSource) -> bool:
+    return source.path.is_file() and source.path.stat().st_size > _LARGE_BYTES
+
+
+def _to_json(statistics: DataStatistics) -> dict[str, Any]:
+    return asdict(statistics)
+
+
+def _from_json(stored: Mapping[str, Any]) -> DataStatistics:
+    return DataStatistics(**{**stored, "notices": tuple(stored["notices"])})
+
+
+def _measure(config: Config, tokenizer: Tokenizer, raw_records: "_Records") -> DataStatistics:
+    sampled_records, count = _sample_records(raw_records)
+    choice = _choose_record_fields(sampled_records, raw_records, config)
+    fields = choice.fields
+    with tempfile.TemporaryDirectory() as scratch:
+        file = Path(scratch) / "records.jsonl"
+        records = _parse_records(sampled_records, fields)
+        file.write_text(
+            "".join(json.dumps(record, default=str) + "\n" for record in records),
+            encoding="utf-8",
+        )
+        lengths = list(_measure_lengths(config, file, tokenizer))
+
     prompt_lengths = sorted(prompt for prompt, _ in lengths)
-    is_complete = len(sampled_records) == len(raw_records)
+    is_complete = len(sampled_records) == count
     return DataStatistics(
-        records=len(raw_records),
+        records=count,
         read_records_text=(
-            f"all {len(raw_records)} records"
+            f"all {count} records"
             if is_complete
-            else f"{len(sampled_records)} of {len(raw_records)} records, including the longest"
-            " record"
+            else f"{len(sampled_records)} of {count} records, including the longest record"
         ),
         is_complete=is_complete,
         longest_prompt=prompt_lengths[-1],
@@ -112,29 +140,29 @@ def _has_template(tokenizer: Tokenizer) -> bool:
     return False
 
 
-def _read_raw_records(data: DataConfig) -> list[RawRecord]:
-    """Return the records of all data sources, with the fields that the configuration names."""
-    sources = parse_data_sources(data)
-    if not sources:
-        return [RawRecord({"prompt": text}, "data.prompts") for text in data.prompts]
-    all_records: list[RawRecord] = []
-    for source in sources:
-        raw_records = list(open_source(source).read())
-        if source.fields:
-            values = parse_records(
-                raw_records,
-                lambda record: dict(record.values),
-                source.setting_text,
-                skip=True,
-                fields=source.fields,
-            )[0]
-            raw_records = [RawRecord(value, source.setting_text) for value in values]
-        all_records += raw_records
-    return all_records
+class _Records:
+    """The records of all data sources, with the fields that the configuration names. The records
+    are read anew in each iteration, so that large data are not held in memory."""
+
+    def __init__(self, data: DataConfig) -> None:
+        self._prompts = data.prompts
+        self._sources = [(source, open_source(source)) for source in parse_data_sources(data)]
+
+    def __iter__(self) -> Iterator[RawRecord]:
+        if not self._sources:
+            yield from list_inline_prompts(self._prompts, "data.prompts")
+        for source, records in self._sources:
+            for raw_record in records.read():
+                if not source.fields:
+                    yield raw_record
+                    continue
+                with contextlib.suppress(BadRecord):
+                    record = to_record(raw_record, source.fields)
+                    yield RawRecord(record.values, record.origin)
 
 
 def _choose_record_fields(
-    sampled_records: Sequence[RawRecord], raw_records: Sequence[RawRecord], config: Config
+    sampled_records: Sequence[RawRecord], raw_records: Iterable[RawRecord], config: Config
 ) -> FieldChoice:
     """Choose the record fields for `prompt`, `response` and `answer`.
 
@@ -156,29 +184,33 @@ def _choose_record_fields(
     )
 
 
-def _parse_records(raw_records: Sequence[RawRecord]) -> list[dict[str, Any]]:
-    return parse_records(raw_records, lambda record: dict(record.values), "data", skip=True)[0]
+def _parse_records(
+    raw_records: Sequence[RawRecord], fields: Mapping[str, str] | None = None
+) -> list[dict[str, Any]]:
+    return parse_records(
+        raw_records, lambda record: dict(record.values), "data", skip=True, fields=fields
+    )[0]
 
 
 def _records_with_rare_parts(
-    records: Sequence[Mapping[str, Any]], raw_records: Sequence[RawRecord]
+    records: Sequence[Mapping[str, Any]], raw_records: Iterable[RawRecord]
 ) -> list[dict[str, Any]]:
     """Return, for each prompt field that no sampled record has, the first record that has it, such
     as a rare `input`."""
     known = {name for record in records for name, value in record.items() if has_content(value)}
     new_records = []
+    pattern = compile_prompt_part_pattern(known)
     for raw_record in raw_records:
         # Searching the keys as bytes is faster than parsing every record.
-        keys = (
-            set(_KEY.findall(raw_record.content)) if isinstance(raw_record.content, bytes) else None
-        )
-        if keys is not None and not any(_is_new_part(name.decode(), known) for name in keys):
+        content = raw_record.content
+        if isinstance(content, bytes) and not pattern.search(content):
             continue
         for record in _parse_records([raw_record]):
             parts = {name for name, value in record.items() if has_content(value)}
             if any(_is_new_part(name, known) for name in parts):
                 new_records.append(record)
                 known |= parts
+                pattern = compile_prompt_part_pattern(known)
     return new_records
 
 
@@ -202,19 +234,27 @@ def _format_example(record: Mapping[str, Any], fields: Mapping[str, str]) -> str
     return "\n".join(lines)
 
 
-def _sample_records(raw_records: Sequence[RawRecord]) -> list[RawRecord]:
-    """Return the records to measure: the longest ones, and others at even distances."""
-    if len(raw_records) <= _LONGEST + _SPREAD:
-        return list(raw_records)
-    sizes = [
-        len(raw_record.content)
-        if isinstance(raw_record.content, bytes)
-        else len(str(raw_record.content))
-        for raw_record in raw_records
-    ]
-    longest = sorted(range(len(raw_records)), key=lambda index: sizes[index])[-_LONGEST:]
-    spread = range(0, len(raw_records), len(raw_records) // _SPREAD)
-    return [raw_records[index] for index in sorted({*longest, *spread})]
+def _sample_records(raw_records: Iterable[RawRecord]) -> tuple[list[RawRecord], int]:
+    """Return the records to measure, and the number of all records.
+
+    The records to measure are the longest ones, and others at even distances.
+    """
+    count = 0
+    longest: list[tuple[int, int]] = []  # heap of sizes and indices
+    for index, raw_record in enumerate(raw_records):
+        count += 1
+        content = raw_record.content
+        size = len(content) if isinstance(content, bytes) else len(str(content))
+        if len(longest) < _LONGEST:
+            heapq.heappush(longest, (size, index))
+        elif (size, index) > longest[0]:
+            heapq.heapreplace(longest, (size, index))
+
+    indices = set(range(count))
+    if count > _LONGEST + _SPREAD:
+        indices = {index for _, index in longest} | {*range(0, count, count // _SPREAD)}
+    sampled = [raw_record for index, raw_record in enumerate(raw_records) if index in indices]
+    return sampled, count
 
 
 def _measure_lengths(config: Config, file: Path, tokenizer: Tokenizer) -> Iterator[tuple[int, int]]:

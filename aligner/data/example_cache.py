@@ -38,6 +38,7 @@ import pyarrow as pa
 import tokenizers
 import torch
 
+from aligner.cache_entries import record_use
 from aligner.data.checksums import DamagedError, FileRecord, compute_file_record, read_sealed, seal
 from aligner.data.example_table import (
     ExampleFormat,
@@ -62,7 +63,7 @@ from aligner.data.records import (
 from aligner.data.run_inputs import list_input_files
 from aligner.errors import AlignerError, ConfigError
 from aligner.files import NO_LOCKS, LockHolder, create_directory, write_file
-from aligner.paths import get_cache_directory, get_run_paths
+from aligner.paths import RunPaths, get_cache_directory, get_run_paths
 from aligner.schema import Config, DataConfig
 from aligner.schema.data_sources import DataSource, parse_data_sources
 
@@ -212,13 +213,58 @@ def list_inline_prompts(prompts: Sequence[str], key: str) -> list[RawRecord]:
     return [RawRecord({"prompt": text}, f"{key}[{index}]") for index, text in enumerate(prompts)]
 
 
+def remember_result(
+    name: str,
+    sources: Sequence[DataSource],
+    identity: Mapping[str, Any],
+    compute: Callable[[], Any],
+) -> Any:
+    """Return a result that depends only on the contents of files. It is computed once, and then
+    read from the cache directory.
+
+    Args:
+        name: The name of the result, for its directory.
+        sources: The sources of the data, none of them a function.
+        identity: JSON object that determines the result for given files.
+        compute: Returns the result, a JSON value.
+
+    Raises:
+        ConfigError: A file cannot be read.
+    """
+    root = get_cache_directory()
+    contents = [_read_contents(source.path, root) for source in sources]
+    digest = _hash_json(
+        {"code": _compute_code_checksum(), "contents": contents, "identity": identity}
+    )
+    return _remember(root / name / f"{digest}.json", compute)
+
+
+def _remember(path: Path, compute: Callable[[], Any]) -> Any:
+    """Return the result in a file, or compute it and write the file."""
+    with contextlib.suppress(DamagedError):
+        return read_sealed(path)["result"]
+    result = compute()
+    with contextlib.suppress(OSError):  # without the file, the next caller computes it again
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_file(path, seal(json.dumps({"result": result})))
+    return result
+
+
+def _read_contents(path: Path, root: Path) -> Mapping[str, FileRecord]:
+    """Return the size and checksum of a file, or of each file of a directory."""
+    return {
+        name: _compute_record(file, root / "checksums")
+        for name, file in list_input_files(path).items()
+    }
+
+
 class ExampleCache:
     """Tables of tokenized examples in `$ALIGNER_CACHE/data/`."""
 
     def __init__(
         self,
         root: Path,
-        index: Path,
+        run: RunPaths,
         *,
         is_prepared: bool,
         processes: int = 1,
@@ -228,7 +274,7 @@ class ExampleCache:
 
         Args:
             root: The cache directory of aligner.
-            index: The file in the run directory with the checksums of the data's files.
+            run: The paths of the run, whose `data_files` is the index.
             is_prepared: Whether the index exists. Otherwise the files are read, and `write_index`
                 writes it.
             processes: The number of processes that parse records.
@@ -238,7 +284,7 @@ class ExampleCache:
             ConfigError: The index cannot be read.
         """
         self._root = root
-        self._index_path = index
+        self._run = run
         self._processes = processes
         self._report = report
         self._is_prepared = is_prepared
@@ -247,7 +293,7 @@ class ExampleCache:
         """The tables that were opened."""
         if is_prepared:
             try:
-                stored = read_sealed(index)
+                stored = read_sealed(run.data_files)
             except DamagedError as error:
                 raise ConfigError(f"{error}; start the run again") from error
             self._contents = {key: _to_records(files) for key, files in stored.items()}
@@ -261,10 +307,12 @@ class ExampleCache:
             config: The run's configuration.
             report: Function that is called with the progress.
         """
-        index = get_run_paths(config).data_files
-        processes = len(os.sched_getaffinity(0))
         return ExampleCache(
-            get_cache_directory(), index, is_prepared=False, processes=processes, report=report
+            get_cache_directory(),
+            get_run_paths(config),
+            is_prepared=False,
+            processes=len(os.sched_getaffinity(0)),
+            report=report,
         )
 
     @staticmethod
@@ -275,12 +323,13 @@ class ExampleCache:
         Raises:
             ConfigError: The index in the run directory cannot be read.
         """
-        index = get_run_paths(config).data_files
-        return ExampleCache(get_cache_directory(), index, is_prepared=True, report=report)
+        return ExampleCache(
+            get_cache_directory(), get_run_paths(config), is_prepared=True, report=report
+        )
 
     def write_index(self) -> None:
         """Write the index of the data that were opened."""
-        write_file(self._index_path, seal(json.dumps(self._contents)))
+        write_file(self._run.data_files, seal(json.dumps(self._contents)))
 
     def get_file_records(self) -> Mapping[str, Mapping[str, FileRecord]]:
         """Return the size and checksum of each file of the data, by the path in the configuration
@@ -299,13 +348,7 @@ class ExampleCache:
             return check()
         tables = [table.directory.name for table in self.tables]
         digest = _hash_json({"tables": tables, "check": identity})
-        path = self.tables[0].directory / f"check-{digest}.json"
-        with contextlib.suppress(DamagedError):
-            return list(read_sealed(path)["notices"])
-        notices = check()
-        with contextlib.suppress(OSError):  # without the file, the next start checks again
-            write_file(path, seal(json.dumps({"notices": notices})))
-        return notices
+        return list(_remember(self.tables[0].directory / f"check-{digest}.json", check))
 
     def open(
         self, source: DataSource, data: DataConfig, parser: RecordParser[Example]
@@ -323,6 +366,8 @@ class ExampleCache:
             self._contents[key] = self._read_contents(source, records)
         directory = self._locate(source, data, parser, self._contents[key])
 
+        # Before the table is opened, so that `aligner cache prune` does not delete it.
+        record_use(directory, self._run.root)
         table = _open_table(directory, parser.format)
         if table is None:
             try:
@@ -334,9 +379,6 @@ class ExampleCache:
                     " `aligner cache prune`, or set the environment variable ALIGNER_CACHE to"
                     " another directory"
                 ) from error
-        # The time of the last use, by which `aligner cache` selects tables to delete.
-        with contextlib.suppress(OSError):
-            os.utime(directory)
         self.tables.append(table)
         if not self._is_prepared:
             for level, message in table.description["log"]:
@@ -350,10 +392,7 @@ class ExampleCache:
         if records is not None:
             return {"": FileRecord(records.size, records.compute_content_checksum() or "")}
         self._report(f"computing the checksum of {source.setting_text}")
-        return {
-            name: _compute_record(file, self._root / "checksums")
-            for name, file in list_input_files(source.path).items()
-        }
+        return _read_contents(source.path, self._root)
 
     def _locate(
         self,

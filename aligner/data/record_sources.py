@@ -227,18 +227,9 @@ class _LineSource(RecordSource):
         return _get_size(self.path)
 
     def scan(self) -> Iterator[RecordChunk]:
-        try:
-            with self.path.open("rb") as stream:
-                yield from self._scan(stream)
-        except OSError as error:
-            raise ConfigError(f"{self.key}{self.path} cannot be read: {error}") from error
-
-    def _scan(self, stream: BinaryIO) -> Iterator[RecordChunk]:
         start = 0
         line = 1
-        while content := stream.read(_CHUNK_BYTES) + stream.readline():
-            if start == 0 and not content.removeprefix(codecs.BOM_UTF8).strip(b"\r\n"):
-                break
+        for content in self._read_blocks():
             yield _LineChunk(
                 len(content),
                 self.path,
@@ -249,7 +240,31 @@ class _LineSource(RecordSource):
             )
             start += len(content)
             line += content.count(b"\n")
-        if start == 0:
+
+    def read(self) -> Iterator[RawRecord]:
+        """Yield all lines; unlike the chunks of `scan`, this reads the file only once."""
+        line = 1
+        for content in self._read_blocks():
+            yield from _split_lines(content, str(self.path), line, is_json=self.is_json)
+            line += content.count(b"\n")
+
+    def _read_blocks(self) -> Iterator[bytes]:
+        """Yield the content of the file in blocks of whole lines.
+
+        Raises:
+            ConfigError: The file cannot be read, or is empty.
+        """
+        try:
+            with self.path.open("rb") as stream:
+                is_first = True
+                while content := stream.read(_CHUNK_BYTES) + stream.readline():
+                    if is_first and not content.removeprefix(codecs.BOM_UTF8).strip(b"\r\n"):
+                        break
+                    yield content
+                    is_first = False
+        except OSError as error:
+            raise ConfigError(f"{self.key}{self.path} cannot be read: {error}") from error
+        if is_first:
             raise ConfigError(f"{self.key}{self.path}: the file is empty")
 
 

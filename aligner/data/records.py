@@ -7,7 +7,7 @@ skips the bad ones. `choose_fields` selects the record fields of published data 
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -495,10 +495,21 @@ def _find_companions(records: Sequence[Mapping[str, Any]], prompt: str) -> list[
     ]
 
 
+_PROMPT_PARTS = (*_UNJOINABLE, *_COMPANIONS, *_MEDIA, *_PROMPTS)
+
+
 def is_prompt_part(name: str) -> bool:
     """Return whether a field looks like a part of the prompt by its name."""
-    is_choice = _CHOICE_FIELD.fullmatch(name) is not None
-    return is_choice or name in (*_UNJOINABLE, *_COMPANIONS, *_MEDIA, *_PROMPTS)
+    return _CHOICE_FIELD.fullmatch(name) is not None or name in _PROMPT_PARTS
+
+
+def compile_prompt_part_pattern(known_names: Collection[str]) -> re.Pattern[bytes]:
+    """Return a pattern that finds fields with a value in a line of JSON that look like a part of
+    the prompt, except those with known names. A field that only a choice's name describes may be
+    known."""
+    names = [name for name in _PROMPT_PARTS if name not in known_names]
+    alternatives = "|".join([*names, _CHOICE_FIELD.pattern])
+    return re.compile(rf'"(?:{alternatives})"\s*:\s*(?!""|null|\[\]|\{{\}})'.encode())
 
 
 def has_content(value: Any) -> bool:

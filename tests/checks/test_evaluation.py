@@ -117,7 +117,7 @@ def test_valid_evaluation_settings_are_accepted(trainer: str, sections: dict[str
         (
             "online",
             {"evaluation": EvaluationConfig(path="a.csv")},
-            "evaluation.path=a.csv: must be a .jsonl or .txt file",
+            "evaluation.path=a.csv: must be a .jsonl, .json, .parquet or .txt file",
         ),
         (
             "online",
