@@ -145,7 +145,11 @@ def test_file_takes_precedence_over_inline_prompts(tokenizer, tmp_path):
             '{"prompt": "a", "\\ud83d": 1}\n',
             r"p\.jsonl:1: field `.*` cannot be sent to the reward",
         ),
-        ("p.csv", "a\n", r"unsupported file type '\.csv'; allowed: \.jsonl, \.json, \.parquet, \.txt"),
+        (
+            "p.csv",
+            "a\n",
+            r"unsupported file type '\.csv'; allowed: \.jsonl, \.json, \.parquet, \.txt",
+        ),
     ],
 )
 def test_invalid_prompt_file_is_refused(tmp_path, name, content, message):
