@@ -52,6 +52,7 @@ from aligner.data.record_sources import (
     RecordChunk,
     RecordSource,
     hash_raw_record,
+    is_blank,
 )
 from aligner.data.records import (
     Record,
@@ -536,7 +537,8 @@ class _TableBuild(Generic[Example]):
 
         def read() -> Iterator[RawRecord]:
             for raw_record in chunk.read():
-                hashes.append(hash_raw_record(raw_record))
+                if not is_blank(raw_record):
+                    hashes.append(hash_raw_record(raw_record))
                 yield raw_record
 
         error = ""
@@ -585,7 +587,7 @@ class _TableBuild(Generic[Example]):
         """Return the table's description, after all results have been collected."""
         notices = self._counts.describe(self.source.setting_text)
         hashes = np.concatenate(self._hashes)
-        if duplicates := len(hashes) - self._counts.blank_lines - len(np.unique(hashes)):
+        if duplicates := len(hashes) - len(np.unique(hashes)):
             notices.append(
                 f"{self.source.setting_text}: {duplicates} of {self._counts.records} records are"
                 " exact copies of earlier records"
