@@ -2,6 +2,7 @@
 
 import argparse
 import functools
+import gc
 import signal
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,10 @@ ROLES = {
     "reward": "aligner.servers.reward_server:serve_reward",
     "teacher": "aligner.servers.teacher_server:serve_teacher",
 }
+
+# Each sample of a step has dozens of objects, which are in use until its generation ends. With
+# Python's first threshold, 700, the garbage collector visits these objects again and again.
+_GC_THRESHOLDS = (10_000, 10, 10)
 
 
 def prepare(parsed: argparse.Namespace) -> None:
@@ -76,6 +81,7 @@ def _run_role(role: str, config: Config, *replica: str) -> Any:
     function = load(ROLES[role])
     if config.cluster.deterministic:
         load("aligner.megatron.world:enable_deterministic_kernels")()
+    gc.set_threshold(*_GC_THRESHOLDS)
     return function(config, *replica)
 
 
