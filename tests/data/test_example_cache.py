@@ -412,8 +412,8 @@ def test_processes_of_a_killed_build_end(tmp_path, data, tokenizer):
     workers = [child for child in children if "spawn_main" in " ".join(child.cmdline())]
     process.send_signal(signal.SIGKILL)
     process.wait()
-    process.communicate()
     _, alive = psutil.wait_procs(workers, timeout=10)
     for child in alive:
         child.kill()
+    process.communicate()
     assert len(workers) == 2 and not alive
