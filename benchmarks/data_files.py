@@ -1,7 +1,7 @@
 """Data sets and a model for benchmarks.data: conversations and prompts of synthetic English text.
 
-The words are random, with the word frequencies of natural language (Zipf's law), so that the model's
-tokenizer splits the text into tokens as it splits English.
+The words are random, with the word frequencies of natural language (Zipf's law), so that the
+model's tokenizer splits the text into tokens as it splits English.
 """
 
 from __future__ import annotations
@@ -85,7 +85,9 @@ def _iterate_sentences(generator: random.Random, count: int) -> Iterator[str]:
         for vowel in "aeiou"
         for ending in ("", "n", "r", "s", "ng")
     ]
-    words = ["".join(generator.choices(syllables, k=generator.randint(1, 3))) for _ in range(_WORDS)]
+    words = [
+        "".join(generator.choices(syllables, k=generator.randint(1, 3))) for _ in range(_WORDS)
+    ]
     weights = [1 / rank for rank in range(1, _WORDS + 1)]
     for _ in range(count):
         sentence = " ".join(generator.choices(words, weights, k=generator.randint(4, 16)))

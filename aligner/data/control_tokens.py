@@ -6,8 +6,11 @@ control tokens in an untrusted text, which the chat template then renders like a
 template itself writes as control tokens.
 """
 
+import itertools
 import json
 import re
+from collections.abc import Sequence
+from functools import lru_cache
 
 import tokenizers
 from tokenizers import AddedToken
@@ -17,6 +20,8 @@ from tokenizers import AddedToken
 _BREAK = "\ufdd2"
 # Substitute for a control token that the template wrote; see `PlainEncoder`.
 _ANCHOR = "\ufdd3{}\ufdd4"
+# Turns whose tokens are kept; a conversation rarely has more.
+_CACHED_TURNS = 64
 _LOOKS_LIKE_CONTROL = re.compile(r"<[|\uff5c].*[|\uff5c]>", re.DOTALL)
 
 
@@ -151,3 +156,59 @@ class PlainEncoder:
             else:
                 ids.append(token)
         return ids, [ends[end] for _, end in encoding.offsets]
+
+
+class TurnEncoder:
+    """Encodes conversations, and keeps the tokens of recent turns.
+
+    Tokenizers split a text at its special tokens before anything else, so that the parts can be
+    encoded one by one. A conversation that continues an earlier one, or the prompt of a
+    conversation that was just encoded, therefore costs only its new parts.
+    """
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._pattern = compile_control_pattern(_find_separators(tokenizer))
+        self._encode_turn = lru_cache(maxsize=_CACHED_TURNS)(self._encode)
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a text, without special tokens that are not in the text."""
+        starts = [match.start() for match in self._pattern.finditer(text)] if self._pattern else []
+        if not starts:
+            return list(self._encode(text))
+        tokens: list[int] = []
+        for start, end in itertools.pairwise([0, *starts, len(text)]):
+            if start < end:
+                tokens += self._encode_turn(text[start:end])
+        return tokens
+
+    def _encode(self, text: str) -> Sequence[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def _find_separators(tokenizer: tokenizers.Tokenizer) -> list[str]:
+    """Return the special tokens before which a text can be split without a change of its tokens.
+
+    A separator must be found wherever its text occurs, and must not change the text around it.
+    """
+    added = tokenizer.get_added_tokens_decoder().values()
+    # Whether such a token is found depends on the characters around it.
+    if any(token.single_word for token in added):
+        return []
+    return [
+        token.content
+        for token in added
+        if token.special
+        and not (token.normalized or token.lstrip or token.rstrip)
+        and not any(_may_hide(other.content, token.content) for other in added)
+    ]
+
+
+def _may_hide(other: str, separator: str) -> bool:
+    """Return whether another token can contain the beginning of a separator, after its own first
+    character or as a whole."""
+    if other == separator:
+        return False
+    return separator in other or any(
+        separator.startswith(other[start:]) for start in range(1, len(other))
+    )

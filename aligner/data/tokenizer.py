@@ -24,7 +24,12 @@ from aligner.data.chat_template import ChatTemplate as ChatTemplate
 from aligner.data.chat_template import Messages as Messages
 from aligner.data.chat_template import Tools as Tools
 from aligner.data.chat_template import find_end_of_turn
-from aligner.data.control_tokens import PlainEncoder, find_control_tokens, is_escaped
+from aligner.data.control_tokens import (
+    PlainEncoder,
+    TurnEncoder,
+    find_control_tokens,
+    is_escaped,
+)
 from aligner.data.tokenizer_files import (
     TokenizerFiles,
     clean_up_spaces,
@@ -263,6 +268,10 @@ class Tokenizer:
         return PlainEncoder(self._tokenizer)
 
     @cached_property
+    def _turn_encoder(self) -> TurnEncoder:
+        return TurnEncoder(self._tokenizer)
+
+    @cached_property
     def end_token_id(self) -> int:
         """The EOS token that is appended to a response without one.
 
@@ -311,8 +320,11 @@ class Tokenizer:
             # written their special tokens.
             if is_escaped(text):
                 return torch.tensor(self._plain_encoder.encode(text)[0], dtype=torch.int64)
-            encoding = self._tokenizer.encode(text, add_special_tokens=add_bos)
-            tokens = extract_ids_with_bos(encoding) if add_bos else encoding.ids
+            tokens = (
+                extract_ids_with_bos(self._tokenizer.encode(text, add_special_tokens=True))
+                if add_bos
+                else self._turn_encoder.encode(text)
+            )
         except UnicodeEncodeError as error:  # JSON can escape half of a surrogate pair
             raise AlignerError(
                 f"{text!r} cannot be tokenized: it is not valid UTF-8: {error}"
