@@ -45,6 +45,7 @@ TOKENS = pa.list_(pa.int32())
 MASK = pa.list_(pa.bool_())
 """Arrow type of a loss mask."""
 _BATCH_ROWS = 256
+_EMPTY = np.empty(0, dtype=bool)  # of a type that every other type can represent
 # Batches whose Arrow objects a process keeps; their data remain in the page cache.
 _OPEN_BATCHES = 64
 # Verified bytes after which a process gives its pages of the file back. Without this, an epoch
@@ -105,16 +106,21 @@ def encode_batches(
     rows = map(example_format.to_row, examples)
     while batch := list(itertools.islice(rows, _BATCH_ROWS)):
         columns = [
-            pa.array([_to_arrow(row[field.name]) for row in batch], type=field.type)
+            _build_column([row[field.name] for row in batch], field.type)
             for field in example_format.schema
         ]
         yield pa.RecordBatch.from_arrays(columns, schema=example_format.schema)
 
 
-def _to_arrow(value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    return (value.int() if value.dtype == torch.int64 else value).numpy()
+def _build_column(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
+    """Return a column of Python values, or of token ids or masks as tensors [T] and None."""
+    if not any(isinstance(value, Tensor) for value in values):
+        return pa.array(values, type=kind)
+    lists = [_EMPTY if value is None else value.numpy() for value in values]
+    ends = np.cumsum([0, *map(len, lists)], dtype=np.int32)
+    items = pa.array(np.concatenate(lists)).cast(kind.value_type)
+    is_null = pa.array([value is None for value in values])
+    return pa.ListArray.from_arrays(pa.array(ends), items, type=kind, mask=is_null)
 
 
 def write_table(

@@ -839,14 +839,24 @@ def _collect_metadata(record: Record) -> dict[str, Any]:
     metadata = {
         name: value for name, value in record.values.items() if name not in ("prompt", "messages")
     }
+    # Usually all fields are valid, which one call finds out.
+    if _find_json_error(metadata) is None:
+        return metadata
     for name, value in metadata.items():
-        try:
-            json.dumps({name: value}, ensure_ascii=False).encode()
-        except (TypeError, ValueError) as error:
+        if (error := _find_json_error({name: value})) is not None:
             raise BadRecord(
                 f"{record.origin}: field `{name}` cannot be sent to the reward as JSON: {error}"
             ) from error
     return metadata
+
+
+def _find_json_error(value: Any) -> Exception | None:
+    """Return the error of encoding a value as JSON in UTF-8; None if it can be encoded."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except (TypeError, ValueError) as error:
+        return error
+    return None
 
 
 @dataclass(frozen=True)

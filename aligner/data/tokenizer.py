@@ -15,6 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tokenizers
 import torch
 from tokenizers import decoders, models, normalizers, pre_tokenizers
@@ -268,6 +269,12 @@ class Tokenizer:
         return PlainEncoder(self._tokenizer)
 
     @cached_property
+    def _adds_prefix(self) -> bool:
+        """Whether the tokenizer puts special tokens before a text."""
+        mask = self._tokenizer.encode("", add_special_tokens=True).special_tokens_mask
+        return any(mask)
+
+    @cached_property
     def _turn_encoder(self) -> TurnEncoder:
         return TurnEncoder(self._tokenizer)
 
@@ -322,7 +329,7 @@ class Tokenizer:
                 return torch.tensor(self._plain_encoder.encode(text)[0], dtype=torch.int64)
             tokens = (
                 extract_ids_with_bos(self._tokenizer.encode(text, add_special_tokens=True))
-                if add_bos
+                if add_bos and self._adds_prefix
                 else self._turn_encoder.encode(text)
             )
         except UnicodeEncodeError as error:  # JSON can escape half of a surrogate pair
@@ -339,7 +346,8 @@ class Tokenizer:
                 f"{text!r} cannot be tokenized: the vocabulary lacks the characters {unknown}"
                 f" ({error})"
             ) from error
-        return torch.tensor(tokens, dtype=torch.int64)
+        # Several times as fast as torch.tensor.
+        return torch.from_numpy(np.array(tokens, dtype=np.int64))
 
     def compute_token_ends(self, text: str, *, add_bos: bool = False) -> Tensor:
         """Return the end of each token of `encode` in the text.
