@@ -319,13 +319,17 @@ class ExampleCache:
     @staticmethod
     def for_rank(config: Config, report: Callable[[str], None]) -> "ExampleCache":
         """Return the cache for a rank of the trainer, which opens the tables that `aligner prepare`
-        has built.
+        has built, or builds a table again that was damaged or deleted since then.
 
         Raises:
             ConfigError: The index in the run directory cannot be read.
         """
         return ExampleCache(
-            get_cache_directory(), get_run_paths(config), is_prepared=True, report=report
+            get_cache_directory(),
+            get_run_paths(config),
+            is_prepared=True,
+            processes=len(os.sched_getaffinity(0)),
+            report=report,
         )
 
     def write_index(self) -> None:
