@@ -433,11 +433,12 @@ class ExampleCache:
     ) -> ExampleTable[Example]:
         """Build a table, or wait for another process that builds it."""
         directory.parent.mkdir(parents=True, exist_ok=True)
-        with _lock_table(directory, self._report):
+        with _lock_table(directory, self._report) as is_locked:
             if (table := _open_table(directory, parser.format)) is not None:
                 return table
             # While the lock is held, temporary directories are those of killed processes.
-            for leftover in directory.parent.glob(f".{directory.name}.*"):
+            leftovers = directory.parent.glob(f".{directory.name}.*") if is_locked else ()
+            for leftover in leftovers:
                 shutil.rmtree(leftover, ignore_errors=True)
             delete_table(directory)
 
@@ -677,8 +678,12 @@ def _collect_log() -> Iterator[list[tuple[int, str]]]:
 
 
 @contextlib.contextmanager
-def _lock_table(directory: Path, report: Callable[[str], None]) -> Iterator[None]:
-    """Hold the lock of a table, so that only one process builds it."""
+def _lock_table(directory: Path, report: Callable[[str], None]) -> Iterator[bool]:
+    """Hold the lock of a table, so that only one process builds it.
+
+    Yields:
+        Whether the lock is held; False on a filesystem without locks.
+    """
     path = directory.with_name(f"{directory.name}.lock")
     began = time.monotonic()
     with path.open("a+") as file:
@@ -696,11 +701,12 @@ def _lock_table(directory: Path, report: Callable[[str], None]) -> Iterator[None
             except OSError as error:
                 if error.errno not in NO_LOCKS:
                     raise
-                break  # each process builds the table; the first one wins
+                yield False  # each process builds the table; the first one wins
+                return
         file.truncate(0)
         file.write(str(LockHolder.for_this_process()))
         file.flush()
-        yield
+        yield True
 
 
 def _open_table(

@@ -11,6 +11,7 @@ import pytest
 
 from aligner.config.compose import compose_config
 from aligner.config.situation import DataStatistics
+from aligner.data import data_statistics
 from aligner.data.data_statistics import measure_data
 from aligner.data.model_directory import prepare_model
 from aligner.data.records import FieldChoiceError
@@ -136,3 +137,19 @@ def test_rare_field_that_would_be_lost_is_refused(tmp_path: Path) -> None:
 def test_field_that_would_be_lost_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FieldChoiceError, match="`choices` looks like a part of the prompt"):
         measured(tmp_path, [{"question": "a", "choices": ["b", "c"], "answer": 1}])
+
+
+def test_statistics_of_large_files_are_computed_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ALIGNER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(data_statistics, "_LARGE_BYTES", 0)
+    records = [{"question": "a" * index, "answer": "b"} for index in range(1, 9)]
+    expected = measured(tmp_path, records)
+    assert expected is not None and expected.fields == {"prompt": "question"}
+    with monkeypatch.context() as patch:
+        patch.setattr(data_statistics, "_measure", None)  # a call would fail
+        assert measured(tmp_path, records) == expected
+
+    changed = measured(tmp_path, records[:3])
+    assert changed is not None and changed.records == 3

@@ -137,6 +137,14 @@ def main(role: str, config: Path, behavior: str) -> None:
     match behavior:
         case "prepare":
             (run / "initial_model").mkdir(exist_ok=True)
+        case "prepare_slowly" | "prepare_and_hang":
+            (run / "stages").mkdir(exist_ok=True)
+            for percent in range(0, 100, 10):
+                (run / "stages" / role).write_text(f"tokenizing: {percent}%")
+                time.sleep(0.6)
+            if behavior == "prepare_and_hang":
+                wait()
+            (run / "initial_model").mkdir(exist_ok=True)
         case "open_files":
             files = []
             while True:

@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from aligner.config.compose import compose_config, save_config
+from aligner.launcher.status import describe_status, read_status
 from tests.rounds import slow
 
 LAUNCHER = Path(__file__).with_name("launcher.py")
@@ -143,6 +144,26 @@ def test_server_start_timeout_is_reported(run: Path) -> None:
         "reward did not become healthy within server.start_timeout_s=4 s; last lines of its log:\n"
     )
     assert "  | loading something that never loads" in error
+
+
+@pytest.mark.slow
+def test_preparation_may_take_longer_than_the_timeout_while_it_progresses(run: Path) -> None:
+    launch = start(run, {"prepare": "prepare_slowly"}, "server.start_timeout_s=3")
+    wait_for(lambda: (run / "stages" / "prepare").exists(), "stage")
+    assert any("prepare: tokenizing: " in describe_status(read_status(run)) for _ in range(100))
+    code, _, error = finish(launch, run)
+    assert code == 0, error
+
+
+@pytest.mark.slow
+def test_preparation_without_progress_is_ended_with_its_last_report(run: Path) -> None:
+    launch = start(run, {"prepare": "prepare_and_hang"}, "server.start_timeout_s=3")
+    code, _, error = finish(launch, run)
+    assert code == 1
+    assert error.startswith(
+        "prepare made no progress for server.start_timeout_s=3 s; its last report was: tokenizing:"
+        " 90%"
+    )
 
 
 def test_failed_preparation_starts_no_role(run: Path) -> None:
