@@ -294,7 +294,7 @@ class ExampleCache:
         """The tables that were opened."""
         if is_prepared:
             try:
-                stored = read_sealed(run.data_files)
+                stored = read_sealed(run.data_files)["files"]
             except DamagedError as error:
                 raise ConfigError(f"{error}; start the run again") from error
             self._contents = {key: _to_records(files) for key, files in stored.items()}
@@ -334,7 +334,7 @@ class ExampleCache:
 
     def write_index(self) -> None:
         """Write the index of the data that were opened."""
-        write_file(self._run.data_files, seal(json.dumps(self._contents)))
+        write_file(self._run.data_files, seal(json.dumps({"files": self._contents})))
 
     def get_file_records(self) -> Mapping[str, Mapping[str, FileRecord]]:
         """Return the size and checksum of each file of the data, by the path in the configuration

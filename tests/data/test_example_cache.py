@@ -114,6 +114,16 @@ def test_later_starts_and_ranks_parse_no_record(tmp_path, data, tokenizer, parse
     assert len(parsed_chunks) == 1
 
 
+def test_prompts_in_the_configuration_have_no_table(tmp_path, data, tokenizer):
+    data = DataConfig(prompts=["1+1", "2+2"], shuffle=False)
+    cache = cache_of(tmp_path)
+    expected = prompts_of(open_prompts(data, tokenizer, 1, cache=cache))
+    cache.write_index()
+    rank = cache_of(tmp_path, is_prepared=True)
+    assert prompts_of(open_prompts(data, tokenizer, 1, cache=rank)) == expected
+    assert len(expected) == 2 and rank.tables == []
+
+
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_table_contains_the_same_examples_as_memory(tmp_path, data, tokenizer, shuffle):
     data = replace(data, shuffle=shuffle)
