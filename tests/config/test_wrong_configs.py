@@ -219,7 +219,10 @@ WRONG: tuple[tuple[str, ...], ...] = (
         "the hidden size, 64, must be a multiple of the number of attention heads, 5",
     ),
     ("data.path=gone.txt", "data.path=gone.txt: no such file"),
-    ("data.path=prompts.csv", "data.path=prompts.csv: must be a .jsonl, .json, .parquet or .txt file"),
+    (
+        "data.path=prompts.csv",
+        "data.path=prompts.csv: must be a .jsonl, .json, .parquet or .txt file",
+    ),
     ("data.path=empty.txt", "data.path=empty.txt: the prompt file is empty"),
     ("data.path=experiment:tiny_ppo", "data.path=experiment:tiny_ppo: expected preferences"),
     (
