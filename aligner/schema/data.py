@@ -72,7 +72,8 @@ class DataConfig:
         None,
         "Source of the records: a `.jsonl`, `.json` or `.parquet` file, a directory saved by"
         " Hugging Face `datasets`, a `.txt` file with one prompt per line,"
-        " `experiment:NAME/FILE`, or `function:MODULE:CALLABLE` for a Python function that yields records.",
+        " `experiment:NAME/FILE`, or `function:MODULE:CALLABLE` for a Python function that yields"
+        " records.",
     )
     sources: dict[str, Any] = option(
         {},
