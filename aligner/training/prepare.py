@@ -129,7 +129,9 @@ def _check_data(config: Config, tokenizer: Tokenizer, cache: ExampleCache) -> Se
         identity = {
             "reward": asdict(config.reward),
             "kept_fields": config.algorithm.kept_fields,
-            "evaluation": asdict(config.evaluation),
+            "suite_prompts": [
+                [prompt.text, prompt.metadata, prompt.origin] for prompt in suite_prompts_of_reward
+            ],
             "version": __version__,
         }
         return [*prompts.notices, *answer_notices, *cache.remember(identity, check)]

@@ -55,6 +55,20 @@ def test_record_without_template_field_is_refused(
     prepare_run(compose_config(given))
 
 
+def test_changed_evaluation_records_are_checked_again(tmp_path: Path) -> None:
+    data, held_out = tmp_path / "data.jsonl", tmp_path / "held_out.jsonl"
+    for file in (data, held_out):
+        file.write_text(json.dumps({"prompt": "abc", "rubric": "Be kind."}) + "\n")
+    evaluation = ["evaluation.every=1", f"evaluation.path={held_out}"]
+    config = compose_config(
+        [*JUDGE, f"run.dir={tmp_path / 'run'}", f"data.path={data}", *evaluation]
+    )
+    prepare_run(config)
+    held_out.write_text(json.dumps({"prompt": "xyz"}) + "\n")
+    with pytest.raises(ConfigError, match="the record of prompt 'xyz' has no such field"):
+        prepare_run(config)
+
+
 def test_unscored_or_unknown_task_is_refused(
     tmp_path: Path,
 ) -> None:
