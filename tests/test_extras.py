@@ -84,9 +84,9 @@ except ConfigError as error:
 """
 CALLS = {
     "datasets": (
-        "aligner.data.records",
-        "_read_dataset",
-        "_ = [*_read_dataset(__import__('pathlib').Path('.'), '')]",
+        "aligner.data.record_sources",
+        "open_record_source",
+        "list(open_record_source(__import__('pathlib').Path('.'), '').read())",
     ),
     "gymnasium": (
         "aligner.agents.gymnasium_environment",
