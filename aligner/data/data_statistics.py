@@ -67,7 +67,8 @@ def measure_data(config: Config, directory: Path) -> DataStatistics | None:
         tokenizer = build_run_tokenizer(config, directory)
         sources = parse_data_sources(config.data)
         # The statistics of small data are computed faster than their checksum.
-        if any(_is_large(source) for source in sources):
+        has_function = any(source.is_function for source in sources)
+        if not has_function and any(_is_large(source) for source in sources):
             identity = {
                 "tokenizer": tokenizer.identity,
                 "data": asdict(config.data),

@@ -479,7 +479,9 @@ class ExampleCache:
         is_small = records.size <= (_SMALL_COUNT if records.counts_records else _SMALL_SOURCE)
         if is_small or self._processes < 2:
             for chunk in records.scan():
-                yield build.parse(chunk)
+                result = build.parse(chunk)
+                progress.add(chunk, result)
+                yield result
             return
 
         executor = ProcessPoolExecutor(
@@ -613,13 +615,18 @@ class _Progress:
         self._size = size
         self._report = report
         self._began = time.monotonic()
-        self._reported_at = 0.0
+        self._reported_at = self._began
         self._records = 0
         self._parsed_size = 0
 
     def wait(self, chunk: RecordChunk, future: "Future[_ChunkResult]") -> _ChunkResult:
         """Return the result of a chunk that is being parsed, and report the progress."""
         result = future.result()
+        self.add(chunk, result)
+        return result
+
+    def add(self, chunk: RecordChunk, result: _ChunkResult) -> None:
+        """Count a chunk that was parsed, and report the progress."""
         self._records += result.counts.records
         self._parsed_size += chunk.size
         now = time.monotonic()
@@ -632,7 +639,6 @@ class _Progress:
                 f" ({100 * self._parsed_size / max(1, self._size):.0f}%),"
                 f" {self._records / elapsed:,.0f} records/s, {remaining:.0f} s left"
             )
-        return result
 
 
 # The build whose chunks this process parses, in the processes of `_parse_chunks`.
@@ -767,6 +773,9 @@ def _compute_record(file: Path, known: Path) -> FileRecord:
 def _compute_code_checksum() -> str:
     """Return a checksum of the code that turns records into examples."""
     digest = hashlib.sha256(f"{tokenizers.__version__} {jinja2.__version__}".encode())
-    for file in sorted(Path(__file__).parent.glob("*.py")):
+    package = Path(__file__).parents[1]
+    for file in sorted(
+        [*package.glob("*.py"), *package.glob("data/*.py"), *package.glob("schema/*.py")]
+    ):
         digest.update(file.read_bytes())
     return digest.hexdigest()

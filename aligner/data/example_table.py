@@ -15,6 +15,7 @@ milliseconds, whatever its size, and no damaged row is trained on.
 """
 
 import bisect
+import contextlib
 import itertools
 import json
 import mmap
@@ -268,7 +269,8 @@ class ExampleTable(Sequence[Example]):
         content = memoryview(self._mapping)[start : start + size]
         if xxhash.xxh3_64_hexdigest(content) != checksum:
             # Without its index, the directory is no table, and is built again.
-            (self.directory / TABLE_FILE).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                (self.directory / TABLE_FILE).unlink()
             last = self._ends[number]
             raise DamagedTable(
                 f"{self.directory / ROWS_FILE}: rows {last - rows} to {last - 1} do not match their"

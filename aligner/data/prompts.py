@@ -371,9 +371,10 @@ def open_prompts(
     stream = PromptStream(
         sources, opened.weights, seed=seed, shuffle=data.shuffle, notices=opened.notices
     )
-    stream.text_checksum, _ = _combine_text_checksums(
-        [summary["texts"] for summary in opened.summaries]
-    )
+    if data.sort_by is None:  # the checksum of sorted prompts depends on their order
+        stream.text_checksum, _ = _combine_text_checksums(
+            [summary["texts"] for summary in opened.summaries]
+        )
     # Without a selection criterion, the stream does not need the pass rates.
     stream.selector = (
         PromptSelector(data.curriculum, seed) if data.curriculum.selects_prompts else None
@@ -554,7 +555,11 @@ def _parse_prompt(
     record: Record, tokenizer: Tokenizer, data: DataConfig, include_messages: bool
 ) -> Prompt:
     text, tokens = tokenize_prompt(record, render_prompt(record, tokenizer), tokenizer, data)
-    metadata = _collect_metadata(record) | (get_prompt_messages(record) if include_messages else {})
+    metadata = _collect_metadata(record)
+    if include_messages:
+        metadata |= get_prompt_messages(record)
+        if (error := _find_json_error(metadata)) is not None:
+            raise BadRecord(f"{record.origin}: the messages cannot be encoded as JSON: {error}")
     return Prompt(0, unescape(text), tokens, metadata, record.origin)
 
 

@@ -308,7 +308,9 @@ class _JsonSource(RecordSource):
     def _iterate_elements(self, stream: BinaryIO) -> Iterator[RawRecord]:
         """Yield the elements of the array. An element that is not an object becomes a line, so that
         parsing reports it like a line of JSON Lines."""
-        import ijson
+        # The backends in C replace lone surrogates by question marks, and refuse large integers.
+        from ijson.backends import python as ijson
+        from ijson.common import JSONError
 
         index = 0
         try:
@@ -317,7 +319,7 @@ class _JsonSource(RecordSource):
                 content = element if is_object else json.dumps(element).encode()
                 yield RawRecord(content, f"{self.path}[{index}]")
                 index += 1
-        except (ijson.JSONError, UnicodeDecodeError) as error:
+        except (JSONError, UnicodeDecodeError) as error:
             raise ConfigError(f"{self.path}[{index}]: not valid JSON: {error}") from error
 
 
@@ -358,9 +360,12 @@ class _ParquetSource(RecordSource):
 
     @property
     def size(self) -> int:
-        from pyarrow import parquet
+        from pyarrow import ArrowException, parquet
 
-        return int(parquet.read_metadata(self.path).num_rows)
+        try:
+            return int(parquet.read_metadata(self.path).num_rows)
+        except (OSError, ArrowException):  # reading the file reports the error
+            return 0
 
     def scan(self) -> Iterator[RecordChunk]:
         from pyarrow import ArrowException, parquet
@@ -407,7 +412,10 @@ class _DatasetSource(RecordSource):
 
     @property
     def size(self) -> int:
-        return len(_load_dataset(self.path))
+        try:
+            return len(_load_dataset(self.path))
+        except (ImportError, OSError, ValueError):  # reading the dataset reports the error
+            return 0
 
     def scan(self) -> Iterator[RecordChunk]:
         if not is_dataset(self.path):

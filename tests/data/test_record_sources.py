@@ -98,6 +98,13 @@ def test_json_file_may_have_one_object_per_line(tmp_path):
     assert [fields(record) for record in records] == RECORDS[:5]
 
 
+def test_json_array_has_the_values_of_json_lines(tmp_path):
+    path = tmp_path / "records.json"
+    path.write_text(r'[{"prompt": "x\ud83dy", "n": 18446744073709551616}]')
+    (record,) = open_record_source(path, "data.path=").read()
+    assert record.content == {"prompt": "x\ud83dy", "n": 2**64}
+
+
 def test_absent_fields_of_parquet_rows_are_missing(tmp_path):
     path = write(tmp_path / "records.parquet", [{"a": 1, "b": None}, {"a": None, "b": 2}])
     records = list(open_record_source(path, "data.path=").read())
