@@ -325,29 +325,39 @@ class _JsonSource(RecordSource):
 
 @dataclass(frozen=True)
 class _ParquetChunk(RecordChunk):
-    """A row group of a Parquet file."""
+    """Consecutive rows of a row group of a Parquet file."""
 
     path: Path
     stamp: _FileStamp
     row_group: int
+    start: int
+    """Index of the first row in the row group."""
     first: int
-    """Index of the first row."""
+    """Index of the first row in the file."""
 
     def read(self) -> Iterator[RawRecord]:
-        from pyarrow import ArrowException, parquet
+        from pyarrow import ArrowException
 
-        index = self.first
         try:
-            with parquet.ParquetFile(self.path) as file:
-                for batch in file.iter_batches(_CHUNK_RECORDS, row_groups=[self.row_group]):
-                    for values in batch.to_pylist():
-                        yield _without_nulls(values, f"{self.path}[{index}]")
-                        index += 1
+            rows = _read_row_group(self.path, self.stamp, self.row_group)
+            records = rows.slice(self.start, self.size).to_pylist()
             is_unchanged = _FileStamp.read(self.path) == self.stamp
-        except (OSError, ArrowException) as error:
+        except (OSError, ValueError, ArrowException) as error:
             raise ConfigError(f"{self.path} cannot be read: {error}") from error
         if not is_unchanged:
             raise _changed_file_error(self.path)
+        for index, values in enumerate(records, start=self.first):
+            yield _without_nulls(values, f"{self.path}[{index}]")
+
+
+@lru_cache(maxsize=1)
+def _read_row_group(path: Path, stamp: _FileStamp, row_group: int) -> Any:
+    """Return a row group as an Arrow table. Many writers make few and large row groups, of which
+    several chunks are read."""
+    from pyarrow import parquet
+
+    with parquet.ParquetFile(path) as file:
+        return file.read_row_group(row_group)
 
 
 @dataclass(frozen=True)
@@ -377,8 +387,9 @@ class _ParquetSource(RecordSource):
                 metadata = file.metadata
             for group in range(metadata.num_row_groups):
                 rows = metadata.row_group(group).num_rows
-                if rows:
-                    yield _ParquetChunk(rows, self.path, stamp, group, first)
+                for start in range(0, rows, _CHUNK_RECORDS):
+                    size = min(_CHUNK_RECORDS, rows - start)
+                    yield _ParquetChunk(size, self.path, stamp, group, start, first + start)
                 first += rows
         except (OSError, ArrowException) as error:
             raise ConfigError(f"{self.key}{self.path} cannot be read: {error}") from error
