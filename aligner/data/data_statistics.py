@@ -79,7 +79,7 @@ def measure_data(config: Config, directory: Path) -> DataStatistics | None:
                 "statistics",
                 sources,
                 identity,
-                lambda: _to_json(_measure(config, tokenizer, _Records(config.data))),
+                lambda: asdict(_measure(config, tokenizer, _Records(config.data))),
             )
             return _from_json(stored)
         return _measure(config, tokenizer, _Records(config.data))
@@ -91,10 +91,6 @@ def measure_data(config: Config, directory: Path) -> DataStatistics | None:
 
 def _is_large(source: DataSource) -> bool:
     return source.path.is_file() and source.path.stat().st_size > _LARGE_BYTES
-
-
-def _to_json(statistics: DataStatistics) -> dict[str, Any]:
-    return asdict(statistics)
 
 
 def _from_json(stored: Mapping[str, Any]) -> DataStatistics:

@@ -300,26 +300,16 @@ class ExampleCache:
             self._contents = {key: _to_records(files) for key, files in stored.items()}
 
     @staticmethod
-    def for_prepare(config: Config, report: Callable[[str], None]) -> "ExampleCache":
-        """Return the cache for `aligner prepare`, which reads the data and builds the tables with
-        all processor cores.
+    def for_run(
+        config: Config, report: Callable[[str], None], *, is_prepared: bool
+    ) -> "ExampleCache":
+        """Return the cache of a run, which builds missing tables with all processor cores.
 
         Args:
             config: The run's configuration.
             report: Function that is called with the progress.
-        """
-        return ExampleCache(
-            get_cache_directory(),
-            get_run_paths(config),
-            is_prepared=False,
-            processes=len(os.sched_getaffinity(0)),
-            report=report,
-        )
-
-    @staticmethod
-    def for_rank(config: Config, report: Callable[[str], None]) -> "ExampleCache":
-        """Return the cache for a rank of the trainer, which opens the tables that `aligner prepare`
-        has built, or builds a table again that was damaged or deleted since then.
+            is_prepared: False for `aligner prepare`, which reads the data. True for a rank of the
+                trainer, which builds a table only if it was damaged or deleted since then.
 
         Raises:
             ConfigError: The index in the run directory cannot be read.
@@ -327,7 +317,7 @@ class ExampleCache:
         return ExampleCache(
             get_cache_directory(),
             get_run_paths(config),
-            is_prepared=True,
+            is_prepared=is_prepared,
             processes=len(os.sched_getaffinity(0)),
             report=report,
         )

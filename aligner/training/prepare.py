@@ -48,7 +48,9 @@ def prepare_run(config: Config) -> None:
     config = with_unread_defaults(config)
     directory = prepare_model(config)
     end_token_notices = _check_end_tokens(config, directory)
-    cache = ExampleCache.for_prepare(config, partial(report_stage, config, "prepare"))
+    cache = ExampleCache.for_run(
+        config, partial(report_stage, config, "prepare"), is_prepared=False
+    )
     data_notices = _check_data(config, build_run_tokenizer(config, directory), cache)
     cache.write_index()
     for notice in [*end_token_notices, *data_notices]:

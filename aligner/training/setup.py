@@ -80,7 +80,7 @@ def train(config: Config) -> bool:
     """
     report_stage(config, "trainer", "reading the data")
     tokenizer = build_run_tokenizer(config, model_directory(config))
-    cache = ExampleCache.for_rank(config, partial(report_stage, config, "trainer"))
+    cache = ExampleCache.for_run(config, partial(report_stage, config, "trainer"), is_prepared=True)
     data: PromptStream | RunData
     tools: Sequence[ListedTool] = ()
     if config.algorithm.generates_samples:
