@@ -59,6 +59,7 @@ def stop_between_writes(process: subprocess.Popen[str], paths: RunPaths) -> None
             fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
         process.send_signal(signal.SIGCONT)
+        time.sleep(0.002)  # without this pause the write makes no progress between the signals
 
 
 @pytest.mark.promise("fenced-trainer-writes-nothing")
