@@ -183,7 +183,8 @@ class TurnEncoder:
         return tokens
 
     def _encode(self, text: str) -> Sequence[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        # `encode` also computes offsets, which costs a third of its time.
+        return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
 
 def _find_separators(tokenizer: tokenizers.Tokenizer) -> list[str]:

@@ -69,6 +69,9 @@ from aligner.schema.evaluation_suites import Suite
 
 Example = TypeVar("Example")
 
+# `json.dumps` with this option would create an encoder for each call.
+_encode_json = json.JSONEncoder(ensure_ascii=False).encode
+
 # Number of stream positions that are located per batch when the caller's need is unknown.
 _LOCATION_BATCH = 1024
 
@@ -446,7 +449,7 @@ def _encode_prompt(sort_by: str | None, prompt: Prompt) -> Mapping[str, Any]:
     return {
         "text": prompt.text,
         "tokens": prompt.tokens,
-        "metadata": json.dumps(prompt.metadata, ensure_ascii=False),
+        "metadata": _encode_json(prompt.metadata),
         "origin": prompt.origin,
         "sort_key": None if sort_by is None else _sort_key(sort_by, prompt),
     }
@@ -858,7 +861,7 @@ def _collect_metadata(record: Record) -> dict[str, Any]:
 def _find_json_error(value: Any) -> Exception | None:
     """Return the error of encoding a value as JSON in UTF-8; None if it can be encoded."""
     try:
-        json.dumps(value, ensure_ascii=False).encode()
+        _encode_json(value).encode()
     except (TypeError, ValueError) as error:
         return error
     return None
