@@ -22,7 +22,7 @@ from aligner.config.dry_run.dry_run_plan import DryRun, build_changes_table, pla
 from aligner.config.prerequisites import Prerequisite, RunPlan
 from aligner.errors import AlignerError, ConfigError
 from aligner.files import create_directory
-from aligner.launcher.failure import build_failure_error
+from aligner.launcher.failure import build_failure_error, resume_command
 from aligner.launcher.forks import ForkServer
 from aligner.launcher.heartbeats import HeartbeatMonitor, heartbeat_environment
 from aligner.launcher.processes import (
@@ -110,7 +110,7 @@ def launch(
     for prerequisite in plan.prerequisites:
         record_use(prerequisite.entry, root)
 
-    with Interrupts(console) as interrupts:
+    with Interrupts(console, f"resume the run with: {resume_command(plan.config)}") as interrupts:
         # The first run, which may be a prerequisite experiment, uses the fork server.
         fork_servers = [] if fork_server is None else [fork_server]
 

@@ -39,9 +39,9 @@ from aligner.triton_cleanup import kill_processes, remove_triton_files
 class Interrupts:
     """Context manager that records signals to the launcher, and prints why a run ended early.
 
-    SIGINT, SIGTERM and SIGHUP end the run immediately. SIGUSR1 requests a stop after a checkpoint.
-    The handlers only record a signal, so no signal interrupts the clean-up of a run; the supervisor
-    polls `check`.
+    The first SIGINT (Ctrl-C) and SIGUSR1 request a stop after a checkpoint. A second SIGINT,
+    SIGTERM and SIGHUP end the run immediately. The handlers only record a signal, so no signal
+    interrupts the clean-up of a run; the supervisor polls `check`.
     """
 
     def __init__(
@@ -56,8 +56,9 @@ class Interrupts:
         self._console = console
         self._resume_hint = resume_hint
         self._received: int | None = None
+        self._has_sigint = False
         self.is_stop_requested = False
-        """Whether SIGUSR1 requested that the run saves a checkpoint and ends."""
+        """Whether SIGUSR1 or a first SIGINT requested that the run saves a checkpoint and ends."""
 
     def __enter__(self) -> "Interrupts":
         numbers = [signal.SIGINT, signal.SIGTERM, STOP_SIGNAL]
@@ -77,20 +78,27 @@ class Interrupts:
             signal.signal(number, handler)
         if isinstance(error, Interrupted):
             print_line(self._console, f"{error}; all processes of the run have exited")
-            if self._received == signal.SIGINT:
-                hint = (
-                    "to save a checkpoint before the run ends, send SIGUSR1 to the launcher instead"
-                    " of Ctrl-C: kill -USR1 PID"
-                )
-                print_line(self._console, hint)
         elif isinstance(error, Stopped):
             print_line(self._console, f"stopped; {self._resume_hint}")
 
     def _record_signal(self, number: int, frame: FrameType | None) -> None:
         if number == STOP_SIGNAL:
             self.is_stop_requested = True
+        elif number == signal.SIGINT and not self._has_sigint:
+            self._has_sigint = True
+            self.is_stop_requested = True
         else:
             self._received = self._received or number
+
+    @property
+    def stop_notice(self) -> str:
+        """Message about the requested stop, for the time until the checkpoint is saved."""
+        if self._has_sigint:
+            return (
+                "Ctrl-C: the run finishes this step, saves a checkpoint and then ends; press Ctrl-C"
+                " again to end it at once"
+            )
+        return "stop requested: the run saves a checkpoint after this step and then ends"
 
     def check(self) -> None:
         """Raise Interrupted if a signal requested the immediate end of the run."""
@@ -104,6 +112,8 @@ class Interrupts:
         immediately.
         """
         self.check()
+        if self._has_sigint:
+            raise Interrupted(signal.SIGINT)
         if self.is_stop_requested:
             self.stop("stopped on request before training started")
 

@@ -336,9 +336,7 @@ class Supervisor:
         if not self.interrupts.is_stop_requested or now < self._stop_signal_at:
             return
         if not self._stop_signal_at:
-            view.show_note(
-                "stop requested: the run saves a checkpoint after this step and then ends"
-            )
+            view.show_note(self.interrupts.stop_notice)
         self._stop_signal_at = now + _RESEND_S
         self._ranks.send(STOP_SIGNAL, self._trainer.ranks)
 

@@ -16,7 +16,7 @@ class CheckpointConfig:
         minimum=0,
     )
     every_minutes: float = option(
-        30.0,
+        10.0,
         "Interval of time-based checkpoints in minutes. A time-based checkpoint is saved at the"
         " end of a step if the interval has passed since the last checkpoint or the start of the"
         " run. 0 means no time-based checkpoints. Time-based checkpoints are used only to"

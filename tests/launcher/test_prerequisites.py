@@ -150,8 +150,9 @@ def test_stop_request_during_conversion_exits_75(place: Path) -> None:
     launch.send_signal(signal.SIGUSR1)
     code, out, error = finish(launch, place)
     assert (code, error) == (75, "")
-    assert out.endswith(
-        "stopped on request before training started\nstopped; resume the run with run.resume=auto\n"
+    assert (
+        "stopped on request before training started\nstopped; resume the run with: aligner launch "
+        in out
     )
 
 

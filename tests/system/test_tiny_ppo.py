@@ -220,7 +220,7 @@ def test_resumed_run_equals_undisturbed_run(undisturbed: Finished, tmp_path: Pat
         launch.interrupt(signal.SIGUSR1)
         stopped = launch.finish(timeout_s=180)
     assert stopped.code == RESUMABLE, stopped.report()
-    assert "stopped; resume the run with run.resume=auto" in stopped.out
+    assert "stopped; resume the run with: aligner launch " in stopped.out
     steps = int(stopped.metrics[-1]["step"])
     assert steps < 6
     # The rest of a grace period is reserved for the checkpoint, so the resumed run evaluates it.
