@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 import torch
 
@@ -27,12 +27,13 @@ from aligner.data.conversations import (
     build_conversation,
     build_transcript,
     decode_response,
+    has_messages,
 )
 from aligner.data.export import Source
-from aligner.data.prompts import to_chat_prompt, to_prompt
+from aligner.data.prompts import to_prompt, unwrap_message, wrap_in_message
 from aligner.data.records import Record
-from aligner.data.tokenizer import Tokenizer
-from aligner.data.tokenizer_files import find_tokenizer_problem
+from aligner.data.tokenizer import Tokenizer, build_run_tokenizer
+from aligner.data.tokenizer_files import find_tokenizer_problem, has_chat_template
 from aligner.data.types import Prompt, Sample
 from aligner.engines.build import build_engine
 from aligner.engines.engine_loop import SampleStarter, SingleResponses
@@ -42,8 +43,12 @@ from aligner.files import convert_write_errors, open_new_file
 from aligner.models.hugging_face import read_config
 from aligner.models.shape import ModelShape
 from aligner.models.vocabulary import with_all_end_tokens
-from aligner.schema import EngineConfig
+from aligner.schema import Config, EngineConfig
 from aligner.schema.environment import EnvironmentConfig
+
+TemplateUse = Literal["auto", "chat", "raw"]
+"""When the chat template renders a prompt: only for messages (`auto`), also for plain texts as the
+message of a user (`chat`), or never (`raw`)."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +88,8 @@ class Job:
     """Tools of the environment."""
     journal: EpisodeJournal = field(default_factory=EpisodeJournal)
     """Answers of the environment, by episode."""
+    notices: Sequence[str] = ()
+    """Notices about the prompts for the user, one line each."""
 
     @cached_property
     def chat(self) -> ChatTurns:
@@ -108,20 +115,25 @@ def plan_job(
     stop_at_eos: bool,
     max_new_tokens: int,
     environment: EnvironmentConfig | None = None,
+    template: TemplateUse = "auto",
+    run: Config | None = None,
     **sampling: Any,
 ) -> Job:
     """Check and tokenize the input of a generation job; read no weights.
 
     Args:
         source: The stored model.
-        prompts: Records with the field `prompt`; with an environment, the prompt may consist of
-            chat messages. The id of a prompt is its index in this sequence.
+        prompts: Records whose prompts are plain texts or chat messages. The id of a prompt is its
+            index in this sequence.
         samples: Number of responses per prompt.
         seed: Seed of the random choices.
         stop_at_eos: Whether the model's end-of-sequence tokens end a response.
         max_new_tokens: Maximum number of tokens of a response.
         environment: Environment that answers between the turns of an episode; None for single
             responses.
+        template: When the chat template renders a prompt.
+        run: Configuration of the run that trained the model; its settings of the chat template are
+            used. None for another model.
         **sampling: Further arguments of `SamplingOptions`.
 
     Raises:
@@ -147,7 +159,9 @@ def plan_job(
             f" {shape.max_positions} positions, which include the prompt"
         )
 
-    tokenizer = Tokenizer(source.companions)
+    tokenizer = (
+        Tokenizer(source.companions) if run is None else build_run_tokenizer(run, source.companions)
+    )
     # end of the error message for a prompt that is too long
     limit_description = (
         f"{max_prompt_tokens}, the model's {shape.max_positions} positions minus {max_new_tokens}"
@@ -158,26 +172,33 @@ def plan_job(
 
     tokenized_prompts = []
     for index, record in enumerate(prompts):
-        if environment is None:
-            prompt = to_prompt(
-                record,
-                record.get_text("prompt"),
-                tokenizer,
-                max_prompt_tokens,
-                limit_description,
-                id=index,
-            )
-        else:
-            prompt = to_chat_prompt(
-                add_tools(record, schemas),
-                tokenizer,
-                max_prompt_tokens,
-                limit_description,
-                id=index,
-            )
+        if template == "chat":
+            record = wrap_in_message(record)
+        elif template == "raw":
+            record = unwrap_message(record)
+        prompt = to_prompt(
+            add_tools(record, schemas), tokenizer, max_prompt_tokens, limit_description, id=index
+        )
         tokenized_prompts.append(prompt)
+
+    notices = []
+    is_plain = not all(has_messages(record) for record in prompts)
+    if template == "auto" and is_plain and has_chat_template(source.companions):
+        notices.append(
+            "the model has a chat template, which is not applied to plain-text prompts; --chat"
+            " applies it, and --raw omits this note"
+        )
     return Job(
-        source, shape, tokenizer, tokenized_prompts, samples, options, seed, environment, tools
+        source,
+        shape,
+        tokenizer,
+        tokenized_prompts,
+        samples,
+        options,
+        seed,
+        environment,
+        tools,
+        notices=notices,
     )
 
 

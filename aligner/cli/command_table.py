@@ -210,14 +210,44 @@ _SAMPLING = (
         required=True,
         metavar="FILE",
         help=(
-            "file of prompts: .jsonl with a `prompt` field in each record, or .txt with one prompt"
-            " per line; - means standard input"
+            "prompts, in a form that data.path accepts, such as a .jsonl file with a `prompt` or"
+            " `messages` in each record, or a .txt file with one prompt per line; - means standard"
+            " input"
         ),
     ),
     _add(
         "--prompts-format",
         choices=("jsonl", "txt"),
         help=("format of the prompts (default: from the file extension; txt for standard input)"),
+    ),
+    _add(
+        "--fields",
+        metavar="MAPPING",
+        help=(
+            "field names of the prompts, such as '{prompt: question}' (default: data.fields of the"
+            " run if the run trained on these prompts)"
+        ),
+    ),
+    _add(
+        "--limit",
+        type=_at_least(1),
+        metavar="N",
+        help="use only the first N prompts (default: all)",
+    ),
+    _add(
+        "--chat",
+        dest="template",
+        action="store_const",
+        const="chat",
+        default="auto",
+        help="apply the chat template also to plain-text prompts, as the message of a user",
+    ),
+    _add(
+        "--raw",
+        dest="template",
+        action="store_const",
+        const="raw",
+        help="apply no chat template; prompts of one message become its text",
     ),
     _add("--overwrite", action="store_true", help="replace the output file if it exists"),
     _add(

@@ -8,10 +8,12 @@ import contextlib
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import yaml
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -24,7 +26,7 @@ from rich.progress import (
 
 from aligner.agents.generate import Progress as GenerationProgress
 from aligner.agents.generate import generate, plan_job
-from aligner.config.compose import compose_config
+from aligner.config.compose import compose_config, load_config
 from aligner.data.export import export, find_source, parse_size
 from aligner.data.prompts import read_prompts
 from aligner.data.records import Record
@@ -32,9 +34,11 @@ from aligner.errors import ConfigError
 from aligner.extras import describe_missing_modules
 from aligner.launcher.processes import terminate_with_launcher
 from aligner.observability.console import build_metrics_table
+from aligner.paths import RunPaths
 from aligner.rewards.scorers import resolve_scorer
 from aligner.rewards.sources import TextSource
-from aligner.schema import EngineConfig
+from aligner.schema import Config, EngineConfig
+from aligner.schema.data_sources import parse_data_sources
 from aligner.schema.environment import EnvironmentConfig
 from aligner.schema.reward_sources import JudgeSource, parse_evaluation_judge
 
@@ -45,12 +49,16 @@ _BASE_EXPERIMENT = "tiny_ppo"
 def generate_samples(parsed: argparse.Namespace) -> None:
     """Generate responses into a file, and print the path of the file."""
     environment = _parse_environment(parsed)
-    prompts = read_prompts(
-        parsed.prompts, "--prompts ", parsed.prompts_format, allow_messages=environment is not None
-    )
+    run = _find_run(parsed.source)
     job = plan_job(
-        find_source(parsed.source), prompts, environment=environment, **_sampling_arguments(parsed)
+        find_source(parsed.source),
+        _read_prompts(parsed, run),
+        environment=environment,
+        template=parsed.template,
+        run=run,
+        **_sampling_arguments(parsed),
     )
+    _print_notices(job.notices)
     output_options = {"min_score": parsed.min_score, "as_messages": parsed.as_messages}
     with _show_progress(len(job.requests)) as show:
         totals = generate(
@@ -82,10 +90,12 @@ def evaluate_samples(parsed: argparse.Namespace) -> None:
     parsed.greedy = parsed.greedy or (parsed.samples == 1 and parsed.temperature is None)
     parsed.temperature = 1.0 if parsed.temperature is None else parsed.temperature
     scorer = TextSource(parsed.function, resolve_scorer(parsed.function, "--function"))
-    prompts = _read_prompts(parsed)
-    sampling = _sampling_arguments(parsed)
+    run = _find_run(parsed.source)
+    prompts = _read_prompts(parsed, run)
+    sampling = {**_sampling_arguments(parsed), "template": parsed.template, "run": run}
     initial = None
     answers = plan_job(find_source(parsed.source), prompts, **sampling)
+    _print_notices(answers.notices)
     if parsed.reference is not None:
         reference = find_source(parsed.reference, "--reference")
         initial = plan_job(reference, prompts, **sampling | {"samples": 1, "greedy": True})
@@ -183,9 +193,63 @@ def _parse_judge(parsed: argparse.Namespace) -> JudgeSource | None:
     )
 
 
-def _read_prompts(parsed: argparse.Namespace) -> list[Record]:
-    """Read the prompts of the command line."""
-    return read_prompts(parsed.prompts, "--prompts ", parsed.prompts_format)
+def _find_run(source: Path) -> Config | None:
+    """Return the configuration of the run that a source of the command line belongs to; None for
+    a model without a run."""
+    directories = [source, *source.parents]
+    for directory in directories:
+        paths = RunPaths(directory)
+        belongs_to_run = directory == source or paths.checkpoints in directories
+        if belongs_to_run and paths.config.is_file():
+            return load_config(paths.config)
+    return None
+
+
+def _read_prompts(parsed: argparse.Namespace, run: Config | None) -> list[Record]:
+    """Read the prompts of the command line.
+
+    The fields of the run's own data are those of the run, unless --fields sets others.
+    """
+    fields = _parse_fields(parsed.fields)
+    if fields is None and run is not None:
+        file = parsed.prompts.absolute()
+        sources = [source for source in parse_data_sources(run.data) if not source.is_function]
+        fields = next((source.fields for source in sources if source.path.absolute() == file), None)
+    return read_prompts(
+        parsed.prompts,
+        "--prompts ",
+        parsed.prompts_format,
+        fields=fields,
+        limit=parsed.limit,
+    )
+
+
+def _parse_fields(text: str | None) -> Mapping[str, str] | None:
+    """Return the value of --fields; None without one.
+
+    Raises:
+        ConfigError: The value is not a mapping of names.
+    """
+    if text is None:
+        return None
+    try:
+        fields = yaml.safe_load(text)
+    except yaml.YAMLError:
+        fields = None
+    if not isinstance(fields, dict) or not all(
+        isinstance(item, str) for pair in fields.items() for item in pair
+    ):
+        raise ConfigError(
+            f"--fields {text}: must map aligner's field names to those of the data, such as"
+            " '{prompt: question}'"
+        )
+    return fields
+
+
+def _print_notices(notices: Sequence[str]) -> None:
+    """Print notices on standard error."""
+    for notice in notices:
+        print(f"aligner: note: {notice}", file=sys.stderr)
 
 
 def _sampling_arguments(parsed: argparse.Namespace) -> dict[str, Any]:

@@ -269,14 +269,22 @@ def add_tools(record: Record, tools: Tools | None) -> Record:
     )
 
 
+def has_messages(record: Record) -> bool:
+    """Return whether the prompt of a record is chat messages; it may be invalid."""
+    values = record.values
+    return isinstance(values.get("prompt"), list) or (
+        "prompt" not in values and "messages" in values
+    )
+
+
 def _find_prompt(record: Record) -> tuple[str, list[dict[str, Any]] | None]:
     """Return the field of a record's prompt, and its messages.
 
     The messages do not include a final message of the assistant; None for a plain text.
     """
-    name = "messages" if "prompt" not in record.values and "messages" in record.values else "prompt"
-    if name == "prompt" and not isinstance(record.values.get(name), list):
-        return name, None
+    if not has_messages(record):
+        return "prompt", None
+    name = "prompt" if "prompt" in record.values else "messages"
     messages = _get_messages(record, name)
     return name, messages[:-1] if messages[-1]["role"] == _ASSISTANT else messages
 

@@ -36,6 +36,7 @@ from aligner.data.conversations import (
     PromptText,
     add_tools,
     get_prompt_messages,
+    has_messages,
     render_exchange,
     render_prompt,
 )
@@ -52,7 +53,7 @@ from aligner.data.example_table import (
     SelectedExamples,
 )
 from aligner.data.pass_rates import PassRates, PromptSelector, compute_pass_fractions
-from aligner.data.record_sources import open_record_source
+from aligner.data.record_sources import is_blank, open_record_source
 from aligner.data.records import (
     BadRecord,
     ExcludedRecord,
@@ -770,72 +771,100 @@ def extract_prompt(text: str, data: DataConfig, origin: str) -> str:
 
 
 def read_prompts(
-    path: Path, key: str, kind: str | None = None, *, allow_messages: bool = False
+    path: Path,
+    key: str,
+    kind: str | None = None,
+    *,
+    fields: Mapping[str, str] | None = None,
+    limit: int | None = None,
 ) -> list[Record]:
-    """Read the records of a file of prompts, in their order.
+    """Read the records of a source of prompts, in their order.
 
     Args:
-        path: The file; `-` is standard input.
+        path: See `open_record_source`.
         key: See `open_record_source`.
         kind: See `open_record_source`.
-        allow_messages: Whether prompts may be chat messages, which the caller checks. Otherwise
-            every record must have a plain text `prompt`.
+        fields: The data's field names, or templates of them, by aligner's field names.
+        limit: Number of records to read; None reads all of them.
 
     Raises:
-        ConfigError: The file cannot be read or is empty, or a record is not valid. The message
-            names the file and the line.
+        ConfigError: The source cannot be read or is empty, or a record has no prompt, which is a
+            plain text or chat messages. The message names the file and the line.
     """
 
     def check(record: Record) -> Record:
-        if not allow_messages:
+        if not has_messages(record):
             record.get_text("prompt")
         _collect_metadata(record)
         return record
 
-    return parse_records(open_record_source(path, key, kind).read(), check, f"{key}{path}")[0]
+    raw_records = (
+        raw_record
+        for raw_record in open_record_source(path, key, kind).read()
+        if not is_blank(raw_record)
+    )
+    return parse_records(
+        itertools.islice(raw_records, limit), check, f"{key}{path}", fields=fields
+    )[0]
 
 
 def to_prompt(
-    record: Record, text: str, tokenizer: Tokenizer, limit: int, allowed: str, id: int = 0
+    record: Record, tokenizer: Tokenizer, limit: int, allowed: str, id: int = 0
 ) -> Prompt:
-    """Return the prompt of a plain text, with the record's other fields as its metadata.
+    """Return the prompt of a record, which is a plain text or chat messages.
+
+    The metadata contains the record's other fields, and the chat messages if there are any.
 
     Args:
-        record: The record that contains the text.
-        text: The text of the prompt.
+        record: The record.
         tokenizer: The policy's tokenizer.
         limit: The maximum number of tokens.
         allowed: The name of the limit in error messages.
         id: The prompt's id.
 
     Raises:
-        BadRecord: The text cannot be tokenized, is empty, or has more than `limit` tokens.
+        BadRecord: The prompt is invalid, cannot be tokenized, is empty, or has more than `limit`
+            tokens.
+        ConfigError: The prompt is messages, and the model has no chat template.
     """
-    return _build_prompt(record, PromptText(text, is_rendered=False), tokenizer, limit, allowed, id)
-
-
-def to_chat_prompt(
-    record: Record, tokenizer: Tokenizer, limit: int, allowed: str, id: int = 0
-) -> Prompt:
-    """Return the prompt of a record, which is a plain text or chat messages.
-
-    The metadata contains the chat messages, if any. Otherwise the function is the same as
-    `to_prompt`.
-    """
-    prompt = _build_prompt(record, render_prompt(record, tokenizer), tokenizer, limit, allowed, id)
-    return replace(prompt, metadata={**prompt.metadata, **get_prompt_messages(record)})
-
-
-def _build_prompt(
-    record: Record, prompt: PromptText, tokenizer: Tokenizer, limit: int, allowed: str, id: int
-) -> Prompt:
+    prompt = render_prompt(record, tokenizer)
     tokens = encode_text(prompt.text, record.origin, tokenizer, add_bos=not prompt.is_rendered)
     return Prompt(
         id,
         unescape(prompt.text),
         check_length(tokens, prompt.text, "prompt", record.origin, limit, allowed),
-        _collect_metadata(record),
+        {**_collect_metadata(record), **get_prompt_messages(record)},
     )
+
+
+def wrap_in_message(record: Record) -> Record:
+    """Return a record whose plain prompt is the message of a user; records with messages are
+    unchanged."""
+    if has_messages(record):
+        return record
+    messages = [{"role": "user", "content": record.get_text("prompt")}]
+    return replace(record, values={**record.values, "prompt": messages})
+
+
+def unwrap_message(record: Record) -> Record:
+    """Return a record whose prompt is the plain text of its only message; records with a plain
+    prompt are unchanged.
+
+    Raises:
+        BadRecord: The prompt has several messages, or its message is not text of a user.
+    """
+    if not has_messages(record):
+        return record
+    messages = get_prompt_messages(record)["messages"]
+    is_text = len(messages) == 1 and messages[0]["role"] == "user"
+    if not is_text or not isinstance(messages[0].get("content"), str):
+        roles = ", ".join(message["role"] for message in messages)
+        raise BadRecord(
+            f"{record.origin}: the prompt must be one message of a user to be used without the chat"
+            f" template, got messages of these roles: {roles}"
+        )
+    values = {name: value for name, value in record.values.items() if name != "messages"}
+    return replace(record, values={**values, "prompt": messages[0]["content"]})
 
 
 def _collect_metadata(record: Record) -> dict[str, Any]:

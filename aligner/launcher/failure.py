@@ -19,6 +19,7 @@ from aligner.launcher.ranks import Rank
 from aligner.observability.logs import ERROR_PREFIX, extract_text_lines
 from aligner.paths import can_resume, get_run_paths, read_early_end
 from aligner.schema import Config
+from aligner.schema.data_sources import parse_data_sources
 
 # Number of lines of a log that an error message quotes.
 TAIL_LINES = 15
@@ -28,6 +29,8 @@ _MIN_FREE_BYTES = 64 * 1024
 # Number of lines at the end of a log that are searched for the cause of a failure.
 _SEARCHED_LINES = 500
 _MAX_ERROR_CHARACTERS = 300
+# Number of prompts in the printed commands: a run may have millions.
+_SAMPLED_PROMPTS = 100
 _TRACEBACK = "Traceback (most recent call last):"
 # Errors of gloo, NCCL, torch's store and gRPC after another process exited, in lower case.
 _LOST_PEER_ERRORS = (
@@ -277,7 +280,10 @@ def _next_commands(config: Config, step: int) -> Iterator[tuple[str, str]]:
     yield f"aligner view {run}", "view metrics, timeline and samples in a browser"
     has_model = algorithm.trains_model and can_resume(config)
     if has_model and algorithm.trainer != "reward_model" and not config.environment.has_episodes:
-        prompts = f"--prompts {shlex.quote(_prompt_file(config))}"
+        prompts = (
+            f"--prompts {shlex.quote(_prompt_file(config))} --limit {_SAMPLED_PROMPTS}"
+            f" --max-new-tokens {_response_limit(config)}"
+        )
         yield f"aligner generate {run} {prompts} --output samples.jsonl", "generate responses"
         # `aligner evaluate` expects one score per response, not one per step.
         function = None if config.reward.step_rewards else config.reward.function
@@ -311,12 +317,16 @@ def _next_commands(config: Config, step: int) -> Iterator[tuple[str, str]]:
 
 
 def _prompt_file(config: Config) -> str:
-    """Return the prompt file of the run if the commands can read it, otherwise a placeholder."""
-    path = config.data.path
-    is_file = (
-        path is not None
-        and Path(path).suffix in (".jsonl", ".txt")
-        and Path(path).is_file()
-        and not config.data.fields
-    )
-    return path if path is not None and is_file else "PROMPTS.jsonl"
+    """Return the first data source of the run that other commands can read, otherwise a
+    placeholder."""
+    for source in parse_data_sources(config.data):
+        if not source.is_function and source.path.exists():
+            return str(source.path)
+    return "PROMPTS.jsonl"
+
+
+def _response_limit(config: Config) -> int:
+    """Return the maximum number of tokens of a response in the run."""
+    if config.algorithm.generates_samples:
+        return config.rollout.max_response_tokens
+    return config.data.max_response_tokens

@@ -33,10 +33,9 @@ def test_finished_run_prints_commands_for_its_model(
     assert [words[:2] for words in command_lines[:4]] == [
         [name, str(run)] for name in ("view", "generate", "evaluate", "convert")
     ]
-    assert command_lines[1][2:4] == ["--prompts", str(prompts)] and command_lines[2][4:6] == [
-        "--function",
-        "digit_fraction",
-    ]
+    sampling = ["--prompts", str(prompts), "--limit", "100", "--max-new-tokens", "16"]
+    assert command_lines[1][2:8] == sampling
+    assert command_lines[2][2:] == [*sampling, "--function", "digit_fraction"]
     with_step_rewards = commands(
         run, 4, f"data.path='{prompts}'", "reward.function=mine:steps", "reward.step_rewards=true"
     )

@@ -1,0 +1,132 @@
+"""Tests of the commands that a launch prints at its end: they treat the run's data as the run did."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from aligner.data.prompts import unwrap_message, wrap_in_message
+from aligner.data.records import BadRecord, Record
+from aligner.errors import ConfigError
+from benchmarks.data_files import write_chat_model
+from benchmarks.runs import python_path
+
+NOTE = "the model has a chat template, which is not applied to plain-text prompts"
+RECORDS = {
+    "plain.jsonl": {"prompt": "What is 1 plus 2?", "answer": "3"},
+    "chats.jsonl": {
+        "conversation": [{"role": "user", "content": "What is 1 plus 2?"}],
+        "answer": "3",
+    },
+}
+RENDERED = "<|im_start|>user\nWhat is 1 plus 2?<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a chat model and two files of prompts."""
+    directory = tmp_path_factory.mktemp("printed")
+    write_chat_model(directory / "model")
+    for name, record in RECORDS.items():
+        (directory / name).write_text(f"{json.dumps(record)}\n" * 4)
+    return directory
+
+
+def aligner(place: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": python_path(), "COLUMNS": "200"}
+    return subprocess.run(
+        [sys.executable, "-m", "aligner", *arguments],
+        cwd=place,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+
+
+def read_records(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("data", "prompt", "fields"),
+    [
+        ("plain.jsonl", "What is 1 plus 2?", ()),
+        ("chats.jsonl", RENDERED, ("+data.fields={messages: conversation}",)),
+    ],
+)
+def test_printed_commands_treat_data_as_the_run(
+    place: Path, data: str, prompt: str, fields: tuple[str, ...]
+) -> None:
+    run = place / f"run of {data}"
+    launched = aligner(
+        place,
+        "launch",
+        *("model.path=model", "algorithm=grpo", f"data.path={data}"),
+        *("reward.function=exact_match", "rollout.max_response_tokens=8", "run.steps=1"),
+        f"run.dir={run}",
+        *fields,
+    )
+    assert launched.returncode == 0, launched.stderr
+    assert {record["prompt"] for record in read_records(run / "samples.jsonl")} == {prompt}
+
+    _, _, printed = launched.stdout.partition("next steps:")
+    commands = [shlex.split(line, comments=True) for line in printed.strip().splitlines()]
+    generate = next(words[1:] for words in commands if words[1] == "generate")
+    evaluate = next(words[1:] for words in commands if words[1] == "evaluate")
+    output = place / f"samples of {data}"
+    done = aligner(place, *generate[:-1], str(output))
+    assert done.returncode == 0, done.stderr
+    records = read_records(output)
+    assert [record["prompt"] for record in records] == [prompt] * 4
+    assert max(len(record["tokens"]) for record in records) <= 8  # type: ignore[arg-type]
+    assert done.stderr.count(NOTE) == (data == "plain.jsonl")
+
+    done = aligner(place, *evaluate)
+    assert done.returncode == 0, done.stderr
+    assert "4 prompts, 4 responses" in done.stdout
+    assert done.stderr.count(NOTE) == (data == "plain.jsonl")
+
+
+def test_template_options_change_the_prompt(place: Path) -> None:
+    prompts = []
+    for file, options in (
+        ("plain.jsonl", ("--chat",)),
+        ("plain.jsonl", ("--raw",)),
+        ("chats.jsonl", ("--raw", "--fields", "{messages: conversation}")),
+    ):
+        arguments = ("--prompts", file, "--limit", "1", "--max-new-tokens", "1", "--overwrite")
+        output = ("--output", "one.jsonl")
+        done = aligner(place, "generate", "model", *arguments, *options, *output)
+        assert done.returncode == 0, done.stderr
+        assert NOTE not in done.stderr
+        prompts += [record["prompt"] for record in read_records(place / "one.jsonl")]
+    assert prompts == [RENDERED, "What is 1 plus 2?", "What is 1 plus 2?"]
+
+
+def test_conversation_without_template_is_refused() -> None:
+    turns = [{"role": role, "content": "hello"} for role in ("system", "user")]
+    with pytest.raises(BadRecord, match="messages of these roles: system, user"):
+        unwrap_message(Record({"messages": turns}, "chats.jsonl:1"))
+
+
+def test_wrapping_a_text_keeps_its_other_fields() -> None:
+    record = Record({"prompt": "hello", "answer": "3"}, "plain.jsonl:1")
+    wrapped = wrap_in_message(record)
+    assert wrapped.values == {"prompt": [{"role": "user", "content": "hello"}], "answer": "3"}
+    assert unwrap_message(wrapped) == record
+
+
+@pytest.mark.parametrize("fields", ["prompt", "{prompt: [1]}", "{"])
+def test_invalid_fields_are_refused(fields: str) -> None:
+    from aligner.cli.stored_models import _parse_fields
+
+    with pytest.raises(ConfigError, match=r"--fields .*: must map aligner's field names"):
+        _parse_fields(fields)
