@@ -404,7 +404,8 @@ COMMANDS = {
             _add(
                 "--dry-run",
                 action="store_true",
-                help="print the Slurm job script without submitting it (requires cluster=slurm)",
+                help="print the Slurm job script and the srun command of each role, without"
+                " submitting the job (requires cluster=slurm)",
             ),
         ),
     ),

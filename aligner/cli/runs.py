@@ -17,7 +17,7 @@ from aligner.launcher.forks import ForkServer
 from aligner.launcher.local import launch as launch_here
 from aligner.launcher.local import launch_dry_run, start_fork_server, validate_dry_run
 from aligner.launcher.slurm.job import supervise as supervise_job
-from aligner.launcher.slurm.submit import render_checked_script, submit
+from aligner.launcher.slurm.submit import render_preview, submit
 from aligner.launcher.status import ENDED_STATES, describe_status, read_status
 from aligner.models.model_source import (
     ExpectedInputs,
@@ -30,6 +30,7 @@ from aligner.models.shape import ModelShape
 from aligner.placement.memory.role_memory import build_memory_table, compute_role_memory
 from aligner.placement.placement_table import build_placement_table, find_layer_notes
 from aligner.placement.roles import describe_model, has_gpu
+from aligner.placement.slurm_layout import compute_slurm_layout
 from aligner.schema import Config
 
 _WATCH_S = 5.0
@@ -50,7 +51,8 @@ def _launch(plan: RunPlan, *, is_dry: bool, fork_server: ForkServer | None = Non
 
     Args:
         plan: The run and its prerequisite experiments.
-        is_dry: Whether to print the Slurm job script instead of submitting it (`--dry-run`).
+        is_dry: Whether to print the Slurm job script and the job steps instead of submitting the
+            job (`--dry-run`).
         fork_server: See `aligner.launcher.local.launch`.
     """
     if plan.config.dry_run.scale != "none":
@@ -62,7 +64,7 @@ def _launch(plan: RunPlan, *, is_dry: bool, fork_server: ForkServer | None = Non
         launch_dry_run(plan, fork_server)
     elif plan.config.cluster.kind == "slurm":
         if is_dry:
-            print(render_checked_script(plan, _absent_inputs(plan)), end="")
+            print(render_preview(plan, _absent_inputs(plan)), end="")
         else:
             submit(plan)
     elif is_dry:
@@ -97,6 +99,8 @@ def validate(parsed: argparse.Namespace) -> None:
             print(line)
     console = Console()
     console.print(build_placement_table(plan.config))
+    if plan.config.cluster.kind == "slurm":
+        print(compute_slurm_layout(plan.config).describe())
     expected = {**absent, **results}
     console.print(
         build_memory_table(plan.config, compute_role_memory(plan.config, shape, expected))

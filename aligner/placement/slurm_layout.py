@@ -79,6 +79,33 @@ class JobLayout:
         """Return whether another role or server group has ranks on the nodes of a placement."""
         return sum(placement.shares_node(other) for other in self.placements.values()) > 1
 
+    def describe(self) -> str:
+        """Return a line with the nodes and GPUs of each component.
+
+        For example: "Slurm job: 3 nodes; trainer: 2 nodes × 8 GPUs; reward: 1 node without GPUs".
+        """
+        total = sum(component.nodes for component in self.components)
+        parts = [f"Slurm job: {_count(total, 'node')}"]
+        for index, component in enumerate(self.components):
+            roles = dict.fromkeys(
+                get_role(group)
+                for group, placement in self.placements.items()
+                if placement.component == index
+            )
+            # The component's own role comes first.
+            names = ", ".join(dict.fromkeys((component.role, *roles)))
+            devices = component.devices_per_node
+            devices_text = (
+                f"\N{MULTIPLICATION SIGN} {_count(devices, 'GPU')}" if devices else "without GPUs"
+            )
+            parts.append(f"{names}: {_count(component.nodes, 'node')} {devices_text}")
+        return "; ".join(parts)
+
+
+def _count(number: int, noun: str) -> str:
+    """Return a number with its noun, for example `2 nodes`."""
+    return f"{number} {noun}{'s' * (number != 1)}"
+
 
 def get_slurm_settings(config: Config, group: str) -> SlurmRoleConfig:
     """Return the Slurm settings of the role of a server group."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -16,11 +18,13 @@ from aligner.config.compose import compose_config, save_config
 from aligner.config.prerequisites import plan_run
 from aligner.errors import AlignerError, ConfigError
 from aligner.launcher.failure import build_rank_error
-from aligner.launcher.rank_environment import DEVICES, adopt_environment
+from aligner.launcher.rank_environment import DEVICES, FreePorts, adopt_environment
 from aligner.launcher.rank_heartbeat import IS_TASK
 from aligner.launcher.slurm import submit as submitting
 from aligner.launcher.slurm.job_steps import (
+    Allocation,
     Nodes,
+    SlurmSteps,
     Step,
     TaskRank,
     configured_environment,
@@ -28,7 +32,7 @@ from aligner.launcher.slurm.job_steps import (
     srun_command,
 )
 from aligner.launcher.slurm.slurm_commands import RETRY_ATTEMPTS, slurm_command
-from aligner.launcher.slurm.submit import render_script, submit
+from aligner.launcher.slurm.submit import render_preview, render_script, submit
 from aligner.models.model_source import NOTHING_EXPECTED
 from aligner.paths import RunPaths
 from aligner.placement.slurm_layout import compute_slurm_layout
@@ -200,6 +204,69 @@ def test_container_step_mounts_run_and_cache(
     assert {mounts, "--container-workdir=/work", "--no-container-mount-home", "--mpi=none"} <= {
         *reward
     }
+
+
+def preview(tmp_path: Path, *overrides: str) -> list[str]:
+    """Return the srun commands that a dry launch prints, without the comment signs."""
+    plan = plan_run(config(tmp_path, *overrides))
+    text = render_preview(plan, NOTHING_EXPECTED)
+    assert text.startswith(render_script(plan.config))
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+    return [
+        line.removeprefix("# ")
+        for line in text.splitlines()
+        if line.startswith("# ") and " --job-name=" in line
+    ]
+
+
+def test_dry_launch_prints_the_job_steps_that_the_job_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ALIGNER_CACHE", f"{tmp_path}/cache")
+    overrides = (
+        "cluster.slurm.image='REGISTRY#NAME:1'",
+        "cluster.slurm.workdir=/work",
+        "cluster.slurm.srun=['--mpi=none']",
+        "cluster.slurm.mounts=[/tmp:/tmp,/work:/work]",
+    )
+    lines = preview(tmp_path, *overrides)
+    names = [re.search(r"--job-name=(\S+)", line)[1] for line in lines]
+    assert names == ["prepare-1", "critic-2", "reward-3", "trainer-4"]
+
+    # Start the steps on nodes with the names of the placeholders, and compare the commands.
+    stand_in(tmp_path, monkeypatch, "srun", 'printf "%s\\n" "$@" > "$RECORDED"')
+    plan = plan_run(config(tmp_path, *overrides))
+    layout = compute_slurm_layout(plan.config)
+    component_nodes = {
+        group: Nodes(placement.component, (f"NODE{placement.component}",), "10.0.0.1", 6)
+        for group, placement in layout.placements.items()
+    }
+    with FreePorts() as ports:
+        steps = SlurmSteps(layout, Allocation("7", component_nodes), plan.config, ports)
+        for name, line in zip(names, lines, strict=True):
+            recorded = tmp_path / name
+            monkeypatch.setenv("RECORDED", str(recorded))
+            steps.start(name.partition("-")[0])
+            while steps.running:
+                steps.poll()
+            arguments = shlex.split(line.replace("CORES", "6"))[1:]
+            assert recorded.read_text().splitlines() == arguments
+            assert {"--container-image=REGISTRY#NAME:1", "--container-workdir=/work"} <= {
+                *arguments
+            }
+
+
+def test_dry_launch_shows_binding_of_roles_that_share_nodes(tmp_path: Path) -> None:
+    _prepare, critic, reward, trainer = preview(
+        tmp_path,
+        "cluster.slurm.roles.trainer.devices=0-5",
+        "cluster.slurm.roles.critic.devices=6-7",
+        "cluster.slurm.roles.critic.shares_nodes_with=trainer",
+    )
+    assert trainer.startswith("ALIGNER_DEVICES=0 srun ")
+    assert critic.startswith("ALIGNER_DEVICES=6 srun ")
+    assert " --cpu-bind=none " in critic and " --cpu-bind=none " in trainer
+    assert reward.startswith("srun ") and " --cpus-per-task=" in reward
 
 
 def test_role_environment_overrides_common_variables(tmp_path: Path) -> None:

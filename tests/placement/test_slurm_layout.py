@@ -51,6 +51,14 @@ def test_roles_get_enough_nodes_trainer_first() -> None:
     assert found.placements["reward.1"] == RolePlacement(2, 0, 1, 1, (1,))
 
 
+def test_layout_is_described_as_nodes_times_gpus() -> None:
+    described = layout(
+        "cluster.slurm.roles.trainer.devices=0-7", "actor.parallel.data=16"
+    ).describe()
+    assert "trainer: 2 nodes \N{MULTIPLICATION SIGN} 8 GPUs" in described
+    assert "reward: 1 node without GPUs" in described
+
+
 def test_role_without_gpus_requests_no_devices() -> None:
     assert [part.devices_per_node for part in layout("critic.parallel.data=4").components] == [
         1,

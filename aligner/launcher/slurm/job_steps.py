@@ -7,6 +7,7 @@ import contextlib
 import math
 import os
 import re
+import shlex
 import signal
 import subprocess
 import time
@@ -36,6 +37,7 @@ from aligner.placement.roles import count_role_ranks, get_configured_threads
 from aligner.placement.slurm_layout import (
     JobLayout,
     RolePlacement,
+    compute_slurm_layout,
     get_container_image,
     get_slurm_settings,
     list_container_mounts,
@@ -46,6 +48,9 @@ from aligner.schema import Config
 _POLL_S = 0.2
 # Seconds to wait for the end of killed steps.
 _KILL_TIMEOUT_S = 30.0
+# Printed for the cores of a rank if they follow from the CPUs of the nodes, which are not known
+# before the job starts.
+_UNKNOWN_CORES = "CORES"
 # Minimum seconds between two identical signals to a step.
 _RESEND_S = 2.0
 # Message of srun for each task that ended with an error: task numbers and reason.
@@ -74,8 +79,8 @@ class Nodes:
     """Names of the nodes in Slurm."""
     address: str
     """Address of the first node, where rank 0 runs."""
-    cpus: int = 1
-    """Number of CPUs that the job has on each node."""
+    cpus: int | None = 1
+    """Number of CPUs that the job has on each node; None before the job starts."""
 
 
 @dataclass(frozen=True)
@@ -137,8 +142,7 @@ def read_allocation(layout: JobLayout, environment: Mapping[str, str] = os.envir
     }
 
     def nodes(placement: RolePlacement) -> Nodes:
-        component_names = names[placement.component]
-        group_names = tuple(component_names[index] for index in placement.node_range)
+        group_names = _select_names(names, placement)
         return Nodes(
             placement.component if is_heterogeneous else None,
             group_names,
@@ -150,6 +154,45 @@ def read_allocation(layout: JobLayout, environment: Mapping[str, str] = os.envir
     return Allocation(
         job, {group: nodes(placement) for group, placement in layout.placements.items()}, requeues
     )
+
+
+def _select_names(names: Sequence[Sequence[str]], placement: RolePlacement) -> tuple[str, ...]:
+    """Return the names of a group's nodes, from the names of each component's nodes."""
+    component_names = names[placement.component]
+    return tuple(component_names[index] for index in placement.node_range)
+
+
+def describe_steps(config: Config) -> list[str]:
+    """Return the command line of each job step of a run, in the order in which they start.
+
+    The names of the nodes are placeholders, because Slurm chooses the nodes when the job starts:
+    NODE0 is the first node of the first component.
+
+    Raises:
+        ConfigError: A role cannot be placed on the nodes.
+    """
+    layout = compute_slurm_layout(config)
+    names: list[list[str]] = []
+    for component in layout.components:
+        first = sum(len(component_names) for component_names in names)
+        names.append([f"NODE{first + index}" for index in range(component.nodes)])
+
+    def nodes(placement: RolePlacement) -> Nodes:
+        group_names = _select_names(names, placement)
+        component = placement.component if len(layout.components) > 1 else None
+        return Nodes(component, group_names, group_names[0], cpus=None)
+
+    allocation = Allocation(
+        "JOB", {group: nodes(placement) for group, placement in layout.placements.items()}
+    )
+    lines = []
+    for number, role in enumerate(["prepare", *count_role_ranks(config)], start=1):
+        step = plan_step(config, layout, allocation, role, f"{role}-{number}")
+        variables = [
+            f"{name}={value}" for name, value in device_environment(step.placement).items()
+        ]
+        lines.append(" ".join([*variables, shlex.join(step.command)]))
+    return lines
 
 
 @dataclass(eq=False)
@@ -252,21 +295,20 @@ class SlurmSteps(Ranks):
 
     def start(self, role: str, restarts: int = 0) -> Sequence[TaskRank]:
         """See `Ranks`."""
-        placement, nodes, ranks = self._find_placement(role)
         self._started += 1
         name = f"{role}-{self._started}"
-        # As in a local run, the ranks of a node share the cores that the job has on the node.
-        ranks_on_node = self._layout.components[placement.component].ranks_per_node
-        threads = get_configured_threads(self._config) or max(1, nodes.cpus // ranks_on_node)
-        cores = None if self._layout.is_shared(placement) else threads
-        # In a container, use the image's own installation of aligner.
-        program = None if get_container_image(self._config, role) is None else ("aligner",)
-        command = build_role_command(role, get_run_paths(self._config).config, program)
+        step = plan_step(self._config, self._layout, self._allocation, role, name)
+        ranks = step.ranks
+        assert step.threads is not None  # the CPUs of a job's nodes are known
         environment = {
             **task_environment(
-                ranks, placement.ranks_per_node, nodes.address, next(self._ports), threads
+                ranks,
+                step.placement.ranks_per_node,
+                step.nodes.address,
+                next(self._ports),
+                step.threads,
             ),
-            **configured_environment(self._config, role, placement),
+            **configured_environment(self._config, role, step.placement),
             **heartbeat_environment(self._config, role, ranks),
         }
         logs = [prepare_log(self._config, role, rank, restarts) for rank in range(ranks)]
@@ -283,7 +325,7 @@ class SlurmSteps(Ranks):
         ]
         with messages.open("wb") as output:
             process = subprocess.Popen(
-                srun_command(self._config, role, placement, nodes, ranks, cores, name, command),
+                step.command,
                 env={**os.environ, **environment},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -369,24 +411,61 @@ class SlurmSteps(Ranks):
         """Return the steps that contain any of the given ranks."""
         return [step for step in self._steps if any(rank in ranks for rank in step.ranks)]
 
-    def _find_placement(self, role: str) -> tuple[RolePlacement, Nodes, int]:
-        """Return the placement, the nodes and the number of ranks of a role or server group.
 
-        `prepare` has one rank, on the first node of the trainer.
-        """
-        if role != "prepare":
-            return (
-                self._layout.placements[role],
-                self._allocation.nodes[role],
-                count_role_ranks(self._config)[role],
-            )
-        placement = self._layout.placements["trainer"]
-        nodes = self._allocation.nodes["trainer"]
-        return (
-            replace(placement, nodes=1, ranks_per_node=1),
-            replace(nodes, names=nodes.names[:1]),
-            1,
-        )
+@dataclass(frozen=True)
+class PlannedStep:
+    """The command of a job step, and what it is built from."""
+
+    placement: RolePlacement
+    nodes: Nodes
+    ranks: int
+    """Number of ranks."""
+    threads: int | None
+    """Number of CPU threads per rank; None if it depends on nodes that are not known yet."""
+    command: list[str]
+    """The `srun` command."""
+
+
+def plan_step(
+    config: Config, layout: JobLayout, allocation: Allocation, role: str, name: str
+) -> PlannedStep:
+    """Return the job step that starts a role or server group.
+
+    `SlurmSteps` starts the returned command, and `aligner launch --dry-run` prints it.
+
+    Args:
+        config: The run's configuration.
+        layout: Placement of the roles.
+        allocation: The nodes of the job.
+        role: Role or server group; `prepare` has one rank, on the first node of the trainer.
+        name: Name of the step.
+    """
+    group = "trainer" if role == "prepare" else role
+    placement = layout.placements[group]
+    nodes = allocation.nodes[group]
+    ranks = count_role_ranks(config)[group]
+    if role == "prepare":
+        placement = replace(placement, nodes=1, ranks_per_node=1)
+        nodes = replace(nodes, names=nodes.names[:1])
+        ranks = 1
+
+    # As in a local run, the ranks of a node share the cores that the job has on the node.
+    ranks_on_node = layout.components[placement.component].ranks_per_node
+    threads = get_configured_threads(config)
+    if threads is None and nodes.cpus is not None:
+        threads = max(1, nodes.cpus // ranks_on_node)
+    cores = None if layout.is_shared(placement) else str(threads or _UNKNOWN_CORES)
+
+    # In a container, use the image's own installation of aligner.
+    program = None if get_container_image(config, role) is None else ("aligner",)
+    command = build_role_command(role, get_run_paths(config).config, program)
+    return PlannedStep(
+        placement,
+        nodes,
+        ranks,
+        threads,
+        srun_command(config, role, placement, nodes, ranks, cores, name, command),
+    )
 
 
 def srun_command(
@@ -395,7 +474,7 @@ def srun_command(
     placement: RolePlacement,
     nodes: Nodes,
     ranks: int,
-    cores: int | None,
+    cores: int | str | None,
     name: str,
     command: Sequence[str],
 ) -> list[str]:
@@ -407,7 +486,8 @@ def srun_command(
         placement: Placement of the role in the job.
         nodes: Nodes of the role.
         ranks: Number of ranks.
-        cores: Number of cores reserved for each rank; None if several groups share the nodes.
+        cores: Number of cores reserved for each rank, or a placeholder for it; None if several
+            groups share the nodes.
         name: Name of the step.
         command: Command of each rank.
     """
@@ -461,9 +541,13 @@ def configured_environment(
 ) -> Mapping[str, str]:
     """Return the environment variables of a role that follow from the configuration."""
     settings = get_slurm_settings(config, role)
-    devices = {} if placement.devices is None else {DEVICES: ",".join(map(str, placement.devices))}
     variables = {**config.cluster.slurm.environment, **settings.environment}
-    return devices | {name: str(value) for name, value in variables.items()}
+    return device_environment(placement) | {name: str(value) for name, value in variables.items()}
+
+
+def device_environment(placement: RolePlacement) -> dict[str, str]:
+    """Return the environment variable that limits a role to its devices; empty without a limit."""
+    return {} if placement.devices is None else {DEVICES: ",".join(map(str, placement.devices))}
 
 
 def _signal_text(number: signal.Signals) -> str:

@@ -22,6 +22,7 @@ from aligner.launcher.run_directory import (
     record_cache_uses,
     require_unlocked,
 )
+from aligner.launcher.slurm.job_steps import describe_steps
 from aligner.launcher.slurm.slurm_commands import (
     TIMEOUT_S,
     NoAnswerError,
@@ -40,6 +41,27 @@ from aligner.schema import Config
 _CLUSTER_VARIABLES = ("SLURM_CONF", "SLURM_CLUSTERS")
 # Timeout of `sbatch` in seconds: it retries by itself while the controller is busy.
 _SUBMIT_TIMEOUT_S = 600.0
+
+
+def render_preview(plan: RunPlan, expected_inputs: ExpectedInputs = NOTHING_EXPECTED) -> str:
+    """Check a run, and return its batch script, followed by its job steps as comments.
+
+    Args:
+        plan: The run and its prerequisite experiments.
+        expected_inputs: Model directories that need not exist yet.
+
+    Raises:
+        ConfigError: The configuration has an error that is known without asking Slurm.
+    """
+    script = render_checked_script(plan, expected_inputs)
+    lines = [
+        "",
+        "# The supervisor starts these job steps, each of which may be repeated after a failure.",
+        "# NODE0, NODE1, … stand for the nodes that Slurm chooses. CORES stands for the number of",
+        "# CPUs of a node divided by its number of ranks.",
+        *(f"# {line}" for line in describe_steps(plan.config)),
+    ]
+    return script + "\n".join(lines) + "\n"
 
 
 def render_checked_script(plan: RunPlan, expected_inputs: ExpectedInputs = NOTHING_EXPECTED) -> str:
