@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from aligner.cli.command_table import COMMANDS
+from aligner.config.compose import compose_config
 from aligner.config.conf_files import find_group_directories, list_group_options
 from aligner.rewards.judge import COUNTS as JUDGE_COUNTS
 from aligner.schema.keys import get_schema_keys
@@ -138,6 +139,14 @@ def test_keys_in_migration_page_exist() -> None:
         else:
             assert key in keys or key == "reward.sources", name
             assert not value or not keys[key].choices or value in keys[key].choices, name
+
+
+def test_field_mappings_in_migration_page_are_accepted() -> None:
+    page = (DOCS / "migrating.md").read_text()
+    mappings = re.findall(r"'\+data\.fields=\{[^}]*\}'", page)
+    assert len(mappings) >= 4
+    for mapping in mappings:
+        compose_config(["experiment=tiny_ppo", "data.path=x.jsonl", mapping.strip("'")])
 
 
 METRIC_MODULES = (
