@@ -12,7 +12,6 @@ forked processes, both pipes are also replaced by /dev/null (`_disconnect_forks`
 
 import contextlib
 import faulthandler
-import inspect
 import json
 import os
 import resource
@@ -23,7 +22,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -85,7 +84,7 @@ class ChildFunction:
         name: str,
         *,
         wrapper: str | None = None,
-        argument_count: int | None = None,
+        check: str | None = None,
         deadline_s: float | None = None,
         cpu_limit_s: float = 0.0,
         memory_bytes: int | None = None,
@@ -97,8 +96,8 @@ class ChildFunction:
             name: Name of the function in the module.
             wrapper: Function, as `module:function`, that is called instead of the function. Its
                 arguments are the function and the function's arguments.
-            argument_count: Number of arguments that the function must accept; None disables the
-                check.
+            check: Function, as `module:function`, that raises ConfigError if the function cannot be
+                called. It is called once in the process, with the name and the function.
             deadline_s: Maximum duration of a call in seconds; None means no limit.
             cpu_limit_s: Maximum CPU time of a call in seconds; 0 means no limit.
             memory_bytes: Maximum address space of the process in bytes; None means no limit.
@@ -107,7 +106,7 @@ class ChildFunction:
             module,
             name,
             wrapper,
-            argument_count,
+            check,
             cpu_limit_s,
             memory_bytes,
             sys.path,
@@ -333,7 +332,7 @@ def serve() -> None:
         responses.write(line + "\n")
         responses.flush()
 
-    stacks_fd, module, name, wrapper_name, argument_count, cpu_limit_s, memory_bytes, sys.path = (
+    stacks_fd, module, name, wrapper_name, check_name, cpu_limit_s, memory_bytes, sys.path = (
         json.loads(requests.readline())
     )
     _disconnect_forks(requests.fileno(), responses.fileno())
@@ -345,8 +344,8 @@ def serve() -> None:
         wrapper = None if wrapper_name is None else import_object(*wrapper_name.split(":"))
         if not callable(function):
             raise ConfigError(f"{name!r} must be callable, got {type(function).__name__}")
-        if argument_count is not None:
-            _check_argument_count(name, function, argument_count)
+        if check_name is not None:
+            import_object(*check_name.split(":"))(name, function)
     except ConfigError as error:
         respond({"refused": str(error)})
         return
@@ -423,23 +422,6 @@ def _task_stacks() -> Iterator[str]:
             frames.append(f'  File "{code.co_filename}", line {frame.f_lineno} in {code.co_name}\n')
             coroutine = coroutine.cr_await
         yield f"\nTask {task.get_name()} (most recent call first):\n{''.join(reversed(frames))}"
-
-
-def _check_argument_count(name: str, function: Callable[..., Any], count: int) -> None:
-    """Raise ConfigError if a function does not accept `count` arguments.
-
-    Without this check, a run would generate samples before its first call of the function fails.
-    """
-    try:
-        signature = inspect.signature(function)
-    except ValueError:  # some functions that are not written in Python have no signature
-        return
-    try:
-        signature.bind(*[None] * count)
-    except TypeError:
-        raise ConfigError(
-            f"{name}{signature} must take {count} argument{'' if count == 1 else 's'}"
-        ) from None
 
 
 def _encode_placeholder(value: Any) -> Any:

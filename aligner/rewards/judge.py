@@ -24,8 +24,9 @@ from typing import Any
 from aligner.checks.reward import find_judge_key_problem
 from aligner.errors import ConfigError
 from aligner.paths import PRIVATE_MODE, RunPaths
+from aligner.rewards.function_forms import ScoringRequest
 from aligner.rewards.remote import HttpEndpoint, RateLimiter
-from aligner.rewards.scorers import ScorerUnavailable, ScoringError, ScoringRequest
+from aligner.rewards.scorers import ScorerUnavailable, ScoringError
 from aligner.schema.reward_sources import JudgeSource
 from aligner.schema.templates import fill_template
 from aligner.values import is_finite_number

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from aligner.rewards.scorers import ScorerUnavailable, ScoringError, ScoringRequest
+from aligner.rewards.function_forms import ScoringRequest
+from aligner.rewards.scorers import ScorerUnavailable, ScoringError
 from aligner.values import is_finite_number
 
 # Pause before the first retry, and upper bound of the pauses, in seconds. Each pause is twice the

@@ -11,13 +11,13 @@ import math
 import operator
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, TypeVar
 
 from aligner.child_function import ChildFunction, ChildLost, ChildRaised, ChildTooSlow
 from aligner.errors import AlignerError, ConfigError, UnavailableError
 from aligner.extras import describe_missing_modules
+from aligner.rewards.function_forms import ScoringRequest, call_in_form, extract_score
 from aligner.rewards.math_checker import require_math_verify
 from aligner.rewards.verifiers import Rule, Unverifiable
 from aligner.schema.scoring_functions import (
@@ -28,20 +28,6 @@ from aligner.schema.scoring_functions import (
 )
 from aligner.user_code import import_object
 from aligner.values import split_callable_name
-
-
-@dataclass(frozen=True)
-class ScoringRequest:
-    """One response to score, with its prompt."""
-
-    prompt: str
-    """Text of the prompt; for an episode, the conversation before the model's last turn. Empty for
-    a text that arrived without its prompt."""
-    response: str
-    """Text of the response; for an episode, the model's last turn."""
-    metadata: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of the prompt's record."""
-
 
 Scorer = Callable[[Sequence[ScoringRequest]], Sequence[float | None]]
 """Function that returns one finite score for each request, in order; None if it abstains."""
@@ -154,7 +140,7 @@ def call_scoring_function(
     Returns:
         `{"scores": …}`, or `{"problem": …}` with the message of WrongScores.
     """
-    return _call_and_convert(function, requests, score_to_float)
+    return _call_and_convert(function, requests, lambda value: score_to_float(extract_score(value)))
 
 
 def call_step_function(
@@ -172,7 +158,8 @@ def _call_and_convert(
     batch = [ScoringRequest(*request) for request in requests]
     # The child converts the values, because most types of scores, such as tensors, are not JSON.
     try:
-        return {"scores": _convert_results(resolve_awaitables(function(batch)), batch, convert)}
+        results = resolve_awaitables(call_in_form(function, batch))
+        return {"scores": _convert_results(results, batch, convert)}
     except WrongScores as error:
         return {"problem": str(error)}
 
@@ -333,7 +320,11 @@ def _start_user_function(
         ConfigError: The function cannot be imported or called. The message is only the reason.
     """
     child = ChildFunction(
-        module, name, wrapper=f"{__name__}:{wrapper}", argument_count=1, deadline_s=timeout_s
+        module,
+        name,
+        wrapper=f"{__name__}:{wrapper}",
+        check="aligner.rewards.function_forms:check_form",
+        deadline_s=timeout_s,
     )
     child.start()
     return UserFunction(f"{key}={module}:{name}", child)
@@ -369,8 +360,8 @@ def resolve_scorer(
     except AlignerError as error:
         raise ConfigError(
             f"{key}={name}: {error}; the module must be importable from the working directory or"
-            f" PYTHONPATH, and must define a function {attribute!r}. The function takes a list of"
-            " requests, each with prompt, response and metadata (docs/rewards.md)"
+            f" PYTHONPATH, and must define a function {attribute!r}. docs/rewards.md describes the"
+            " function's parameters"
         ) from error
     return _build_rule_scorer(scorer) if name in RULES else scorer
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from aligner.data.collectives import run_on_rank0
 from aligner.data.types import ABSTAINED
 from aligner.errors import AlignerError, UnavailableError
+from aligner.rewards.function_forms import ScoringRequest
 from aligner.rewards.remote import RemoteScorer
 from aligner.rewards.scorers import (
     Scorer,
@@ -23,7 +24,6 @@ from aligner.rewards.scorers import (
     ScorerTimeout,
     ScorerUnavailable,
     ScoringError,
-    ScoringRequest,
     StepScorer,
     call_scorer,
     call_step_scorer,

@@ -12,6 +12,8 @@ from pydantic import create_model
 from aligner.errors import ConfigError
 from aligner.schema import Config, EvaluationConfig
 from aligner.schema.entries import Entries, make_section_field, parse_entries
+from aligner.schema.reward_sources import FunctionSource, parse_reward_sources
+from aligner.values import split_callable_name
 
 # Keys of the section that apply to all suites.
 _SHARED_KEYS = ("every", "asynchronous", "suites")
@@ -55,6 +57,20 @@ class Suite:
         """
         # A CRC of 32 bits, shifted by 20, leaves room for 2**20 prompts per suite.
         return 2**40 + (0 if self.name is None else zlib.crc32(self.name.encode()) << 20)
+
+
+def needs_prompt_messages(config: Config) -> bool:
+    """Return whether scorers or environments may read the chat messages of a prompt.
+
+    Custom functions in TRL's form receive messages instead of the rendered text.
+    """
+    functions = [
+        source.function
+        for source in parse_reward_sources(config.reward)
+        if isinstance(source, FunctionSource)
+    ]
+    functions += [suite.settings.function or "" for suite in parse_evaluation_suites(config)]
+    return config.environment.has_episodes or any(map(split_callable_name, functions))
 
 
 def parse_evaluation_suites(config: Config) -> tuple[Suite, ...]:

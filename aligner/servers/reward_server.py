@@ -20,8 +20,8 @@ from aligner.errors import ConfigError
 from aligner.models.model_source import model_directory, read_normalization
 from aligner.models.vocabulary import require_same_vocabulary
 from aligner.paths import get_run_paths
+from aligner.rewards.function_forms import ScoringRequest
 from aligner.rewards.judge import build_judge
-from aligner.rewards.scorers import ScoringRequest
 from aligner.rewards.sources import (
     CombinedReward,
     ModelSource,

@@ -35,12 +35,17 @@ from aligner.errors import AlignerError
 from aligner.files import write_file
 from aligner.megatron.policy import Policy
 from aligner.paths import get_run_paths
+from aligner.rewards.function_forms import ScoringRequest
 from aligner.rewards.judge import Judge, build_judge
-from aligner.rewards.scorers import ScoringRequest, call_scorer, resolve_scorer
+from aligner.rewards.scorers import call_scorer, resolve_scorer
 from aligner.rewards.sources import ScoringBatch, TextSource
 from aligner.schema import Config, EvaluationConfig
 from aligner.schema.derived import is_greedy
-from aligner.schema.evaluation_suites import Suite, parse_evaluation_suites
+from aligner.schema.evaluation_suites import (
+    Suite,
+    needs_prompt_messages,
+    parse_evaluation_suites,
+)
 from aligner.schema.reward_sources import parse_evaluation_judge
 from aligner.servers.remote_client import RemoteFuture
 from aligner.training.engine_setup import build_sampling_options
@@ -475,7 +480,7 @@ def build_evaluator(
         suite,
         config.data,
         tokenizer,
-        include_messages=config.environment.has_episodes,
+        include_messages=needs_prompt_messages(config),
         tools=tool_schemas(tools),
     )
     options = replace(

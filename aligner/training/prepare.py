@@ -26,7 +26,11 @@ from aligner.rewards.scorers import resolve_scorer
 from aligner.rewards.verifiers import CHECKED_VERIFIERS, check_answers
 from aligner.schema import Config
 from aligner.schema.data import TASK
-from aligner.schema.evaluation_suites import get_active_suites, parse_evaluation_suites
+from aligner.schema.evaluation_suites import (
+    get_active_suites,
+    needs_prompt_messages,
+    parse_evaluation_suites,
+)
 from aligner.schema.keys import with_unread_defaults
 from aligner.schema.reward_sources import (
     FunctionSource,
@@ -93,7 +97,7 @@ def open_run_prompts(
         config.data,
         tokenizer,
         config.seed,
-        include_messages=config.environment.has_episodes,
+        include_messages=needs_prompt_messages(config),
         include_responses=config.algorithm.has_demonstrations,
         tools=tools,
         cache=cache,

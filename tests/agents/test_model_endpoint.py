@@ -20,8 +20,8 @@ import torch
 from aligner import cli
 from aligner.data.tokenizer import Tokenizer
 from aligner.paths import RunPaths
+from aligner.rewards.function_forms import ScoringRequest
 from aligner.rewards.judge import build_judge
-from aligner.rewards.scorers import ScoringRequest
 from aligner.schema.reward_sources import JudgeSource
 from tests.agents.calling_model import saved
 from tests.agents.serving_model import served

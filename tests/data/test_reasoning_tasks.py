@@ -21,7 +21,8 @@ from aligner.data.prompts import open_evaluation_prompts, open_prompts
 from aligner.data.records import read_source
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError
-from aligner.rewards.scorers import ScoringError, ScoringRequest, call_scorer, resolve_scorer
+from aligner.rewards.function_forms import ScoringRequest
+from aligner.rewards.scorers import ScoringError, call_scorer, resolve_scorer
 from aligner.schema import AlgorithmConfig, Config, DataConfig, EvaluationConfig
 from aligner.schema.data_sources import parse_data_sources
 from aligner.schema.evaluation_suites import Suite

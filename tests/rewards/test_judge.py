@@ -14,6 +14,7 @@ import pytest
 
 from aligner.errors import ConfigError
 from aligner.paths import RunPaths
+from aligner.rewards.function_forms import ScoringRequest
 from aligner.rewards.judge import (
     COUNTS,
     Judge,
@@ -28,7 +29,7 @@ from aligner.rewards.judge import (
     parse_yes_probability,
 )
 from aligner.rewards.remote import HttpEndpoint, RateLimiter
-from aligner.rewards.scorers import ScorerUnavailable, ScoringError, ScoringRequest, call_scorer
+from aligner.rewards.scorers import ScorerUnavailable, ScoringError, call_scorer
 from aligner.schema import RewardConfig
 from aligner.schema.reward_sources import JudgeSource
 from tests.rewards.judge_server import JudgeServer, Reply, judging, likely, says

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from aligner.errors import UnavailableError
+from aligner.rewards.function_forms import ScoringRequest
 from aligner.rewards.remote import RemoteScorer
-from aligner.rewards.scorers import ScorerUnavailable, ScoringError, ScoringRequest, call_scorer
+from aligner.rewards.scorers import ScorerUnavailable, ScoringError, call_scorer
 from aligner.rewards.sources import CombinedReward, build_text_source
 from aligner.schema.reward_sources import FunctionSource, RemoteSource
 from aligner.servers.reward_server import RewardRank

@@ -11,13 +11,8 @@ import pytest
 
 from aligner.errors import ConfigError
 from aligner.rewards import scorers
-from aligner.rewards.scorers import (
-    ScoringError,
-    ScoringRequest,
-    call_scorer,
-    digit_fraction,
-    resolve_scorer,
-)
+from aligner.rewards.function_forms import ScoringRequest
+from aligner.rewards.scorers import ScoringError, call_scorer, digit_fraction, resolve_scorer
 from aligner.schema.scoring_functions import FUNCTIONS, RULES
 
 
@@ -118,12 +113,12 @@ def test_failed_scorer_import_names_its_cause(tmp_path, monkeypatch, content, me
 
 def test_scorer_with_wrong_signature_is_refused(tmp_path, monkeypatch):
     (tmp_path / "others.py").write_text(
-        "def score(prompts, completions, **more): return [0.0]\ndef one(requests): return [1.0]"
+        "def score(texts, answers): return [0.0]\ndef one(requests): return [1.0]"
     )
     monkeypatch.syspath_prepend(tmp_path)
     message = (
-        r"score\(prompts, completions, \*\*more\) must take 1 argument; .*function takes a"
-        r" list of requests, each with prompt"
+        r"score\(texts, answers\): the parameters must be aligner's \(requests\), TRL's"
+        r" \(prompts, completions, \*\*kwargs\), or verl's"
     )
     with pytest.raises(ConfigError, match=rf"^reward\.function=others:score: {message}"):
         resolve_scorer("others:score")

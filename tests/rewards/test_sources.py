@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from aligner.errors import ConfigError
+from aligner.rewards.function_forms import ScoringRequest
 from aligner.rewards.remote import RemoteScorer
-from aligner.rewards.scorers import ScorerUnavailable, ScoringError, ScoringRequest
+from aligner.rewards.scorers import ScorerUnavailable, ScoringError
 from aligner.rewards.sources import (
     COMBINATIONS,
     CombinedReward,

@@ -18,12 +18,8 @@ from aligner.checks.check import check
 from aligner.config.compose import compose_config
 from aligner.data.types import Sample, collate_episodes
 from aligner.errors import ConfigError
-from aligner.rewards.scorers import (
-    ScoringError,
-    ScoringRequest,
-    call_step_scorer,
-    resolve_step_scorer,
-)
+from aligner.rewards.function_forms import ScoringRequest
+from aligner.rewards.scorers import ScoringError, call_step_scorer, resolve_step_scorer
 from aligner.rewards.sources import CombinedReward, ModelSource, StepSource, TextSource
 from aligner.schema.reward_sources import FunctionSource
 from aligner.servers.remote_client import join_scores, parse_scores

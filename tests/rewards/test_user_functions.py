@@ -12,11 +12,11 @@ import torch
 from aligner import child_function
 from aligner.data.types import ABSTAINED
 from aligner.errors import ConfigError
+from aligner.rewards.function_forms import ScoringRequest
 from aligner.rewards.scorers import (
     ScorerDeadlocked,
     ScorerTimeout,
     ScoringError,
-    ScoringRequest,
     call_scorer,
     call_step_scorer,
     resolve_scorer,

@@ -9,8 +9,9 @@ import pytest
 
 from aligner.errors import AlignerError, ConfigError
 from aligner.rewards.final_answers import extract_final_number
+from aligner.rewards.function_forms import ScoringRequest
 from aligner.rewards.math_checker import MathChecker
-from aligner.rewards.scorers import ScoringError, ScoringRequest, call_scorer, resolve_scorer
+from aligner.rewards.scorers import ScoringError, call_scorer, resolve_scorer
 
 
 def score(name: str, response: str, **metadata) -> float:

@@ -14,7 +14,8 @@ from aligner.algorithms.policy_losses import value_loss
 from aligner.data.model_directory import read_shape
 from aligner.megatron import world as worlds
 from aligner.megatron.value_model import ValueModel
-from aligner.rewards.scorers import ScoringError, ScoringRequest
+from aligner.rewards.function_forms import ScoringRequest
+from aligner.rewards.scorers import ScoringError
 from aligner.rewards.sources import CombinedReward, ModelSource, ScoringBatch, TextSource
 from aligner.schema import CriticConfig, ParallelConfig, RewardConfig
 from aligner.schema.reward_sources import FunctionSource

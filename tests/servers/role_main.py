@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
 from aligner.observability.logs import configure_logs
-from aligner.rewards.scorers import ScoringRequest
+from aligner.rewards.function_forms import ScoringRequest
 from aligner.rewards.sources import CombinedReward, ModelSource, RewardSource, TextSource
 from aligner.schema import Config, PortsConfig, TLSConfig
 from aligner.schema.reward_sources import FunctionSource

@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections.abc import Sequence
 
-from aligner.rewards.scorers import ScoringRequest
+from aligner.rewards.function_forms import ScoringRequest
 
 BAD_PROMPT = "xyz"
 

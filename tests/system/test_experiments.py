@@ -19,7 +19,8 @@ from aligner.data.export import find_source
 from aligner.models.model_source import read_normalization
 from aligner.observability.metrics import RunningChecksum, read_metrics, read_records
 from aligner.paths import RunPaths
-from aligner.rewards.scorers import ScoringRequest, digit_fraction
+from aligner.rewards.function_forms import ScoringRequest
+from aligner.rewards.scorers import digit_fraction
 from benchmarks.runs import REPOSITORY, Finished, repeatable, run_to_end
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

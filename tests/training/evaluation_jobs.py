@@ -17,8 +17,8 @@ from aligner.megatron import world as worlds
 from aligner.megatron.policy import Policy
 from aligner.megatron.world import World
 from aligner.paths import get_run_paths
+from aligner.rewards.function_forms import ScoringRequest
 from aligner.rewards.judge import build_judge
-from aligner.rewards.scorers import ScoringRequest
 from aligner.schema import (
     ActorConfig,
     Config,

@@ -14,7 +14,8 @@ from aligner.data.tokenizer_files import read_tokenizer
 from aligner.data.types import Prompt, Sample, collate
 from aligner.paths import RunPaths
 from aligner.rewards.final_answers import extract_final_answer
-from aligner.rewards.scorers import ScoringRequest, resolve_scorer
+from aligner.rewards.function_forms import ScoringRequest
+from aligner.rewards.scorers import resolve_scorer
 from aligner.rewards.sources import CombinedReward, TextSource
 from aligner.schema import DataConfig
 from aligner.schema.reward_sources import FunctionSource

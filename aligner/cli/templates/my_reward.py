@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from aligner.rewards.scorers import ScoringRequest
+from aligner.rewards.function_forms import ScoringRequest
 
 
 def score(requests: Sequence[ScoringRequest]) -> list[float]:
