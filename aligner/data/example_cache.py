@@ -14,6 +14,7 @@ The run directory contains an index with the checksum of each file that `prepare
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import hashlib
 import json
@@ -82,6 +83,8 @@ _REPORT_S = 1.0
 _LOCK_RETRY_S = 0.2
 # Nanoseconds after which a file's times identify its content.
 _SETTLED_NS = 2_000_000_000
+# Errors that mean that the disk or the user's quota is full.
+_FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 _PR_SET_PDEATHSIG = 1  # constant of prctl(2)
 # Settings that do not change the examples of a source.
 _UNUSED_SETTINGS = frozenset(
@@ -368,17 +371,23 @@ class ExampleCache:
             try:
                 table = self._build(directory, source, data, parser, records)
             except OSError as error:
+                remedy = (
+                    "Free disk space, for example with `aligner cache prune`"
+                    if error.errno in _FULL_DISK
+                    else "Make the directory writable"
+                )
                 raise ConfigError(
                     f"{source.setting_text}: the tokenized data set cannot be written to"
-                    f" {directory}: {error.strerror or error}. Free disk space, for example with"
-                    " `aligner cache prune`, or set the environment variable ALIGNER_CACHE to"
-                    " another directory"
+                    f" {directory}: {error.strerror or error}. {remedy}, or set the environment"
+                    " variable ALIGNER_CACHE to another directory"
                 ) from error
         self.tables.append(table)
         if not self._is_prepared:
             for level, message in table.description["log"]:
                 _log.log(level, message)
-        return table, list(table.description["notices"])
+        # Another key may have named the same file when the table was built.
+        notices = [f"{source.setting_text}: {notice}" for notice in table.description["notices"]]
+        return table, notices
 
     def _read_contents(
         self, source: DataSource, records: RecordSource | None
@@ -582,12 +591,12 @@ class _TableBuild(Generic[Example]):
 
     def describe(self) -> Mapping[str, Any]:
         """Return the table's description, after all results have been collected."""
-        notices = self._counts.describe(self.source.setting_text)
+        notices = self._counts.describe()
         hashes = np.concatenate(self._hashes)
         if duplicates := len(hashes) - len(np.unique(hashes)):
             notices.append(
-                f"{self.source.setting_text}: {duplicates} of {self._counts.records} records are"
-                " exact copies of earlier records"
+                f"{duplicates} of {self._counts.records} records are exact copies of earlier"
+                " records"
             )
         return {
             "source": str(self.source.path),

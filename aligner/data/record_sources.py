@@ -130,10 +130,21 @@ def open_record_source(
 
 
 def hash_raw_record(record: RawRecord) -> int:
-    """Return a 64-bit hash of a record's content, to count duplicates."""
+    """Return a 64-bit hash of a record's content, to count duplicates.
+
+    Raises:
+        ConfigError: The values are nested more deeply than Python can encode.
+    """
     content = record.content
     if not isinstance(content, bytes):
-        content = json.dumps(content, sort_keys=True, default=str).encode("utf-8", "surrogatepass")
+        try:
+            text = json.dumps(content, sort_keys=True, default=str)
+        except RecursionError as error:
+            raise ConfigError(
+                f"{record.origin}: the values of the record are nested too deeply; flatten or"
+                " remove them"
+            ) from error
+        content = text.encode("utf-8", "surrogatepass")
     return xxhash.xxh3_64_intdigest(content)
 
 

@@ -125,16 +125,16 @@ class RecordCounts:
             )
             raise ConfigError(f"{source_name}: {problem}")
 
-    def describe(self, source_name: str) -> list[str]:
-        """Return notices about the records that became no example."""
+    def describe(self) -> list[str]:
+        """Return notices about the records that became no example, without the source's name."""
         notices = []
         if self.skipped:
             notices.append(
-                f"{source_name}: skipped {self.skipped} of {self.records} records; first problem:"
+                f"skipped {self.skipped} of {self.records} records; first problem:"
                 f" {self.first_problem}"
             )
         if self.blank_lines:
-            notices.append(f"{source_name}: skipped {self.blank_lines} empty lines")
+            notices.append(f"skipped {self.blank_lines} empty lines")
         return notices
 
 
@@ -200,7 +200,7 @@ def parse_records(
     examples = list(iterate_examples(raw_records, parse, counts, skip=skip, fields=fields or {}))
     if counts.records or counts.blank_lines:
         counts.require_examples(source_name)
-    return examples, counts.describe(source_name)
+    return examples, [f"{source_name}: {notice}" for notice in counts.describe()]
 
 
 def iterate_examples(

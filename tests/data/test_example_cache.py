@@ -277,6 +277,34 @@ def test_full_disk_is_named_with_the_remedy(tmp_path, data, tokenizer, monkeypat
     assert tables(tmp_path) == []
 
 
+def test_missing_permission_is_not_answered_with_disk_space(tmp_path, data, tokenizer, monkeypatch):
+    def fail(*_: Any) -> None:
+        raise PermissionError(13, os.strerror(13))
+
+    monkeypatch.setattr(example_cache, "write_table", fail)
+    with pytest.raises(ConfigError, match=r"Permission denied\. Make the directory writable, or"):
+        open_in(tmp_path, data, tokenizer)
+
+
+def test_notices_name_the_key_that_uses_the_file_now(tmp_path, data, tokenizer):
+    write(Path(str(data.path)), [*RECORDS, RECORDS[0]])
+    open_in(tmp_path, data, tokenizer)
+    (table,) = tables(tmp_path)
+    other = replace(data, path=None, sources={"sums": {"path": data.path}})
+    (notice,) = open_in(tmp_path, other, tokenizer).notices
+    assert notice.startswith(f"data.sources.sums.path={data.path}: 1 of 1001 records")
+    assert tables(tmp_path) == [table]
+
+
+@pytest.mark.parametrize("name", ["deep.json", "deep.jsonl"])
+def test_deeply_nested_values_are_named_by_record(tmp_path, data, tokenizer, name):
+    record = '{"prompt": "1", "x": ' + "[" * 5000 + "]" * 5000 + "}"
+    path = tmp_path / name
+    path.write_text(f"[{record}]" if name == "deep.json" else record)
+    with pytest.raises(ConfigError, match=r"deep\.json(\[0\]|l:1): "):
+        open_in(tmp_path, replace(data, path=str(path)), tokenizer)
+
+
 def test_cache_that_is_a_file_is_named_with_the_remedy(tmp_path, data, tokenizer):
     (tmp_path / "cache").write_text("")
     with pytest.raises(ConfigError, match=r"cannot be written to .*ALIGNER_CACHE"):
