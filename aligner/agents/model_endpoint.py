@@ -25,11 +25,11 @@ from aligner.agents.openai_protocol import (
 from aligner.agents.openai_server import OpenAIServer, build_models_response
 from aligner.data.chat_turns import ChatTurns
 from aligner.data.export import Source
-from aligner.data.tokenizer import Tokenizer
+from aligner.data.tokenizer import Tokenizer, build_run_tokenizer
 from aligner.engines.embedded.embedded_engine import EmbeddedEngine
 from aligner.engines.engine_protocol import RequestKey, SamplingOptions
 from aligner.errors import AlignerError, ConfigError
-from aligner.schema import EngineConfig
+from aligner.schema import Config, EngineConfig
 
 # maximum number of tokens of an answer if its request sets no limit
 _DEFAULT_MAX_TOKENS = 512
@@ -57,7 +57,15 @@ class ModelEndpoint(OpenAIServer):
     The HTTP server runs in a thread of its own; the caller runs the engine with `run_engine`.
     """
 
-    def __init__(self, source: Source, settings: EngineConfig, host: str, port: int) -> None:
+    def __init__(
+        self,
+        source: Source,
+        settings: EngineConfig,
+        host: str,
+        port: int,
+        *,
+        run: Config | None = None,
+    ) -> None:
         """Load the model into an engine; `start` starts the HTTP server.
 
         Args:
@@ -65,12 +73,18 @@ class ModelEndpoint(OpenAIServer):
             settings: The section `engine` of the configuration.
             host: Address of this machine.
             port: TCP port; 0 selects a free one.
+            run: Configuration of the run that trained the model; its settings of the chat template
+                are used. None for another model.
 
         Raises:
             ConfigError: The model generates no text or has no tokenizer.
         """
         shape = read_generating_shape(source)
-        self._tokenizer = Tokenizer(source.companions)
+        self._tokenizer = (
+            Tokenizer(source.companions)
+            if run is None
+            else build_run_tokenizer(run, source.companions)
+        )
         self._max_positions = shape.max_positions
         self._model_name = source.directory.name
         self._stop_token_ids = shape.eos_token_ids

@@ -224,8 +224,8 @@ _SAMPLING = (
         "--fields",
         metavar="MAPPING",
         help=(
-            "field names of the prompts, such as '{prompt: question}' (default: data.fields of the"
-            " run if the run trained on these prompts)"
+            "field names of the prompts, such as '{prompt: question}' (default: those of the run if"
+            " the prompts are its training or evaluation data)"
         ),
     ),
     _add(

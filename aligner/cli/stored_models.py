@@ -40,6 +40,7 @@ from aligner.rewards.sources import TextSource
 from aligner.schema import Config, EngineConfig
 from aligner.schema.data_sources import parse_data_sources
 from aligner.schema.environment import EnvironmentConfig
+from aligner.schema.evaluation_suites import parse_evaluation_suites
 from aligner.schema.reward_sources import JudgeSource, parse_evaluation_judge
 
 # Experiment without an environment, to which the keys of the command line are added.
@@ -126,7 +127,11 @@ def serve_model(parsed: argparse.Namespace) -> None:
     from aligner.agents.model_endpoint import ModelEndpoint  # requires the extra `agents`
 
     endpoint = ModelEndpoint(
-        find_source(parsed.source), _build_engine_config(parsed), parsed.host, parsed.port
+        find_source(parsed.source),
+        _build_engine_config(parsed),
+        parsed.host,
+        parsed.port,
+        run=_find_run(parsed.source),
     )
     endpoint.start()
     if endpoint.notice is not None:
@@ -196,6 +201,7 @@ def _parse_judge(parsed: argparse.Namespace) -> JudgeSource | None:
 def _find_run(source: Path) -> Config | None:
     """Return the configuration of the run that a source of the command line belongs to; None for
     a model without a run."""
+    source = source.absolute()
     directories = [source, *source.parents]
     for directory in directories:
         paths = RunPaths(directory)
@@ -212,9 +218,7 @@ def _read_prompts(parsed: argparse.Namespace, run: Config | None) -> list[Record
     """
     fields = _parse_fields(parsed.fields)
     if fields is None and run is not None:
-        file = parsed.prompts.absolute()
-        sources = [source for source in parse_data_sources(run.data) if not source.is_function]
-        fields = next((source.fields for source in sources if source.path.absolute() == file), None)
+        fields = _find_run_fields(parsed.prompts, run)
     return read_prompts(
         parsed.prompts,
         "--prompts ",
@@ -222,6 +226,22 @@ def _read_prompts(parsed: argparse.Namespace, run: Config | None) -> list[Record
         fields=fields,
         limit=parsed.limit,
     )
+
+
+def _find_run_fields(path: Path, run: Config) -> Mapping[str, str] | None:
+    """Return the field names that a run uses for its own training or evaluation data; None for
+    other data."""
+    fields_by_path = {
+        Path(suite.settings.path).absolute(): suite.settings.fields
+        for suite in parse_evaluation_suites(run)
+        if suite.settings.path is not None
+    }
+    fields_by_path |= {
+        source.path.absolute(): dict(source.fields)
+        for source in parse_data_sources(run.data)
+        if not source.is_function
+    }
+    return fields_by_path.get(path.absolute())
 
 
 def _parse_fields(text: str | None) -> Mapping[str, str] | None:

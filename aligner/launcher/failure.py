@@ -284,7 +284,14 @@ def _next_commands(config: Config, step: int) -> Iterator[tuple[str, str]]:
             f"--prompts {shlex.quote(_prompt_file(config))} --limit {_SAMPLED_PROMPTS}"
             f" --max-new-tokens {_response_limit(config)}"
         )
-        yield f"aligner generate {run} {prompts} --output samples.jsonl", "generate responses"
+        # At other temperatures the responses are not those that the run trains on.
+        temperature = ""
+        if algorithm.generates_samples and config.rollout.temperature != 1:
+            temperature = f" --temperature {config.rollout.temperature}"
+        yield (
+            f"aligner generate {run} {prompts}{temperature} --output samples.jsonl",
+            "generate responses",
+        )
         # `aligner evaluate` expects one score per response, not one per step.
         function = None if config.reward.step_rewards else config.reward.function
         if (

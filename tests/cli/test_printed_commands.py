@@ -7,15 +7,20 @@ import os
 import shlex
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
 import pytest
 
+from aligner.cli.stored_models import _find_run, _find_run_fields, _parse_fields
+from aligner.config.compose import compose_config, save_config
 from aligner.data.prompts import unwrap_message, wrap_in_message
 from aligner.data.records import BadRecord, Record
+from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError
 from benchmarks.data_files import write_chat_model
 from benchmarks.runs import python_path
+from tests.agents.serving_model import served
 
 NOTE = "the model has a chat template, which is not applied to plain-text prompts"
 RECORDS = {
@@ -33,6 +38,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a chat model and two files of prompts."""
     directory = tmp_path_factory.mktemp("printed")
     write_chat_model(directory / "model")
+    tokenizer_config = directory / "model" / "tokenizer_config.json"
+    settings = json.loads(tokenizer_config.read_text())
+    settings["chat_template"] = "{% if style %}{{ style }}: {% endif %}" + settings["chat_template"]
+    tokenizer_config.write_text(json.dumps(settings))
     for name, record in RECORDS.items():
         (directory / name).write_text(f"{json.dumps(record)}\n" * 4)
     return directory
@@ -56,14 +65,23 @@ def read_records(path: Path) -> list[dict[str, object]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("data", "prompt", "fields"),
+    ("data", "prompt", "options"),
     [
         ("plain.jsonl", "What is 1 plus 2?", ()),
-        ("chats.jsonl", RENDERED, ("+data.fields={messages: conversation}",)),
+        (
+            "chats.jsonl",
+            f"brief: {RENDERED}",
+            (
+                "+data.fields={messages: conversation}",
+                "+data.chat_template_kwargs={style: brief}",
+                "rollout.temperature=0.9",
+            ),
+        ),
     ],
+    ids=["plain", "chats"],
 )
 def test_printed_commands_treat_data_as_the_run(
-    place: Path, data: str, prompt: str, fields: tuple[str, ...]
+    place: Path, data: str, prompt: str, options: tuple[str, ...]
 ) -> None:
     run = place / f"run of {data}"
     launched = aligner(
@@ -72,7 +90,7 @@ def test_printed_commands_treat_data_as_the_run(
         *("model.path=model", "algorithm=grpo", f"data.path={data}"),
         *("reward.function=exact_match", "rollout.max_response_tokens=8", "run.steps=1"),
         f"run.dir={run}",
-        *fields,
+        *options,
     )
     assert launched.returncode == 0, launched.stderr
     assert {record["prompt"] for record in read_records(run / "samples.jsonl")} == {prompt}
@@ -93,6 +111,53 @@ def test_printed_commands_treat_data_as_the_run(
     assert done.returncode == 0, done.stderr
     assert "4 prompts, 4 responses" in done.stdout
     assert done.stderr.count(NOTE) == (data == "plain.jsonl")
+
+    if data == "chats.jsonl":
+        check_served_prompt(run, Tokenizer(place / "model").encode(prompt).numel())
+
+
+def check_served_prompt(run: Path, token_count: int) -> None:
+    """Check that the endpoint of a run's model renders messages with the run's template settings."""
+    messages = [{"role": "user", "content": "What is 1 plus 2?"}]
+    body = {"model": "policy", "messages": messages, "max_tokens": 1}
+    with served(run) as url:
+        request = urllib.request.Request(f"{url}/chat/completions", json.dumps(body).encode())
+        with urllib.request.urlopen(request, timeout=60) as response:
+            assert json.load(response)["usage"]["prompt_tokens"] == token_count
+
+
+@pytest.mark.parametrize(
+    ("prompts", "expected"),
+    [
+        ("train.jsonl", {"prompt": "question"}),
+        ("held_out.jsonl", {"messages": "dialog"}),
+        ("other.jsonl", None),
+    ],
+)
+def test_fields_of_the_runs_data_are_the_default(
+    prompts: str, expected: dict[str, str] | None
+) -> None:
+    run = compose_config(
+        [
+            "experiment=tiny_ppo",
+            *("data.path=train.jsonl", "+data.fields={prompt: question}"),
+            *("evaluation.every=1", "evaluation.path=held_out.jsonl"),
+            "+evaluation.fields={messages: dialog}",
+        ]
+    )
+    assert _find_run_fields(Path(prompts).absolute(), run) == expected
+
+
+def test_run_is_found_from_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tmp_path / "run"
+    step = run / "checkpoints" / "step_1"
+    step.mkdir(parents=True)
+    save_config(compose_config(["experiment=tiny_ppo", f"run.dir={run}"]), run / "config.yaml")
+    monkeypatch.chdir(step.parent)
+    for source in (run, step, Path("step_1")):
+        config = _find_run(source)
+        assert config is not None and config.run.dir == str(run)
+    assert _find_run(tmp_path / "model") is None
 
 
 def test_template_options_change_the_prompt(place: Path) -> None:
@@ -126,7 +191,5 @@ def test_wrapping_a_text_keeps_its_other_fields() -> None:
 
 @pytest.mark.parametrize("fields", ["prompt", "{prompt: [1]}", "{"])
 def test_invalid_fields_are_refused(fields: str) -> None:
-    from aligner.cli.stored_models import _parse_fields
-
     with pytest.raises(ConfigError, match=r"--fields .*: must map aligner's field names"):
         _parse_fields(fields)

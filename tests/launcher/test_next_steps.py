@@ -36,6 +36,10 @@ def test_finished_run_prints_commands_for_its_model(
     sampling = ["--prompts", str(prompts), "--limit", "100", "--max-new-tokens", "16"]
     assert command_lines[1][2:8] == sampling
     assert command_lines[2][2:] == [*sampling, "--function", "digit_fraction"]
+    _, generate, evaluate, *_ = commands(
+        run, 4, f"data.path='{prompts}'", "rollout.temperature=0.7"
+    )
+    assert generate[8:10] == ["--temperature", "0.7"] and "--temperature" not in evaluate
     with_step_rewards = commands(
         run, 4, f"data.path='{prompts}'", "reward.function=mine:steps", "reward.step_rewards=true"
     )
