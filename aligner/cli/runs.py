@@ -31,6 +31,7 @@ from aligner.placement.memory.role_memory import build_memory_table, compute_rol
 from aligner.placement.placement_table import build_placement_table, find_layer_notes
 from aligner.placement.roles import describe_model, has_gpu
 from aligner.placement.slurm_layout import compute_slurm_layout
+from aligner.rewards.input_checks import check_inputs
 from aligner.schema import Config
 
 _WATCH_S = 5.0
@@ -85,6 +86,8 @@ def validate(parsed: argparse.Namespace) -> None:
     results = plan.get_result_shapes()
     absent = _absent_inputs(plan)
     shape = plan.check(absent)
+    for line in check_inputs(plan.config, {**absent, **results}):
+        print(f"aligner: note: {line}", file=sys.stderr)
     for prerequisite in plan.prerequisites:
         state = (
             f"complete, result: {prerequisite.result}"

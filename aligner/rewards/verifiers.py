@@ -16,8 +16,8 @@ from aligner.rewards.answer_text import is_comparable, normalize_answer
 from aligner.rewards.final_answers import extract_final_number, extract_gold_answer
 from aligner.rewards.math_checker import MathChecker
 
-CHECKED_VERIFIERS = ("gsm8k", "math")
-"""Verifiers that parse answers, so that `check_answers` can check the answers of records."""
+CHECKED_VERIFIERS = ("exact_match", "format", "gsm8k", "length", "math")
+"""Verifiers that read fields of the records, so that `check_answers` can check the records."""
 # Records in an error message.
 _LISTED_RECORDS = 5
 # Characters of an answer in an error message.
@@ -29,7 +29,7 @@ _MAX_PARSED_ANSWERS = 10_000
 def check_answers(
     verifier: str, key: str, records: Iterable[tuple[str, Mapping[str, Any]]]
 ) -> list[str]:
-    """Check that responses can be compared with the answers of records.
+    """Check that records have the fields that a verifier compares responses with.
 
     Args:
         verifier: Element of CHECKED_VERIFIERS.
@@ -40,18 +40,10 @@ def check_answers(
         A notice if `math` can compare some answers only as text.
 
     Raises:
-        ConfigError: The answer of a record is missing, or has nothing to compare. The error lists
-            the first records.
+        ConfigError: See `require_fields`.
     """
     records = list(records)
-    invalid = [
-        (origin, problem) for origin, problem in _find_problems(verifier, records) if problem
-    ]
-    if invalid:
-        raise ConfigError(
-            f"{key}: {len(invalid)} of {len(records)} records have an answer that no response can"
-            f" be compared with. Correct or remove these records:\n{_format_list(invalid)}"
-        )
+    require_fields(verifier, key, records)
     if verifier != "math":
         return []
 
@@ -64,15 +56,43 @@ def check_answers(
     ]
 
 
+def require_fields(
+    verifier: str, key: str, records: Sequence[tuple[str, Mapping[str, Any]]]
+) -> None:
+    """Raise ConfigError if a record lacks a field of a verifier, or its value cannot be compared.
+
+    The error lists the first such records. The arguments are those of `check_answers`.
+    """
+    invalid = [
+        (origin, problem) for origin, problem in _find_problems(verifier, records) if problem
+    ]
+    if invalid:
+        problem = (
+            "have an answer that no response can be compared with"
+            if verifier in ("gsm8k", "math")
+            else "lack a valid value of a field that the function requires"
+        )
+        raise ConfigError(
+            f"{key}: {len(invalid)} of {len(records)} records {problem}. Correct or remove these"
+            f" records:\n{_format_list(invalid)}"
+        )
+
+
 def _find_problems(
     verifier: str, records: Sequence[tuple[str, Mapping[str, Any]]]
 ) -> Iterable[tuple[str, str]]:
-    """Yield the origin of each record, and what is wrong with its answer; "" if nothing is."""
+    """Yield the origin of each record, and the problem of its fields; "" if they are valid."""
     for origin, metadata in records:
         problem = ""
         try:
             if verifier == "gsm8k":
                 gsm8k("", metadata)
+            elif verifier == "exact_match":
+                record_answer(metadata)
+            elif verifier == "format":
+                _read_pattern(metadata)
+            elif verifier == "length":
+                length("", metadata)
             elif not is_comparable(
                 normalize_answer(extract_gold_answer(answer := record_answer(metadata)))
             ):
@@ -196,17 +216,24 @@ def format_matches(response: str, metadata: Mapping[str, Any]) -> bool:
     Raises:
         Unverifiable: The regular expression is invalid, or matching takes too long.
     """
-    pattern = _get_field(metadata, "format", str, "a regular expression")
+    # An invalid pattern is reported as such, not as an exception of the child process.
+    pattern = _read_pattern(metadata)
     try:
-        # An invalid pattern is reported as such, not as an exception of the child process.
-        re.compile(pattern, re.DOTALL)
         return bool(_pattern_matcher()(pattern, response))
+    except ChildLost as error:
+        raise Unverifiable(f"field `format` is {pattern!r}; the match {error}") from error
+
+
+def _read_pattern(metadata: Mapping[str, Any]) -> str:
+    """Return the field `format` of a record; raise Unverifiable if it is no regular expression."""
+    pattern: str = _get_field(metadata, "format", str, "a regular expression")
+    try:
+        re.compile(pattern, re.DOTALL)
     except re.error as error:
         raise Unverifiable(
             f"field `format` is {pattern!r}, not a valid regular expression: {error}"
         ) from error
-    except ChildLost as error:
-        raise Unverifiable(f"field `format` is {pattern!r}; the match {error}") from error
+    return pattern
 
 
 def matches_whole_response(pattern: str, response: str) -> bool:

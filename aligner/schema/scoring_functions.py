@@ -3,6 +3,7 @@
 The checks of a configuration use these names without importing the functions.
 """
 
+import difflib
 from collections.abc import Mapping
 
 from aligner.values import split_callable_name
@@ -39,8 +40,8 @@ def find_function_problem(name: str) -> str | None:
 
     The function is not imported, so that a valid name may still not exist.
     """
-    return (
-        None
-        if resolve_function_name(name)
-        else f"must be one of {', '.join(sorted(_BUILT_IN))}, or module:callable"
-    )
+    if resolve_function_name(name):
+        return None
+    close_names = difflib.get_close_matches(name, _BUILT_IN, n=1)
+    hint = f"did you mean {close_names[0]}? " if close_names else ""
+    return f"{hint}must be one of {', '.join(sorted(_BUILT_IN))}, or module:callable"
