@@ -14,7 +14,13 @@ from aligner.errors import ConfigError
 from aligner.models.model_source import ExpectedInputs, is_expected
 from aligner.models.shape import ModelShape
 from aligner.schema import Config, DataConfig
-from aligner.schema.data_sources import FUNCTION, is_dataset, parse_data_sources
+from aligner.schema.data_sources import (
+    FILE_SUFFIXES,
+    FUNCTION,
+    get_file_kind,
+    is_dataset,
+    parse_data_sources,
+)
 from aligner.schema.derived import describe_max_sequence_length, get_max_sequence_length
 from aligner.schema.reasoning_tasks import ReasoningTask, parse_reasoning_tasks
 
@@ -159,10 +165,10 @@ def find_path_problem(path: Path, trainer: str) -> str | None:
         return None if is_callable_name else f"must be {FUNCTION}MODULE:CALLABLE"
     if path.is_dir():
         return _find_directory_problem(path)
-    allowed = [".jsonl", ".json", ".parquet"]
+    allowed = [f".{suffix}" for suffix in FILE_SUFFIXES if suffix != "txt"]
     if _RECORD_KINDS[trainer] == "prompt":
         allowed.append(".txt")
-    if path.suffix not in allowed:
+    if f".{get_file_kind(path)}" not in allowed:
         dataset = "a directory saved by Hugging Face datasets (save_to_disk)"
         return (
             f"must be a {', '.join(allowed[:-1])} or {allowed[-1]} file, or {dataset}, with"

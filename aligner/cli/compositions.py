@@ -66,7 +66,11 @@ def compose_command(parsed: argparse.Namespace, *, weights: bool = True) -> Conf
     config, choices = choose(config, situation)
 
     _print_choices(choices)
-    if data is not None and data.example and any(choice.key == "data.fields" for choice in choices):
+    if (
+        data is not None
+        and data.example
+        and any(choice.key in ("data.fields", "data.format") for choice in choices)
+    ):
         print(f"  first record:\n{textwrap.indent(data.example, '      ')}", file=sys.stderr)
     for notice in data.notices if data is not None else ():
         print(f"aligner: note: {notice}", file=sys.stderr)

@@ -14,6 +14,7 @@ from aligner.config.layout_search import find_layout
 from aligner.config.situation import Choice, Situation, format_count
 from aligner.errors import ConfigError
 from aligner.schema import Config
+from aligner.schema.data import AUTO_LAYOUT
 from aligner.schema.derived import GROUP_ESTIMATORS, count_policy_updates
 from aligner.schema.keys import is_read, with_values
 from aligner.schema.reward_sources import has_reward_model
@@ -102,6 +103,13 @@ def get_samples_per_step(situation: Situation) -> int:
             max(samples_on_two_cores, samples_on_two_cores * situation.machine.cores // 2),
         )
     return max(samples for min_gpus, samples in _SAMPLES_ON_GPUS.items() if gpus >= min_gpus)
+
+
+def _choose_record_layout(config: Config, situation: Situation) -> Iterator[Choice]:
+    """Name the published layout of the records, to which all records must then conform."""
+    data = situation.data
+    if data is not None and data.layout and config.data.format == AUTO_LAYOUT:
+        yield Choice("data.format", data.layout, f"in the records {data.layout_text}")
 
 
 def _choose_fields(config: Config, situation: Situation) -> Iterator[Choice]:
@@ -394,6 +402,7 @@ def _round_up(tokens: int) -> int:
 
 
 RULES = (
+    _choose_record_layout,
     _choose_fields,
     _choose_prompt_length,
     _choose_response_length,

@@ -33,8 +33,13 @@ class DataStatistics:
     """Length of the longest response, or of the longest `answer` of a prompt; 0 without any."""
     fields: Mapping[str, str] = field(default_factory=dict)
     """Field name or template of the records, by aligner's name of a field that they lack."""
+    layout: str = ""
+    """Published layout that all records have, a value of `data.format`; "" for none."""
+    layout_text: str = ""
+    """Description of the layout."""
     example: str = ""
-    """Fields of the first record under aligner's names, one per line; empty without `fields`."""
+    """Fields of the first record under aligner's names, one per line; empty without `fields` and
+    `layout`."""
     notices: tuple[str, ...] = ()
     """Lines about unused record fields that are probably part of the prompt."""
     bypasses_template: bool = False

@@ -23,6 +23,7 @@ from aligner.data.examples import (
     open_run_data,
 )
 from aligner.data.prompts import open_prompts
+from aligner.data.record_layouts import LAYOUTS, find_layout
 from aligner.data.record_sources import RawRecord
 from aligner.data.records import (
     BadRecord,
@@ -39,6 +40,7 @@ from aligner.data.records import (
 from aligner.data.tokenizer import Tokenizer, build_run_tokenizer
 from aligner.errors import AlignerError, ConfigError
 from aligner.schema import Config, DataConfig, TeacherConfig
+from aligner.schema.data import AUTO_LAYOUT, NO_LAYOUT
 from aligner.schema.data_sources import DataSource, parse_data_sources
 from aligner.schema.reward_sources import FunctionSource, parse_reward_sources
 
@@ -99,11 +101,12 @@ def _from_json(stored: Mapping[str, Any]) -> DataStatistics:
 
 def _measure(config: Config, tokenizer: Tokenizer, raw_records: "_Records") -> DataStatistics:
     sampled_records, count = _sample_records(raw_records)
+    layout = _find_common_layout(sampled_records, config)
     choice = _choose_record_fields(sampled_records, raw_records, config)
     fields = choice.fields
     with tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch) / "records.jsonl"
-        records = _parse_records(sampled_records, fields)
+        records = _parse_records(sampled_records, _get_remaining_layout(config), fields)
         file.write_text(
             "".join(json.dumps(record, default=str) + "\n" for record in records),
             encoding="utf-8",
@@ -124,7 +127,9 @@ def _measure(config: Config, tokenizer: Tokenizer, raw_records: "_Records") -> D
         prompt_length_p99=prompt_lengths[(len(prompt_lengths) - 1) * 99 // 100],
         longest_answer=max(answer for _, answer in lengths),
         fields=fields,
-        example=_format_example(records[0], fields) if fields else "",
+        layout=layout,
+        layout_text=LAYOUTS[layout].description if layout else "",
+        example=_format_example(records[0], fields) if fields or layout else "",
         notices=choice.notices,
         bypasses_template=_has_template(tokenizer)
         and all(isinstance(record.get("prompt"), str) for record in records),
@@ -150,12 +155,28 @@ class _Records:
             yield from list_inline_prompts(self._prompts, "data.prompts")
         for source, records in self._sources:
             for raw_record in records.read():
-                if not source.fields:
+                if not source.fields and source.layout == AUTO_LAYOUT:
                     yield raw_record
                     continue
                 with contextlib.suppress(BadRecord):
-                    record = to_record(raw_record, source.fields)
+                    record = to_record(raw_record, source.fields, source.layout)
                     yield RawRecord(record.values, record.origin)
+
+
+def _get_remaining_layout(config: Config) -> str:
+    """Return the layout of the records of `_Records`, which converts them if `data.format` names
+    a layout."""
+    return AUTO_LAYOUT if config.data.format == AUTO_LAYOUT else NO_LAYOUT
+
+
+def _find_common_layout(records: Sequence[RawRecord], config: Config) -> str:
+    """Return the layout that all records have with `data.format=auto`; "" if there is none."""
+    if config.data.format != AUTO_LAYOUT or any(
+        source.fields for source in parse_data_sources(config.data)
+    ):
+        return ""
+    layouts = {find_layout(values) for values in _parse_records(records, NO_LAYOUT)}
+    return layouts.pop() or "" if len(layouts) == 1 else ""
 
 
 def _choose_record_fields(
@@ -167,8 +188,11 @@ def _choose_record_fields(
     """
     if any(source.fields for source in parse_data_sources(config.data)):
         return FieldChoice()
-    records = _parse_records(sampled_records)
-    records += _records_with_rare_parts(records, raw_records)
+    layout = _get_remaining_layout(config)
+    records = _parse_records(sampled_records, layout)
+    if not records:
+        return FieldChoice()
+    records += _records_with_rare_parts(records, raw_records, layout)
     algorithm = config.algorithm
     return choose_fields(
         records,
@@ -182,15 +206,20 @@ def _choose_record_fields(
 
 
 def _parse_records(
-    raw_records: Sequence[RawRecord], fields: Mapping[str, str] | None = None
+    raw_records: Sequence[RawRecord], layout: str, fields: Mapping[str, str] | None = None
 ) -> list[dict[str, Any]]:
     return parse_records(
-        raw_records, lambda record: dict(record.values), "data", skip=True, fields=fields
+        raw_records,
+        lambda record: dict(record.values),
+        "data",
+        skip=True,
+        fields=fields,
+        layout=layout,
     )[0]
 
 
 def _records_with_rare_parts(
-    records: Sequence[Mapping[str, Any]], raw_records: Iterable[RawRecord]
+    records: Sequence[Mapping[str, Any]], raw_records: Iterable[RawRecord], layout: str
 ) -> list[dict[str, Any]]:
     """Return, for each prompt field that no sampled record has, the first record that has it, such
     as a rare `input`."""
@@ -202,7 +231,7 @@ def _records_with_rare_parts(
         content = raw_record.content
         if isinstance(content, bytes) and not pattern.search(content):
             continue
-        for record in _parse_records([raw_record]):
+        for record in _parse_records([raw_record], layout):
             parts = {name for name, value in record.items() if has_content(value)}
             if any(_is_new_part(name, known) for name in parts):
                 new_records.append(record)
@@ -217,7 +246,8 @@ def _is_new_part(name: str, known: set[str]) -> bool:
 
 def _format_example(record: Mapping[str, Any], fields: Mapping[str, str]) -> str:
     """Return a record's fields with their final names, shortened, one per line."""
-    values = {name: record[name] for name in ("prompt", "messages") if name in record}
+    names = ("prompt", "messages", "chosen", "rejected")
+    values = {name: record[name] for name in names if name in record}
     values |= {name: record[name] for name in fields if name in record}
     lines = []
     for name, value in values.items():
@@ -261,6 +291,7 @@ def _measure_lengths(config: Config, file: Path, tokenizer: Tokenizer) -> Iterat
         path=str(file),
         sources={},
         fields={},
+        format=NO_LAYOUT,
         skip_bad_records=True,
         shuffle=False,
         max_prompt_tokens=_UNLIMITED,

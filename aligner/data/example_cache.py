@@ -67,6 +67,7 @@ from aligner.errors import AlignerError, ConfigError
 from aligner.files import NO_LOCKS, LockHolder, create_directory, write_file
 from aligner.paths import RunPaths, get_cache_directory, get_run_paths
 from aligner.schema import Config, DataConfig
+from aligner.schema.data import NO_LAYOUT
 from aligner.schema.data_sources import DataSource, parse_data_sources
 
 Example = TypeVar("Example")
@@ -169,13 +170,20 @@ def open_examples(
                 source.setting_text,
                 skip=data.skip_bad_records,
                 fields=source.fields,
+                layout=source.layout,
             )
         result.notices.extend(notices)
     if not sources:
         prompts = list_inline_prompts(data.prompts, "data.prompts")
         result.notices.extend(
             _add_in_memory(
-                result, prompts, parser, "data.prompts", skip=data.skip_bad_records, fields={}
+                result,
+                prompts,
+                parser,
+                "data.prompts",
+                skip=data.skip_bad_records,
+                fields={},
+                layout=NO_LAYOUT,
             )
         )
     return result
@@ -189,6 +197,7 @@ def _add_in_memory(
     *,
     skip: bool,
     fields: Mapping[str, str],
+    layout: str,
 ) -> list[str]:
     """Parse the records of a source, add its examples to the result, and return notices."""
     origins: list[str] = []
@@ -198,6 +207,7 @@ def _add_in_memory(
         source_name,
         skip=skip,
         fields=fields,
+        layout=layout,
     )
     result.sources.append(examples)
     result.summaries.append(parser.summarize(examples, origins))
@@ -557,6 +567,7 @@ class _TableBuild(Generic[Example]):
                     counts,
                     skip=self._skip,
                     fields=self.source.fields,
+                    layout=self.source.layout,
                 )
             except ConfigError as caught:
                 error = str(caught)

@@ -7,24 +7,25 @@ function and standard input.
 """
 
 import codecs
+import csv
+import gzip
+import io
 import itertools
 import json
 import sys
+import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar
+from typing import Any, BinaryIO, ClassVar, TextIO, cast
 
 import xxhash
 
 from aligner.child_function import ChildFunction, ChildLost, ChildRaised
 from aligner.errors import ConfigError
-from aligner.schema.data_sources import FUNCTION, is_dataset
-
-FILE_SUFFIXES = ("jsonl", "json", "parquet", "txt")
-"""Suffixes of the files that contain records."""
+from aligner.schema.data_sources import FILE_SUFFIXES, FUNCTION, get_file_kind, is_dataset
 
 # Bytes of a chunk of a file, before it is extended to the end of a record. A chunk takes a process
 # about a second to parse, so that all processes end at about the same time.
@@ -118,11 +119,15 @@ def open_record_source(
     if str(path) == "-":
         return _StandardInput(key, is_json=kind == "jsonl")
 
-    kind = kind or path.suffix.removeprefix(".")
+    kind = kind or get_file_kind(path)
     if kind == "parquet":
         return _ParquetSource(path, key)
-    if kind == "json":
+    if kind in ("json", "json.gz"):
         return _JsonSource(path, key)
+    if kind == "jsonl.gz":
+        return _CompressedLineSource(path, key)
+    if kind == "csv":
+        return _CsvSource(path, key)
     if kind in FILE_SUFFIXES:
         return _LineSource(path, key, is_json=kind == "jsonl")
     allowed = ", ".join(f".{suffix}" for suffix in FILE_SUFFIXES)
@@ -279,6 +284,120 @@ class _LineSource(RecordSource):
             raise ConfigError(f"{self.key}{self.path}: the file is empty")
 
 
+def _is_compressed(path: Path) -> bool:
+    """Return whether the name of a file ends with `.gz`."""
+    return path.suffix == ".gz"
+
+
+def _open_file(path: Path) -> BinaryIO:
+    """Open a file for reading bytes; a file that is compressed with gzip is decompressed."""
+    return cast(BinaryIO, gzip.open(path)) if _is_compressed(path) else path.open("rb")
+
+
+def _get_position(stream: BinaryIO) -> int:
+    """Return the position in the file itself, also if it is compressed."""
+    file = stream.fileobj if isinstance(stream, gzip.GzipFile) else stream
+    return int(file.tell())
+
+
+@dataclass(frozen=True)
+class _CompressedLineSource(RecordSource):
+    """A JSON Lines file that is compressed with gzip.
+
+    The chunks contain their lines: a process cannot start to decompress in the middle of the file.
+    """
+
+    path: Path
+    key: str
+
+    @property
+    def size(self) -> int:
+        return _get_size(self.path)
+
+    def scan(self) -> Iterator[RecordChunk]:
+        position = 0
+        line = 1
+        try:
+            stamp = _FileStamp.read(self.path)
+            with _open_file(self.path) as stream:
+                while content := stream.read(_CHUNK_BYTES) + stream.readline():
+                    if line == 1 and not content.removeprefix(codecs.BOM_UTF8).strip(b"\r\n"):
+                        raise ConfigError(f"{self.key}{self.path}: the file is empty")
+                    lines = _split_lines(content, str(self.path), line, is_json=True)
+                    end = _get_position(stream)
+                    yield _ListChunk(end - position, tuple(lines))
+                    position = end
+                    line += content.count(b"\n")
+        except (OSError, EOFError, zlib.error) as error:
+            raise ConfigError(f"{self.key}{self.path} cannot be read: {error}") from error
+        if position == 0:
+            raise ConfigError(f"{self.key}{self.path}: the file is empty")
+        if _FileStamp.read(self.path) != stamp:
+            raise _changed_file_error(self.path)
+
+
+@dataclass(frozen=True)
+class _CsvSource(RecordSource):
+    """A CSV file (RFC 4180): the first line contains the names of the fields."""
+
+    path: Path
+    key: str
+
+    @property
+    def size(self) -> int:
+        return _get_size(self.path)
+
+    def scan(self) -> Iterator[RecordChunk]:
+        position = 0
+        try:
+            stamp = _FileStamp.read(self.path)
+            with self.path.open("rb") as stream:
+                text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
+                rows = self._iterate_rows(text)
+                while records := tuple(itertools.islice(rows, _CHUNK_RECORDS)):
+                    yield _ListChunk(stream.tell() - position, records)
+                    position = stream.tell()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{self.key}{self.path} cannot be read: {error}") from error
+        if position == 0:
+            raise ConfigError(f"{self.key}{self.path}: the file has no records")
+        if _FileStamp.read(self.path) != stamp:
+            raise _changed_file_error(self.path)
+
+    def _iterate_rows(self, text: TextIO) -> Iterator[RawRecord]:
+        # The default limit of 128 KiB per field is less than a long document.
+        csv.field_size_limit(2**31 - 1)
+        rows = csv.reader(text, strict=True)
+        names: list[str] = []
+        # A field may contain line breaks: a row begins after the last line of the row before it.
+        line = 1
+        try:
+            for row in rows:
+                if not names:
+                    names = self._read_names(row)
+                elif row:  # an empty line is an empty row
+                    yield RawRecord(self._to_values(names, row, line), f"{self.path}:{line}")
+                line = rows.line_num + 1
+        except csv.Error as error:
+            raise ConfigError(f"{self.path}:{line}: not valid CSV: {error}") from error
+
+    def _read_names(self, row: Sequence[str]) -> list[str]:
+        if not row or not all(row) or len({*row}) < len(row):
+            raise ConfigError(
+                f"{self.path}:1: the first line of a CSV file must contain the names of the"
+                f" fields, each once; got {row}"
+            )
+        return list(row)
+
+    def _to_values(self, names: Sequence[str], row: Sequence[str], line: int) -> dict[str, str]:
+        if len(row) != len(names):
+            raise ConfigError(
+                f"{self.path}:{line}: the row has {len(row)} fields, but the first line names"
+                f" {len(names)}: {', '.join(names)}"
+            )
+        return dict(zip(names, row, strict=True))
+
+
 @dataclass(frozen=True)
 class _JsonSource(RecordSource):
     """A JSON file: one array of objects, or one object per line."""
@@ -292,25 +411,28 @@ class _JsonSource(RecordSource):
 
     def scan(self) -> Iterator[RecordChunk]:
         try:
-            with self.path.open("rb") as stream:
+            with _open_file(self.path) as stream:
                 beginning = stream.read(_CHUNK_BYTES).removeprefix(codecs.BOM_UTF8).lstrip()
             if beginning.startswith(b"["):
                 yield from self._scan_array()
+            elif _is_compressed(self.path):
+                yield from _CompressedLineSource(self.path, self.key).scan()
             else:
                 yield from _LineSource(self.path, self.key, is_json=True).scan()
-        except OSError as error:
+        except (OSError, EOFError, zlib.error) as error:
             raise ConfigError(f"{self.key}{self.path} cannot be read: {error}") from error
 
     def _scan_array(self) -> Iterator[RecordChunk]:
         stamp = _FileStamp.read(self.path)
-        with self.path.open("rb") as stream:
+        with _open_file(self.path) as stream:
             if stream.read(len(codecs.BOM_UTF8)) != codecs.BOM_UTF8:
                 stream.seek(0)
             elements = self._iterate_elements(stream)
             position = 0
             while records := tuple(itertools.islice(elements, _CHUNK_RECORDS)):
-                yield _ListChunk(stream.tell() - position, records)
-                position = stream.tell()
+                end = _get_position(stream)
+                yield _ListChunk(end - position, records)
+                position = end
         if position == 0:
             raise ConfigError(f"{self.key}{self.path}: the array is empty")
         if _FileStamp.read(self.path) != stamp:

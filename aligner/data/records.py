@@ -11,9 +11,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from aligner.data.record_layouts import LayoutError, convert_record
 from aligner.data.record_sources import RawRecord, RecordSource, is_blank, open_record_source
 from aligner.errors import ConfigError
 from aligner.schema import DataConfig
+from aligner.schema.data import AUTO_LAYOUT
 from aligner.schema.data_sources import DataSource, parse_data_sources
 from aligner.schema.templates import (
     drop_empty_fields,
@@ -150,7 +152,12 @@ def read_source(
 ) -> tuple[list[Example], list[str]]:
     """Return the examples of one source, and notices; see `parse_records`."""
     return parse_records(
-        open_source(source).read(), parse, source.setting_text, skip=skip, fields=source.fields
+        open_source(source).read(),
+        parse,
+        source.setting_text,
+        skip=skip,
+        fields=source.fields,
+        layout=source.layout,
     )
 
 
@@ -163,7 +170,7 @@ def has_steps(data: DataConfig) -> bool:
     source = parse_data_sources(data)[0]
     for raw_record in open_source(source).read():
         try:
-            return "steps" in to_record(raw_record, source.fields).values
+            return "steps" in to_record(raw_record, source.fields, source.layout).values
         except BadRecord:
             if not data.skip_bad_records:
                 raise
@@ -180,6 +187,7 @@ def parse_records(
     *,
     skip: bool = False,
     fields: Mapping[str, str] | None = None,
+    layout: str = AUTO_LAYOUT,
 ) -> tuple[list[Example], list[str]]:
     """Parse records.
 
@@ -189,6 +197,7 @@ def parse_records(
         source_name: The source of the records, for messages.
         skip: See `iterate_examples`.
         fields: The data's field names, or templates of them, by aligner's field names.
+        layout: The layout of the records, see `data.format`.
 
     Returns:
         The examples, and notices for the user, one line each.
@@ -197,7 +206,9 @@ def parse_records(
         ConfigError: A record is bad, or all records were skipped.
     """
     counts = RecordCounts()
-    examples = list(iterate_examples(raw_records, parse, counts, skip=skip, fields=fields or {}))
+    examples = list(
+        iterate_examples(raw_records, parse, counts, skip=skip, fields=fields or {}, layout=layout)
+    )
     if counts.records or counts.blank_lines:
         counts.require_examples(source_name)
     return examples, [f"{source_name}: {notice}" for notice in counts.describe()]
@@ -210,6 +221,7 @@ def iterate_examples(
     *,
     skip: bool,
     fields: Mapping[str, str],
+    layout: str = AUTO_LAYOUT,
 ) -> Iterator[Example]:
     """Yield the examples of records, and count the records.
 
@@ -220,6 +232,7 @@ def iterate_examples(
         skip: Whether bad records are skipped; otherwise the first one raises its error. Excluded
             records (ExcludedRecord) are always skipped.
         fields: The data's field names, or templates of them, by aligner's field names.
+        layout: The layout of the records, see `data.format`.
 
     Raises:
         BadRecord: A record is bad.
@@ -230,7 +243,7 @@ def iterate_examples(
             continue
         counts.records += 1
         try:
-            example = parse(to_record(raw_record, fields))
+            example = parse(to_record(raw_record, fields, layout))
         except BadRecord as error:
             if not (skip or isinstance(error, ExcludedRecord)):
                 raise
@@ -240,17 +253,25 @@ def iterate_examples(
         yield example
 
 
-def to_record(raw_record: RawRecord, fields: Mapping[str, str]) -> Record:
+def to_record(
+    raw_record: RawRecord, fields: Mapping[str, str], layout: str = AUTO_LAYOUT
+) -> Record:
     """Return a record with aligner's field names.
 
     Args:
         raw_record: The raw record.
-        fields: The data's field names, or templates of them, by aligner's field names.
+        fields: The data's field names, or templates of them, by aligner's field names. The
+            conversion of the layout precedes it.
+        layout: The layout of the record, see `data.format`.
 
     Raises:
-        BadRecord: The raw record has no fields, or lacks a field that `fields` names.
+        BadRecord: The raw record has no fields, is not in the layout, or lacks a field that
+            `fields` names.
     """
-    data_values = _read_fields(raw_record)
+    try:
+        data_values = convert_record(_read_fields(raw_record), layout, fields)
+    except LayoutError as error:
+        raise BadRecord(f"{raw_record.origin}: {error}") from error
     if not fields:
         return Record(data_values, raw_record.origin)
     values = {name: value for name, value in data_values.items() if name not in fields.values()}

@@ -11,6 +11,21 @@ MAX_QUESTIONS = 2**16
 """Maximum number of questions of a task of reasoning_gym."""
 TASK = "task"
 """Record field with the name of the task; reward weights and teachers can depend on it."""
+AUTO_LAYOUT = "auto"
+"""Value of `data.format`: the layout of each record is recognised by its fields."""
+NO_LAYOUT = "none"
+"""Value of `data.format`: the records are not converted."""
+LAYOUT_NAMES = (
+    "sharegpt",
+    "nemo_aligner",
+    "nemo_aligner_pairs",
+    "hh_rlhf",
+    "ultrafeedback",
+    "trl_completion",
+    "openrlhf",
+    "slime",
+)
+"""Other values of `data.format`: published layouts, see `aligner.data.record_layouts`."""
 
 
 @dataclass
@@ -70,7 +85,8 @@ class DataConfig:
 
     path: str | None = option(
         None,
-        "Source of the records: a `.jsonl`, `.json` or `.parquet` file, a directory saved by"
+        "Source of the records: a `.jsonl`, `.json`, `.csv` or `.parquet` file (`.jsonl` and"
+        " `.json` also compressed, as `.gz`), a directory saved by"
         " Hugging Face `datasets`, a `.txt` file with one prompt per line,"
         " `experiment:NAME/FILE`, or `function:MODULE:CALLABLE` for a Python function that yields"
         " records.",
@@ -113,6 +129,14 @@ class DataConfig:
         "Mapping from aligner's field names to field names of the data, such as `{prompt:"
         " question}`, or to templates, such as `{prompt: 'Q: {question}'}`. Applies to each"
         " source without its own `fields`.",
+        read_if=".path!=null or .sources!={} or .tasks!=[]",
+    )
+    format: str = option(
+        AUTO_LAYOUT,
+        "Layout of the records. `auto`: each record's layout is recognised by its fields;"
+        " `none`: the records are not converted. The others are published layouts, to which every"
+        " record must then conform.",
+        choices=(AUTO_LAYOUT, NO_LAYOUT, *LAYOUT_NAMES),
         read_if=".path!=null or .sources!={} or .tasks!=[]",
     )
     sanitize: bool = option(

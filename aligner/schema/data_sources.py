@@ -7,6 +7,7 @@ from typing import Any
 
 from aligner.errors import ConfigError, collect_problems
 from aligner.schema import DataConfig
+from aligner.schema.data import AUTO_LAYOUT
 from aligner.schema.entries import Entries, Text, Weight, parse_entries
 from aligner.schema.reasoning_tasks import parse_reasoning_tasks
 
@@ -32,6 +33,8 @@ class DataSource:
     """Weight relative to the other sources."""
     fields: Mapping[str, str] = field(default_factory=dict)
     """The data's field names or templates, by aligner's field names."""
+    layout: str = AUTO_LAYOUT
+    """Layout of the records: the value of `data.format`."""
     timeout_s: float = DataConfig.function_timeout_s
     """Timeout in seconds of a function that yields records."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -62,7 +65,9 @@ def parse_data_sources(data: DataConfig) -> tuple[DataSource, ...]:
     sources = []
     if data.path is not None:
         sources.append(
-            DataSource("data", Path(data.path), 1.0, data.fields, data.function_timeout_s)
+            DataSource(
+                "data", Path(data.path), 1.0, data.fields, data.format, data.function_timeout_s
+            )
         )
     for name, entries in data.sources.items():
         with collect_problems(problems):
@@ -86,7 +91,12 @@ def _parse_source(key: str, entries: Any, data: DataConfig) -> DataSource:
     if problems := list(find_fields_problems(f"{key}.fields", fields)):
         raise ConfigError("\n".join(problems))
     return DataSource(
-        key, Path(source_entries.path), source_entries.weight, fields, data.function_timeout_s
+        key,
+        Path(source_entries.path),
+        source_entries.weight,
+        fields,
+        data.format,
+        data.function_timeout_s,
     )
 
 
@@ -121,7 +131,13 @@ def parse_task_sources(data: DataConfig, held_out: int | None) -> tuple[DataSour
         key = f"data.tasks[{index}]"
         sources.append(
             DataSource(
-                key, _QUESTIONS_PATH, task.weight, fields, data.function_timeout_s, arguments
+                key,
+                _QUESTIONS_PATH,
+                task.weight,
+                fields,
+                data.format,
+                data.function_timeout_s,
+                arguments,
             )
         )
     return tuple(sources)
@@ -132,6 +148,16 @@ FUNCTION = "function:"
 
 
 _QUESTIONS_PATH = Path(f"{FUNCTION}aligner.data.reasoning_questions:questions")
+
+
+FILE_SUFFIXES = ("jsonl", "json", "jsonl.gz", "json.gz", "csv", "parquet", "txt")
+"""Suffixes of the files that contain records."""
+
+
+def get_file_kind(path: Path) -> str:
+    """Return the suffix of a file without its first dot, such as `jsonl` or `jsonl.gz`."""
+    suffixes = path.suffixes[-2:] if path.suffix == ".gz" else path.suffixes[-1:]
+    return "".join(suffixes).removeprefix(".")
 
 
 def is_dataset(path: Path) -> bool:

@@ -42,6 +42,20 @@ def test_sampled_statistics_include_longest_record(tmp_path: Path) -> None:
     assert found.read_records_text.endswith("of 5000 records, including the longest record")
 
 
+def test_common_layout_of_records_is_chosen(tmp_path: Path) -> None:
+    record = {"prompt": "2+2=", "label": "4"}
+    found = measured(tmp_path, [record] * 3)
+    assert found is not None and found.layout == "slime" and not found.fields
+    assert found.longest_answer == 1 and "label" in found.layout_text
+    mixed = measured(tmp_path, [record, {"prompt": "2+2=", "answer": "4"}])
+    assert mixed is not None and mixed.layout == ""
+    named = measured(tmp_path, [record], "data.format=slime", "+data.fields={x: label}")
+    assert named is not None and named.longest_answer == 1
+    assert measured(tmp_path, [record], "data.format=sharegpt") is None
+    unconverted = measured(tmp_path, [record], "data.format=none")
+    assert unconverted is not None and unconverted.layout == ""
+
+
 @pytest.mark.parametrize(
     ("record", "overrides", "fields"),
     [

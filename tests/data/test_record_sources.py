@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import pickle
 from pathlib import Path
@@ -121,7 +122,12 @@ def test_absent_fields_of_parquet_rows_are_missing(tmp_path):
         ("a.json", "", r"a\.json: the file is empty"),
         ("a.jsonl", "\n", r"a\.jsonl: the file is empty"),
         ("a.parquet", "no parquet", r"a\.parquet cannot be read"),
-        ("a.csv", "a", r"unsupported file type '\.csv'; allowed: \.jsonl, \.json, \.parquet"),
+        ("a.tsv", "a", r"unsupported file type '\.tsv'; allowed: \.jsonl, \.json, "),
+        ("a.jsonl.gz", "no gzip", r"a\.jsonl\.gz cannot be read"),
+        ("a.csv", "prompt,answer\n", r"a\.csv: the file has no records"),
+        ("a.csv", "prompt,prompt\na,b\n", r"a\.csv:1: .*names of the fields, each once"),
+        ("a.csv", 'prompt,answer\n"a\nb",c\nd\n', r"a\.csv:4: the row has 1 fields"),
+        ("a.csv", 'prompt,answer\n"a"b,c\n', r"a\.csv:2: not valid CSV"),
     ],
 )
 def test_unreadable_file_is_refused_with_its_name(tmp_path, name, content, message):
@@ -129,3 +135,42 @@ def test_unreadable_file_is_refused_with_its_name(tmp_path, name, content, messa
     path.write_text(content)
     with pytest.raises(ConfigError, match=message):
         list(open_record_source(path, "data.path=").read())
+
+
+@pytest.mark.parametrize("suffix", ["jsonl.gz", "json.gz"])
+def test_compressed_file_has_the_records_and_origins_of_the_plain_file(
+    tmp_path, monkeypatch, suffix
+):
+    monkeypatch.setattr(record_sources, "_CHUNK_BYTES", 1000)
+    monkeypatch.setattr(record_sources, "_CHUNK_RECORDS", 300)
+    plain = write(tmp_path / f"records.{suffix.removesuffix('.gz')}", RECORDS)
+    path = tmp_path / f"records.{suffix}"
+    path.write_bytes(gzip.compress(plain.read_bytes()))
+    source = open_record_source(path, "data.path=")
+    chunks = [pickle.loads(pickle.dumps(chunk)) for chunk in source.scan()]
+    records = [record for chunk in chunks for record in chunk.read()]
+
+    assert len(chunks) >= 10 and sum(chunk.size for chunk in chunks) <= source.size
+    expected = list(open_record_source(plain, "data.path=").read())
+    assert [record.content for record in records] == [record.content for record in expected]
+    assert [record.origin for record in records] == [
+        record.origin.replace(str(plain), str(path)) for record in expected
+    ]
+
+
+def test_truncated_compressed_file_is_refused(tmp_path):
+    path = tmp_path / "records.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"prompt": "a"}\n' * 1000)[:-10])
+    with pytest.raises(ConfigError, match=r"records\.jsonl\.gz cannot be read"):
+        list(open_record_source(path, "data.path=").read())
+
+
+def test_csv_rows_have_the_names_of_the_first_line(tmp_path):
+    path = tmp_path / "records.csv"
+    path.write_bytes('\ufeffprompt,answer\r\n"a, ""b""\nc",1\r\n\r\nd,\r\n'.encode())
+    records = list(open_record_source(path, "data.path=").read())
+    assert [record.content for record in records] == [
+        {"prompt": 'a, "b"\nc', "answer": "1"},
+        {"prompt": "d", "answer": ""},
+    ]
+    assert [record.origin for record in records] == [f"{path}:2", f"{path}:5"]

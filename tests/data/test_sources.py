@@ -169,7 +169,7 @@ def test_offline_trainer_requires_records(tmp_path, trainer):
     assert f"algorithm.trainer={trainer} requires records, not only prompts" in problems(
         DataConfig(prompts=["a"]), trainer
     )
-    assert "must be a .jsonl, .json or .parquet file" in problems(
+    assert "must be a .jsonl, .json, .jsonl.gz, .json.gz, .csv or .parquet file" in problems(
         DataConfig(path=str(tmp_path / "p.txt")), trainer
     )
     assert problems(DataConfig(path=jsonl(tmp_path / "p.jsonl", {})), trainer) == ""

@@ -30,6 +30,7 @@ from aligner.models.model_source import (
 )
 from aligner.models.shape import ModelShape
 from aligner.schema import Config
+from aligner.schema.data import AUTO_LAYOUT
 from aligner.schema.data_sources import FUNCTION, parse_data_sources
 from aligner.schema.derived import get_max_sequence_length
 from aligner.schema.evaluation_suites import parse_evaluation_suites
@@ -255,6 +256,7 @@ def _replace_records(
             path = _format_stand_in_path(_STAND_INS[algorithm.trainer])
         values: dict[str, Any] = {
             "data.fields": {},
+            "data.format": AUTO_LAYOUT,
             "data.prompt_after": None,
             "data.prompt_before": None,
             **_NO_DIFFICULTY_SELECTION,
