@@ -20,7 +20,7 @@ from aligner.observability.trace import (
     step_bounds,
     steps_window,
 )
-from aligner.view.metric_descriptions import describe_metric
+from aligner.view.metric_descriptions import describe_metric, name_metric
 from aligner.view.shown_text import printable
 
 Metrics = Sequence[Mapping[str, float]]
@@ -30,7 +30,16 @@ OVERVIEW = "overview"
 """Group of the most important plots. All other plots are in groups that are named after the first
 part of the metric's name."""
 
-_LINE_COLORS = ("#4786c6", "#d9822b", "#3f9d68", "#b85f9b", "#8a78cf", "#8a929c")
+_LINE_COLORS = (
+    "#4786c6",
+    "#d9822b",
+    "#3f9d68",
+    "#b85f9b",
+    "#8a78cf",
+    "#8a929c",
+    "#c65b4e",
+    "#c2a31f",
+)
 _DASHES = ("solid", "dash", "dot", "dashdot")
 # Colors of the activities in the timeline, in the order of the legend.
 _ACTIVITY_COLORS = {
@@ -84,7 +93,7 @@ class Plot:
     wide: bool = False
     group: str = OVERVIEW
     about: str = ""
-    """Names of the metrics in the plot, for the page's search."""
+    """Names of the metrics in the plot, for the page's search and as the title's tooltip."""
     description: str = ""
     """One sentence that explains what the plot shows."""
 
@@ -235,7 +244,9 @@ def build_curves(runs: Mapping[str, Metrics]) -> Iterator[Plot]:
         for key in sorted(keys)
         if key not in panel_keys and not key.startswith(_SPECIAL_PREFIXES)
     ]
-    other_panels = [Panel(key, printable(key, _MAX_NAME_LENGTH), {key: key}) for key in other_keys]
+    other_panels = [
+        Panel(key, printable(name_metric(key), _MAX_NAME_LENGTH), {key: key}) for key in other_keys
+    ]
     for panel in (*PANELS, *other_panels):
         curves = {
             (run, key)
@@ -244,14 +255,14 @@ def build_curves(runs: Mapping[str, Metrics]) -> Iterator[Plot]:
             if _points(records, key, panel.logarithmic)
         }
         if curves:
-            group = OVERVIEW if panel in PANELS else panel.title.partition("/")[0]
+            group = OVERVIEW if panel in PANELS else printable(panel.key.partition("/")[0])
             yield Plot(
                 panel.key,
                 panel.title,
                 *_build_lines(records_by_run, panel, curves),
                 note,
                 group=group,
-                about=" ".join(panel.metrics),
+                about=printable(" ".join(panel.metrics)),
                 description=panel.description or describe_metric(next(iter(panel.metrics))),
             )
 
@@ -389,6 +400,7 @@ def _build_lines(
         "showlegend": len(curves) > 1,
         "yaxis": {"type": "log", "exponentformat": "e"} if panel.logarithmic else {},
     }
+    has_several_metrics = len({key for _, key in curves}) > 1
     for run_index, (run, records) in enumerate(runs.items()):
         for metric_index, key in enumerate(key for key in panel.metrics if (run, key) in curves):
             color_index = run_index if len(runs) > 1 else metric_index
@@ -397,7 +409,7 @@ def _build_lines(
                 traces += _build_band(records, key, color)
             points = _points(records, key, panel.logarithmic)
             dash = _DASHES[metric_index % len(_DASHES)] if len(runs) > 1 else "solid"
-            metric = panel.metrics[key] if len(panel.metrics) > 1 or not run else ""
+            metric = panel.metrics[key] if has_several_metrics or not run else ""
             name = _label(" ".join(part for part in (run, metric) if part))
             line = {"color": color, "width": 1.6, "dash": dash}
             mode = "lines" if len(points) > 40 else "lines+markers"
@@ -633,8 +645,7 @@ def _build_timeline(spans: Sequence[Span], window: tuple[int, int]) -> Plot:
         "bargap": 0.25,
         "height": 26 * len(rows) + 120,
         "showlegend": True,
-        "margin": {"t": 54},
-        "legend": {"yref": "container", "yanchor": "top", "y": 1},  # above the steps' numbers
+        "margin": {"t": 28},  # above the steps' numbers
         "shapes": lines,
         "annotations": labels,
         "xaxis": {"range": [0, (end - begin) / 1e6], "title": _axis_title("seconds")},
