@@ -115,6 +115,9 @@ class RunPaths:
         """Default store of MLflow."""
         self.end = root / "end.txt"
         """Reason why an end rule ended the run before its last step."""
+        self.notes = root / "notes.json"
+        """Note and tags of a user; see `aligner.view.run_notes`. The file is kept when training
+        begins again."""
         self.status = root / "status.json"
         """Status of the run's processes, written by the launcher; see
         `aligner.launcher.run_directory`."""

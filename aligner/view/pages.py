@@ -1,20 +1,29 @@
-"""Pages of `aligner view` by URL path. All pages are read-only."""
+"""Pages of `aligner view` by URL path. All pages are read-only, except for the notes of a run."""
 
+import itertools
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import Any
-from urllib.parse import urlencode
+from urllib.parse import parse_qs, urlencode
 
+from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import FileResponse, HTMLResponse, JSONResponse, Response
+from starlette.responses import (
+    FileResponse,
+    HTMLResponse,
+    JSONResponse,
+    RedirectResponse,
+    Response,
+)
 from starlette.routing import Route
 
 from aligner.errors import AlignerError
 from aligner.observability.trace import read_spans
 from aligner.view.figures import Plot, build_curves, build_metric_plots, build_timeline_plots
+from aligner.view.prompt_turns import build_prompt_turns, build_sample_turns
 from aligner.view.rendering import STATIC, find_plotly_script, render, summarize_configuration
 from aligner.view.run_index import (
     UNREADABLE,
@@ -25,12 +34,12 @@ from aligner.view.run_index import (
     compute_key_figures,
     count_failures,
     file_stamp,
-    find_log_problems,
-    list_log_files,
-    read_log_end,
 )
-from aligner.view.sample_table import PAGE_SIZE, SampleFilter, SampleTable
-from aligner.view.shown_text import parse_turns, printable, token_columns
+from aligner.view.run_logs import find_log_problems, list_log_files, read_log_end
+from aligner.view.run_notes import parse_notes, write_notes
+from aligner.view.sample_table import PAGE_SIZE, ListPosition, Row, SampleFilter, SampleTable
+from aligner.view.shown_text import printable, token_columns
+from aligner.view.text_diff import Part, compare_words
 
 _RUN_SORTS = ("name", "state", "step", "reward", "seconds_per_step", "started")
 _SAMPLE_SORT_NAMES = {
@@ -51,8 +60,12 @@ _PROMPT_SORT_NAMES = {
     "spread": "smallest standard deviation",
     "-samples": "most samples",
 }
+# Parameters of the list of samples that the links to its samples contain.
+_FILTER_NAMES = ("q", "least", "most", "first", "last")
 _MAX_COMPARED = 8
 _MAX_LOG_PROBLEMS = 50
+# Maximum size of a form, in bytes.
+_MAX_FORM_BYTES = 200_000
 _Handler = Callable[["Pages", Request], Response]
 
 
@@ -95,7 +108,10 @@ class Pages:
             f"{sample}/over-time": self.over_time,
             f"{sample}/scores.json": self.scores,
         }
-        return [Route(path, page, methods=["GET"]) for path, page in pages.items()]
+        return [
+            *(Route(path, page, methods=["GET"]) for path, page in pages.items()),
+            Route("/runs/{key}/notes", self.save_notes, methods=["POST"]),
+        ]
 
     def run_list(self, request: Request) -> Response:
         """Return the page that lists all runs, filtered and sorted by the query."""
@@ -115,7 +131,9 @@ class Pages:
         runs = [run.overview() for run in self._index.runs()]
         text = query["q"].lower()
         matches = [
-            run for run in runs if text in f"{run.name} {run.experiment} {run.directory}".lower()
+            run
+            for run in runs
+            if text in " ".join([run.name, run.experiment, run.directory, *run.notes.tags]).lower()
         ]
         matches = [run for run in matches if query["state"] in ("", run.state)]
         return _render_page(
@@ -177,7 +195,7 @@ class Pages:
     @_pass_run
     def state(self, request: Request, run: ViewedRun) -> Response:
         """Return the header of a run's pages, which contains its state."""
-        return _render_page("state.html", run=run.overview())
+        return _render_page("state.html", run=run.overview(), failure=run.failure())
 
     @_pass_run
     def curves(self, request: Request, run: ViewedRun) -> Response:
@@ -237,6 +255,24 @@ class Pages:
             skipped_bytes=skipped_bytes,
         )
 
+    async def save_notes(self, request: Request) -> Response:
+        """Save the note and the tags of a form, and return a redirect to the run's page."""
+        run = await run_in_threadpool(self._find_run, request.path_params["key"])
+        body = bytearray()
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > _MAX_FORM_BYTES:
+                raise HTTPException(413, f"The form is larger than {_MAX_FORM_BYTES} bytes.")
+        fields = parse_qs(body.decode(errors="replace"), keep_blank_values=True)
+        try:
+            notes = parse_notes(fields["note"][0], fields["tags"][0])
+        except KeyError as error:
+            raise HTTPException(400, f"The form lacks the field {error}.") from error
+        except AlignerError as error:
+            raise HTTPException(400, str(error)) from error
+        await run_in_threadpool(write_notes, run.paths.notes, notes)
+        return RedirectResponse(f"/runs/{run.key}", 303)
+
     @_pass_run
     def health(self, request: Request, run: ViewedRun) -> Response:
         """Return the page with the health of the roles, the failure counts, and the problems in the
@@ -255,18 +291,13 @@ class Pages:
     def samples(self, request: Request, run: ViewedRun) -> Response:
         """Return a page of a run's samples or prompts, filtered and sorted by the query."""
         parameters = request.query_params
-        names = ("q", "least", "most", "first", "last", "by", "sort")
-        query = {name: parameters.get(name, "") for name in names}
+        query = {name: parameters.get(name, "") for name in (*_FILTER_NAMES, "by")}
         sorts = _PROMPT_SORT_NAMES if query["by"] else _SAMPLE_SORT_NAMES
-        query["sort"] = query["sort"] if query["sort"] in sorts else next(iter(sorts))
+        query["sort"] = _read_sort(parameters, sorts)
         page = int(_parse_number(parameters, "page") or 0)
         table = SampleTable(run.paths)
-        bounds = {
-            name: _parse_number(parameters, name) for name in ("least", "most", "first", "last")
-        }
-        sample_filter = SampleFilter(query["q"], **bounds)  # type: ignore[arg-type]
         rows, total = (table.prompts if query["by"] else table.page)(
-            sample_filter, query["sort"], max(0, page)
+            _read_filter(parameters), query["sort"], max(0, page)
         )
         return self._render_run_page(
             "samples.html",
@@ -280,6 +311,7 @@ class Pages:
             size=PAGE_SIZE,
             has_all=table.has_all,
             link=_link_builder(query),
+            list_query=_build_list_query(parameters),
         )
 
     @_pass_run
@@ -288,14 +320,26 @@ class Pages:
         table, sample = self._find_sample(request, run)
         group = table.group(sample["step"], sample["group"]) if sample["group"] is not None else []
         metadata = sample.get("metadata")
+        parameters = request.query_params
+        position = table.find_position(
+            _read_filter(parameters),
+            _read_sort(parameters, _SAMPLE_SORT_NAMES),
+            sample["step"],
+            sample["row"],
+        )
         return self._render_run_page(
             "sample.html",
             run,
             "Samples",
             sample=sample,
             group=group,
+            position=position or ListPosition(0, 0),
+            list_page=position.number // PAGE_SIZE if position is not None else 0,
+            list_query=_build_list_query(parameters),
             parts=sorted((sample.get("score_parts") or {}).items()),
-            turns=parse_turns(sample["messages"]),
+            turns=build_sample_turns(
+                sample["prompt"] or "", sample["response"] or "", sample["messages"]
+            ),
             metadata="" if metadata in (None, "", "{}") else printable(_indent_json(metadata)),
             has_tokens=table.tokens(sample["step"], sample["row"]) is not None,
             has_all=table.has_all,
@@ -319,11 +363,14 @@ class Pages:
         means, by_step = table.over_time(
             sample["prompt"], [int(text) for text in texts if text.isdecimal()][:_MAX_COMPARED]
         )
+        has_differences = bool(request.query_params.get("differences"))
         return self._render_run_page(
             "over_time.html",
             run,
             "Samples",
-            prompt=sample["prompt"],
+            turns=build_prompt_turns(sample["prompt"] or ""),
+            has_differences=has_differences,
+            differences=_compare_steps(by_step) if has_differences else {},
             means={row["step"]: row for row in means},
             sampled_steps=[row["step"] for row in means],
             by_step=by_step,
@@ -381,7 +428,7 @@ class Pages:
         return table, sample
 
     def _render_run_page(self, template: str, run: ViewedRun, tab: str, **values: Any) -> Response:
-        return _render_page(template, run=run.overview(), tab=tab, **values)
+        return _render_page(template, run=run.overview(), failure=run.failure(), tab=tab, **values)
 
 
 def render_error(request: Request, error: Exception) -> Response:
@@ -390,7 +437,9 @@ def render_error(request: Request, error: Exception) -> Response:
     message = error.detail if isinstance(error, HTTPException) else str(error)
     if not isinstance(error, HTTPException | AlignerError | OSError):
         message = f"{type(error).__name__}: {message}"
-    title = {404: "Not found", 400: "Invalid request"}.get(status, "Cannot read the run")
+    title = {404: "Not found", 400: "Invalid request", 413: "Invalid request"}.get(
+        status, "Cannot read the run"
+    )
     return HTMLResponse(render("problem.html", title=title, message=message), status)
 
 
@@ -400,6 +449,52 @@ def _render_page(template: str, **values: Any) -> Response:
 
 def _plots_response(plots: Sequence[Plot]) -> Response:
     return JSONResponse([plot.to_json() for plot in plots])
+
+
+def _read_filter(parameters: Mapping[str, str]) -> SampleFilter:
+    """Return the selection of samples of a query."""
+    first = _parse_number(parameters, "first")
+    last = _parse_number(parameters, "last")
+    return SampleFilter(
+        parameters.get("q", ""),
+        least=_parse_number(parameters, "least"),
+        most=_parse_number(parameters, "most"),
+        first=None if first is None else math.ceil(first),
+        last=None if last is None else math.floor(last),
+    )
+
+
+def _read_sort(parameters: Mapping[str, str], sorts: Mapping[str, str]) -> str:
+    """Return the order of a query; the first of the orders if the query has no known order."""
+    sort = parameters.get("sort", "")
+    return sort if sort in sorts else next(iter(sorts))
+
+
+def _build_list_query(parameters: Mapping[str, str]) -> str:
+    """Return the query string with the filter and the order of a list of samples, for the links to
+    its samples; empty for the default list."""
+    query = {name: parameters.get(name, "") for name in _FILTER_NAMES}
+    sort = _read_sort(parameters, _SAMPLE_SORT_NAMES)
+    if sort != next(iter(_SAMPLE_SORT_NAMES)):
+        query["sort"] = sort
+    return urlencode({name: value for name, value in query.items() if value})
+
+
+def _compare_steps(by_step: Mapping[int, Sequence[Row]]) -> dict[tuple[int, int], list[Part]]:
+    """Return the differences of each response from the response at the same place in the step
+    before, by step and row.
+
+    Args:
+        by_step: Samples of a prompt by step.
+    """
+    steps = sorted(by_step)
+    return {
+        (step, new["row"]): compare_words(
+            printable(old["response"] or ""), printable(new["response"] or "")
+        )
+        for earlier, step in itertools.pairwise(steps)
+        for old, new in zip(by_step[earlier], by_step[step], strict=False)
+    }
 
 
 def _sort_runs(runs: Sequence[Overview], column: str, descending: bool) -> list[Overview]:

@@ -1,16 +1,13 @@
 """Discovery of runs in directories, and the data of a run that the pages show.
 
 - `RunIndex` finds the runs, and `ViewedRun` caches the data of each run.
-- Functions compute the key figures of a run, its failure counts, the differences between
-  configurations, and the problems in its logs.
+- Functions compute the key figures of a run, its failure counts, and the differences between
+  configurations.
 """
 
-import os
-import re
 import threading
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -19,15 +16,18 @@ import yaml
 
 from aligner.config.compose import load_config
 from aligner.errors import AlignerError
+from aligner.launcher.run_directory import read_state
 from aligner.launcher.status import ENDED_STATES, RunStatus, build_status
 from aligner.observability.console import WINDOW_STEPS, iterate_suite_metrics, window_mean
-from aligner.observability.logs import ERROR_PREFIX, extract_text_lines
 from aligner.observability.metrics import FileFollower, merge_records, read_newest_metrics
 from aligner.paths import RunPaths
 from aligner.schema import Config, RunConfig
 from aligner.schema.conditions import format_value
 from aligner.schema.keys import get_masked_values
-from aligner.view.shown_text import MAX_LINE_LENGTH, printable
+from aligner.view.run_logs import Failure, find_failure
+from aligner.view.run_notes import RunNotes, read_notes
+from aligner.view.shown_text import printable
+from aligner.view.sparklines import Sparkline, build_sparkline, read_curve
 
 # Metrics whose means over the first and the last steps are key figures, with label and format.
 _COMPARED_METRICS = {
@@ -50,20 +50,6 @@ MISSING = "\N{EN DASH}"
 _FAILURE_NAMES = ("skipped", "lost", "failed")
 # Keys that differ between any two runs, and the list of automatic values.
 _RUN_SPECIFIC_KEYS = ("run.dir", "run.name", "run.date", "run.command", "run.resume", "run.chosen")
-# Size of the displayed end of a log, in bytes.
-_LOG_BYTES = 200_000
-# Texts that mark a line of a log as an error or a warning.
-_PROBLEM_MARKS = {
-    ERROR_PREFIX: "error",
-    "Traceback (most recent": "error",
-    "ERROR": "error",
-    "WARNING": "warning",
-    "Warning:": "warning",
-}
-# ANSI escape sequences of colors.
-_COLORS = re.compile(r"\x1b\[[0-9;]*m")
-# Parts of lines that Triton's processes print in every healthy run.
-_HARMLESS_MARKS = ("resource_tracker", "--strict-model-config")
 
 UNREADABLE = "unreadable"
 """State of a run whose files are damaged."""
@@ -148,72 +134,6 @@ def compare_configurations(configs: Mapping[str, Config]) -> list[tuple[str, lis
     return [(key, values) for key, values in rows if len(set(values)) > 1]
 
 
-def list_log_files(directory: Path) -> list[Path]:
-    """Return the logs of a run's processes, the trainer's first; symbolic links are omitted."""
-    if not directory.is_dir():
-        return []
-    files = [
-        file
-        for file in directory.iterdir()
-        if file.suffix == ".log" and file.is_file() and not file.is_symlink()
-    ]
-    return sorted(files, key=lambda file: (not file.name.startswith("trainer"), file.name))
-
-
-def read_log_end(file: Path) -> tuple[list[tuple[str, str]], int]:
-    """Return the last lines of a log.
-
-    Returns:
-        The kind ("error", "warning" or an empty string) and the text of each line, and the number
-        of bytes before the first line.
-    """
-    with file.open("rb") as content:
-        size = content.seek(0, os.SEEK_END)
-        content.seek(max(0, size - _LOG_BYTES))
-        skipped_bytes = content.tell()
-        text = content.read(_LOG_BYTES).decode(errors="replace")
-    text = _COLORS.sub("", text)
-    # A progress bar overwrites its line with carriage returns: only its last state remains.
-    lines = [line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n")]
-    return [
-        (_classify_line(line), printable(line, MAX_LINE_LENGTH))
-        # The first line of a partly read file is incomplete.
-        for line in extract_text_lines(lines[1:] if skipped_bytes else lines)
-    ], skipped_bytes
-
-
-def find_log_problems(directory: Path) -> list[tuple[str, str, str, int]]:
-    """Return the errors and warnings at the ends of a run's logs, errors first.
-
-    Each entry consists of the file's name, the kind, the line and its number of occurrences. For a
-    traceback, the line is the last line of the traceback, which contains the exception.
-    """
-    counts: Counter[tuple[str, str, str]] = Counter()
-    for file in list_log_files(directory):
-        lines = read_log_end(file)[0]
-        for index, (kind, line) in enumerate(lines):
-            if "Traceback (most recent" in line:
-                line = next(
-                    (text for _, text in lines[index + 1 :] if text and not text.startswith(" ")),
-                    line,
-                )
-            if kind:
-                counts[file.name, kind, line] += 1
-    return sorted(
-        ((*problem, count) for problem, count in counts.items()),
-        key=lambda entry: entry[1] != "error",
-    )
-
-
-def _classify_line(line: str) -> str:
-    """Return "error", "warning" or an empty string for a line of a log."""
-    return (
-        ""
-        if any(mark in line for mark in _HARMLESS_MARKS)
-        else next((kind for mark, kind in _PROBLEM_MARKS.items() if mark in line), "")
-    )
-
-
 def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     """Return the values of nested mappings as text, by dotted key."""
     flat: dict[str, str] = {}
@@ -245,6 +165,17 @@ class Overview:
     seconds_per_step: float | None = None
     seconds_left: float | None = None
     note: str | None = None
+    """Reason for the end of the run, and the command that resumes it; see `RunStatus`."""
+    notes: RunNotes = field(default_factory=RunNotes)
+    curve: Sparkline | None = None
+    """Curve of the main metric; None before the second step."""
+    end_reason: str | None = None
+    """Reason of a failure, without the command that resumes the run."""
+
+    @property
+    def instructions(self) -> str:
+        """The part of the note after the reason of a failure: how to resume the run."""
+        return (self.note or "").removeprefix(f"{self.end_reason}; ")
 
     @property
     def is_over(self) -> bool:
@@ -268,6 +199,7 @@ class ViewedRun:
         self._settings: tuple[object, tuple[Config, str]] | None = None
         self._overview: tuple[object, Overview] | None = None
         self._metrics: tuple[int, FileFollower, list[dict[str, float]]] | None = None
+        self._failure: tuple[object, Failure | None] | None = None
 
     def config(self) -> Config:
         """Return the complete configuration."""
@@ -322,12 +254,23 @@ class ViewedRun:
 
         The call takes milliseconds.
         """
-        files = (self.paths.config, self.paths.status, self.paths.metrics)
+        files = (self.paths.config, self.paths.status, self.paths.metrics, self.paths.notes)
         stamp = tuple(map(file_stamp, files))
         # The state of a run that is not over can change without a change of its files.
         if self._overview is None or self._overview[0] != stamp or not self._overview[1].is_over:
             self._overview = stamp, self._read_overview(stamp[0])
         return self._overview[1]
+
+    def failure(self) -> Failure | None:
+        """Return the exception that ended a failed run; None if the logs contain none."""
+        reason = self.overview().end_reason
+        if reason is None:
+            return None
+        # The launcher writes the status after the last line of the logs.
+        stamp = file_stamp(self.paths.status)
+        if self._failure is None or self._failure[0] != stamp:
+            self._failure = stamp, find_failure(self.paths.logs, reason)
+        return self._failure[1]
 
     def _read_overview(self, stamp: object) -> Overview:
         name = self.paths.root.name
@@ -339,10 +282,12 @@ class ViewedRun:
             status = build_status(
                 self.paths, config, read_newest_metrics(self.paths.metrics), query_services=False
             )
+            notes = read_notes(self.paths.notes)
         except (AlignerError, OSError) as error:
             return Overview(
                 self.key, name, directory, "", "", UNREADABLE, note=str(error).splitlines()[0]
             )
+        launcher = read_state(self.paths.status)
         measure = next(
             (metric for metric in _MAIN_METRICS if metric in status.metrics), "reward/mean"
         )
@@ -360,6 +305,11 @@ class ViewedRun:
             seconds_per_step=status.seconds_per_step,
             seconds_left=status.seconds_left,
             note=status.note,
+            notes=notes,
+            curve=build_sparkline(read_curve(self.paths.metrics, measure)),
+            end_reason=(
+                launcher.end_reason if launcher is not None and status.state == "failed" else None
+            ),
         )
 
 

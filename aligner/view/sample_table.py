@@ -14,6 +14,7 @@ from typing import Any
 
 from aligner.errors import AlignerError
 from aligner.paths import RunPaths
+from aligner.view.prompt_turns import find_question
 
 PAGE_SIZE = 50
 """Number of samples or prompts on a page."""
@@ -22,14 +23,16 @@ SORTS = ("step", "score", "advantage", "response_tokens")
 PROMPT_SORTS = ("mean", "spread", "samples", "last_step")
 """Columns by which prompts can be sorted."""
 
-# Maximum length of a prompt or response in a table, in characters.
+# Maximum length of a question or response in a table, in characters.
 _MAX_CELL_LENGTH = 400
+# Maximum length of a response that is compared between steps, in characters.
+_MAX_COMPARED_LENGTH = 20_000
 # Maximum number of displayed samples of a prompt and step.
 _MAX_SAMPLES_PER_STEP = 8
-# Columns of a row in a table of samples.
+_NUMBER_COLUMNS = 'step, row, "group", sample, branch, score, advantage, response_tokens, cut'
+# Columns of a row in a table of samples; `_add_question` replaces the prompt and the messages.
 _TABLE_COLUMNS = (
-    f'step, row, "group", sample, branch, left(prompt, {_MAX_CELL_LENGTH}) AS prompt,'
-    f" left(response, {_MAX_CELL_LENGTH}) AS response, score, advantage, response_tokens, cut"
+    f"{_NUMBER_COLUMNS}, prompt, messages, left(response, {_MAX_CELL_LENGTH}) AS response"
 )
 # Subqueries that return all samples, from `samples.jsonl` and from step files.
 _FROM_LINES = """(SELECT step, row_number() OVER () - 1 AS row, NULL AS "group", NULL AS sample,
@@ -78,6 +81,20 @@ class SampleFilter:
         ]
 
 
+@dataclass(frozen=True)
+class ListPosition:
+    """Position of a sample in a list of selected samples."""
+
+    number: int
+    """Number of the sample, from 0."""
+    total: int
+    """Number of samples in the list."""
+    previous: tuple[int, int] | None = None
+    """Step and row of the sample before; None for the first sample."""
+    next: tuple[int, int] | None = None
+    """Step and row of the sample after; None for the last sample."""
+
+
 class SampleTable:
     """A run's samples.
 
@@ -107,26 +124,11 @@ class SampleTable:
         Returns:
             The rows of the page, and the number of all selected samples.
         """
-        column = sort.removeprefix("-")
-        if column not in SORTS:
-            raise AlignerError(
-                f"sort={sort}: must be one of {', '.join(SORTS)}, optionally with the prefix -"
-            )
-        if (
-            self.has_all
-            and column == "step"
-            and sample_filter
-            == replace(SampleFilter(), first=sample_filter.first, last=sample_filter.last)
-        ):
-            # The files already have this order: there is no need to read all of them.
-            return self._page_in_file_order(
-                self._steps_between(sample_filter.first, sample_filter.last)[
-                    :: -1 if sort.startswith("-") else 1
-                ],
-                number,
-            )
+        if (steps := self._find_file_order(sample_filter, sort)) is not None:
+            return self._page_in_file_order(steps, number)
         condition, values = sample_filter.condition()
-        order = f"{column} {'DESC' if sort.startswith('-') else 'ASC'} NULLS LAST, step, row"
+        column = sort.removeprefix("-")
+        order = _order_by(sort)
         hits = self._query(
             f"WITH hits AS MATERIALIZED (SELECT step, row, {column} FROM {{}} WHERE {condition})"
             f" SELECT step, row, (SELECT count(*) FROM hits) AS total FROM hits ORDER BY {order}"
@@ -141,9 +143,42 @@ class SampleTable:
             hits[0]["total"] if hits else 0,
         )
 
+    def find_position(
+        self, sample_filter: SampleFilter, sort: str, step: int, row: int
+    ) -> ListPosition | None:
+        """Return the position of a sample in the list of `page`; None if the filter excludes it.
+
+        Args:
+            sample_filter: The selection of samples.
+            sort: See `page`.
+            step: Step of the sample.
+            row: Row of the sample in the step.
+        """
+        if (steps := self._find_file_order(sample_filter, sort)) is not None:
+            return self._find_position_in_file_order(steps, step, row)
+        condition, values = sample_filter.condition()
+        hits = self._query(
+            "WITH hits AS (SELECT step, row, row_number() OVER list - 1 AS number,"
+            " count(*) OVER () AS total, lag([step, row]) OVER list AS previous,"
+            " lead([step, row]) OVER list AS next"
+            f" FROM {{}} WHERE {condition} WINDOW list AS (ORDER BY {_order_by(sort)}))"
+            " SELECT number, total, previous, next FROM hits WHERE step = ? AND row = ?",
+            [*values, step, row],
+            self._steps_between(sample_filter.first, sample_filter.last),
+        )
+        if not hits:
+            return None
+        hit = hits[0]
+        return ListPosition(
+            hit["number"],
+            hit["total"],
+            None if hit["previous"] is None else tuple(hit["previous"]),
+            None if hit["next"] is None else tuple(hit["next"]),
+        )
+
     def prompts(self, sample_filter: SampleFilter, sort: str, number: int) -> tuple[list[Row], int]:
-        """Return a page of the prompts of the selected samples: statistics of their scores, and the
-        position of the newest sample.
+        """Return a page of the prompts of the selected samples: the question, statistics of the
+        scores, and the position of the newest sample.
 
         See `page` for the arguments and results.
         """
@@ -161,12 +196,15 @@ class SampleTable:
             "WITH groups AS MATERIALIZED (SELECT prompt, count(*) AS samples, avg(score) AS mean,"
             " stddev_pop(score) AS spread, min(score) AS least, max(score) AS most, min(step) AS"
             " first_step, max(step) AS last_step, arg_max(row, step) AS row FROM {} WHERE"
-            f" {condition} GROUP BY prompt) SELECT * REPLACE (left(prompt, {_MAX_CELL_LENGTH}) AS"
-            f" prompt), (SELECT count(*) FROM groups) AS total FROM groups ORDER BY {order} LIMIT"
-            f" {PAGE_SIZE} OFFSET ?",
+            f" {condition} GROUP BY prompt) SELECT * EXCLUDE (prompt), (SELECT count(*) FROM"
+            f" groups) AS total FROM groups ORDER BY {order} LIMIT {PAGE_SIZE} OFFSET ?",
             [*values, PAGE_SIZE * number],
             self._steps_between(sample_filter.first, sample_filter.last),
         )
+        newest = self._read_rows([(row["last_step"], row["row"]) for row in rows])
+        questions = {(row["step"], row["row"]): row["question"] for row in newest}
+        for row in rows:
+            row["question"] = questions.get((row["last_step"], row["row"]), "")
         return rows, rows[0]["total"] if rows else 0
 
     def sample(self, step: int, row: int) -> Row | None:
@@ -177,7 +215,7 @@ class SampleTable:
     def group(self, step: int, group: int) -> list[Row]:
         """Return the samples of one prompt of a step."""
         return self._query(
-            f'SELECT {_TABLE_COLUMNS} FROM {{}} WHERE "group" = ? AND step = ? ORDER BY row',
+            f'SELECT {_NUMBER_COLUMNS} FROM {{}} WHERE "group" = ? AND step = ? ORDER BY row',
             [group, step],
             [step],
         )
@@ -206,8 +244,8 @@ class SampleTable:
             sampled_steps
         )
         sql = (
-            f"SELECT {_TABLE_COLUMNS} FROM {{}} WHERE prompt = ? AND step = ? ORDER BY row LIMIT"
-            f" {_MAX_SAMPLES_PER_STEP}"
+            f"SELECT {_NUMBER_COLUMNS}, left(response, {_MAX_COMPARED_LENGTH}) AS response"
+            f" FROM {{}} WHERE prompt = ? AND step = ? ORDER BY row LIMIT {_MAX_SAMPLES_PER_STEP}"
         )
         return means, {step: self._query(sql, [prompt, step], [step]) for step in selected_steps}
 
@@ -229,33 +267,77 @@ class SampleTable:
         The row counts in the files' metadata determine the rows of the page, so that only the files
         of the page are read.
         """
-        files = [str(self.files[step]) for step in steps]
-        metadata = (
-            self._execute("SELECT file_name, num_rows FROM parquet_file_metadata(?)", [files])
-            if files
-            else []
-        )
-        counts = {row["file_name"]: row["num_rows"] for row in metadata}
+        counts = self._count_rows(steps)
         keys: list[tuple[int, int]] = []
         skipped = PAGE_SIZE * number
-        for step, file in zip(steps, files, strict=True):
+        for step in steps:
             keys += [
                 (step, row)
-                for row in range(skipped, min(counts[file], skipped + PAGE_SIZE - len(keys)))
+                for row in range(skipped, min(counts[step], skipped + PAGE_SIZE - len(keys)))
             ]
-            skipped = max(0, skipped - counts[file])
+            skipped = max(0, skipped - counts[step])
             if len(keys) == PAGE_SIZE:
                 break
         rows_by_key = {(row["step"], row["row"]): row for row in self._read_rows(keys)}
         return [rows_by_key[key] for key in keys if key in rows_by_key], sum(counts.values())
 
+    def _find_file_order(self, sample_filter: SampleFilter, sort: str) -> list[int] | None:
+        """Return the steps of the selected samples if the files already have the order of the list,
+        so that there is no need to read all of them; otherwise None."""
+        column = sort.removeprefix("-")
+        if column not in SORTS:
+            raise AlignerError(
+                f"sort={sort}: must be one of {', '.join(SORTS)}, optionally with the prefix -"
+            )
+        only_steps = replace(SampleFilter(), first=sample_filter.first, last=sample_filter.last)
+        if not self.has_all or column != "step" or sample_filter != only_steps:
+            return None
+        steps = self._steps_between(sample_filter.first, sample_filter.last)
+        return steps[::-1] if sort.startswith("-") else steps
+
+    def _find_position_in_file_order(
+        self, steps: Sequence[int], step: int, row: int
+    ) -> ListPosition | None:
+        """Return the position of a sample in the list of all samples of the steps."""
+        counts = self._count_rows(steps)
+        if row >= counts.get(step, 0):
+            return None
+        place = steps.index(step)
+        nonempty_before = [each for each in steps[:place] if counts[each]]
+        nonempty_after = [each for each in steps[place + 1 :] if counts[each]]
+        previous = next_key = None
+        if row > 0:
+            previous = (step, row - 1)
+        elif nonempty_before:
+            previous = (nonempty_before[-1], counts[nonempty_before[-1]] - 1)
+        if row + 1 < counts[step]:
+            next_key = (step, row + 1)
+        elif nonempty_after:
+            next_key = (nonempty_after[0], 0)
+        number = sum(counts[each] for each in steps[:place]) + row
+        return ListPosition(number, sum(counts.values()), previous, next_key)
+
+    def _count_rows(self, steps: Sequence[int]) -> dict[int, int]:
+        """Return the number of samples of each step, from the metadata of the files."""
+        if not steps:
+            return {}
+        files = [str(self.files[step]) for step in steps]
+        metadata = self._execute(
+            "SELECT file_name, num_rows FROM parquet_file_metadata(?)", [files]
+        )
+        counts = {row["file_name"]: row["num_rows"] for row in metadata}
+        return {step: counts[file] for step, file in zip(steps, files, strict=True)}
+
     def _read_rows(self, keys: Sequence[tuple[int, int]]) -> list[Row]:
-        """Return the table columns of the samples with the given steps and rows."""
+        """Return the table columns of the samples with the given steps and rows, with the
+        question."""
         steps = [step for step, _ in keys]
         rows = [row for _, row in keys]
         pairs = "SELECT unnest(?::INTEGER[]) AS s, unnest(?::BIGINT[]) AS r"
         sql = f"SELECT {_TABLE_COLUMNS} FROM {{}} JOIN ({pairs}) ON s = step AND r = row"
-        return self._query(sql, [steps, rows], sorted(set(steps))) if keys else []
+        if not keys:
+            return []
+        return [_add_question(row) for row in self._query(sql, [steps, rows], sorted(set(steps)))]
 
     def _steps_between(self, first: int | None, last: int | None) -> list[int]:
         return [
@@ -305,6 +387,19 @@ class SampleTable:
             raise AlignerError(
                 f"{self._root}: cannot read the samples: {str(error).splitlines()[0]}"
             ) from error
+
+
+def _order_by(sort: str) -> str:
+    """Return the SQL order of a list of samples; samples without a value are last."""
+    direction = "DESC" if sort.startswith("-") else "ASC"
+    return f"{sort.removeprefix('-')} {direction} NULLS LAST, step, row"
+
+
+def _add_question(row: Row) -> Row:
+    """Return a row with the last message of the user in place of the prompt and the messages."""
+    columns = {name: value for name, value in row.items() if name not in ("prompt", "messages")}
+    question = find_question(row["prompt"] or "", row["messages"], _MAX_CELL_LENGTH)
+    return {**columns, "question": question}
 
 
 def pick_steps(steps: Sequence[int]) -> list[int]:

@@ -1,7 +1,7 @@
 """Web server of `aligner view`.
 
-It serves the pages on this machine's loopback address, read-only, to clients that have the access
-key of the printed link.
+It serves the pages on this machine's loopback address to clients that have the access key of the
+printed link. The pages change nothing except the notes of a run.
 """
 
 import hmac
@@ -35,7 +35,8 @@ _HEADERS = {
         " data:; connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
     ),
     "x-content-type-options": "nosniff",
-    "referrer-policy": "no-referrer",
+    # With no-referrer, browsers would send forms with the origin "null".
+    "referrer-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
     "cross-origin-opener-policy": "same-origin",
     "cache-control": "no-cache",
@@ -104,12 +105,23 @@ class _AccessControl:
             redirect.set_cookie(self._cookie, key, httponly=True, samesite="lax")
             return redirect
         if self._is_key(request.cookies.get(self._cookie, "")):
-            return None
+            return self._check_origin(request)
         return PlainTextResponse(
             "The access key is missing or wrong. Open the complete link that `aligner view`"
             " printed.\n",
             403,
         )
+
+    def _check_origin(self, request: Request) -> Response | None:
+        """Return an error response to a form or script of another site, otherwise None.
+
+        A browser sends the cookie also with the requests of other servers on this machine, because
+        ports do not separate sites.
+        """
+        origin = f"http://{request.headers.get('host', '')}"
+        if request.method in ("GET", "HEAD") or request.headers.get("origin") == origin:
+            return None
+        return PlainTextResponse("This request comes from another site.\n", 403)
 
     def _is_key(self, text: str) -> bool:
         # compare_digest takes the same time for all wrong keys, which prevents timing attacks.

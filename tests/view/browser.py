@@ -77,9 +77,11 @@ def browsing() -> Iterator[Browser]:
 
 
 @contextmanager
-def tab(browser: Browser, scheme: str = "light", height: int = HEIGHT) -> Iterator[Tab]:
+def tab(
+    browser: Browser, scheme: str = "light", height: int = HEIGHT, width: int = WIDTH
+) -> Iterator[Tab]:
     """Open a tab with separate cookies."""
-    context = browser.new_context(viewport={"width": WIDTH, "height": height}, color_scheme=scheme)  # type: ignore[arg-type]
+    context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)  # type: ignore[arg-type]
     context.set_default_timeout(_READY_MS)
     found = Tab(context.new_page())
     found.page.on("console", lambda message: found.console.append(message.text))

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import urlencode, urlsplit
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -40,14 +40,22 @@ class Viewer:
         self._cookie = answer.headers["set-cookie"].split(";")[0]
         return answer
 
-    def get(self, path: str, method: str = "GET", **headers: str) -> Answer:
+    def post(self, path: str, fields: Mapping[str, str], **headers: str) -> Answer:
+        """Send a form as a browser does from a page of the server; `headers` replace its headers."""
+        form_headers = {
+            "Origin": f"http://{self.host}",
+            "Content-Type": "application/x-www-form-urlencoded",
+        }
+        return self.get(path, "POST", urlencode(fields), **form_headers | headers)
+
+    def get(self, path: str, method: str = "GET", body: str = "", **headers: str) -> Answer:
         connection = http.client.HTTPConnection(self.host, timeout=60)
         try:
             given = {
                 "Cookie": self._cookie,
                 **{name.replace("_", "-"): value for name, value in headers.items()},
             }
-            connection.request(method, path, headers=given)
+            connection.request(method, path, body or None, headers=given)
             answer = connection.getresponse()
             text = answer.read().decode()
             return Answer(

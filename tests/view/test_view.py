@@ -141,12 +141,13 @@ def rows(answer: Answer) -> list[str]:
     return [
         unescape(text)
         for text in re.findall(
-            r'<td class="text"><div class="clip">([^<]*)</div></td>', answer.text
-        )[1::2]
+            r'<td class="text" data-label="response"><div class="clip">([^<]*)</div></td>',
+            answer.text,
+        )
     ]
 
 
-def test_viewer_requires_key_and_local_host_and_is_read_only(viewer: Viewer) -> None:
+def test_viewer_requires_key_and_local_host(viewer: Viewer) -> None:
     stranger = Viewer(viewer.link)
     assert stranger.get("/").status == 403 and stranger.get("/static/view.js").status == 403
     assert stranger.get("/?key=wrong%20%ff").status == 403
@@ -154,7 +155,9 @@ def test_viewer_requires_key_and_local_host_and_is_read_only(viewer: Viewer) -> 
     assert viewer.get("/", Host="evil.example").status == 400
     # The host name of a request through `ssh -L`.
     assert viewer.get("/", Host=viewer.host.replace("127.0.0.1", "localhost")).status == 200
-    assert viewer.get("/", method="POST").status == viewer.get("/", method="PUT").status == 405
+    own = f"http://{viewer.host}"
+    assert viewer.get("/", method="POST", Origin=own).status == 405
+    assert viewer.get("/", method="PUT", Origin=own).status == 405
     opened = stranger.open()
     assert (opened.status, opened.headers["location"]) == (303, "/")
     assert "HttpOnly" in opened.headers["set-cookie"] and "SameSite" in opened.headers["set-cookie"]
@@ -300,7 +303,7 @@ def test_samples_are_filtered_sorted_and_grouped(viewer: Viewer, pages: dict[str
 
 def test_sample_page_shows_turns_scores_and_tokens(viewer: Viewer, pages: dict[str, str]) -> None:
     page = viewer.get(f"{pages['finished']}/samples/4/0").text
-    assert re.findall(r'class="card turn (\w+)"', page) == ["user", "assistant", "tool"]
+    assert re.findall(r'class="turn (\w+)"', page) == ["user", "assistant", "tool"]
     assert "calculator" in page and "{&#34;x&#34;: &#34;1+2&#34;}" in page
     assert "judge/clarity" in page and "-0.250" in page and "&#34;answer&#34;: &#34;1&#34;" in page
     tokens = viewer.get(f"{pages['finished']}/samples/4/0/tokens.json").json()

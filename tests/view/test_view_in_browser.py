@@ -34,6 +34,41 @@ def browser() -> Iterator[Browser]:
         yield browser
 
 
+def list_page_paths(viewer: Viewer) -> dict[str, str]:
+    """Return the paths of pages of finished, failed and hostile runs, and of two compared runs, by
+    name."""
+    pages = paths_of(viewer.get("/"))
+    hostile = next(path for name, path in pages.items() if "script" in name)
+    finished, failed = pages["finished"], pages["failed"]
+    below = (
+        "",
+        "/timeline",
+        "/configuration",
+        "/logs",
+        "/health",
+        "/samples",
+        "/samples?by=prompt",
+    )
+    of_samples = (
+        "/samples/4/0",
+        "/samples/3/0",
+        "/samples/20/0/over-time",
+        "/samples/20/0/over-time?differences=1",
+    )
+    paths = {
+        "runs": "/",
+        "compare": f"/compare?run={finished[6:]}&run={failed[6:]}",
+        "samples_none": f"{finished}/samples?q=none",
+    }
+    paths |= {f"finished{path}": finished + path for path in (*below, *of_samples)}
+    paths |= {
+        f"hostile{path}": hostile + path
+        for path in (*below, "/samples/1/0", "/samples/2/0", "/samples/1/0/over-time")
+    }
+    paths |= {f"failed{path}": failed + path for path in ("", "/logs", "/health", "/samples")}
+    return paths
+
+
 @pytest.mark.promise("viewer-pages-are-usable")
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_every_page_is_accessible_without_console_messages(
@@ -44,30 +79,7 @@ def test_every_page_is_accessible_without_console_messages(
     found = {}
     with serving(runs) as viewer, serving(tmp_path / "empty") as empty:
         viewer.open()
-        pages = paths_of(viewer.get("/"))
-        hostile = next(path for name, path in pages.items() if "script" in name)
-        finished, failed = pages["finished"], pages["failed"]
-        below = (
-            "",
-            "/timeline",
-            "/configuration",
-            "/logs",
-            "/health",
-            "/samples",
-            "/samples?by=prompt",
-        )
-        of_samples = ("/samples/4/0", "/samples/3/0", "/samples/20/0/over-time")
-        paths = {
-            "runs": "/",
-            "compare": f"/compare?run={finished[6:]}&run={failed[6:]}",
-            "samples_none": f"{finished}/samples?q=none",
-        }
-        paths |= {f"finished{path}": finished + path for path in (*below, *of_samples)}
-        paths |= {
-            f"hostile{path}": hostile + path
-            for path in (*below, "/samples/1/0", "/samples/2/0", "/samples/1/0/over-time")
-        }
-        paths |= {f"failed{path}": failed + path for path in ("", "/logs", "/health", "/samples")}
+        paths = list_page_paths(viewer)
         with tab(browser, scheme) as opened:
             opened.open(empty.link)
             opened.photograph(tmp_path / "empty.png")
@@ -79,6 +91,82 @@ def test_every_page_is_accessible_without_console_messages(
                 found[name] = [*opened.console, *opened.violations()]
             assert all(url.startswith(("http://127.0.0.1:", "data:")) for url in opened.requests)
     assert not {name: problems for name, problems in found.items() if problems}
+
+
+@pytest.mark.promise("viewer-fits-phones")
+def test_no_page_scrolls_horizontally_at_390_pixels(
+    browser: Browser, runs: Path, tmp_path: Path
+) -> None:
+    report = write_report(runs / "finished", tmp_path / "report.html")
+    widths = {}
+    with serving(runs) as viewer, tab(browser, width=390) as opened:
+        viewer.open()
+        opened.open(viewer.link)
+        addresses = {
+            name: f"http://{viewer.host}{path}" for name, path in list_page_paths(viewer).items()
+        }
+        for name, address in {**addresses, "report": report.as_uri()}.items():
+            opened.open(address)
+            opened.page.evaluate(
+                "document.querySelectorAll('details').forEach((d) => d.open = true)"
+            )
+            widths[name] = opened.page.evaluate("document.documentElement.scrollWidth")
+    assert {name: width for name, width in widths.items() if width != 390} == {}
+
+
+def test_keys_open_next_and_previous_sample(browser: Browser, runs: Path) -> None:
+    with serving(runs) as viewer, tab(browser) as opened:
+        viewer.open()
+        opened.open(viewer.link)
+        samples = f"{paths_of(viewer.get('/'))['finished']}/samples"
+        opened.open(f"http://{viewer.host}{samples}/20/1")
+        for key, target in (("j", "20/2"), ("ArrowRight", "20/3"), ("j", "4/0"), ("k", "20/3")):
+            opened.page.keyboard.press(key)
+            opened.page.wait_for_url(f"http://{viewer.host}{samples}/{target}")
+            opened.page.wait_for_selector("html[data-ready=true]", state="attached")
+        opened.page.focus(".tokens select")
+        opened.page.keyboard.press("j")
+        opened.page.wait_for_timeout(300)
+        assert opened.page.url.endswith("20/3")  # a key in a control is not a shortcut
+
+
+def test_notes_are_saved_from_the_page(browser: Browser, tmp_path: Path) -> None:
+    write_metrics(begin(tmp_path / "run", "experiment=tiny_ppo"), ["reward/mean"], steps=2)
+    with serving(tmp_path) as viewer, tab(browser) as opened:
+        viewer.open()
+        opened.open(viewer.link)
+        opened.open(f"http://{viewer.host}{paths_of(viewer.get('/'))['run']}")
+        opened.page.click("text=Add a note or tags")
+        opened.page.fill("[name=tags]", "math, baseline")
+        opened.page.fill("[name=note]", "A larger batch")
+        opened.page.click("button:has-text('Save')")
+        opened.page.wait_for_selector("summary:has-text('A larger batch')")
+        assert (tmp_path / "run" / "notes.json").is_file()
+        opened.open(f"http://{viewer.host}/?q=baseline")
+        assert opened.page.inner_text("a.tag >> nth=0") == "math"
+        assert opened.console == []
+
+
+def test_legend_hides_curves(browser: Browser, tmp_path: Path) -> None:
+    paths = begin(tmp_path / "run", "experiment=tiny_ppo")
+    write_metrics(paths, ["reward/p10", "reward/p50", "policy/ratio_max"], steps=5)
+    with serving(tmp_path) as viewer, tab(browser) as opened:
+        viewer.open()
+        opened.open(viewer.link)
+        opened.open(f"http://{viewer.host}{paths_of(viewer.get('/'))['run']}")
+        legend = "[data-key=reward_quantiles] .curves button"
+        assert opened.page.locator(legend).all_inner_texts() == ["10 %", "50 %"]
+        visible = (
+            "document.getElementById('plot-reward_quantiles').data.map((trace) => trace.visible)"
+        )
+        opened.page.click(f"{legend} >> nth=0")
+        opened.wait_for_value(visible, [False, None])
+        opened.page.click(f"{legend} >> nth=0")
+        opened.wait_for_value(visible, [None, None])
+        title = "[data-key='policy/ratio_max'] h3"
+        assert opened.page.inner_text(title).strip() == "Largest policy ratio"
+        assert opened.page.get_attribute(title, "title") == "policy/ratio_max"
+        assert "policy/ratio_max" in opened.page.inner_text("[data-key='policy/ratio_max'] .about")
 
 
 @pytest.mark.promise("viewer-pages-are-usable")

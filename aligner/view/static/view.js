@@ -39,25 +39,17 @@ function tracesOf(plot, settings) {
   return [traces, byTime ? `training time (${name})` : "step"];
 }
 
-function legendRowsOf(plot, width) {
-  const names = plot.traces.filter((trace) => trace.showlegend !== false).map((trace) => trace.name || "");
-  if (!plot.layout.showlegend || !names.length) return 1;
-  const entry = 40 + 6 * Math.max(...names.map((name) => name.length));
-  return Math.ceil(names.length / Math.max(1, Math.floor((width - 80) / entry)));
-}
-
-function layoutOf(plot, horizontal, width) {
-  const own = plot.layout, legend = 20 * (legendRowsOf(plot, width) - 1);
+function layoutOf(plot, horizontal) {
+  const own = plot.layout;
   const axis = { gridcolor: color("--grid"), zerolinecolor: color("--grid"), linecolor: color("--rule") };
   // Margins that follow the labels of a value axis may never come to rest; names of rows have to fit.
   const left = plot.wide && own.yaxis ? 8 : 56;
   return {
-    showlegend: false, hovermode: "closest", ...own, height: (own.height || 250) + legend,
+    hovermode: "closest", ...own, showlegend: false, height: own.height || 250,
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
     font: { family: "system-ui, sans-serif", size: 12, color: color("--ink") },
     hoverlabel: { bgcolor: color("--paper"), bordercolor: color("--rule"), font: { color: color("--ink") } },
-    margin: { l: left, r: 12, b: 42, ...own.margin, t: (own.margin?.t ?? (own.showlegend ? 32 : 12)) + legend },
-    legend: { orientation: "h", yanchor: "bottom", y: 1.02, x: 0, traceorder: "normal", ...own.legend },
+    margin: { l: left, r: 12, b: 42, ...own.margin, t: own.margin?.t ?? 12 },
     xaxis: { ...axis, title: { text: horizontal, font: { size: 12 } }, ...own.xaxis }, yaxis: { ...axis, automargin: left === 8, ...own.yaxis },
   };
 }
@@ -67,6 +59,30 @@ function element(name, text, ...classes) {
   made.textContent = text;
   made.classList.add(...classes);
   return made;
+}
+
+// The legend of a plot: a button for each curve, which hides or shows the curve.
+function showLegend({ plot, legend, hidden }, redraw) {
+  const named = plot.traces.filter((trace) => trace.showlegend !== false && trace.name);
+  const key = JSON.stringify(named.map((trace) => trace.name));
+  if (!plot.layout.showlegend || legend.dataset.key === key) return;
+  legend.dataset.key = key;
+  legend.replaceChildren(...named.map((trace) => {
+    const button = element("button", ""), swatch = element("i", ""), label = element("span", "");
+    const dash = { dash: "dashed", dashdot: "dashed", dot: "dotted" }[trace.line?.dash] || "solid";
+    swatch.style.borderTop = trace.line ? `3px ${dash} ${trace.line.color}` : `10px solid ${trace.marker.color}`;
+    // The server escapes names, because plotly renders HTML in them.
+    label.textContent = new DOMParser().parseFromString(trace.name, "text/html").documentElement.textContent;
+    button.type = "button";
+    button.append(swatch, label);
+    button.setAttribute("aria-pressed", String(!hidden.has(trace.name)));
+    button.addEventListener("click", () => {
+      if (!hidden.delete(trace.name)) hidden.add(trace.name);
+      button.setAttribute("aria-pressed", String(!hidden.has(trace.name)));
+      redraw();
+    });
+    return button;
+  }));
 }
 
 function plotsOf(section) {
@@ -79,9 +95,10 @@ function plotsOf(section) {
   const draw = (card) => {
     if (!card.visible || !card.plot) return;
     const [traces, horizontal] = tracesOf(card.plot, settings);
-    const layout = layoutOf(card.plot, horizontal, card.target.clientWidth || 400);
+    const layout = layoutOf(card.plot, horizontal);
     card.target.style.minHeight = `${layout.height}px`;
-    Plotly.react(card.target, traces, layout, { displayModeBar: false, responsive: true });
+    const shown = traces.map((trace) => (card.hidden.has(trace.name) ? { ...trace, visible: false } : trace));
+    Plotly.react(card.target, shown, layout, { displayModeBar: false, responsive: true });
   };
   const watcher = new IntersectionObserver((entries) => {
     for (const { target, isIntersecting } of entries) {
@@ -111,9 +128,12 @@ function plotsOf(section) {
     target.setAttribute("aria-label", plot.title);
     figure.dataset.key = plot.key;
     title.append(" ", note);
-    figure.append(title, ...(plot.description ? [element("p", plot.description, "soft", "about")] : []), target);
+    title.title = plot.about;
+    const about = element("p", plot.description, "soft", "about"), legend = element("div", "", "curves");
+    if (plot.group !== "overview" && plot.about !== plot.title) about.prepend(element("code", plot.about), " ");
+    figure.append(title, ...(about.textContent ? [about] : []), legend, target);
     groupOf(plot.group).append(figure);
-    cards.set(plot.key, { figure, target, note, visible: false });
+    cards.set(plot.key, { figure, target, note, legend, hidden: new Set(), visible: false });
     watcher.observe(figure);
     return cards.get(plot.key);
   };
@@ -134,6 +154,7 @@ function plotsOf(section) {
       const card = cardOf(plot);
       card.plot = plot;
       card.note.textContent = plot.note;
+      showLegend(card, () => draw(card));
       draw(card);
     }
     filter();
@@ -235,9 +256,20 @@ function shortened(value) {
   return Number.isInteger(value) ? String(value) : Math.abs(value) >= 0.001 ? value.toFixed(4) : value.toExponential(2);
 }
 
+// Keys for the links to the previous and the next sample or page
+
+function followOnKey(event) {
+  const relation = { j: "next", ArrowRight: "next", k: "prev", ArrowLeft: "prev" }[event.key];
+  const isModified = event.ctrlKey || event.metaKey || event.altKey || event.shiftKey;
+  // Arrow keys scroll a focused region, and move between the tokens of a sample.
+  const isUsedElsewhere = event.target.closest("input, select, textarea") || (event.key.length > 1 && event.target.closest("[tabindex='0']"));
+  if (relation && !isModified && !event.defaultPrevented && !isUsedElsewhere) document.querySelector(`a[rel=${relation}]`)?.click();
+}
+
 // All of a page
 
 async function start() {
+  document.addEventListener("keydown", followOnKey);
   const refreshes = [...document.querySelectorAll("[data-plots]")].map(plotsOf);
   if (location.protocol !== "file:") refreshes.push(...[...document.querySelectorAll("[data-live]")].map(liveOf));
   await Promise.allSettled([...document.querySelectorAll("[data-tokens]")].map(showTokens));

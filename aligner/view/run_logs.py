@@ -1,0 +1,159 @@
+"""Logs of a run's processes: their last lines, the problems in them, and the exception that ended
+the run."""
+
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from aligner.observability.logs import ERROR_PREFIX, extract_text_lines
+from aligner.view.shown_text import MAX_LINE_LENGTH, printable
+
+_TRACEBACK = "Traceback (most recent"
+# Size of the displayed end of a log, in bytes.
+_LOG_BYTES = 200_000
+# Texts that mark a line of a log as an error or a warning.
+_PROBLEM_MARKS = {
+    ERROR_PREFIX: "error",
+    _TRACEBACK: "error",
+    "ERROR": "error",
+    "WARNING": "warning",
+    "Warning:": "warning",
+}
+# ANSI escape sequences of colors.
+_COLORS = re.compile(r"\x1b\[[0-9;]*m")
+# Parts of lines that Triton's processes print in every healthy run.
+_HARMLESS_MARKS = ("resource_tracker", "--strict-model-config")
+# Maximum length of an exception's message that the launcher's reason is searched for. The launcher
+# shortens long reasons.
+_MAX_SEARCHED_LENGTH = 100
+# A frame of a traceback: file, line number and function.
+_FRAME = re.compile(r'^  File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
+Line = tuple[str, str]
+"""Kind of a line (`error`, `warning` or empty), and its text."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The exception that ended a run."""
+
+    file: str
+    """Name of the log."""
+    exception: str
+    """Last line of the traceback: the type and the message."""
+    traceback: str
+    """All lines of the traceback."""
+
+    @property
+    def location(self) -> str:
+        """File, line and function that raised the exception, as `FILE:LINE in FUNCTION`."""
+        frames = _FRAME.findall(self.traceback)
+        return "{}:{} in {}".format(*frames[-1]) if frames else self.file
+
+
+def list_log_files(directory: Path) -> list[Path]:
+    """Return the logs of a run's processes, the trainer's first; symbolic links are omitted."""
+    if not directory.is_dir():
+        return []
+    files = [
+        file
+        for file in directory.iterdir()
+        if file.suffix == ".log" and file.is_file() and not file.is_symlink()
+    ]
+    return sorted(files, key=lambda file: (not file.name.startswith("trainer"), file.name))
+
+
+def read_log_end(file: Path) -> tuple[list[Line], int]:
+    """Return the last lines of a log.
+
+    Returns:
+        The kind ("error", "warning" or an empty string) and the text of each line, and the number
+        of bytes before the first line.
+    """
+    with file.open("rb") as content:
+        size = content.seek(0, os.SEEK_END)
+        content.seek(max(0, size - _LOG_BYTES))
+        skipped_bytes = content.tell()
+        text = content.read(_LOG_BYTES).decode(errors="replace")
+    text = _COLORS.sub("", text)
+    # A progress bar overwrites its line with carriage returns: only its last state remains.
+    lines = [line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n")]
+    return [
+        (_classify_line(line), printable(line, MAX_LINE_LENGTH))
+        # The first line of a partly read file is incomplete.
+        for line in extract_text_lines(lines[1:] if skipped_bytes else lines)
+    ], skipped_bytes
+
+
+def find_log_problems(directory: Path) -> list[tuple[str, str, str, int]]:
+    """Return the errors and warnings at the ends of a run's logs, errors first.
+
+    Each entry consists of the file's name, the kind, the line and its number of occurrences. For a
+    traceback, the line is the last line of the traceback, which contains the exception.
+    """
+    counts: Counter[tuple[str, str, str]] = Counter()
+    for file in list_log_files(directory):
+        lines = read_log_end(file)[0]
+        for index, (kind, line) in enumerate(lines):
+            if _TRACEBACK in line:
+                line = next(
+                    (text for _, text in lines[index + 1 :] if text and not text.startswith(" ")),
+                    line,
+                )
+            if kind:
+                counts[file.name, kind, line] += 1
+    return sorted(
+        ((*problem, count) for problem, count in counts.items()),
+        key=lambda entry: entry[1] != "error",
+    )
+
+
+def _classify_line(line: str) -> str:
+    """Return "error", "warning" or an empty string for a line of a log."""
+    return (
+        ""
+        if any(mark in line for mark in _HARMLESS_MARKS)
+        else next((kind for mark, kind in _PROBLEM_MARKS.items() if mark in line), "")
+    )
+
+
+def find_failure(directory: Path, reason: str) -> Failure | None:
+    """Return the exception that ended a run; None if no log contains its traceback.
+
+    Args:
+        directory: Directory of the logs.
+        reason: The launcher's reason for the end of the run, which quotes the exception.
+    """
+    failures = [
+        Failure(file.name, lines[-1], "\n".join(lines))
+        for file in list_log_files(directory)
+        for lines in _find_tracebacks(read_log_end(file)[0])
+    ]
+    matches = [failure for failure in failures if _is_quoted(failure.exception, reason)]
+    # The traceback of the user's code has the innermost frames: an outer process repeats the
+    # message of an exception in an exception of its own.
+    return max(matches, key=lambda failure: failure.traceback.count("\n"), default=None)
+
+
+def _is_quoted(exception: str, reason: str) -> bool:
+    """Return whether a reason contains an exception's message, or its type if it has no message."""
+    kind, _, message = exception.partition(": ")
+    return (message or kind)[:_MAX_SEARCHED_LENGTH] in reason
+
+
+def _find_tracebacks(lines: Sequence[Line]) -> Iterator[list[str]]:
+    """Yield the lines of each traceback, from its first line to the line with the exception."""
+    for index, (_, line) in enumerate(lines):
+        if line.startswith(_TRACEBACK):
+            end = next(
+                (
+                    number
+                    for number in range(index + 1, len(lines))
+                    if lines[number][1] and not lines[number][1].startswith(" ")
+                ),
+                None,
+            )
+            if end is not None:
+                yield [text for _, text in lines[index : end + 1]]
