@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from aligner.errors import AlignerError, ConfigError
-from aligner.user_code import import_object
+from aligner.user_code import describe_user_error, import_object, report_user_error
 
 # Timeout for the child's start and its import of the function, in seconds.
 _IMPORT_TIMEOUT_S = 180.0
@@ -47,8 +47,8 @@ _PLACEHOLDER_KEY = "aligner: of a type that JSON does not have"
 class ChildRaised(AlignerError):
     """The function raised an exception.
 
-    The message contains the exception's type and message. The traceback is on the standard error of
-    this process.
+    The message contains the exception's type, place and message. The traceback is on the standard
+    error of this process.
     """
 
 
@@ -366,7 +366,8 @@ def serve() -> None:
         except (Exception, SystemExit) as error:
             signal.setitimer(signal.ITIMER_PROF, 0)
             traceback.print_exc()
-            respond({"raised": f"{type(error).__name__}: {error}"})
+            report_user_error(error)
+            respond({"raised": describe_user_error(error)})
 
 
 def _disconnect_forks(requests_fd: int, responses_fd: int) -> None:

@@ -135,6 +135,9 @@ class RunPaths:
         self.stages = root / "stages"
         """Current stage of each role while it starts, one file per role; see
         `aligner.observability.timeline`."""
+        self.user_errors = root / "user_errors"
+        """Exceptions of reward functions and environments in the current launch, one file per rank;
+        see `aligner.observability.user_errors`."""
         self.logs = root / "logs"
         """Output of the run's processes, one file per process."""
 

@@ -1,7 +1,18 @@
-"""Import of user code that a configuration names; user code may raise any exception."""
+"""Import of user code that a configuration names, and reports of the exceptions that it raises."""
 
+import contextlib
 import importlib
+import json
 import logging
+import os
+import site
+import sysconfig
+import textwrap
+import time
+import traceback
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from aligner.errors import ConfigError
@@ -39,3 +50,81 @@ def import_object(module: str, name: str) -> Any:
         raise ConfigError(
             f"importing {module} failed with {type(error).__name__}: {error}"
         ) from error
+
+
+USER_ERRORS = "ALIGNER_USER_ERRORS"
+"""Environment variable of a rank and its helper processes: path of the file of the rank to which
+`report_user_error` appends, without the rank's number and the extension at its end."""
+# Seconds between two reports of exceptions that were raised at the same place.
+_REPORT_INTERVAL_S = 1.0
+_MAX_MESSAGE_CHARACTERS = 300
+
+_reported_at: dict[str, float] = {}
+"""Time of the last report for each type and place of an exception."""
+
+
+def locate_user_error(error: BaseException) -> str:
+    """Return the type of an exception and the place where the user's code raised it, such as
+    "ValueError in my_reward.py:12".
+
+    The place is the innermost frame that is neither aligner's nor a library's.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    user_frames = [frame for frame in frames if not _is_library_file(frame.filename)]
+    name = type(error).__name__
+    if not user_frames:
+        return name
+    return f"{name} in {Path(user_frames[-1].filename).name}:{user_frames[-1].lineno}"
+
+
+def describe_user_error(error: BaseException) -> str:
+    """Return the type, the place and the message of an exception of the user's code.
+
+    An example is "ValueError in my_reward.py:12: no answer". See `locate_user_error`.
+    """
+    return f"{locate_user_error(error)}: {error}".removesuffix(": ")
+
+
+def report_user_error(error: BaseException) -> None:
+    """Append an exception of the user's code to the file of this rank, from which the launcher
+    shows it on the terminal.
+
+    The first report of a place contains the traceback. Later reports of the same place are short,
+    and there is at most one per second. The function does nothing in a process that the launcher
+    did not start.
+    """
+    prefix = os.environ.get(USER_ERRORS)
+    place = locate_user_error(error)
+    now = time.monotonic()
+    last_report = _reported_at.get(place)
+    if prefix is None or (last_report is not None and now - last_report < _REPORT_INTERVAL_S):
+        return
+
+    _reported_at[place] = now
+    message = textwrap.shorten(str(error), _MAX_MESSAGE_CHARACTERS, placeholder=" …")
+    record: dict[str, str] = {"place": place, "message": message}
+    if last_report is None:
+        record["traceback"] = "".join(traceback.format_exception(error)).rstrip()
+    # Only tasks of a Slurm job have SLURM_PROCID.
+    rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID", "0")
+    file = Path(f"{prefix}{rank}.jsonl")
+    # Ignore errors: a full disk also fails other writes, which raise.
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        # One write: several processes of a rank append to the file.
+        with file.open("ab", buffering=0) as stream:
+            stream.write(json.dumps(record).encode() + b"\n")
+
+
+def _is_library_file(name: str) -> bool:
+    """Return whether a file of a traceback belongs to aligner, to Python or to a library."""
+    return name.startswith("<") or any(
+        Path(name).is_relative_to(directory) for directory in _library_directories()
+    )
+
+
+@lru_cache(maxsize=1)
+def _library_directories() -> Sequence[Path]:
+    paths = sysconfig.get_paths()
+    directories = [paths["stdlib"], paths["purelib"], paths["platlib"], *site.getsitepackages()]
+    return [Path(__file__).parent, *map(Path, directories)]

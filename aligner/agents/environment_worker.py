@@ -28,7 +28,7 @@ from typing import IO, Any
 
 from aligner.agents.episode_environment import InvalidAnswer, call_environment
 from aligner.errors import ConfigError
-from aligner.user_code import import_object
+from aligner.user_code import describe_user_error, import_object, report_user_error
 
 CLOSE = ["close"]
 """Call that closes an environment, also in the middle of another call."""
@@ -137,7 +137,8 @@ class _Host:
             answer = {"problem": str(error)}
         except BaseException as error:  # the user's code may raise anything
             traceback.print_exc()
-            problem = f"{request[0]} raised {type(error).__name__}: {error}"
+            report_user_error(error)
+            problem = f"{request[0]} raised {describe_user_error(error)}"
             answer = {"problem": problem[:_MAX_MESSAGE_CHARACTERS]}
         self.send({"call": call, **answer})
 

@@ -17,10 +17,13 @@ from aligner.errors import AlignerError
 from aligner.launcher.exhausted_resources import count_oom_kills, exhausted_resources
 from aligner.launcher.ranks import Rank
 from aligner.observability.logs import ERROR_PREFIX, extract_text_lines
+from aligner.observability.user_errors import UserError
 from aligner.paths import can_resume, get_run_paths, read_early_end
 from aligner.schema import Config
 from aligner.schema.data_sources import parse_data_sources
 
+SKIPPED_PROMPTS_KEY = "rollout.max_skipped_prompts="
+"""Beginning of the error of a run that skipped too many prompts."""
 # Number of lines of a log that an error message quotes.
 TAIL_LINES = 15
 _TAIL_BYTES = 64 * 1024
@@ -235,6 +238,34 @@ def build_failure_error(
     restarts = f" after {root.restarts} restart{'s' * (root.restarts > 1)}" if root.restarts else ""
     also = f" (then {others} failed)" if others else ""
     return build_rank_error(f"{describe_exit(root, missing)}{restarts}{also}", root)
+
+
+def add_user_error(error: AlignerError, user_errors: Sequence[UserError]) -> AlignerError:
+    """Return the error that ends a run, preceded by the exception of the user's code that caused
+    it.
+
+    The error is unchanged if no such exception was the cause: the run ended because too many
+    prompts were skipped, or because of an error that names the place of the exception.
+
+    Args:
+        error: The error that ends the run.
+        user_errors: Exceptions of the user's code in this launch, in order.
+    """
+    has_skipped_too_many = SKIPPED_PROMPTS_KEY in error.summary
+    causes = [
+        user_error
+        for user_error in user_errors
+        if has_skipped_too_many or user_error.place in str(error)
+    ]
+    if not causes:
+        return error
+    newest = causes[-1]
+    # The terminal already shows the traceback, and the end of the failed rank's log repeats the
+    # exception.
+    return AlignerError(
+        f"{newest.summary}\ntraceback: {newest.log}\nconsequence: {error.summary}",
+        summary=f"{newest.summary}; then {error.summary}",
+    )
 
 
 def resume_command(config: Config, *overrides: str) -> str:

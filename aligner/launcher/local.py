@@ -45,6 +45,7 @@ from aligner.launcher.run_directory import LockedError, lock_directory, require_
 from aligner.launcher.supervisor import Supervisor
 from aligner.observability.console import print_line
 from aligner.observability.metrics import read_metrics
+from aligner.observability.user_errors import user_error_environment
 from aligner.paths import get_run_paths
 from aligner.placement.addresses import LOOPBACK
 from aligner.placement.local_devices import assign_local_devices
@@ -288,6 +289,7 @@ class LocalRanks(Processes, Ranks):
                 ranks, ranks, LOOPBACK, next(self._ports), compute_threads_per_rank(self._config)
             ),
             **heartbeat_environment(self._config, role, ranks),
+            **user_error_environment(self._config, role),
         }
         for rank in range(ranks):
             environment = {

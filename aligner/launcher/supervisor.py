@@ -19,6 +19,7 @@ from rich.console import Console
 from aligner.checks.server import check_certificate
 from aligner.errors import FINISHED, REFUSED, RESUMABLE, STOP_SIGNAL, ConfigError, Stopped
 from aligner.launcher.failure import (
+    add_user_error,
     build_failure_error,
     build_rank_error,
     describe_exit,
@@ -33,6 +34,7 @@ from aligner.models.model_source import model_directory
 from aligner.observability.console import make_progress, print_line
 from aligner.observability.metrics import FileFollower
 from aligner.observability.timeline import StageWatch, delete_stages, read_stages
+from aligner.observability.user_errors import UserError, UserErrorFollower, delete_user_errors
 from aligner.paths import DAMAGE, get_run_paths
 from aligner.placement.addresses import Endpoint, save_endpoints
 from aligner.placement.roles import computes_on_devices
@@ -181,6 +183,7 @@ class Supervisor:
         """
         save_endpoints(dict(endpoints), get_run_paths(self.config).endpoints)
         delete_stages(get_run_paths(self.config))
+        delete_user_errors(get_run_paths(self.config))
         with closing(RunView(self.config, self.console)) as view:
             # Groups without a model start first: the fork server has their imports ready earlier
             # (cli/fork_server.py).
@@ -194,7 +197,7 @@ class Supervisor:
 
             while not trainer.has_completed:
                 self._tick()
-                self._raise_failures()
+                self._raise_failures(view)
                 self._check_stragglers()
                 if all(server.was_healthy for server in self._servers):
                     self._forward_stop_request(view)
@@ -254,8 +257,11 @@ class Supervisor:
         for rank in [rank for group in (*self._servers, self._trainer) for rank in group.ranks]:
             rank.shorten_log(limit)
 
-    def _raise_failures(self) -> None:
+    def _raise_failures(self, view: "RunView") -> None:
         """Raise an error if a rank failed and its group cannot be restarted.
+
+        Args:
+            view: Reads the exceptions of the user's code, one of which may be the cause.
 
         Raises:
             AlignerError: A rank failed for good; the error describes the rank that is the likely
@@ -275,9 +281,11 @@ class Supervisor:
             fatal = self._fatal_ranks()
             missing_ranks = self._trainer.missing_ranks
         ended_servers = [rank for server in self._servers for rank in server.ended_ranks]
-        raise build_failure_error(
+        error = build_failure_error(
             [*fatal, *(rank for rank in ended_servers if rank not in fatal)], fatal, missing_ranks
         )
+        view.update()
+        raise add_user_error(error, view.user_errors)
 
     def _wait_for_related_exits(self, for_s: float = GRACE_S) -> None:
         """Wait for events that have the same cause as an exit.
@@ -383,6 +391,11 @@ class RunView:
         self._started_at = time.monotonic()
         self._stages = StageWatch(paths, self.show_note)
         self._pending: list[dict[str, Any]] = []
+        self._paths = paths
+        self._prompts_per_step = config.rollout.prompts_per_step
+        self._user_error_follower = UserErrorFollower(paths)
+        self.user_errors: list[UserError] = []
+        """Exceptions of the user's code in this launch: the first and the newest of each place."""
 
     def show_waiting_servers(self, roles: list[str]) -> None:
         """Show which servers are not healthy yet, if this has changed since the last call.
@@ -414,14 +427,40 @@ class RunView:
                 f" {file.read_text().strip()}"
             )
         self._stages.poll()
+        self._read_user_errors()
         for record in self._metrics.read_new_records():
-            self._progress.show_step(record)
+            self._progress.show_step(record, self._describe_skipped_prompts(record))
         new_samples = self._samples.read_new_records()
         # The samples of a step are written one by one. They are complete when a call finds no more.
         if self._pending and not new_samples:
             self._progress.show_samples(self._pending)
             self._pending = []
         self._pending += new_samples
+
+    def _read_user_errors(self) -> None:
+        """Read new exceptions of the user's code, and show the first of each place in full."""
+        for error in self._user_error_follower.read_new_errors():
+            known_errors = [known for known in self.user_errors if known.place == error.place]
+            if not known_errors:
+                self.show_note(f"{error.summary}\n{error.traceback or ''}\nlog: {error.log}")
+            for known in known_errors[1:]:
+                self.user_errors.remove(known)
+            self.user_errors.append(error)
+
+    def _describe_skipped_prompts(self, metrics: Mapping[str, float]) -> str | None:
+        """Return how many prompts a step has skipped and the newest exception of the user's code.
+
+        The result is None for a step that skipped no prompt.
+        """
+        count = int(metrics.get("rollout/skipped", 0))
+        if not count:
+            return None
+        reason = (
+            self.user_errors[-1].summary
+            if self.user_errors
+            else f"for the reasons see {self._paths.log('trainer', 0)}"
+        )
+        return f"{count} of {self._prompts_per_step} prompts skipped: {reason}"
 
     def _damage_reports(self) -> Iterable[Path]:
         """Return the files that describe damaged checkpoints."""

@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -147,10 +147,18 @@ class PlainProgress:
         """Show a message about an unusual event."""
         print_line(self._console, text)
 
-    def show_step(self, metrics: Mapping[str, float]) -> None:
-        """Show a recorded step."""
+    def show_step(self, metrics: Mapping[str, float], problem: str | None = None) -> None:
+        """Show a recorded step on one line.
+
+        Args:
+            metrics: Metrics of the step.
+            problem: A problem of the step to show at the end of the line; None for no problem.
+        """
         self._pace.add(metrics)
-        self.show_note(f"step {int(metrics['step'])}/{self._steps}  {self._pace.describe(metrics)}")
+        parts = [f"step {int(metrics['step'])}/{self._steps}", self._pace.describe(metrics)]
+        if problem is not None:
+            parts.append(problem)
+        self.show_note("  ".join(parts))
 
     def show_samples(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Show recorded samples of one step, with escaped control characters."""
@@ -174,14 +182,17 @@ class PlainProgress:
 
 
 class LiveProgress(PlainProgress):
-    """Progress of a run as a bar at the bottom of a terminal; notes and samples scroll above it."""
+    """Progress of a run as a bar at the bottom of a terminal; steps, notes and samples scroll above
+    it."""
 
     def __init__(self, steps: int, console: Console) -> None:
         super().__init__(steps, console)
         columns = (
             TextColumn("step"),
             MofNCompleteColumn(),
-            BarColumn(),
+            # The columns fit into a terminal of 60 columns.
+            BarColumn(bar_width=12),
+            TimeElapsedColumn(),
             TextColumn("{task.description}", markup=False),
         )
         # Do not redirect the streams: the launcher prints through the console, or after `close`.
@@ -195,12 +206,12 @@ class LiveProgress(PlainProgress):
         """Show the status text beside the progress bar."""
         self._bar.update(self._task, description=text)
 
-    def show_step(self, metrics: Mapping[str, float]) -> None:
-        """Advance the bar to a recorded step."""
-        self._pace.add(metrics)
-        self._bar.update(
-            self._task, completed=int(metrics["step"]), description=self._pace.describe(metrics)
-        )
+    def show_step(self, metrics: Mapping[str, float], problem: str | None = None) -> None:
+        """Print a recorded step above the bar, and advance the bar."""
+        super().show_step(metrics, problem)
+        left = self._pace.seconds_left
+        description = "" if left is None else f"ETA {timedelta(seconds=round(left))}"
+        self._bar.update(self._task, completed=int(metrics["step"]), description=description)
 
     def close(self) -> None:
         """Stop drawing the bar."""
@@ -208,8 +219,13 @@ class LiveProgress(PlainProgress):
 
 
 def make_progress(steps: int, console: Console) -> PlainProgress:
-    """Return a progress bar if the console is a terminal, otherwise progress as plain lines."""
-    return LiveProgress(steps, console) if console.is_terminal else PlainProgress(steps, console)
+    """Return progress with a bar if the console is a terminal, otherwise plain lines.
+
+    FORCE_COLOR makes `console.is_terminal` true for pipes and notebooks too, where a bar cannot
+    overwrite itself, so the file decides.
+    """
+    is_terminal = console.is_terminal and console.file.isatty()
+    return LiveProgress(steps, console) if is_terminal else PlainProgress(steps, console)
 
 
 def _create_table(title: str, label: str, *columns: str) -> Table:

@@ -187,13 +187,16 @@ class RecordWriter:
         os.truncate(self._path, new_size)
 
 
-def _parse_record(line: bytes, path: Path, start: int) -> dict[str, Any]:
+def _parse_record(
+    line: bytes, path: Path, start: int, required_field: str = "step"
+) -> dict[str, Any]:
     """Return the record of a line of a file.
 
     Args:
         line: The line.
         path: The file.
         start: Position of the line in the file, in bytes.
+        required_field: Field that the record must have; a step must be a number.
 
     Raises:
         AlignerError: If the line is not a record; the error contains the line number.
@@ -202,10 +205,11 @@ def _parse_record(line: bytes, path: Path, start: int) -> dict[str, Any]:
         record = json.loads(line)
     except ValueError:  # after a power failure, a file may contain zeros instead of its last bytes
         record = None
-    if not isinstance(record, dict) or not isinstance(record.get("step"), (int, float)):
+    types = (int, float) if required_field == "step" else str
+    if not isinstance(record, dict) or not isinstance(record.get(required_field), types):
         number = path.read_bytes()[:start].count(b"\n") + 1
         raise AlignerError(
-            f"{path}: line {number} is not a JSON object with a step; remove the line"
+            f"{path}: line {number} is not a JSON object with a {required_field}; remove the line"
         )
     return record
 
@@ -250,15 +254,19 @@ def merge_records(
 class FileFollower:
     """Reader of the records that another process appends to a JSON-lines file."""
 
-    def __init__(self, path: Path, *, newest_bytes: int | None = None) -> None:
+    def __init__(
+        self, path: Path, *, newest_bytes: int | None = None, required_field: str = "step"
+    ) -> None:
         """Open a file, which need not exist yet.
 
         Args:
             path: The file.
             newest_bytes: Maximum number of bytes to read from the end of the existing file; an
                 incomplete first line is skipped. None reads the whole file.
+            required_field: Field that every record must have.
         """
         self._path = path
+        self._required_field = required_field
         self._offset = 0
         if newest_bytes is not None and path.exists():
             with path.open("rb") as file:
@@ -282,7 +290,7 @@ class FileFollower:
             block = file.read()
         records = []
         for line in block[: block.rfind(b"\n") + 1].splitlines(keepends=True):
-            records.append(_parse_record(line, self._path, self._offset))
+            records.append(_parse_record(line, self._path, self._offset, self._required_field))
             self._offset += len(line)
         return records
 

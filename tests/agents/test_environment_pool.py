@@ -136,8 +136,8 @@ def test_invalid_pool_calls_raise_immediately(make):
 @pytest.mark.parametrize(
     ("action", "message"),
     [
-        ("raise", "step raised ValueError: nobody is in"),
-        ("exit", "step raised SystemExit: enough"),
+        ("raise", "step raised ValueError in acting.py:75: nobody is in"),
+        ("exit", "step raised SystemExit in acting.py:73: enough"),
         ("memory", "step raised MemoryError"),
         (
             "answer ('', 0)",

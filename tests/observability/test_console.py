@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from pathlib import Path
 
 from rich.console import Console
@@ -18,8 +19,14 @@ from aligner.observability.console import (
 from aligner.paths import RunPaths
 
 
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
 def console(*, terminal: bool = False) -> Console:
-    return Console(file=io.StringIO(), width=110, force_terminal=terminal, color_system=None)
+    file = Terminal() if terminal else io.StringIO()
+    return Console(file=file, width=110, force_terminal=terminal, color_system=None)
 
 
 def output_of(where: Console) -> str:
@@ -73,6 +80,40 @@ def test_live_progress_shows_metrics_and_samples() -> None:
     text = output_of(where)
     assert "4/10" in text and "reward 0.250  KL 0.0125  2.00 s/step  ETA 0:00:12" in text
     assert "Samples at step 4" in text and r"c\x1b[2Jd" in text and "a[b]" in text
+
+
+def test_live_progress_keeps_a_line_per_step() -> None:
+    where = console(terminal=True)
+    view = make_progress(3, where)
+    for step in (1, 2):
+        view.show_step({"step": step, "reward/mean": step / 4, "time/step": 2.0})
+    view.close()
+    lines = output_of(where).splitlines()
+    assert any("step 1/3  reward 0.250  2.00 s/step" in line for line in lines)
+    assert any("step 2/3  reward 0.500  2.00 s/step" in line for line in lines)
+
+
+def test_live_progress_fits_into_60_columns() -> None:
+    file = Terminal()
+    view = make_progress(10000, Console(file=file, width=60, force_terminal=True))
+    view.show_step({"step": 1234, "time/step": 35.0})
+    view.close()
+    bar = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", file.getvalue()).splitlines()[-1].strip("\r")
+    assert "1234/10000" in bar and "ETA 3 days, 13:13:30" in bar and len(bar) <= 60, bar
+
+
+def test_forced_colors_draw_no_bar_in_a_pipe() -> None:
+    where = Console(file=io.StringIO(), force_terminal=True)
+    view = make_progress(3, where)
+    view.show_step({"step": 1, "time/step": 2.0})
+    view.close()
+    assert output_of(where) == "step 1/3  2.00 s/step  ETA 0:00:04\n"
+
+
+def test_step_line_ends_with_its_problem() -> None:
+    where = console()
+    make_progress(3, where).show_step({"step": 1, "reward/mean": 0.25}, "2 of 4 prompts skipped")
+    assert output_of(where) == "step 1/3  reward 0.250  2 of 4 prompts skipped\n"
 
 
 def test_summary_compares_first_and_last_five_steps(tmp_path: Path) -> None:

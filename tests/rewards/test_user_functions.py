@@ -90,7 +90,10 @@ def test_async_calls_share_one_event_loop():
 
 
 def test_error_of_async_function_names_the_prompt():
-    with pytest.raises(ScoringError, match="raised KeyError: 'gold' for prompt 'prompt 0'"):
+    with pytest.raises(
+        ScoringError,
+        match=r"raised KeyError in user_functions.py:141: 'gold' for prompt 'prompt 0'",
+    ):
         scores("async_raises", "a")
 
 

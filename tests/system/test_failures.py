@@ -33,9 +33,9 @@ def test_scorer_error_names_prompt_and_response(tmp_path: Path) -> None:
     ) as launch:
         run = launch.finish(150)
     assert run.code == 1, run.report()
-    complaint = "the scorer function raised LookupError: no rule for this prompt"
+    complaint = "the scorer function raised LookupError in scorers.py:\\d+: no rule for this prompt"
     pattern = (
-        rf"aligner: error: reward server .*{complaint} for prompt '{BAD_PROMPT}' and response"
+        rf"(?s)aligner: error: LookupError in scorers.py:.*reward server .*{complaint} for prompt '{BAD_PROMPT}' and response"
         r" ['\"].+"
     )
     assert re.search(pattern, run.error), run.error

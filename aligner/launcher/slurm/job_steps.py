@@ -31,6 +31,7 @@ from aligner.launcher.slurm.slurm_commands import (
     read_node_addresses,
     slurm_command,
 )
+from aligner.observability.user_errors import user_error_environment
 from aligner.paths import get_run_paths
 from aligner.placement.local_devices import parse_numbers
 from aligner.placement.roles import count_role_ranks, get_configured_threads
@@ -310,6 +311,7 @@ class SlurmSteps(Ranks):
             ),
             **configured_environment(self._config, role, step.placement),
             **heartbeat_environment(self._config, role, ranks),
+            **user_error_environment(self._config, role),
         }
         logs = [prepare_log(self._config, role, rank, restarts) for rank in range(ranks)]
         for log in logs:
