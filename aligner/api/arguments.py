@@ -48,6 +48,9 @@ class ChildCommand:
             python_path: Directory to add to PYTHONPATH, for modules of the user.
         """
         environment = {"COLUMNS": str(shutil.get_terminal_size((100, 24)).columns)} | os.environ
+        # Jupyter sets these variables, but a cell shows escape codes as text.
+        for variable in ("FORCE_COLOR", "CLICOLOR_FORCE"):
+            environment.pop(variable, None)
         # Without buffers, standard output and error keep their common order.
         environment["PYTHONUNBUFFERED"] = "1"
         if python_path is not None:

@@ -147,7 +147,8 @@ def render_notebook_output(printed: str, paths: RunPaths | None, lines: int) -> 
         bar = Table.grid()  # a table ends with a line break
         bar.add_row(ProgressBar(total=pace.steps, completed=pace.done, width=60))
         parts.append(bar)
-    parts.append(Text("\n".join(printed.splitlines()[-lines:])))
+    # The quoted log of a failed rank may contain escape codes.
+    parts.append(Text.from_ansi("\n".join(printed.splitlines()[-lines:])))
     console = Console(file=io.StringIO(), record=True, width=_WIDTH, force_jupyter=False)
     for part in parts:
         console.print(part)

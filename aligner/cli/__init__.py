@@ -106,8 +106,10 @@ def _describe_exhausted_resource(error: BaseException) -> str | None:
 
 
 def _print_error(message: str) -> None:
-    """Print an error on standard error, in red on a terminal."""
-    colored = sys.stderr.isatty() and "NO_COLOR" not in os.environ
+    """Print an error on standard error, in red on a terminal or with FORCE_COLOR."""
+    # The launcher finds the error in a rank's log by its prefix, so a rank never colors it.
+    is_forced = bool(os.environ.get("FORCE_COLOR")) and "RANK" not in os.environ
+    colored = (sys.stderr.isatty() or is_forced) and not os.environ.get("NO_COLOR")
     color, reset = ("\033[31m", "\033[0m") if colored else ("", "")
     with suppress(OSError):  # the log's disk may be full; the exit code still reports the error
         print(f"{color}{ERROR_PREFIX} {message}{reset}", file=sys.stderr, flush=True)

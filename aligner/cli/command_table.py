@@ -407,6 +407,18 @@ COMMANDS = {
                 help="print the Slurm job script and the srun command of each role, without"
                 " submitting the job (requires cluster=slurm)",
             ),
+            _add("--quiet", action="store_true", help="print only errors and the final result"),
+            _add(
+                "--verbose",
+                action="store_true",
+                help="also print the duration of each phase and the lines of the logs",
+            ),
+            _add(
+                "--json",
+                action="store_true",
+                help="print one JSON object per step and event on standard output, and texts on"
+                " standard error",
+            ),
         ),
     ),
     "validate": Command(

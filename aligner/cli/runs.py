@@ -5,6 +5,7 @@ import contextlib
 import json
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 
 from rich.console import Console
@@ -12,7 +13,7 @@ from rich.console import Console
 from aligner.cli.compositions import compose_command
 from aligner.config.compose import describe_unread_keys
 from aligner.config.prerequisites import RunPlan, plan_run
-from aligner.errors import ConfigError
+from aligner.errors import FINISHED, ConfigError, get_exit_code
 from aligner.launcher.forks import ForkServer
 from aligner.launcher.local import launch as launch_here
 from aligner.launcher.local import launch_dry_run, start_fork_server, validate_dry_run
@@ -27,6 +28,7 @@ from aligner.models.model_source import (
     stored_model_notes,
 )
 from aligner.models.shape import ModelShape
+from aligner.observability.console import OutputMode, print_event
 from aligner.placement.memory.role_memory import build_memory_table, compute_role_memory
 from aligner.placement.placement_table import build_placement_table, find_layer_notes
 from aligner.placement.roles import describe_model, has_gpu
@@ -39,23 +41,62 @@ _WATCH_S = 5.0
 
 def launch(parsed: argparse.Namespace) -> None:
     """Run all roles until the run ends, or submit the run as a Slurm job."""
-    if parsed.dry_run or has_gpu():
-        _launch(_plan_run(parsed), is_dry=parsed.dry_run)
-        return
-    # The fork server imports modules on another core while this process composes the configuration.
-    with contextlib.closing(start_fork_server()) as fork_server:
-        _launch(_plan_run(parsed), is_dry=False, fork_server=fork_server)
+    mode = _get_output_mode(parsed)
+    with _reporting_end(mode):
+        if parsed.dry_run or has_gpu():
+            _launch(_plan_run(parsed), mode, is_dry=parsed.dry_run)
+            return
+        # The fork server imports modules on another core while this process composes the
+        # configuration.
+        with contextlib.closing(start_fork_server()) as fork_server:
+            _launch(_plan_run(parsed), mode, is_dry=False, fork_server=fork_server)
 
 
-def _launch(plan: RunPlan, *, is_dry: bool, fork_server: ForkServer | None = None) -> None:
+def _get_output_mode(parsed: argparse.Namespace) -> OutputMode:
+    """Return the output mode of the options `--quiet`, `--verbose` and `--json`.
+
+    Raises:
+        ConfigError: More than one of the options is given.
+    """
+    modes: tuple[OutputMode, ...] = ("quiet", "verbose", "json")
+    chosen = [mode for mode in modes if getattr(parsed, mode)]
+    if len(chosen) > 1:
+        options = " and ".join(f"--{mode}" for mode in chosen)
+        raise ConfigError(f"{options}: cannot be combined; use one of them")
+    return chosen[0] if chosen else "normal"
+
+
+@contextlib.contextmanager
+def _reporting_end(mode: OutputMode) -> Iterator[None]:
+    """With `json`, print the last event, `end`, with the exit code of the command and its error."""
+    try:
+        yield
+    except BaseException as error:
+        if mode == "json":
+            print_event("end", exit_code=get_exit_code(error), error=str(error))
+        raise
+    if mode == "json":
+        print_event("end", exit_code=FINISHED, error=None)
+
+
+def _launch(
+    plan: RunPlan, mode: OutputMode, *, is_dry: bool, fork_server: ForkServer | None = None
+) -> None:
     """Launch a run as a dry run, as a Slurm job, or on this machine, as its configuration requires.
 
     Args:
         plan: The run and its prerequisite experiments.
+        mode: Output of the launch.
         is_dry: Whether to print the Slurm job script and the job steps instead of submitting the
             job (`--dry-run`).
         fork_server: See `aligner.launcher.local.launch`.
     """
+    is_elsewhere = plan.config.cluster.kind == "slurm" or plan.config.dry_run.scale != "none"
+    if mode != "normal" and is_elsewhere:
+        raise ConfigError(
+            f"--{mode}: is not supported with cluster=slurm or dry_run.scale=tiny; the output of a"
+            " Slurm job is in its log"
+        )
     if plan.config.dry_run.scale != "none":
         if is_dry:
             raise ConfigError(
@@ -74,7 +115,7 @@ def _launch(plan: RunPlan, *, is_dry: bool, fork_server: ForkServer | None = Non
             " configuration, use `aligner validate`"
         )
     else:
-        launch_here(plan, fork_server=fork_server)
+        launch_here(plan, fork_server=fork_server, output_mode=mode)
 
 
 def validate(parsed: argparse.Namespace) -> None:

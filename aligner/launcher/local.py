@@ -43,7 +43,12 @@ from aligner.launcher.rank_environment import (
 from aligner.launcher.ranks import Ranks, prepare_log
 from aligner.launcher.run_directory import LockedError, lock_directory, require_unlocked
 from aligner.launcher.supervisor import Supervisor
-from aligner.observability.console import print_line
+from aligner.observability.console import (
+    OutputMode,
+    create_console,
+    print_event,
+    print_line,
+)
 from aligner.observability.metrics import read_metrics
 from aligner.observability.user_errors import user_error_environment
 from aligner.paths import get_run_paths
@@ -78,6 +83,7 @@ def launch(
     command: CommandBuilder = build_role_command,
     print_details: Callable[[Console], None] | None = None,
     fork_server: ForkServer | None = None,
+    output_mode: OutputMode = "normal",
 ) -> None:
     """Run a configuration and its prerequisite experiments on this machine.
 
@@ -86,6 +92,7 @@ def launch(
         command: Function that returns the command of a role's ranks.
         print_details: Function that prints details of the run after the run directory.
         fork_server: A fork server for the first run, started before the configuration was known.
+        output_mode: Output of the launch.
 
     Raises:
         ConfigError: The configuration is invalid. No rank was started, and no files are left
@@ -101,8 +108,12 @@ def launch(
             " it to launch a run"
         )
     root = get_run_paths(plan.config).root
-    console = Console()
-    print(f"run directory: {root}", flush=True)
+    console = create_console(output_mode)
+    if output_mode == "json":
+        print_event("launch", directory=str(root))
+    elif output_mode != "quiet":
+        # Unlike `console`, `print` never colors the line, which the Python API reads.
+        print(f"run directory: {root}", flush=True)
     require_unlocked(root)
     plan.check()
     if print_details is not None:
@@ -120,7 +131,14 @@ def launch(
             make_ranks = partial(
                 LocalRanks, command, fork_server=fork_servers.pop() if fork_servers else None
             )
-            Supervisor(config, console, interrupts, make_ranks, local_hosts(config)).run()
+            Supervisor(
+                config,
+                console,
+                interrupts,
+                make_ranks,
+                local_hosts(config),
+                output_mode=output_mode,
+            ).run()
 
         for prerequisite in plan.prerequisites:
             _complete_prerequisite(prerequisite, run, interrupts, console)

@@ -33,7 +33,7 @@ from aligner.files import NO_LOCKS, LockHolder, write_file
 from aligner.launcher.failure import describe_next_steps
 from aligner.launcher.processes import read_start_ticks
 from aligner.models.model_source import gguf_file, model_directory
-from aligner.observability.console import print_line, print_summary
+from aligner.observability.console import print_line, print_summary, showing_result
 from aligner.observability.metrics import read_metrics
 from aligner.observability.trace import write_trace
 from aligner.paths import LOCK, PRIVATE_MODE, RunPaths, get_run_paths, read_early_end
@@ -435,11 +435,12 @@ def open_run_directory(
                 print_line(console, f"could not write {paths.trace}: {error}")
 
         metrics = read_metrics(paths.metrics)
-        print_summary(metrics, paths, console)
-        if (end_text := read_early_end(paths)) is not None:
-            print_line(console, end_text)
-        for line in describe_next_steps(config, int(metrics[-1]["step"]) if metrics else 0):
-            print_line(console, line)
+        with showing_result(console):
+            print_summary(metrics, paths, console)
+            if (end_text := read_early_end(paths)) is not None:
+                print_line(console, end_text)
+            for line in describe_next_steps(config, int(metrics[-1]["step"]) if metrics else 0):
+                print_line(console, line)
         if stopped is not None:
             raise stopped
 

@@ -42,7 +42,8 @@ class RoleStatus:
 
     ranks: int
     health: str
-    """`starting`, `healthy`, `restarting`, `not answering` or `gone`."""
+    """`starting`, `healthy`, `restarting`, `not answering`, `finished` (the run has finished) or
+    `gone` (the run has ended early)."""
     restarts: int
     """Number of restarts in the current launch."""
 
@@ -249,7 +250,7 @@ def _role_statuses(
     def health(name: str, role: RoleState) -> str:
         """Return the health of one role (see `RoleStatus.health`)."""
         if state not in _ACTIVE_STATES:
-            return "gone"
+            return "finished" if state == "finished" else "gone"
         # Triton may still respond although the ranks of the server are silent.
         if role.silent:
             return "not answering"

@@ -31,7 +31,8 @@ from aligner.launcher.rank_groups import GRACE_S, PrepareGroup, ServerGroup, Tra
 from aligner.launcher.ranks import Rank, Ranks
 from aligner.launcher.run_directory import StateRecorder, open_run_directory
 from aligner.models.model_source import model_directory
-from aligner.observability.console import make_progress, print_line
+from aligner.observability.console import OutputMode, make_progress, print_line
+from aligner.observability.logs import LogFollower
 from aligner.observability.metrics import FileFollower
 from aligner.observability.timeline import StageWatch, delete_stages, read_stages
 from aligner.observability.user_errors import UserError, UserErrorFollower, delete_user_errors
@@ -47,6 +48,8 @@ _POLL_S = 0.1
 _RESEND_S = 5.0
 # Seconds between two messages that the model is still being prepared.
 _PROGRESS_S = 15.0
+# Seconds after which a step is reported as still running for the first time.
+_LONG_STEP_S = 60.0
 # Seconds between two checks of the log sizes.
 _SHORTEN_LOGS_S = 5.0
 # Seconds in which ranks exit after they lose a peer because of a collective timeout. A rank that
@@ -75,6 +78,8 @@ class Supervisor:
     """Requeues the job. The supervisor calls it if the run is stopped before its last step."""
     lock_timeout_s: float = 0.0
     """Seconds to wait until another launch releases the lock of the run directory."""
+    output_mode: OutputMode = "normal"
+    """Output of the launch."""
     _ranks: Ranks = field(init=False)
     _state: StateRecorder = field(init=False)
     _servers: list[ServerGroup] = field(default_factory=list)
@@ -184,7 +189,7 @@ class Supervisor:
         save_endpoints(dict(endpoints), get_run_paths(self.config).endpoints)
         delete_stages(get_run_paths(self.config))
         delete_user_errors(get_run_paths(self.config))
-        with closing(RunView(self.config, self.console)) as view:
+        with closing(RunView(self.config, self.console, self.output_mode)) as view:
             # Groups without a model start first: the fork server has their imports ready earlier
             # (cli/fork_server.py).
             for name in sorted(endpoints, key=partial(computes_on_devices, self.config)):
@@ -367,12 +372,15 @@ class RunView:
     to the ranks.
     """
 
-    def __init__(self, config: Config, console: Console) -> None:
+    def __init__(
+        self, config: Config, console: Console, output_mode: OutputMode = "normal"
+    ) -> None:
         """Follow the files of a run.
 
         Args:
             config: The run's configuration.
             console: Console for the output.
+            output_mode: Output of the launch.
         """
         paths = get_run_paths(config)
         # The steps before a resume were shown by the earlier launch.
@@ -382,7 +390,11 @@ class RunView:
         self._samples = FileFollower(
             paths.samples, newest_bytes=0 if config.run.should_resume else None
         )
-        self._progress = make_progress(config.run.steps, console)
+        self._progress = make_progress(config.run.steps, console, output_mode, str(paths.root))
+        self._logs = LogFollower(paths.logs) if output_mode == "verbose" else None
+        self._last_step = 0
+        self._last_report_at = time.monotonic()
+        self._report_interval_s = _LONG_STEP_S
         self.show_note = self._progress.show_note
         """Function that prints a message on a line that stays visible above the progress bar."""
         self._checkpoints = paths.checkpoints
@@ -427,9 +439,16 @@ class RunView:
                 f" {file.read_text().strip()}"
             )
         self._stages.poll()
+        if self._logs is not None:
+            for name, line in self._logs.read_new_lines():
+                self.show_note(f"{name}: {line}")
         self._read_user_errors()
         for record in self._metrics.read_new_records():
             self._progress.show_step(record, self._describe_skipped_prompts(record))
+            self._last_step = int(record["step"])
+            self._last_report_at = time.monotonic()
+            self._report_interval_s = _LONG_STEP_S
+        self._report_long_step()
         new_samples = self._samples.read_new_records()
         # The samples of a step are written one by one. They are complete when a call finds no more.
         if self._pending and not new_samples:
@@ -437,12 +456,25 @@ class RunView:
             self._pending = []
         self._pending += new_samples
 
+    def _report_long_step(self) -> None:
+        """Report that a step is still running, at intervals that double."""
+        running_s = time.monotonic() - self._last_report_at
+        # `StageWatch` reports the first step, and `show_waiting_servers` the servers.
+        if not self._last_step or running_s < self._report_interval_s:
+            return
+        self._report_interval_s *= 2
+        self._progress.show_status(
+            f"step {self._last_step + 1} has been running for {running_s:.0f} s"
+        )
+
     def _read_user_errors(self) -> None:
         """Read new exceptions of the user's code, and show the first of each place in full."""
         for error in self._user_error_follower.read_new_errors():
             known_errors = [known for known in self.user_errors if known.place == error.place]
             if not known_errors:
-                self.show_note(f"{error.summary}\n{error.traceback or ''}\nlog: {error.log}")
+                self._progress.show_error(
+                    f"{error.summary}\n{error.traceback or ''}\nlog: {error.log}"
+                )
             for known in known_errors[1:]:
                 self.user_errors.remove(known)
             self.user_errors.append(error)

@@ -1,10 +1,12 @@
 """Output of a run on a console: its steps while it runs, samples, and a summary that compares the
 first steps with the last steps."""
 
+import json
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -55,9 +57,39 @@ GROUPED_METRICS = ("score", "pass@1")
 _BOUND_SUFFIXES = ("_low", "_high")
 
 
+OutputMode = Literal["normal", "quiet", "verbose", "json"]
+"""Output of `aligner launch`.
+
+With `quiet`, only errors and the final result are printed. `verbose` adds the durations of the
+phases of each step and the lines of the logs. With `json`, standard output contains one JSON object
+per line, and the texts are printed on standard error.
+"""
+
+
+def create_console(mode: OutputMode) -> Console:
+    """Return the console for the texts of a launch."""
+    return Console(quiet=mode == "quiet", stderr=mode == "json")
+
+
+@contextmanager
+def showing_result(console: Console) -> Iterator[None]:
+    """Print the final result of a run in the block, also on the console of `quiet`."""
+    is_quiet = console.quiet
+    console.quiet = False
+    try:
+        yield
+    finally:
+        console.quiet = is_quiet
+
+
 def print_line(console: Console, text: str) -> None:
     """Print a text unchanged, without markup, colors or line breaks."""
     console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def print_event(event: str, **fields: Any) -> None:
+    """Print an event of `json` on standard output, as one JSON object."""
+    print(json.dumps({"event": event, **fields}, ensure_ascii=False), flush=True)
 
 
 class Pace:
@@ -134,8 +166,16 @@ def iterate_suite_metrics(metrics: Mapping[str, float]) -> Iterator[tuple[str, s
 class PlainProgress:
     """Progress of a run as one line per step, for logs."""
 
-    def __init__(self, steps: int, console: Console) -> None:
+    def __init__(self, steps: int, console: Console, *, is_verbose: bool = False) -> None:
+        """Create the output of a run.
+
+        Args:
+            steps: Number of steps of the run.
+            console: Console for the output.
+            is_verbose: Whether to show the durations of the phases of each step.
+        """
         self._steps = steps
+        self._is_verbose = is_verbose
         self._console = console
         self._pace = Pace(steps)
 
@@ -146,6 +186,10 @@ class PlainProgress:
     def show_note(self, text: str) -> None:
         """Show a message about an unusual event."""
         print_line(self._console, text)
+
+    def show_error(self, text: str) -> None:
+        """Show an exception of the user's code, which need not end the run."""
+        self.show_note(text)
 
     def show_step(self, metrics: Mapping[str, float], problem: str | None = None) -> None:
         """Show a recorded step on one line.
@@ -159,6 +203,13 @@ class PlainProgress:
         if problem is not None:
             parts.append(problem)
         self.show_note("  ".join(parts))
+        phases = [
+            f"{_phase_label(key)} {value:.2f} s"
+            for key, value in metrics.items()
+            if key.startswith("time/") and key != "time/step"
+        ]
+        if self._is_verbose and phases:
+            self.show_note(f"  phases: {'  '.join(phases)}")
 
     def show_samples(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Show recorded samples of one step, with escaped control characters."""
@@ -185,8 +236,9 @@ class LiveProgress(PlainProgress):
     """Progress of a run as a bar at the bottom of a terminal; steps, notes and samples scroll above
     it."""
 
-    def __init__(self, steps: int, console: Console) -> None:
-        super().__init__(steps, console)
+    def __init__(self, steps: int, console: Console, *, is_verbose: bool = False) -> None:
+        """Draw the bar. See `PlainProgress` for the arguments."""
+        super().__init__(steps, console, is_verbose=is_verbose)
         columns = (
             TextColumn("step"),
             MofNCompleteColumn(),
@@ -218,14 +270,76 @@ class LiveProgress(PlainProgress):
         self._bar.stop()
 
 
-def make_progress(steps: int, console: Console) -> PlainProgress:
-    """Return progress with a bar if the console is a terminal, otherwise plain lines.
+class QuietProgress(PlainProgress):
+    """Progress of `quiet`: only exceptions of the user's code, on standard error."""
 
+    def show_error(self, text: str) -> None:
+        """Print an exception of the user's code."""
+        print_line(Console(stderr=True), text)
+
+
+class JsonProgress(PlainProgress):
+    """Progress of `json`: one event on standard output for each step, note and group of samples."""
+
+    def __init__(self, steps: int, console: Console, directory: str) -> None:
+        """Create the output.
+
+        Args:
+            steps: Number of steps of the run.
+            console: Console for texts; events are not printed on it.
+            directory: Run directory, which is part of each event of a step.
+        """
+        super().__init__(steps, console)
+        self._directory = directory
+
+    def show_note(self, text: str) -> None:
+        """Print a note."""
+        print_event("note", message=text)
+
+    def show_error(self, text: str) -> None:
+        """Print an exception of the user's code."""
+        print_event("error", message=text)
+
+    def show_step(self, metrics: Mapping[str, float], problem: str | None = None) -> None:
+        """Print a step with all of its metrics. See `PlainProgress.show_step`."""
+        self._pace.add(metrics)
+        print_event(
+            "step",
+            directory=self._directory,
+            step=int(metrics["step"]),
+            steps=self._steps,
+            seconds_left=self._pace.seconds_left,
+            problem=problem,
+            metrics=metrics,
+        )
+
+    def show_samples(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Print recorded samples of one step."""
+        print_event("samples", step=records[0]["step"], samples=records)
+
+
+def make_progress(
+    steps: int, console: Console, mode: OutputMode = "normal", directory: str = ""
+) -> PlainProgress:
+    """Return the progress of an output mode.
+
+    `normal` and `verbose` have a bar if the console is a terminal, otherwise plain lines.
     FORCE_COLOR makes `console.is_terminal` true for pipes and notebooks too, where a bar cannot
     overwrite itself, so the file decides.
+
+    Args:
+        steps: Number of steps of the run.
+        console: Console for the output.
+        mode: The output mode.
+        directory: Run directory, for `json`.
     """
+    if mode == "json":
+        return JsonProgress(steps, console, directory)
+    if mode == "quiet":
+        return QuietProgress(steps, console)
     is_terminal = console.is_terminal and console.file.isatty()
-    return LiveProgress(steps, console) if is_terminal else PlainProgress(steps, console)
+    progress_type = LiveProgress if is_terminal else PlainProgress
+    return progress_type(steps, console, is_verbose=mode == "verbose")
 
 
 def _create_table(title: str, label: str, *columns: str) -> Table:

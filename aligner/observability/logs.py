@@ -7,21 +7,22 @@ import sys
 import threading
 from collections.abc import Iterable
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import Any, TextIO, cast
 
 ERROR_PREFIX = "aligner: error:"
 """Beginning of the line in which a rank reports the error that ends it."""
 
 _log = logging.getLogger("aligner")
-_TEXT_FORMATTER = logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S")
 
 
 def configure_logs(format: str, role: str, rank: int | None = None) -> None:
     """Configure Python's logging in the process of a rank.
 
-    With `text`, records of aligner's loggers become lines of standard output with time and level,
-    and all other output is unchanged. With `json`, all records, warnings and printed lines become
-    JSON objects, except output that other processes or libraries write directly to the file.
+    With `text`, records of aligner's loggers become lines of standard output with time, level, role
+    and rank, and all other output is unchanged. With `json`, all records, warnings and printed
+    lines become JSON objects, except output that other processes or libraries write directly to the
+    file.
 
     Args:
         format: `text` or `json`.
@@ -29,21 +30,66 @@ def configure_logs(format: str, role: str, rank: int | None = None) -> None:
         rank: The rank in the role; default is the environment variable RANK.
     """
     handler = _Handler(sys.stdout)
+    rank = int(os.environ.get("RANK", "0")) if rank is None else rank
     _log.setLevel(logging.INFO)
     if format == "text":
-        handler.setFormatter(_TEXT_FORMATTER)
+        handler.setFormatter(_create_text_formatter(role, rank))
         _log.handlers = [handler]
         _log.propagate = False
         return
     # Some libraries log many records below WARNING, and expect the application to filter them.
     handler.addFilter(_is_own_or_warning)
-    handler.setFormatter(
-        _JsonFormatter(role, int(os.environ.get("RANK", "0")) if rank is None else rank)
-    )
+    handler.setFormatter(_JsonFormatter(role, rank))
     logging.getLogger().handlers = [handler]
     logging.captureWarnings(True)
     sys.stdout = cast(TextIO, _LoggedStream(sys.stdout, "stdout", logging.INFO))
     sys.stderr = cast(TextIO, _LoggedStream(sys.stderr, "stderr", logging.WARNING))
+
+
+def _create_text_formatter(role: str, rank: int) -> logging.Formatter:
+    """Return a formatter of lines such as "2026-11-29 06:46:34 INFO trainer 0: message"."""
+    return logging.Formatter(
+        f"%(asctime)s %(levelname)s {role} {rank}: %(message)s", "%Y-%m-%d %H:%M:%S"
+    )
+
+
+class LogFollower:
+    """Reader of the lines that the ranks of a run append to their logs."""
+
+    def __init__(self, directory: Path) -> None:
+        """Follow the logs of a directory. Lines of an earlier launch are skipped.
+
+        Args:
+            directory: Directory of the logs, which need not exist yet.
+        """
+        self._directory = directory
+        self._offsets = {file: file.stat().st_size for file in self._find_logs()}
+
+    def read_new_lines(self) -> list[tuple[str, str]]:
+        """Return the name of the role and rank, and the text, of each line that was completed since
+        the last call."""
+        new_lines = []
+        for file in self._find_logs():
+            with file.open("rb") as content:
+                # A log that exceeds `logging.file_mib` is shortened: continue at its new end.
+                end = content.seek(0, os.SEEK_END)
+                start = min(self._offsets.get(file, 0), end)
+                content.seek(start)
+                block = content.read()
+            complete = block[: block.rfind(b"\n") + 1]
+            self._offsets[file] = start + len(complete)
+            lines = extract_text_lines(complete.decode(errors="replace").splitlines())
+            new_lines += [(file.stem, line) for line in lines]
+        return new_lines
+
+    def _find_logs(self) -> list[Path]:
+        return [
+            file
+            for file in sorted(self._directory.glob("*-*.log"))
+            # Triton's logs are long, and srun's files belong to no rank.
+            if file.stem.rpartition("-")[2].isdecimal()
+            and not file.name.startswith(("srun-", "job-"))
+        ]
 
 
 def set_log_step(step: int) -> None:
@@ -77,7 +123,7 @@ def format_launcher_line(format: str, role: str, rank: int, message: str) -> str
     is_text = format == "text"
     text = f"--- {message} ---" if is_text else message
     record = logging.LogRecord("aligner.launcher", logging.INFO, "", 0, text, None, None)
-    formatter = _TEXT_FORMATTER if is_text else _JsonFormatter(role, rank)
+    formatter = _create_text_formatter(role, rank) if is_text else _JsonFormatter(role, rank)
     return formatter.format(record) + "\n"
 
 

@@ -54,7 +54,7 @@ def test_text_log_keeps_printed_lines_unchanged() -> None:
     lines = log_lines("text")
     assert {"a library's word", "a scorer's line", "ü", "to standard error"} <= {*lines}
     (own,) = [line for line in lines if "replaying 3" in line]
-    assert re.fullmatch(rf"{TIME} INFO replaying 3", own)
+    assert re.fullmatch(rf"{TIME} INFO reward.1 2: replaying 3", own)
     assert not [line for line in lines if line.startswith("{")]
 
 
@@ -118,7 +118,7 @@ def test_launcher_reads_errors_from_json_logs(tmp_path: Path) -> None:
 
 def test_launcher_lines_have_the_format_of_the_log() -> None:
     line = format_launcher_line("text", "critic", 1, "critic is started again")
-    assert re.fullmatch(rf"{TIME} INFO --- critic is started again ---\n", line)
+    assert re.fullmatch(rf"{TIME} INFO critic 1: --- critic is started again ---\n", line)
     record = json.loads(format_launcher_line("json", "critic", 1, "critic is started again"))
     assert (record["role"], record["rank"], record["message"]) == (
         "critic",
