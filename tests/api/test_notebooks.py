@@ -22,6 +22,7 @@ def execute_notebook(name: str, directory: Path, monkeypatch: pytest.MonkeyPatch
         book, timeout=500, kernel_name="python3", resources={"metadata": {"path": str(directory)}}
     )
     client.execute()
+    assert "\\u001b" not in nbformat.writes(book), "a cell shows escape codes"
     shown = {}
     for cell in book.cells:
         if cell.cell_type != "code":
