@@ -202,7 +202,10 @@ def tiny(directory: Path, *overrides: str) -> list[str]:
         (["data.prompts=[]"], "data: no prompts"),
         (["data.prompts=[a,' ']"], "data.prompts: must not contain an empty prompt"),
         (["data.path=absent.txt"], "data.path=absent.txt: no such file"),
-        (["data.path=prompts.csv"], "must be a .jsonl, .json, .parquet or .txt file"),
+        (
+            ["data.path=prompts.tsv"],
+            "must be a .jsonl, .json, .jsonl.gz, .json.gz, .csv, .parquet or .txt file",
+        ),
         (["critic.ports.http=70000"], "critic.ports.http=70000: must be at most 65535"),
         (
             ["algorithm.trainer=dpo", "algorithm.preference.label_smoothing=0.6"],

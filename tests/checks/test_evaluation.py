@@ -116,8 +116,8 @@ def test_valid_evaluation_settings_are_accepted(trainer: str, sections: dict[str
         ),
         (
             "online",
-            {"evaluation": EvaluationConfig(path="a.csv")},
-            "evaluation.path=a.csv: must be a .jsonl, .json, .parquet or .txt file",
+            {"evaluation": EvaluationConfig(path="a.tsv")},
+            "evaluation.path=a.tsv: must be a .jsonl, .json, .jsonl.gz, .json.gz, .csv, .parquet or .txt file",
         ),
         (
             "online",

@@ -13,6 +13,7 @@ from typing import NoReturn
 import pytest
 
 from aligner.cli import runs
+from aligner.cli.command_table import parse_arguments
 from aligner.errors import ConfigError
 from aligner.launcher.forks import ForkServer
 from aligner.launcher.local import start_fork_server
@@ -200,7 +201,7 @@ def test_refused_launch_ends_its_fork_server(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(runs, "start_fork_server", start)
 
     with pytest.raises(ConfigError):
-        runs.launch(argparse.Namespace(dry_run=False))
+        runs.launch(parse_arguments(["launch"]))
 
     (server,) = started
     assert server._process.returncode == -signal.SIGKILL
