@@ -24,6 +24,7 @@ from aligner.config.conf_files import find_group_directories, flatten_keys, list
 from aligner.config.overrides import parse_override
 from aligner.errors import ConfigError, build_exit_error
 from aligner.files import write_file
+from aligner.launcher.run_directory import reserve_directory
 from aligner.observability.logs import ERROR_PREFIX
 from aligner.paths import PRIVATE_MODE, RunPaths
 from aligner.schema.keys import find_schema_key
@@ -280,8 +281,12 @@ def write_records(
     options = list_group_options(find_group_directories(config_directory))
     parsed = [parse_override(text, options) for text in overrides]
     values = {override.key_or_group: str(override.value()) for override in parsed}
-    name = values.get("run.name") or make_default_name(values.get("experiment", AUTOMATIC))
-    paths = RunPaths(Path(values.get("run.dir") or f"runs/{name}").absolute())
+    if values.keys() & {"run.name", "run.dir"}:
+        root = Path(values.get("run.dir") or f"runs/{values['run.name']}").absolute()
+    else:
+        name = make_default_name(values.get("experiment", AUTOMATIC))
+        root = reserve_directory(Path("runs", name).absolute())
+    paths = RunPaths(root)
     file = paths.records
     if file.is_file() and file.read_text(encoding="utf-8") != records and paths.config.is_file():
         raise ConfigError(

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import sys
 import time
@@ -11,12 +12,13 @@ from dataclasses import asdict
 from rich.console import Console
 
 from aligner.cli.compositions import compose_command
-from aligner.config.compose import describe_unread_keys
+from aligner.config.compose import describe_unread_keys, find_user_keys
 from aligner.config.prerequisites import RunPlan, plan_run
 from aligner.errors import FINISHED, ConfigError, get_exit_code
 from aligner.launcher.forks import ForkServer
 from aligner.launcher.local import launch as launch_here
 from aligner.launcher.local import launch_dry_run, start_fork_server, validate_dry_run
+from aligner.launcher.run_directory import reserve_run_directory
 from aligner.launcher.slurm.job import supervise as supervise_job
 from aligner.launcher.slurm.submit import render_preview, submit
 from aligner.launcher.status import ENDED_STATES, describe_status, read_status
@@ -37,19 +39,26 @@ from aligner.rewards.input_checks import check_inputs
 from aligner.schema import Config
 
 _WATCH_S = 5.0
+_NAMING_KEYS = {"run.name", "run.dir"}
 
 
 def launch(parsed: argparse.Namespace) -> None:
     """Run all roles until the run ends, or submit the run as a Slurm job."""
     mode = _get_output_mode(parsed)
-    with _reporting_end(mode):
-        if parsed.dry_run or has_gpu():
-            _launch(_plan_run(parsed), mode, is_dry=parsed.dry_run)
+    with _reporting_end(mode), contextlib.ExitStack() as stack:
+        if parsed.dry_run:
+            _launch(_plan_run(parsed), mode, is_dry=True)
             return
         # The fork server imports modules on another core while this process composes the
         # configuration.
-        with contextlib.closing(start_fork_server()) as fork_server:
-            _launch(_plan_run(parsed), mode, is_dry=False, fork_server=fork_server)
+        fork_server = (
+            None if has_gpu() else stack.enter_context(contextlib.closing(start_fork_server()))
+        )
+        plan = _plan_run(parsed)
+        if not find_user_keys(parsed.overrides, plan.config, parsed.config_dir) & _NAMING_KEYS:
+            config = stack.enter_context(reserve_run_directory(plan.config))
+            plan = dataclasses.replace(plan, config=config)
+        _launch(plan, mode, is_dry=False, fork_server=fork_server)
 
 
 def _get_output_mode(parsed: argparse.Namespace) -> OutputMode:

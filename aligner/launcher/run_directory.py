@@ -275,6 +275,65 @@ def lock_directory(
                 path.rmdir()
 
 
+def reserve_directory(directory: Path) -> Path:
+    """Create a directory that no other process uses, and return it.
+
+    If the directory exists, its name gets the suffix `-2`, `-3` and so on. The creation is the
+    reservation: of several processes that call this function at the same time, each gets a
+    directory of its own.
+
+    Args:
+        directory: Preferred directory. Its parents are created if necessary.
+
+    Raises:
+        ConfigError: The directory cannot be created.
+    """
+    for number in itertools.count(1):
+        candidate = directory if number == 1 else directory.with_name(f"{directory.name}-{number}")
+        try:
+            candidate.parent.mkdir(parents=True, exist_ok=True)
+            candidate.mkdir(PRIVATE_MODE)
+        except FileExistsError:
+            # A parent that is a file raises this error, too, for every candidate.
+            if not directory.parent.is_dir():
+                raise ConfigError(
+                    f"run.dir={directory}: {directory.parent} is not a directory; choose another"
+                    " run.dir"
+                ) from None
+        except OSError as error:
+            raise ConfigError(
+                f"run.dir={directory}: cannot be created: {error.strerror or error}; choose another"
+                " run.dir"
+            ) from error
+        else:
+            return candidate
+    raise AssertionError  # itertools.count() has no end
+
+
+@contextlib.contextmanager
+def reserve_run_directory(config: Config) -> Iterator[Config]:
+    """Reserve a new directory for a run with the default name in a `with` block.
+
+    The default name contains the time of the launch in seconds, so that launches in the same second
+    have the same name. At the end of the block, the directory is removed if it is empty.
+
+    Args:
+        config: Configuration with the default name and directory.
+
+    Yields:
+        The configuration with the name and directory of the reserved directory.
+    """
+    preferred = get_run_paths(config).root
+    created = [path for path in preferred.parents if not path.exists()]
+    reserved = reserve_directory(preferred)
+    try:
+        yield replace(config, run=replace(config.run, name=reserved.name, dir=str(reserved)))
+    finally:
+        for path in (reserved, *created):
+            with contextlib.suppress(OSError):
+                path.rmdir()
+
+
 def require_unlocked(directory: Path) -> None:
     """Raise LockedError if another process holds the lock of a directory.
 

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import io
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from datetime import datetime, timedelta
+from multiprocessing import get_context
+from multiprocessing.queues import Queue
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import pytest
@@ -14,7 +20,7 @@ from aligner.cache_entries import list_entries
 from aligner.config.compose import compose_config, load_config, save_config
 from aligner.data import fencing
 from aligner.errors import AlignerError, ConfigError
-from aligner.launcher.run_directory import open_run_directory
+from aligner.launcher.run_directory import open_run_directory, reserve_run_directory
 from aligner.paths import RunPaths
 from aligner.schema import Config
 from tests import other_user
@@ -40,6 +46,53 @@ def test_only_new_run_directory_is_made_private(
     opened.mkdir()
     opened.chmod(0o775)
     assert begin(opened).root.stat().st_mode & 0o777 == 0o775
+
+
+def reserve(config: Config, barrier: Barrier, names: Queue[str]) -> None:
+    """Reserve the directory of a run at the same time as other processes."""
+    barrier.wait()
+    with reserve_run_directory(config) as reserved:
+        names.put(f"{reserved.run.name} {reserved.run.dir}")
+        barrier.wait()
+
+
+def test_launches_in_the_same_second_get_own_directories(tmp_path: Path) -> None:
+    root = tmp_path / "runs" / "tiny"
+    config = settings(root, "run.name=tiny")
+    processes = get_context("spawn")
+    barrier = processes.Barrier(4)
+    names: Queue[str] = processes.Queue()
+    launches = [processes.Process(target=reserve, args=(config, barrier, names)) for _ in range(4)]
+    for launch in launches:
+        launch.start()
+    reserved = sorted(names.get(timeout=60) for _ in launches)
+    for launch in launches:
+        launch.join(60)
+    expected = [root, *(root.with_name(f"tiny-{number}") for number in (2, 3, 4))]
+    assert reserved == [f"{path.name} {path}" for path in expected]
+    assert not list(tmp_path.glob("runs/*")), "unused run directories remain"
+
+
+def test_launch_leaves_a_directory_with_its_default_name_alone(
+    tmp_path: Path,
+) -> None:
+    """The launch fails after it has printed the run directory, because there is no Slurm."""
+    start = datetime.now()
+    names = [f"tiny_ppo-{start + timedelta(seconds=s):%Y%m%d-%H%M%S}" for s in range(60)]
+    for name in names:
+        (tmp_path / "runs" / name / "file").mkdir(parents=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "aligner", "launch", "experiment=tiny_ppo", "cluster=slurm"],
+        cwd=tmp_path,
+        env={**os.environ, "PATH": ""},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2, done.stderr
+    root = Path(done.stdout.splitlines()[0].removeprefix("run directory: "))
+    assert root.name.removesuffix("-2") in names and root.name.endswith("-2")
+    assert not root.exists()
 
 
 def test_files_without_checkpoint_are_moved_aside(
