@@ -119,10 +119,10 @@ def test_dry_run_reports_error_of_a_training_step(place: Path) -> None:
     run = launch_experiment(
         place,
         "unscored",
-        "reward=exact_match",
+        "reward.function=tests.rewards.foreign_functions:compute_score",
         "dry_run.scale=tiny",
         "rollout.max_skipped_prompts=0",
         experiment="tiny_ppo",
     )
     assert run.code == 1
-    assert "record lacks field `answer` (a string or a number)" in run.error
+    assert "the record lacks `reward_model.ground_truth` or `answer`" in run.error
