@@ -93,12 +93,21 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parsed, remaining = parser.parse_known_args(words)
     # argparse returns positional arguments that follow an option as unknown arguments.
     if flags := [text for text in remaining if text.startswith("-")]:
-        parser.error(f"unknown option {flags[0]}")
+        parser.error(f"unknown option {flags[0]}{_describe_foreign_option(flags[0])}")
     if remaining and not hasattr(parsed, "overrides"):
         parser.error(f"unexpected argument {remaining[0]}")
     if remaining:
         parsed.overrides += remaining
     return parsed
+
+
+def _describe_foreign_option(option: str) -> str:
+    """Return a hint if an unknown option is a setting of another system; empty otherwise."""
+    from aligner.schema.foreign_names import describe_foreign_name
+
+    name = option.lstrip("-").partition("=")[0]
+    hint = describe_foreign_name(name) or describe_foreign_name(name.replace("-", "_"))
+    return f"; {hint}, written as KEY=VALUE without dashes" if hint else ""
 
 
 def _at_least(minimum: int) -> Callable[[str], int]:

@@ -16,6 +16,7 @@ from typing import Any
 from aligner.errors import ConfigError
 from aligner.schema import Config
 from aligner.schema.conditions import Condition, Term, parse_condition
+from aligner.schema.foreign_names import describe_foreign_name
 
 MASK = "***"
 """Text that replaces secret values."""
@@ -172,7 +173,7 @@ def find_schema_key(name: str) -> str | None:
 def check_key(key: str, groups: Iterable[str] = ()) -> None:
     """Raise ConfigError if a name is not a key, a section, or an entry of a mapping key.
 
-    The message suggests a similar name.
+    The message suggests a similar name, or the key that replaces a name of another system.
 
     Args:
         key: Dotted name.
@@ -181,9 +182,12 @@ def check_key(key: str, groups: Iterable[str] = ()) -> None:
     sections = {section.name for section in get_schema_sections() if section.name}
     if key in sections or find_schema_key(key) is not None:
         return
-    raise ConfigError(
-        f"{key}: unknown key; {_suggest_key(key, [*get_schema_keys(), *sections, *groups])}"
-    )
+    candidates = [*get_schema_keys(), *sections, *groups]
+    # A part such as `temperature`, which occurs in aligner's keys, needs no other system's name.
+    own_parts = {name.rpartition(".")[2] for name in candidates}
+    is_own_part = key.rpartition(".")[2] in own_parts
+    hint = describe_foreign_name(key, is_exact=is_own_part) or _suggest_key(key, candidates)
+    raise ConfigError(f"{key}: unknown key; {hint}")
 
 
 def _suggest_key(key: str, candidates: Sequence[str]) -> str:
