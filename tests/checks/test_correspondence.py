@@ -24,6 +24,7 @@ OF_SCHEMA = {
     "options",
     "reasoning_tasks",
     "references",
+    "foreign_names",
     "renamed",
     "reward_sources",
 }
