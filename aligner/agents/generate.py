@@ -27,7 +27,6 @@ from aligner.data.conversations import (
     build_conversation,
     build_transcript,
     decode_response,
-    has_messages,
 )
 from aligner.data.export import Source
 from aligner.data.prompts import to_prompt, unwrap_message, wrap_in_message
@@ -159,9 +158,7 @@ def plan_job(
             f" {shape.max_positions} positions, which include the prompt"
         )
 
-    tokenizer = (
-        Tokenizer(source.companions) if run is None else build_run_tokenizer(run, source.companions)
-    )
+    tokenizer = build_source_tokenizer(source, run)
     # end of the error message for a prompt that is too long
     limit_description = (
         f"{max_prompt_tokens}, the model's {shape.max_positions} positions minus {max_new_tokens}"
@@ -182,7 +179,7 @@ def plan_job(
         tokenized_prompts.append(prompt)
 
     notices = []
-    is_plain = not all(has_messages(record) for record in prompts)
+    is_plain = not all(record.has_messages for record in prompts)
     if template == "auto" and is_plain and has_chat_template(source.companions):
         notices.append(
             "the model has a chat template, which is not applied to plain-text prompts; --chat"
@@ -200,6 +197,19 @@ def plan_job(
         tools,
         notices=notices,
     )
+
+
+def build_source_tokenizer(source: Source, run: Config | None) -> Tokenizer:
+    """Return the tokenizer of a stored model.
+
+    Args:
+        source: The stored model.
+        run: Configuration of the run that trained the model; its settings of the chat template are
+            used. None for another model.
+    """
+    if run is None:
+        return Tokenizer(source.companions)
+    return build_run_tokenizer(run, source.companions)
 
 
 def read_generating_shape(source: Source) -> ModelShape:

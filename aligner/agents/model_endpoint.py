@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from torch import Tensor
 
-from aligner.agents.generate import load_weights, read_generating_shape
+from aligner.agents.generate import build_source_tokenizer, load_weights, read_generating_shape
 from aligner.agents.message_matching import to_template_messages
 from aligner.agents.openai_protocol import (
     Answer,
@@ -25,7 +25,6 @@ from aligner.agents.openai_protocol import (
 from aligner.agents.openai_server import OpenAIServer, build_models_response
 from aligner.data.chat_turns import ChatTurns
 from aligner.data.export import Source
-from aligner.data.tokenizer import Tokenizer, build_run_tokenizer
 from aligner.engines.embedded.embedded_engine import EmbeddedEngine
 from aligner.engines.engine_protocol import RequestKey, SamplingOptions
 from aligner.errors import AlignerError, ConfigError
@@ -80,11 +79,7 @@ class ModelEndpoint(OpenAIServer):
             ConfigError: The model generates no text or has no tokenizer.
         """
         shape = read_generating_shape(source)
-        self._tokenizer = (
-            Tokenizer(source.companions)
-            if run is None
-            else build_run_tokenizer(run, source.companions)
-        )
+        self._tokenizer = build_source_tokenizer(source, run)
         self._max_positions = shape.max_positions
         self._model_name = source.directory.name
         self._stop_token_ids = shape.eos_token_ids

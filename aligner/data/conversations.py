@@ -269,20 +269,12 @@ def add_tools(record: Record, tools: Tools | None) -> Record:
     )
 
 
-def has_messages(record: Record) -> bool:
-    """Return whether the prompt of a record is chat messages; it may be invalid."""
-    values = record.values
-    return isinstance(values.get("prompt"), list) or (
-        "prompt" not in values and "messages" in values
-    )
-
-
 def _find_prompt(record: Record) -> tuple[str, list[dict[str, Any]] | None]:
     """Return the field of a record's prompt, and its messages.
 
     The messages do not include a final message of the assistant; None for a plain text.
     """
-    if not has_messages(record):
+    if not record.has_messages:
         return "prompt", None
     name = "prompt" if "prompt" in record.values else "messages"
     messages = _get_messages(record, name)

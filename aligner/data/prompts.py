@@ -36,7 +36,6 @@ from aligner.data.conversations import (
     PromptText,
     add_tools,
     get_prompt_messages,
-    has_messages,
     render_exchange,
     render_prompt,
 )
@@ -793,7 +792,7 @@ def read_prompts(
     """
 
     def check(record: Record) -> Record:
-        if not has_messages(record):
+        if not record.has_messages:
             record.get_text("prompt")
         _collect_metadata(record)
         return record
@@ -840,7 +839,7 @@ def to_prompt(
 def wrap_in_message(record: Record) -> Record:
     """Return a record whose plain prompt is the message of a user; records with messages are
     unchanged."""
-    if has_messages(record):
+    if record.has_messages:
         return record
     messages = [{"role": "user", "content": record.get_text("prompt")}]
     return replace(record, values={**record.values, "prompt": messages})
@@ -853,7 +852,7 @@ def unwrap_message(record: Record) -> Record:
     Raises:
         BadRecord: The prompt has several messages, or its message is not text of a user.
     """
-    if not has_messages(record):
+    if not record.has_messages:
         return record
     messages = get_prompt_messages(record)["messages"]
     is_text = len(messages) == 1 and messages[0]["role"] == "user"

@@ -16,6 +16,7 @@ import sys
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -186,6 +187,15 @@ def _changed_file_error(path: Path) -> ConfigError:
     )
 
 
+@contextmanager
+def _require_unchanged(path: Path) -> Iterator[None]:
+    """Raise ConfigError at the end of a `with` block if the file has changed since its start."""
+    stamp = _FileStamp.read(path)
+    yield
+    if _FileStamp.read(path) != stamp:
+        raise _changed_file_error(path)
+
+
 @dataclass(frozen=True)
 class _LineChunk(RecordChunk):
     """Lines of a text file."""
@@ -318,8 +328,7 @@ class _CompressedLineSource(RecordSource):
         position = 0
         line = 1
         try:
-            stamp = _FileStamp.read(self.path)
-            with _open_file(self.path) as stream:
+            with _require_unchanged(self.path), _open_file(self.path) as stream:
                 while content := stream.read(_CHUNK_BYTES) + stream.readline():
                     if line == 1 and not content.removeprefix(codecs.BOM_UTF8).strip(b"\r\n"):
                         raise ConfigError(f"{self.key}{self.path}: the file is empty")
@@ -328,12 +337,10 @@ class _CompressedLineSource(RecordSource):
                     yield _ListChunk(end - position, tuple(lines))
                     position = end
                     line += content.count(b"\n")
+                if position == 0:
+                    raise ConfigError(f"{self.key}{self.path}: the file is empty")
         except (OSError, EOFError, zlib.error) as error:
             raise ConfigError(f"{self.key}{self.path} cannot be read: {error}") from error
-        if position == 0:
-            raise ConfigError(f"{self.key}{self.path}: the file is empty")
-        if _FileStamp.read(self.path) != stamp:
-            raise _changed_file_error(self.path)
 
 
 @dataclass(frozen=True)
@@ -350,19 +357,16 @@ class _CsvSource(RecordSource):
     def scan(self) -> Iterator[RecordChunk]:
         position = 0
         try:
-            stamp = _FileStamp.read(self.path)
-            with self.path.open("rb") as stream:
+            with _require_unchanged(self.path), self.path.open("rb") as stream:
                 text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
                 rows = self._iterate_rows(text)
                 while records := tuple(itertools.islice(rows, _CHUNK_RECORDS)):
                     yield _ListChunk(stream.tell() - position, records)
                     position = stream.tell()
+                if position == 0:
+                    raise ConfigError(f"{self.key}{self.path}: the file has no records")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{self.key}{self.path} cannot be read: {error}") from error
-        if position == 0:
-            raise ConfigError(f"{self.key}{self.path}: the file has no records")
-        if _FileStamp.read(self.path) != stamp:
-            raise _changed_file_error(self.path)
 
     def _iterate_rows(self, text: TextIO) -> Iterator[RawRecord]:
         # The default limit of 128 KiB per field is less than a long document.
@@ -423,8 +427,7 @@ class _JsonSource(RecordSource):
             raise ConfigError(f"{self.key}{self.path} cannot be read: {error}") from error
 
     def _scan_array(self) -> Iterator[RecordChunk]:
-        stamp = _FileStamp.read(self.path)
-        with _open_file(self.path) as stream:
+        with _require_unchanged(self.path), _open_file(self.path) as stream:
             if stream.read(len(codecs.BOM_UTF8)) != codecs.BOM_UTF8:
                 stream.seek(0)
             elements = self._iterate_elements(stream)
@@ -433,10 +436,8 @@ class _JsonSource(RecordSource):
                 end = _get_position(stream)
                 yield _ListChunk(end - position, records)
                 position = end
-        if position == 0:
-            raise ConfigError(f"{self.key}{self.path}: the array is empty")
-        if _FileStamp.read(self.path) != stamp:
-            raise _changed_file_error(self.path)
+            if position == 0:
+                raise ConfigError(f"{self.key}{self.path}: the array is empty")
 
     def _iterate_elements(self, stream: BinaryIO) -> Iterator[RawRecord]:
         """Yield the elements of the array. An element that is not an object becomes a line, so that

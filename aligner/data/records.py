@@ -59,6 +59,13 @@ class Record:
             raise BadRecord(f"{self.origin}: field `{name}` is an empty list")
         return value
 
+    @property
+    def has_messages(self) -> bool:
+        """Whether the prompt is chat messages; they may be invalid."""
+        return isinstance(self.values.get("prompt"), list) or (
+            "prompt" not in self.values and "messages" in self.values
+        )
+
     def get_number(self, name: str) -> float:
         """Return a field; raise BadRecord if it is not a finite number."""
         value = self._get(name, (int, float), "a number")

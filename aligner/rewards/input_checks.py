@@ -101,11 +101,8 @@ def _read_first_records(config: Config, source: DataSource) -> tuple[list[Record
 
 def _require_prompt(record: Record) -> None:
     """Raise BadRecord if a record has neither a text nor messages as its prompt."""
-    values = record.values
-    if isinstance(values.get("prompt"), list):
-        record.get_list("prompt")
-    elif "prompt" not in values and "messages" in values:
-        record.get_list("messages")
+    if record.has_messages:
+        record.get_list("prompt" if "prompt" in record.values else "messages")
     else:
         record.get_text("prompt")
 
