@@ -97,7 +97,8 @@ def open_run_prompts(
         config.data,
         tokenizer,
         config.seed,
-        include_messages=needs_prompt_messages(config),
+        # The files of all samples contain the messages of the prompts.
+        include_messages=needs_prompt_messages(config) or config.logging.samples_mib > 0,
         include_responses=config.algorithm.has_demonstrations,
         tools=tools,
         cache=cache,

@@ -21,6 +21,7 @@ from aligner.observability.trace import (
     steps_window,
 )
 from aligner.view.metric_descriptions import describe_metric, name_metric
+from aligner.view.run_curves import Curve
 from aligner.view.shown_text import printable
 
 Metrics = Sequence[Mapping[str, float]]
@@ -30,16 +31,21 @@ OVERVIEW = "overview"
 """Group of the most important plots. All other plots are in groups that are named after the first
 part of the metric's name."""
 
-_LINE_COLORS = (
+LINE_COLORS = (
     "#4786c6",
-    "#d9822b",
-    "#3f9d68",
+    "#d0751a",
+    "#3a9463",
     "#b85f9b",
-    "#8a78cf",
-    "#8a929c",
+    "#8271cb",
+    "#7d8590",
     "#c65b4e",
-    "#c2a31f",
+    "#a3861a",
+    "#1f9aa8",
+    "#9a6b45",
+    "#6a9330",
+    "#d9608a",
 )
+"""Colors of curves; their contrast is above 3:1 on the light and on the dark background."""
 _DASHES = ("solid", "dash", "dot", "dashdot")
 # Colors of the activities in the timeline, in the order of the legend.
 _ACTIVITY_COLORS = {
@@ -219,7 +225,9 @@ PANELS = (
 )
 
 
-def build_curves(runs: Mapping[str, Metrics]) -> Iterator[Plot]:
+def build_curves(
+    runs: Mapping[str, Metrics], colors: Mapping[str, str] | None = None
+) -> Iterator[Plot]:
     """Yield a plot of every metric over the steps of runs: first the panels, then other metrics.
 
     Each plot contains the curves of all runs. Each point of a curve has a step and `seconds`: the
@@ -227,6 +235,8 @@ def build_curves(runs: Mapping[str, Metrics]) -> Iterator[Plot]:
 
     Args:
         runs: The metrics by run name.
+        colors: The colors of several runs by run name. If None, each metric of a plot has its own
+            color.
     """
     reduced = {
         name: average_bins(_add_seconds(metrics), _MAX_POINTS) for name, metrics in runs.items()
@@ -259,12 +269,80 @@ def build_curves(runs: Mapping[str, Metrics]) -> Iterator[Plot]:
             yield Plot(
                 panel.key,
                 panel.title,
-                *_build_lines(records_by_run, panel, curves),
+                *_build_lines(records_by_run, panel, curves, colors),
                 note,
                 group=group,
                 about=printable(" ".join(panel.metrics)),
                 description=panel.description or describe_metric(next(iter(panel.metrics))),
             )
+
+
+# Plots of the list of runs: key, title, and the metrics of which each run's first one is plotted.
+_RUN_PLOTS = (
+    ("reward", "Reward", ("reward/mean",)),
+    ("loss", "Loss", ("policy/loss", "sft/loss", "dpo/loss", "reward_model/loss")),
+    ("kl", "KL to the reference (nats per response)", ("kl/reference",)),
+    ("length", "Response length (tokens)", ("response/length",)),
+)
+
+
+@dataclass(frozen=True)
+class PlottedRun:
+    """A run whose curves are plotted with those of other runs."""
+
+    key: str
+    name: str
+    color: str
+    curves: Mapping[str, Curve]
+
+
+def list_run_plot_metrics(metric: str = "") -> list[str]:
+    """Return the metrics that `build_run_plots` plots."""
+    return [metric] if metric else [name for _, _, metrics in _RUN_PLOTS for name in metrics]
+
+
+def build_run_plots(runs: Sequence[PlottedRun], metric: str = "", note: str = "") -> Iterator[Plot]:
+    """Yield plots with one curve per run.
+
+    Args:
+        runs: The runs.
+        metric: The metric of the only plot; if empty, there are plots of the reward, the loss, the
+            KL to the reference and the response length, as far as a run measured them.
+        note: A remark after the titles.
+    """
+    title = printable(name_metric(metric), _MAX_NAME_LENGTH)
+    plots = [(metric, title, (metric,))] if metric else _RUN_PLOTS
+    for key, title, metrics in plots:
+        traces = []
+        for run in runs:
+            measured = [run.curves[name] for name in metrics if name in run.curves]
+            if measured:
+                traces.append(_build_run_line(run, measured[0]))
+        if traces:
+            yield Plot(
+                key,
+                title,
+                traces,
+                {"showlegend": False},
+                note,
+                wide=bool(metric),
+                about=printable(" ".join(metrics)),
+                description=describe_metric(metric) if metric else "",
+            )
+
+
+def _build_run_line(run: PlottedRun, curve: Curve) -> Trace:
+    return {
+        "type": "scatter",
+        "name": _label(run.name),
+        "run": run.key,
+        "mode": "lines" if len(curve.steps) > 40 else "lines+markers",
+        "x": list(curve.steps),
+        "seconds": list(curve.seconds),
+        "y": list(curve.values),
+        "line": {"color": run.color, "width": 1.6},
+        "marker": {"color": run.color, "size": 4},
+    }
 
 
 def build_metric_plots(metrics: Metrics) -> Iterator[Plot]:
@@ -383,17 +461,21 @@ def _points(metrics: Metrics, key: str, logarithmic: bool) -> list[tuple[float, 
 
 
 def _build_lines(
-    runs: Mapping[str, Metrics], panel: Panel, curves: set[tuple[str, str]]
+    runs: Mapping[str, Metrics],
+    panel: Panel,
+    curves: set[tuple[str, str]],
+    colors: Mapping[str, str] | None,
 ) -> tuple[list[Trace], dict[str, Any]]:
     """Return one line per run and metric, and the layout.
 
-    If there is one run, each metric has its own color. If there are several runs, each run has its
-    own color, and each metric has its own dash pattern.
+    If the runs have colors, each metric has its own dash pattern. Otherwise, each metric has its
+    own color.
 
     Args:
         runs: The records by run name.
         panel: The metrics of the plot.
         curves: The pairs of run and metric that have points.
+        colors: See `build_curves`.
     """
     traces: list[Trace] = []
     layout = {
@@ -401,14 +483,13 @@ def _build_lines(
         "yaxis": {"type": "log", "exponentformat": "e"} if panel.logarithmic else {},
     }
     has_several_metrics = len({key for _, key in curves}) > 1
-    for run_index, (run, records) in enumerate(runs.items()):
+    for run, records in runs.items():
         for metric_index, key in enumerate(key for key in panel.metrics if (run, key) in curves):
-            color_index = run_index if len(runs) > 1 else metric_index
-            color = _LINE_COLORS[color_index % len(_LINE_COLORS)]
-            if len(runs) == 1:
+            color = LINE_COLORS[metric_index % len(LINE_COLORS)] if colors is None else colors[run]
+            if colors is None:
                 traces += _build_band(records, key, color)
             points = _points(records, key, panel.logarithmic)
-            dash = _DASHES[metric_index % len(_DASHES)] if len(runs) > 1 else "solid"
+            dash = "solid" if colors is None else _DASHES[metric_index % len(_DASHES)]
             metric = panel.metrics[key] if has_several_metrics or not run else ""
             name = _label(" ".join(part for part in (run, metric) if part))
             line = {"color": color, "width": 1.6, "dash": dash}
@@ -530,7 +611,7 @@ def _build_length_bars(metrics: Metrics) -> tuple[list[Trace], dict[str, Any]]:
     edges = sorted(
         {int(key.split("_to_")[1]) for key in records[0] if key.startswith(tuple(_LENGTH_PREFIXES))}
     )
-    for color, (prefix, name) in zip(_LINE_COLORS, _LENGTH_PREFIXES.items(), strict=False):
+    for color, (prefix, name) in zip(LINE_COLORS, _LENGTH_PREFIXES.items(), strict=False):
         counts = [sum(record.get(f"{prefix}{edge}", 0.0) for record in records) for edge in edges]
         labels = [str(edge) if edge < 3 else f"{edge // 2 + 1}-{edge}" for edge in edges]
         traces.append(

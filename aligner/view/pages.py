@@ -3,7 +3,7 @@
 import itertools
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from typing import Any
 from urllib.parse import parse_qs, urlencode
@@ -22,7 +22,16 @@ from starlette.routing import Route
 
 from aligner.errors import AlignerError
 from aligner.observability.trace import read_spans
-from aligner.view.figures import Plot, build_curves, build_metric_plots, build_timeline_plots
+from aligner.view.figures import (
+    Plot,
+    PlottedRun,
+    build_curves,
+    build_metric_plots,
+    build_run_plots,
+    build_timeline_plots,
+    list_run_plot_metrics,
+)
+from aligner.view.metric_descriptions import name_metric
 from aligner.view.prompt_turns import build_prompt_turns, build_sample_turns
 from aligner.view.rendering import STATIC, find_plotly_script, render, summarize_configuration
 from aligner.view.run_index import (
@@ -30,6 +39,7 @@ from aligner.view.run_index import (
     Overview,
     RunIndex,
     ViewedRun,
+    assign_colors,
     compare_configurations,
     compute_key_figures,
     count_failures,
@@ -63,6 +73,8 @@ _PROMPT_SORT_NAMES = {
 # Parameters of the list of samples that the links to its samples contain.
 _FILTER_NAMES = ("q", "least", "most", "first", "last")
 _MAX_COMPARED = 8
+# Maximum number of runs whose curves the list of runs shows.
+_MAX_PLOTTED_RUNS = 50
 _MAX_LOG_PROBLEMS = 50
 # Maximum size of a form, in bytes.
 _MAX_FORM_BYTES = 200_000
@@ -90,6 +102,7 @@ class Pages:
         sample = "/runs/{key}/samples/{step:int}/{row:int}"
         pages: dict[str, Callable[[Request], Response]] = {
             "/": self.run_list,
+            "/curves.json": self.run_curves,
             "/compare": self.compare,
             "/compare/curves.json": self.compared_curves,
             "/static/plotly.min.js": lambda request: FileResponse(find_plotly_script()),
@@ -115,36 +128,51 @@ class Pages:
 
     def run_list(self, request: Request) -> Response:
         """Return the page that lists all runs, filtered and sorted by the query."""
-        parameters = request.query_params
-        query = {
-            "q": parameters.get("q", ""),
-            "state": parameters.get("state", ""),
-            "sort": parameters.get("sort", "-started"),
-        }
-        column = query["sort"].removeprefix("-")
-        if column not in _RUN_SORTS:
-            raise HTTPException(
-                400,
-                f"sort={query['sort']}: must be one of {', '.join(_RUN_SORTS)}, optionally with the"
-                " prefix -",
-            )
-        runs = [run.overview() for run in self._index.runs()]
-        text = query["q"].lower()
-        matches = [
-            run
-            for run in runs
-            if text in " ".join([run.name, run.experiment, run.directory, *run.notes.tags]).lower()
-        ]
-        matches = [run for run in matches if query["state"] in ("", run.state)]
+        query = _read_run_query(request.query_params)
+        all_runs = self._index.runs()
+        runs = _select_runs(all_runs, query)
+        names = {name for run in _select_plotted_runs(runs) for name in run.curves([]).names}
         return _render_page(
             "runs.html",
             directories=[str(directory) for directory in self._index.directories],
-            runs=_sort_runs(matches, column, query["sort"].startswith("-")),
-            total=len(runs),
-            states=sorted({run.state for run in runs}),
+            runs=[run.overview() for run in runs],
+            total=len(all_runs),
+            states=sorted({run.overview().state for run in all_runs}),
             query=query,
             link=_link_builder(query),
+            colors=assign_colors(all_runs),
+            metrics=_group_metrics(names),
+            source=f"/curves.json?{_link_builder(query)()}",
+            has_plots=True,
         )
+
+    def run_curves(self, request: Request) -> Response:
+        """Return the plots with the curves of the listed runs, as JSON; status 304 if they have not
+        changed."""
+        query = _read_run_query(request.query_params)
+        all_runs = self._index.runs()
+        runs = _select_runs(all_runs, query)
+        plotted = _select_plotted_runs(runs)
+        stamps = tuple((run.key, file_stamp(run.paths.metrics)) for run in plotted)
+        etag = f'"{hash((stamps, len(runs))):x}"'
+        if request.headers.get("if-none-match", "").removeprefix("W/") == etag:
+            return Response(status_code=304)
+        metrics = list_run_plot_metrics(query["metric"])
+        colors = assign_colors(all_runs)
+        note = f"first {len(plotted)} runs" if len(runs) > _MAX_PLOTTED_RUNS else ""
+        plots = build_run_plots(
+            [
+                PlottedRun(
+                    run.key, run.overview().name, colors[run.key], run.curves(metrics).curves
+                )
+                for run in plotted
+            ],
+            query["metric"],
+            note,
+        )
+        response = _plots_response(list(plots))
+        response.headers["etag"] = etag
+        return response
 
     def compare(self, request: Request) -> Response:
         """Return the page that compares several runs."""
@@ -169,8 +197,11 @@ class Pages:
 
     def compared_curves(self, request: Request) -> Response:
         """Return the plots with the curves of the compared runs, as JSON."""
-        metrics_by_run = {name: run.metrics() for name, run in self._compared_runs(request).items()}
-        return _plots_response(list(build_curves(metrics_by_run)))
+        runs = self._compared_runs(request)
+        metrics_by_run = {name: run.metrics() for name, run in runs.items()}
+        colors_by_key = assign_colors(self._index.runs())
+        colors = {name: colors_by_key[run.key] for name, run in runs.items()}
+        return _plots_response(list(build_curves(metrics_by_run, colors)))
 
     def static(self, request: Request) -> Response:
         """Return a style sheet, script or icon of the pages."""
@@ -195,7 +226,7 @@ class Pages:
     @_pass_run
     def state(self, request: Request, run: ViewedRun) -> Response:
         """Return the header of a run's pages, which contains its state."""
-        return _render_page("state.html", run=run.overview(), failure=run.failure())
+        return _render_page("state.html", run=run.overview())
 
     @_pass_run
     def curves(self, request: Request, run: ViewedRun) -> Response:
@@ -428,7 +459,7 @@ class Pages:
         return table, sample
 
     def _render_run_page(self, template: str, run: ViewedRun, tab: str, **values: Any) -> Response:
-        return _render_page(template, run=run.overview(), failure=run.failure(), tab=tab, **values)
+        return _render_page(template, run=run.overview(), tab=tab, **values)
 
 
 def render_error(request: Request, error: Exception) -> Response:
@@ -449,6 +480,50 @@ def _render_page(template: str, **values: Any) -> Response:
 
 def _plots_response(plots: Sequence[Plot]) -> Response:
     return JSONResponse([plot.to_json() for plot in plots])
+
+
+def _read_run_query(parameters: Mapping[str, str]) -> dict[str, str]:
+    """Return the query of the list of runs. Raise HTTPException 400 if its order is unknown."""
+    query = {name: parameters.get(name, "") for name in ("q", "state", "metric")}
+    query["sort"] = parameters.get("sort", "-started")
+    if query["sort"].removeprefix("-") not in _RUN_SORTS:
+        raise HTTPException(
+            400,
+            f"sort={query['sort']}: must be one of {', '.join(_RUN_SORTS)}, optionally with the"
+            " prefix -",
+        )
+    return query
+
+
+def _select_runs(runs: Sequence[ViewedRun], query: Mapping[str, str]) -> list[ViewedRun]:
+    """Return the runs that a query of the list selects, in the order of the list."""
+    text = query["q"].lower()
+    matches = [
+        overview
+        for overview in (run.overview() for run in runs)
+        if query["state"] in ("", overview.state) and text in _join_searched_texts(overview)
+    ]
+    sort = query["sort"]
+    ordered = _sort_runs(matches, sort.removeprefix("-"), sort.startswith("-"))
+    runs_by_key = {run.key: run for run in runs}
+    return [runs_by_key[overview.key] for overview in ordered]
+
+
+def _select_plotted_runs(runs: Sequence[ViewedRun]) -> list[ViewedRun]:
+    """Return the listed runs whose curves are plotted."""
+    return [run for run in runs if run.overview().state != UNREADABLE][:_MAX_PLOTTED_RUNS]
+
+
+def _group_metrics(names: Iterable[str]) -> dict[str, list[tuple[str, str]]]:
+    """Return the names and the plain names of metrics by the first part of the names."""
+    groups: dict[str, list[tuple[str, str]]] = {}
+    for name in sorted(filter(str.isprintable, names)):
+        groups.setdefault(name.partition("/")[0], []).append((name, name_metric(name)))
+    return groups
+
+
+def _join_searched_texts(run: Overview) -> str:
+    return " ".join([run.name, run.experiment, run.directory, *run.notes.tags]).lower()
 
 
 def _read_filter(parameters: Mapping[str, str]) -> SampleFilter:

@@ -24,10 +24,12 @@ from aligner.paths import RunPaths
 from aligner.schema import Config, RunConfig
 from aligner.schema.conditions import format_value
 from aligner.schema.keys import get_masked_values
+from aligner.view.figures import LINE_COLORS
+from aligner.view.run_curves import RunCurves, read_curves
 from aligner.view.run_logs import Failure, find_failure
 from aligner.view.run_notes import RunNotes, read_notes
 from aligner.view.shown_text import printable
-from aligner.view.sparklines import Sparkline, build_sparkline, read_curve
+from aligner.view.sparklines import Sparkline, build_sparkline
 
 # Metrics whose means over the first and the last steps are key figures, with label and format.
 _COMPARED_METRICS = {
@@ -170,7 +172,26 @@ class Overview:
     curve: Sparkline | None = None
     """Curve of the main metric; None before the second step."""
     end_reason: str | None = None
-    """Reason of a failure, without the command that resumes the run."""
+    """The launcher's reason of a failure, without the command that resumes the run."""
+    failure: Failure | None = None
+    """The exception that ended a failed run; None if it is unknown."""
+
+    @property
+    def cause(self) -> str:
+        """The first cause of a failure, in one line: the exception that ended the run, or the
+        reason."""
+        if self.failure is not None:
+            return self.failure.summary
+        return self.end_reason or self.note or ""
+
+    @property
+    def consequence(self) -> str:
+        """The launcher's reason of a failure, without the exception that precedes it."""
+        reason = self.end_reason or ""
+        if self.failure is None or not self.failure.user_place:
+            return reason
+        exception, _, consequence = reason.partition("; then ")
+        return consequence if exception.startswith(self.failure.user_place) else reason
 
     @property
     def instructions(self) -> str:
@@ -198,8 +219,8 @@ class ViewedRun:
         self._config: tuple[object, Config] | None = None
         self._settings: tuple[object, tuple[Config, str]] | None = None
         self._overview: tuple[object, Overview] | None = None
+        self._curves: tuple[object, RunCurves, frozenset[str]] | None = None
         self._metrics: tuple[int, FileFollower, list[dict[str, float]]] | None = None
-        self._failure: tuple[object, Failure | None] | None = None
 
     def config(self) -> Config:
         """Return the complete configuration."""
@@ -231,6 +252,20 @@ class ViewedRun:
                 self._metrics = size, follower, merge_records([], follower.read_new_records())
             return list(self._metrics[2])
 
+    def curves(self, metrics: Sequence[str]) -> RunCurves:
+        """Return the curves of some metrics, with a limited number of points.
+
+        The result may also contain metrics of earlier calls. The call takes milliseconds, and less
+        if the file has not changed.
+        """
+        stamp = file_stamp(self.paths.metrics)
+        cached = self._curves
+        requested = frozenset(metrics) | (frozenset() if cached is None else cached[2])
+        if cached is None or cached[0] != stamp or cached[2] != requested:
+            cached = stamp, read_curves(self.paths.metrics, sorted(requested)), requested
+            self._curves = cached
+        return cached[1]
+
     def status(self) -> RunStatus:
         """Return the run's status, and query the run's servers and Slurm for it.
 
@@ -261,17 +296,6 @@ class ViewedRun:
             self._overview = stamp, self._read_overview(stamp[0])
         return self._overview[1]
 
-    def failure(self) -> Failure | None:
-        """Return the exception that ended a failed run; None if the logs contain none."""
-        reason = self.overview().end_reason
-        if reason is None:
-            return None
-        # The launcher writes the status after the last line of the logs.
-        stamp = file_stamp(self.paths.status)
-        if self._failure is None or self._failure[0] != stamp:
-            self._failure = stamp, find_failure(self.paths.logs, reason)
-        return self._failure[1]
-
     def _read_overview(self, stamp: object) -> Overview:
         name = self.paths.root.name
         directory = str(self.paths.root)
@@ -288,6 +312,9 @@ class ViewedRun:
                 self.key, name, directory, "", "", UNREADABLE, note=str(error).splitlines()[0]
             )
         launcher = read_state(self.paths.status)
+        end_reason = None
+        if launcher is not None and status.state == "failed":
+            end_reason = launcher.end_reason
         measure = next(
             (metric for metric in _MAIN_METRICS if metric in status.metrics), "reward/mean"
         )
@@ -306,10 +333,9 @@ class ViewedRun:
             seconds_left=status.seconds_left,
             note=status.note,
             notes=notes,
-            curve=build_sparkline(read_curve(self.paths.metrics, measure)),
-            end_reason=(
-                launcher.end_reason if launcher is not None and status.state == "failed" else None
-            ),
+            curve=build_sparkline(self.curves([measure]).curves.get(measure)),
+            end_reason=end_reason,
+            failure=None if end_reason is None else find_failure(self.paths, end_reason),
         )
 
 
@@ -338,6 +364,26 @@ class RunIndex:
             self.runs()
         run = self._by_key.get(key)
         return run if run is not None and run.paths.config.is_file() else None
+
+
+def assign_colors(runs: Sequence[ViewedRun]) -> Mapping[str, str]:
+    """Return the color of each run's curves, by the run's key.
+
+    The color depends on the run's directory and on the older runs that prefer the same color, so
+    that it stays the same when new runs start and when the viewer restarts.
+    """
+    by_age = sorted(runs, key=lambda run: (run.overview().started, run.key))
+    colors: dict[str, str] = {}
+    free_colors: list[str] = []
+    for run in by_age:
+        # With more runs than colors, each color is used as often as the others.
+        free_colors = free_colors or list(LINE_COLORS)
+        preferred = int(run.key, 16) % len(LINE_COLORS)
+        order = (*LINE_COLORS[preferred:], *LINE_COLORS[:preferred])
+        color = next(color for color in order if color in free_colors)
+        free_colors.remove(color)
+        colors[run.key] = color
+    return colors
 
 
 def _find_run_directories(directory: Path, depth: int) -> Iterator[Path]:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from aligner.observability.logs import ERROR_PREFIX, extract_text_lines
+from aligner.observability.user_errors import UserErrorFollower
+from aligner.paths import RunPaths
 from aligner.view.shown_text import MAX_LINE_LENGTH, printable
 
 _TRACEBACK = "Traceback (most recent"
@@ -45,12 +47,37 @@ class Failure:
     """Last line of the traceback: the type and the message."""
     traceback: str
     """All lines of the traceback."""
+    user_place: str = ""
+    """Type of the exception, and the line of the user's code that raised it, such as
+    "ValueError in my_reward.py:12"; empty if the run recorded no exception of the user's code."""
+
+    @property
+    def summary(self) -> str:
+        """The exception with the file and the line that raised it, in one line."""
+        kind, separator, message = self.exception.partition(": ")
+        if self.user_place:
+            return f"{self.user_place}{separator}{message}"
+        frame = self._find_frame()
+        if frame is None:
+            return self.exception
+        return f"{kind} in {Path(frame[0]).name}:{frame[1]}{separator}{message}"
 
     @property
     def location(self) -> str:
         """File, line and function that raised the exception, as `FILE:LINE in FUNCTION`."""
+        frame = self._find_frame()
+        return "{}:{} in {}".format(*frame) if frame is not None else self.file
+
+    def _find_frame(self) -> tuple[str, str, str] | None:
+        """Return the file, line and function that raised the exception: the innermost frame of the
+        user's code if it is known, otherwise the innermost frame."""
         frames = _FRAME.findall(self.traceback)
-        return "{}:{} in {}".format(*frames[-1]) if frames else self.file
+        user_frames = [
+            frame
+            for frame in frames
+            if self.user_place.endswith(f" in {Path(frame[0]).name}:{frame[1]}")
+        ]
+        return next(reversed(user_frames or frames), None)
 
 
 def list_log_files(directory: Path) -> list[Path]:
@@ -119,16 +146,25 @@ def _classify_line(line: str) -> str:
     )
 
 
-def find_failure(directory: Path, reason: str) -> Failure | None:
-    """Return the exception that ended a run; None if no log contains its traceback.
+def find_failure(paths: RunPaths, reason: str) -> Failure | None:
+    """Return the exception that ended a run; None if neither the recorded exceptions of the user's
+    code nor the logs contain it.
 
     Args:
-        directory: Directory of the logs.
+        paths: The paths of the run.
         reason: The launcher's reason for the end of the run, which quotes the exception.
     """
+    user_errors = UserErrorFollower(paths).read_new_errors()
+    causes = [error for error in user_errors if error.traceback and error.place in reason]
+    if causes:
+        cause = causes[-1]
+        traceback = printable(cause.traceback or "")
+        exception = f"{cause.place.partition(' in ')[0]}: {printable(cause.message)}"
+        return Failure(cause.log.name, exception.removesuffix(": "), traceback, cause.place)
+
     failures = [
         Failure(file.name, lines[-1], "\n".join(lines))
-        for file in list_log_files(directory)
+        for file in list_log_files(paths.logs)
         for lines in _find_tracebacks(read_log_end(file)[0])
     ]
     matches = [failure for failure in failures if _is_quoted(failure.exception, reason)]

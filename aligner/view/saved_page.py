@@ -69,7 +69,8 @@ def write_report(run: Path, output: Path | None = None) -> Path:
 def render_report(config: Config, paths: RunPaths, spans: Sequence[Span]) -> str:
     """Return the page of a run with these spans."""
     metrics = read_metrics(paths.metrics)
-    scripts = [_read_script(find_plotly_script()), _read_script(STATIC / "view.js")]
+    files = (STATIC / "theme.js", find_plotly_script(), STATIC / "view.js")
+    scripts = [_read_script(file) for file in files]
     # The content security policy allows only these scripts, by their hashes.
     hashes = " ".join(
         f"'sha256-{b64encode(sha256(script.encode()).digest()).decode()}'" for script in scripts

@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 
 from aligner.config.compose import compose_config
+from aligner.data.example_cache import ExampleCache
 from aligner.errors import ConfigError
-from aligner.training.prepare import prepare_run
+from aligner.paths import RunPaths
+from aligner.training.prepare import open_run_prompts, prepare_run
+from tests.data.chat_models import chat_model
 
 JUDGE = (
     *(
@@ -156,3 +159,20 @@ def test_unparsable_answers_are_reported_with_lines(
     evaluated = [*run, "evaluation.every=1", f"evaluation.path={held_out}"]
     with pytest.raises(ConfigError, match=r"(?s)evaluation\.function=math: .*held_out\.jsonl:1: "):
         prepare_run(compose_config([*evaluated, "evaluation.function=math"]))
+
+
+@pytest.mark.parametrize(("samples_mib", "has_messages"), [(100, True), (0, False)])
+def test_prompts_have_messages_if_samples_are_stored(
+    tmp_path: Path, samples_mib: int, has_messages: bool
+) -> None:
+    messages = [{"role": "user", "content": "Why?"}]
+    data = tmp_path / "chats.jsonl"
+    data.write_text(json.dumps({"messages": messages, "answer": "4"}) + "\n")
+    config = compose_config(
+        ["experiment=tiny_ppo", f"data.path={data}", f"logging.samples_mib={samples_mib}"]
+    )
+    cache = ExampleCache(tmp_path / "cache", RunPaths(tmp_path / "run"), is_prepared=False)
+    prompts = open_run_prompts(config, chat_model("bytes", "chatml"), None, cache)
+    (prompt,) = prompts.take(0, 1)
+    stored = {"messages": messages} if has_messages else {}
+    assert prompt.metadata == {"answer": "4", **stored}

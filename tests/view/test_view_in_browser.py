@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -147,6 +148,52 @@ def test_notes_are_saved_from_the_page(browser: Browser, tmp_path: Path) -> None
         assert opened.console == []
 
 
+def test_list_of_runs_hides_and_shows_curves(browser: Browser, tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        paths = begin(tmp_path / name, "experiment=tiny_ppo", name=name)
+        write_metrics(paths, ["reward/mean"], steps=5)
+    visible = "document.getElementById('plot-reward').data.map((trace) => trace.visible !== false)"
+    with serving(tmp_path) as viewer, tab(browser) as opened:
+        page = opened.page
+        opened.open(viewer.link)
+        page.click("[aria-label='curves of first']")
+        names = page.evaluate(
+            "document.getElementById('plot-reward').data.map((line) => line.name)"
+        )
+        opened.wait_for_value(visible, [name != "first" for name in names])
+        # The choices last when the page is loaded again, and when the list is refreshed.
+        page.fill("[name=smoothing]", "0.9")
+        page.select_option("select[name=metric]", "time/train")
+        page.wait_for_url("**metric=time%2Ftrain**")
+        page.wait_for_selector("html[data-ready=true]", state="attached")
+        assert page.input_value("[name=smoothing]") == "0.9"
+        shown = page.locator("[data-run][aria-pressed=true]")
+        assert shown.get_attribute("aria-label") == "curves of second"
+        page.click("text=Hide all")
+        assert shown.count() == 0
+        page.click("text=Show all curves")
+        assert shown.count() == 2
+        assert opened.console == []
+
+
+def test_theme_button_switches_colors_and_lasts(browser: Browser, tmp_path: Path) -> None:
+    write_metrics(begin(tmp_path / "run", "experiment=tiny_ppo"), ["reward/mean"], steps=3)
+    background = "getComputedStyle(document.body).backgroundColor"
+    ink = "document.getElementById('plot-reward').layout.font.color"
+    with serving(tmp_path) as viewer, tab(browser, "dark") as opened:
+        opened.open(viewer.link)
+        dark = opened.page.evaluate(f"[{background}, {ink}]")
+        opened.page.click("[data-theme-button]")
+        opened.wait_for_value(f"{background} === {json.dumps(dark[0])}", False)
+        opened.wait_for_value(f"{ink} === {json.dumps(dark[1])}", False)
+        light = opened.page.evaluate(background)
+        opened.open(f"http://{viewer.host}{paths_of(viewer.open() and viewer.get('/'))['run']}")
+        assert opened.page.evaluate(background) == light
+        opened.page.click("[data-theme-button]")
+        opened.wait_for_value(background, dark[0])
+        assert opened.console == []
+
+
 def test_legend_hides_curves(browser: Browser, tmp_path: Path) -> None:
     paths = begin(tmp_path / "run", "experiment=tiny_ppo")
     write_metrics(paths, ["reward/p10", "reward/p50", "policy/ratio_max"], steps=5)
@@ -175,7 +222,7 @@ def test_keyboard_reaches_controls_with_visible_focus(browser: Browser, runs: Pa
         page = opened.page
         opened.open(viewer.link)
         order = []
-        for _ in range(16):
+        for _ in range(30):
             page.keyboard.press("Tab")
             style, place = page.evaluate(
                 "[getComputedStyle(document.activeElement).outlineStyle,"
@@ -183,10 +230,9 @@ def test_keyboard_reaches_controls_with_visible_focus(browser: Browser, runs: Pa
             )
             assert style == "solid", place
             order.append(place)
-        assert order[:5] == ["Skip to the content", "aligner", "q", "state", "Filter"] and {
-            "run",
-            "failed",
-        } <= {*order}
+        assert order[:3] == ["Skip to the content", "aligner", "◐Light or dark theme"]
+        assert order[3:9] == ["q", "state", "Filter", "metric", "smoothing", "x"]
+        assert {"run", "failed"} <= {*order}
         viewer.open()
         opened.open(f"http://{viewer.host}{paths_of(viewer.get('/'))['finished']}/samples/4/0")
         page.focus(".tokens-text")

@@ -2,7 +2,15 @@
 "use strict";
 
 const POLL_MS = 3000;
-const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+// The value of a color variable in the current theme.
+function color(name) {
+  const probe = document.body.appendChild(document.createElement("i"));
+  probe.style.color = `var(${name})`;
+  const value = getComputedStyle(probe).color;
+  probe.remove();
+  return value;
+}
 
 async function load(source) {
   // A saved report contains its data; a served page requests it.
@@ -42,15 +50,18 @@ function tracesOf(plot, settings) {
 function layoutOf(plot, horizontal) {
   const own = plot.layout;
   const axis = { gridcolor: color("--grid"), zerolinecolor: color("--grid"), linecolor: color("--rule") };
+  // The axis of a few steps has no ticks between two steps.
+  const steps = plot.traces.flatMap((trace) => (trace.type === "scatter" ? trace.x : []));
+  const isShort = horizontal === "step" && Math.max(...steps) - Math.min(...steps) <= 8;
   // Margins that follow the labels of a value axis may never come to rest; names of rows have to fit.
   const left = plot.wide && own.yaxis ? 8 : 56;
   return {
     hovermode: "closest", ...own, showlegend: false, height: own.height || 250,
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
     font: { family: "system-ui, sans-serif", size: 12, color: color("--ink") },
-    hoverlabel: { bgcolor: color("--paper"), bordercolor: color("--rule"), font: { color: color("--ink") } },
+    hoverlabel: { namelength: -1, bgcolor: color("--paper"), bordercolor: color("--rule"), font: { color: color("--ink") } },
     margin: { l: left, r: 12, b: 42, ...own.margin, t: own.margin?.t ?? 12 },
-    xaxis: { ...axis, title: { text: horizontal, font: { size: 12 } }, ...own.xaxis }, yaxis: { ...axis, automargin: left === 8, ...own.yaxis },
+    xaxis: { ...axis, title: { text: horizontal, font: { size: 12 } }, ...(isShort ? { dtick: 1 } : {}), ...own.xaxis }, yaxis: { ...axis, automargin: left === 8, ...own.yaxis },
   };
 }
 
@@ -85,11 +96,34 @@ function showLegend({ plot, legend, hidden }, redraw) {
   }));
 }
 
+// Functions that draw the plots of a section again.
+const redraws = [];
+const redrawAll = () => redraws.forEach((redraw) => redraw());
+
+// The list of runs is the legend of the plots above it.
+const hiddenRuns = new Set(choices.read().hiddenRuns);
+
+function markHiddenRuns() {
+  for (const button of document.querySelectorAll("[data-run]")) button.setAttribute("aria-pressed", String(!hiddenRuns.has(button.dataset.run)));
+}
+
+function showOrHideRuns(event) {
+  const one = event.target.closest("[data-run]"), all = event.target.closest("[data-show-runs]");
+  if (!one && !all) return;
+  const listed = [...document.querySelectorAll("[data-run]")].map((button) => button.dataset.run);
+  if (one && !hiddenRuns.delete(one.dataset.run)) hiddenRuns.add(one.dataset.run);
+  if (all) for (const run of listed) all.dataset.showRuns === "all" ? hiddenRuns.delete(run) : hiddenRuns.add(run);
+  choices.write({ hiddenRuns: [...hiddenRuns] });
+  markHiddenRuns();
+  redrawAll();
+}
+
 function plotsOf(section) {
   const groups = section.querySelector("[data-groups]"), empty = section.querySelector("[data-empty]");
   const controls = section.querySelector("[data-controls]");
   const cards = new Map();
-  const settings = { search: "", smoothing: 0, x: "step" };
+  const { smoothing = 0, x = "step" } = controls ? choices.read() : {};
+  const settings = { search: "", smoothing, x };
   let last = null;
 
   const draw = (card) => {
@@ -97,7 +131,7 @@ function plotsOf(section) {
     const [traces, horizontal] = tracesOf(card.plot, settings);
     const layout = layoutOf(card.plot, horizontal);
     card.target.style.minHeight = `${layout.height}px`;
-    const shown = traces.map((trace) => (card.hidden.has(trace.name) ? { ...trace, visible: false } : trace));
+    const shown = traces.map((trace) => (card.hidden.has(trace.name) || hiddenRuns.has(trace.run) ? { ...trace, visible: false } : trace));
     Plotly.react(card.target, shown, layout, { displayModeBar: false, responsive: true });
   };
   const watcher = new IntersectionObserver((entries) => {
@@ -161,14 +195,27 @@ function plotsOf(section) {
   };
   if (controls) {
     controls.addEventListener("submit", (event) => event.preventDefault());
+    controls.elements.smoothing.value = smoothing;
+    controls.elements.x.value = x;
+    controls.querySelector("output").value = smoothing.toFixed(2);
     controls.addEventListener("input", ({ target }) => {
+      if (target.name === "metric") {
+        const page = new URL(location);
+        page.searchParams.set("metric", target.value);
+        location.assign(page);
+        return;
+      }
       settings[target.name] = target.name === "smoothing" ? Number(target.value) : target.value.toLowerCase();
       if (target.name === "smoothing") controls.querySelector("output").value = Number(target.value).toFixed(2);
-      if (target.name === "search") filter();
-      else for (const card of cards.values()) draw(card);
+      if (target.name === "search") {
+        filter();
+        return;
+      }
+      choices.write({ [target.name]: settings[target.name] });
+      cards.forEach(draw);
     });
   }
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => cards.forEach(draw));
+  redraws.push(() => cards.forEach(draw));
   return refresh;
 }
 
@@ -190,6 +237,7 @@ function liveOf(region) {
     for (const id of marked) if (document.getElementById(id)) document.getElementById(id).checked = true;
     if (focused) document.getElementById(focused)?.focus();
     if (isAtEnd) toEnd(region);
+    markHiddenRuns();
   };
 }
 
@@ -256,6 +304,19 @@ function shortened(value) {
   return Number.isInteger(value) ? String(value) : Math.abs(value) >= 0.001 ? value.toFixed(4) : value.toExponential(2);
 }
 
+// Theme
+
+function switchTheme() {
+  const chosen = document.documentElement.dataset.theme;
+  const isDark = chosen ? chosen === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+  // The choice of the system's theme follows the system again.
+  const theme = isDark ? "light" : "dark";
+  const isSystems = (theme === "dark") === matchMedia("(prefers-color-scheme: dark)").matches;
+  choices.write({ theme: isSystems ? null : theme });
+  setTheme(isSystems ? null : theme);
+  redrawAll();
+}
+
 // Keys for the links to the previous and the next sample or page
 
 function followOnKey(event) {
@@ -270,6 +331,10 @@ function followOnKey(event) {
 
 async function start() {
   document.addEventListener("keydown", followOnKey);
+  document.addEventListener("click", showOrHideRuns);
+  document.querySelector("[data-theme-button]").addEventListener("click", switchTheme);
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redrawAll);
+  markHiddenRuns();
   const refreshes = [...document.querySelectorAll("[data-plots]")].map(plotsOf);
   if (location.protocol !== "file:") refreshes.push(...[...document.querySelectorAll("[data-live]")].map(liveOf));
   await Promise.allSettled([...document.querySelectorAll("[data-tokens]")].map(showTokens));
