@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import sys
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,23 @@ def load(function: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Formatter of a help with examples, which also lists the built-in experiments."""
+
+    def format_help(self) -> str:
+        """Return the help, with the experiments instead of `{experiments}`."""
+        text = super().format_help()
+        if "{experiments}" not in text:
+            return text
+        from aligner.config.conf_files import find_built_in_directory, list_group_options
+
+        names = ", ".join(list_group_options([find_built_in_directory()])["experiment"])
+        lines = textwrap.fill(
+            names, 78, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False
+        )
+        return text.replace("{experiments}", lines)
+
+
 @dataclass(frozen=True)
 class Command:
     """A command of the command line."""
@@ -46,6 +64,8 @@ class Command:
     """Description of the command in `aligner --help`."""
     arguments: tuple[Callable[[argparse.ArgumentParser], Any], ...]
     """Functions that add arguments to the command's parser."""
+    epilog: str = ""
+    """Text after the options in the help of the command."""
     generates_samples: bool = False
     """Whether the command generates samples in this process."""
 
@@ -67,7 +87,12 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     for name, command in COMMANDS.items():
         subparser = commands.add_parser(
-            name, help=command.help, description=command.help, allow_abbrev=False
+            name,
+            help=command.help,
+            description=command.help,
+            epilog=command.epilog,
+            formatter_class=_HelpFormatter if command.epilog else argparse.HelpFormatter,
+            allow_abbrev=False,
         )
         for add in command.arguments:
             add(subparser)
@@ -403,6 +428,33 @@ _EVALUATE = (
     _add("--json", action="store_true", help="print one JSON object instead of a table"),
 )
 
+_LAUNCH_EXAMPLES = """\
+examples:
+  aligner launch experiment=tiny_ppo
+  aligner launch experiment=arithmetic run.steps=10 run.name=first
+  aligner launch model.path=MODEL algorithm=grpo data.path=FILE.jsonl reward.function=gsm8k
+  aligner launch experiment=tiny_ppo --show-config
+  aligner launch experiment=NAME run.dir=DIRECTORY run.resume=true
+
+experiments:
+{experiments}
+
+most used keys (`aligner keys PATTERN` finds others):
+  model.path                     directory or name of the model
+  data.path                      prompts or other training data
+  algorithm=NAME                 ppo, grpo, dpo, sft, ...
+  reward.function                built-in scorer, or module:callable
+  run.steps                      number of training steps
+  run.dir, run.name              run directory and name
+  rollout.prompts_per_step       prompts per step
+  rollout.samples_per_prompt     responses per prompt
+  rollout.max_response_tokens    maximum response length in tokens
+  actor.optimizer.learning_rate  learning rate of the policy
+  algorithm.kl_coefficient       weight of the KL penalty
+  checkpoint.every               steps between checkpoints
+  evaluation.every               steps between evaluations
+"""
+
 COMMANDS = {
     "launch": Command(
         "aligner.cli.runs:launch",
@@ -428,7 +480,16 @@ COMMANDS = {
                 help="print one JSON object per step and event on standard output, and texts on"
                 " standard error",
             ),
+            _add(
+                "--show-config",
+                nargs="?",
+                const="yaml",
+                choices=("yaml", "json"),
+                help="print the complete configuration of the run, and start nothing (default"
+                " format: yaml)",
+            ),
         ),
+        epilog=_LAUNCH_EXAMPLES,
     ),
     "validate": Command(
         "aligner.cli.runs:validate",
@@ -639,13 +700,28 @@ COMMANDS = {
             ),
         ),
     ),
+    "keys": Command(
+        "aligner.cli.keys_command:print_keys",
+        "list the configuration keys whose name or help contains a text, with type, default and"
+        " help",
+        (
+            _add(
+                "pattern",
+                nargs="?",
+                default="",
+                metavar="PATTERN",
+                help="text to find, such as kl or learning_rate (default: list all keys)",
+            ),
+            _add("--json", action="store_true", help="print one JSON array instead of text"),
+        ),
+    ),
     "completion": Command(
         "aligner.cli.completion:print_completion",
         "print a shell script that completes commands, options, files and overrides",
         (
             _add(
                 "shell",
-                choices=("bash", "zsh"),
+                choices=("bash", "zsh", "fish"),
                 help="your shell; load the script with eval (docs/first_run.md)",
             ),
         ),

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from rich.console import Console
 
 from aligner.cli.compositions import compose_command
-from aligner.config.compose import describe_unread_keys, find_user_keys
+from aligner.config.compose import describe_unread_keys, find_user_keys, format_config
 from aligner.config.prerequisites import RunPlan, plan_run
 from aligner.errors import FINISHED, ConfigError, get_exit_code
 from aligner.launcher.forks import ForkServer
@@ -37,13 +37,22 @@ from aligner.placement.roles import describe_model, has_gpu
 from aligner.placement.slurm_layout import compute_slurm_layout
 from aligner.rewards.input_checks import check_inputs
 from aligner.schema import Config
+from aligner.schema.keys import get_masked_values
 
 _WATCH_S = 5.0
 _NAMING_KEYS = {"run.name", "run.dir"}
 
 
 def launch(parsed: argparse.Namespace) -> None:
-    """Run all roles until the run ends, or submit the run as a Slurm job."""
+    """Run all roles until the run ends, or submit the run as a Slurm job.
+
+    With `--show-config`, print the configuration and start nothing.
+    """
+    if parsed.show_config is not None:
+        values = get_masked_values(compose_command(parsed, weights=False))
+        is_json = parsed.show_config == "json"
+        print(json.dumps(values, indent=2) if is_json else format_config(values).rstrip())
+        return
     mode = _get_output_mode(parsed)
     with _reporting_end(mode), contextlib.ExitStack() as stack:
         if parsed.dry_run:

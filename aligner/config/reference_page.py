@@ -26,7 +26,7 @@ _TYPE_NAMES = {
 _DOCS_PAGE = re.compile(r"\bdocs/(\w+)\.md\b")
 
 
-def _format_default(value: object) -> str:
+def format_default(value: object) -> str:
     """Return a default value as it is written in YAML."""
     if value is None:
         return "null"
@@ -35,7 +35,7 @@ def _format_default(value: object) -> str:
     return '""' if value == "" else str(value)
 
 
-def _format_type(key: Key) -> str:
+def format_type(key: Key) -> str:
     """Return the type and the bounds of a key's values, or the choices."""
     name = key.type_name.removesuffix(" | None")
     or_null = "" if name == key.type_name else " or null"
@@ -54,8 +54,8 @@ def _format_key(key: Key, section: Section) -> str:
     if key.condition != section.condition:
         condition = format_condition(key.condition)
         text += f" *Used only when {condition}.*" if condition else " *Always used.*"
-    default = _format_default(key.default)
-    return f"- **`{key.name}`** ({_format_type(key)}; default `{default}`)\\\n  {text}"
+    default = format_default(key.default)
+    return f"- **`{key.name}`** ({format_type(key)}; default `{default}`)\\\n  {text}"
 
 
 def _format_section(section: Section) -> str:
