@@ -25,6 +25,7 @@ _SOURCE = (
 OVERRIDES_COMPLETION = "_aligner_overrides"
 """Name of the shell function that completes overrides."""
 _FILES = {"bash": "_shtab_compgen_files", "zsh": "_files"}
+_CONFIG_FORMATS = ("yaml", "json")
 _ROLES = "role=generator, critic, reward or teacher, or a replica such as role=reward.1"
 
 
@@ -105,7 +106,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     Invalid arguments end the process with exit code 2.
     """
     parser = build_parser()
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    words = _with_option_values(sys.argv[1:] if arguments is None else arguments)
     if not words:
         parser.print_help(sys.stderr)
         parser.exit(2)
@@ -124,6 +125,18 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     if remaining:
         parsed.overrides += remaining
     return parsed
+
+
+def _with_option_values(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments with `--show-config=yaml` instead of a bare `--show-config`.
+
+    Without a value, argparse would read the override after the option as its value.
+    """
+    words = list(arguments)
+    for index, word in enumerate(words):
+        if word == "--show-config" and not set(words[index + 1 : index + 2]) & set(_CONFIG_FORMATS):
+            words[index] = f"--show-config={_CONFIG_FORMATS[0]}"
+    return words
 
 
 def _describe_foreign_option(option: str) -> str:
@@ -483,10 +496,10 @@ COMMANDS = {
             _add(
                 "--show-config",
                 nargs="?",
-                const="yaml",
-                choices=("yaml", "json"),
-                help="print the complete configuration of the run, and start nothing (default"
-                " format: yaml)",
+                const=_CONFIG_FORMATS[0],
+                choices=_CONFIG_FORMATS,
+                help="print the complete configuration of the run as YAML (default) or JSON, and"
+                " start nothing",
             ),
         ),
         epilog=_LAUNCH_EXAMPLES,

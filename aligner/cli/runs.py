@@ -37,7 +37,7 @@ from aligner.placement.roles import describe_model, has_gpu
 from aligner.placement.slurm_layout import compute_slurm_layout
 from aligner.rewards.input_checks import check_inputs
 from aligner.schema import Config
-from aligner.schema.keys import get_masked_values
+from aligner.schema.keys import get_masked_values, with_values
 
 _WATCH_S = 5.0
 _NAMING_KEYS = {"run.name", "run.dir"}
@@ -49,9 +49,7 @@ def launch(parsed: argparse.Namespace) -> None:
     With `--show-config`, print the configuration and start nothing.
     """
     if parsed.show_config is not None:
-        values = get_masked_values(compose_command(parsed, weights=False))
-        is_json = parsed.show_config == "json"
-        print(json.dumps(values, indent=2) if is_json else format_config(values).rstrip())
+        _print_config(parsed)
         return
     mode = _get_output_mode(parsed)
     with _reporting_end(mode), contextlib.ExitStack() as stack:
@@ -64,10 +62,29 @@ def launch(parsed: argparse.Namespace) -> None:
             None if has_gpu() else stack.enter_context(contextlib.closing(start_fork_server()))
         )
         plan = _plan_run(parsed)
-        if not find_user_keys(parsed.overrides, plan.config, parsed.config_dir) & _NAMING_KEYS:
+        if not _has_user_name(parsed, plan.config):
             config = stack.enter_context(reserve_run_directory(plan.config))
             plan = dataclasses.replace(plan, config=config)
         _launch(plan, mode, is_dry=False, fork_server=fork_server)
+
+
+def _print_config(parsed: argparse.Namespace) -> None:
+    """Print the configuration of a command line as YAML or JSON, with masked secrets."""
+    config = compose_command(parsed, weights=False)
+    if not _has_user_name(parsed, config):
+        # The launch derives the name and the directory from its own time.
+        config = with_values(config, {"run.name": None, "run.dir": None})
+    values = get_masked_values(config)
+    if parsed.show_config == "json":
+        print(json.dumps(values, indent=2, ensure_ascii=False))
+    else:
+        print(format_config(values), end="")
+
+
+def _has_user_name(parsed: argparse.Namespace, config: Config) -> bool:
+    """Return whether the command line or the experiment sets the name or directory of the run."""
+    keys = find_user_keys(parsed.overrides, config, parsed.config_dir)
+    return not keys.isdisjoint(_NAMING_KEYS)
 
 
 def _get_output_mode(parsed: argparse.Namespace) -> OutputMode:

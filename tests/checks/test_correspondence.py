@@ -25,6 +25,7 @@ OF_SCHEMA = {
     "reasoning_tasks",
     "references",
     "foreign_names",
+    "key_texts",
     "renamed",
     "reward_sources",
 }

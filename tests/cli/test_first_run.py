@@ -1,4 +1,4 @@
-"""Tests of a new user's first commands: a run without an experiment, `new`, and completion."""
+"""Tests of a new user's first commands: a run without an experiment, and `new`."""
 
 from __future__ import annotations
 
@@ -13,12 +13,10 @@ import pytest
 import yaml
 
 from aligner.cli import main
-from aligner.cli.command_table import COMMANDS
 from aligner.config.compose import compose_config
 from aligner.data.model_directory import prepare_model
 
 OWN = ["model.path=model", "algorithm=grpo", "data.path=sums.jsonl", "reward.function=gsm8k"]
-ZSH = shutil.which("zsh")
 
 
 def aligner(
@@ -208,60 +206,3 @@ def test_version_and_command_suggestion_are_printed(tmp_path: Path) -> None:
         and "lanch: unknown command; did you mean launch? available commands: launch, validate,"
         in done.stderr
     )
-
-
-@pytest.fixture(scope="module")
-def bash_script(tmp_path_factory: pytest.TempPathFactory) -> str:
-    script = aligner(tmp_path_factory.mktemp("bash"), "completion", "bash")
-    assert script.returncode == 0, script.stderr
-    return script.stdout
-
-
-COMPLETE = """
-eval "$(cat script)"
-complete_line() {
-  COMP_LINE="$1" COMP_POINT=${#1} COMP_WORDS=("${@:2}") COMP_CWORD=$(($# - 2)) COMPREPLY=()
-  _shtab_aligner
-  echo "${COMPREPLY[*]}"
-}
-"""
-
-
-@pytest.mark.parametrize(
-    ("line", "words", "completed"),
-    [
-        ("aligner la", ["aligner", "la"], "launch"),
-        ("aligner launch --dr", ["aligner", "launch", "--dr"], "--dry-run"),
-        ("aligner launch algorithm=gr", ["aligner", "launch", "algorithm", "=", "gr"], "grpo"),
-        (
-            "aligner validate reward=exact",
-            ["aligner", "validate", "reward", "=", "exact"],
-            "exact_match",
-        ),
-        (
-            "aligner launch engine.pl",
-            ["aligner", "launch", "engine.pl"],
-            "engine.placement=colocated engine.placement=server",
-        ),
-        ("aligner report mo", ["aligner", "report", "mo"], "model"),
-    ],
-)
-def test_bash_completes_commands_and_overrides(
-    empty: Path, bash_script: str, line: str, words: list[str], completed: str
-) -> None:
-    (empty / "script").write_text(bash_script)
-    quoted = " ".join(f"'{word}'" for word in (line, *words))
-    command = ["bash", "--norc", "-c", f"{COMPLETE}\ncomplete_line {quoted}"]
-    done = subprocess.run(command, cwd=empty, capture_output=True, text=True, timeout=60)
-    assert done.stdout.strip() == completed, done.stderr
-
-
-def test_zsh_completion_script_is_valid(tmp_path: Path) -> None:
-    script = aligner(tmp_path, "completion", "zsh").stdout
-    assert script.startswith("#compdef aligner") and all(name in script for name in COMMANDS)
-    if ZSH is not None:
-        (tmp_path / "_aligner").write_text(script)
-        done = subprocess.run(
-            [ZSH, "-n", "_aligner"], cwd=tmp_path, capture_output=True, text=True, timeout=60
-        )
-        assert (done.returncode, done.stderr) == (0, "")
