@@ -27,7 +27,13 @@ from pathlib import Path
 from typing import IO, Any
 
 from aligner.errors import AlignerError, ConfigError
-from aligner.user_code import describe_user_error, import_object, report_user_error
+from aligner.user_code import (
+    describe_user_error,
+    format_user_traceback,
+    import_object,
+    is_connection_error,
+    report_user_error,
+)
 
 # Timeout for the child's start and its import of the function, in seconds.
 _IMPORT_TIMEOUT_S = 180.0
@@ -47,9 +53,23 @@ _PLACEHOLDER_KEY = "aligner: of a type that JSON does not have"
 class ChildRaised(AlignerError):
     """The function raised an exception.
 
-    The message contains the exception's type, place and message. The traceback is on the standard
-    error of this process.
+    The message contains the exception's type, place and message. The traceback is also on the
+    standard error of this process.
     """
+
+    def __init__(
+        self, message: str, traceback: str = "", *, is_connection_error: bool = False
+    ) -> None:
+        """Create the error.
+
+        Args:
+            message: The message.
+            traceback: Traceback of the exception, without the frames that called the function.
+            is_connection_error: Whether the function could not reach a service.
+        """
+        super().__init__(message)
+        self.traceback = traceback
+        self.is_connection_error = is_connection_error
 
 
 class ChildLost(AlignerError):
@@ -97,7 +117,8 @@ class ChildFunction:
             wrapper: Function, as `module:function`, that is called instead of the function. Its
                 arguments are the function and the function's arguments.
             check: Function, as `module:function`, that raises ConfigError if the function cannot be
-                called. It is called once in the process, with the name and the function.
+                called. It is called once in the process, with the name and the function, and
+                returns a JSON value for `start`.
             deadline_s: Maximum duration of a call in seconds; None means no limit.
             cpu_limit_s: Maximum CPU time of a call in seconds; 0 means no limit.
             memory_bytes: Maximum address space of the process in bytes; None means no limit.
@@ -115,6 +136,8 @@ class ChildFunction:
         self._cpu_limit_s = cpu_limit_s
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
+        # Result of `check` in the process.
+        self._check_result: Any = None
         # Bytes that the process has written after its last complete line.
         self._received = bytearray()
         # File descriptor of the memory file to which the process writes its stacks.
@@ -122,8 +145,11 @@ class ChildFunction:
         # Number of the last request.
         self._number = 0
 
-    def start(self) -> None:
+    def start(self) -> Any:
         """Start the process, and let it import the function.
+
+        Returns:
+            The result of `check`; None without a check.
 
         Raises:
             ConfigError: If the function does not exist or cannot be imported. The message contains
@@ -132,6 +158,7 @@ class ChildFunction:
         """
         with self._lock:
             self._ensure_started()
+            return self._check_result
 
     def __call__(self, *arguments: Any) -> Any:
         """Return the function's result.
@@ -152,7 +179,11 @@ class ChildFunction:
                 raise self._build_exit_error(process) from None
             response = self._wait_for_response(process, self._deadline_s)
         if "raised" in response:
-            raise ChildRaised(response["raised"])
+            raise ChildRaised(
+                response["raised"],
+                response["traceback"],
+                is_connection_error=response["is_connection_error"],
+            )
         return response["result"]
 
     def close(self) -> None:
@@ -192,6 +223,7 @@ class ChildFunction:
             if "refused" in response:
                 self._kill()
                 raise ConfigError(response["refused"])
+            self._check_result = response["checked"]
         return self._process
 
     def _wait_for_response(
@@ -344,12 +376,13 @@ def serve() -> None:
         wrapper = None if wrapper_name is None else import_object(*wrapper_name.split(":"))
         if not callable(function):
             raise ConfigError(f"{name!r} must be callable, got {type(function).__name__}")
+        checked = None
         if check_name is not None:
-            import_object(*check_name.split(":"))(name, function)
+            checked = import_object(*check_name.split(":"))(name, function)
     except ConfigError as error:
         respond({"refused": str(error)})
         return
-    respond({})
+    respond({"checked": checked})
 
     for line in requests:
         number, arguments = json.loads(line)
@@ -367,7 +400,13 @@ def serve() -> None:
             signal.setitimer(signal.ITIMER_PROF, 0)
             traceback.print_exc()
             report_user_error(error)
-            respond({"raised": describe_user_error(error)})
+            respond(
+                {
+                    "raised": describe_user_error(error),
+                    "traceback": format_user_traceback(error),
+                    "is_connection_error": is_connection_error(error),
+                }
+            )
 
 
 def _disconnect_forks(requests_fd: int, responses_fd: int) -> None:

@@ -1,11 +1,14 @@
 """Import of user code that a configuration names, and reports of the exceptions that it raises."""
 
 import contextlib
+import errno
 import importlib
+import itertools
 import json
 import logging
 import os
 import site
+import socket
 import sysconfig
 import textwrap
 import time
@@ -85,6 +88,35 @@ def describe_user_error(error: BaseException) -> str:
     return f"{locate_user_error(error)}: {error}".removesuffix(": ")
 
 
+def format_user_traceback(error: BaseException) -> str:
+    """Return the traceback of an exception of the user's code, without the frames of aligner that
+    called this code."""
+    formatted = traceback.TracebackException.from_exception(error)
+    part: traceback.TracebackException | None = formatted
+    while part is not None:
+        frames = itertools.dropwhile(lambda frame: _is_library_file(frame.filename), part.stack)
+        # Of a library's exception that caused the user's exception, the last frame is enough.
+        part.stack = traceback.StackSummary.from_list(list(frames) or part.stack[-1:])
+        part = part.__cause__ or part.__context__
+    return "".join(formatted.format()).rstrip()
+
+
+# Errors of the network for which Python has no class of its own.
+_UNREACHABLE = (errno.ENETUNREACH, errno.EHOSTUNREACH)
+
+
+def is_connection_error(error: BaseException) -> bool:
+    """Return whether an exception, or one of its causes, means that a service is not reachable."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, ConnectionError | TimeoutError | socket.gaierror):
+            return True
+        if isinstance(cause, OSError) and cause.errno in _UNREACHABLE:
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False
+
+
 def report_user_error(error: BaseException) -> None:
     """Append an exception of the user's code to the file of this rank, from which the launcher
     shows it on the terminal.
@@ -104,7 +136,7 @@ def report_user_error(error: BaseException) -> None:
     message = textwrap.shorten(str(error), _MAX_MESSAGE_CHARACTERS, placeholder=" …")
     record: dict[str, str] = {"place": place, "message": message}
     if last_report is None:
-        record["traceback"] = "".join(traceback.format_exception(error)).rstrip()
+        record["traceback"] = format_user_traceback(error)
     # Only tasks of a Slurm job have SLURM_PROCID.
     rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID", "0")
     file = Path(f"{prefix}{rank}.jsonl")

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from aligner.data.chat_template import (
     LearnedTurns,
-    normalize_messages,
     normalize_tools,
     normalize_variables,
 )
 from aligner.data.chat_turns import ChatTurns
+from aligner.data.record_fields import ASSISTANT, find_conversation, find_prompt
 from aligner.data.records import BadRecord, Record
 from aligner.data.tokenizer import ChatTemplate, Messages, Tokenizer, Tools
 from aligner.data.tool_calls import ToolFormat, parse_turn
@@ -31,7 +31,6 @@ from aligner.data.types import Prompt, Sample
 from aligner.errors import AlignerError, ConfigError
 
 _VARIABLES = "chat_template_kwargs"
-_ASSISTANT = "assistant"
 Rendered = TypeVar("Rendered")
 
 
@@ -224,7 +223,7 @@ def render_prompt(record: Record, tokenizer: Tokenizer) -> PromptText:
         BadRecord: The record has no prompt, or an empty or invalid one.
         ConfigError: The prompt is messages, and the model has no chat template.
     """
-    name, messages = _find_prompt(record)
+    name, messages = find_prompt(record)
     if messages is None:
         return PromptText(record.get_text(name), is_rendered=False)
     return PromptText(_render_question(record, name, messages, tokenizer), is_rendered=True)
@@ -237,7 +236,7 @@ def get_prompt_messages(record: Record) -> dict[str, Any]:
     Raises:
         BadRecord: The messages, tools or variables are invalid.
     """
-    _, messages = _find_prompt(record)
+    _, messages = find_prompt(record)
     if messages is None:
         return {}
     tools = _get_tools(record)
@@ -257,7 +256,7 @@ def add_tools(record: Record, tools: Tools | None) -> Record:
     """
     if not tools:
         return record
-    if _find_prompt(record)[1] is None:
+    if find_prompt(record)[1] is None:
         raise BadRecord(
             f"{record.origin}: tools require a prompt of chat messages, such as"
             ' [{"role": "user", "content": …}], got plain text'
@@ -267,18 +266,6 @@ def add_tools(record: Record, tools: Tools | None) -> Record:
         if record.values.get("tools") is not None
         else replace(record, values={**record.values, "tools": tools})
     )
-
-
-def _find_prompt(record: Record) -> tuple[str, list[dict[str, Any]] | None]:
-    """Return the field of a record's prompt, and its messages.
-
-    The messages do not include a final message of the assistant; None for a plain text.
-    """
-    if not record.has_messages:
-        return "prompt", None
-    name = "prompt" if "prompt" in record.values else "messages"
-    messages = _get_messages(record, name)
-    return name, messages[:-1] if messages[-1]["role"] == _ASSISTANT else messages
 
 
 def render_exchange(record: Record, answer: str, tokenizer: Tokenizer) -> tuple[PromptText, str]:
@@ -298,7 +285,7 @@ def render_exchange(record: Record, answer: str, tokenizer: Tokenizer) -> tuple[
             when the response follows.
         ConfigError: The record has messages, and the model has no chat template.
     """
-    name, messages = _find_conversation(record, answer)
+    name, messages = find_conversation(record, answer)
     if messages is None:
         return PromptText(record.get_text("prompt"), is_rendered=False), record.get_text(name)
     prompt_text, full_text = _render_last_turn(record, name, messages, tokenizer)
@@ -328,7 +315,7 @@ def render_turns(
         BadRecord: See `render_exchange`; or the answers cannot be located in the text.
         ConfigError: See `render_exchange`.
     """
-    name, messages = _find_conversation(record, answer)
+    name, messages = find_conversation(record, answer)
     if messages is None:
         prompt, response = render_exchange(record, answer, tokenizer)
         return prompt, [Segment(response, is_answer=True)]
@@ -355,7 +342,7 @@ def _split_answers(
     parts = list[str]()
     before = ""
     for end, message in enumerate(messages[1:], start=2):
-        if message["role"] != _ASSISTANT:
+        if message["role"] != ASSISTANT:
             continue
         prompt_text, full_text = _render_last_turn(record, name, messages[:end], tokenizer)
 
@@ -384,43 +371,6 @@ def _split_answers(
         parts += [prompt_text[len(before) :], full_text[len(prompt_text) :]]
         before = full_text
     return parts
-
-
-def _find_conversation(record: Record, answer: str) -> tuple[str, list[dict[str, Any]] | None]:
-    """Return the field of the response, and the messages of the whole conversation.
-
-    The last message is the assistant's. The messages are None if prompt and response are texts.
-
-    Raises:
-        BadRecord: A message is invalid, or the last message is not the assistant's or is empty.
-    """
-    name = (
-        "messages"
-        if answer == "response" and answer not in record.values and "messages" in record.values
-        else answer
-    )
-    prompt, response = record.values.get("prompt"), record.values.get(name)
-    if not isinstance(prompt, list) and not isinstance(response, list):
-        return name, None
-    prompt_messages = _get_messages(record, "prompt") if isinstance(prompt, list) else []
-    response_messages = (
-        _get_messages(record, name)
-        if isinstance(response, list)
-        else [{"role": _ASSISTANT, "content": record.get_text(name)}]
-    )
-    # Some preference datasets repeat the prompt at the start of each response.
-    repeats_prompt = (
-        bool(prompt_messages) and response_messages[: len(prompt_messages)] == prompt_messages
-    )
-    messages = response_messages if repeats_prompt else [*prompt_messages, *response_messages]
-    if messages[-1]["role"] != _ASSISTANT:
-        raise BadRecord(
-            f"{record.origin}: {name}: the last message has role {messages[-1]['role']!r}, must"
-            f" have role {_ASSISTANT!r}"
-        )
-    if not (messages[-1].get("content") or "").strip() and not messages[-1].get("tool_calls"):
-        raise BadRecord(f"{record.origin}: {name}: the last message is empty")
-    return name, messages
 
 
 def _render_last_turn(
@@ -458,25 +408,6 @@ def _render_last_turn(
     return prompt_text, full_text
 
 
-def _get_messages(record: Record, name: str) -> list[dict[str, Any]]:
-    """Return the messages in a field; raise BadRecord if one is invalid."""
-    messages = record.get_list(name)
-    for index, message in enumerate(messages):
-        if not (
-            isinstance(message, dict)
-            and isinstance(message.get("role"), str)
-            and _has_content(message)
-        ):
-            raise BadRecord(
-                f"{record.origin}: {name}[{index}]: a message must have `role` and `content`, both"
-                " strings, or `role` and `tool_calls`, a non-empty list"
-            )
-    try:
-        return normalize_messages(messages)
-    except AlignerError as error:
-        raise BadRecord(f"{record.origin}: {name}: {error}") from error
-
-
 def _get_tools(record: Record) -> Tools | None:
     try:
         return normalize_tools(record.values.get("tools"))
@@ -491,16 +422,11 @@ def _get_variables(record: Record) -> dict[str, Any]:
         raise BadRecord(f"{record.origin}: field {error}") from error
 
 
-def _has_content(message: dict[str, Any]) -> bool:
-    content, calls = message.get("content"), message.get("tool_calls")
-    return isinstance(content, str) or (content is None and isinstance(calls, list) and bool(calls))
-
-
 def _render_question(record: Record, name: str, messages: Messages, tokenizer: Tokenizer) -> str:
     """Return the text of messages with the generation prompt after them."""
-    if not messages or messages[-1]["role"] == _ASSISTANT:
+    if not messages or messages[-1]["role"] == ASSISTANT:
         raise BadRecord(
-            f"{record.origin}: {name}: the {_ASSISTANT}'s last message must follow a message with"
+            f"{record.origin}: {name}: the {ASSISTANT}'s last message must follow a message with"
             " another role"
         )
     return _render(record, name, messages, tokenizer, add_generation_prompt=True)

@@ -2,7 +2,6 @@
 labeled steps, and the streams of them that a run trains on."""
 
 import itertools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -23,6 +22,12 @@ from aligner.data.prompts import (
     read_token_ids,
     tokenize_exchange,
     tokenize_prompt,
+)
+from aligner.data.record_fields import (
+    describe_margin_setting,
+    read_label,
+    read_margin,
+    read_steps,
 )
 from aligner.data.records import BadRecord, Record, has_steps
 from aligner.data.teacher_scores import TeacherScores, TeacherScoresRow
@@ -145,15 +150,8 @@ def open_run_data(
     elif config.algorithm.has_labels:
         examples = open_labeled_answers(data, tokenizer, config.seed, cache)
     else:
-        preference = config.algorithm.preference
-        margin_setting = (
-            f"algorithm.preference.kind={preference.kind}"
-            if trainer == "dpo" and preference.has_margin
-            else None
-        )
-        examples = open_preferences(
-            data, tokenizer, config.seed, margin_for=margin_setting, cache=cache
-        )
+        margin_for = describe_margin_setting(config)
+        examples = open_preferences(data, tokenizer, config.seed, margin_for, cache)
 
     if data.normalization is not None and isinstance(examples.take(0, 1)[0], LabeledSteps):
         raise ConfigError(
@@ -534,18 +532,12 @@ def _read_preference_with_margin(
 ) -> Preference:
     """Return the preference of a record; raise BadRecord if it lacks a required margin."""
     pair = _read_preference(record, tokenizer, data)
-    if margin_for is not None and pair.margin is None:
-        problem = (
-            "record lacks field `margin`"
-            if data.margin
-            else "field `margin` is ignored because data.margin=false"
-        )
-        raise BadRecord(f"{record.origin}: {problem}; {margin_for} requires it")
-    return pair
+    return replace(pair, margin=read_margin(record, data, margin_for))
 
 
 def _read_preference(record: Record, tokenizer: Tokenizer, data: DataConfig) -> Preference:
-    """Return the preference of a record; raise BadRecord if the two responses are equal."""
+    """Return the preference of a record without its margin; raise BadRecord if the two responses
+    are equal."""
     chosen = _read_demonstration(record, "chosen", tokenizer, data)
     rejected = _read_demonstration(record, "rejected", tokenizer, data)
     if not torch.equal(_get_prompt_ids(chosen), _get_prompt_ids(rejected)):
@@ -561,7 +553,7 @@ def _read_preference(record: Record, tokenizer: Tokenizer, data: DataConfig) -> 
             f"{record.origin}: `chosen` and `rejected` are identical; a pair needs two different"
             " responses"
         )
-    return Preference(chosen, rejected, _read_margin(record) if data.margin else None)
+    return Preference(chosen, rejected, None)
 
 
 def _get_prompt_ids(demonstration: Demonstration) -> Tensor:
@@ -571,43 +563,13 @@ def _get_prompt_ids(demonstration: Demonstration) -> Tensor:
     return demonstration.tokens[: demonstration.prompt_length]
 
 
-def _read_margin(record: Record) -> float | None:
-    margin = record.values.get("margin")
-    if margin is None:
-        return None
-    if (
-        isinstance(margin, bool)
-        or not isinstance(margin, (int, float))
-        or not 0 <= margin < math.inf
-    ):
-        raise BadRecord(
-            f"{record.origin}: field `margin` is {margin!r}, must be a finite number >= 0"
-        )
-    return float(margin)
-
-
 def _read_labeled_answer(record: Record, tokenizer: Tokenizer, data: DataConfig) -> LabeledAnswer:
-    label = record.values.get("label")
-    if label not in (0, 1):
-        raise BadRecord(f"{record.origin}: field `label` is {label!r}, must be true or false")
-    return LabeledAnswer(_read_demonstration(record, "response", tokenizer, data), bool(label))
+    label = read_label(record)
+    return LabeledAnswer(_read_demonstration(record, "response", tokenizer, data), label)
 
 
 def _read_labeled_steps(record: Record, tokenizer: Tokenizer, data: DataConfig) -> LabeledSteps:
-    steps = record.get_list("steps")
-    labels = record.get_list("labels")
-    if len(steps) != len(labels):
-        raise BadRecord(
-            f"{record.origin}: got {len(steps)} `steps` but {len(labels)} `labels`; every step"
-            " needs one label"
-        )
-    for index, (step, label) in enumerate(zip(steps, labels, strict=True)):
-        if not isinstance(step, str) or not step.strip():
-            raise BadRecord(
-                f"{record.origin}: steps[{index}] is {step!r}, must be a non-empty string"
-            )
-        if label not in (0, 1):
-            raise BadRecord(f"{record.origin}: labels[{index}] is {label!r}, must be 0 or 1")
+    steps, labels = read_steps(record)
 
     prompt = render_prompt(record, tokenizer)
     prompt_ids, parts = _tokenize_parts(record, prompt, steps, tokenizer, data)

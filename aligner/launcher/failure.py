@@ -16,7 +16,7 @@ from aligner.config.compose import AUTOMATIC
 from aligner.errors import AlignerError
 from aligner.launcher.exhausted_resources import count_oom_kills, exhausted_resources
 from aligner.launcher.ranks import Rank
-from aligner.observability.logs import ERROR_PREFIX, extract_text_lines
+from aligner.observability.logs import ERROR_PREFIX, NOTE_PREFIX, extract_text_lines
 from aligner.observability.user_errors import UserError
 from aligner.paths import can_resume, get_run_paths, read_early_end
 from aligner.schema import Config
@@ -143,9 +143,26 @@ def read_reported_error(rank: Rank) -> str:
 
     If the log has no such error, return the last lines of the log.
     """
-    lines = read_log_tail(rank.log, start=rank.log_start)
+    lines = read_log_tail(rank.log, _SEARCHED_LINES, rank.log_start)
     starts = [number for number, line in enumerate(lines) if line.startswith(ERROR_PREFIX)]
-    return "\n".join(lines[starts[-1] :] if starts else lines).removeprefix(ERROR_PREFIX).strip()
+    # The traceback of a user's function may follow the first line of the error.
+    error_lines = lines[starts[-1] :] if starts else lines[-TAIL_LINES:]
+    return "\n".join(error_lines).removeprefix(ERROR_PREFIX).strip()
+
+
+def read_notes(rank: Rank) -> list[str]:
+    """Return the notes in a rank's log, without their prefix; a note may have several lines."""
+    notes: list[str] = []
+    is_note = False
+    for line in read_log_tail(rank.log, _SEARCHED_LINES, rank.log_start):
+        if line.startswith(NOTE_PREFIX):
+            notes.append(line.removeprefix(NOTE_PREFIX).strip())
+            is_note = True
+        elif is_note and line.startswith("  "):
+            notes[-1] += f"\n{line}"
+        else:
+            is_note = False
+    return notes
 
 
 def describe_exit(rank: Rank, missing: Sequence[Rank] = ()) -> str:

@@ -23,6 +23,7 @@ from aligner.launcher.failure import (
     build_failure_error,
     build_rank_error,
     describe_exit,
+    read_notes,
     read_reported_error,
 )
 from aligner.launcher.processes import Interrupts
@@ -169,6 +170,8 @@ class Supervisor:
             self._raise_if_terminated_externally([rank])
             raise build_failure_error([rank])
         self._ranks.kill([rank])  # also ends helper processes that the rank left behind
+        for note in read_notes(rank):
+            print_line(self.console, f"note: {note}")
         print_line(
             self.console, f"model and data are ready after {time.monotonic() - prepare_began:.1f} s"
         )

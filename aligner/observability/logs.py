@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TextIO, cast
 
 ERROR_PREFIX = "aligner: error:"
+NOTE_PREFIX = "aligner: note:"
 """Beginning of the line in which a rank reports the error that ends it."""
 
 _log = logging.getLogger("aligner")

@@ -6,7 +6,7 @@ or verl run unchanged.
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from aligner.errors import ConfigError
@@ -41,45 +41,92 @@ _TRL_TEXTS = ("prompts", "completions")
 # Fields that are the prompt, and the values of TRL's `prompts`.
 _PROMPT_FIELDS = ("messages", "tools", "chat_template_kwargs")
 _VERL_PARAMETERS = ("solution_str", "ground_truth")
+# Fields of a record that are verl's `ground_truth`, most preferred first.
+_VERL_ANSWERS = ("reward_model.ground_truth", "answer")
 _FORMS = (
     "aligner's (requests), TRL's (prompts, completions, **kwargs), or verl's (data_source,"
     " solution_str, ground_truth, extra_info)"
 )
 
 
-def check_form(name: str, function: Callable[..., Any]) -> None:
-    """Raise ConfigError if a function has none of the three forms.
+@dataclass(frozen=True)
+class FunctionForm:
+    """The form of a custom scoring function."""
 
-    Without this check, a run would generate samples before its first call of the function fails.
+    description: str
+    """Whose form it is, with the parameters of the function."""
+    required_fields: Sequence[Sequence[str]] = ()
+    """Fields that every record must have. Each entry lists the alternatives, of which a record
+    needs one; a name may be the path of an entry, such as `reward_model.ground_truth`."""
+
+    def find_missing_field(self, record: Mapping[str, Any]) -> str | None:
+        """Return the required field that a record lacks, with its alternatives; None if there is
+        none."""
+        for alternatives in self.required_fields:
+            if not any(_has_field(record, name) for name in alternatives):
+                return " or ".join(f"`{name}`" for name in alternatives)
+        return None
+
+
+def _has_field(record: Mapping[str, Any], name: str) -> bool:
+    """Return whether a record has a field, or an entry of an object field."""
+    value: Any = record
+    for part in name.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            return False
+        value = value[part]
+    return True
+
+
+def describe_form(name: str, function: Callable[..., Any]) -> dict[str, Any]:
+    """Return the attributes of the FunctionForm of a function, as JSON.
+
+    Raises:
+        ConfigError: The function has none of the three forms. Without this check, a run would
+            generate samples before its first call of the function fails.
     """
-    parameters = _get_parameters(function)
-    if parameters is None:
-        return
-    signature = f"{name}({', '.join(map(str, parameters.values()))})"
-    if "completions" in parameters:
-        # The fields of the records are known only when the function is called.
-        if _is_required(parameters.get("completion_ids")):
-            raise ConfigError(
-                f"{signature}: aligner passes texts but no `completion_ids`; remove this parameter,"
-                " or give it a default value"
-            )
-        return
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return asdict(FunctionForm("aligner's form"))
+    return asdict(find_form(name, signature))
+
+
+def find_form(name: str, signature: inspect.Signature) -> FunctionForm:
+    """Return the form of a function with a signature.
+
+    Raises:
+        ConfigError: The signature has none of the three forms.
+    """
+    parameters = signature.parameters
+    text = f"{name}({', '.join(map(str, parameters.values()))})"
     required = [each for each, parameter in parameters.items() if _is_required(parameter)]
+    if "completions" in parameters:
+        if "completion_ids" in required:
+            raise ConfigError(
+                f"{text}: aligner passes texts but no `completion_ids`; remove this parameter, or"
+                " give it a default value"
+            )
+        provided = {*_TRL_TEXTS, *_TRL_ARGUMENTS}
+        fields = [[each] for each in required if each not in provided]
+        return FunctionForm(f"TRL's form {text}", fields)
+
     is_verl = all(each in parameters for each in _VERL_PARAMETERS)
     known = ("data_source", "extra_info", *_VERL_PARAMETERS)
     if is_verl and all(each in known for each in required):
-        return
+        return FunctionForm(f"verl's form {text}", [_VERL_ANSWERS])
     try:
-        inspect.signature(function).bind(None)
+        signature.bind(None)
     except TypeError:
-        raise ConfigError(f"{signature}: the parameters must be {_FORMS}") from None
+        raise ConfigError(f"{text}: the parameters must be {_FORMS}") from None
+    return FunctionForm(f"aligner's form {text}")
 
 
 def call_in_form(function: Callable[..., Any], requests: Sequence[ScoringRequest]) -> Any:
     """Call a custom scoring function with the arguments of its form.
 
     Args:
-        function: The function; `check_form` has accepted it.
+        function: The function; `describe_form` has accepted it.
         requests: The responses to score.
 
     Returns:

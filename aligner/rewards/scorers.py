@@ -17,9 +17,14 @@ from typing import Any, TypeVar
 from aligner.child_function import ChildFunction, ChildLost, ChildRaised, ChildTooSlow
 from aligner.errors import AlignerError, ConfigError, UnavailableError
 from aligner.extras import describe_missing_modules
-from aligner.rewards.function_forms import ScoringRequest, call_in_form, extract_score
+from aligner.rewards.function_forms import (
+    FunctionForm,
+    ScoringRequest,
+    call_in_form,
+    extract_score,
+)
 from aligner.rewards.math_checker import require_math_verify
-from aligner.rewards.verifiers import Rule, Unverifiable
+from aligner.rewards.verifiers import Rule, Unverifiable, record_question
 from aligner.schema.scoring_functions import (
     FUNCTIONS,
     RULES,
@@ -212,15 +217,17 @@ class UserFunction:
     ScorerDeadlocked at once, so that a run does not wait for one timeout after the other.
     """
 
-    def __init__(self, location: str, child: ChildFunction) -> None:
+    def __init__(self, location: str, child: ChildFunction, form: FunctionForm) -> None:
         """Wrap a started child process.
 
         Args:
             location: The function with its configuration key, for error messages, for example
                 `reward.function=module:callable`.
             child: The child process of the function.
+            form: The form of the function.
         """
         self.location = location
+        self.form = form
         self._child = child
         self._recent_timeouts: deque[frozenset[str] | None] = deque(maxlen=_RECENT_CALLS)
         """Prompts of each recent call that timed out; None for a call that returned."""
@@ -253,6 +260,10 @@ class UserFunction:
         if "problem" in answer:
             raise WrongScores(answer["problem"])
         return answer["scores"]
+
+    def close(self) -> None:
+        """Kill the child process."""
+        self._child.close()
 
     def _is_deadlocked(self) -> bool:
         """Return whether the recent timeouts, of which the last call is one, are a deadlock."""
@@ -323,11 +334,11 @@ def _start_user_function(
         module,
         name,
         wrapper=f"{__name__}:{wrapper}",
-        check="aligner.rewards.function_forms:check_form",
+        check="aligner.rewards.function_forms:describe_form",
         deadline_s=timeout_s,
     )
-    child.start()
-    return UserFunction(f"{key}={module}:{name}", child)
+    form = FunctionForm(**child.start())
+    return UserFunction(f"{key}={module}:{name}", child, form)
 
 
 def resolve_scorer(
@@ -587,12 +598,7 @@ def reasoning_scores(requests: Sequence[ScoringRequest]) -> list[float]:
 
 
 def _score_reasoning(request: ScoringRequest) -> float:
-    question = request.metadata.get("question")
-    if not isinstance(question, dict) or "made_of" not in question:
-        raise AlignerError(
-            "record lacks field `question`, which the reward function reasoning_gym requires; use"
-            " prompts of data.tasks"
-        )
+    question = record_question(request.metadata)
     try:
         return _reasoning_verifier()(request.response, question)
     except ChildTooSlow as error:

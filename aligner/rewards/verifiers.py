@@ -14,10 +14,11 @@ from aligner.errors import AlignerError, ConfigError
 from aligner.rewards.answer_forms import parse_choice, parse_clock, parse_exact_number, parse_words
 from aligner.rewards.answer_text import is_comparable, normalize_answer
 from aligner.rewards.final_answers import extract_final_number, extract_gold_answer
+from aligner.rewards.function_forms import FunctionForm
 from aligner.rewards.math_checker import MathChecker
 
-CHECKED_VERIFIERS = ("exact_match", "format", "gsm8k", "length", "math")
-"""Verifiers that read fields of the records, so that `check_answers` can check the records."""
+CHECKED_VERIFIERS = ("exact_match", "format", "gsm8k", "length", "math", "reasoning_gym")
+"""Functions that read fields of the records, so that `check_answers` can check the records."""
 # Records in an error message.
 _LISTED_RECORDS = 5
 # Characters of an answer in an error message.
@@ -78,6 +79,33 @@ def require_fields(
         )
 
 
+def require_form_fields(
+    form: FunctionForm, key: str, records: Iterable[tuple[str, Mapping[str, Any]]]
+) -> None:
+    """Raise ConfigError if a record lacks a field that a custom function requires.
+
+    Args:
+        form: The form of the function.
+        key: Configuration key with the function, for messages.
+        records: Origin and fields of each record.
+    """
+    if not form.required_fields:
+        return  # without reading the records
+    count = 0
+    invalid = []
+    for origin, metadata in records:
+        count += 1
+        if field := form.find_missing_field(metadata):
+            fields = ", ".join(metadata) or "none"
+            invalid.append((origin, f"record lacks field {field}; other fields: {fields}"))
+    if invalid:
+        raise ConfigError(
+            f"{key}: {len(invalid)} of {count} records lack a field that the function requires as a"
+            " parameter. Add the field (null where it has no value), map it with data.fields, or"
+            f" give the parameter a default value:\n{_format_list(invalid)}"
+        )
+
+
 def _find_problems(
     verifier: str, records: Sequence[tuple[str, Mapping[str, Any]]]
 ) -> Iterable[tuple[str, str]]:
@@ -93,6 +121,8 @@ def _find_problems(
                 _read_pattern(metadata)
             elif verifier == "length":
                 length("", metadata)
+            elif verifier == "reasoning_gym":
+                record_question(metadata)
             elif not is_comparable(
                 normalize_answer(extract_gold_answer(answer := record_answer(metadata)))
             ):
@@ -276,6 +306,23 @@ def record_answer(metadata: Mapping[str, Any]) -> str:
         Unverifiable: The record has no answer, or the answer is no string or number.
     """
     return str(_get_field(metadata, "answer", (str, int, float), "a string or a number"))
+
+
+def record_question(metadata: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the field `question` of a record of `data.tasks`.
+
+    Raises:
+        Unverifiable: The record has no such field.
+    """
+    question: Mapping[str, Any] = _get_field(
+        metadata, "question", dict, "an object of data.tasks, which reasoning_gym requires"
+    )
+    if not {"made_of", "checksum"} <= question.keys():
+        raise Unverifiable(
+            f"field `question` has the entries {', '.join(question) or 'none'}, must have `made_of`"
+            " and `checksum`, as in the records of data.tasks"
+        )
+    return question
 
 
 def _get_field(

@@ -1,10 +1,12 @@
 """Preparation of a run before its roles start: model directory, and checks of all data."""
 
+import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from aligner.agents.tool_catalogue import list_tools, tool_schemas, with_tool_arguments
 from aligner.algorithms.extension import require_functions
@@ -21,9 +23,12 @@ from aligner.data.teacher_scores import TeacherScores
 from aligner.data.tokenizer import Tokenizer, Tools, build_run_tokenizer, check_end_tokens
 from aligner.data.tokenizer_files import read_tokenizer_files
 from aligner.errors import ConfigError
+from aligner.observability.logs import NOTE_PREFIX
 from aligner.observability.timeline import report_stage
-from aligner.rewards.scorers import resolve_scorer
-from aligner.rewards.verifiers import CHECKED_VERIFIERS, check_answers
+from aligner.rewards.function_forms import ScoringRequest
+from aligner.rewards.scorers import UserFunction, resolve_scorer, resolve_step_scorer
+from aligner.rewards.trial_calls import TRIAL_TIMEOUT_S, try_function
+from aligner.rewards.verifiers import CHECKED_VERIFIERS, check_answers, require_form_fields
 from aligner.schema import Config
 from aligner.schema.data import TASK
 from aligner.schema.evaluation_suites import (
@@ -55,20 +60,104 @@ def prepare_run(config: Config) -> None:
     cache = ExampleCache.for_run(
         config, partial(report_stage, config, "prepare"), is_prepared=False
     )
-    data_notices = _check_data(config, build_run_tokenizer(config, directory), cache)
-    cache.write_index()
-    for notice in [*end_token_notices, *data_notices]:
-        print(f"aligner: note: {notice}", file=sys.stderr)
-
-    # Import the user's functions now: their errors must not appear first in a scoring request.
-    for source in parse_reward_sources(config.reward):
-        if isinstance(source, FunctionSource):
-            resolve_scorer(source.function, f"{source.key}.function")
-    for suite in parse_evaluation_suites(config):
-        if suite.settings.function is not None:
-            resolve_scorer(suite.settings.function, f"{suite.key}.function")
+    # Import the user's functions before the data is read: this takes less time.
+    with contextlib.ExitStack() as stack:
+        functions = _load_functions(config, stack)
+        checked_data = _check_data(config, build_run_tokenizer(config, directory), cache, functions)
+        cache.write_index()
+        trial_results = _try_functions(config, functions, checked_data)
     if config.algorithm.trainer == "online":
         require_functions(config.algorithm)
+    for notice in [*end_token_notices, *checked_data.notices, *trial_results]:
+        print(f"{NOTE_PREFIX} {notice}", file=sys.stderr)
+
+
+@dataclass(frozen=True)
+class _LoadedFunction:
+    """A scoring function of the configuration."""
+
+    key: str
+    """Configuration key that names the function."""
+    name: str
+    """Built-in name, or `module:callable`."""
+    scorer: Any
+    """The function; a UserFunction if it is the user's own."""
+    source: FunctionSource | None
+    """Reward source of the function; None for the function of an evaluation suite."""
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether the function rewards steps."""
+        return self.source is not None and self.source.step_rewards
+
+
+def _load_functions(config: Config, stack: contextlib.ExitStack) -> list[_LoadedFunction]:
+    """Import the scoring functions of the reward and of the evaluation suites.
+
+    Their errors must not appear first in a scoring request.
+
+    Args:
+        config: The run's configuration.
+        stack: Closes the functions.
+
+    Raises:
+        ConfigError: A function does not exist, cannot be imported, or cannot be called.
+    """
+    functions = []
+    for source in parse_reward_sources(config.reward):
+        if isinstance(source, FunctionSource):
+            key = f"{source.key}.function"
+            timeout_s = min(source.function_timeout_s, TRIAL_TIMEOUT_S)
+            resolve = resolve_step_scorer if source.step_rewards else resolve_scorer
+            scorer = resolve(source.function, key, timeout_s)
+            functions.append(_LoadedFunction(key, source.function, scorer, source))
+    for suite in parse_evaluation_suites(config):
+        name = suite.settings.function
+        if name is not None:
+            key = f"{suite.key}.function"
+            scorer = resolve_scorer(name, key, TRIAL_TIMEOUT_S)
+            functions.append(_LoadedFunction(key, name, scorer, None))
+
+    for function in functions:
+        if isinstance(function.scorer, UserFunction):
+            stack.callback(function.scorer.close)
+    return functions
+
+
+@dataclass
+class _CheckedData:
+    """Result of the check of all data."""
+
+    notices: list[str]
+    """Notices for the user, one line each."""
+    first_prompts: dict[str, PromptFields]
+    """First prompt that each scoring function scores, by the key of the function."""
+
+
+def _try_functions(
+    config: Config, functions: Sequence[_LoadedFunction], data: _CheckedData
+) -> list[str]:
+    """Call each of the user's scoring functions once, and return a line about each of them.
+
+    Raises:
+        ConfigError: A function raised an exception or returned wrong scores.
+    """
+    results = {}
+    for function in functions:
+        prompt = data.first_prompts.get(function.key)
+        call = (function.name, function.has_steps)
+        # Suites may use the function of the reward.
+        if prompt is None or call in results or not isinstance(function.scorer, UserFunction):
+            continue
+        report_stage(config, "prepare", f"calling {function.key}={function.name}")
+        results[call] = try_function(
+            function.name,
+            function.scorer,
+            ScoringRequest(prompt.text, "", prompt.metadata),
+            prompt.origin or repr(prompt.text),
+            has_steps=function.has_steps,
+        )
+    return list(results.values())
 
 
 def _check_end_tokens(config: Config, directory: Path) -> list[str]:
@@ -105,24 +194,42 @@ def open_run_prompts(
     )
 
 
-def _check_data(config: Config, tokenizer: Tokenizer, cache: ExampleCache) -> Sequence[str]:
-    """Read and tokenize all training and evaluation data, and return notices about it."""
+def _check_data(
+    config: Config,
+    tokenizer: Tokenizer,
+    cache: ExampleCache,
+    functions: Sequence[_LoadedFunction],
+) -> _CheckedData:
+    """Read, tokenize and check all training and evaluation data.
+
+    Args:
+        config: The run's configuration.
+        tokenizer: The policy's tokenizer.
+        cache: The cache of tokenized examples.
+        functions: The scoring functions of the run.
+    """
     tools = list_tools(config.environment)
     schemas = tool_schemas(tools)
     suite_prompts_of_reward: list[PromptFields] = []
-    answer_notices: list[str] = []
+    data = _CheckedData([], {})
 
     for suite in get_active_suites(config):
         suite_prompts = [
             PromptFields(prompt.text, prompt.metadata, prompt.origin)
-            for prompt in open_evaluation_prompts(suite, config.data, tokenizer, tools=schemas)
-        ]
-        if suite.settings.function is None:
-            suite_prompts_of_reward += suite_prompts
-        else:
-            answer_notices += _check_answers(
-                suite.settings.function, f"{suite.key}.function", suite_prompts
+            for prompt in open_evaluation_prompts(
+                suite,
+                config.data,
+                tokenizer,
+                include_messages=needs_prompt_messages(config),
+                tools=schemas,
             )
+        ]
+        suite_functions = [each for each in functions if each.key == f"{suite.key}.function"]
+        if not suite_functions:
+            suite_prompts_of_reward += suite_prompts
+        for function in suite_functions:
+            data.notices += _check_answers(function, suite_prompts)
+            data.first_prompts[function.key] = suite_prompts[0]
         if (judge := parse_evaluation_judge(suite.settings, suite.key)) is not None:
             _check_judge_fields([judge], suite_prompts)
 
@@ -132,8 +239,15 @@ def _check_data(config: Config, tokenizer: Tokenizer, cache: ExampleCache) -> Se
         tokenizer.get_single_token(config.rollout.truncate_token, "rollout.truncate_token")
         with_tool_arguments(config.environment, tools, tokenizer)
         prompts = open_run_prompts(config, tokenizer, schemas, cache)
-        check = partial(_check_prompts, config, suite_prompts_of_reward, prompts)
+        reward_functions = [function for function in functions if function.source is not None]
+        check = partial(_check_prompts, config, reward_functions, suite_prompts_of_reward, prompts)
         identity = {
+            # The required fields follow from the code of a function, not from its name.
+            "required_fields": [
+                list(function.scorer.form.required_fields)
+                for function in reward_functions
+                if isinstance(function.scorer, UserFunction)
+            ],
             "reward": asdict(config.reward),
             "kept_fields": config.algorithm.kept_fields,
             "suite_prompts": [
@@ -141,15 +255,34 @@ def _check_data(config: Config, tokenizer: Tokenizer, cache: ExampleCache) -> Se
             ],
             "version": __version__,
         }
-        return [*prompts.notices, *answer_notices, *cache.remember(identity, check)]
+        data.notices[:0] = prompts.notices
+        data.notices += cache.remember(identity, check)
+        for function in reward_functions:
+            for prompt in _select_scored(function, prompts.iterate_fields()):
+                data.first_prompts[function.key] = prompt
+                break
+        return data
 
     if config.teacher.scores is not None:
         TeacherScores(Path(config.teacher.scores)).require_undamaged()
-    return open_run_data(config, tokenizer, cache).notices
+    data.notices += open_run_data(config, tokenizer, cache).notices
+    return data
+
+
+def _select_scored(
+    function: _LoadedFunction, prompts: Iterable[PromptFields]
+) -> Iterator[PromptFields]:
+    """Yield the prompts whose responses a function scores."""
+    for prompt in prompts:
+        if function.source is None or function.source.should_score(prompt.metadata):
+            yield prompt
 
 
 def _check_prompts(
-    config: Config, suite_prompts: Sequence[PromptFields], prompts: PromptStream
+    config: Config,
+    functions: Sequence[_LoadedFunction],
+    suite_prompts: Sequence[PromptFields],
+    prompts: PromptStream,
 ) -> list[str]:
     """Check that the reward can score all prompts of the training data and of the suites without
     their own function, and return notices."""
@@ -163,29 +296,29 @@ def _check_prompts(
     _check_tasks(config, iterate_prompts)
     _check_kept_fields(config.algorithm.kept_fields, prompts.iterate_fields())
     notices = []
-    for source in parse_reward_sources(config.reward):
-        if isinstance(source, FunctionSource):
-            scored_prompts = (
-                prompt for prompt in iterate_prompts() if source.should_score(prompt.metadata)
-            )
-            notices += _check_answers(source.function, f"{source.key}.function", scored_prompts)
+    for function in functions:
+        notices += _check_answers(function, _select_scored(function, iterate_prompts()))
     return notices
 
 
-def _check_answers(function: str, key: str, prompts: Iterable[PromptFields]) -> list[str]:
-    """Check that a verifier can compare responses with the answers of the records.
+def _check_answers(function: _LoadedFunction, prompts: Iterable[PromptFields]) -> list[str]:
+    """Check that the records have the fields that a scoring function requires.
 
     Returns:
         A notice about answers of which only the text is compared.
 
     Raises:
-        ConfigError: An answer cannot be compared with any response.
+        ConfigError: A record lacks a field, or a verifier cannot compare its answer with any
+            response.
     """
-    if function not in CHECKED_VERIFIERS:
+    setting_text = f"{function.key}={function.name}"
+    records = ((prompt.origin or repr(prompt.text), prompt.metadata) for prompt in prompts)
+    if isinstance(function.scorer, UserFunction):
+        require_form_fields(function.scorer.form, setting_text, records)
         return []
-    resolve_scorer(function, key)
-    records = [(prompt.origin or repr(prompt.text), prompt.metadata) for prompt in prompts]
-    return check_answers(function, f"{key}={function}", records)
+    if function.name not in CHECKED_VERIFIERS:
+        return []
+    return check_answers(function.name, setting_text, records)
 
 
 def _check_judge_fields(judges: Sequence[JudgeSource], prompts: Iterable[PromptFields]) -> None:
@@ -203,10 +336,16 @@ def _check_judge_fields(judges: Sequence[JudgeSource], prompts: Iterable[PromptF
                 if field not in prompt.metadata:
                     raise ConfigError(
                         f"{judge.key}.judge_template: contains {{{field}}}, but the record of"
-                        f" prompt {prompt.text!r} has no such field; fields of the record:"
+                        f" {_describe(prompt)} has no such field; fields of the record:"
                         f" {', '.join(prompt.metadata) or 'none'}. Add the field to every"
                         " record, or remove it from the template"
                     )
+
+
+def _describe(prompt: PromptFields) -> str:
+    """Return the text of a prompt, and the origin of its record, for messages."""
+    origin = f" ({prompt.origin})" if prompt.origin else ""
+    return f"prompt {prompt.text!r}{origin}"
 
 
 def _check_kept_fields(fields: Sequence[str], prompts: Iterable[PromptFields]) -> None:
@@ -218,7 +357,7 @@ def _check_kept_fields(fields: Sequence[str], prompts: Iterable[PromptFields]) -
         for field in fields:
             if field not in prompt.metadata:
                 raise ConfigError(
-                    f"algorithm.kept_fields: the record of prompt {prompt.text!r} has no field"
+                    f"algorithm.kept_fields: the record of {_describe(prompt)} has no field"
                     f" `{field}`; fields of the record: {', '.join(prompt.metadata) or 'none'}"
                 )
 
@@ -234,7 +373,7 @@ def _check_tasks(config: Config, iterate_prompts: Callable[[], Iterator[PromptFi
     for prompt in iterate_prompts():
         if not any(source.should_score(prompt.metadata) for source in sources):
             raise ConfigError(
-                f"reward.sources: the record of prompt {prompt.text!r} has"
+                f"reward.sources: the record of {_describe(prompt)} has"
                 f" task={prompt.metadata.get(TASK)}, but every source has weight 0 for this task."
                 " Set task_weights or weight of at least one source"
             )

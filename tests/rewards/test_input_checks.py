@@ -117,3 +117,96 @@ def test_validate_fails_on_missing_field_without_torch(tmp_path):
     )
     assert done.returncode == 2, done.stderr
     assert "records.jsonl:2: record lacks field `answer`" in done.stderr
+
+
+TRL_FUNCTION = "def accuracy(prompts, completions, answer, unit=None, **kwargs): ...\n"
+
+
+def test_missing_parameter_of_custom_function_is_an_error(tmp_path, monkeypatch):
+    (tmp_path / "trl_reward.py").write_text(TRL_FUNCTION)
+    monkeypatch.syspath_prepend(tmp_path)
+    path = tmp_path / "records.jsonl"
+    write_records(path, [GOOD, {"prompt": "2+2=", "answer": None}])
+    assert check(path, "reward.function=trl_reward:accuracy") == []
+
+    write_records(path, [GOOD, {"prompt": "2+2=", "solution": "4"}])
+    with pytest.raises(
+        ConfigError, match=r"1 of 2 records lack .*\n.*records\.jsonl:2: .*`answer`"
+    ):
+        check(path, "reward.function=trl_reward:accuracy")
+
+
+def test_reasoning_gym_requires_question(tmp_path):
+    path = tmp_path / "records.jsonl"
+    write_records(path, [GOOD])
+    with pytest.raises(ConfigError, match=r"records\.jsonl:1: record lacks field `question`"):
+        check(path, "reward.function=reasoning_gym")
+
+
+def test_evaluation_records_are_checked(tmp_path):
+    path, held_out = tmp_path / "records.jsonl", tmp_path / "held_out.jsonl"
+    write_records(path, [GOOD])
+    suite = [
+        "evaluation.every=1",
+        f"+evaluation.suites.sums={{path: {held_out}, function: exact_match}}",
+    ]
+    write_records(held_out, [GOOD, {"prompt": "2+2="}])
+    message = r"evaluation\.suites\.sums\.function=exact_match: .*\n.*held_out\.jsonl:2: "
+    with pytest.raises(ConfigError, match=message):
+        check(path, *suite)
+
+    held_out.write_text("{\n")
+    with pytest.raises(ConfigError, match=r"held_out\.jsonl:1: not valid JSON"):
+        check(path, *suite)
+
+    write_records(held_out, [{"text": 1}])
+    with pytest.raises(ConfigError, match=r"held_out\.jsonl:1: record lacks field `prompt`"):
+        check(path, *suite)
+
+
+PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
+
+
+@pytest.mark.parametrize(
+    "overrides, valid, invalid, message",
+    [
+        (["sft"], {"prompt": "a", "response": "b"}, {"prompt": "a"}, "lacks field `response`"),
+        (["dpo"], PAIR, {"prompt": "a", "chosen": "b"}, "lacks field `rejected`"),
+        (["dpo"], PAIR, {**PAIR, "margin": -1}, "field `margin` is -1"),
+        (
+            ["dpo", "algorithm.preference.kind=kto"],
+            {"prompt": "a", "response": "b", "label": True},
+            {"prompt": "a", "response": "b"},
+            "field `label` is None",
+        ),
+        (
+            ["sft"],
+            {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+            {"messages": [{"role": "user", "content": "a"}]},
+            "the last message has role 'user'",
+        ),
+        (
+            ["reward_model"],
+            {"prompt": "a", "steps": ["b"], "labels": [1]},
+            {"prompt": "a", "steps": ["b"], "labels": []},
+            "`labels` is an empty list",
+        ),
+    ],
+)
+def test_offline_records_are_checked(tmp_path, overrides, valid, invalid, message):
+    path = tmp_path / "records.jsonl"
+    algorithm, *settings = overrides
+    write_records(path, [valid])
+    assert check(path, f"algorithm={algorithm}", *settings) == []
+
+    write_records(path, [valid, invalid])
+    with pytest.raises(ConfigError, match=rf"records\.jsonl:2: .*{message}"):
+        check(path, f"algorithm={algorithm}", *settings)
+
+
+def test_misspelt_environment_and_tool_are_errors(tmp_path):
+    path = tmp_path / "records.jsonl"
+    write_records(path, [GOOD])
+    target = "tests.agents.acting:Missing"
+    with pytest.raises(ConfigError, match=r"environment\.target=tests\.agents\.acting:Missing: "):
+        check(path, f"environment.target={target}")

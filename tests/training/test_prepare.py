@@ -33,7 +33,7 @@ def test_record_without_template_field_is_refused(
     data, held_out = tmp_path / "data.jsonl", tmp_path / "held_out.jsonl"
     data.write_text("".join(json.dumps(record) + "\n" for record in records))
     message = (
-        r"reward\.judge_template: contains \{rubric\}, but the record of prompt 'xyz' has no such"
+        r"reward\.judge_template: contains \{rubric\}, but the record of prompt 'xyz' \(.*jsonl:\d\) has no such"
         r" field; fields of the record: answer\."
     )
     with pytest.raises(ConfigError, match=message):
@@ -68,7 +68,7 @@ def test_changed_evaluation_records_are_checked_again(tmp_path: Path) -> None:
     )
     prepare_run(config)
     held_out.write_text(json.dumps({"prompt": "xyz"}) + "\n")
-    with pytest.raises(ConfigError, match="the record of prompt 'xyz' has no such field"):
+    with pytest.raises(ConfigError, match=r"the record of prompt 'xyz' .* has no such field"):
         prepare_run(config)
 
 
@@ -97,7 +97,7 @@ def test_unscored_or_unknown_task_is_refused(
     prepare(sums, "b={kind: function, function: digit_fraction}")
     with pytest.raises(
         ConfigError,
-        match=r"the record of prompt 'xyz' has task=None, but every source has weight 0 for this task",
+        match=r"the record of prompt 'xyz' .* has task=None, but every source has weight 0 for this task",
     ):
         prepare(
             sums, "b={kind: function, function: digit_fraction, weight: 0, task_weights: {chat: 1}}"
@@ -129,7 +129,7 @@ def test_record_without_kept_field_is_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(
         ConfigError,
-        match=r"kept_fields: the record of prompt 'b' has no field `question`; fields of the record: answer",
+        match=r"kept_fields: the record of prompt 'b' .* has no field `question`; fields of the record: answer",
     ):
         prepare_run(config)
     prepare_run(replace(config, algorithm=replace(config.algorithm, kept_fields=["answer"])))
