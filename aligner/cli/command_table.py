@@ -15,6 +15,7 @@ from typing import Any
 
 from aligner.cache_entries import KINDS
 from aligner.paths import OPENMP_ENVIRONMENT
+from aligner.schema.data import LAYOUT_CHOICES
 from aligner.version import __version__
 
 _SOURCE = (
@@ -273,6 +274,14 @@ _SAMPLING = (
         help=(
             "field names of the prompts, such as '{prompt: question}' (default: those of the run if"
             " the prompts are its training or evaluation data)"
+        ),
+    ),
+    _add(
+        "--format",
+        choices=LAYOUT_CHOICES,
+        help=(
+            "layout of the records, as data.format (default: that of the run if the prompts are its"
+            " training or evaluation data, otherwise auto)"
         ),
     ),
     _add(

@@ -10,6 +10,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from aligner.paths import RunPaths
 from aligner.rewards.scorers import resolve_scorer
 from aligner.rewards.sources import TextSource
 from aligner.schema import Config, EngineConfig
+from aligner.schema.data import AUTO_LAYOUT
 from aligner.schema.data_sources import parse_data_sources
 from aligner.schema.environment import EnvironmentConfig
 from aligner.schema.evaluation_suites import parse_evaluation_suites
@@ -214,34 +216,47 @@ def _find_run(source: Path) -> Config | None:
 def _read_prompts(parsed: argparse.Namespace, run: Config | None) -> list[Record]:
     """Read the prompts of the command line.
 
-    The fields of the run's own data are those of the run, unless --fields sets others.
+    The fields and the layout of the run's own data are those of the run, unless --fields and
+    --format set others.
     """
+    forms = {} if run is None else _list_record_forms(run)
+    form = forms.get(parsed.prompts.absolute(), RecordForm())
     fields = _parse_fields(parsed.fields)
-    if fields is None and run is not None:
-        fields = _find_run_fields(parsed.prompts, run)
     return read_prompts(
         parsed.prompts,
         "--prompts ",
         parsed.prompts_format,
-        fields=fields,
+        fields=form.fields if fields is None else fields,
+        layout=parsed.format or form.layout,
         limit=parsed.limit,
     )
 
 
-def _find_run_fields(path: Path, run: Config) -> Mapping[str, str] | None:
-    """Return the field names that a run uses for its own training or evaluation data; None for
-    other data."""
-    fields_by_path = {
-        Path(suite.settings.path).absolute(): suite.settings.fields
+@dataclass(frozen=True)
+class RecordForm:
+    """Fields and layout of the records of a source."""
+
+    fields: Mapping[str, str] = field(default_factory=dict)
+    """The data's field names or templates, by aligner's field names."""
+    layout: str = AUTO_LAYOUT
+    """Layout of the records: the value of `data.format`."""
+
+
+def _list_record_forms(run: Config) -> dict[Path, RecordForm]:
+    """Return the form of a run's own training and evaluation records, by path."""
+    forms = {
+        Path(suite.settings.path).absolute(): RecordForm(
+            suite.settings.fields, suite.settings.format
+        )
         for suite in parse_evaluation_suites(run)
         if suite.settings.path is not None
     }
-    fields_by_path |= {
-        source.path.absolute(): dict(source.fields)
+    forms |= {
+        source.path.absolute(): RecordForm(source.fields, source.layout)
         for source in parse_data_sources(run.data)
         if not source.is_function
     }
-    return fields_by_path.get(path.absolute())
+    return forms
 
 
 def _parse_fields(text: str | None) -> Mapping[str, str] | None:

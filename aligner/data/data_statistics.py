@@ -23,7 +23,7 @@ from aligner.data.examples import (
     open_run_data,
 )
 from aligner.data.prompts import open_prompts
-from aligner.data.record_layouts import LAYOUTS, find_layout
+from aligner.data.record_layouts import LAYOUTS, TEXT_LAYOUTS, find_layout
 from aligner.data.record_sources import RawRecord
 from aligner.data.records import (
     BadRecord,
@@ -102,11 +102,15 @@ def _from_json(stored: Mapping[str, Any]) -> DataStatistics:
 def _measure(config: Config, tokenizer: Tokenizer, raw_records: "_Records") -> DataStatistics:
     sampled_records, count = _sample_records(raw_records)
     layout = _find_common_layout(sampled_records, config)
+    layout_text = LAYOUTS[layout].description if layout else ""
+    if layout in TEXT_LAYOUTS and not _has_template(tokenizer):
+        layout = TEXT_LAYOUTS[layout]
+        layout_text += "; the model has no chat template, so they remain plain texts"
     choice = _choose_record_fields(sampled_records, raw_records, config)
     fields = choice.fields
     with tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch) / "records.jsonl"
-        records = _parse_records(sampled_records, _get_remaining_layout(config), fields)
+        records = _parse_records(sampled_records, layout or _get_remaining_layout(config), fields)
         file.write_text(
             "".join(json.dumps(record, default=str) + "\n" for record in records),
             encoding="utf-8",
@@ -128,7 +132,7 @@ def _measure(config: Config, tokenizer: Tokenizer, raw_records: "_Records") -> D
         longest_answer=max(answer for _, answer in lengths),
         fields=fields,
         layout=layout,
-        layout_text=LAYOUTS[layout].description if layout else "",
+        layout_text=layout_text,
         example=_format_example(records[0], fields) if fields or layout else "",
         notices=choice.notices,
         bypasses_template=_has_template(tokenizer)

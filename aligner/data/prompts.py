@@ -64,6 +64,7 @@ from aligner.data.tokenizer import Tokenizer, Tools
 from aligner.data.types import Prompt
 from aligner.errors import AlignerError, ConfigError
 from aligner.schema import DataConfig
+from aligner.schema.data import AUTO_LAYOUT
 from aligner.schema.data_sources import DataSource, parse_task_sources
 from aligner.schema.evaluation_suites import Suite
 
@@ -545,6 +546,7 @@ def open_evaluation_prompts(
             suite.key,
             Path(settings.path),
             fields=settings.fields,
+            layout=settings.format,
             timeout_s=data.function_timeout_s,
         )
         prompts, _ = read_source(source, parse)
@@ -775,6 +777,7 @@ def read_prompts(
     kind: str | None = None,
     *,
     fields: Mapping[str, str] | None = None,
+    layout: str = AUTO_LAYOUT,
     limit: int | None = None,
 ) -> list[Record]:
     """Read the records of a source of prompts, in their order.
@@ -784,6 +787,7 @@ def read_prompts(
         key: See `open_record_source`.
         kind: See `open_record_source`.
         fields: The data's field names, or templates of them, by aligner's field names.
+        layout: The layout of the records, see `data.format`.
         limit: Number of records to read; None reads all of them.
 
     Raises:
@@ -803,7 +807,11 @@ def read_prompts(
         if not is_blank(raw_record)
     )
     return parse_records(
-        itertools.islice(raw_records, limit), check, f"{key}{path}", fields=fields
+        itertools.islice(raw_records, limit),
+        check,
+        f"{key}{path}",
+        fields=fields,
+        layout=layout,
     )[0]
 
 

@@ -1,7 +1,7 @@
 """Layouts of records in published data sets, and their conversion to aligner's fields.
 
 A layout is recognised by the fields of a record, and its conversion is a pure function of the
-record. Data that differ only in field names need no conversion: `data.fields` names their fields.
+record. Layouts that `data.format=auto` does not recognise are selected by their names only.
 """
 
 import re
@@ -30,6 +30,10 @@ _ROLES = {
 }
 # Start of a turn in the dialogues of HH-RLHF.
 _HH_TURN = re.compile(r"\n\n(Human|Assistant):[ ]?")
+_DIFFERENT_DIALOGUES = (
+    "`chosen` and `rejected` differ before the last turn of Assistant; they must have the same"
+    " dialogue before it"
+)
 
 
 class LayoutError(ValueError):
@@ -48,10 +52,26 @@ class Layout:
     """Returns whether a record has the layout, by its fields and their types."""
     convert: Callable[[Values], dict[str, Any]]
     """Returns the record with aligner's fields; raises LayoutError."""
+    is_automatic: bool = True
+    """Whether `data.format=auto` recognises the layout; otherwise it is selected by name only."""
 
 
 def find_layout(values: Values) -> str | None:
-    """Return the name of a record's layout; None if the record needs no conversion."""
+    """Return the name of a record's layout with `data.format=auto`; None if it has none."""
+    return next(
+        (
+            name
+            for name, layout in LAYOUTS.items()
+            if layout.is_automatic and layout.matches(values)
+        ),
+        None,
+    )
+
+
+def find_named_layout(values: Values) -> str | None:
+    """Return the name of the layout of a record that `data.format=auto` does not recognise."""
+    if find_layout(values) is not None:
+        return None
     return next((name for name, layout in LAYOUTS.items() if layout.matches(values)), None)
 
 
@@ -169,16 +189,35 @@ def _convert_hh(values: Values) -> dict[str, Any]:
     chosen = _parse_dialogue(values["chosen"], "chosen")
     rejected = _parse_dialogue(values["rejected"], "rejected")
     if chosen[:-1] != rejected[:-1]:
-        raise LayoutError(
-            "`chosen` and `rejected` differ before the last turn of Assistant; they must have the"
-            " same dialogue before it"
-        )
+        raise LayoutError(_DIFFERENT_DIALOGUES)
     return {
         **values,
         "prompt": chosen[:-1],
         "chosen": chosen[-1]["content"],
         "rejected": rejected[-1]["content"],
     }
+
+
+def _convert_hh_to_text(values: Values) -> dict[str, Any]:
+    """Return the record with the common beginning of both dialogues as a plain-text prompt.
+
+    As in the original implementation of DPO (eric-mitchell/direct-preference-optimization on
+    GitHub), the prompt ends with `\\n\\nAssistant:`, and the responses begin with a space.
+    """
+    prompt, chosen = _split_last_turn(values["chosen"], "chosen")
+    rejected_prompt, rejected = _split_last_turn(values["rejected"], "rejected")
+    if prompt != rejected_prompt:
+        raise LayoutError(_DIFFERENT_DIALOGUES)
+    return {**values, "prompt": prompt, "chosen": chosen, "rejected": rejected}
+
+
+def _split_last_turn(text: str, name: str) -> tuple[str, str]:
+    """Return a dialogue up to its last `Assistant:`, and the text after it."""
+    *_, last_turn = _HH_TURN.finditer(text)
+    if last_turn[1] != "Assistant":
+        raise LayoutError(f"field `{name}`: the dialogue does not end with a turn of Assistant")
+    end = last_turn.end(1) + len(":")
+    return text[:end], text[end:]
 
 
 def _is_ultrafeedback(values: Values) -> bool:
@@ -256,6 +295,42 @@ def _convert_slime(values: Values) -> dict[str, Any]:
     return {**values, "answer": values["label"]}
 
 
+_ALPACA_FIELDS = {"instruction", "input", "output", "text"}
+
+
+def _is_alpaca(values: Values) -> bool:
+    return (
+        _is_text(values.get("instruction"))
+        and _is_text(values.get("output"))
+        and _is_text(values.get("input", ""))
+        and values.keys() <= _ALPACA_FIELDS
+    )
+
+
+def _convert_alpaca(values: Values) -> dict[str, Any]:
+    texts = [values["instruction"], values.get("input", "")]
+    return {
+        **values,
+        "prompt": "\n\n".join(text for text in texts if text.strip()),
+        "response": values["output"],
+    }
+
+
+def _is_verl(values: Values) -> bool:
+    reward_model = values.get("reward_model")
+    return (
+        "prompt" in values
+        and "answer" not in values
+        and isinstance(reward_model, Mapping)
+        and isinstance(reward_model.get("ground_truth"), str | int | float)
+    )
+
+
+def _convert_verl(values: Values) -> dict[str, Any]:
+    # `reward_model` is kept for reward functions that read it.
+    return {**values, "answer": values["reward_model"]["ground_truth"]}
+
+
 LAYOUTS = {
     "sharegpt": Layout(
         "`conversations` is a list of turns with `from` and `value`",
@@ -281,6 +356,13 @@ LAYOUTS = {
         _is_hh,
         _convert_hh,
     ),
+    "hh_rlhf_text": Layout(
+        "`chosen` and `rejected` are dialogues of Human and Assistant in one text",
+        ("chosen", "rejected"),
+        _is_hh,
+        _convert_hh_to_text,
+        is_automatic=False,
+    ),
     "ultrafeedback": Layout(
         "`prompt` is a text, and `chosen` and `rejected` are lists of messages",
         ("prompt", "chosen", "rejected"),
@@ -305,5 +387,22 @@ LAYOUTS = {
         _is_slime,
         _convert_slime,
     ),
+    "verl": Layout(
+        "`prompt`, and the answer in `reward_model.ground_truth`",
+        ("reward_model",),
+        _is_verl,
+        _convert_verl,
+    ),
+    # aligner chooses `data.fields` for these records, which other parts of the prompt may precede.
+    "alpaca": Layout(
+        "texts `instruction` and `output`, optionally `input` and `text`, and no other fields",
+        ("instruction", "input", "output"),
+        _is_alpaca,
+        _convert_alpaca,
+        is_automatic=False,
+    ),
 }
 """Layouts by their names in `data.format`."""
+
+TEXT_LAYOUTS = {"hh_rlhf": "hh_rlhf_text"}
+"""Layouts whose prompts are plain texts, by the layout that makes messages of the same records."""

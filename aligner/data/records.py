@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from aligner.data.record_layouts import LayoutError, convert_record
+from aligner.data.record_layouts import LayoutError, convert_record, find_named_layout
 from aligner.data.record_sources import RawRecord, RecordSource, is_blank, open_record_source
 from aligner.errors import ConfigError
 from aligner.schema import DataConfig
@@ -95,9 +95,11 @@ def missing_field_error(
         explanation: A text that follows the name in the message.
         values: The fields of the record.
     """
+    layout = find_named_layout(values)
+    hint = f"; the records have the layout data.format={layout}" if layout else ""
     return BadRecord(
         f"{origin}: record lacks field `{name}`{explanation}; fields of the record:"
-        f" {', '.join(values) or 'none'}"
+        f" {', '.join(values) or 'none'}{hint}"
     )
 
 

@@ -14,17 +14,15 @@ from aligner.data.collectives import gather_json, shard_across_ranks
 from aligner.errors import ConfigError
 from aligner.models.model_source import model_directory
 from aligner.schema import Config
-from aligner.schema.data_sources import FUNCTION
+from aligner.schema.data_sources import FILE_SUFFIXES, FUNCTION, get_file_kind
 from aligner.schema.references import find_read_paths
 
 InputChecksums = Mapping[str, Mapping[str, FileRecord]]
 """Size and checksum of each file, by configuration key and then by the file's path in the directory
 that the key names."""
 
-# Suffixes of the files of a directory that a role may read.
-_READ_SUFFIXES = frozenset(
-    (".safetensors", ".json", ".jsonl", ".jinja", ".txt", ".model", ".arrow", ".parquet")
-)
+# Kinds of the files of a directory that a role may read: of models, of data sets, and of records.
+_READ_KINDS = frozenset(("safetensors", "jinja", "model", "arrow", *FILE_SUFFIXES))
 # Folder of a model's named chat templates.
 _TEMPLATES = "additional_chat_templates"
 
@@ -115,7 +113,7 @@ def list_input_files(path: Path) -> dict[str, Path]:
         for directory in (path, path / _TEMPLATES)
         if directory.is_dir()
         for file in directory.iterdir()
-        if file.suffix in _READ_SUFFIXES and file.is_file()
+        if get_file_kind(file) in _READ_KINDS and file.is_file()
     ]
     return {os.path.relpath(file, path): file for file in sorted(paths)}
 

@@ -20,12 +20,17 @@ LAYOUT_NAMES = (
     "nemo_aligner",
     "nemo_aligner_pairs",
     "hh_rlhf",
+    "hh_rlhf_text",
     "ultrafeedback",
     "trl_completion",
     "openrlhf",
     "slime",
+    "verl",
+    "alpaca",
 )
 """Other values of `data.format`: published layouts, see `aligner.data.record_layouts`."""
+LAYOUT_CHOICES = (AUTO_LAYOUT, NO_LAYOUT, *LAYOUT_NAMES)
+"""All values of `data.format`."""
 
 
 @dataclass
@@ -136,7 +141,7 @@ class DataConfig:
         "Layout of the records. `auto`: each record's layout is recognised by its fields;"
         " `none`: the records are not converted. The others are published layouts, to which every"
         " record must then conform.",
-        choices=(AUTO_LAYOUT, NO_LAYOUT, *LAYOUT_NAMES),
+        choices=LAYOUT_CHOICES,
         read_if=".path!=null or .sources!={} or .tasks!=[]",
     )
     sanitize: bool = option(

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from aligner.schema.data import AUTO_LAYOUT, LAYOUT_CHOICES
 from aligner.schema.options import option
 
 
@@ -34,6 +35,12 @@ class EvaluationConfig:
         {},
         "Mapping from aligner's field names to field names of the evaluation data, as"
         " `data.fields`.",
+        read_if=".path!=null",
+    )
+    format: str = option(
+        AUTO_LAYOUT,
+        "Layout of the evaluation records, as `data.format`.",
+        choices=LAYOUT_CHOICES,
         read_if=".path!=null",
     )
     prompts: list[str] = option([], "List of held-out prompts, used instead of `evaluation.path`.")

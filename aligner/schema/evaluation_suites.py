@@ -18,7 +18,7 @@ from aligner.values import split_callable_name
 # Keys of the section that apply to all suites.
 _SHARED_KEYS = ("every", "asynchronous", "suites")
 # Keys that a suite does not inherit from the section.
-_NOT_INHERITED_KEYS = ("path", "fields", "prompts", "questions", "group_by", "judge")
+_NOT_INHERITED_KEYS = ("path", "fields", "format", "prompts", "questions", "group_by", "judge")
 _SUITE_FIELDS: dict[str, Any] = {
     name: (hint, make_section_field(EvaluationConfig, name))
     for name, hint in typing.get_type_hints(EvaluationConfig).items()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from aligner.cli.stored_models import _find_run, _find_run_fields, _parse_fields
+from aligner.cli.stored_models import RecordForm, _find_run, _list_record_forms, _parse_fields
 from aligner.config.compose import compose_config, save_config
 from aligner.data.prompts import unwrap_message, wrap_in_message
 from aligner.data.records import BadRecord, Record
@@ -129,23 +129,21 @@ def check_served_prompt(run: Path, token_count: int) -> None:
 @pytest.mark.parametrize(
     ("prompts", "expected"),
     [
-        ("train.jsonl", {"prompt": "question"}),
-        ("held_out.jsonl", {"messages": "dialog"}),
+        ("train.jsonl", RecordForm({"prompt": "question"}, "slime")),
+        ("held_out.jsonl", RecordForm({"messages": "dialog"}, "sharegpt")),
         ("other.jsonl", None),
     ],
 )
-def test_fields_of_the_runs_data_are_the_default(
-    prompts: str, expected: dict[str, str] | None
-) -> None:
+def test_fields_of_the_runs_data_are_the_default(prompts: str, expected: RecordForm | None) -> None:
     run = compose_config(
         [
             "experiment=tiny_ppo",
-            *("data.path=train.jsonl", "+data.fields={prompt: question}"),
+            *("data.path=train.jsonl", "+data.fields={prompt: question}", "data.format=slime"),
             *("evaluation.every=1", "evaluation.path=held_out.jsonl"),
-            "+evaluation.fields={messages: dialog}",
+            *("+evaluation.fields={messages: dialog}", "evaluation.format=sharegpt"),
         ]
     )
-    assert _find_run_fields(Path(prompts).absolute(), run) == expected
+    assert _list_record_forms(run).get(Path(prompts).absolute()) == expected
 
 
 def test_run_is_found_from_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from aligner.data.record_layouts import LAYOUTS, find_layout
 from aligner.data.record_sources import RawRecord
-from aligner.data.records import BadRecord, to_record
+from aligner.data.records import BadRecord, Record, to_record
 from aligner.schema.data import LAYOUT_NAMES
 
 
@@ -108,6 +108,16 @@ ULTRAFEEDBACK = {
             {"prompt": [user("1+1?")], "label": "2", "metadata": {"a": 1}},
             {"prompt": [user("1+1?")], "label": "2", "answer": "2", "metadata": {"a": 1}},
         ),
+        (
+            "verl",
+            {"prompt": [user("1+1?")], "reward_model": {"ground_truth": "2"}, "data_source": "a"},
+            {
+                "prompt": [user("1+1?")],
+                "reward_model": {"ground_truth": "2"},
+                "data_source": "a",
+                "answer": "2",
+            },
+        ),
     ],
 )
 def test_layout_is_recognised_and_converted(layout, record, expected) -> None:
@@ -126,13 +136,61 @@ def test_layout_is_recognised_and_converted(layout, record, expected) -> None:
         {"chosen": [user("Hi"), assistant("a")], "rejected": [user("Hi"), assistant("b")]},
         {"messages": [user("Hi")], "conversations": SHAREGPT["conversations"]},
         {"instruction": "a", "input": "", "output": "b"},
-        {"prompt": [user("1+1?")], "reward_model": {"ground_truth": "2"}, "data_source": "a"},
+        {"prompt": "1+1=", "reward_model": {"ground_truth": "2"}, "answer": "2"},
+        {"prompt": "1+1=", "reward_model": {"ground_truth": {"target": ["2"]}}},
         {"conversations": []},
         {"conversations": ["a"]},
     ],
 )
 def test_records_with_own_fields_are_unchanged(record) -> None:
     assert find_layout(record) is None and convert(record) == record
+
+
+@pytest.mark.parametrize(
+    ("layout", "record", "expected"),
+    [
+        (
+            "hh_rlhf_text",
+            HH,
+            {
+                "prompt": "\n\nHuman: Hi\n\nAssistant: Hello\n\nHuman: Why?\n\nAssistant:",
+                "chosen": " So.\n\nYes.",
+                "rejected": " What?",
+            },
+        ),
+        (
+            "alpaca",
+            {"instruction": "Add.", "input": "1 and 2", "output": "3"},
+            {
+                "instruction": "Add.",
+                "input": "1 and 2",
+                "output": "3",
+                "prompt": "Add.\n\n1 and 2",
+                "response": "3",
+            },
+        ),
+        (
+            "alpaca",
+            {"instruction": "Sing.", "input": "", "output": "La"},
+            {
+                "instruction": "Sing.",
+                "input": "",
+                "output": "La",
+                "prompt": "Sing.",
+                "response": "La",
+            },
+        ),
+    ],
+)
+def test_layout_is_selected_by_name_only(layout, record, expected) -> None:
+    assert convert(record, layout=layout) == expected
+    assert find_layout(record) != layout
+
+
+def test_missing_field_names_the_layout_that_provides_it() -> None:
+    record = Record({"instruction": "Sing.", "output": "La"}, "file:1")
+    with pytest.raises(BadRecord, match=r"lacks field `response`.*data\.format=alpaca"):
+        record.get_text("response")
 
 
 def test_fields_of_the_user_take_precedence() -> None:
@@ -147,6 +205,9 @@ def test_fields_of_the_user_take_precedence() -> None:
         ({"conversations": [{"from": "cat", "value": "a"}]}, "auto", r"conversations\[0\].*'cat'"),
         ({**HH, "rejected": "\n\nHuman: Bye\n\nAssistant: a"}, "auto", "differ before the last"),
         ({**HH, "chosen": "\n\nHuman: Hi"}, "auto", "field `chosen`: the dialogue does not end"),
+        ({**HH, "rejected": "\n\nHuman: Bye\n\nAssistant: a"}, "hh_rlhf_text", "differ before"),
+        ({**HH, "chosen": "\n\nHuman: Hi"}, "hh_rlhf_text", "dialogue does not end"),
+        ({"instruction": "a", "output": "b", "choices": ["c"]}, "alpaca", "no other fields"),
         ({**ULTRAFEEDBACK, "rejected": [user("a"), assistant("b")]}, "auto", "differ before"),
     ],
 )
