@@ -35,6 +35,7 @@ from aligner.agents.openai_protocol import (
 )
 from aligner.agents.openai_server import OpenAIServer, build_models_response
 from aligner.data.chat_turns import ChatTurns, Conversation, NewBranch
+from aligner.data.stop_strings import cut_before_stop
 from aligner.data.tokenizer import Tokenizer
 from aligner.data.tool_calls import ToolCall
 from aligner.data.types import Completion
@@ -53,6 +54,8 @@ class PendingCompletion:
     """Input tokens, int64 [T]."""
     max_tokens: int
     """Maximum number of tokens of the completion; the context may leave fewer."""
+    stop: tuple[str, ...]
+    """Stop strings of the request."""
     task: "asyncio.Task[Completion]"
     """The task that generates the completion."""
 
@@ -106,9 +109,10 @@ class AgentSession:
     name: str
     """Name of the episode, part of its URL."""
     context: SessionContext
-    generate: Callable[[Tensor, int, int], Coroutine[Any, Any, Completion]]
+    generate: Callable[[Tensor, int, tuple[str, ...], int], Coroutine[Any, Any, Completion]]
     """Function that generates a completion. Its arguments are the input tokens, int64 [T], the
-    maximum number of generated tokens, and the number of earlier requests with the same input."""
+    maximum number of generated tokens, the stop strings of the request, and the number of earlier
+    requests with the same input."""
     end_episode: Callable[[], None]
     """Function that ends the episode with its current turns."""
     worker_key: str = field(default_factory=lambda: secrets.token_urlsafe(16))
@@ -195,7 +199,8 @@ class AgentSession:
         max_tokens = self.context.settings.max_turn_tokens
         max_tokens = min(max_tokens, body.token_limit or max_tokens)
         pending_completions = [
-            self._get_or_start_completion(input_tokens, max_tokens) for _ in range(body.n)
+            self._get_or_start_completion(input_tokens, max_tokens, body.stop_strings)
+            for _ in range(body.n)
         ]
         try:
             await asyncio.wait([pending.task for pending in pending_completions])
@@ -331,11 +336,14 @@ class AgentSession:
         self.is_truncated = True
         return [Answer("", "length", length)] * count
 
-    def _get_or_start_completion(self, input_tokens: Tensor, max_tokens: int) -> PendingCompletion:
-        """Return an abandoned completion with the same input, else start a new one."""
+    def _get_or_start_completion(
+        self, input_tokens: Tensor, max_tokens: int, stop: tuple[str, ...]
+    ) -> PendingCompletion:
+        """Return an abandoned completion with the same input and limits, else start a new one."""
         for pending in self._abandoned_completions:
             if (
                 pending.max_tokens == max_tokens
+                and pending.stop == stop
                 and torch.equal(pending.input_tokens, input_tokens)
                 and not pending.task.cancelled()
             ):
@@ -345,9 +353,9 @@ class AgentSession:
         # repeated requests of the same input get different random numbers
         input_bytes = input_tokens.numpy().tobytes()
         task = asyncio.create_task(
-            self.generate(input_tokens, max_tokens, self._request_counts[input_bytes])
+            self.generate(input_tokens, max_tokens, stop, self._request_counts[input_bytes])
         )
-        pending = PendingCompletion(input_tokens, max_tokens, task)
+        pending = PendingCompletion(input_tokens, max_tokens, stop, task)
         self._request_counts[input_bytes] += 1
         self._tasks_in_flight.add(task)
         task.add_done_callback(self._tasks_in_flight.discard)
@@ -360,16 +368,9 @@ class AgentSession:
         response = pending.task.result()
         input_tokens = pending.input_tokens
 
-        # the engine supports only stop tokens, so stop texts are applied to its completion
-        text = None
-        stop = self._find_stop(input_tokens, response.tokens, body.stop_texts)
-        if stop is not None:
-            token_count, text = stop
-            response = _truncate(response, token_count)
-
         # the turn's keys and text are set later, because they depend on the answer
         turn = AgentTurn(input_tokens, response, conversation, (), "")
-        answer = self._build_answer(body, turn, text)
+        answer = self._build_answer(body, turn)
         full_text = ""
         # nothing can follow an end-of-sequence token
         if (
@@ -383,8 +384,8 @@ class AgentSession:
         )
         return answer
 
-    def _build_answer(self, body: CompletionBody, turn: AgentTurn, text: str | None) -> Answer:
-        """Return a turn as an answer; `text` is its text before a stop text, None if none occurs.
+    def _build_answer(self, body: CompletionBody, turn: AgentTurn) -> Answer:
+        """Return a turn as an answer, which ends before the first stop string of the request.
 
         Tool calls become part of the answer only if the turn is complete and all of its calls can
         be parsed; otherwise the answer is the plain text.
@@ -394,18 +395,17 @@ class AgentSession:
         has_ended = self._has_ended(turn)
         logprobs = turn.response.logprobs.tolist()
         token_texts = [tokenizer.decode_token(token) for token in generated_tokens.tolist()]
-        answer_text = text
-        if answer_text is None:
-            text_tokens = generated_tokens[:-1] if has_ended else generated_tokens
-            answer_text = self._decode_after(turn.input_tokens, text_tokens)
+        text_tokens = generated_tokens[:-1] if has_ended else generated_tokens
+        full_text = self._decode_after(turn.input_tokens, text_tokens)
+        text = cut_before_stop(full_text, body.stop_strings)
         answer = Answer(
-            answer_text,
+            text,
             "length" if turn.response.finish_reason == "length" else "stop",
             len(turn.input_tokens),
             tuple(map(AnswerToken, token_texts, logprobs)),
         )
         if (
-            text is None
+            text == full_text
             and has_ended
             and turn.conversation is not None
             and isinstance(body, ChatBody)
@@ -441,42 +441,6 @@ class AgentSession:
         return self.context.tokenizer.decode_after(
             input_tokens, generated_tokens, skip_special_tokens=False
         )
-
-    def _find_stop(
-        self, input_tokens: Tensor, generated_tokens: Tensor, stop_texts: Sequence[str]
-    ) -> tuple[int, str] | None:
-        """Return the number of tokens up to the first stop text, and the text before it.
-
-        Returns None if the completion contains no stop text.
-        """
-        full_text = self._decode_after(input_tokens, generated_tokens) if stop_texts else ""
-        if not any(stop in full_text for stop in stop_texts):
-            return None
-
-        # the shortest prefix of the tokens that contains a stop text; each prefix is decoded
-        # as a whole, because a character may consist of several tokens
-        for token_count in range(1, len(generated_tokens) + 1):
-            text = self._decode_after(input_tokens, generated_tokens[:token_count])
-            if positions := [text.find(stop) for stop in stop_texts if stop in text]:
-                return token_count, text[: min(positions)]
-        return None
-
-
-def _truncate(completion: Completion, token_count: int) -> Completion:
-    """Return the first tokens of a completion that ends with a stop text."""
-    sampling_support = completion.sampling_support
-    if sampling_support is not None:
-        sampling_support = sampling_support.select(slice(token_count))
-    return replace(
-        completion,
-        tokens=completion.tokens[:token_count],
-        logprobs=completion.logprobs[:token_count],
-        weight_versions=completion.weight_versions[:token_count],
-        finish_reason="stop",
-        sampling_support=sampling_support,
-        # routing replay is not supported with agents
-        expert_routing=None,
-    )
 
 
 _Handler = Callable[[AgentSession, Request], Awaitable[Response]]

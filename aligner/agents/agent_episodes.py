@@ -395,7 +395,9 @@ class _AgentEpisodeRun:
             journal.record(request, generated_by, sample)
         return sample
 
-    async def _generate(self, input_tokens: Tensor, max_tokens: int, repeats: int) -> Completion:
+    async def _generate(
+        self, input_tokens: Tensor, max_tokens: int, stop: tuple[str, ...], repeats: int
+    ) -> Completion:
         """Generate a completion that the agent has requested; runs in the endpoint's thread."""
         source = self._source
         # input and completion together must fit into the context
@@ -404,6 +406,7 @@ class _AgentEpisodeRun:
             self._options,
             max_new_tokens=max_tokens,
             min_new_tokens=min(self._options.min_new_tokens, max_tokens),
+            stop=(*self._options.stop, *stop),
         )
         prompt_id = self._request.prompt.id
         key = RequestKey(prompt_id, self._request.sample_index, len(input_tokens), repeats)

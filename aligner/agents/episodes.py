@@ -18,6 +18,7 @@ from torch import Tensor
 from aligner.agents.environment_pool import EnvironmentPool
 from aligner.agents.episode_environment import EpisodeLost, Observation, Outcome
 from aligner.data.chat_turns import ChatTurns, Conversation, NewBranch
+from aligner.data.stop_strings import StopSearch
 from aligner.data.tokenizer import Messages, Tokenizer
 from aligner.data.types import FinishReason, Prompt, Sample
 from aligner.engines.engine_loop import (
@@ -183,18 +184,28 @@ class EpisodeState:
             end += 1
         return not is_at_end and observation == sequence.response[self.position : end].tolist()
 
-    def get_sequence_through_next_turn(self, stop_token_ids: Collection[int]) -> Sample | None:
+    def get_sequence_through_next_turn(
+        self, stop_token_ids: Collection[int], stop_search: StopSearch | None
+    ) -> Sample | None:
         """Return the partial sample's sequence up to the end of its next turn.
 
         Returns None if the next turn is incomplete, because generation was interrupted.
+
+        Args:
+            stop_token_ids: Tokens that end a turn.
+            stop_search: Search for the strings that end this turn; None if there are none.
         """
         assert self.partial_sample is not None
         sequence, *later_sequences = self.partial_sample.sequences[len(self.branches) :]
         end = len(sequence.response)
         for index in range(self.position, end):
+            # only generated tokens end a turn; an observation may contain the same tokens
+            if not is_generated(sequence, index):
+                continue
             token = int(sequence.response[index])
-            # only generated stop tokens end a turn; an observation may contain the same tokens
-            if token in stop_token_ids and is_generated(sequence, index):
+            if token in stop_token_ids or (
+                stop_search is not None and stop_search.find_end([token]) is not None
+            ):
                 end = index + 1
                 break
         else:
@@ -471,8 +482,20 @@ class _EpisodeRun:
                 " answers of an environment must depend only on task, seed and actions"
             )
         episode.advance_past_observation(observation)
+        partial_sequence = episode.partial_sequence
+        stop_search = None
+        if self._options.stop:
+            search_start = self._compute_stop_search_start(partial_sequence)
+            turn_start = partial_sequence.prompt_length + episode.position
+            stop_search = StopSearch(
+                self._source.tokenizer,
+                self._options.stop,
+                partial_sequence.tokens[:turn_start].tolist(),
+                search_start,
+            )
         return (
-            episode.get_sequence_through_next_turn(self._stop_token_ids) or episode.partial_sequence
+            episode.get_sequence_through_next_turn(self._stop_token_ids, stop_search)
+            or partial_sequence
         )
 
     async def _generate(self, sequence: Sample) -> Sample:
@@ -504,9 +527,18 @@ class _EpisodeRun:
                 key, stream_start=sequence.prompt_length + episode.position, repeats=repeats
             )
         completion = await self._loop.generate(
-            sequence.tokens, sampling, key=key, is_continued=True
+            sequence.tokens,
+            sampling,
+            key=key,
+            is_continued=True,
+            stop_search_start=self._compute_stop_search_start(sequence),
         )
         return append_completion(sequence, completion)
+
+    def _compute_stop_search_start(self, sequence: Sample) -> int:
+        """Return the index of the first token of the sequence in which a stop string may begin."""
+        # a stop string ends only the turn that it begins in
+        return sequence.prompt_length + max(self._episode.position, self._options.min_new_tokens)
 
     def _get_response_limit(self, sequence: Sample) -> int:
         """Return the maximum number of response tokens of a sequence of the episode."""

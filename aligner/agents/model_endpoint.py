@@ -5,7 +5,7 @@ import itertools
 import queue
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from starlette.requests import Request
@@ -25,6 +25,7 @@ from aligner.agents.openai_protocol import (
 from aligner.agents.openai_server import OpenAIServer, build_models_response
 from aligner.data.chat_turns import ChatTurns
 from aligner.data.export import Source
+from aligner.data.stop_strings import cut_before_stop
 from aligner.engines.embedded.embedded_engine import EmbeddedEngine
 from aligner.engines.engine_protocol import RequestKey, SamplingOptions
 from aligner.errors import AlignerError, ConfigError
@@ -94,7 +95,12 @@ class ModelEndpoint(OpenAIServer):
                 f"{error}; prompts consist of the messages' texts, separated by blank lines"
             )
         self._engine = EmbeddedEngine(
-            shape, settings, 0, seed=1, device="cuda" if torch.cuda.is_available() else "cpu"
+            shape,
+            settings,
+            0,
+            seed=1,
+            device="cuda" if torch.cuda.is_available() else "cpu",
+            tokenizer_directory=source.companions,
         )
         load_weights(self._engine, source)
         # the HTTP thread fills this queue, and the thread of `run_engine` empties it
@@ -182,6 +188,7 @@ class ModelEndpoint(OpenAIServer):
             top_p=body.top_p,
             greedy=body.temperature == 0,
             stop_token_ids=self._stop_token_ids,
+            stop=body.stop_strings,
         )
         key = RequestKey(next(self._ids), 0, len(input_tokens))
         completion = await self._engine.generate(input_tokens, sampling, key=key)
@@ -191,7 +198,12 @@ class ModelEndpoint(OpenAIServer):
                 completion.tokens.tolist(), completion.logprobs.tolist(), strict=True
             )
         ]
-        return self._build_answer(input_tokens, answer_tokens, completion.tokens)
+        answer = self._build_answer(input_tokens, answer_tokens, completion.tokens)
+        return replace(
+            answer,
+            text=cut_before_stop(answer.text, body.stop_strings),
+            finish_reason="length" if completion.finish_reason == "length" else "stop",
+        )
 
     async def _request_first_token(self, body: ModelChatBody, input_tokens: Tensor) -> Answer:
         """Return an answer of one token with alternatives; the engine's thread computes it."""

@@ -73,10 +73,10 @@ class CompletionBody(BaseModel, extra="allow"):
         return self.max_tokens
 
     @property
-    def stop_texts(self) -> tuple[str, ...]:
-        """Stop texts, which end the answer; empty texts are left out."""
-        texts = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        return tuple(text for text in texts if text)
+    def stop_strings(self) -> tuple[str, ...]:
+        """Strings that end the answer, which does not contain them; empty ones are left out."""
+        strings = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return tuple(string for string in strings if string)
 
     @property
     def ignored_parameters(self) -> list[str]:
@@ -159,14 +159,11 @@ class ModelChatBody(ChatBody):
     top_logprobs: int | None = Field(None, ge=0, le=20)
 
     def check_supported(self) -> None:
-        """See `CompletionBody.check_supported`; stop texts and tools are not supported."""
+        """See `CompletionBody.check_supported`; tools are not supported."""
         super().check_supported()
-        if self.stop_texts or self.tools:
+        if self.tools:
             raise RequestError(
-                400,
-                "stop, tools: are not supported; a response ends at the model's own stop tokens and"
-                " has no tool calls",
-                "unsupported",
+                400, "tools: are not supported; a response has no tool calls", "unsupported"
             )
         # alternatives are computed from the logits of one token, without the engine's sampler
         if self.top_logprobs and (self.token_limit, self.top_p) != (1, 1):

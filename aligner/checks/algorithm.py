@@ -248,15 +248,11 @@ def _find_sample_problems(config: Config) -> Iterator[str]:
     """Yield problems of the number of samples with the parts of the algorithm that use them."""
     settings = config.algorithm
     samples = config.rollout.samples_per_prompt
-    if (
-        settings.overlong_filter
-        and not config.rollout.stop_at_eos
-        and config.rollout.truncate_token is None
-    ):
+    if settings.overlong_filter and not config.rollout.can_end_responses:
         yield (
             "algorithm.overlong_filter=true: with rollout.stop_at_eos=false every response counts"
-            " as truncated, so no response would be trained on; set rollout.truncate_token or"
-            " rollout.stop_at_eos=true"
+            " as truncated, so no response would be trained on; set rollout.stop,"
+            " rollout.truncate_token or rollout.stop_at_eos=true"
         )
     # With one sample per prompt, each of these settings has nothing to compare.
     comparing_settings = [

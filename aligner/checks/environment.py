@@ -35,10 +35,11 @@ def find_problems(
     yield from _find_timeout_problems(
         config, key, max_duration_s, f"may wait {max_duration_s:g} s for its environment", formula
     )
-    if not config.rollout.stop_at_eos and settings.turn_end is None:
+    rollout = config.rollout
+    if not (rollout.stop_at_eos or rollout.stop or settings.turn_end is not None):
         yield (
             f"{key}: with rollout.stop_at_eos=false no token ends a turn; set"
-            " rollout.stop_at_eos=true or environment.turn_end"
+            " rollout.stop_at_eos=true, rollout.stop or environment.turn_end"
         )
     if config.rollout.truncate_token is not None:
         yield (

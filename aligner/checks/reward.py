@@ -34,10 +34,10 @@ def find_problems(
         return
     missing_end_score = config.reward.missing_end_score
     rollout = config.rollout
-    if missing_end_score is not None and not rollout.stop_at_eos and rollout.truncate_token is None:
+    if missing_end_score is not None and not rollout.can_end_responses:
         yield (
             f"reward.missing_end_score={missing_end_score:g}: with rollout.stop_at_eos=false no"
-            " response can end with an end-of-sequence token; set rollout.truncate_token or"
+            " response ends before its length limit; set rollout.stop, rollout.truncate_token or"
             " rollout.stop_at_eos=true"
         )
     if has_step_rewards(config.reward) and config.critic_serves_reward:

@@ -66,6 +66,8 @@ def _find_length_problems(config: Config) -> Iterator[str]:
             f"rollout.min_response_tokens={rollout.min_response_tokens}: must be at most"
             f" rollout.max_response_tokens={rollout.max_response_tokens}"
         )
+    if not all(rollout.stop):
+        yield f"rollout.stop={rollout.stop}: must not contain an empty string"
     # `truncate_token` is searched for only after the first `truncate_after` tokens of a response.
     if rollout.truncate_token is not None and rollout.truncate_after >= rollout.max_response_tokens:
         yield (

@@ -364,6 +364,13 @@ _SAMPLING = (
         help="end a response at an end-of-sequence token (default: yes)",
     ),
     _add(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="STRING",
+        help="end a response after STRING; the option may be repeated",
+    ),
+    _add(
         "--seed",
         type=_at_least(0),
         default=1,

@@ -298,7 +298,7 @@ def _sampling_arguments(parsed: argparse.Namespace) -> dict[str, Any]:
         "seed",
         "samples",
     )
-    return {name: getattr(parsed, name) for name in names}
+    return {name: getattr(parsed, name) for name in names} | {"stop": tuple(parsed.stop)}
 
 
 def _build_engine_config(parsed: argparse.Namespace) -> EngineConfig:

@@ -35,7 +35,8 @@ def build_engine(
     Args:
         shape: Dimensions of the model.
         settings: Section `engine` of the configuration.
-        directory: Hugging Face directory of the model; only its configuration is read.
+        directory: Hugging Face directory of the model; only its configuration is read, and its
+            tokenizer for stop strings.
         rank: Rank of this process in the engine.
         seed: Seed of the random streams.
         group: Ranks of this rank's replica, in order; None if the replica has one rank.
@@ -86,4 +87,6 @@ def build_engine(
 
     from aligner.engines.embedded.embedded_engine import EmbeddedEngine
 
-    return EmbeddedEngine(shape, settings, rank, seed, group, device, shared_parameters, listener)
+    return EmbeddedEngine(
+        shape, settings, rank, seed, group, device, shared_parameters, listener, directory
+    )

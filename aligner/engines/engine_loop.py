@@ -181,9 +181,13 @@ class EngineLoop:
         *,
         key: RequestKey,
         is_continued: bool = False,
+        stop_search_start: int | None = None,
     ) -> Completion:
-        """Submit a request to the engine, and await its completion."""
-        request = self._engine.submit(tokens, sampling, key, is_continued)
+        """Submit a request to the engine, and await its completion.
+
+        The arguments are those of `GenerationEngine.generate`.
+        """
+        request = self._engine.submit(tokens, sampling, key, is_continued, stop_search_start)
         # A request that the engine refuses is complete already, and its coroutine can run on.
         if not request.future.done():
             self._pending_requests += 1
@@ -563,7 +567,12 @@ async def complete_response(
     # The random stream of a sample is indexed from the end of its prompt, so a continued response
     # uses the next random numbers.
     key = RequestKey(request.prompt.id, request.sample_index, sample.prompt_length)
-    completion = await loop.generate(sample.tokens, sampling, key=key)
+    completion = await loop.generate(
+        sample.tokens,
+        sampling,
+        key=key,
+        stop_search_start=sample.prompt_length + options.min_new_tokens,
+    )
     return append_completion(sample, completion)
 
 

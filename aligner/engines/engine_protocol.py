@@ -9,14 +9,18 @@ together with the steps of an engine.
 import asyncio
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from aligner.data.stop_strings import StopSearch
+from aligner.data.tokenizer import Tokenizer
 from aligner.data.types import Completion, Prompt, Sample
 from aligner.errors import AlignerError
 from aligner.models.shape import ModelShape
@@ -52,6 +56,9 @@ class SamplingOptions:
     """Select the most probable token."""
     stop_token_ids: tuple[int, ...] = ()
     """A response ends with the first of these tokens, and includes it."""
+    stop: tuple[str, ...] = ()
+    """A response ends with the token that completes the first of these strings, and includes it.
+    Strings that begin in the first `min_new_tokens` tokens are ignored."""
     routes: bool = False
     """Return the expert routing of every token; mixture-of-experts models only."""
 
@@ -69,6 +76,11 @@ class SamplingOptions:
                 f"temperature={self.temperature}: must be above 0; for the most probable"
                 " token use greedy decoding",
             ),
+            (
+                isinstance(self.stop, tuple)
+                and all(isinstance(string, str) and string for string in self.stop),
+                f"stop={self.stop!r}: must contain strings of at least one character",
+            ),
             (self.top_k >= 0, f"top_k={self.top_k}: must be at least 0; 0 disables top-k"),
             (0 < self.top_p <= 1, f"top_p={self.top_p}: must be above 0 and at most 1"),
             (
@@ -79,6 +91,15 @@ class SamplingOptions:
         problems = [message for is_valid, message in rules if not is_valid]
         if problems:
             raise AlignerError("\n".join(problems))
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> "SamplingOptions":
+        """Return the options with these fields; JSON has lists instead of tuples."""
+        arguments: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in fields.items()
+        }
+        return cls(**arguments)
 
     @property
     def has_truncation(self) -> bool:
@@ -91,11 +112,14 @@ class SamplingOptions:
         return self.has_truncation and self.renormalize
 
     def is_batchable_with(self, other: "SamplingOptions") -> bool:
-        """Return whether both differ at most in their token limits, so that one batch can hold
-        both."""
-        # The limits decide only when a response ends, not how its tokens are sampled.
+        """Return whether both differ at most in their token limits and stop strings, so that one
+        batch can hold both."""
+        # These decide only when a response ends, not how its tokens are sampled.
         with_other_limits = replace(
-            self, max_new_tokens=other.max_new_tokens, min_new_tokens=other.min_new_tokens
+            self,
+            max_new_tokens=other.max_new_tokens,
+            min_new_tokens=other.min_new_tokens,
+            stop=other.stop,
         )
         return with_other_limits == other
 
@@ -153,12 +177,22 @@ class EngineRequest:
     is_continued: bool = False
     """Whether a later request may begin with these tokens and the completion: its KV cache then
     stays resident as long as no other request needs the memory."""
+    stop_search_start: int | None = None
+    """Index of the first token of input and completion in which a stop string may begin; None: the
+    first one after `sampling.min_new_tokens` generated tokens."""
+    stop_search: StopSearch | None = None
+    """Search for `sampling.stop` in the completion; None without stop strings. The engine sets
+    it."""
     future: "Future[Completion]" = field(default_factory=Future)
 
     @property
     def total_tokens(self) -> int:
         """Maximum length of input and completion."""
         return len(self.tokens) + self.sampling.max_new_tokens
+
+    def find_stop_end(self, tokens: Sequence[int]) -> int | None:
+        """Search the next tokens of the completion for stop strings; see `StopSearch.find_end`."""
+        return None if self.stop_search is None else self.stop_search.find_end(tokens)
 
     def resolve(self, completion: Completion) -> None:
         """Deliver the completion, unless the caller was cancelled."""
@@ -273,9 +307,22 @@ class GenerationEngine(ABC):
     """
 
     def __init__(
-        self, shape: ModelShape, settings: EngineConfig, weight_format: WeightFormat
+        self,
+        shape: ModelShape,
+        settings: EngineConfig,
+        weight_format: WeightFormat,
+        tokenizer_directory: Path | None = None,
     ) -> None:
+        """
+        Args:
+            shape: Dimensions of the model.
+            settings: Section `engine` of the configuration.
+            weight_format: The format in which the engine receives new weights.
+            tokenizer_directory: Directory with the model's tokenizer, which stop strings require;
+                None: requests with stop strings are refused.
+        """
         self._shape = shape
+        self._tokenizer_directory = tokenizer_directory
         self._settings = settings
         self.weight_format = weight_format
         """The format in which the engine receives new weights."""
@@ -295,6 +342,7 @@ class GenerationEngine(ABC):
         *,
         key: RequestKey,
         is_continued: bool = False,
+        stop_search_start: int | None = None,
     ) -> Completion:
         """Generate a completion of `tokens`.
 
@@ -308,11 +356,15 @@ class GenerationEngine(ABC):
             key: Identity of the request, which determines its random stream.
             is_continued: Keep the KV cache resident for a later request that begins with these
                 tokens and the completion, until `release`.
+            stop_search_start: Index of the first token of input and completion in which a stop
+                string may begin, if `tokens` end with a part of the response; None: the first
+                token after `sampling.min_new_tokens` generated tokens.
 
         Raises:
             AlignerError: The request is invalid, or the engine failed.
         """
-        return await asyncio.wrap_future(self.submit(tokens, sampling, key, is_continued).future)
+        request = self.submit(tokens, sampling, key, is_continued, stop_search_start)
+        return await asyncio.wrap_future(request.future)
 
     def submit(
         self,
@@ -320,11 +372,16 @@ class GenerationEngine(ABC):
         sampling: SamplingOptions,
         key: RequestKey,
         is_continued: bool = False,
+        stop_search_start: int | None = None,
     ) -> EngineRequest:
         """Queue a request for the next step; `generate` awaits its future. Thread-safe."""
-        request = EngineRequest(tokens, sampling, key, is_continued)
-        if problem := self._find_unsupported(request):
-            request.fail(AlignerError(problem))
+        request = EngineRequest(tokens, sampling, key, is_continued, stop_search_start)
+        try:
+            if problem := self._find_unsupported(request):
+                raise AlignerError(problem)
+            self._begin_stop_search(request)
+        except AlignerError as error:
+            request.fail(error)
             return request
         # Callers run in any thread, and the engine takes the arrivals in the thread of its steps.
         with self._arrivals_lock:
@@ -441,6 +498,28 @@ class GenerationEngine(ABC):
     def _find_unsupported(self, request: EngineRequest) -> str | None:
         """Return why this engine cannot serve a request; None if it can."""
         return None
+
+    def _begin_stop_search(self, request: EngineRequest) -> None:
+        """Set `EngineRequest.stop_search`.
+
+        Raises AlignerError if there are stop strings, and the model has no tokenizer.
+        """
+        sampling = request.sampling
+        if not sampling.stop:
+            return
+        search_start = request.stop_search_start
+        if search_start is None:
+            search_start = len(request.tokens) + sampling.min_new_tokens
+        request.stop_search = StopSearch(
+            self._tokenizer, sampling.stop, request.tokens.tolist(), search_start
+        )
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
+        """The model's tokenizer, which is read when the first request has stop strings."""
+        if self._tokenizer_directory is None:
+            raise AlignerError("stop: stop strings require the model's tokenizer")
+        return Tokenizer(self._tokenizer_directory)
 
     def _take_arrivals(self) -> list[EngineRequest]:
         """Return the requests that arrived since the last call, in the order of their keys."""

@@ -58,7 +58,7 @@ class RolloutConfig:
     min_response_tokens: int = option(
         0,
         "Minimum response length in tokens. No end-of-sequence token is sampled before this"
-        " length.",
+        " length, and no string of `rollout.stop` that begins before it ends the response.",
         minimum=0,
     )
     temperature: float = option(
@@ -91,6 +91,12 @@ class RolloutConfig:
         read_if=".top_k>0 or .top_p!=1.0 or .min_p>0",
     )
     stop_at_eos: bool = option(True, "Whether a response ends at an end-of-sequence token.")
+    stop: list[str] = option(
+        [],
+        "Strings, such as `</answer>`, that end a response. The response contains the string, up to"
+        " the end of the token that completes it. In an episode of several"
+        " turns, the string ends the turn.",
+    )
     truncate_token: str | None = option(
         None,
         'Token, such as ".", after which a response is cut before scoring. A response without'
@@ -102,6 +108,11 @@ class RolloutConfig:
         minimum=0,
         read_if=".truncate_token!=null",
     )
+
+    @property
+    def can_end_responses(self) -> bool:
+        """Whether a response can end before the maximum response length."""
+        return self.stop_at_eos or bool(self.stop) or self.truncate_token is not None
 
     @property
     def skippable_prompts(self) -> int:

@@ -234,7 +234,7 @@ class GeneratorRank:
             self._rank,
             responses_from_tensors(samples, partial_rollouts) if partial_rollouts else samples,
             samples_per_prompt,
-            _build_sampling_options(options),
+            SamplingOptions.from_json(options),
             steps=None if enough is None and not self._can_interrupt else STEPS_PER_PART,
             early_stop=None if enough is None else EarlyStopCondition(enough, tuple(due)),
         )
@@ -313,14 +313,7 @@ def _parse_options(text: str) -> dict[str, Any]:
             f" {', '.join(sorted(_OPTION_NAMES))}"
         )
     try:
-        _build_sampling_options(options)
+        SamplingOptions.from_json(options)
     except (TypeError, ValueError) as error:
         raise RequestError(f"options: {error}") from error
     return options
-
-
-def _build_sampling_options(options: Mapping[str, Any]) -> SamplingOptions:
-    """Return SamplingOptions with the given fields; JSON has lists instead of tuples."""
-    return SamplingOptions(
-        **{**options, "stop_token_ids": tuple(options.get("stop_token_ids", ()))}
-    )

@@ -178,4 +178,5 @@ def build_sampling_options(settings: RolloutConfig, shape: ModelShape) -> Sampli
         min_p=settings.min_p,
         renormalize=settings.renormalize,
         stop_token_ids=shape.eos_token_ids if settings.stop_at_eos else (),
+        stop=tuple(settings.stop),
     )

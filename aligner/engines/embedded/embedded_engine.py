@@ -4,6 +4,7 @@ trainer supports."""
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -66,6 +67,7 @@ class EmbeddedEngine(GenerationEngine):
         device: torch.device | str = "cpu",
         shared: Mapping[str, Tensor] | None = None,
         listener: SpanListener | None = None,
+        tokenizer_directory: Path | None = None,
     ) -> None:
         """Build one of the engine's TP' x DP' ranks, without weights.
 
@@ -79,6 +81,7 @@ class EmbeddedEngine(GenerationEngine):
             shared: Parameters of the trainer, by megatron-core's names, that this rank uses
                 instead of allocating its own (`engine.update=shared`).
             listener: Called with `prefill` after each step that prefills prompts.
+            tokenizer_directory: Directory with the model's tokenizer, for stop strings.
 
         Raises:
             ConfigError: The model cannot be divided into this layout, or `group` is missing, or the
@@ -94,7 +97,9 @@ class EmbeddedEngine(GenerationEngine):
             )
         if settings.exact:
             batch_invariant.require_batch_invariance(shape)
-        super().__init__(shape, settings, compute_weight_format(settings, device))
+        super().__init__(
+            shape, settings, compute_weight_format(settings, device), tokenizer_directory
+        )
         self._device = torch.device(device)
         self._shared = shared
         self._dtype = self.weight_format.dtype
@@ -243,7 +248,10 @@ class EmbeddedEngine(GenerationEngine):
         else:
             for prompt_id, sample_index in command["released"]:
                 self._scheduler.release_resident(prompt_id, sample_index)
-            self._execute_step([_request_from_json(request) for request in command["requests"]])
+            requests = [_request_from_json(request) for request in command["requests"]]
+            for request in requests:
+                self._begin_stop_search(request)
+            self._execute_step(requests)
 
     def _execute_step(self, arrivals: Sequence[EngineRequest]) -> None:
         """Run one step of the scheduler, and deliver the completions that it finishes."""
@@ -493,17 +501,16 @@ def _request_to_json(request: EngineRequest) -> dict[str, Any]:
         "sampling": asdict(request.sampling),
         "key": asdict(request.key),
         "is_continued": request.is_continued,
+        "stop_search_start": request.stop_search_start,
     }
 
 
 def _request_from_json(fields: dict[str, Any]) -> EngineRequest:
     """Return the request of `_request_to_json`."""
-    sampling = fields["sampling"]
-    # JSON has turned the tuple into a list, but `SamplingOptions` must be hashable.
-    stop_token_ids = tuple(sampling.pop("stop_token_ids"))
     return EngineRequest(
         torch.tensor(fields["tokens"], dtype=torch.int64),
-        SamplingOptions(**sampling, stop_token_ids=stop_token_ids),
+        SamplingOptions.from_json(fields["sampling"]),
         RequestKey(**fields["key"]),
         fields["is_continued"],
+        fields["stop_search_start"],
     )

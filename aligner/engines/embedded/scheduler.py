@@ -599,6 +599,9 @@ class Scheduler:
                 end for end, token in enumerate(tokens[:count], 1) if token in self._stop_token_ids
             )
             count = next(stop_ends, count)
+        stop_string_end = response.request.find_stop_end(tokens[:count])
+        if stop_string_end is not None:
+            count = stop_string_end
         if draft is not None:
             self._state.num_accepted_tokens += count - 1
 
@@ -607,7 +610,7 @@ class Scheduler:
         response.versions += [self._state.version] * count
         if self._batch_options.returns_support or response.supports:
             response.supports += supports[:count]
-        if response.tokens[-1] in self._stop_token_ids:
+        if stop_string_end is not None or response.tokens[-1] in self._stop_token_ids:
             response.finish_reason = "stop"
         elif len(response.tokens) == response.limit:
             response.finish_reason = "length"

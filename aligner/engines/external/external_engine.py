@@ -7,6 +7,7 @@ import dataclasses
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -66,6 +67,7 @@ class ExternalEngine(GenerationEngine):
     def __init__(
         self,
         name: str,
+        directory: Path,
         shape: ModelShape,
         settings: EngineConfig,
         weight_format: WeightFormat,
@@ -78,6 +80,7 @@ class ExternalEngine(GenerationEngine):
 
         Args:
             name: Name of the program, for messages.
+            directory: Hugging Face directory of the model.
             shape: Dimensions of the model.
             settings: Section `engine` of the configuration.
             weight_format: Format in which the engine receives weights.
@@ -100,7 +103,10 @@ class ExternalEngine(GenerationEngine):
         # longer ones; both read the limit from the shape.
         max_positions = min(max_sequence_length or shape.max_positions, shape.max_positions)
         super().__init__(
-            dataclasses.replace(shape, max_positions=max_positions), settings, weight_format
+            dataclasses.replace(shape, max_positions=max_positions),
+            settings,
+            weight_format,
+            directory,
         )
 
         # From the unchanged shape: learned position embeddings have one row per position.

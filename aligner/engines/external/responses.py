@@ -276,17 +276,35 @@ class ResponseGenerator:
         self._last_progress_s = time.monotonic()
         self._generating.add(response)
         self._idle.clear()
+        # Number of tokens of this request that were searched for stop strings, and the number of
+        # tokens up to the first stop string.
+        searched_tokens = 0
+        stop_end: int | None = None
         try:
             async for _ in output:
                 self._last_progress_s = time.monotonic()
+                if stop_end is None:
+                    # A token may arrive before its log-prob, and is searched after both arrived.
+                    completion = output.outputs[0]
+                    complete_tokens = completion.token_ids[: len(completion.logprobs or ())]
+                    stop_end = response.request.find_stop_end(complete_tokens[searched_tokens:])
+                    if stop_end is not None:
+                        stop_end += searched_tokens
+                        output.abort()
+                    searched_tokens = len(complete_tokens)
         finally:
             response.output = None
             self._generating.discard(response)
             if not self._generating:
                 self._idle.set()
 
-        is_interrupted = response.is_cancelled or not self._requests_allowed.is_set()
+        is_interrupted = (
+            stop_end is not None or response.is_cancelled or not self._requests_allowed.is_set()
+        )
         tokens, logprobs = self._read_output(output.outputs[0], is_interrupted)
+        # The engine may have generated tokens behind the stop string before it was aborted.
+        tokens = tokens[:stop_end]
+        logprobs = logprobs[:stop_end]
         response.tokens += tokens
         response.logprobs += logprobs
         # One version for all tokens of a request: `pause_generation` ends every request before the
@@ -294,7 +312,9 @@ class ResponseGenerator:
         response.weight_versions += [self._weight_version] * len(tokens)
 
         # Below the minimum length, stop tokens are forbidden, so the last token is not one.
-        if tokens and not tokens_to_minimum and tokens[-1] in options.stop_token_ids:
+        if stop_end is not None or (
+            tokens and not tokens_to_minimum and tokens[-1] in options.stop_token_ids
+        ):
             response.finish_reason = "stop"
         elif len(response.tokens) >= response.max_tokens:
             response.finish_reason = "length"

@@ -66,7 +66,15 @@ class TensorRTLLMEngine(ExternalEngine):
         layout = EngineParallelConfig(tensor=1, data=settings.parallel.ranks)
         weight_format = WeightFormat(layout, dtype, settings.bucket_mib << 20)
         super().__init__(
-            NAME, shape, settings, weight_format, rank, group, device, max_sequence_length
+            NAME,
+            directory,
+            shape,
+            settings,
+            weight_format,
+            rank,
+            group,
+            device,
+            max_sequence_length,
         )
         self._shared_tensors: dict[str, Tensor] = {}
         """Stored tensors that the workers read at the moment, by name."""

@@ -62,7 +62,15 @@ class VLLMEngine(ExternalEngine):
         """
         engine_format = compute_weight_format(settings, device)
         super().__init__(
-            NAME, shape, settings, engine_format, rank, group, device, max_sequence_length
+            NAME,
+            directory,
+            shape,
+            settings,
+            engine_format,
+            rank,
+            group,
+            device,
+            max_sequence_length,
         )
         self._shared_slices: SharedSlices | None = None
         """Slices that the workers load at the moment."""
