@@ -4,12 +4,14 @@ trainer."""
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import tokenizers
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -61,6 +63,7 @@ def save_tiny(
     layers: int = 2,
     head_dim: int = 8,
 ) -> Path:
+    """Save a model whose tokens are words of one to six letters, each "a" or "b"."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
@@ -83,6 +86,13 @@ def save_tiny(
         if "norm" in name:
             parameter.data.uniform_(0.5, 1.5)
     model.save_pretrained(directory)
+    words = (
+        "".join(letters) for size in range(1, 7) for letters in itertools.product("ab", repeat=size)
+    )
+    vocabulary = {word: token for token, word in enumerate(itertools.islice(words, VOCABULARY))}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="a"))
+    tokenizer.decoder = tokenizers.decoders.Fuse()
+    tokenizer.save(str(directory / "tokenizer.json"))
     return directory
 
 
@@ -129,7 +139,7 @@ def engine_of(
             yield VLLMEngine(directory, shape_of(directory), chosen, 0, seed)
     else:
         chosen = dataclasses.replace(SETTINGS, update=kind.partition("-")[2], **settings)
-        yield EmbeddedEngine(shape_of(directory), chosen, 0, seed)
+        yield EmbeddedEngine(shape_of(directory), chosen, 0, seed, tokenizer_directory=directory)
 
 
 def file_tensors(directory: Path) -> dict[str, Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from aligner.data.tokenizer import Tokenizer
 from aligner.data.types import Prompt, create_empty_samples
 from aligner.engines.engine_loop import SingleResponses
 from aligner.engines.engine_protocol import GenerationEngine, GenerationRequest, SamplingOptions
@@ -199,6 +201,49 @@ def test_no_stop_token_before_min_new_tokens(engine):
     )
     assert all(token not in STOPS for sample in samples for token in response(sample)[:5])
     assert any(len(response(sample)) == 6 and sample.finish_reason == "stop" for sample in samples)
+
+
+@pytest.mark.parametrize("min_new_tokens", [0, 4])
+def test_response_ends_at_first_stop_string(engine, directory, min_new_tokens):
+    tokenizer, stops = Tokenizer(directory), ("abbaba", "bbbbbb")
+    limits = SamplingOptions(12, min_new_tokens=min_new_tokens)
+    free = generate(engine, requests(8), limits)
+    stopped = generate(engine, requests(8), dataclasses.replace(limits, stop=stops))
+    assert {sample.finish_reason for sample in stopped} == {"stop", "length"}
+    for unlimited, sample in zip(free, stopped, strict=True):
+        tokens = response(unlimited)
+        texts = [tokenizer.decode(tokens[min_new_tokens:end]) for end in range(1, len(tokens) + 1)]
+        ends = [end for end, text in enumerate(texts, 1) if any(stop in text for stop in stops)]
+        assert response(sample) == (tokens[: ends[0]] if ends else tokens)
+        assert sample.finish_reason == ("stop" if ends else "length")
+        assert len(sample.engine_logprobs) == len(sample.weight_versions) == len(response(sample))
+
+
+def test_stop_string_is_found_across_an_interruption(engine):
+    # external engines restart the random stream after an interruption
+    options = SamplingOptions(12, greedy=True, stop=("abbaba", "bbbbbb"))
+    wanted = generate(engine, requests(8), options)
+    for steps in range(1, 6):
+        generation = SingleResponses(engine).start(requests(8), options)
+        samples = dict(itertools.chain.from_iterable(generation.step() for _ in range(steps)))
+        samples |= dict(generation.interrupt())
+        rest = [
+            dataclasses.replace(requests(8)[index], partial_sample=sample)
+            for index, sample in samples.items()
+            if sample.finish_reason == "unfinished"
+        ]
+        resumed = iter(generate(engine, rest, options))
+        for index, sample in samples.items():
+            complete = next(resumed) if sample.finish_reason == "unfinished" else sample
+            assert response(complete) == response(wanted[index])
+            assert complete.finish_reason == wanted[index].finish_reason
+
+
+def test_stop_strings_without_tokenizer_are_refused(bare, directory):
+    publish(bare, directory, 0)
+    bare._tokenizer_directory = None
+    with pytest.raises(AlignerError, match="stop strings require the model's tokenizer"):
+        generate(bare, requests(), SamplingOptions(4, stop=("a",)))
 
 
 def test_each_request_has_its_own_length_limit(engine, model):
