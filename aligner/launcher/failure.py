@@ -337,7 +337,8 @@ def _next_commands(config: Config, step: int) -> Iterator[tuple[str, str]]:
         if algorithm.generates_samples and config.rollout.temperature != 1:
             temperature = f" --temperature {config.rollout.temperature}"
         if algorithm.generates_samples:
-            prompts += "".join(f" --stop {shlex.quote(string)}" for string in config.rollout.stop)
+            # With `=`, because a stop string may begin with a hyphen.
+            prompts += "".join(f" --stop={shlex.quote(string)}" for string in config.rollout.stop)
         yield (
             f"aligner generate {run} {prompts}{temperature} --output samples.jsonl",
             "generate responses",

@@ -58,7 +58,14 @@ def episodes(
         Tokenizer(model),
         EngineConfig(exact=True, batch_size=16, parallel=EngineParallelConfig(size, 1)),
     )
-    engine = EmbeddedEngine(directory_shape(model, "model.path"), chosen_engine, rank, 2, group)
+    engine = EmbeddedEngine(
+        directory_shape(model, "model.path"),
+        chosen_engine,
+        rank,
+        2,
+        group,
+        tokenizer_directory=model,
+    )
     load_directory(engine, model)
     chosen = EnvironmentConfig(
         **{"max_turns": 12, "max_turn_tokens": 80, "deadline_s": 60.0} | settings

@@ -3,6 +3,7 @@ transfers."""
 
 from __future__ import annotations
 
+import itertools
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -83,7 +84,11 @@ def episodes(
     for steps in (*parts, None):
         places = [place for place in range(len(requests)) if place not in found]
         engine = EmbeddedEngine(
-            directory_shape(model, "model.path"), EngineConfig(exact=True, batch_size=64), 0, seed=2
+            directory_shape(model, "model.path"),
+            EngineConfig(exact=True, batch_size=64),
+            0,
+            seed=2,
+            tokenizer_directory=model,
         )
         load_directory(engine, model)
         pool = EnvironmentPool.from_config(chosen)
@@ -283,6 +288,37 @@ def test_transferred_episode_continues_unchanged(model, target, turn_tokens, par
     assert {sample.finish_reason for sample in stayed} == {"stop", "length"}
     for by_steps in (False, True):
         moved, _ = episodes(model, settings, target=target, parts=parts, by_steps=by_steps)
+        for one, other in zip(stayed, moved, strict=True):
+            assert_equal(one, other)
+
+
+def test_stop_strings_end_turns_as_stop_tokens_do(model):
+    """The tokens of this model are characters, so that each stop token is also a string."""
+    tokenizer = Tokenizer(model)
+    settings = {"turn_end": None}
+    # The texts of special tokens contain some of the characters.
+    stops = [token for token in range(20, 60) if tokenizer.decode_token(token) not in "<pad><eos>"]
+    options = {"stop_token_ids": (*tokenizer.eos_token_ids, *stops)}
+    stayed, _ = episodes(model, settings, options=options)
+    strings = tuple(map(tokenizer.decode_token, stops))
+    options = {"stop_token_ids": tokenizer.eos_token_ids, "stop": strings}
+    for parts in ((), (1,), (4,), (2, 3, 2, 30)):
+        for one, other in zip(
+            stayed, episodes(model, settings, options=options, parts=parts)[0], strict=True
+        ):
+            assert_equal(one, other)
+
+
+def test_transferred_episode_with_long_stop_strings_continues_unchanged(model):
+    tokenizer = Tokenizer(model)
+    characters = [tokenizer.decode_token(token) for token in range(3, 60)]
+    pairs = tuple(map("".join, itertools.product(characters[::2], characters)))
+    settings = {"turn_end": None, "max_turn_tokens": 12}
+    options = {"stop_token_ids": tokenizer.eos_token_ids, "stop": pairs}
+    stayed, _ = episodes(model, settings, options=options)
+    assert any(len(sample.split_turns()) > 2 for sample in stayed)
+    for parts in ((1,), (3,), (5, 6)):
+        moved, _ = episodes(model, settings, options=options, parts=parts)
         for one, other in zip(stayed, moved, strict=True):
             assert_equal(one, other)
 

@@ -287,6 +287,21 @@ def test_samples_are_ordered_and_do_not_depend_on_batch(model, prompts, tmp_path
     ]
 
 
+def test_response_ends_with_the_token_that_completes_a_stop_string(
+    model, prompts, tmp_path, aligner_generate
+):
+    def run(name, *more):
+        options = ("--max-new-tokens", 12, "--greedy", "--output", tmp_path / name)
+        assert aligner_generate(model("llama3"), "--prompts", prompts, *options, *more)[0] == 0
+        return [record["response"] for record in records(tmp_path / name)]
+
+    whole = run("whole")
+    stop = whole[1][4:7]
+    assert run("stopped", "--stop", "absent", f"--stop={stop}") == [
+        text[: text.index(stop) + len(stop)] if stop in text else text for text in whole
+    ]
+
+
 def test_every_sampling_option_reaches_the_engine(model, prompts, tmp_path, aligner_generate):
     common = ("--prompts", prompts, "--samples", 5, "--max-new-tokens", 12)
     expected = [

@@ -122,11 +122,22 @@ def test_sampled_answers_differ_and_invalid_request_is_refused(url: str) -> None
         "top_logprobs=2: is supported only with max_tokens=1 and without top_p",
     )
     assert ask_refused(url, "a?", top_logprobs=2, max_tokens=1, top_p=0.5)[0] == 400
-    assert ask_refused(url, "a?", stop=["b"])[0] == 400
     assert "temperature" in ask_refused(url, "a?", temperature=-1)[1]
     assert "must have at most 1023 to leave room" in ask_refused(url, "a" * 1500)[1]
     with urllib.request.urlopen(f"{url}/models") as response:
         assert json.load(response)["data"][0]["object"] == "model"
+
+
+def test_answer_ends_before_the_first_stop_string(url: str) -> None:
+    settings = {"temperature": 0, "max_tokens": 12}
+    (whole,) = ask(url, "a?", **settings)["choices"]
+    text = whole["message"]["content"]
+    stop = text[5:7]
+    (cut,) = ask(url, "a?", stop=["absent", stop], **settings)["choices"]
+    assert cut["message"]["content"] == text[: text.index(stop)]
+    assert (whole["finish_reason"], cut["finish_reason"]) == ("length", "stop")
+    usage = ask(url, "a?", stop=stop, **settings)["usage"]
+    assert usage["completion_tokens"] < 12
 
 
 def test_disconnected_clients_do_not_block_endpoint(url: str) -> None:
