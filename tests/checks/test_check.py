@@ -51,6 +51,7 @@ def tiny(directory: Path, *overrides: str) -> list[str]:
             ["rollout.min_response_tokens=17"],
             "min_response_tokens=17: must be at most rollout.max_response_tokens=16",
         ),
+        (['rollout.stop=["", "a"]'], "rollout.stop=['', 'a']: must not contain an empty string"),
         (
             ["algorithm.truncated_importance=row"],
             "algorithm.truncated_importance=row: allowed: none, token, sequence",

@@ -66,7 +66,7 @@ def test_episodes_are_accepted_in_every_placement(overrides):
             ["environment.turn_end=null"],
             (
                 "with rollout.stop_at_eos=false no token ends a turn; set"
-                " rollout.stop_at_eos=true or environment.turn_end"
+                " rollout.stop_at_eos=true, rollout.stop or environment.turn_end"
             ),
         ),
         (["rollout.truncate_token=."], "would cut episodes short; set rollout.truncate_token=null"),
