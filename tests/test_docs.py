@@ -14,7 +14,7 @@ import pytest
 
 from aligner.cli.command_table import COMMANDS
 from aligner.config.compose import compose_config
-from aligner.config.conf_files import find_group_directories, list_group_options
+from aligner.config.conf_files import find_config_sources, list_group_options
 from aligner.rewards.judge import COUNTS as JUDGE_COUNTS
 from aligner.schema.keys import get_schema_keys
 from aligner.version import __version__
@@ -119,7 +119,7 @@ def options_of(name: str) -> set[str]:
 
 
 def test_keys_in_migration_page_exist() -> None:
-    keys, groups = get_schema_keys(), list_group_options(find_group_directories(None))
+    keys, groups = get_schema_keys(), list_group_options(find_config_sources(None))
     named = set()
     for line in (DOCS / "migrating.md").read_text().splitlines():
         cells = line.split(" | ")

@@ -20,7 +20,7 @@ from types import FunctionType
 from typing import IO, TYPE_CHECKING, Any
 
 from aligner.config.compose import AUTOMATIC, make_default_name
-from aligner.config.conf_files import find_group_directories, flatten_keys, list_group_options
+from aligner.config.conf_files import find_config_sources, flatten_keys, list_group_options
 from aligner.config.overrides import parse_override
 from aligner.errors import ConfigError, build_exit_error
 from aligner.files import write_file
@@ -278,7 +278,7 @@ def write_records(
     Raises:
         ConfigError: The directory contains a run with other records.
     """
-    options = list_group_options(find_group_directories(config_directory))
+    options = list_group_options(find_config_sources(config_directory))
     parsed = [parse_override(text, options) for text in overrides]
     values = {override.key_or_group: str(override.value()) for override in parsed}
     if values.keys() & {"run.name", "run.dir"}:

@@ -23,7 +23,7 @@ from rich.text import Text
 
 from aligner.api.arguments import ChildCommand, Records, launch_arguments, write_records
 from aligner.config.compose import load_config
-from aligner.config.conf_files import find_group_directories, list_group_options
+from aligner.config.conf_files import find_config_sources, list_group_options
 from aligner.errors import STOP_SIGNAL, AlignerError, ConfigError, build_exit_error
 from aligner.launcher.run_directory import read_state
 from aligner.launcher.status import ENDED_STATES, RunStatus, describe_status, read_status
@@ -219,7 +219,7 @@ def launch(
             run.wait()
     """
     directory = None if config_dir is None else Path(config_dir)
-    options = list_group_options(find_group_directories(directory))
+    options = list_group_options(find_config_sources(directory))
     arguments = launch_arguments(model, algorithm, reward, data, keys, options)
     texts = (*arguments.overrides, *overrides)
     records_file = None

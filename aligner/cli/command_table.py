@@ -207,7 +207,7 @@ _RUN = _add(
     metavar="RUN",
     help="run directory (path printed by `aligner launch`)",
 )
-_OVERRIDES = (
+_COMPOSITION = (
     _add(
         "overrides",
         nargs="*",
@@ -224,8 +224,17 @@ _OVERRIDES = (
         help="directory with your own configuration groups, such as DIR/experiment/NAME.yaml",
     ),
 )
+_OVERRIDES = (
+    *_COMPOSITION,
+    _add(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="YAML file of the experiment, instead of experiment=NAME (docs/configuration.md)",
+    ),
+)
 _RANK = (
-    *_OVERRIDES,
+    *_COMPOSITION,
     _add("--config", type=Path, metavar="FILE", help="config.yaml of a run, instead of overrides"),
 )
 _STORED = _add("source", type=Path, metavar="SOURCE", help=_SOURCE.format(""))
@@ -462,6 +471,7 @@ examples:
   aligner launch experiment=tiny_ppo
   aligner launch experiment=arithmetic run.steps=10 run.name=first
   aligner launch model.path=MODEL algorithm=grpo data.path=FILE.jsonl reward.function=gsm8k
+  aligner launch --config FILE.yaml seed=2
   aligner launch experiment=tiny_ppo --show-config
   aligner launch experiment=NAME run.dir=DIRECTORY run.resume=true
 

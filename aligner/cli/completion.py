@@ -9,7 +9,7 @@ import argparse
 from dataclasses import dataclass
 
 from aligner.cli.command_table import COMMANDS, OVERRIDES_COMPLETION, build_parser
-from aligner.config.conf_files import find_group_directories, list_group_options
+from aligner.config.conf_files import find_config_sources, list_group_options
 from aligner.schema.keys import Key, get_schema_keys
 
 # bash splits words at `=`, so the function reads the word before the cursor from the line itself,
@@ -114,7 +114,7 @@ def print_completion(parsed: argparse.Namespace) -> None:
 
 def _list_words() -> _Words:
     """Return the words of all groups and keys."""
-    options = list_group_options(find_group_directories(None))
+    options = list_group_options(find_config_sources(None))
     keys = get_schema_keys().values()
     values = [f"{group}={name}" for group, names in options.items() for name in names]
     values += [f"{key.name}={value}" for key in keys for value in _list_values(key)]

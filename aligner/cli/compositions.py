@@ -47,11 +47,11 @@ def compose_command(parsed: argparse.Namespace, *, weights: bool = True) -> Conf
         ConfigError: The configuration or the data is invalid.
     """
     config = resolve_hub_models(
-        compose_config(parsed.overrides, parsed.config_dir), weights=weights
+        compose_config(parsed.overrides, parsed.config_dir, parsed.config), weights=weights
     )
     if not config.run.automatic:
         return config
-    given_keys = find_user_keys(parsed.overrides, config, parsed.config_dir)
+    given_keys = find_user_keys(parsed.overrides, config, parsed.config_dir, parsed.config)
     started_file = get_run_paths(config).config
     if config.run.should_resume and started_file.is_file():
         return _restore_choices(config, load_config(started_file), given_keys)

@@ -83,7 +83,7 @@ def _print_config(parsed: argparse.Namespace) -> None:
 
 def _has_user_name(parsed: argparse.Namespace, config: Config) -> bool:
     """Return whether the command line or the experiment sets the name or directory of the run."""
-    keys = find_user_keys(parsed.overrides, config, parsed.config_dir)
+    keys = find_user_keys(parsed.overrides, config, parsed.config_dir, parsed.config)
     return not keys.isdisjoint(_NAMING_KEYS)
 
 
@@ -236,7 +236,7 @@ def _plan_run(parsed: argparse.Namespace, *, weights: bool = True) -> RunPlan:
         weights: Whether to download the weights of a model of the Hugging Face Hub.
     """
     config = compose_command(parsed, weights=weights)
-    for note in describe_unread_keys(config, parsed.config_dir):
+    for note in describe_unread_keys(config, parsed.config_dir, parsed.config):
         print(f"aligner: note: {note}", file=sys.stderr)
     return plan_run(config, parsed.config_dir)
 

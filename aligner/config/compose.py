@@ -34,8 +34,9 @@ from omegaconf.errors import (
 
 from aligner.config.conf_files import (
     ConfSource,
-    find_defining_option,
-    find_group_directories,
+    find_built_in_directory,
+    find_config_sources,
+    find_defining_file,
     list_group_options,
     read_option_values,
     read_yaml,
@@ -79,7 +80,11 @@ _REMOVED_HYDRA_GROUPS = [
 ]
 
 
-def compose_config(overrides: Sequence[str], config_directory: Path | None = None) -> Config:
+def compose_config(
+    overrides: Sequence[str],
+    config_directory: Path | None = None,
+    config_file: Path | None = None,
+) -> Config:
     """Compose and validate the configuration of a run.
 
     With `run.automatic`, `aligner.config.defaults` must still choose the values of the keys that
@@ -90,6 +95,7 @@ def compose_config(overrides: Sequence[str], config_directory: Path | None = Non
             data, and further `key=value` overrides.
         config_directory: Directory of the user's own groups, such as `experiment/mine.yaml`, in
             addition to the built-in groups.
+        config_file: File of the experiment, instead of `experiment=NAME`.
 
     Raises:
         ConfigError: A key or a group option is unknown, has a value of the wrong type, or is
@@ -98,9 +104,17 @@ def compose_config(overrides: Sequence[str], config_directory: Path | None = Non
     Example:
         `compose_config(["experiment=arithmetic", "run.steps=10"])`
     """
-    directories = find_group_directories(config_directory)
-    options = list_group_options(directories)
+    sources = find_config_sources(config_directory, config_file)
+    options = list_group_options(sources)
     parsed_overrides = [parse_override(text, options) for text in overrides]
+    if config_file is not None:
+        if any(override.key_or_group == "experiment" for override in parsed_overrides):
+            raise ConfigError(
+                f"--config {config_file}: cannot be combined with experiment=NAME; the file may"
+                " name the experiment in its `defaults` list"
+            )
+        experiment_override = f"experiment={_quote(config_file.stem)}"
+        parsed_overrides.insert(0, parse_override(experiment_override, options))
     keys = {override.key_or_group for override in parsed_overrides}
     # As in Hydra, the last override of the same group wins.
     experiment = next(
@@ -118,8 +132,8 @@ def compose_config(overrides: Sequence[str], config_directory: Path | None = Non
         )
 
     root = "config" if "experiment" in keys else AUTOMATIC
-    config = _compose(root, parsed_overrides, directories, options)
-    check_read(config, parsed_overrides, options, directories)
+    config = _compose(root, parsed_overrides, sources, options)
+    check_read(config, parsed_overrides, options, sources)
     if (
         "experiment" not in keys
         and config.algorithm.generates_samples
@@ -133,32 +147,39 @@ def compose_config(overrides: Sequence[str], config_directory: Path | None = Non
     config = _with_engine_replicas(_with_names(config, experiment))
     return dataclasses.replace(
         config,
-        run=dataclasses.replace(config.run, command=_format_command(overrides, config_directory)),
+        run=dataclasses.replace(
+            config.run, command=_format_command(overrides, config_directory, config_file)
+        ),
     )
 
 
 def find_user_keys(
-    overrides: Sequence[str], config: Config, config_directory: Path | None = None
+    overrides: Sequence[str],
+    config: Config,
+    config_directory: Path | None = None,
+    config_file: Path | None = None,
 ) -> frozenset[str]:
     """Return the keys that the command line or the experiment sets in a composed configuration."""
-    directories = find_group_directories(config_directory)
-    options = list_group_options(directories)
+    sources = find_config_sources(config_directory, config_file)
+    options = list_group_options(sources)
     return collect_user_keys(
         [parse_override(text, options) for text in overrides],
         options,
-        directories,
+        sources,
         config.run.experiment,
     )
 
 
-def describe_unread_keys(config: Config, config_directory: Path | None = None) -> list[str]:
+def describe_unread_keys(
+    config: Config, config_directory: Path | None = None, config_file: Path | None = None
+) -> list[str]:
     """Return notes about the keys that the experiment's file sets, but that the run does not read.
 
     Keys with the same reason share a line.
     """
     keys_by_reason: dict[str, list[str]] = {}
-    directories = find_group_directories(config_directory)
-    for key in read_option_values(directories, "experiment", config.run.experiment):
+    sources = find_config_sources(config_directory, config_file)
+    for key in read_option_values(sources, "experiment", config.run.experiment):
         schema_key = get_schema_keys()[key]
         if get_value(config, key) != schema_key.default and (
             terms := find_unmet_terms(config, schema_key.condition)
@@ -169,18 +190,24 @@ def describe_unread_keys(config: Config, config_directory: Path | None = None) -
     ]
 
 
-def _format_command(overrides: Sequence[str], config_directory: Path | None) -> str:
+def _format_command(
+    overrides: Sequence[str], config_directory: Path | None, config_file: Path | None
+) -> str:
     """Return the command that launches the same run again.
 
     The command contains neither `run.dir` nor `run.resume`. Secret values are masked.
     """
-    groups = () if config_directory is None else ("--config-dir", str(config_directory))
+    options: list[str] = []
+    if config_directory is not None:
+        options += ["--config-dir", str(config_directory)]
+    if config_file is not None:
+        options += ["--config", str(config_file)]
     repeated_overrides = (
         _mask_override(text)
         for text in overrides
         if text.partition("=")[0] not in ("run.dir", "run.resume")
     )
-    return shlex.join(("aligner", "launch", *groups, *repeated_overrides))
+    return shlex.join(("aligner", "launch", *options, *repeated_overrides))
 
 
 def _mask_override(override: str) -> str:
@@ -224,7 +251,7 @@ def load_config(path: Path) -> Config:
 def _compose(
     root: str,
     overrides: Sequence[Override],
-    directories: Sequence[Path],
+    sources: Sequence[Path],
     group_names: Collection[str],
 ) -> Config:
     """Compose and validate a root file, options of groups, and overrides of keys.
@@ -232,7 +259,7 @@ def _compose(
     Args:
         root: Name of the root file in the built-in directory, without `.yaml`.
         overrides: Parsed overrides of the command line.
-        directories: Directories with groups, the built-in one first.
+        sources: Sources of the configuration, see `find_config_sources`.
         group_names: Names of all groups.
 
     Raises:
@@ -248,17 +275,17 @@ def _compose(
     # share it. They are applied to the caller's own copy of the node below.
     # The user's files may change during the lifetime of this process, so that a composition with
     # these files must not come from the cache.
-    compose_options = _compose_options if len(directories) == 1 else _compose_options.__wrapped__
+    compose_options = _compose_options if len(sources) == 1 else _compose_options.__wrapped__
     command_line_text = " ".join(str(override.input_line) for override in group_overrides)
 
     try:
-        node, choices = pickle.loads(compose_options(root, option_texts, tuple(directories)))
+        node, choices = pickle.loads(compose_options(root, option_texts, tuple(sources)))
         for override in changes:
             _apply(override, node)
         return _resolve_and_validate(node)
     except InvalidKeys as error:
         keys = [override.key_or_group for override in changes]
-        lines = [_format_problem(problem, keys, choices, directories) for problem in error.problems]
+        lines = [_format_problem(problem, keys, choices, sources) for problem in error.problems]
         raise ConfigError("\n".join(lines)) from error
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_explain(error)) from error
@@ -272,7 +299,7 @@ def _compose(
 
 
 @functools.lru_cache(512)
-def _compose_options(root: str, options: tuple[str, ...], directories: tuple[Path, ...]) -> bytes:
+def _compose_options(root: str, options: tuple[str, ...], sources: tuple[Path, ...]) -> bytes:
     """Compose a root file and options of groups on top of the schema's defaults.
 
     Returns:
@@ -281,8 +308,10 @@ def _compose_options(root: str, options: tuple[str, ...], directories: tuple[Pat
     """
     Plugins.instance().register(ConfSource)
     # Hydra looks for the root before it sets up the search path, so the root must be in the store.
-    ConfigStore.instance().store(name=root, node=read_yaml(directories[0] / f"{root}.yaml"))
-    search_path = ",".join(_quote(f"{ConfSource.scheme()}://{path}") for path in directories)
+    ConfigStore.instance().store(
+        name=root, node=read_yaml(find_built_in_directory() / f"{root}.yaml")
+    )
+    search_path = ",".join(_quote(f"{ConfSource.scheme()}://{path}") for path in sources)
     overrides = [f"hydra.searchpath=[{search_path}]", *_REMOVED_HYDRA_GROUPS, *options]
     # initialize() raises if Hydra is still initialized, as in the program of a user of the API.
     GlobalHydra.instance().clear()
@@ -335,7 +364,7 @@ def _format_problem(
     problem: KeyProblem,
     overridden_keys: Sequence[str],
     choices: Mapping[str, str],
-    directories: Sequence[Path],
+    sources: Sequence[Path],
 ) -> str:
     """Return the error line of a problem, with the file that sets the key unless an override does.
 
@@ -343,7 +372,7 @@ def _format_problem(
         problem: Problem of a key's value.
         overridden_keys: Keys and sections that the command line sets.
         choices: Chosen option of each group.
-        directories: Directories with groups.
+        sources: Sources of the configuration.
     """
     key = problem.key
     experiment = choices.get("experiment")
@@ -359,8 +388,8 @@ def _format_problem(
     ordered_choices = {group: name for group, name in choices.items() if group != "experiment"}
     if experiment is not None:
         ordered_choices["experiment"] = experiment
-    option = find_defining_option(directories, key, ordered_choices)
-    return problem.message if option is None else f"{problem.message} (in {option}.yaml)"
+    file = find_defining_file(sources, key, ordered_choices)
+    return problem.message if file is None else f"{problem.message} (in {file})"
 
 
 def _explain(error: BaseException) -> str:

@@ -3,6 +3,10 @@
 A group is a directory under `conf/` or in the user's own directory, and an option of the group is a
 file in it: `conf/algorithm/ppo.yaml` is the option `ppo` of the group `algorithm`. This module
 reads these files, for Hydra and for messages, and finds the keys that each file sets.
+
+A source is a directory with groups, or the single file of an experiment (`--config FILE`). A file
+`mine.yaml` is the source of the option `mine` of the group `experiment`; the options in its
+`defaults` list are first looked up in the directory of the file.
 """
 
 import functools
@@ -24,6 +28,10 @@ from aligner.schema.renamed import RENAMED_KEYS, get_current_key, with_current_k
 _PACKAGE = Path(__file__).resolve().parent.parent
 # Hydra's header `# @package _global_`: the keys of the file begin at the root.
 _PACKAGE_HEADER = re.compile(r"\s*#\s*@package\s+(\S+)")
+_ROOT_PACKAGE = "_global_"
+_FILE_SUFFIXES = (".yaml", ".yml")
+# The name of the file becomes a part of the run's name.
+_FILE_STEM = re.compile(r"[\w.+-]+")
 # The numbers of Hydra's override grammar, so that a file and the command line agree.
 _INTEGER = re.compile(
     r"[-+]?(?:0b[01_]+|0x[0-9a-fA-F_]+|0[0-7_]+|0|[1-9][0-9_]*)$",
@@ -86,9 +94,9 @@ def read_yaml(file: Path) -> Any:
 
 
 class ConfSource(ConfigSource):
-    """Hydra's access to a directory of groups, which it reads with `read_yaml`.
+    """Hydra's access to a source, which it reads with `read_yaml`.
 
-    `conf:///DIRECTORY` in Hydra's search path selects this class.
+    `conf:///DIRECTORY` or `conf:///FILE.yaml` in Hydra's search path selects this class.
     """
 
     @staticmethod
@@ -97,19 +105,24 @@ class ConfSource(ConfigSource):
         return "conf"
 
     def available(self) -> bool:
-        """Return whether the directory exists."""
-        return self.is_group("")
+        """Return whether the source exists."""
+        return Path(self.path).exists()
 
     def is_group(self, config_path: str) -> bool:
-        """Return whether a path below the directory is a group."""
-        return (Path(self.path) / config_path).is_dir()
+        """Return whether a path below the source is a group."""
+        source = Path(self.path)
+        if source.is_file():
+            return config_path in ("", "experiment")
+        return (source / config_path).is_dir()
 
     def is_config(self, config_path: str) -> bool:
-        """Return whether a path below the directory is a file."""
-        return self._file(config_path).is_file()
+        """Return whether a path below the source is a file."""
+        return self._find_file(config_path) is not None
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
         """Return the names of the groups and options of a group."""
+        if Path(self.path).is_file():
+            return [Path(self.path).stem] if config_path == "experiment" else ["experiment"]
         entries = sorted((Path(self.path) / config_path).iterdir())
         groups = [entry.name for entry in entries if entry.is_dir()]
         options = [entry.stem for entry in entries if entry.suffix == ".yaml"]
@@ -123,10 +136,10 @@ class ConfSource(ConfigSource):
         Raises:
             ConfigLoadError: The file does not exist.
         """
-        file = self._file(config_path)
-        if not file.is_file():
-            raise ConfigLoadError(f"{file}: no such file")
-        content, package = _read_option_file(file, file.stat().st_mtime_ns)
+        file = self._find_file(config_path)
+        if file is None:
+            raise ConfigLoadError(f"{config_path}: no such file in {self.path}")
+        content, package = _read_option_of(Path(self.path), file)
         return ConfigResult(
             provider=self.provider,
             path=f"{self.scheme()}://{self.path}",
@@ -134,21 +147,43 @@ class ConfSource(ConfigSource):
             header={"package": package},
         )
 
-    def _file(self, config_path: str) -> Path:
+    def _find_file(self, config_path: str) -> Path | None:
         """Return the file of a path in Hydra's notation, which may lack `.yaml`."""
-        return Path(self.path) / f"{config_path.removesuffix('.yaml')}.yaml"
+        return _find_option_file(Path(self.path), config_path.removesuffix(".yaml"))
+
+
+def _find_option_file(source: Path, option: str) -> Path | None:
+    """Return the file of an option `GROUP/NAME`; None if the source does not have the option."""
+    if source.is_dir():
+        file = source / f"{option}.yaml"
+    else:
+        group, _, name = option.rpartition("/")
+        if group != "experiment":
+            return None
+        file = source if name == source.stem else source.with_name(f"{name}.yaml")
+    return file if file.is_file() else None
+
+
+def _read_option_of(source: Path, file: Path) -> tuple[dict[str, Any], str | None]:
+    """Return the content and the package of an option's file, see `_read_option_file`."""
+    # A single file needs no header, because it is not in the directory of a group.
+    default_package = None if source.is_dir() else _ROOT_PACKAGE
+    return _read_option_file(file, file.stat().st_mtime_ns, default_package)
 
 
 @functools.lru_cache(512)
-def _read_option_file(file: Path, modified_ns: int) -> tuple[dict[str, Any], str | None]:
+def _read_option_file(
+    file: Path, modified_ns: int, default_package: str | None
+) -> tuple[dict[str, Any], str | None]:
     """Return the content of an option's file and the package in its header.
 
-    The content has the current names of keys. The package is None without a header.
+    The content has the current names of keys.
 
     Args:
         file: File of an option.
         modified_ns: Modification time of the file in nanoseconds. It belongs to the cache key, so
             that a changed file is read again.
+        default_package: Package of a file without a header; None means the name of its group.
 
     Raises:
         ConfigError: The file does not contain a mapping, or cannot be read.
@@ -159,9 +194,9 @@ def _read_option_file(file: Path, modified_ns: int) -> tuple[dict[str, Any], str
             f"{file}: expected a mapping of keys to values, got {type(content).__name__}"
         )
     header = _PACKAGE_HEADER.match(file.read_text(encoding="utf-8"))
-    package = header[1] if header else None
+    package = header[1] if header else default_package
     # Without the header, Hydra nests the keys of a file below the name of its group.
-    section = "" if package == "_global_" else file.parent.name
+    section = "" if package == _ROOT_PACKAGE else file.parent.name
 
     def report(key: str) -> None:
         report_old_key(key, f"{file}: ")
@@ -183,28 +218,62 @@ def find_built_in_directory() -> Path:
     )
 
 
-def find_group_directories(config_directory: Path | None) -> list[Path]:
-    """Return the directories with groups: the built-in one, then the user's own.
+def find_config_sources(
+    config_directory: Path | None = None, config_file: Path | None = None
+) -> list[Path]:
+    """Return the sources of a configuration, in the order in which an option is looked up.
+
+    Args:
+        config_directory: Directory of the user's own groups (`--config-dir`).
+        config_file: File of the experiment (`--config`).
 
     Raises:
-        ConfigError: The user's directory does not exist.
+        ConfigError: The directory or the file does not exist, or the file has no suitable name.
     """
-    if config_directory is None:
-        return [find_built_in_directory()]
-    if not config_directory.is_dir():
-        raise ConfigError(f"--config-dir {config_directory}: no such directory")
-    return [find_built_in_directory(), config_directory.resolve()]
+    sources = [find_built_in_directory()]
+    if config_directory is not None:
+        if not config_directory.is_dir():
+            raise ConfigError(f"--config-dir {config_directory}: no such directory")
+        sources.append(config_directory.resolve())
+    if config_file is not None:
+        sources.insert(0, _check_config_file(config_file))
+    return sources
 
 
-def list_group_options(directories: Iterable[Path]) -> dict[str, list[str]]:
+def _check_config_file(file: Path) -> Path:
+    """Return the absolute path of the file of `--config`.
+
+    Raises:
+        ConfigError: The file does not exist, or its name is not supported.
+    """
+    if file.is_dir():
+        raise ConfigError(f"--config {file}: is a directory; expected a YAML file")
+    if not file.is_file():
+        raise ConfigError(
+            f"--config {file}: no such file; use experiment=NAME for a built-in experiment"
+        )
+    if file.suffix not in _FILE_SUFFIXES or not _FILE_STEM.fullmatch(file.stem):
+        raise ConfigError(
+            f"--config {file}: the name must consist of letters, digits and . _ - + and end in"
+            f" {' or '.join(_FILE_SUFFIXES)}; rename the file"
+        )
+    return file.absolute()
+
+
+def list_group_options(sources: Iterable[Path]) -> dict[str, list[str]]:
     """Return the names of the options of each group, by the name of the group.
 
     Raises:
         ConfigError: Two directories define the same option.
     """
     files: dict[tuple[str, str], Path] = {}
-    for directory in directories:
-        for file in sorted(directory.glob("*/*.yaml")):
+    names = set()
+    for source in sources:
+        if source.is_file():
+            # The file may be a changed copy of a built-in experiment with the same name.
+            names.add(("experiment", source.stem))
+            continue
+        for file in sorted(source.glob("*/*.yaml")):
             option = (file.parent.name, file.stem)
             if option in files:
                 raise ConfigError(
@@ -213,31 +282,31 @@ def list_group_options(directories: Iterable[Path]) -> dict[str, list[str]]:
                 )
             files[option] = file
     groups: dict[str, list[str]] = {}
-    for group, name in sorted(files):
+    for group, name in sorted(files.keys() | names):
         groups.setdefault(group, []).append(name)
     return groups
 
 
-def read_option_values(directories: Sequence[Path], group: str, name: str) -> dict[str, Any]:
+def read_option_values(sources: Sequence[Path], group: str, name: str) -> dict[str, Any]:
     """Return the keys that an option of a group sets, including the keys that it inherits.
 
     An option inherits the keys of the options of the same group in its `defaults` list.
     """
-    values, defaults = _read_option(directories, group, name)
+    values, defaults = _read_option(sources, group, name)
     inherited: dict[str, Any] = {}
     for default in defaults:
         if isinstance(default, str) and default != "_self_":
-            inherited |= read_option_values(directories, group, default)
+            inherited |= read_option_values(sources, group, default)
     return inherited | values
 
 
-def read_chosen_options(directories: Sequence[Path], experiment: str) -> dict[str, str]:
+def read_chosen_options(sources: Sequence[Path], experiment: str) -> dict[str, str]:
     """Return the options of other groups that an experiment chooses, by group.
 
     The choices of the experiments in its `defaults` list count as its own.
     """
     choices: dict[str, str] = {}
-    for default in _read_option(directories, "experiment", experiment)[1]:
+    for default in _read_option(sources, "experiment", experiment)[1]:
         # `override /GROUP: NAME` is a mapping; the name of another experiment is a string.
         if isinstance(default, dict):
             choices |= {
@@ -246,31 +315,31 @@ def read_chosen_options(directories: Sequence[Path], experiment: str) -> dict[st
                 if name is not None
             }
         elif default != "_self_":
-            choices |= read_chosen_options(directories, str(default))
+            choices |= read_chosen_options(sources, str(default))
     return choices
 
 
-def find_defining_option(
-    directories: Sequence[Path], key: str, options: Mapping[str, str]
-) -> str | None:
-    """Return the option `GROUP/NAME` whose file sets a key or a key below it; None without one.
+def find_defining_file(sources: Sequence[Path], key: str, options: Mapping[str, str]) -> str | None:
+    """Return the file of the option that sets a key or a key below it; None without one.
+
+    A file in a directory of groups is returned as `GROUP/NAME.yaml`.
 
     Args:
-        directories: Directories with groups, see `find_group_directories`.
+        sources: Sources of the configuration, see `find_config_sources`.
         key: Dotted key.
         options: Chosen option of each group; later options take precedence.
     """
     # The file that wins is the last one that sets the key: search from the end. Within a file, its
     # own keys take precedence over those of its `defaults` list.
     for group, name in reversed(list(options.items())):
-        values, defaults = _read_option(directories, group, name)
+        values, defaults = _read_option(sources, group, name)
         if any(file_key == key or file_key.startswith(f"{key}.") for file_key in values):
-            return f"{group}/{name}"
+            return _describe_option_file(sources, group, name)
         for default in reversed(defaults):
             if not isinstance(default, str) or default == "_self_":
                 continue
-            if option := find_defining_option(directories, key, {group: default}):
-                return option
+            if file := find_defining_file(sources, key, {group: default}):
+                return file
     return None
 
 
@@ -308,17 +377,25 @@ def flatten_keys(prefix: str, content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_option(
-    directories: Sequence[Path], group: str, name: str
+    sources: Sequence[Path], group: str, name: str
 ) -> tuple[dict[str, Any], list[Any]]:
     """Return the keys that the file of an option sets, and its `defaults` list.
 
-    Both are empty if no directory has the file.
+    Both are empty if no source has the file.
     """
-    for directory in directories:
-        file = directory / group / f"{name}.yaml"
-        if file.is_file():
-            content, package = _read_option_file(file, file.stat().st_mtime_ns)
+    for source in sources:
+        if (file := _find_option_file(source, f"{group}/{name}")) is not None:
+            content, package = _read_option_of(source, file)
             values = {key: value for key, value in content.items() if key != "defaults"}
-            prefix = "" if package == "_global_" else f"{group}."
+            prefix = "" if package == _ROOT_PACKAGE else f"{group}."
             return flatten_keys(prefix, values), content.get("defaults", [])
     return {}, []
+
+
+def _describe_option_file(sources: Sequence[Path], group: str, name: str) -> str:
+    """Return the file of an option as a message names it."""
+    for source in sources:
+        file = _find_option_file(source, f"{group}/{name}")
+        if file is not None and source.is_file():
+            return str(file)
+    return f"{group}/{name}.yaml"

@@ -116,7 +116,7 @@ def check_read(
     config: Config,
     overrides: Iterable[Override],
     groups: Mapping[str, Sequence[str]],
-    directories: Sequence[Path],
+    sources: Sequence[Path],
 ) -> None:
     """Raise ConfigError if the run does not read a key that an override sets.
 
@@ -126,7 +126,7 @@ def check_read(
         config: Composed configuration.
         overrides: Parsed overrides of the command line.
         groups: Options of each group.
-        directories: Directories with groups.
+        sources: Sources of the configuration.
     """
     problems = []
     # Only the last override of a key has an effect.
@@ -135,7 +135,7 @@ def check_read(
         value = override.value()
         if key in groups and not isinstance(value, dict):
             # describe_unread_keys in compose.py reports the unread keys of an experiment.
-            values = {} if key == "experiment" else read_option_values(directories, key, str(value))
+            values = {} if key == "experiment" else read_option_values(sources, key, str(value))
             unmet_terms = {
                 str(override.input_line): _find_unmet_terms_of_option(
                     config, values, overrides_by_key
@@ -175,7 +175,7 @@ def format_current_values(config: Config, terms: Iterable[Term]) -> str:
 def collect_user_keys(
     overrides: Iterable[Override],
     groups: Collection[str],
-    directories: Sequence[Path],
+    sources: Sequence[Path],
     experiment: str,
 ) -> frozenset[str]:
     """Return the keys that the user sets: with overrides, group options or the experiment's file.
@@ -186,12 +186,12 @@ def collect_user_keys(
     Args:
         overrides: Parsed overrides of the command line.
         groups: Names of all groups.
-        directories: Directories with groups.
+        sources: Sources of the configuration.
         experiment: Name of the experiment.
     """
     # An option on the command line replaces the experiment's option of the same group.
-    options = read_chosen_options(directories, experiment)
-    keys = set(read_option_values(directories, "experiment", experiment))
+    options = read_chosen_options(sources, experiment)
+    keys = set(read_option_values(sources, "experiment", experiment))
     for override in overrides:
         key = override.key_or_group
         value = override.value()
@@ -204,7 +204,7 @@ def collect_user_keys(
                 else {find_schema_key(key) or key}
             )
     for group, name in options.items():
-        keys |= set(read_option_values(directories, group, name))
+        keys |= set(read_option_values(sources, group, name))
     return frozenset(keys)
 
 

@@ -19,7 +19,7 @@ from aligner.api.arguments import (
     write_records,
 )
 from aligner.config.compose import compose_config
-from aligner.config.conf_files import find_group_directories, list_group_options
+from aligner.config.conf_files import find_config_sources, list_group_options
 from aligner.config.overrides import parse_override
 from aligner.errors import ConfigError
 from tests.system import scorers
@@ -31,14 +31,14 @@ TEXTS = ["grpo", "true", "", "a b", 'say "hi"', "back\\slash\\", 'x\\"', "{", "$
 def overrides(**given: Any) -> Sequence[str]:
     asked = {"model": None, "algorithm": None, "reward": None, "data": None, "keys": {}} | given
     return launch_arguments(
-        **asked, options=list_group_options(find_group_directories(None))
+        **asked, options=list_group_options(find_config_sources(None))
     ).overrides
 
 
 @pytest.mark.parametrize("value", NUMBERS + TEXTS, ids=repr)
 def test_override_text_round_trips_value(value: Any) -> None:
     override = parse_override(
-        override_text("seed", value), list_group_options(find_group_directories(None))
+        override_text("seed", value), list_group_options(find_config_sources(None))
     )
     assert override.value() == value and type(override.value()) is type(value)
 
