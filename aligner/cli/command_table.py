@@ -473,6 +473,7 @@ examples:
   aligner launch model.path=MODEL algorithm=grpo data.path=FILE.jsonl reward.function=gsm8k
   aligner launch --config FILE.yaml seed=2
   aligner launch experiment=tiny_ppo --show-config
+  aligner launch -m experiment=tiny_ppo actor.optimizer.learning_rate=1e-3,3e-3
   aligner launch experiment=NAME run.dir=DIRECTORY run.resume=true
 
 experiments:
@@ -501,6 +502,13 @@ COMMANDS = {
         " as a job",
         (
             *_OVERRIDES,
+            _add(
+                "-m",
+                "--multirun",
+                action="store_true",
+                help="sweep: launch a run for each combination of values, such as seed=1,2, one"
+                " after the other (docs/sweeps.md)",
+            ),
             _add(
                 "--dry-run",
                 action="store_true",

@@ -12,8 +12,15 @@ from dataclasses import asdict
 from rich.console import Console
 
 from aligner.cli.compositions import compose_command
-from aligner.config.compose import describe_unread_keys, find_user_keys, format_config
+from aligner.config.compose import (
+    compose_config,
+    describe_unread_keys,
+    find_user_keys,
+    format_config,
+    list_config_options,
+)
 from aligner.config.prerequisites import RunPlan, plan_run
+from aligner.config.sweeps import SWEEP_KEYS, expand_sweep
 from aligner.errors import FINISHED, ConfigError, get_exit_code
 from aligner.launcher.forks import ForkServer
 from aligner.launcher.local import launch as launch_here
@@ -22,6 +29,7 @@ from aligner.launcher.run_directory import reserve_run_directory
 from aligner.launcher.slurm.job import supervise as supervise_job
 from aligner.launcher.slurm.submit import render_preview, submit
 from aligner.launcher.status import ENDED_STATES, describe_status, read_status
+from aligner.launcher.sweep import Sweep, launch_sweep
 from aligner.models.model_source import (
     ExpectedInputs,
     absent_inputs,
@@ -31,6 +39,7 @@ from aligner.models.model_source import (
 )
 from aligner.models.shape import ModelShape
 from aligner.observability.console import OutputMode, print_event
+from aligner.paths import get_run_paths
 from aligner.placement.memory.role_memory import build_memory_table, compute_role_memory
 from aligner.placement.placement_table import build_placement_table, find_layer_notes
 from aligner.placement.roles import describe_model, has_gpu
@@ -46,13 +55,20 @@ _NAMING_KEYS = {"run.name", "run.dir"}
 def launch(parsed: argparse.Namespace) -> None:
     """Run all roles until the run ends, or submit the run as a Slurm job.
 
-    With `--show-config`, print the configuration and start nothing.
+    With `--show-config`, print the configuration and start nothing. With `--multirun`, launch the
+    runs of a sweep.
     """
+    if parsed.multirun and (parsed.show_config is not None or parsed.dry_run):
+        option = "--dry-run" if parsed.dry_run else "--show-config"
+        raise ConfigError(f"{option}: cannot be combined with --multirun; use it for a single run")
     if parsed.show_config is not None:
         _print_config(parsed)
         return
     mode = _get_output_mode(parsed)
     with _reporting_end(mode), contextlib.ExitStack() as stack:
+        if parsed.multirun:
+            _launch_sweep(parsed, mode, stack)
+            return
         if parsed.dry_run:
             _launch(_plan_run(parsed), mode, is_dry=True)
             return
@@ -66,6 +82,35 @@ def launch(parsed: argparse.Namespace) -> None:
             config = stack.enter_context(reserve_run_directory(plan.config))
             plan = dataclasses.replace(plan, config=config)
         _launch(plan, mode, is_dry=False, fork_server=fork_server)
+
+
+def _launch_sweep(
+    parsed: argparse.Namespace, mode: OutputMode, stack: contextlib.ExitStack
+) -> None:
+    """Launch the runs of a sweep.
+
+    Args:
+        parsed: The parsed command line.
+        mode: Output of the launches.
+        stack: Holds the reserved directory of the sweep until the end of the command.
+    """
+    points = expand_sweep(parsed.overrides, parsed.config_dir, parsed.config)
+    # `run.dir`, `run.name` and `run.resume` of the command line apply to the sweep. The keys of the
+    # first run complete them to a valid command line.
+    naming = [text for text in parsed.overrides if text.partition("=")[0] in SWEEP_KEYS]
+    overrides = [*points[0].overrides, *naming]
+    config = compose_config(overrides, parsed.config_dir, parsed.config)
+    user_keys = find_user_keys(overrides, config, parsed.config_dir, parsed.config)
+    if user_keys.isdisjoint(_NAMING_KEYS):
+        config = stack.enter_context(reserve_run_directory(config))
+    sweep = Sweep(
+        options=tuple(list_config_options(parsed.config_dir, parsed.config)),
+        overrides=tuple(parsed.overrides),
+        name=str(config.run.name),
+        directory=get_run_paths(config).root,
+        is_resumed=config.run.should_resume,
+    )
+    launch_sweep(sweep, points, mode)
 
 
 def _print_config(parsed: argparse.Namespace) -> None:

@@ -197,20 +197,26 @@ def _format_command(
 
     The command contains neither `run.dir` nor `run.resume`. Secret values are masked.
     """
-    options: list[str] = []
-    if config_directory is not None:
-        options += ["--config-dir", str(config_directory)]
-    if config_file is not None:
-        options += ["--config", str(config_file)]
+    options = list_config_options(config_directory, config_file)
     repeated_overrides = (
-        _mask_override(text)
+        mask_override(text)
         for text in overrides
         if text.partition("=")[0] not in ("run.dir", "run.resume")
     )
     return shlex.join(("aligner", "launch", *options, *repeated_overrides))
 
 
-def _mask_override(override: str) -> str:
+def list_config_options(config_directory: Path | None, config_file: Path | None) -> list[str]:
+    """Return the options of the command line for a directory of groups and an experiment's file."""
+    options: list[str] = []
+    if config_directory is not None:
+        options += ["--config-dir", str(config_directory)]
+    if config_file is not None:
+        options += ["--config", str(config_file)]
+    return options
+
+
+def mask_override(override: str) -> str:
     """Return an override without the values of environment variables.
 
     The values may be secret, and the command is displayed and sent to the trackers.

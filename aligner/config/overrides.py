@@ -67,7 +67,10 @@ def parse_override(text: str, options: Mapping[str, list[str]]) -> Override:
             f"{text}: {reason}; quote values that contain special characters: '{key}=\"VALUE\"'"
         ) from error
     if override.is_sweep_override():
-        raise ConfigError(f"{text}: expected one value; write a list as {key}=[a,b]")
+        raise ConfigError(
+            f"{text}: expected one value; write a list as {key}=[a,b], or launch a run for each"
+            " value with `aligner launch --multirun`"
+        )
     if (
         key in options
         and not isinstance(override.value(), dict)
