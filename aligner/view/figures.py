@@ -85,6 +85,8 @@ _ROWS_AXIS = {"showgrid": False, "ticksuffix": "  "}
 _UTILIZATION_STEPS = 10
 _TIMELINE_STEPS = 3
 _MAX_TIMELINE_ROWS = 24
+# Width of a step's label in the timeline on a narrow screen, as a fraction of the plot's width.
+_STEP_LABEL_WIDTH = 0.2
 
 
 @dataclass(frozen=True)
@@ -706,12 +708,17 @@ def _build_timeline(spans: Sequence[Span], window: tuple[int, int]) -> Plot:
                 **bars,
             )
         )
+    next_label_x = 0.0
     for step, (start, _) in step_bounds(in_window).items():
         x = (start - begin) / 1e6
         stroke = {"color": _OTHER_COLOR, "width": 0.8, "dash": "dot"}
         lines.append(
             {"type": "line", "x0": x, "x1": x, "y0": 0, "y1": 1, "yref": "paper", "line": stroke}
         )
+        # Labels must not overlap, also on a narrow screen.
+        if x < next_label_x:
+            continue
+        next_label_x = x + _STEP_LABEL_WIDTH * (end - begin) / 1e6
         above_plot = {
             "x": x,
             "y": 1,

@@ -71,7 +71,9 @@ _PROMPT_SORT_NAMES = {
     "-samples": "most samples",
 }
 # Parameters of the list of samples that the links to its samples contain.
-_FILTER_NAMES = ("q", "least", "most", "first", "last")
+_FILTER_NAMES = ("q", "least", "most", "first", "last", "shortest", "longest", "end")
+# Values of the parameter `end`, and whether it selects truncated responses.
+_ENDS = {"complete": False, "truncated": True}
 _MAX_COMPARED = 8
 # Maximum number of runs whose curves the list of runs shows.
 _MAX_PLOTTED_RUNS = 50
@@ -117,7 +119,9 @@ class Pages:
             "/runs/{key}/health": self.health,
             "/runs/{key}/samples": self.samples,
             sample: self.sample,
+            f"{sample}/sample.json": self.sample_data,
             f"{sample}/tokens.json": self.tokens,
+            f"{sample}/group": self.group,
             f"{sample}/over-time": self.over_time,
             f"{sample}/scores.json": self.scores,
         }
@@ -341,6 +345,7 @@ class Pages:
             page=page,
             size=PAGE_SIZE,
             has_all=table.has_all,
+            is_filtered=any(query[name] for name in _FILTER_NAMES),
             link=_link_builder(query),
             list_query=_build_list_query(parameters),
         )
@@ -367,13 +372,44 @@ class Pages:
             position=position or ListPosition(0, 0),
             list_page=position.number // PAGE_SIZE if position is not None else 0,
             list_query=_build_list_query(parameters),
-            parts=sorted((sample.get("score_parts") or {}).items()),
+            text=parameters.get("q", ""),
             turns=build_sample_turns(
                 sample["prompt"] or "", sample["response"] or "", sample["messages"]
             ),
             metadata="" if metadata in (None, "", "{}") else printable(_indent_json(metadata)),
             has_tokens=table.tokens(sample["step"], sample["row"]) is not None,
             has_all=table.has_all,
+        )
+
+    @_pass_run
+    def sample_data(self, request: Request, run: ViewedRun) -> Response:
+        """Return all columns of one sample, as JSON with indentation."""
+        _, sample = self._find_sample(request, run)
+        for name in ("messages", "metadata"):
+            sample[name] = _parse_json(sample.get(name))
+        values = _replace_nonfinite({key: value for key, value in sample.items() if key != "row"})
+        text = json.dumps(values, indent=2, ensure_ascii=False)
+        # A lone surrogate of a stored text has no encoding.
+        return Response(text.encode(errors="replace"), media_type="application/json")
+
+    @_pass_run
+    def group(self, request: Request, run: ViewedRun) -> Response:
+        """Return the page that shows all samples of a prompt of one step beside each other."""
+        table, sample = self._find_sample(request, run)
+        group = [sample]
+        if sample["group"] is not None:
+            group = table.group(sample["step"], sample["group"])
+        scores = [row["score"] for row in group if row["score"] is not None]
+        are_different = bool(scores) and min(scores) < max(scores)
+        return self._render_run_page(
+            "group.html",
+            run,
+            "Samples",
+            sample=sample,
+            turns=build_prompt_turns(sample["prompt"] or "", sample["messages"]),
+            group=group,
+            best=max(scores) if are_different else None,
+            worst=min(scores) if are_different else None,
         )
 
     @_pass_run
@@ -399,7 +435,7 @@ class Pages:
             "over_time.html",
             run,
             "Samples",
-            turns=build_prompt_turns(sample["prompt"] or ""),
+            turns=build_prompt_turns(sample["prompt"] or "", sample["messages"]),
             has_differences=has_differences,
             differences=_compare_steps(by_step) if has_differences else {},
             means={row["step"]: row for row in means},
@@ -536,6 +572,9 @@ def _read_filter(parameters: Mapping[str, str]) -> SampleFilter:
         most=_parse_number(parameters, "most"),
         first=None if first is None else math.ceil(first),
         last=None if last is None else math.floor(last),
+        shortest=_parse_number(parameters, "shortest"),
+        longest=_parse_number(parameters, "longest"),
+        is_truncated=_ENDS.get(parameters.get("end", "")),
     )
 
 
@@ -602,6 +641,14 @@ def _parse_number(parameters: Mapping[str, str], name: str) -> float | None:
     if number is not None and not abs(number) < 2**31:
         raise HTTPException(400, f"{name}={printable(text, 40)}: must be a number")
     return number
+
+
+def _parse_json(text: str | None) -> Any:
+    """Return the value of a JSON text; a text that is not JSON unchanged."""
+    try:
+        return None if text is None else json.loads(text)
+    except ValueError:
+        return text
 
 
 def _indent_json(text: str) -> str:

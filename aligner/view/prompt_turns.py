@@ -108,9 +108,20 @@ def _split_at_headers(
     return turns
 
 
-def build_prompt_turns(prompt: str) -> list[Turn]:
-    """Return the turns of a prompt, without the beginning of the response; one turn of the role
-    `prompt` if the prompt has no turns of a known chat template."""
+def build_prompt_turns(prompt: str, messages: str | None = None) -> list[Turn]:
+    """Return the turns of a prompt, without the response or its beginning; one turn of the role
+    `prompt` if the prompt has no turns of a known chat template.
+
+    Args:
+        prompt: Text of the prompt.
+        messages: Stored messages of the sample as JSON, if there are any.
+    """
+    if stored_turns := parse_turns(messages):
+        last_question = max(
+            (index for index, turn in enumerate(stored_turns) if turn.role == USER), default=-1
+        )
+        # The turns after the user's last message are the response.
+        return stored_turns[: last_question + 1] or stored_turns[:1]
     turns = split_prompt(prompt)
     if turns and turns[-1][0] == ASSISTANT:
         turns = turns[:-1]

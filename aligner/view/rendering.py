@@ -3,12 +3,13 @@
 import functools
 import importlib.util
 import json
+import re
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from aligner.config.compose import format_config
 from aligner.errors import ConfigError
@@ -69,6 +70,7 @@ def _environment() -> Environment:
         "duration": _format_duration,
         "number": _format_number,
         "rounded": _round_to_zero,
+        "marked": _mark_matches,
         "data": _to_script_data,
     }
     return environment
@@ -94,6 +96,19 @@ def _round_to_zero(value: float | None) -> float | None:
     """Return 0 for a value that differs from 0 only by a rounding error, such as the advantages of
     samples with equal scores."""
     return 0.0 if value is not None and abs(value) < _ROUNDED_TO_ZERO else value
+
+
+def _mark_matches(text: str, searched: str) -> Markup:
+    """Return a text with `mark` elements around the parts that a search found, in upper or lower
+    case."""
+    if not searched:
+        return escape(text)
+    parts = re.split(f"({re.escape(printable(searched))})", text, flags=re.IGNORECASE)
+    # Parts with odd indices are the matches.
+    return Markup("").join(
+        Markup("<mark>{}</mark>").format(part) if index % 2 else escape(part)
+        for index, part in enumerate(parts)
+    )
 
 
 def _to_script_data(value: Any) -> Markup:

@@ -25,19 +25,21 @@ PROMPT_SORTS = ("mean", "spread", "samples", "last_step")
 
 # Maximum length of a question or response in a table, in characters.
 _MAX_CELL_LENGTH = 400
-# Maximum length of a response that is compared between steps, in characters.
+# Maximum length of a response that is compared with others, in characters.
 _MAX_COMPARED_LENGTH = 20_000
 # Maximum number of displayed samples of a prompt and step.
 _MAX_SAMPLES_PER_STEP = 8
-_NUMBER_COLUMNS = 'step, row, "group", sample, branch, score, advantage, response_tokens, cut'
+_NUMBER_COLUMNS = (
+    'step, row, "group", sample, branch, score, score_parts, advantage, response_tokens, cut'
+)
 # Columns of a row in a table of samples; `_add_question` replaces the prompt and the messages.
 _TABLE_COLUMNS = (
     f"{_NUMBER_COLUMNS}, prompt, messages, left(response, {_MAX_CELL_LENGTH}) AS response"
 )
 # Subqueries that return all samples, from `samples.jsonl` and from step files.
 _FROM_LINES = """(SELECT step, row_number() OVER () - 1 AS row, NULL AS "group", NULL AS sample,
-    0 AS branch, prompt, response, NULL AS messages, reward AS score, NULL::FLOAT AS advantage,
-    NULL::INTEGER AS response_tokens, NULL::BOOLEAN AS cut
+    0 AS branch, prompt, response, NULL AS messages, reward AS score, NULL AS score_parts,
+    NULL::FLOAT AS advantage, NULL::INTEGER AS response_tokens, NULL::BOOLEAN AS cut
     FROM read_json(?, format='newline_delimited', ignore_errors=true, maximum_object_size=67108864,
     columns={step: 'INTEGER', prompt: 'VARCHAR', response: 'VARCHAR', reward: 'FLOAT'}))"""
 _FROM_FILES = "(SELECT *, file_row_number AS row FROM read_parquet(?, file_row_number=true))"
@@ -58,6 +60,12 @@ class SampleFilter:
     """First step."""
     last: int | None = None
     """Last step."""
+    shortest: float | None = None
+    """Minimum number of response tokens."""
+    longest: float | None = None
+    """Maximum number of response tokens."""
+    is_truncated: bool | None = None
+    """Whether the response was truncated at the length limit."""
 
     def condition(self) -> tuple[str, list[Any]]:
         """Return the SQL condition and its parameters."""
@@ -70,6 +78,9 @@ class SampleFilter:
             ("score <= ?", self.most),
             ("step >= ?", self.first),
             ("step <= ?", self.last),
+            ("response_tokens >= ?", self.shortest),
+            ("response_tokens <= ?", self.longest),
+            ("cut = ?", self.is_truncated),
         ]
         active_terms = [
             (term, value if isinstance(value, list) else [value])
@@ -213,9 +224,10 @@ class SampleTable:
         return rows[0] if rows else None
 
     def group(self, step: int, group: int) -> list[Row]:
-        """Return the samples of one prompt of a step."""
+        """Return the samples of one prompt of a step, with the beginnings of the responses."""
         return self._query(
-            f'SELECT {_NUMBER_COLUMNS} FROM {{}} WHERE "group" = ? AND step = ? ORDER BY row',
+            f"SELECT {_NUMBER_COLUMNS}, left(response, {_MAX_COMPARED_LENGTH}) AS response"
+            ' FROM {} WHERE "group" = ? AND step = ? ORDER BY row',
             [group, step],
             [step],
         )

@@ -6,19 +6,18 @@ from collections.abc import Sequence
 from datetime import datetime, timezone
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 from markupsafe import Markup
 
 from aligner.config.compose import load_config
 from aligner.errors import ConfigError
 from aligner.files import convert_write_errors, write_file
-from aligner.launcher.status import build_status
 from aligner.observability.metrics import read_metrics
 from aligner.observability.trace import Span, read_spans, write_trace
 from aligner.paths import RunPaths
 from aligner.schema import Config
 from aligner.view.figures import build_metric_plots, build_timeline_plots
+from aligner.view.prompt_turns import build_sample_turns
 from aligner.view.rendering import (
     STATIC,
     find_plotly_script,
@@ -26,8 +25,9 @@ from aligner.view.rendering import (
     require_packages,
     summarize_configuration,
 )
-from aligner.view.run_index import compute_key_figures
-from aligner.view.sample_table import SampleFilter, SampleTable
+from aligner.view.run_index import ViewedRun, compute_key_figures
+from aligner.view.sample_table import Row, SampleFilter, SampleTable
+from aligner.view.shown_text import Turn
 
 # Numbers of displayed samples of the first and of the last recorded step.
 _FIRST_STEP_SAMPLES = 3
@@ -84,8 +84,7 @@ def render_report(config: Config, paths: RunPaths, spans: Sequence[Span]) -> str
         policy=f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data:",
         style=Markup((STATIC / "view.css").read_text(encoding="utf-8")),
         scripts=scripts,
-        name=config.run.name or paths.root.name,
-        state=build_status(paths, config, metrics, query_services=False).state,
+        run=ViewedRun(paths.root).overview(),
         written=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC"),
         done=int(metrics[-1]["step"]) if metrics else 0,
         config=config,
@@ -102,13 +101,23 @@ def _read_script(file: Path) -> Markup:
     return Markup(file.read_text(encoding="utf-8"))
 
 
-def _select_samples(table: SampleTable) -> list[dict[str, Any]]:
-    """Return a few samples of the first and of the last recorded step."""
+def _select_samples(table: SampleTable) -> list[tuple[Row, list[Turn]]]:
+    """Return a few samples of the first and of the last recorded step, and their turns."""
     newest = table.page(SampleFilter(), "-step", 0)[0]
     oldest = table.page(SampleFilter(), "step", 0)[0]
-    if not newest or newest[0]["step"] == oldest[0]["step"]:
-        return oldest[: _FIRST_STEP_SAMPLES + _LAST_STEP_SAMPLES]
-    last_step = newest[0]["step"]
-    return [*oldest[:_FIRST_STEP_SAMPLES], *(row for row in newest if row["step"] == last_step)][
-        : _FIRST_STEP_SAMPLES + _LAST_STEP_SAMPLES
-    ]
+    selected = oldest
+    if newest and newest[0]["step"] != oldest[0]["step"]:
+        last_step = newest[0]["step"]
+        of_last_step = [row for row in newest if row["step"] == last_step]
+        selected = [*oldest[:_FIRST_STEP_SAMPLES], *of_last_step]
+
+    samples = []
+    for row in selected[: _FIRST_STEP_SAMPLES + _LAST_STEP_SAMPLES]:
+        sample = table.sample(row["step"], row["row"])
+        # A running run may have deleted the sample at its size limit.
+        if sample is not None:
+            turns = build_sample_turns(
+                sample["prompt"] or "", sample["response"] or "", sample["messages"]
+            )
+            samples.append((row, turns))
+    return samples

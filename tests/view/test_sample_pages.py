@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from html import unescape
@@ -82,9 +83,74 @@ def test_lists_show_last_user_message(viewer: Viewer, pages: dict[str, str], run
         assert f">{question}<" in page and "You are a tutor" not in page
 
 
-def test_report_shows_last_user_message(runs: Path, tmp_path: Path) -> None:
+def test_report_shows_question_and_turns_of_samples(runs: Path, tmp_path: Path) -> None:
     page = write_report(runs / "chats", tmp_path / "page.html").read_text()
-    assert ">What is 2?<" in page and "You are a tutor" not in page
+    page = page[page.index("<h2>Samples</h2>") :]
+    titles = re.findall(r'<details class="card sample"><summary>(.*?)</summary>', page, re.DOTALL)
+    assert len(titles) == 6
+    assert ">What is 2?<" in titles[2] and "You are a tutor" not in "".join(titles)
+    assert page.count('class="turn assistant"') == 6 and "It is 18 now" in page
+
+
+def test_samples_are_filtered_by_length_and_end(tmp_path: Path) -> None:
+    paths = begin(tmp_path / "run", "experiment=tiny_ppo", name="run")
+    texts = ["one two three", "one two", "one"]
+    rows = [
+        {"prompt": "count", "response": text, "score": 0.5, "cut": "three" in text}
+        for text in texts
+    ]
+    write_samples(paths, 1, rows)
+    end(paths)
+    with serving(tmp_path) as viewer:
+        viewer.open()
+        samples = f"{paths_of(viewer.get('/'))['run']}/samples"
+        found = {
+            query: [int(link.rpartition("/")[2].partition("?")[0]) for link in list_links(page)]
+            for query in ("shortest=2", "longest=2", "end=truncated", "end=complete", "end=odd")
+            for page in [viewer.get(f"{samples}?{query}&sort=step").text]
+        }
+    assert found == {
+        "shortest=2": [0, 1],
+        "longest=2": [1, 2],
+        "end=truncated": [0],
+        "end=complete": [1, 2],
+        "end=odd": [0, 1, 2],
+    }
+
+
+def test_found_text_is_marked(viewer: Viewer, pages: dict[str, str]) -> None:
+    page = viewer.get(f"{pages['chats']}/samples?q=IS+10").text
+    assert "It <mark>is 10</mark> now" in page
+    (link, *_) = list_links(page)
+    assert "It <mark>is 10</mark> now" in viewer.get(link).text
+
+
+def test_group_page_shows_all_samples_of_prompt(tmp_path: Path) -> None:
+    paths = begin(tmp_path / "run", "experiment=tiny_ppo", name="run")
+    messages = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
+    row = {"prompt": "Why?", "messages": json.dumps(messages), "score_parts": [("brief", 0.25)]}
+    write_samples(
+        paths,
+        3,
+        [
+            {**row, "response": "So.", "score": 0.5, "advantage": -1.0, "cut": True},
+            {**row, "response": "Because.", "score": 1.5, "advantage": 1.0},
+            {**row, "response": "Other prompt", "score": 2.5},
+        ],
+    )
+    end(paths)
+    with serving(tmp_path) as own:
+        own.open()
+        sample = f"{paths_of(own.get('/'))['run']}/samples/3/0"
+        assert f'href="{sample}/group"' in own.get(sample).text
+        page = own.get(f"{sample}/group").text
+        data = own.get(f"{sample}/sample.json").json()
+    assert re.findall(r'class="turn (\w+)"', page) == ["user"]
+    assert re.findall(r">(best|worst|truncated)</span>", page) == ["worst", "truncated", "best"]
+    assert "Because." in page and "Other prompt" not in page
+    assert "brief <span" in page and ">-1.000<" in page
+    assert data["messages"] == messages and data["score_parts"] == {"brief": 0.25}
+    assert data["step"] == 3 and "row" not in data
 
 
 def test_sample_page_shows_bubble_for_each_turn(viewer: Viewer, pages: dict[str, str]) -> None:

@@ -24,9 +24,19 @@ from aligner.view.figures import (
     build_timeline_plots,
 )
 from aligner.view.rendering import find_plotly_script
+from aligner.view.run_notes import RunNotes, write_notes
 from aligner.view.saved_page import write_report
 from tests.observability.traces import checked_trace
-from tests.view.written_runs import HOSTILE, PHASES, STEPS, begin, write_metrics, write_timeline
+from tests.view.test_failed_run import CAUSE, REASON, TRACEBACK
+from tests.view.written_runs import (
+    HOSTILE,
+    PHASES,
+    STEPS,
+    begin,
+    end,
+    write_metrics,
+    write_timeline,
+)
 
 
 @pytest.fixture(scope="module")
@@ -215,3 +225,15 @@ def test_report_of_missing_run_or_to_bad_path_is_refused(
         "aligner: error: aligner report: duckdb is not installed; install the view extra"
         in capsys.readouterr().err
     )
+
+
+def test_report_shows_failure_and_notes(tmp_path: Path) -> None:
+    paths = begin(tmp_path / "run", "experiment=tiny_ppo", name="run")
+    paths.log("reward", 0).write_text(TRACEBACK)
+    end(paths, exit_code=1, reason=REASON)
+    write_notes(paths.notes, RunNotes("A larger batch", ("baseline",)))
+    write_report(paths.root)
+    page = page_without_plotly(paths.report)
+    assert f"<h2>{markupsafe.escape(CAUSE)}</h2>" in page and "my_reward.py:12 in score" in page
+    assert "A larger batch" in page and ">baseline<" in page
+    assert 'href="/' not in page

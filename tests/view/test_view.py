@@ -139,9 +139,9 @@ def rows(answer: Answer) -> list[str]:
     """Return the responses in a table of samples."""
     assert answer.status == 200, answer.text
     return [
-        unescape(text)
+        unescape(re.sub("</?mark>", "", text))
         for text in re.findall(
-            r'<td class="text" data-label="response"><div class="clip">([^<]*)</div></td>',
+            r'<td class="text" data-label="response"><div class="clip">(.*?)</div></td>',
             answer.text,
         )
     ]

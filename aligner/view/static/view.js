@@ -49,10 +49,10 @@ function tracesOf(plot, settings) {
 
 function layoutOf(plot, horizontal) {
   const own = plot.layout;
-  const axis = { gridcolor: color("--grid"), zerolinecolor: color("--grid"), linecolor: color("--rule") };
+  const axis = { gridcolor: color("--grid"), zerolinecolor: color("--grid"), linecolor: color("--rule"), exponentformat: "e" };
   // The axis of a few steps has no ticks between two steps.
   const steps = plot.traces.flatMap((trace) => (trace.type === "scatter" ? trace.x : []));
-  const isShort = horizontal === "step" && Math.max(...steps) - Math.min(...steps) <= 8;
+  const isShort = horizontal === "step" && steps.length > 0 && Math.max(...steps) - Math.min(...steps) <= 8;
   // Margins that follow the labels of a value axis may never come to rest; names of rows have to fit.
   const left = plot.wide && own.yaxis ? 8 : 56;
   return {
@@ -304,6 +304,21 @@ function shortened(value) {
   return Number.isInteger(value) ? String(value) : Math.abs(value) >= 0.001 ? value.toFixed(4) : value.toExponential(2);
 }
 
+// Copies of samples
+
+async function copyText(event) {
+  const button = event.target.closest("[data-copy]");
+  if (!button) return;
+  const title = button.textContent;
+  try {
+    await navigator.clipboard.writeText(await load(button.dataset.copy));
+    button.textContent = "Copied";
+  } catch (error) {
+    button.textContent = `Not copied: ${error.message}`;
+  }
+  setTimeout(() => { button.textContent = title; }, 2000);
+}
+
 // Theme
 
 function switchTheme() {
@@ -325,6 +340,10 @@ function followOnKey(event) {
   // Arrow keys scroll a focused region, and move between the tokens of a sample.
   const isUsedElsewhere = event.target.closest("input, select, textarea") || (event.key.length > 1 && event.target.closest("[tabindex='0']"));
   if (relation && !isModified && !event.defaultPrevented && !isUsedElsewhere) document.querySelector(`a[rel=${relation}]`)?.click();
+  if (event.key === "/" && !isModified && !isUsedElsewhere) {
+    document.querySelector("input[type=search]")?.focus();
+    event.preventDefault();
+  }
 }
 
 // All of a page
@@ -332,6 +351,7 @@ function followOnKey(event) {
 async function start() {
   document.addEventListener("keydown", followOnKey);
   document.addEventListener("click", showOrHideRuns);
+  document.addEventListener("click", copyText);
   document.querySelector("[data-theme-button]").addEventListener("click", switchTheme);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redrawAll);
   markHiddenRuns();
