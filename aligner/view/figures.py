@@ -115,9 +115,10 @@ class Panel:
     """Metrics that share a plot."""
 
     key: str
-    title: str
     metrics: Mapping[str, str]
     """Names of the curves by metric name."""
+    title: str = ""
+    """Title of the plot; if empty, the plot has the plain name of its first metric."""
     logarithmic: bool = False
     is_share: bool = False
     """Whether the values are fractions, from 0 to 1."""
@@ -138,23 +139,19 @@ def _train_and_held_out(metric: str, *prefixes: str) -> dict[str, str]:
 _CLIP_METRICS = {f"{kind}/clip_fraction": kind for kind in ("policy", "value")}
 _CLIP_METRICS |= {"policy/importance_truncated": "importance weights"}
 PANELS = (
-    Panel("reward", "Reward", {"reward/mean": "mean"}),
+    Panel("reward", {"reward/mean": "mean"}),
     Panel(
         "reward_quantiles",
-        "Reward quantiles",
         {f"reward/p{share}": f"{share} %" for share in (10, 50, 90)},
+        title="Reward quantiles",
         description="10th, 50th and 90th percentile of the scores of a step.",
     ),
-    Panel(
-        "kl",
-        "KL to the reference (nats per response)",
-        {"kl/reference": "training", "eval/reference_kl": "evaluation"},
-    ),
-    Panel("length", "Response length (tokens)", {"response/length": "mean"}),
+    Panel("kl", {"kl/reference": "training", "eval/reference_kl": "evaluation"}),
+    Panel("length", {"response/length": "mean"}),
     Panel(
         "responses",
-        "Complete and kept responses (fraction)",
         {"response/ended_fraction": "complete", "rollout/kept_fraction": "kept"},
+        title="Complete and kept responses (fraction)",
         is_share=True,
         description=(
             "Complete responses ended before the length limit. Kept responses have a score and"
@@ -163,55 +160,39 @@ PANELS = (
     ),
     Panel(
         "pairs",
-        "Preference pairs per step",
         {"preferences/pairs": "pairs", "preferences/without_pair": "prompts without a pair"},
     ),
-    Panel("policy_loss", "Policy loss", {"policy/loss": "loss"}),
-    Panel("value_loss", "Value loss", {"value/loss": "loss"}),
-    Panel("loss", "Loss", _train_and_held_out("loss", "sft", "dpo", "reward_model")),
-    Panel(
-        "accuracy",
-        "Accuracy (fraction)",
-        _train_and_held_out("accuracy", "dpo", "reward_model", "policy"),
-    ),
-    Panel(
-        "margin",
-        "Reward margin, chosen minus rejected",
-        _train_and_held_out("margin", "dpo", "reward_model", "policy"),
-    ),
-    Panel("score", "Evaluation: score", {"eval/score": "score"}),
+    Panel("policy_loss", {"policy/loss": "loss"}),
+    Panel("value_loss", {"value/loss": "loss"}),
+    Panel("loss", _train_and_held_out("loss", "sft", "dpo", "reward_model")),
+    Panel("accuracy", _train_and_held_out("accuracy", "dpo", "reward_model", "policy")),
+    Panel("margin", _train_and_held_out("margin", "dpo", "reward_model", "policy")),
+    Panel("score", {"eval/score": "score"}),
     Panel(
         "pass",
-        "Evaluation: pass rate and win rate (fraction)",
         {f"eval/pass@{2**power}": f"pass@{2**power}" for power in range(11)}
         | {"eval/win_rate": "win rate", "eval/judge_win_rate": "judged win rate"},
+        title="Evaluation: pass rate and win rate (fraction)",
         description=(
             "pass@k: probability that at least one of k responses passes. Win rate: fraction of"
             " responses that score above the reference."
         ),
     ),
-    Panel(
-        "perplexity",
-        "Evaluation: perplexity under the initial model",
-        {"eval/reference_perplexity": "perplexity"},
-    ),
-    Panel("entropy", "Entropy of the policy (nats per token)", {"policy/entropy": "entropy"}),
-    Panel(
-        "approx_kl", "KL of the updates (nats per token)", {"policy/approx_kl": "old to new policy"}
-    ),
+    Panel("perplexity", {"eval/reference_perplexity": "perplexity"}),
+    Panel("entropy", {"policy/entropy": "entropy"}),
+    Panel("approx_kl", {"policy/approx_kl": "old to new policy"}),
     Panel(
         "clipped",
-        "Clipped tokens (fraction)",
         _CLIP_METRICS,
         is_share=True,
         description="Tokens whose policy ratio, value or importance weight is clipped.",
     ),
-    Panel("grad_norm", "Gradient norm", {"policy/grad_norm": "policy", "value/grad_norm": "value"}),
-    Panel("explained", "Explained variance of the critic", {"value/explained_variance": "values"}),
+    Panel("grad_norm", {"policy/grad_norm": "policy", "value/grad_norm": "value"}),
+    Panel("explained", {"value/explained_variance": "values"}),
     Panel(
         "mismatch",
-        "Mismatch of engine and trainer (nats per token)",
         {"mismatch/logprob_abs": "|log-prob difference|", "mismatch/kl": "KL"},
+        title="Mismatch of engine and trainer (nats per token)",
         logarithmic=True,
         description=(
             "Absolute difference of the engine's and the trainer's log-probs, and the KL"
@@ -220,10 +201,10 @@ PANELS = (
     ),
     Panel(
         "staleness",
-        "Staleness (weight versions)",
         {"staleness/mean": "mean", "staleness/max": "maximum"},
+        title="Staleness (weight versions)",
     ),
-    Panel("throughput", "Throughput (tokens per second)", {"throughput/tokens_per_s": "tokens/s"}),
+    Panel("throughput", {"throughput/tokens_per_s": "tokens/s"}),
 )
 
 
@@ -256,9 +237,7 @@ def build_curves(
         for key in sorted(keys)
         if key not in panel_keys and not key.startswith(_SPECIAL_PREFIXES)
     ]
-    other_panels = [
-        Panel(key, printable(name_metric(key), _MAX_NAME_LENGTH), {key: key}) for key in other_keys
-    ]
+    other_panels = [Panel(key, {key: key}) for key in other_keys]
     for panel in (*PANELS, *other_panels):
         curves = {
             (run, key)
@@ -268,24 +247,25 @@ def build_curves(
         }
         if curves:
             group = OVERVIEW if panel in PANELS else printable(panel.key.partition("/")[0])
+            first_metric = next(iter(panel.metrics))
             yield Plot(
                 panel.key,
-                panel.title,
+                panel.title or printable(name_metric(first_metric), _MAX_NAME_LENGTH),
                 *_build_lines(records_by_run, panel, curves, colors),
                 note,
                 group=group,
                 about=printable(" ".join(panel.metrics)),
-                description=panel.description or describe_metric(next(iter(panel.metrics))),
+                description=panel.description or describe_metric(first_metric),
             )
 
 
-# Plots of the list of runs: key, title, and the metrics of which each run's first one is plotted.
-_RUN_PLOTS = (
-    ("reward", "Reward", ("reward/mean",)),
-    ("loss", "Loss", ("policy/loss", "sft/loss", "dpo/loss", "reward_model/loss")),
-    ("kl", "KL to the reference (nats per response)", ("kl/reference",)),
-    ("length", "Response length (tokens)", ("response/length",)),
-)
+# Plots of the list of runs by their keys: the metrics of which each run's first one is plotted.
+_RUN_PLOTS = {
+    "reward": ("reward/mean",),
+    "loss": ("sft/loss", "dpo/loss", "reward_model/loss", "policy/loss"),
+    "kl": ("kl/reference",),
+    "length": ("response/length",),
+}
 
 
 @dataclass(frozen=True)
@@ -300,7 +280,7 @@ class PlottedRun:
 
 def list_run_plot_metrics(metric: str = "") -> list[str]:
     """Return the metrics that `build_run_plots` plots."""
-    return [metric] if metric else [name for _, _, metrics in _RUN_PLOTS for name in metrics]
+    return [metric] if metric else [name for names in _RUN_PLOTS.values() for name in names]
 
 
 def build_run_plots(runs: Sequence[PlottedRun], metric: str = "", note: str = "") -> Iterator[Plot]:
@@ -312,9 +292,8 @@ def build_run_plots(runs: Sequence[PlottedRun], metric: str = "", note: str = ""
             KL to the reference and the response length, as far as a run measured them.
         note: A remark after the titles.
     """
-    title = printable(name_metric(metric), _MAX_NAME_LENGTH)
-    plots = [(metric, title, (metric,))] if metric else _RUN_PLOTS
-    for key, title, metrics in plots:
+    plots = {metric: (metric,)} if metric else _RUN_PLOTS
+    for key, metrics in plots.items():
         traces = []
         for run in runs:
             measured = [run.curves[name] for name in metrics if name in run.curves]
@@ -323,7 +302,7 @@ def build_run_plots(runs: Sequence[PlottedRun], metric: str = "", note: str = ""
         if traces:
             yield Plot(
                 key,
-                title,
+                printable(name_metric(metrics[0]), _MAX_NAME_LENGTH),
                 traces,
                 {"showlegend": False},
                 note,

@@ -1,5 +1,8 @@
 """Plain names and one-line descriptions of metrics for plots; docs/metrics.md has normal values and
-remedies."""
+remedies.
+
+The plots take their titles from here, unless they show several metrics.
+"""
 
 import re
 
@@ -18,17 +21,17 @@ _METRICS = {
     ),
     "reward/abstained_prompts": (
         "Prompts left out because of abstentions",
-        "Prompts left out because of abstentions.",
+        "Prompts of which no sample was trained on, because the reward function abstained.",
     ),
     "reward/zero_std_fraction": (
         "Prompts with equal scores (fraction)",
         "Fraction of prompts whose samples all have the same score.",
     ),
     "kl/reference": (
-        "KL to the reference",
+        "KL to the reference (nats per response)",
         "Estimated KL divergence of the policy from the reference.",
     ),
-    "kl/coef": ("KL coefficient", "KL coefficient."),
+    "kl/coef": ("KL coefficient", "Factor of the KL penalty in this step."),
     "distill/reverse_kl": (
         "KL from the teacher (nats per token)",
         "Estimated KL from the teacher, nats per token.",
@@ -38,6 +41,14 @@ _METRICS = {
         "Estimated KL from the teacher, nats per response.",
     ),
     "response/length": ("Response length (tokens)", "Mean generated tokens per response."),
+    "response/generated_to_*": (
+        "Generated responses of at most {} tokens",
+        "Generated responses in one range of lengths; the shorter ranges are counted separately.",
+    ),
+    "response/trained_to_*": (
+        "Trained responses of at most {} tokens",
+        "Responses in one range of lengths that were trained on.",
+    ),
     "response/ended_fraction": (
         "Complete responses (fraction)",
         "Fraction of responses that ended before the length limit.",
@@ -125,7 +136,10 @@ _METRICS = {
         "Fraction of the prompts used so far with pass rate 0.",
     ),
     "preferences/pairs": ("Preference pairs per step", "Preference pairs that the step stored."),
-    "preferences/without_pair": ("Prompts without a pair", "Prompts without a pair."),
+    "preferences/without_pair": (
+        "Prompts without a pair",
+        "Prompts of the step whose samples give no pair.",
+    ),
     "preferences/margin": (
         "Score margin of the pairs",
         "Mean difference between chosen and rejected scores.",
@@ -206,6 +220,8 @@ _METRICS = {
         "KL of policy and reference (nats per response)",
         "Log-ratio of policy and reference, nats per response.",
     ),
+    "policy/loss": ("Policy loss", "Value of the policy's loss."),
+    "value/loss": ("Value loss", "Half the squared error of the critic's values, clipped."),
     "*/loss": ("Loss", "Value of the loss."),
     "*/approx_kl": (
         "KL of the updates (nats per token)",
@@ -219,7 +235,10 @@ _METRICS = {
         "Tokens with dual clip (fraction)",
         "Fraction of tokens whose loss the dual clip bounds.",
     ),
-    "*/ratio_max": ("Largest policy ratio", "Largest policy ratio."),
+    "*/ratio_max": (
+        "Largest policy ratio",
+        "Largest ratio of the new to the old probability of a token.",
+    ),
     "*/importance_mean": ("Mean importance weight", "Mean importance weight, trainer over engine."),
     "*/importance_truncated": (
         "Truncated importance weights (fraction)",
@@ -253,8 +272,11 @@ _METRICS = {
         "Estimated KL from the reference, nats per response.",
     ),
     "*/grad_norm": ("Gradient norm", "Global gradient norm before clipping."),
-    "*/lr": ("Learning rate", "Learning rate."),
-    "*/head_lr": ("Learning rate of the scalar head", "Learning rate of the scalar head."),
+    "*/lr": ("Learning rate", "Step size of the optimizer, which follows the schedule."),
+    "*/head_lr": (
+        "Learning rate of the scalar head",
+        "Step size of the scalar head, if it has a learning rate of its own.",
+    ),
     "*/skipped": (
         "Skipped updates (fraction)",
         "Fraction of updates skipped because of NaN or infinite gradients.",
