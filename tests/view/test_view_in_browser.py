@@ -53,6 +53,8 @@ def list_page_paths(viewer: Viewer) -> dict[str, str]:
     of_samples = (
         "/samples/4/0",
         "/samples/3/0",
+        "/samples/3/0/group",
+        "/samples?q=one",
         "/samples/20/0/over-time",
         "/samples/20/0/over-time?differences=1",
     )
