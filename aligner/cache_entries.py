@@ -1,6 +1,7 @@
 """Entries of the cache: their sizes, the runs that use them, and their deletion.
 
     data/<name>/                       tokenized data
+    datasets/<name>/                   data sets of the Hugging Face Hub
     models/<name>/                     converted models
     packages/<name>/                   packages of `aligner fetch`
     experiments/<name>/                prerequisite experiments and their results
@@ -26,7 +27,7 @@ from pathlib import Path
 from aligner.files import NO_LOCKS, open_new_file
 from aligner.paths import LOCK, get_cache_directory
 
-KINDS = ("data", "models", "packages", "experiments", "engines")
+KINDS = ("data", "datasets", "models", "packages", "experiments", "engines")
 """Kinds of entries, which are the names of their directories in the cache."""
 
 _USES = "uses"

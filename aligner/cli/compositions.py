@@ -18,6 +18,7 @@ from aligner.checks.data import find_problems as find_data_problems
 from aligner.config.compose import compose_config, find_user_keys, load_config
 from aligner.config.defaults import choose
 from aligner.config.situation import Choice, DataStatistics, Situation
+from aligner.data.hub_datasets import resolve_hub_datasets
 from aligner.errors import ConfigError
 from aligner.models.model_source import (
     absent_inputs,
@@ -49,6 +50,7 @@ def compose_command(parsed: argparse.Namespace, *, weights: bool = True) -> Conf
     config = resolve_hub_models(
         compose_config(parsed.overrides, parsed.config_dir, parsed.config), weights=weights
     )
+    config = resolve_hub_datasets(config)
     if not config.run.automatic:
         return config
     given_keys = find_user_keys(parsed.overrides, config, parsed.config_dir, parsed.config)

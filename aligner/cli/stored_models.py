@@ -29,6 +29,7 @@ from aligner.agents.generate import Progress as GenerationProgress
 from aligner.agents.generate import generate, plan_job
 from aligner.config.compose import compose_config, load_config
 from aligner.data.export import export, find_source, parse_size
+from aligner.data.hub_datasets import resolve_hub_path
 from aligner.data.prompts import read_prompts
 from aligner.data.records import Record
 from aligner.errors import ConfigError
@@ -219,11 +220,12 @@ def _read_prompts(parsed: argparse.Namespace, run: Config | None) -> list[Record
     The fields and the layout of the run's own data are those of the run, unless --fields and
     --format set others.
     """
+    path = resolve_hub_path(str(parsed.prompts), "--prompts ")
     forms = {} if run is None else _list_record_forms(run)
-    form = forms.get(parsed.prompts.absolute(), RecordForm())
+    form = forms.get(path.absolute(), RecordForm())
     fields = _parse_fields(parsed.fields)
     return read_prompts(
-        parsed.prompts,
+        path,
         "--prompts ",
         parsed.prompts_format,
         fields=form.fields if fields is None else fields,

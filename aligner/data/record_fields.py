@@ -68,11 +68,12 @@ def require_exchange(record: Record, answer: str) -> None:
 def find_prompt(record: Record) -> tuple[str, list[dict[str, Any]] | None]:
     """Return the field of a record's prompt, and its messages.
 
-    The messages do not include a final message of the assistant; None for a plain text.
+    The messages do not include a final message of the assistant; None for a plain text. A pair of
+    conversations contains its prompt in the chosen conversation.
     """
     if not record.has_messages:
         return "prompt", None
-    name = "prompt" if "prompt" in record.values else "messages"
+    name = next(name for name in ("prompt", "messages", "chosen") if name in record.values)
     messages = _get_messages(record, name)
     return name, messages[:-1] if messages[-1]["role"] == ASSISTANT else messages
 

@@ -61,10 +61,13 @@ class Record:
 
     @property
     def has_messages(self) -> bool:
-        """Whether the prompt is chat messages; they may be invalid."""
-        return isinstance(self.values.get("prompt"), list) or (
-            "prompt" not in self.values and "messages" in self.values
-        )
+        """Whether the prompt is chat messages; they may be invalid.
+
+        Without a field for the prompt, the prompt is the beginning of the chosen conversation.
+        """
+        if "prompt" in self.values:
+            return isinstance(self.values["prompt"], list)
+        return "messages" in self.values or isinstance(self.values.get("chosen"), list)
 
     def get_number(self, name: str) -> float:
         """Return a field; raise BadRecord if it is not a finite number."""

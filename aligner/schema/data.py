@@ -92,7 +92,8 @@ class DataConfig:
         None,
         "Source of the records: a `.jsonl`, `.json`, `.csv` or `.parquet` file (`.jsonl` and"
         " `.json` also compressed, as `.gz`), a directory saved by"
-        " Hugging Face `datasets`, a `.txt` file with one prompt per line,"
+        " Hugging Face `datasets`, the name of a data set on the Hugging Face Hub"
+        " (`OWNER/NAME:CONFIG:SPLIT`), a `.txt` file with one prompt per line,"
         " `experiment:NAME/FILE`, or `function:MODULE:CALLABLE` for a Python function that yields"
         " records.",
     )

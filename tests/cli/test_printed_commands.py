@@ -14,22 +14,37 @@ import pytest
 
 from aligner.cli.stored_models import RecordForm, _find_run, _list_record_forms, _parse_fields
 from aligner.config.compose import compose_config, save_config
+from aligner.data.conversations import get_prompt_messages
 from aligner.data.prompts import unwrap_message, wrap_in_message
 from aligner.data.records import BadRecord, Record
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError
-from benchmarks.data_files import write_chat_model
+from benchmarks.data_files import CHAT_TEMPLATE
 from benchmarks.runs import python_path
 from tests.agents.serving_model import served
+from tests.byte_model import write_byte_model
+from tests.data.published_data import write_published_data
 
 NOTE = "the model has a chat template, which is not applied to plain-text prompts"
-RECORDS = {
+RECORDS: dict[str, dict[str, object]] = {
     "plain.jsonl": {"prompt": "What is 1 plus 2?", "answer": "3"},
     "chats.jsonl": {
         "conversation": [{"role": "user", "content": "What is 1 plus 2?"}],
         "answer": "3",
     },
 }
+PAIR = {
+    "chosen": [
+        {"role": "user", "content": "What is 1 plus 2?"},
+        {"role": "assistant", "content": "3"},
+    ],
+    "rejected": [
+        {"role": "user", "content": "What is 1 plus 2?"},
+        {"role": "assistant", "content": "4"},
+    ],
+}
+RECORDS["pairs.jsonl"] = PAIR
+RECORDS["turns.jsonl"] = {"messages": PAIR["chosen"]}
 RENDERED = "<|im_start|>user\nWhat is 1 plus 2?<|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -37,11 +52,9 @@ RENDERED = "<|im_start|>user\nWhat is 1 plus 2?<|im_end|>\n<|im_start|>assistant
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a chat model and two files of prompts."""
     directory = tmp_path_factory.mktemp("printed")
-    write_chat_model(directory / "model")
-    tokenizer_config = directory / "model" / "tokenizer_config.json"
-    settings = json.loads(tokenizer_config.read_text())
-    settings["chat_template"] = "{% if style %}{{ style }}: {% endif %}" + settings["chat_template"]
-    tokenizer_config.write_text(json.dumps(settings))
+    write_byte_model(directory / "model", "{% if style %}{{ style }}: {% endif %}" + CHAT_TEMPLATE)
+    write_byte_model(directory / "base", None)
+    write_published_data(directory)
     for name, record in RECORDS.items():
         (directory / name).write_text(f"{json.dumps(record)}\n" * 4)
     return directory
@@ -55,7 +68,7 @@ def aligner(place: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=300,
     )
 
 
@@ -114,6 +127,44 @@ def test_printed_commands_treat_data_as_the_run(
 
     if data == "chats.jsonl":
         check_served_prompt(run, Tokenizer(place / "model").encode(prompt).numel())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "algorithm", "data", "prompt"),
+    [
+        ("model", "sft", "turns.jsonl", RENDERED),
+        ("base", "sft", "alpaca_data.json", "Give one tip for staying healthy."),
+        ("model", "dpo", "pairs.jsonl", RENDERED),
+        (
+            "base",
+            "dpo",
+            "hh_rlhf.jsonl.gz",
+            "\n\nHuman: How do I boil an egg?\n\nAssistant: In water. How soft do you like it?"
+            "\n\nHuman: Very soft.\n\nAssistant:",
+        ),
+    ],
+)
+def test_printed_command_samples_prompts_of_responses(
+    place: Path, model: str, algorithm: str, data: str, prompt: str
+) -> None:
+    run = place / f"{algorithm} on {data}"
+    keys = (f"model.path={model}", f"algorithm={algorithm}", f"data.path={data}", f"run.dir={run}")
+    launched = aligner(place, "launch", *keys)
+    assert launched.returncode == 0, launched.stderr
+    _, _, printed = launched.stdout.partition("next steps:")
+    commands = [shlex.split(line, comments=True) for line in printed.strip().splitlines()]
+    generate = next(words[1:] for words in commands if words[1] == "generate")
+    output = place / f"samples of {algorithm} on {data}"
+    done = aligner(place, *generate[:-1], str(output))
+    assert done.returncode == 0, done.stderr
+    assert read_records(output)[0]["prompt"] == prompt
+
+
+def test_prompt_of_a_pair_is_the_beginning_of_its_chosen_conversation() -> None:
+    record = Record(PAIR, "pairs.jsonl:1")
+    assert get_prompt_messages(record)["messages"] == PAIR["chosen"][:1]
+    assert unwrap_message(record).values["prompt"] == "What is 1 plus 2?"
 
 
 def check_served_prompt(run: Path, token_count: int) -> None:

@@ -5,23 +5,22 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer
 
 from aligner.config.compose import compose_config, load_config
 from aligner.data.data_statistics import measure_data
 from aligner.data.examples import Demonstration, Preference, open_run_data
-from aligner.data.model_directory import prepare_model
 from aligner.data.tokenizer import build_run_tokenizer
 from aligner.schema import Config
 from benchmarks.data_files import CHAT_TEMPLATE
 from benchmarks.runs import python_path
+from tests.byte_model import write_byte_model
 from tests.data.published_data import ALPACA, DAPO, GSM8K, write_published_data
 
 _LAUNCH_S = 500
@@ -32,41 +31,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with the data sets, and a small model with and without a chat template."""
     place = tmp_path_factory.mktemp("published")
     write_published_data(place)
-    # As many tokens as the byte tokenizer has.
-    shape = ("vocab_size=259", "num_hidden_layers=1", "max_position_embeddings=2048")
-    config = compose_config(
-        [
-            *("experiment=tiny_ppo", "model=tiny_random", f"run.dir={place / 'run'}"),
-            *(f"model.config.{entry}" for entry in shape),
-        ]
-    )
-    shutil.copytree(prepare_model(config), place / "base")
-    _write_byte_tokenizer(place / "base", None)
-    shutil.copytree(place / "base", place / "chat")
-    _write_byte_tokenizer(place / "chat", CHAT_TEMPLATE)
+    write_byte_model(place / "base", None)
+    write_byte_model(place / "chat", CHAT_TEMPLATE)
     return place
-
-
-def _write_byte_tokenizer(directory: Path, template: str | None) -> None:
-    """Write a tokenizer whose tokens are bytes and ChatML's control tokens."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    special = ["<|endoftext|>", "<|im_end|>", "<|im_start|>"]
-    vocabulary = {token: index for index, token in enumerate([*special, *alphabet])}
-    tokenizer = Tokenizer(models.BPE(vocabulary, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
-    for file in directory.glob("*token*"):
-        file.unlink()
-    tokenizer.save(str(directory / "tokenizer.json"))
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "pad_token": "<|endoftext|>",
-        "eos_token": "<|im_end|>",
-    }
-    if template is not None:
-        settings["chat_template"] = template
-    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
 def launch_to_first_step(place: Path, work: Path, *keys: str) -> tuple[Path, str]:
