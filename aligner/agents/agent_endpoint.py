@@ -8,10 +8,11 @@ API key, in a thread of the rank's process.
 
 import asyncio
 import hmac
+import itertools
 import logging
 import secrets
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,7 +22,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from torch import Tensor
 
-from aligner.agents.message_matching import build_comparison_key, to_template_messages
+from aligner.agents.message_matching import (
+    build_comparison_key,
+    describe_difference,
+    to_template_messages,
+)
 from aligner.agents.openai_protocol import (
     MODEL_NAME,
     Answer,
@@ -280,7 +285,10 @@ class AgentSession:
         ]
         if not matching_turns:
             if self.turns:
-                self._count_branch("the request does not continue an earlier turn")
+                self._count_branch(
+                    "the request does not continue an earlier turn",
+                    self._describe_mismatch(message_keys, tools, variables),
+                )
             return chat.begin(messages, tools, variables)
 
         # the tokens break ties, as in `_tokenize`
@@ -306,6 +314,37 @@ class AgentSession:
             )
             return conversation.conversation
         return conversation
+
+    def _describe_mismatch(
+        self,
+        message_keys: tuple[str, ...],
+        tools: list[dict[str, Any]] | None,
+        variables: Mapping[str, Any],
+    ) -> str:
+        """Return how a chat request differs from the earlier turn that is most similar to it.
+
+        The result is empty if all earlier turns are text completions.
+        """
+        turns = [turn for turn in self.turns if turn.conversation is not None]
+        if not turns:
+            return ""
+
+        def count_equal_messages(turn: AgentTurn) -> int:
+            pairs = zip(turn.message_keys, message_keys, strict=False)
+            return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+        # the latest of the most similar turns
+        turn = max(reversed(turns), key=count_equal_messages)
+        assert turn.conversation is not None
+        index = count_equal_messages(turn)
+        if index < min(len(turn.message_keys), len(message_keys)):
+            return describe_difference(index, turn.message_keys[index], message_keys[index])
+        if turn.conversation.tools != tools:
+            return "the tools differ"
+        if turn.conversation.variables != variables:
+            return "chat_template_kwargs differ"
+        # without new messages after it, an answer cannot be continued
+        return "the messages are the beginning of an earlier conversation"
 
     def _count_branch(self, reason: str, detail: str = "") -> None:
         """Count a request that starts a new branch, and log the first one with each reason."""
@@ -507,7 +546,10 @@ class AgentServer(OpenAIServer):
 
         async def serve(request: Request) -> Response:
             session = self._sessions.get(request.path_params["episode"])
-            key = request.headers.get("authorization", "").removeprefix("Bearer ")
+            # the name of the scheme is case-insensitive (RFC 9110, section 11.1)
+            scheme, _, key = request.headers.get("authorization", "").partition(" ")
+            if scheme.lower() != "bearer":
+                key = ""
             expected_key = None
             if session is not None:
                 # only the worker process, never the agent itself, may start an attempt

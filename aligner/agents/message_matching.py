@@ -14,6 +14,9 @@ from aligner.agents.openai_protocol import RequestError
 # into the prompt, so the answer may contain only the end tag.
 _REASONING_PREFIX = re.compile(r"\A.*</think>\s*", re.DOTALL)
 
+# number of characters of a value in the description of a difference
+_SHOWN_CHARACTERS = 80
+
 
 def to_template_messages(messages: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:
     """Convert the messages of a request to the format of chat templates.
@@ -87,6 +90,51 @@ def _parse_arguments(arguments: Any) -> Any:
         return arguments
 
 
+def _normalize_numbers(value: Any) -> Any:
+    """Return a JSON value in which equal numbers have the same type: `6.0` and `1e2` become 6 and
+    100."""
+    if isinstance(value, dict):
+        return {name: _normalize_numbers(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_normalize_numbers(item) for item in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+_KEY_FIELDS = ("role", "content", "tool_calls", "tool_call_id")
+"""Fields of a message that its comparison key contains, in order."""
+
+
+def describe_difference(index: int, earlier_key: str, key: str) -> str:
+    """Return in which field two messages differ, and both values.
+
+    Args:
+        index: Index of both messages in their conversations.
+        earlier_key: Comparison key of the earlier message.
+        key: Comparison key of the other message, which differs.
+    """
+    for field, earlier_value, value in zip(
+        _KEY_FIELDS, json.loads(earlier_key), json.loads(key), strict=True
+    ):
+        if earlier_value != value:
+            earlier_text, text = _shorten_to_difference(
+                json.dumps(earlier_value, ensure_ascii=False), json.dumps(value, ensure_ascii=False)
+            )
+            return f"messages.{index}.{field} was {earlier_text}, and is now {text}"
+    raise ValueError("the keys are equal")
+
+
+def _shorten_to_difference(first: str, second: str) -> tuple[str, str]:
+    """Return the parts of two different texts around their first different character."""
+    pairs = enumerate(zip(first, second, strict=False))
+    common = next((index for index, (one, other) in pairs if one != other), 0)
+    start = max(0, common - _SHOWN_CHARACTERS // 2)
+    shortened = []
+    for text in (first, second):
+        end = start + _SHOWN_CHARACTERS
+        shortened.append("…" * (start > 0) + text[start:end] + "…" * (len(text) > end))
+    return shortened[0], shortened[1]
+
+
 def build_comparison_key(message: Mapping[str, Any], rules: Collection[str]) -> str:
     """Return a text that is equal for two messages if the rules consider them equal.
 
@@ -105,11 +153,14 @@ def build_comparison_key(message: Mapping[str, Any], rules: Collection[str]) -> 
     calls = []
     for call in message.get("tool_calls") or []:
         arguments = call["function"]["arguments"]
-        # parsed arguments are equal even if their JSON texts differ in spaces or order
+        # parsed arguments are equal even if their JSON texts differ in spaces, order or the
+        # notation of numbers
         if "arguments" in rules:
-            arguments = _parse_arguments(arguments)
+            arguments = _normalize_numbers(_parse_arguments(arguments))
         calls.append([call.get("id"), call["function"]["name"], arguments])
 
+    # in the order of `_KEY_FIELDS`
     return json.dumps(
-        [message.get("role"), content, calls, message.get("tool_call_id")], sort_keys=True
+        [message.get("role"), content, calls, message.get("tool_call_id")],
+        sort_keys=True,
     )

@@ -18,7 +18,8 @@ from tests.agents.openai_agents import TOOLS
 
 def send_request(url: str, key: str, body: bytes | None) -> tuple[int, Any]:
     """Send a request, a GET if `body` is None, and return the status and the JSON of the answer."""
-    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+    # some clients write the name of the scheme in lower case
+    headers = {"Authorization": f"bearer {key}", "Content-Type": "application/json"}
     try:
         with urllib.request.urlopen(
             urllib.request.Request(url, body, headers), timeout=30

@@ -235,7 +235,10 @@ def test_first_branch_of_each_reason_is_logged(models, caplog):
         episodes(models["qwen"], [{"requests": [[one], [two]]}] * 2, settings)
     logged = [text for text in caplog.messages if "starts a new branch" in text]
     assert len(logged) == 1
-    assert "the request does not continue an earlier turn" in logged[0]
+    assert (
+        "the request does not continue an earlier turn"
+        ' (messages.0.content was "one", and is now "two")' in logged[0]
+    )
     counts = [text for text in caplog.messages if text.startswith("agent episodes: ")]
     assert counts == [
         "agent episodes: 2 requests started a new branch: the request does not continue an earlier"

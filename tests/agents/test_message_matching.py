@@ -7,7 +7,11 @@ from typing import Any
 
 import pytest
 
-from aligner.agents.message_matching import build_comparison_key, to_template_messages
+from aligner.agents.message_matching import (
+    build_comparison_key,
+    describe_difference,
+    to_template_messages,
+)
 from aligner.agents.openai_protocol import RequestError
 from aligner.schema.environment import MATCHING_CHOICES
 
@@ -27,6 +31,7 @@ def text(content: Any, role: str = "assistant", **more: Any) -> dict[str, Any]:
     ("said", "sent", "rule"),
     [
         (call('{"at": "é", "b": 1}'), call(json.dumps({"b": 1, "at": "é"})), "arguments"),
+        (call('{"at": [6.0, {"b": 1e2}]}'), call('{"at": [6, {"b": 100}]}'), "arguments"),
         (text("<think>\nwhy\n</think>\n\nyes"), text("yes"), "reasoning"),
         (text("why\n</think>\n\nyes"), text("yes", reasoning_content="why"), "reasoning"),
         (text(" yes\n\nno"), text("yes no "), "whitespace"),
@@ -63,6 +68,9 @@ def test_client_fields_do_not_affect_matching(said, sent):
         (text("yes"), text("no")),
         (call("{}"), call("{}", name="find")),
         (call('{"at": 1}'), call('{"at": 2}')),
+        (call('{"at": 1}'), call('{"at": true}')),
+        (call('{"at": 1}'), call('{"at": "1"}')),
+        (call('{"at": 1.5}'), call('{"at": 1}')),
         (text("<think>why</think>yes", role="user"), text("yes", role="user")),
         (
             {"role": "tool", "content": "1", "tool_call_id": "a"},
@@ -74,6 +82,33 @@ def test_different_messages_do_not_match(said, sent):
     assert build_comparison_key(said, MATCHING_CHOICES) != build_comparison_key(
         sent, MATCHING_CHOICES
     )
+
+
+@pytest.mark.parametrize(
+    ("said", "sent", "difference"),
+    [
+        (text("yes"), text("no"), 'messages.3.content was "yes", and is now "no"'),
+        (
+            text("yes"),
+            text("yes", role="user"),
+            'messages.3.role was "assistant", and is now "user"',
+        ),
+        (
+            call('{"at": 1}'),
+            call('{"at": 2}'),
+            'messages.3.tool_calls was [["000010000", "look", {"at": 1}]], and is now'
+            ' [["000010000", "look", {"at": 2}]]',
+        ),
+        (
+            text("a" * 100 + "b" + "c" * 100),
+            text("a" * 100 + "d"),
+            f'messages.3.content was …{"a" * 40}b{"c" * 39}…, and is now …{"a" * 40}d"',
+        ),
+    ],
+)
+def test_difference_names_message_field_and_both_values(said, sent, difference):
+    keys = [build_comparison_key(message, MATCHING_CHOICES) for message in (said, sent)]
+    assert describe_difference(3, *keys) == difference
 
 
 def test_template_messages_have_parsed_arguments():
