@@ -13,7 +13,7 @@ import sysconfig
 import textwrap
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -43,16 +43,17 @@ def import_object(module: str, name: str) -> Any:
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(str(error)) from error
+        # An error inside the module, such as a package that it imports in vain, needs its place.
+        is_inside = _find_user_frames(error)
+        reason = f"importing {module} failed with {describe_user_error(error)}"
+        raise ConfigError(reason if is_inside else str(error)) from error
     except SyntaxError as error:
         raise ConfigError(
             f"{error.filename}:{error.lineno}: {type(error).__name__}: {error.msg}"
         ) from error
     # A module that is a script may call sys.exit during its import.
     except (Exception, SystemExit) as error:
-        raise ConfigError(
-            f"importing {module} failed with {type(error).__name__}: {error}"
-        ) from error
+        raise ConfigError(f"importing {module} failed with {describe_user_error(error)}") from error
 
 
 USER_ERRORS = "ALIGNER_USER_ERRORS"
@@ -61,6 +62,7 @@ USER_ERRORS = "ALIGNER_USER_ERRORS"
 # Seconds between two reports of exceptions that were raised at the same place.
 _REPORT_INTERVAL_S = 1.0
 _MAX_MESSAGE_CHARACTERS = 300
+_MAX_REASON_CHARACTERS = 1_000
 
 _reported_at: dict[str, float] = {}
 """Time of the last report for each type and place of an exception."""
@@ -72,12 +74,17 @@ def locate_user_error(error: BaseException) -> str:
 
     The place is the innermost frame that is neither aligner's nor a library's.
     """
-    frames = traceback.extract_tb(error.__traceback__)
-    user_frames = [frame for frame in frames if not _is_library_file(frame.filename)]
+    user_frames = _find_user_frames(error)
     name = type(error).__name__
     if not user_frames:
         return name
     return f"{name} in {Path(user_frames[-1].filename).name}:{user_frames[-1].lineno}"
+
+
+def _find_user_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """Return the frames of an exception that are neither aligner's nor a library's."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return [frame for frame in frames if not _is_library_file(frame.filename)]
 
 
 def describe_user_error(error: BaseException) -> str:
@@ -137,6 +144,21 @@ def report_user_error(error: BaseException) -> None:
     record: dict[str, str] = {"place": place, "message": message}
     if last_report is None:
         record["traceback"] = format_user_traceback(error)
+    _append_report(prefix, record)
+
+
+def report_skipped_prompt(reason: str) -> None:
+    """Append the reason why a prompt was skipped, for the step's line on the terminal.
+
+    Unlike the record of an exception, the record has no place. See `report_user_error`.
+    """
+    prefix = os.environ.get(USER_ERRORS)
+    if prefix is not None:
+        _append_report(prefix, {"message": reason[:_MAX_REASON_CHARACTERS]})
+
+
+def _append_report(prefix: str, record: Mapping[str, str]) -> None:
+    """Append a report to the file of this rank."""
     # Only tasks of a Slurm job have SLURM_PROCID.
     rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID", "0")
     file = Path(f"{prefix}{rank}.jsonl")

@@ -23,7 +23,7 @@ from aligner.agents.agent_endpoint import AgentServer, AgentSession, AgentTurn, 
 from aligner.agents.environment_pool import EnvironmentPool
 from aligner.agents.episode_environment import Outcome
 from aligner.agents.episode_journal import EpisodeJournal, compute_call_digest
-from aligner.agents.episodes import build_lost_sample, build_task
+from aligner.agents.episodes import build_lost_sample, build_task, report_lost_episode
 from aligner.data.chat_turns import ChatTurns
 from aligner.data.collectives import samples_from_tensors, samples_to_tensors
 from aligner.data.tokenizer import Tokenizer
@@ -424,9 +424,8 @@ class _AgentEpisodeRun:
             )
         if sample is not None:
             return sample
-        _log.warning(
-            "%s",
-            error or f"episode {session.name} is lost: no completion was generated for its agent",
+        report_lost_episode(
+            str(error or f"episode {session.name}: no completion was generated for its agent")
         )
         return build_lost_sample(self._request, self._source.tokenizer.pad_token_id)
 

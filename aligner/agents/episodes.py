@@ -6,6 +6,7 @@ environment is then replayed, and must return the observations that the sample c
 """
 
 import logging
+import re
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
@@ -39,6 +40,7 @@ from aligner.engines.engine_protocol import (
 )
 from aligner.errors import AlignerError
 from aligner.schema.environment import EnvironmentConfig
+from aligner.user_code import report_skipped_prompt
 
 _log = logging.getLogger(__name__)
 
@@ -381,7 +383,7 @@ class _EpisodeRun:
         except Interrupted:
             return episode.to_partial_sample()
         except EpisodeLost as error:
-            _log.warning("%s", error)
+            report_lost_episode(str(error))
             return build_lost_sample(episode.request, source.tokenizer.pad_token_id)
         finally:
             source.environments.finish(episode.name)
@@ -421,6 +423,7 @@ class _EpisodeRun:
                 except AlignerError as error:
                     _log.info("episode %s ended early: %s", episode.name, error)
                     if episode.sample is None:
+                        report_lost_episode(f"episode {episode.name}: {error}")
                         return build_lost_sample(
                             episode.request, self._source.tokenizer.pad_token_id
                         )
@@ -611,6 +614,13 @@ def build_task(prompt: Prompt, tokenizer: Tokenizer, seed: int) -> tuple[dict[st
     # runs with different seeds share no episode seed, as long as prompt ids are below a million
     episode_seed = seed * 1_000_003 + prompt.id
     return task, episode_seed
+
+
+def report_lost_episode(reason: str) -> None:
+    """Report why an episode is lost, in the log and for the terminal: its prompt is skipped."""
+    _log.warning("%s", reason)
+    # Without the episode's name, equal reasons are shown once.
+    report_skipped_prompt(re.sub(r"^episode \S+: ", "", reason))
 
 
 def build_lost_sample(request: GenerationRequest, filler_token: int) -> Sample:

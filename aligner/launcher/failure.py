@@ -3,12 +3,14 @@
 The module finds the rank that caused a failure, and builds the error message from that rank's log.
 """
 
+import itertools
 import os
 import re
 import shlex
 import shutil
 import signal
 import textwrap
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -17,7 +19,7 @@ from aligner.errors import AlignerError
 from aligner.launcher.exhausted_resources import count_oom_kills, exhausted_resources
 from aligner.launcher.ranks import Rank
 from aligner.observability.logs import ERROR_PREFIX, NOTE_PREFIX, extract_text_lines
-from aligner.observability.user_errors import UserError
+from aligner.observability.user_errors import UserError, find_user_error
 from aligner.paths import can_resume, get_run_paths, read_early_end
 from aligner.schema import Config
 from aligner.schema.data_sources import parse_data_sources
@@ -34,6 +36,7 @@ _SEARCHED_LINES = 500
 _MAX_ERROR_CHARACTERS = 300
 # Number of prompts in the printed commands: a run may have millions.
 _SAMPLED_PROMPTS = 100
+_NUMBERS = re.compile(r"\d+")
 _TRACEBACK = "Traceback (most recent call last):"
 # Errors of gloo, NCCL, torch's store and gRPC after another process exited, in lower case.
 _LOST_PEER_ERRORS = (
@@ -94,12 +97,12 @@ def build_rank_error(message: str, rank: Rank) -> AlignerError:
     summary = ": ".join([message, *(["; ".join(details)] if details else [])])
     srun_lines = _quote_lines(rank.starter_messages.splitlines()[-TAIL_LINES:])
     srun_text = f"srun reported:\n{srun_lines}\n" if srun_lines else ""
-    log_lines = (
-        _quote_lines(read_log_tail(rank.log, start=rank.log_start)) or "  (its log is empty)"
-    )
+    log_tail = read_log_tail(rank.log, _SEARCHED_LINES, rank.log_start)
+    log_lines = _quote_lines(_merge_repeated_lines(log_tail)[-TAIL_LINES:])
     text = (
-        f"{'; '.join([message, *exhausted])}; {srun_text}last lines of its log:\n{log_lines}\nlog:"
-        f" {rank.log}{describe_stacks(rank)}{_describe_full_disk(rank.log)}"
+        f"{'; '.join([message, *exhausted])}; {srun_text}last lines of its log:\n"
+        f"{log_lines or '  (its log is empty)'}\nlog: {rank.log}{describe_stacks(rank)}"
+        f"{_describe_full_disk(rank.log)}{_describe_kill(rank, exhausted)}"
     )
     return AlignerError(text, summary=summary)
 
@@ -110,7 +113,10 @@ def _find_error_line(rank: Rank) -> str | None:
     The message is an error of the `aligner` command, or the last line of a traceback. If the log
     has neither, return the first message of the program that started the rank (srun), or None.
     """
-    lines = read_log_tail(rank.log, _SEARCHED_LINES, rank.log_start)
+    lines = []
+    # After a SIGKILL, the rank's log contains only errors of its helper processes, which lost it.
+    if rank.exit_code != -signal.SIGKILL:
+        lines = read_log_tail(rank.log, _SEARCHED_LINES, rank.log_start)
     for number in reversed(range(len(lines))):
         if lines[number].startswith(ERROR_PREFIX):
             return lines[number].removeprefix(ERROR_PREFIX)
@@ -119,6 +125,29 @@ def _find_error_line(rank: Rank) -> str | None:
                 (line for line in lines[number + 1 :] if line and not line.startswith(" ")), None
             )
     return next(iter(rank.starter_messages.splitlines()), None)
+
+
+def _merge_repeated_lines(lines: Sequence[str]) -> list[str]:
+    """Return the lines of a log, in which consecutive lines that differ only in their numbers, such
+    as the time, are one line with their count. The last one of them is returned."""
+    merged: list[str] = []
+    for _, group in itertools.groupby(lines, key=lambda line: _NUMBERS.sub("", line)):
+        *earlier, last = group
+        merged.append(f"{last} ({len(earlier) + 1} times)" if len(earlier) > 1 else last)
+        if len(earlier) == 1:
+            merged.insert(-1, earlier[0])
+    return merged
+
+
+def _describe_kill(rank: Rank, exhausted: Sequence[str]) -> str:
+    """Return a hint for a rank that was killed by another process for an unknown reason."""
+    is_unexplained = rank.exit_code == -signal.SIGKILL and rank.kill_reason is None
+    if not is_unexplained or exhausted:
+        return ""
+    return (
+        "\nSIGKILL was not sent by the launcher, but by a person, the cluster or the kernel (out of"
+        " memory); see the output of dmesg"
+    )
 
 
 def _quote_lines(lines: Sequence[str]) -> str:
@@ -257,31 +286,54 @@ def build_failure_error(
     return build_rank_error(f"{describe_exit(root, missing)}{restarts}{also}", root)
 
 
-def add_user_error(error: AlignerError, user_errors: Sequence[UserError]) -> AlignerError:
-    """Return the error that ends a run, preceded by the exception of the user's code that caused
-    it.
+def add_first_cause(
+    error: AlignerError,
+    log: Path,
+    user_errors: Sequence[UserError],
+    skip_reasons: Sequence[str] = (),
+) -> AlignerError:
+    """Return the error that ends a run, preceded by its first cause.
 
-    The error is unchanged if no such exception was the cause: the run ended because too many
-    prompts were skipped, or because of an error that names the place of the exception.
+    The first cause is an exception of the user's code that the error names; or, if too many prompts
+    were skipped, the most frequent reason of the skipped prompts. The error is unchanged if it has
+    neither.
 
     Args:
         error: The error that ends the run.
+        log: Log of the rank that failed.
         user_errors: Exceptions of the user's code in this launch, in order.
+        skip_reasons: Reasons of the prompts that were skipped since the last completed step.
     """
-    has_skipped_too_many = SKIPPED_PROMPTS_KEY in error.summary
-    causes = [
-        user_error
-        for user_error in user_errors
-        if has_skipped_too_many or user_error.place in str(error)
-    ]
-    if not causes:
+    reason = str(error)
+    if SKIPPED_PROMPTS_KEY in error.summary and skip_reasons:
+        [(reason, _)] = Counter(skip_reasons).most_common(1)
+    elif SKIPPED_PROMPTS_KEY in error.summary:
         return error
-    newest = causes[-1]
-    # The terminal already shows the traceback, and the end of the failed rank's log repeats the
-    # exception.
+    consequence = f"consequence: {error.summary}"
+
+    user_error = find_user_error(reason, user_errors)
+    if user_error is not None:
+        # The terminal already shows the traceback.
+        rank_log = f"\nlog: {log}" if log != user_error.log else ""
+        return AlignerError(
+            f"{user_error.summary}\ntraceback: {user_error.log}\n{consequence}{rank_log}",
+            summary=f"{user_error.summary}; then {error.summary}",
+        )
+    if reason != str(error):
+        return AlignerError(
+            f"{reason}\n{consequence}\nlog: {log}", summary=f"{reason}; then {error.summary}"
+        )
+    return error
+
+
+def add_resume_command(error: AlignerError, config: Config) -> AlignerError:
+    """Return the error that ends a run, followed by the command that resumes the run; unchanged if
+    there is nothing to resume or the run is a Slurm job."""
+    if config.cluster.kind != "local" or not can_resume(config):
+        return error
+    command = resume_command(config)
     return AlignerError(
-        f"{newest.summary}\ntraceback: {newest.log}\nconsequence: {error.summary}",
-        summary=f"{newest.summary}; then {error.summary}",
+        f"{error}\nwhen the cause is fixed, resume the run with: {command}", summary=error.summary
     )
 
 

@@ -19,10 +19,12 @@ from rich.console import Console
 from aligner.checks.server import check_certificate
 from aligner.errors import FINISHED, REFUSED, RESUMABLE, STOP_SIGNAL, ConfigError, Stopped
 from aligner.launcher.failure import (
-    add_user_error,
+    add_first_cause,
+    add_resume_command,
     build_failure_error,
     build_rank_error,
     describe_exit,
+    find_root_failure,
     read_notes,
     read_reported_error,
 )
@@ -36,7 +38,12 @@ from aligner.observability.console import OutputMode, make_progress, print_line
 from aligner.observability.logs import LogFollower
 from aligner.observability.metrics import FileFollower
 from aligner.observability.timeline import StageWatch, delete_stages, read_stages
-from aligner.observability.user_errors import UserError, UserErrorFollower, delete_user_errors
+from aligner.observability.user_errors import (
+    UserError,
+    UserErrorFollower,
+    delete_user_errors,
+    summarize_skip_reasons,
+)
 from aligner.paths import DAMAGE, get_run_paths
 from aligner.placement.addresses import Endpoint, save_endpoints
 from aligner.placement.roles import computes_on_devices
@@ -293,7 +300,9 @@ class Supervisor:
             [*fatal, *(rank for rank in ended_servers if rank not in fatal)], fatal, missing_ranks
         )
         view.update()
-        raise add_user_error(error, view.user_errors)
+        log = find_root_failure(fatal).log
+        error = add_first_cause(error, log, view.user_errors, view.skip_reasons)
+        raise add_resume_command(error, self.config)
 
     def _wait_for_related_exits(self, for_s: float = GRACE_S) -> None:
         """Wait for events that have the same cause as an exit.
@@ -411,6 +420,9 @@ class RunView:
         self._user_error_follower = UserErrorFollower(paths)
         self.user_errors: list[UserError] = []
         """Exceptions of the user's code in this launch: the first and the newest of each place."""
+        self.skip_reasons: list[str] = []
+        """Reasons of the prompts that were skipped since the last step with skipped prompts."""
+        self._shown_skip_reasons: list[str] = []
 
     def show_waiting_servers(self, roles: list[str]) -> None:
         """Show which servers are not healthy yet, if this has changed since the last call.
@@ -471,8 +483,11 @@ class RunView:
         )
 
     def _read_user_errors(self) -> None:
-        """Read new exceptions of the user's code, and show the first of each place in full."""
-        for error in self._user_error_follower.read_new_errors():
+        """Read new exceptions of the user's code, and show the first of each place in full. Read
+        the reasons of skipped prompts."""
+        reports = self._user_error_follower.read_new_reports()
+        self.skip_reasons += reports.skip_reasons
+        for error in reports.errors:
             known_errors = [known for known in self.user_errors if known.place == error.place]
             if not known_errors:
                 self._progress.show_error(
@@ -483,19 +498,22 @@ class RunView:
             self.user_errors.append(error)
 
     def _describe_skipped_prompts(self, metrics: Mapping[str, float]) -> str | None:
-        """Return how many prompts a step has skipped and the newest exception of the user's code.
+        """Return how many prompts a step has skipped, and the reasons.
 
-        The result is None for a step that skipped no prompt.
+        The result is None for a step that skipped no prompt. In an asynchronous run, the reasons
+        may belong to samples that were generated for the next steps.
         """
         count = int(metrics.get("rollout/skipped", 0))
         if not count:
             return None
-        reason = (
-            self.user_errors[-1].summary
-            if self.user_errors
+        reasons, self.skip_reasons = self.skip_reasons or self._shown_skip_reasons, []
+        self._shown_skip_reasons = reasons
+        text = (
+            summarize_skip_reasons(reasons, self.user_errors)
+            if reasons
             else f"for the reasons see {self._paths.log('trainer', 0)}"
         )
-        return f"{count} of {self._prompts_per_step} prompts skipped: {reason}"
+        return f"{count} of {self._prompts_per_step} prompts skipped: {text}"
 
     def _damage_reports(self) -> Iterable[Path]:
         """Return the files that describe damaged checkpoints."""

@@ -41,6 +41,7 @@ from aligner.servers.wire_protocol import (
     parse_error,
     with_request_number,
 )
+from aligner.user_code import report_skipped_prompt
 
 _log = logging.getLogger(__name__)
 
@@ -617,6 +618,12 @@ class UnscoredError(RefusedError):
         self.rows = rows
 
 
+def _report_skipped(refusal: RefusedError) -> None:
+    """Report why a prompt has no score, in the log and for the terminal."""
+    _log.warning("samples without a score are skipped: %s", refusal)
+    report_skipped_prompt(refusal.message)
+
+
 class RewardClient(RemoteClient):
     """Client of the reward servers."""
 
@@ -672,7 +679,7 @@ class RewardClient(RemoteClient):
                     raise
                 if refusal.kind == "ScorerTimeout" and len(lengths) <= retry_batch_rows:
                     # A retry would call the function with the same rows, and time out again.
-                    _log.warning("samples without a score are skipped: %s", refusal)
+                    _report_skipped(refusal)
                     raise UnscoredError(refusal, len(lengths)) from None
                 parts = []
                 for start in range(0, len(lengths), retry_batch_rows):
@@ -682,7 +689,7 @@ class RewardClient(RemoteClient):
                     except RefusedError as error:
                         if error.kind == "ScorerDeadlocked":
                             raise
-                        _log.warning("samples without a score are skipped: %s", error)
+                        _report_skipped(error)
                         parts.append(torch.full(lengths[rows].shape, math.nan))
                     except RemoteError as error:
                         if refusal.kind != "ScorerTimeout":

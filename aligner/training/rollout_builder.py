@@ -29,6 +29,7 @@ from aligner.servers.remote_client import RefusedError, RemoteFuture
 from aligner.training.partial_rollouts import PartialRollout, split_complete
 from aligner.training.samplers import Sampler
 from aligner.training.services import PendingRows, Services
+from aligner.user_code import report_skipped_prompt
 
 _log = logging.getLogger(__name__)
 
@@ -522,6 +523,7 @@ class RolloutBuilder:
                     rollout.prompt.id,
                     error,
                 )
+                report_skipped_prompt(error.message)
         self._skipped += len(self._partial_rollouts) - len(accepted)
         self._partial_rollouts = tuple(accepted)
 

@@ -196,7 +196,7 @@ def test_function_with_failing_import_is_refused(tokenizer, tmp_path, monkeypatc
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(
         ConfigError,
-        match=r"function:broken_data:f: importing broken_data failed with SystemExit: 3; expected",
+        match=r"function:broken_data:f: importing broken_data failed with SystemExit in broken_data.py:1: 3; expected",
     ):
         open_prompts(DataConfig(path="function:broken_data:f"), tokenizer, seed=1)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -12,15 +13,21 @@ import pytest
 
 from aligner.config.compose import compose_config
 from aligner.errors import AlignerError
-from aligner.launcher.failure import add_user_error
+from aligner.launcher.failure import add_first_cause
 from aligner.observability.user_errors import (
     UserError,
     UserErrorFollower,
     delete_user_errors,
+    summarize_skip_reasons,
     user_error_environment,
 )
 from aligner.paths import RunPaths
-from aligner.user_code import locate_user_error
+from aligner.user_code import (
+    USER_ERRORS,
+    is_connection_error,
+    locate_user_error,
+    report_skipped_prompt,
+)
 
 REWARD = """import json
 
@@ -94,24 +101,77 @@ def test_exception_without_frames_is_named_by_its_type() -> None:
     assert locate_user_error(ValueError("no")) == "ValueError"
 
 
-def test_failed_run_names_the_first_cause() -> None:
-    cause = UserError("ValueError in a.py:1", "no", "Traceback …", Path("logs/reward-0.log"))
-    skipped = AlignerError(
-        "trainer rank 0 exited", summary="rollout.max_skipped_prompts=8: 9 were skipped"
-    )
-    error = add_user_error(skipped, [cause])
+CAUSE = UserError("ValueError in a.py:1", "no", "Traceback …", Path("logs/reward-0.log"))
+SKIPPED = AlignerError(
+    "trainer rank 0 exited", summary="rollout.max_skipped_prompts=8: 9 were skipped"
+)
+TRAINER_LOG = Path("logs/trainer-0.log")
+
+
+def test_failed_run_names_the_first_cause_and_both_logs() -> None:
+    reasons = ["the scorer raised ValueError in a.py:1: no for prompt 'x'"]
+    error = add_first_cause(SKIPPED, TRAINER_LOG, [CAUSE], reasons)
     assert str(error).splitlines() == [
         "ValueError in a.py:1: no",
         "traceback: logs/reward-0.log",
         "consequence: rollout.max_skipped_prompts=8: 9 were skipped",
+        "log: logs/trainer-0.log",
     ]
     assert error.summary.startswith("ValueError in a.py:1: no; then rollout.max_skipped_prompts=8")
 
     named = AlignerError("trainer rank 0 exited: raised ValueError in a.py:1: no for prompt 'x'")
-    assert str(add_user_error(named, [cause])).startswith("ValueError in a.py:1: no")
+    assert str(add_first_cause(named, TRAINER_LOG, [CAUSE])).startswith("ValueError in a.py:1: no")
+
+
+def test_older_exception_is_not_the_cause_of_prompts_that_timed_out() -> None:
+    timeout = "the scorer returned no result within 1 s"
+    error = add_first_cause(SKIPPED, TRAINER_LOG, [CAUSE], [timeout] * 9)
+    assert str(error).startswith(f"{timeout}\nconsequence: ")
+    assert "ValueError" not in str(error)
+    assert summarize_skip_reasons([timeout] * 9, [CAUSE]) == timeout
+
+
+def test_step_line_lists_each_reason_once() -> None:
+    reasons = ["raised ValueError in a.py:1: no for prompt 'x'", "timed out", "timed out"]
+    assert summarize_skip_reasons(reasons, [CAUSE]) == "timed out; ValueError in a.py:1: no"
 
 
 def test_failure_without_relation_to_an_exception_is_unchanged() -> None:
-    cause = UserError("ValueError in a.py:1", "no", None, Path("logs/reward-0.log"))
     error = AlignerError("trainer rank 0 exited with code 1: CUDA out of memory")
-    assert add_user_error(error, [cause]) is error
+    assert add_first_cause(error, TRAINER_LOG, [CAUSE]) is error
+    assert add_first_cause(SKIPPED, TRAINER_LOG, [CAUSE]) is SKIPPED
+
+
+def test_traceback_begins_in_the_users_file(called: tuple[str, RunPaths]) -> None:
+    error, *_ = UserErrorFollower(called[1]).read_new_errors()
+    assert error.traceback is not None
+    first_frame = error.traceback.splitlines()[1]
+    assert "my_reward.py" in first_frame
+
+
+def test_skip_reasons_are_read_apart_from_exceptions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(USER_ERRORS, str(RunPaths(tmp_path).user_errors / "trainer-"))
+    monkeypatch.setenv("RANK", "0")
+    report_skipped_prompt("the judge does not answer")
+    follower = UserErrorFollower(RunPaths(tmp_path))
+    reports = follower.read_new_reports()
+    assert (reports.errors, reports.skip_reasons) == ([], ["the judge does not answer"])
+    assert not follower.read_new_reports().skip_reasons
+
+
+@pytest.mark.parametrize(
+    "error, is_connection",
+    [
+        (ConnectionRefusedError(), True),
+        (TimeoutError(), True),
+        (OSError(errno.EHOSTUNREACH, "no route"), True),
+        (FileNotFoundError(), False),
+        (ValueError(), False),
+    ],
+)
+def test_connection_errors_are_found_in_causes(error: Exception, is_connection: bool) -> None:
+    outer = RuntimeError("request failed")
+    outer.__cause__ = error
+    assert is_connection_error(outer) == is_connection
