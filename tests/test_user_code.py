@@ -30,5 +30,5 @@ def test_missing_package_of_a_module_is_named_with_its_line(
     )
     with pytest.raises(ConfigError, match=message):
         import_object("needs_package", "score")
-    with pytest.raises(ConfigError, match="^No module named 'no_such_module'"):
+    with pytest.raises(ConfigError, match=r"^No module named 'no_such_module'"):
         import_object("no_such_module", "score")

@@ -17,7 +17,7 @@ from typing import Any
 
 from aligner.agents.tool_protocol import ToolFailed
 from aligner.errors import ConfigError
-from aligner.user_code import import_object
+from aligner.user_code import import_object, report_user_error
 from aligner.values import split_callable_name
 
 
@@ -51,6 +51,8 @@ class FunctionTool:
             return json.dumps(answer, ensure_ascii=False, default=str)
         # the user's code may raise anything; SystemExit must not end the worker process
         except (Exception, SystemExit) as error:
+            # The model gets the exception as the tool's answer; the user sees it on the terminal.
+            report_user_error(error)
             raise ToolFailed(f"{type(error).__name__}: {error}") from error
 
 
