@@ -19,6 +19,7 @@ from aligner.files import describe_full_disk
 from aligner.launcher.exhausted_resources import exhausted_resources, full_shared_memory
 from aligner.launcher.rank_heartbeat import start_heartbeat
 from aligner.observability.logs import ERROR_PREFIX, log_failure
+from aligner.terminal import print_text
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -112,4 +113,4 @@ def _print_error(message: str) -> None:
     colored = (sys.stderr.isatty() or is_forced) and not os.environ.get("NO_COLOR")
     color, reset = ("\033[31m", "\033[0m") if colored else ("", "")
     with suppress(OSError):  # the log's disk may be full; the exit code still reports the error
-        print(f"{color}{ERROR_PREFIX} {message}{reset}", file=sys.stderr, flush=True)
+        print_text(f"{color}{ERROR_PREFIX} {message}{reset}", sys.stderr)

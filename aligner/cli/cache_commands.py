@@ -14,7 +14,9 @@ from rich.text import Text
 from aligner.cache_entries import KINDS, CacheEntry, list_entries, prune
 from aligner.errors import ConfigError
 from aligner.launcher.status import read_active_state
+from aligner.observability.console import print_table
 from aligner.paths import get_cache_directory
+from aligner.terminal import print_text
 
 # Maximum number of runs that the table shows for an entry.
 _SHOWN_RUNS = 5
@@ -57,7 +59,7 @@ def _print_entries(entries: list[CacheEntry], *, as_json: bool) -> None:
 
     cache = get_cache_directory().absolute()
     if not entries:
-        print(f"{cache}: no entries")
+        print_text(f"{cache}: no entries")
         return
     table = Table("kind")
     table.add_column("name", overflow="fold")
@@ -72,9 +74,9 @@ def _print_entries(entries: list[CacheEntry], *, as_json: bool) -> None:
             f"{_format_age(entry)} ago",
             Text(_format_runs(entry, states)),
         )
-    Console().print(table)
+    print_table(Console(), table)
     total = _format_size(sum(entry.size for entry in entries))
-    print(f"{cache}: {len(entries)} {'entry' if len(entries) == 1 else 'entries'}, {total}")
+    print_text(f"{cache}: {len(entries)} {'entry' if len(entries) == 1 else 'entries'}, {total}")
 
 
 def _build_json(entry: CacheEntry, states: Mapping[Path, str | None]) -> dict[str, Any]:
@@ -113,21 +115,21 @@ def _prune(parsed: argparse.Namespace, kinds: tuple[str, ...]) -> None:
     else:
         deleted, freed, remain = "deleted", "freed", "remain"
     for leftover in report.leftovers:
-        print(f"{deleted} {leftover}, the leftover of a killed process")
+        print_text(f"{deleted} {leftover}, the leftover of a killed process")
     for entry in report.deleted:
-        print(
+        print_text(
             f"{deleted} {entry.kind}/{entry.name}: {_format_size(entry.size)}, last used"
             f" {_format_age(entry)} ago"
         )
     for entry, reason in report.kept:
-        print(f"kept {entry.kind}/{entry.name}: {reason}")
+        print_text(f"kept {entry.kind}/{entry.name}: {reason}")
     place = get_cache_directory().absolute() / (parsed.kind or "")
-    print(
+    print_text(
         f"{freed} {_format_size(report.freed_bytes)};"
         f" {_format_size(report.remaining_bytes)} {remain} in {place}"
     )
     if parsed.max_size is not None and report.remaining_bytes > parsed.max_size:
-        print(
+        print_text(
             f"--max-size {_format_size(parsed.max_size)} is not reached, because the kept entries"
             " cannot be deleted now"
         )

@@ -16,6 +16,7 @@ from typing import Any
 from aligner.cache_entries import KINDS
 from aligner.paths import OPENMP_ENVIRONMENT
 from aligner.schema.data import LAYOUT_CHOICES
+from aligner.terminal import wrap_text
 from aligner.version import __version__
 
 _SOURCE = (
@@ -36,8 +37,21 @@ def load(function: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Formatter of a help with examples, which also lists the built-in experiments."""
+class _HelpFormatter(argparse.HelpFormatter):
+    """Formatter that breaks lines only at spaces, and keeps commands and their lines.
+
+    In a help with examples, it also lists the built-in experiments.
+    """
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        # Only examples have several lines.
+        lines = (
+            wrap_text(text, width).split("\n") if "\n" in text else self._split_lines(text, width)
+        )
+        return "\n".join(f"{indent}{line}".rstrip() for line in lines)
 
     def format_help(self) -> str:
         """Return the help, with the experiments instead of `{experiments}`."""
@@ -48,7 +62,7 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
         names = ", ".join(list_group_options([find_built_in_directory()])["experiment"])
         lines = textwrap.fill(
-            names, 78, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False
+            names, self._width, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False
         )
         return text.replace("{experiments}", lines)
 
@@ -83,7 +97,9 @@ class Command:
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the whole command line."""
     parser = argparse.ArgumentParser(
-        prog="aligner", description="A Megatron-native alignment pipeline (RLHF and RLVR)."
+        prog="aligner",
+        description="A Megatron-native alignment pipeline (RLHF and RLVR).",
+        formatter_class=_HelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"aligner {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
@@ -93,7 +109,7 @@ def build_parser() -> argparse.ArgumentParser:
             help=command.help,
             description=command.help,
             epilog=command.epilog,
-            formatter_class=_HelpFormatter if command.epilog else argparse.HelpFormatter,
+            formatter_class=_HelpFormatter,
             allow_abbrev=False,
         )
         for add in command.arguments:
@@ -288,6 +304,7 @@ _SAMPLING = (
     _add(
         "--format",
         choices=LAYOUT_CHOICES,
+        metavar="LAYOUT",
         help=(
             "layout of the records, as data.format (default: that of the run if the prompts are its"
             " training or evaluation data, otherwise auto)"
@@ -392,7 +409,8 @@ _SAMPLING = (
         "--engine",
         choices=("embedded", "tensorrt_llm", "vllm"),
         default="embedded",
-        help="inference engine (default: embedded)",
+        metavar="ENGINE",
+        help="inference engine: embedded, tensorrt_llm or vllm (default: embedded)",
     ),
     *_COMPUTATION,
 )
@@ -717,7 +735,8 @@ COMMANDS = {
             _add(
                 "--kind",
                 choices=KINDS,
-                help="list or delete only entries of this kind",
+                metavar="KIND",
+                help=f"list or delete only entries of this kind: {', '.join(KINDS)}",
             ),
             _add(
                 "--json", action="store_true", help="list: print one JSON array instead of a table"

@@ -32,6 +32,7 @@ from aligner.schema import Config
 from aligner.schema.conditions import format_value
 from aligner.schema.keys import get_value, with_values
 from aligner.schema.references import parse_reference
+from aligner.terminal import print_note, print_text
 
 
 def compose_command(parsed: argparse.Namespace, *, weights: bool = True) -> Config:
@@ -73,15 +74,13 @@ def compose_command(parsed: argparse.Namespace, *, weights: bool = True) -> Conf
         and data.example
         and any(choice.key in ("data.fields", "data.format") for choice in choices)
     ):
-        print(f"  first record:\n{textwrap.indent(data.example, '      ')}", file=sys.stderr)
+        print_text(f"  first record:\n{textwrap.indent(data.example, '      ')}", sys.stderr)
     for notice in data.notices if data is not None else ():
-        print(f"aligner: note: {notice}", file=sys.stderr)
+        print_note(notice)
     if data is not None and data.bypasses_template:
-        print(
-            "aligner: note: the model has a chat template, but the template is not applied to the"
-            " plain-text prompts of the data; for chats, use `messages` instead of `prompt`"
-            " (docs/data.md)",
-            file=sys.stderr,
+        print_note(
+            "the model has a chat template, but the template is not applied to the plain-text"
+            " prompts of the data; for chats, use `messages` instead of `prompt` (docs/data.md)"
         )
     return _record_choices(config, [choice.key for choice in choices])
 
@@ -121,10 +120,10 @@ def _record_choices(config: Config, keys: list[str]) -> Config:
 
 def _print_choices(choices: tuple[Choice, ...]) -> None:
     """Print the chosen values, with one line for all values that have the same reason."""
-    print("aligner: chosen automatically; override any of these with key=value:", file=sys.stderr)
+    print_text("aligner: chosen automatically; override any of these with key=value:", sys.stderr)
     for reason, group in itertools.groupby(choices, key=lambda choice: choice.reason):
         pairs = " ".join(f"{choice.key}={_format_value(choice.value)}" for choice in group)
-        print(f"  {pairs}\n      {reason}", file=sys.stderr)
+        print_text(f"  {pairs}\n      {reason}", sys.stderr)
 
 
 def _format_value(value: Any) -> str:

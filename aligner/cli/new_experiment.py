@@ -5,6 +5,7 @@ import shlex
 from pathlib import Path
 
 from aligner.errors import ConfigError
+from aligner.terminal import print_text
 
 _TEMPLATES = Path(__file__).parent / "templates"
 _FILES = {
@@ -44,4 +45,4 @@ def new_experiment(parsed: argparse.Namespace) -> None:
             print(file)
     except OSError as error:
         raise ConfigError(f"{directory}: cannot write the files: {error}") from error
-    print(_NEXT.format(directory=shlex.quote(str(directory))))
+    print_text(_NEXT.format(directory=shlex.quote(str(directory))))

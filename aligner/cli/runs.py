@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import dataclasses
 import json
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -38,7 +37,7 @@ from aligner.models.model_source import (
     stored_model_notes,
 )
 from aligner.models.shape import ModelShape
-from aligner.observability.console import OutputMode, print_event
+from aligner.observability.console import OutputMode, RunConsole, print_table
 from aligner.paths import get_run_paths
 from aligner.placement.memory.role_memory import build_memory_table, compute_role_memory
 from aligner.placement.placement_table import build_placement_table, find_layer_notes
@@ -47,6 +46,7 @@ from aligner.placement.slurm_layout import compute_slurm_layout
 from aligner.rewards.input_checks import check_inputs
 from aligner.schema import Config
 from aligner.schema.keys import get_masked_values, with_values
+from aligner.terminal import print_note, print_text
 
 _WATCH_S = 5.0
 _NAMING_KEYS = {"run.name", "run.dir"}
@@ -64,13 +64,13 @@ def launch(parsed: argparse.Namespace) -> None:
     if parsed.show_config is not None:
         _print_config(parsed)
         return
-    mode = _get_output_mode(parsed)
-    with _reporting_end(mode), contextlib.ExitStack() as stack:
+    console = RunConsole(_get_output_mode(parsed))
+    with _reporting_end(console), contextlib.ExitStack() as stack:
         if parsed.multirun:
-            _launch_sweep(parsed, mode, stack)
+            _launch_sweep(parsed, console, stack)
             return
         if parsed.dry_run:
-            _launch(_plan_run(parsed), mode, is_dry=True)
+            _launch(_plan_run(parsed), console, is_dry=True)
             return
         # The fork server imports modules on another core while this process composes the
         # configuration.
@@ -81,17 +81,17 @@ def launch(parsed: argparse.Namespace) -> None:
         if not _has_user_name(parsed, plan.config):
             config = stack.enter_context(reserve_run_directory(plan.config))
             plan = dataclasses.replace(plan, config=config)
-        _launch(plan, mode, is_dry=False, fork_server=fork_server)
+        _launch(plan, console, is_dry=False, fork_server=fork_server)
 
 
 def _launch_sweep(
-    parsed: argparse.Namespace, mode: OutputMode, stack: contextlib.ExitStack
+    parsed: argparse.Namespace, console: RunConsole, stack: contextlib.ExitStack
 ) -> None:
     """Launch the runs of a sweep.
 
     Args:
         parsed: The parsed command line.
-        mode: Output of the launches.
+        console: Console for the output of the launches.
         stack: Holds the reserved directory of the sweep until the end of the command.
     """
     points = expand_sweep(parsed.overrides, parsed.config_dir, parsed.config)
@@ -110,7 +110,7 @@ def _launch_sweep(
         directory=get_run_paths(config).root,
         is_resumed=config.run.should_resume,
     )
-    launch_sweep(sweep, points, mode)
+    launch_sweep(sweep, points, console)
 
 
 def _print_config(parsed: argparse.Namespace) -> None:
@@ -147,35 +147,33 @@ def _get_output_mode(parsed: argparse.Namespace) -> OutputMode:
 
 
 @contextlib.contextmanager
-def _reporting_end(mode: OutputMode) -> Iterator[None]:
+def _reporting_end(console: RunConsole) -> Iterator[None]:
     """With `json`, print the last event, `end`, with the exit code of the command and its error."""
     try:
         yield
     except BaseException as error:
-        if mode == "json":
-            print_event("end", exit_code=get_exit_code(error), error=str(error))
+        console.print_event("end", exit_code=get_exit_code(error), error=str(error))
         raise
-    if mode == "json":
-        print_event("end", exit_code=FINISHED, error=None)
+    console.print_event("end", exit_code=FINISHED, error=None)
 
 
 def _launch(
-    plan: RunPlan, mode: OutputMode, *, is_dry: bool, fork_server: ForkServer | None = None
+    plan: RunPlan, console: RunConsole, *, is_dry: bool, fork_server: ForkServer | None = None
 ) -> None:
     """Launch a run as a dry run, as a Slurm job, or on this machine, as its configuration requires.
 
     Args:
         plan: The run and its prerequisite experiments.
-        mode: Output of the launch.
+        console: Console for the output.
         is_dry: Whether to print the Slurm job script and the job steps instead of submitting the
             job (`--dry-run`).
         fork_server: See `aligner.launcher.local.launch`.
     """
     is_elsewhere = plan.config.cluster.kind == "slurm" or plan.config.dry_run.scale != "none"
-    if mode != "normal" and is_elsewhere:
+    if console.mode != "normal" and is_elsewhere:
         raise ConfigError(
-            f"--{mode}: is not supported with cluster=slurm or dry_run.scale=tiny; the output of a"
-            " Slurm job is in its log"
+            f"--{console.mode}: is not supported with cluster=slurm or dry_run.scale=tiny; the"
+            " output of a Slurm job is in its log"
         )
     if plan.config.dry_run.scale != "none":
         if is_dry:
@@ -195,7 +193,7 @@ def _launch(
             " configuration, use `aligner validate`"
         )
     else:
-        launch_here(plan, fork_server=fork_server, output_mode=mode)
+        launch_here(plan, console=console, fork_server=fork_server)
 
 
 def validate(parsed: argparse.Namespace) -> None:
@@ -208,34 +206,35 @@ def validate(parsed: argparse.Namespace) -> None:
     absent = _absent_inputs(plan)
     shape = plan.check(absent)
     for line in check_inputs(plan.config, {**absent, **results}):
-        print(f"aligner: note: {line}", file=sys.stderr)
+        print_note(line)
     for prerequisite in plan.prerequisites:
         state = (
             f"complete, result: {prerequisite.result}"
             if prerequisite.is_complete
             else f"will run first, in {prerequisite.entry}"
         )
-        print(f"prerequisite experiment {prerequisite.name} ({prerequisite.result_kind}): {state}")
+        print_text(
+            f"prerequisite experiment {prerequisite.name} ({prerequisite.result_kind}): {state}"
+        )
     if plan.config.environment.has_tools:
         from aligner.agents.tool_catalogue import describe_tools  # imports torch
 
         for line in describe_tools(plan.config.environment):
-            print(line)
+            print_text(line)
     console = Console()
-    console.print(build_placement_table(plan.config))
+    print_table(console, build_placement_table(plan.config))
     if plan.config.cluster.kind == "slurm":
-        print(compute_slurm_layout(plan.config).describe())
+        print_text(compute_slurm_layout(plan.config).describe())
     expected = {**absent, **results}
-    console.print(
-        build_memory_table(plan.config, compute_role_memory(plan.config, shape, expected))
-    )
-    print(describe_model(plan.config, shape, expected))
-    for line in _end_token_lines(plan.config, shape):
-        print(line)
-    for line in find_layer_notes(plan.config):
-        print(line)
-    for line in stored_model_notes(plan.config, expected):
-        print(line)
+    memory = compute_role_memory(plan.config, shape, expected)
+    print_table(console, build_memory_table(plan.config, memory))
+    for line in (
+        describe_model(plan.config, shape, expected),
+        *_end_token_lines(plan.config, shape),
+        *find_layer_notes(plan.config),
+        *stored_model_notes(plan.config, expected),
+    ):
+        print_text(line)
 
 
 def _end_token_lines(config: Config, shape: ModelShape) -> list[str]:
@@ -262,10 +261,10 @@ def status(parsed: argparse.Namespace) -> None:
     with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C ends --watch
         while True:
             run_status = read_status(parsed.run_directory)
-            print(
-                json.dumps(asdict(run_status)) if parsed.json else describe_status(run_status),
-                flush=True,
-            )
+            if parsed.json:
+                print(json.dumps(asdict(run_status)), flush=True)
+            else:
+                print_text(describe_status(run_status))
             if not parsed.watch or run_status.state in ENDED_STATES:
                 return
             time.sleep(_WATCH_S)
@@ -282,7 +281,7 @@ def _plan_run(parsed: argparse.Namespace, *, weights: bool = True) -> RunPlan:
     """
     config = compose_command(parsed, weights=weights)
     for note in describe_unread_keys(config, parsed.config_dir, parsed.config):
-        print(f"aligner: note: {note}", file=sys.stderr)
+        print_note(note)
     return plan_run(config, parsed.config_dir)
 
 
@@ -303,5 +302,5 @@ def _absent_inputs(plan: RunPlan) -> ExpectedInputs:
             if shape is None
             else "its shape is read from the configuration"
         )
-        print(f"aligner: note: {path} does not exist yet; {consequence}", file=sys.stderr)
+        print_note(f"{path} does not exist yet; {consequence}")
     return absent

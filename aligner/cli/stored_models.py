@@ -35,7 +35,7 @@ from aligner.data.records import Record
 from aligner.errors import ConfigError
 from aligner.extras import describe_missing_modules
 from aligner.launcher.processes import terminate_with_launcher
-from aligner.observability.console import build_metrics_table
+from aligner.observability.console import build_metrics_table, print_table
 from aligner.paths import RunPaths
 from aligner.rewards.scorers import resolve_scorer
 from aligner.rewards.sources import TextSource
@@ -45,6 +45,7 @@ from aligner.schema.data_sources import parse_data_sources
 from aligner.schema.environment import EnvironmentConfig
 from aligner.schema.evaluation_suites import parse_evaluation_suites
 from aligner.schema.reward_sources import JudgeSource, parse_evaluation_judge
+from aligner.terminal import print_note, print_text
 
 # Experiment without an environment, to which the keys of the command line are added.
 _BASE_EXPERIMENT = "tiny_ppo"
@@ -73,15 +74,15 @@ def generate_samples(parsed: argparse.Namespace) -> None:
             progress=show,
             **output_options,
         )
-    print(
+    print_text(
         f"{totals.samples} samples, {totals.tokens} tokens at {totals.tokens_per_s:.0f} tokens/s",
-        file=sys.stderr,
+        sys.stderr,
     )
     if scores := [score for score in totals.rewards if not math.isnan(score)]:
-        print(
+        print_text(
             f"mean score {sum(scores) / len(scores):.4g}; episodes that failed:"
             f" {len(totals.rewards) - len(scores)}",
-            file=sys.stderr,
+            sys.stderr,
         )
     print(parsed.output)
 
@@ -116,11 +117,8 @@ def evaluate_samples(parsed: argparse.Namespace) -> None:
         counts = {"prompts": len(answers.prompts), "samples": answers.samples_per_prompt}
         print(json.dumps({**counts, **metrics}))
     else:
-        Console().print(
-            build_metrics_table(
-                metrics, f"{len(answers.prompts)} prompts, {len(answers.requests)} responses"
-            )
-        )
+        title = f"{len(answers.prompts)} prompts, {len(answers.requests)} responses"
+        print_table(Console(), build_metrics_table(metrics, title))
 
 
 def serve_model(parsed: argparse.Namespace) -> None:
@@ -138,7 +136,7 @@ def serve_model(parsed: argparse.Namespace) -> None:
     )
     endpoint.start()
     if endpoint.notice is not None:
-        print(f"aligner: note: {endpoint.notice}", file=sys.stderr)
+        print_note(endpoint.notice)
     print(f"{endpoint.url}/v1", flush=True)
     try:
         with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C ends the server
@@ -286,7 +284,7 @@ def _parse_fields(text: str | None) -> Mapping[str, str] | None:
 def _print_notices(notices: Sequence[str]) -> None:
     """Print notices on standard error."""
     for notice in notices:
-        print(f"aligner: note: {notice}", file=sys.stderr)
+        print_note(notice)
 
 
 def _sampling_arguments(parsed: argparse.Namespace) -> dict[str, Any]:
@@ -351,5 +349,5 @@ def convert(parsed: argparse.Namespace) -> None:
             progress=lambda done, total: progress.update(task, completed=done, total=total),
         )
     for notice in notices:
-        print(f"aligner: note: {notice}", file=sys.stderr)
+        print_note(notice)
     print(parsed.output)

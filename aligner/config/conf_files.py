@@ -24,6 +24,7 @@ from omegaconf import OmegaConf
 from aligner.errors import ConfigError
 from aligner.schema.keys import find_schema_key
 from aligner.schema.renamed import RENAMED_KEYS, get_current_key, with_current_keys
+from aligner.terminal import print_text
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 # Hydra's header `# @package _global_`: the keys of the file begin at the root.
@@ -351,10 +352,10 @@ def report_old_key(key: str, prefix: str = "") -> None:
         key: Old name of the key.
         prefix: Prefix of the warning, such as the file with the key.
     """
-    print(
+    print_text(
         f"aligner: warning: {prefix}{key} is now {RENAMED_KEYS[key]}; the next release no longer"
         " accepts the old name",
-        file=sys.stderr,
+        sys.stderr,
     )
 
 

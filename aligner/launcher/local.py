@@ -44,10 +44,9 @@ from aligner.launcher.ranks import Ranks, prepare_log
 from aligner.launcher.run_directory import LockedError, lock_directory, require_unlocked
 from aligner.launcher.supervisor import Supervisor
 from aligner.observability.console import (
-    OutputMode,
-    create_console,
-    print_event,
+    RunConsole,
     print_line,
+    print_table,
 )
 from aligner.observability.metrics import read_metrics
 from aligner.observability.user_errors import user_error_environment
@@ -65,6 +64,7 @@ from aligner.placement.roles import (
     uses_gpus,
 )
 from aligner.schema import Config
+from aligner.terminal import print_text
 
 _POLL_S = 0.1
 
@@ -83,7 +83,7 @@ def launch(
     command: CommandBuilder = build_role_command,
     print_details: Callable[[Console], None] | None = None,
     fork_server: ForkServer | None = None,
-    output_mode: OutputMode = "normal",
+    console: RunConsole | None = None,
 ) -> None:
     """Run a configuration and its prerequisite experiments on this machine.
 
@@ -92,7 +92,7 @@ def launch(
         command: Function that returns the command of a role's ranks.
         print_details: Function that prints details of the run after the run directory.
         fork_server: A fork server for the first run, started before the configuration was known.
-        output_mode: Output of the launch.
+        console: Console for the output; default is a console of the mode `normal`.
 
     Raises:
         ConfigError: The configuration is invalid. No rank was started, and no files are left
@@ -108,10 +108,9 @@ def launch(
             " it to launch a run"
         )
     root = get_run_paths(plan.config).root
-    console = create_console(output_mode)
-    if output_mode == "json":
-        print_event("launch", directory=str(root))
-    elif output_mode != "quiet":
+    console = console or RunConsole()
+    console.print_event("launch", directory=str(root))
+    if console.mode in ("normal", "verbose"):
         # Unlike `console`, `print` never colors the line, which the Python API reads.
         print(f"run directory: {root}", flush=True)
     require_unlocked(root)
@@ -131,14 +130,7 @@ def launch(
             make_ranks = partial(
                 LocalRanks, command, fork_server=fork_servers.pop() if fork_servers else None
             )
-            Supervisor(
-                config,
-                console,
-                interrupts,
-                make_ranks,
-                local_hosts(config),
-                output_mode=output_mode,
-            ).run()
+            Supervisor(config, console, interrupts, make_ranks, local_hosts(config)).run()
 
         for prerequisite in plan.prerequisites:
             _complete_prerequisite(prerequisite, run, interrupts, console)
@@ -353,7 +345,7 @@ def launch_dry_run(plan: RunPlan, fork_server: ForkServer | None = None) -> None
     dry_run = _plan_cpu_dry_run(plan)
     launch(dry_run.plan, print_details=partial(_print_changes, dry_run), fork_server=fork_server)
     config = dry_run.plan.config
-    print(_summarize_dry_run(config, read_metrics(get_run_paths(config).metrics)), flush=True)
+    print_text(_summarize_dry_run(config, read_metrics(get_run_paths(config).metrics)))
 
 
 def validate_dry_run(plan: RunPlan) -> None:
@@ -366,8 +358,8 @@ def validate_dry_run(plan: RunPlan) -> None:
     console = Console()
     shape = dry_run.plan.check()
     _print_changes(dry_run, console)
-    console.print(build_placement_table(dry_run.plan.config))
-    print(describe_model(dry_run.plan.config, shape))
+    print_table(console, build_placement_table(dry_run.plan.config))
+    print_text(describe_model(dry_run.plan.config, shape))
 
 
 def _plan_cpu_dry_run(plan: RunPlan) -> DryRun:
@@ -379,7 +371,7 @@ def _plan_cpu_dry_run(plan: RunPlan) -> DryRun:
 
 def _print_changes(dry_run: DryRun, console: Console) -> None:
     """Print the differences between the dry run and the run, and notes about them."""
-    console.print(build_changes_table(dry_run))
+    print_table(console, build_changes_table(dry_run))
     for note in dry_run.notes:
         print_line(console, f"note: {note}")
 

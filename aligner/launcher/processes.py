@@ -90,15 +90,16 @@ class Interrupts:
         else:
             self._received = self._received or number
 
-    @property
-    def stop_notice(self) -> str:
-        """Message about the requested stop, for the time until the checkpoint is saved."""
+    def describe_stop(self, step: int) -> str:
+        """Return the message about the requested stop, until the checkpoint is saved.
+
+        Args:
+            step: The step that is running.
+        """
+        plan = f"finishing step {step}, then saving a checkpoint"
         if self._has_sigint:
-            return (
-                "Ctrl-C: the run finishes this step, saves a checkpoint and then ends; press Ctrl-C"
-                " again to end it at once"
-            )
-        return "stop requested: the run saves a checkpoint after this step and then ends"
+            return f"Ctrl-C: {plan}; press Ctrl-C again to stop at once"
+        return f"stop requested: {plan}"
 
     def check(self) -> None:
         """Raise Interrupted if a signal requested the immediate end of the run."""

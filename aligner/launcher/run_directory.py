@@ -13,7 +13,6 @@ import json
 import os
 import shutil
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -33,7 +32,7 @@ from aligner.files import NO_LOCKS, LockHolder, write_file
 from aligner.launcher.failure import describe_next_steps
 from aligner.launcher.processes import read_start_ticks
 from aligner.models.model_source import gguf_file, model_directory
-from aligner.observability.console import print_line, print_summary, showing_result
+from aligner.observability.console import RunConsole, print_line, print_summary
 from aligner.observability.metrics import read_metrics
 from aligner.observability.trace import write_trace
 from aligner.paths import LOCK, PRIVATE_MODE, RunPaths, get_run_paths, read_early_end
@@ -41,6 +40,7 @@ from aligner.placement.addresses import create_access_key
 from aligner.placement.roles import count_role_ranks
 from aligner.schema import Config
 from aligner.schema.references import find_read_paths
+from aligner.terminal import print_note
 from aligner.vllm_environment import get_default_vllm_directory
 
 HEARTBEAT_S = 10.0
@@ -419,10 +419,9 @@ def _is_holder_gone(file: IO[str], error: OSError) -> bool:
         assumption = f"; aligner assumes that {holder} has ended"
     elif holder is not None and holder.pid != os.getpid() and psutil.pid_exists(holder.pid):
         return False
-    print(
-        f"aligner: note: {file.name}: the file system does not support locks ({error.strerror}), so"
-        f" simultaneous launches on two machines are not detected{assumption}",
-        file=sys.stderr,
+    print_note(
+        f"{file.name}: the file system does not support locks ({error.strerror}), so simultaneous"
+        f" launches on two machines are not detected{assumption}"
     )
     return True
 
@@ -446,7 +445,7 @@ def _read_holder(file: IO[str]) -> LockHolder | None:
 
 @contextlib.contextmanager
 def open_run_directory(
-    config: Config, console: Console, timeout_s: float = 0.0
+    config: Config, console: RunConsole, timeout_s: float = 0.0
 ) -> Iterator[Config]:
     """Lock a run directory, and prepare it for a start or a resume.
 
@@ -494,7 +493,7 @@ def open_run_directory(
                 print_line(console, f"could not write {paths.trace}: {error}")
 
         metrics = read_metrics(paths.metrics)
-        with showing_result(console):
+        with console.showing_result():
             print_summary(metrics, paths, console)
             if (end_text := read_early_end(paths)) is not None:
                 print_line(console, end_text)

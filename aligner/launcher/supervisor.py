@@ -14,8 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from aligner.checks.server import check_certificate
 from aligner.errors import FINISHED, REFUSED, RESUMABLE, STOP_SIGNAL, ConfigError, Stopped
 from aligner.launcher.failure import (
@@ -34,7 +32,7 @@ from aligner.launcher.rank_groups import GRACE_S, PrepareGroup, ServerGroup, Tra
 from aligner.launcher.ranks import Rank, Ranks
 from aligner.launcher.run_directory import StateRecorder, open_run_directory
 from aligner.models.model_source import model_directory
-from aligner.observability.console import OutputMode, make_progress, print_line
+from aligner.observability.console import RunConsole, make_progress, print_line
 from aligner.observability.logs import LogFollower
 from aligner.observability.metrics import FileFollower
 from aligner.observability.timeline import StageWatch, delete_stages, read_stages
@@ -44,7 +42,7 @@ from aligner.observability.user_errors import (
     delete_user_errors,
     summarize_skip_reasons,
 )
-from aligner.paths import DAMAGE, get_run_paths
+from aligner.paths import DAMAGE, find_complete_steps, get_run_paths
 from aligner.placement.addresses import Endpoint, save_endpoints
 from aligner.placement.roles import computes_on_devices
 from aligner.placement.tls import renew_certificate
@@ -74,7 +72,7 @@ class Supervisor:
     """
 
     config: Config
-    console: Console
+    console: RunConsole
     interrupts: Interrupts
     make_ranks: Callable[[Config, FreePorts], Ranks]
     """Factory of the object that starts the ranks."""
@@ -86,8 +84,6 @@ class Supervisor:
     """Requeues the job. The supervisor calls it if the run is stopped before its last step."""
     lock_timeout_s: float = 0.0
     """Seconds to wait until another launch releases the lock of the run directory."""
-    output_mode: OutputMode = "normal"
-    """Output of the launch."""
     _ranks: Ranks = field(init=False)
     _state: StateRecorder = field(init=False)
     _servers: list[ServerGroup] = field(default_factory=list)
@@ -199,7 +195,7 @@ class Supervisor:
         save_endpoints(dict(endpoints), get_run_paths(self.config).endpoints)
         delete_stages(get_run_paths(self.config))
         delete_user_errors(get_run_paths(self.config))
-        with closing(RunView(self.config, self.console, self.output_mode)) as view:
+        with closing(RunView(self.config, self.console)) as view:
             # Groups without a model start first: the fork server has their imports ready earlier
             # (cli/fork_server.py).
             for name in sorted(endpoints, key=partial(computes_on_devices, self.config)):
@@ -361,7 +357,8 @@ class Supervisor:
         if not self.interrupts.is_stop_requested or now < self._stop_signal_at:
             return
         if not self._stop_signal_at:
-            view.show_note(self.interrupts.stop_notice)
+            view.update()
+            view.show_note(self.interrupts.describe_stop(view.current_step))
         self._stop_signal_at = now + _RESEND_S
         self._ranks.send(STOP_SIGNAL, self._trainer.ranks)
 
@@ -384,15 +381,12 @@ class RunView:
     to the ranks.
     """
 
-    def __init__(
-        self, config: Config, console: Console, output_mode: OutputMode = "normal"
-    ) -> None:
+    def __init__(self, config: Config, console: RunConsole) -> None:
         """Follow the files of a run.
 
         Args:
             config: The run's configuration.
             console: Console for the output.
-            output_mode: Output of the launch.
         """
         paths = get_run_paths(config)
         # The steps before a resume were shown by the earlier launch.
@@ -402,9 +396,12 @@ class RunView:
         self._samples = FileFollower(
             paths.samples, newest_bytes=0 if config.run.should_resume else None
         )
-        self._progress = make_progress(config.run.steps, console, output_mode, str(paths.root))
-        self._logs = LogFollower(paths.logs) if output_mode == "verbose" else None
-        self._last_step = 0
+        self._progress = make_progress(config.run.steps, console, str(paths.root))
+        self._logs = LogFollower(paths.logs) if console.mode == "verbose" else None
+        completed_steps = find_complete_steps(paths.checkpoints) if config.run.should_resume else []
+        self.current_step = max(completed_steps, default=0) + 1
+        """The step that is running."""
+        self._has_step = False
         self._last_report_at = time.monotonic()
         self._report_interval_s = _LONG_STEP_S
         self.show_note = self._progress.show_note
@@ -460,7 +457,8 @@ class RunView:
         self._read_user_errors()
         for record in self._metrics.read_new_records():
             self._progress.show_step(record, self._describe_skipped_prompts(record))
-            self._last_step = int(record["step"])
+            self.current_step = int(record["step"]) + 1
+            self._has_step = self.current_step > 1
             self._last_report_at = time.monotonic()
             self._report_interval_s = _LONG_STEP_S
         self._report_long_step()
@@ -475,11 +473,11 @@ class RunView:
         """Report that a step is still running, at intervals that double."""
         running_s = time.monotonic() - self._last_report_at
         # `StageWatch` reports the first step, and `show_waiting_servers` the servers.
-        if not self._last_step or running_s < self._report_interval_s:
+        if not self._has_step or running_s < self._report_interval_s:
             return
         self._report_interval_s *= 2
         self._progress.show_status(
-            f"step {self._last_step + 1} has been running for {running_s:.0f} s"
+            f"step {self.current_step} has been running for {running_s:.0f} s"
         )
 
     def _read_user_errors(self) -> None:

@@ -16,7 +16,6 @@ from types import FrameType
 from typing import NoReturn
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -33,14 +32,7 @@ from aligner.errors import (
 )
 from aligner.files import write_file
 from aligner.launcher.status import RunStatus, read_status
-from aligner.observability.console import (
-    OutputMode,
-    create_console,
-    describe_step,
-    print_event,
-    print_line,
-    showing_result,
-)
+from aligner.observability.console import RunConsole, print_line, print_table
 from aligner.paths import PRIVATE_MODE, RunPaths
 
 SWEEP_FILE = "sweep.json"
@@ -144,7 +136,9 @@ class _Signals:
         return code
 
 
-def launch_sweep(sweep: Sweep, points: Sequence[SweepPoint], mode: OutputMode = "normal") -> None:
+def launch_sweep(
+    sweep: Sweep, points: Sequence[SweepPoint], console: RunConsole | None = None
+) -> None:
     """Launch the runs of a sweep one after the other, and print a table of the results.
 
     A failed run does not end the sweep. Runs that an earlier launch has finished are skipped. With
@@ -153,7 +147,7 @@ def launch_sweep(sweep: Sweep, points: Sequence[SweepPoint], mode: OutputMode = 
     Args:
         sweep: The sweep.
         points: Overrides of the runs.
-        mode: Output of the launches and of the table.
+        console: Console for the output; default is a console of the mode `normal`.
 
     Raises:
         ConfigError: The directory contains another run or sweep. Nothing was started.
@@ -163,9 +157,9 @@ def launch_sweep(sweep: Sweep, points: Sequence[SweepPoint], mode: OutputMode = 
         Interrupted: A signal requested the immediate end of the sweep.
     """
     runs = _prepare_directory(sweep, points)
-    console = create_console(mode)
-    if mode == "json":
-        print_event("sweep_start", directory=str(sweep.directory), runs=len(runs))
+    console = console or RunConsole()
+    if console.mode == "json":
+        console.print_event("sweep_start", directory=str(sweep.directory), runs=len(runs))
     else:
         print_line(console, f"sweep directory: {sweep.directory} ({len(runs)} runs)")
 
@@ -177,16 +171,16 @@ def launch_sweep(sweep: Sweep, points: Sequence[SweepPoint], mode: OutputMode = 
             if sweep.is_resumed and run.state == "finished":
                 print_line(console, f"{title}: finished already")
                 continue
-            if mode == "json":
-                print_event("sweep_run", number=number, overrides=list(run.point.swept))
+            if console.mode == "json":
+                console.print_event("sweep_run", number=number, overrides=list(run.point.swept))
             else:
                 print_line(console, title)
                 # The process writes to the same file.
                 sys.stdout.flush()
-            run.exit_code = signals.run(_build_command(sweep, run, mode))
+            run.exit_code = signals.run(_build_command(sweep, run, console.mode))
 
-        with showing_result(console):
-            _print_result(sweep, runs, console, mode)
+        with console.showing_result():
+            _print_result(sweep, runs, console)
             failed = [
                 number for number, run in enumerate(runs, start=1) if run.exit_code not in (None, 0)
             ]
@@ -247,7 +241,7 @@ def _prepare_directory(sweep: Sweep, points: Sequence[SweepPoint]) -> list[Sweep
     ]
 
 
-def _build_command(sweep: Sweep, run: SweepRun, mode: OutputMode) -> list[str]:
+def _build_command(sweep: Sweep, run: SweepRun, mode: str) -> list[str]:
     """Return the command that launches a run of the sweep."""
     mode_option = () if mode == "normal" else (f"--{mode}",)
     return [
@@ -261,12 +255,10 @@ def _build_command(sweep: Sweep, run: SweepRun, mode: OutputMode) -> list[str]:
     ]
 
 
-def _print_result(
-    sweep: Sweep, runs: Sequence[SweepRun], console: Console, mode: OutputMode
-) -> None:
+def _print_result(sweep: Sweep, runs: Sequence[SweepRun], console: RunConsole) -> None:
     """Print the state and the last metrics of each run, as a table or as an event of `json`."""
     statuses = [run.read_status() for run in runs]
-    if mode == "json":
+    if console.mode == "json":
         results = [
             {
                 "overrides": list(run.point.swept),
@@ -278,7 +270,7 @@ def _print_result(
             }
             for run, status in zip(runs, statuses, strict=True)
         ]
-        print_event("sweep", directory=str(sweep.directory), runs=results)
+        console.print_event("sweep", directory=str(sweep.directory), runs=results)
         return
 
     table = Table(box=box.SIMPLE)
@@ -295,7 +287,7 @@ def _print_result(
             # The first text is the reward of an online run, or the loss of an offline run.
             "".join(texts[:1]),
         )
-    console.print(table)
+    print_table(console, table)
     print_line(console, f"run directories: {sweep.directory}/RUN")
 
 

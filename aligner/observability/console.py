@@ -9,12 +9,23 @@ from datetime import timedelta
 from typing import Any, Literal
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+)
+from rich.table import Column, Table
 from rich.text import Text
 
 from aligner.paths import RunPaths
+from aligner.terminal import MAX_FIELD_LENGTH, wrap_text
 
+# Columns of a terminal on which every table fits.
+_UNLIMITED_WIDTH = 10_000
 WINDOW_STEPS = 5
 """Number of steps over which the pace is averaged, and over which the summary averages metrics at
 the beginning and at the end of a run."""
@@ -36,8 +47,8 @@ _STEP_LINE_FORMATS = {
 _SUMMARY_LABELS = {
     "reward/mean": "reward",
     "kl/reference": "KL to reference",
-    "distill/reverse_kl": "KL to teacher (per token)",
-    "response/length": "response length (tokens)",
+    "distill/reverse_kl": "teacher KL per token",
+    "response/length": "response tokens",
     **{f"{trainer}/loss": "loss" for trainer in ("sft", "dpo", "reward_model")},
     **{f"{trainer}/accuracy": "accuracy" for trainer in ("dpo", "reward_model")},
     "eval/loss": "held-out loss",
@@ -66,30 +77,68 @@ per line, and the texts are printed on standard error.
 """
 
 
-def create_console(mode: OutputMode) -> Console:
-    """Return the console for the texts of a launch."""
-    return Console(quiet=mode == "quiet", stderr=mode == "json")
+class RunConsole(Console):
+    """Console of a launch, which knows the output mode."""
 
+    def __init__(self, mode: OutputMode = "normal", **settings: Any) -> None:
+        """Create the console.
 
-@contextmanager
-def showing_result(console: Console) -> Iterator[None]:
-    """Print the final result of a run in the block, also on the console of `quiet`."""
-    is_quiet = console.quiet
-    console.quiet = False
-    try:
-        yield
-    finally:
-        console.quiet = is_quiet
+        Args:
+            mode: Output of the launch.
+            settings: Further arguments of rich's `Console`.
+        """
+        super().__init__(quiet=mode == "quiet", stderr=mode == "json", **settings)
+        self.mode = mode
+        """Output of the launch."""
+
+    @contextmanager
+    def showing_result(self) -> Iterator[None]:
+        """Print the final result of a run in the block, also with `quiet`."""
+        is_quiet = self.quiet
+        self.quiet = False
+        try:
+            yield
+        finally:
+            self.quiet = is_quiet
+
+    def print_event(self, event: str, **fields: Any) -> None:
+        """With `json`, print an event on standard output, as one JSON object."""
+        if self.mode == "json":
+            print(json.dumps({"event": event, **fields}, ensure_ascii=False), flush=True)
 
 
 def print_line(console: Console, text: str) -> None:
-    """Print a text unchanged, without markup, colors or line breaks."""
+    """Print a text without markup and colors; a terminal's lines are wrapped at spaces."""
+    if console.file.isatty():
+        text = wrap_text(text, console.width)
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def print_event(event: str, **fields: Any) -> None:
-    """Print an event of `json` on standard output, as one JSON object."""
-    print(json.dumps({"event": event, **fields}, ensure_ascii=False), flush=True)
+def print_table(console: Console, table: Table) -> None:
+    """Print a table; on a terminal that is too narrow for it, print a block of lines per row.
+
+    A block consists of the row's first cell and, indented, its other cells with their headers.
+    """
+    full_width = console.options.update(max_width=_UNLIMITED_WIDTH)
+    is_narrow = console.measure(table, options=full_width).maximum > console.width
+    if not (is_narrow and console.file.isatty()):
+        console.print(table)
+        return
+
+    if table.title is not None:
+        print_line(console, str(table.title))
+    names, *columns = [[str(cell) for cell in column.cells] for column in table.columns]
+    headers = [str(column.header) for column in table.columns[1:]]
+    for row, name in enumerate(names):
+        fields = [
+            f"{header} {column[row]}".strip()
+            for header, column in zip(headers, columns, strict=True)
+            if column[row]
+        ]
+        # Numbers and names share lines; longer texts have lines of their own.
+        if all(len(field) <= MAX_FIELD_LENGTH and "\n" not in field for field in fields):
+            fields = ["  ".join(fields)]
+        print_line(console, "\n".join([*([name] if name else []), *(f"  {f}" for f in fields)]))
 
 
 class Pace:
@@ -166,16 +215,15 @@ def iterate_suite_metrics(metrics: Mapping[str, float]) -> Iterator[tuple[str, s
 class PlainProgress:
     """Progress of a run as one line per step, for logs."""
 
-    def __init__(self, steps: int, console: Console, *, is_verbose: bool = False) -> None:
+    def __init__(self, steps: int, console: RunConsole) -> None:
         """Create the output of a run.
 
         Args:
             steps: Number of steps of the run.
-            console: Console for the output.
-            is_verbose: Whether to show the durations of the phases of each step.
+            console: Console for the output; with `verbose`, the durations of the phases of each
+                step are shown.
         """
         self._steps = steps
-        self._is_verbose = is_verbose
         self._console = console
         self._pace = Pace(steps)
 
@@ -208,7 +256,7 @@ class PlainProgress:
             for key, value in metrics.items()
             if key.startswith("time/") and key != "time/step"
         ]
-        if self._is_verbose and phases:
+        if self._console.mode == "verbose" and phases:
             self.show_note(f"  phases: {'  '.join(phases)}")
 
     def show_samples(self, records: Sequence[Mapping[str, Any]]) -> None:
@@ -226,26 +274,34 @@ class PlainProgress:
                 _escape_control_characters(record["response"]),
                 f"{record['reward']:.3f}",
             )
-        self._console.print(table)
+        print_table(self._console, table)
 
     def close(self) -> None:
         """Restore the state of the terminal."""
+
+
+class _StatusColumn(ProgressColumn):
+    """Column with the status of a run, which ends with "…" where the terminal is too narrow."""
+
+    def render(self, task: Task) -> Text:
+        """Return the status."""
+        return Text(task.description, no_wrap=True, overflow="ellipsis")
 
 
 class LiveProgress(PlainProgress):
     """Progress of a run as a bar at the bottom of a terminal; steps, notes and samples scroll above
     it."""
 
-    def __init__(self, steps: int, console: Console, *, is_verbose: bool = False) -> None:
+    def __init__(self, steps: int, console: RunConsole) -> None:
         """Draw the bar. See `PlainProgress` for the arguments."""
-        super().__init__(steps, console, is_verbose=is_verbose)
+        super().__init__(steps, console)
         columns = (
             TextColumn("step"),
             MofNCompleteColumn(),
             # The columns fit into a terminal of 60 columns.
-            BarColumn(bar_width=12),
-            TimeElapsedColumn(),
-            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=12, table_column=Column(no_wrap=True)),
+            TimeElapsedColumn(table_column=Column(no_wrap=True)),
+            _StatusColumn(table_column=Column(no_wrap=False)),
         )
         # Do not redirect the streams: the launcher prints through the console, or after `close`.
         self._bar = Progress(
@@ -281,12 +337,12 @@ class QuietProgress(PlainProgress):
 class JsonProgress(PlainProgress):
     """Progress of `json`: one event on standard output for each step, note and group of samples."""
 
-    def __init__(self, steps: int, console: Console, directory: str) -> None:
+    def __init__(self, steps: int, console: RunConsole, directory: str) -> None:
         """Create the output.
 
         Args:
             steps: Number of steps of the run.
-            console: Console for texts; events are not printed on it.
+            console: Console that prints the events.
             directory: Run directory, which is part of each event of a step.
         """
         super().__init__(steps, console)
@@ -294,16 +350,16 @@ class JsonProgress(PlainProgress):
 
     def show_note(self, text: str) -> None:
         """Print a note."""
-        print_event("note", message=text)
+        self._console.print_event("note", message=text)
 
     def show_error(self, text: str) -> None:
         """Print an exception of the user's code."""
-        print_event("error", message=text)
+        self._console.print_event("error", message=text)
 
     def show_step(self, metrics: Mapping[str, float], problem: str | None = None) -> None:
         """Print a step with all of its metrics. See `PlainProgress.show_step`."""
         self._pace.add(metrics)
-        print_event(
+        self._console.print_event(
             "step",
             directory=self._directory,
             step=int(metrics["step"]),
@@ -315,31 +371,27 @@ class JsonProgress(PlainProgress):
 
     def show_samples(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Print recorded samples of one step."""
-        print_event("samples", step=records[0]["step"], samples=records)
+        self._console.print_event("samples", step=records[0]["step"], samples=records)
 
 
-def make_progress(
-    steps: int, console: Console, mode: OutputMode = "normal", directory: str = ""
-) -> PlainProgress:
-    """Return the progress of an output mode.
+def make_progress(steps: int, console: RunConsole, directory: str = "") -> PlainProgress:
+    """Return the progress of the console's output mode.
 
     `normal` and `verbose` have a bar if the console is a terminal, otherwise plain lines.
     FORCE_COLOR makes `console.is_terminal` true for pipes and notebooks too, where a bar cannot
-    overwrite itself, so the file decides.
+    overwrite itself, so the file decides. The bar cannot overwrite itself with TERM=dumb either.
 
     Args:
         steps: Number of steps of the run.
         console: Console for the output.
-        mode: The output mode.
         directory: Run directory, for `json`.
     """
-    if mode == "json":
+    if console.mode == "json":
         return JsonProgress(steps, console, directory)
-    if mode == "quiet":
+    if console.mode == "quiet":
         return QuietProgress(steps, console)
-    is_terminal = console.is_terminal and console.file.isatty()
-    progress_type = LiveProgress if is_terminal else PlainProgress
-    return progress_type(steps, console, is_verbose=mode == "verbose")
+    has_bar = console.is_terminal and console.file.isatty() and not console.is_dumb_terminal
+    return (LiveProgress if has_bar else PlainProgress)(steps, console)
 
 
 def _create_table(title: str, label: str, *columns: str) -> Table:
@@ -378,9 +430,9 @@ def build_summary_table(metrics: Sequence[Mapping[str, float]]) -> Table:
     )
     table = _create_table(
         f"Summary of {len(metrics)} steps",
-        "mean",
-        f"first {len(first)} steps",
-        f"last {len(last)} steps",
+        "mean of steps",
+        f"first {len(first)}",
+        f"last {len(last)}",
         "change",
     )
     for key, name in {
@@ -475,9 +527,9 @@ def print_summary(
     # The evaluation of the initial policy has a record, but is not a step.
     steps = [record for record in metrics if record["step"] > 0]
     if steps:
-        console.print(build_summary_table(steps))
+        print_table(console, build_summary_table(steps))
     if (evaluations := build_evaluation_table(metrics)) is not None:
-        console.print(evaluations)
+        print_table(console, evaluations)
     if steps:
         print_line(console, format_totals(steps))
     for name in ("metrics", "samples", "tensorboard", "logs", "trace", "checkpoints"):

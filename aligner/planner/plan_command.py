@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from aligner.observability.console import print_line
+from aligner.observability.console import print_line, print_table
 from aligner.planner.measured_run import MeasuredRun, RoleUsage, read_measured_run
 from aligner.planner.pipeline_model import (
     Placement,
@@ -127,14 +127,14 @@ def _print_tables(plan: _Plan) -> None:
         f" (rollout.max_staleness={run.pipeline.max_staleness}): {_format_seconds(run.step_s)} per"
         " step",
     )
-    console.print(_usage_table(run))
+    print_table(console, _usage_table(run))
     share = run.phase_shares[run.limiting_role]
     print_line(
         console, f"limiting role: {run.limiting_role} (its phases take {share:.0%} of a step)"
     )
 
     if plan.splits:
-        console.print(_splits_table(plan.splits))
+        print_table(console, _splits_table(plan.splits))
     else:
         print_line(
             console,

@@ -11,6 +11,7 @@ from rich.console import Console
 from aligner.observability.console import (
     LiveProgress,
     PlainProgress,
+    RunConsole,
     build_summary_table,
     format_totals,
     make_progress,
@@ -24,9 +25,9 @@ class Terminal(io.StringIO):
         return True
 
 
-def console(*, terminal: bool = False) -> Console:
+def console(*, terminal: bool = False) -> RunConsole:
     file = Terminal() if terminal else io.StringIO()
-    return Console(file=file, width=110, force_terminal=terminal, color_system=None)
+    return RunConsole(file=file, width=110, force_terminal=terminal, color_system=None)
 
 
 def output_of(where: Console) -> str:
@@ -95,7 +96,7 @@ def test_live_progress_keeps_a_line_per_step() -> None:
 
 def test_live_progress_fits_into_60_columns() -> None:
     file = Terminal()
-    view = make_progress(10000, Console(file=file, width=60, force_terminal=True))
+    view = make_progress(10000, RunConsole(file=file, width=60, force_terminal=True))
     view.show_step({"step": 1234, "time/step": 35.0})
     view.close()
     bar = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", file.getvalue()).splitlines()[-1].strip("\r")
@@ -103,7 +104,7 @@ def test_live_progress_fits_into_60_columns() -> None:
 
 
 def test_forced_colors_draw_no_bar_in_a_pipe() -> None:
-    where = Console(file=io.StringIO(), force_terminal=True)
+    where = RunConsole(file=io.StringIO(), force_terminal=True)
     view = make_progress(3, where)
     view.show_step({"step": 1, "time/step": 2.0})
     view.close()
@@ -137,7 +138,7 @@ def test_summary_compares_first_and_last_five_steps(tmp_path: Path) -> None:
     }
     assert [cell.strip() for cell in rows["reward"]] == ["0.3000", "1.0000", "+0.7000"]
     assert [cell.strip() for cell in rows["train (s)"]] == ["1.5000", "1.5000", "+0.0000"]
-    assert "response length (tokens)" not in rows  # not measured, so not shown
+    assert "response tokens" not in rows  # not measured, so not shown
     assert (
         "largest engine-trainer log-prob difference (mismatch/logprob_abs): 1.00e-05 at step 3"
         in output_of(where)
@@ -190,5 +191,5 @@ def test_initial_evaluation_is_not_counted_as_step(
 def test_run_of_one_step_has_a_summary() -> None:
     table = build_summary_table([{"step": 1, "reward/mean": 0.5}])
     headers = [column.header for column in table.columns]
-    assert headers == ["mean", "first 1 steps", "last 1 steps", "change"]
+    assert headers == ["mean of steps", "first 1", "last 1", "change"]
     assert format_totals([{"step": 1, "reward/mean": 0.5}]) == "total: 1 steps, 0.0 s"

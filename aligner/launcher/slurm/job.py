@@ -7,14 +7,13 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from rich.console import Console
-
 from aligner.config.compose import load_config
 from aligner.errors import AlignerError, ConfigError
 from aligner.launcher.processes import Interrupts
 from aligner.launcher.slurm.job_steps import SlurmSteps, read_allocation
 from aligner.launcher.slurm.slurm_commands import RETRY_ATTEMPTS, slurm_command
 from aligner.launcher.supervisor import Supervisor
+from aligner.observability.console import RunConsole
 from aligner.paths import RunPaths
 from aligner.placement.slurm_layout import compute_slurm_layout
 
@@ -49,7 +48,7 @@ def supervise(directory: Path) -> None:
         )
     config = replace(config, run=replace(config.run, resume="auto", dir=str(paths.root)))
     # A log file has no terminal width.
-    console = Console(width=120)
+    console = RunConsole(width=120)
     should_requeue = config.cluster.slurm.requeue
     resume_hint = (
         "Slurm requeues the job, which resumes the run"

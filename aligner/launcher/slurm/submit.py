@@ -35,6 +35,7 @@ from aligner.paths import PRIVATE_MODE, RunPaths, get_cache_directory, get_run_p
 from aligner.placement.addresses import create_access_key
 from aligner.placement.slurm_layout import Component, compute_slurm_layout, get_slurm_settings
 from aligner.schema import Config
+from aligner.terminal import print_text
 
 # Slurm variables that select the cluster. All others describe the job in which `aligner launch`
 # runs, if any.
@@ -132,7 +133,7 @@ def submit(plan: RunPlan) -> None:
         if config.cluster.slurm.requeue
         else f"resume with `sbatch {paths.job_script}`"
     )
-    print(
+    lines = (
         f"job {job}",
         f"script: {paths.job_script}",
         f"log:    {paths.job_log(job)}",
@@ -140,8 +141,8 @@ def submit(plan: RunPlan) -> None:
         f"status: squeue --jobs={job}; aligner status {paths.root}",
         f"stop:   scancel --batch --signal=USR1 {job}   # saves a checkpoint; {resume_text}",
         f"end:    scancel {job}   # without a checkpoint",
-        sep="\n",
     )
+    print_text("\n".join(lines))
 
 
 @contextlib.contextmanager
