@@ -3,16 +3,21 @@
 import json
 import logging
 import os
+import re
 import sys
 import threading
+import traceback
 from collections.abc import Iterable
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TextIO, cast
 
 ERROR_PREFIX = "aligner: error:"
-NOTE_PREFIX = "aligner: note:"
 """Beginning of the line in which a rank reports the error that ends it."""
+NOTE_PREFIX = "aligner: note:"
+"""Beginning of a note that the launcher shows on the terminal."""
+# Time, level, role and rank at the beginning of a line of a text log.
+_TEXT_PREFIX = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d [A-Z]+ \S+ \d+: ")
 
 _log = logging.getLogger("aligner")
 
@@ -20,10 +25,9 @@ _log = logging.getLogger("aligner")
 def configure_logs(format: str, role: str, rank: int | None = None) -> None:
     """Configure Python's logging in the process of a rank.
 
-    With `text`, records of aligner's loggers become lines of standard output with time, level, role
-    and rank, and all other output is unchanged. With `json`, all records, warnings and printed
-    lines become JSON objects, except output that other processes or libraries write directly to the
-    file.
+    Records of all loggers, warnings and printed lines become lines with time, level, role and rank,
+    or JSON objects. Records of libraries below WARNING are omitted. Output that other processes or
+    C++ libraries write directly to the file keeps its own format.
 
     Args:
         format: `text` or `json`.
@@ -33,25 +37,17 @@ def configure_logs(format: str, role: str, rank: int | None = None) -> None:
     handler = _Handler(sys.stdout)
     rank = int(os.environ.get("RANK", "0")) if rank is None else rank
     _log.setLevel(logging.INFO)
-    if format == "text":
-        handler.setFormatter(_create_text_formatter(role, rank))
-        _log.handlers = [handler]
-        _log.propagate = False
-        return
+    is_text = format == "text"
+    handler.setFormatter(_TextFormatter(role, rank) if is_text else _JsonFormatter(role, rank))
     # Some libraries log many records below WARNING, and expect the application to filter them.
     handler.addFilter(_is_own_or_warning)
-    handler.setFormatter(_JsonFormatter(role, rank))
     logging.getLogger().handlers = [handler]
     logging.captureWarnings(True)
     sys.stdout = cast(TextIO, _LoggedStream(sys.stdout, "stdout", logging.INFO))
-    sys.stderr = cast(TextIO, _LoggedStream(sys.stderr, "stderr", logging.WARNING))
-
-
-def _create_text_formatter(role: str, rank: int) -> logging.Formatter:
-    """Return a formatter of lines such as "2026-11-29 06:46:34 INFO trainer 0: message"."""
-    return logging.Formatter(
-        f"%(asctime)s %(levelname)s {role} {rank}: %(message)s", "%Y-%m-%d %H:%M:%S"
-    )
+    # Progress bars and notes of libraries are on standard error, too. In a text log, they are not
+    # marked as warnings.
+    error_level = logging.INFO if is_text else logging.WARNING
+    sys.stderr = cast(TextIO, _LoggedStream(sys.stderr, "stderr", error_level))
 
 
 class LogFollower:
@@ -100,18 +96,22 @@ def set_log_step(step: int) -> None:
 
 
 def log_failure(error: BaseException, message: str | None) -> bool:
-    """Log the error that ends this process, if its logs are JSON.
+    """Log the error that ends this process, if `configure_logs` was called.
 
     Args:
         error: The error that ends the process.
         message: The message to log; None logs the error with its traceback.
 
     Returns:
-        Whether the failure was logged; False if the logs are text.
+        Whether the failure was logged.
     """
-    if not _json_formatters():
+    if not any(isinstance(handler, _Handler) for handler in logging.getLogger().handlers):
         return False
-    if message is None:
+    if not _json_formatters():
+        text = "".join(traceback.format_exception(error)) if message is None else message
+        prefix = "" if message is None else f"{ERROR_PREFIX} "
+        _log.critical("%s%s", prefix, text.rstrip())
+    elif message is None:
         _log.critical("%s: %s", type(error).__name__, error, exc_info=error)
     else:
         _log.error("%s %s", ERROR_PREFIX, message)
@@ -124,17 +124,18 @@ def format_launcher_line(format: str, role: str, rank: int, message: str) -> str
     is_text = format == "text"
     text = f"--- {message} ---" if is_text else message
     record = logging.LogRecord("aligner.launcher", logging.INFO, "", 0, text, None, None)
-    formatter = _create_text_formatter(role, rank) if is_text else _JsonFormatter(role, rank)
+    formatter = _TextFormatter(role, rank) if is_text else _JsonFormatter(role, rank)
     return formatter.format(record) + "\n"
 
 
 def extract_text_lines(lines: list[str]) -> list[str]:
-    """Return the lines of a log as text.
+    """Return the lines of a log as text, without time, level, role and rank.
 
     A JSON object becomes its message, preceded by the lines of its traceback if it has one.
     """
     text_lines = []
     for line in lines:
+        line = _TEXT_PREFIX.sub("", line)
         try:
             record = json.loads(line) if line.startswith("{") else None
         except ValueError:
@@ -143,6 +144,24 @@ def extract_text_lines(lines: list[str]) -> list[str]:
             line = f"{record.get('traceback', '')}\n{record['message']}".strip("\n")
         text_lines += line.splitlines() or [""]
     return text_lines
+
+
+class _TextFormatter(logging.Formatter):
+    """Formatter of lines such as "2026-11-29 06:46:34 INFO trainer 0: message".
+
+    Each line of a message of several lines, such as a traceback, has the time, level, role and
+    rank.
+    """
+
+    def __init__(self, role: str, rank: int) -> None:
+        super().__init__(datefmt="%Y-%m-%d %H:%M:%S")
+        self._process_name = f"{role} {rank}"
+
+    def format(self, record: logging.LogRecord) -> str:
+        time = self.formatTime(record, self.datefmt)
+        prefix = f"{time} {record.levelname} {self._process_name}: "
+        text = super().format(record).rstrip("\n")
+        return "\n".join(f"{prefix}{line}" for line in text.split("\n"))
 
 
 class _JsonFormatter(logging.Formatter):
@@ -176,6 +195,7 @@ def _is_own_or_warning(record: logging.LogRecord) -> bool:
     return record.levelno >= logging.WARNING or record.name.partition(".")[0] in (
         "aligner",
         "stdout",
+        "stderr",
     )
 
 

@@ -107,11 +107,16 @@ def read_log_end(file: Path) -> tuple[list[Line], int]:
     text = _COLORS.sub("", text)
     # A progress bar overwrites its line with carriage returns: only its last state remains.
     lines = [line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n")]
-    return [
-        (_classify_line(line), printable(line, MAX_LINE_LENGTH))
-        # The first line of a partly read file is incomplete.
-        for line in extract_text_lines(lines[1:] if skipped_bytes else lines)
-    ], skipped_bytes
+    shown_lines: list[Line] = []
+    # The first line of a partly read file is incomplete.
+    for line in lines[1:] if skipped_bytes else lines:
+        # The level is at the beginning of a line of a text log, which is not shown.
+        level_kind = "" if line.startswith("{") else _classify_line(line)
+        shown_lines += [
+            (_classify_line(text) or level_kind, printable(text, MAX_LINE_LENGTH))
+            for text in extract_text_lines([line])
+        ]
+    return shown_lines, skipped_bytes
 
 
 def find_log_problems(directory: Path) -> list[tuple[str, str, str, int]]:
