@@ -32,7 +32,7 @@ from aligner.errors import (
 )
 from aligner.files import write_file
 from aligner.launcher.status import RunStatus, read_status
-from aligner.observability.console import RunConsole, print_line, print_table
+from aligner.observability.console import RunConsole, describe_step, print_line, print_table
 from aligner.paths import PRIVATE_MODE, RunPaths
 
 SWEEP_FILE = "sweep.json"
