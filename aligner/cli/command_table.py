@@ -223,6 +223,12 @@ _RUN = _add(
     metavar="RUN",
     help="run directory (path printed by `aligner launch`)",
 )
+_CONFIG_DIRECTORY = _add(
+    "--config-dir",
+    type=Path,
+    metavar="DIR",
+    help="directory with your own configuration groups, such as DIR/experiment/NAME.yaml",
+)
 _COMPOSITION = (
     _add(
         "overrides",
@@ -233,12 +239,7 @@ _COMPOSITION = (
             " reward.function; then any other keys (docs/configuration.md)"
         ),
     ),
-    _add(
-        "--config-dir",
-        type=Path,
-        metavar="DIR",
-        help="directory with your own configuration groups, such as DIR/experiment/NAME.yaml",
-    ),
+    _CONFIG_DIRECTORY,
 )
 _OVERRIDES = (
     *_COMPOSITION,
@@ -561,6 +562,37 @@ COMMANDS = {
         "check a configuration and print the placement and memory of the roles, without starting a"
         " run",
         _OVERRIDES,
+    ),
+    "data": Command(
+        "aligner.cli.data_command:show_data",
+        "show the first records of a file as the model sees them, with lengths and loss mask, and"
+        " a summary of all records",
+        (
+            _add(
+                "file",
+                metavar="FILE",
+                help="records, in a form that data.path accepts",
+            ),
+            _add(
+                "overrides",
+                nargs="*",
+                metavar="key=value",
+                help=(
+                    "configuration overrides, as for `aligner launch`: model.path, algorithm,"
+                    " data.format and others; without a model, only texts are shown"
+                ),
+            ),
+            _CONFIG_DIRECTORY,
+            _add(
+                "--limit",
+                type=_at_least(0),
+                default=3,
+                metavar="N",
+                help="number of records to show (default: 3)",
+            ),
+            _add("--full", action="store_true", help="show long texts completely"),
+            _add("--json", action="store_true", help="print one JSON object instead of text"),
+        ),
     ),
     "new": Command(
         "aligner.cli.new_experiment:new_experiment",

@@ -84,6 +84,8 @@ def compose_config(
     overrides: Sequence[str],
     config_directory: Path | None = None,
     config_file: Path | None = None,
+    *,
+    is_partial: bool = False,
 ) -> Config:
     """Compose and validate the configuration of a run.
 
@@ -96,6 +98,8 @@ def compose_config(
         config_directory: Directory of the user's own groups, such as `experiment/mine.yaml`, in
             addition to the built-in groups.
         config_file: File of the experiment, instead of `experiment=NAME`.
+        is_partial: Whether the model and the reward may be missing, for commands that only read
+            data.
 
     Raises:
         ConfigError: A key or a group option is unknown, has a value of the wrong type, or is
@@ -125,7 +129,7 @@ def compose_config(
         ),
         AUTOMATIC,
     )
-    if "experiment" not in keys and not keys & {"model", "model.path"}:
+    if "experiment" not in keys and not is_partial and not keys & {"model", "model.path"}:
         raise ConfigError(
             f"experiment=NAME is missing; experiments: {', '.join(options['experiment'])};"
             f" {_WITHOUT_EXPERIMENT}"
@@ -136,6 +140,7 @@ def compose_config(
     check_read(config, parsed_overrides, options, sources)
     if (
         "experiment" not in keys
+        and not is_partial
         and config.algorithm.generates_samples
         and not any(key.startswith("reward") for key in keys)
     ):

@@ -6,7 +6,7 @@ the automatic values fit the user's own values.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,9 @@ from aligner.schema.data import AUTO_LAYOUT
 from aligner.schema.derived import GROUP_ESTIMATORS, count_policy_updates
 from aligner.schema.keys import is_read, with_values
 from aligner.schema.reward_sources import has_reward_model
+
+Rule = Callable[[Config, Situation], Iterator[Choice]]
+"""Function that yields the automatic values of some keys."""
 
 
 @dataclass(frozen=True)
@@ -64,12 +67,15 @@ UNREAD_REASON = "default, because the records could not be read or the tokenizer
 _LARGE_MODEL = 5e9
 
 
-def choose(config: Config, situation: Situation) -> tuple[Config, tuple[Choice, ...]]:
+def choose(
+    config: Config, situation: Situation, rules: Sequence[Rule] | None = None
+) -> tuple[Config, tuple[Choice, ...]]:
     """Choose values for the keys that the run reads and that the user did not set.
 
     Args:
         config: Composed configuration.
         situation: Model, data, machine, and the keys that the user set.
+        rules: Rules to apply; None applies all of them.
 
     Returns:
         The configuration with the chosen values, and the choices in the order in which they were
@@ -79,7 +85,7 @@ def choose(config: Config, situation: Situation) -> tuple[Config, tuple[Choice, 
         ConfigError: The run does not fit into memory with any layout.
     """
     choices: list[Choice] = []
-    for rule in RULES:
+    for rule in RULES if rules is None else rules:
         # A rule keeps the configuration that it was called with, without its own choices.
         for choice in rule(config, situation):
             if choice.key not in situation.user_keys and is_read(config, choice.key):
@@ -401,11 +407,15 @@ def _round_up(tokens: int) -> int:
     return max(16, -(-tokens // 16) * 16)
 
 
-RULES = (
+DATA_RULES: tuple[Rule, ...] = (
     _choose_record_layout,
     _choose_fields,
     _choose_prompt_length,
     _choose_response_length,
+)
+"""Rules of the keys that determine how records are read."""
+RULES: tuple[Rule, ...] = (
+    *DATA_RULES,
     _choose_samples_per_prompt,
     _choose_batch,
     _choose_micro_batches,

@@ -100,13 +100,13 @@ def _from_json(stored: Mapping[str, Any]) -> DataStatistics:
 
 
 def _measure(config: Config, tokenizer: Tokenizer, raw_records: "_Records") -> DataStatistics:
-    sampled_records, count = _sample_records(raw_records)
+    sampled_records, count = sample_records(raw_records)
     layout = _find_common_layout(sampled_records, config)
     layout_text = LAYOUTS[layout].description if layout else ""
     if layout in TEXT_LAYOUTS and not _has_template(tokenizer):
         layout = TEXT_LAYOUTS[layout]
         layout_text += "; the model has no chat template, so they remain plain texts"
-    choice = _choose_record_fields(sampled_records, raw_records, config)
+    choice = choose_record_fields(sampled_records, raw_records, config)
     fields = choice.fields
     with tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch) / "records.jsonl"
@@ -183,7 +183,7 @@ def _find_common_layout(records: Sequence[RawRecord], config: Config) -> str:
     return layouts.pop() or "" if len(layouts) == 1 else ""
 
 
-def _choose_record_fields(
+def choose_record_fields(
     sampled_records: Sequence[RawRecord], raw_records: Iterable[RawRecord], config: Config
 ) -> FieldChoice:
     """Choose the record fields for `prompt`, `response` and `answer`.
@@ -265,7 +265,7 @@ def _format_example(record: Mapping[str, Any], fields: Mapping[str, str]) -> str
     return "\n".join(lines)
 
 
-def _sample_records(raw_records: Iterable[RawRecord]) -> tuple[list[RawRecord], int]:
+def sample_records(raw_records: Iterable[RawRecord]) -> tuple[list[RawRecord], int]:
     """Return the records to measure, and the number of all records.
 
     The records to measure are the longest ones, and others at even distances.

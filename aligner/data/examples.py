@@ -141,17 +141,7 @@ def open_run_data(
     """
     data = config.data
     trainer = config.algorithm.trainer
-    examples: ExampleStream[Any]
-    if trainer in ("sft", "teacher_scores"):
-        scores = open_teacher_scores(config) if trainer == "sft" else None
-        examples = open_demonstrations(data, tokenizer, config.seed, scores, cache)
-    elif trainer == "reward_model" and has_steps(data):
-        examples = open_labeled_steps(data, tokenizer, config.seed, cache)
-    elif config.algorithm.has_labels:
-        examples = open_labeled_answers(data, tokenizer, config.seed, cache)
-    else:
-        margin_for = describe_margin_setting(config)
-        examples = open_preferences(data, tokenizer, config.seed, margin_for, cache)
+    examples = _open_stream(build_run_parser(config, tokenizer), config.seed, cache)
 
     if data.normalization is not None and isinstance(examples.take(0, 1)[0], LabeledSteps):
         raise ConfigError(
@@ -185,6 +175,24 @@ def open_run_data(
     sample_stream = open_demonstrations(sample_data, tokenizer, config.seed, cache=cache)
     samples = sample_stream.take(0, min(len(sample_stream), data.normalization_samples))
     return RunData(examples, held_out, samples, (*notices, *sample_stream.notices))
+
+
+def build_run_parser(config: Config, tokenizer: Tokenizer) -> "ExampleParser[Any]":
+    """Return the parser of the records of an offline run.
+
+    Raises:
+        ConfigError: The data or the teacher's scores cannot be read.
+    """
+    data = config.data
+    trainer = config.algorithm.trainer
+    if trainer in ("sft", "teacher_scores"):
+        scores = open_teacher_scores(config) if trainer == "sft" else None
+        return _build_demonstration_parser(data, tokenizer, scores)
+    if trainer == "reward_model" and has_steps(data):
+        return ExampleParser(LABELED_STEPS, _read_labeled_steps, tokenizer, data)
+    if config.algorithm.has_labels:
+        return ExampleParser(LABELED_ANSWERS, _read_labeled_answer, tokenizer, data)
+    return _build_preference_parser(data, tokenizer, describe_margin_setting(config))
 
 
 def open_teacher_scores(config: Config) -> TeacherScores | None:
@@ -234,14 +242,7 @@ def open_demonstrations(
         ConfigError: A source cannot be read; or a record is invalid, too long or without scores,
             and is not to be skipped. The message names the record.
     """
-    parser = ExampleParser(
-        DEMONSTRATIONS,
-        partial(_read_scored_demonstration, scores),
-        tokenizer,
-        data,
-        {"scores": None if scores is None else scores.identity},
-    )
-    return _open_stream(parser, seed, cache)
+    return _open_stream(_build_demonstration_parser(data, tokenizer, scores), seed, cache)
 
 
 def open_preferences(
@@ -268,14 +269,7 @@ def open_preferences(
         ConfigError: See `open_demonstrations`. A record with two equal responses is invalid, and so
             is a record without a required margin.
     """
-    parser = ExampleParser(
-        PREFERENCES,
-        partial(_read_preference_with_margin, margin_for),
-        tokenizer,
-        data,
-        {"margin_for": margin_for},
-    )
-    return _open_stream(parser, seed, cache)
+    return _open_stream(_build_preference_parser(data, tokenizer, margin_for), seed, cache)
 
 
 def open_labeled_answers(
@@ -343,6 +337,32 @@ class ExampleParser(Generic[Example]):
             "merges": sum(summary["merges"] for summary in summaries),
             "first_merge": next(first_merges, ""),
         }
+
+
+def _build_demonstration_parser(
+    data: DataConfig, tokenizer: Tokenizer, scores: TeacherScores | None
+) -> ExampleParser[Demonstration]:
+    """Return the parser of `open_demonstrations`."""
+    return ExampleParser(
+        DEMONSTRATIONS,
+        partial(_read_scored_demonstration, scores),
+        tokenizer,
+        data,
+        {"scores": None if scores is None else scores.identity},
+    )
+
+
+def _build_preference_parser(
+    data: DataConfig, tokenizer: Tokenizer, margin_for: str | None
+) -> ExampleParser[Preference]:
+    """Return the parser of `open_preferences`."""
+    return ExampleParser(
+        PREFERENCES,
+        partial(_read_preference_with_margin, margin_for),
+        tokenizer,
+        data,
+        {"margin_for": margin_for},
+    )
 
 
 def _open_stream(

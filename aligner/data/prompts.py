@@ -63,10 +63,10 @@ from aligner.data.records import (
 from aligner.data.tokenizer import Tokenizer, Tools
 from aligner.data.types import Prompt
 from aligner.errors import AlignerError, ConfigError
-from aligner.schema import DataConfig
+from aligner.schema import Config, DataConfig
 from aligner.schema.data import AUTO_LAYOUT
 from aligner.schema.data_sources import DataSource, parse_task_sources
-from aligner.schema.evaluation_suites import Suite
+from aligner.schema.evaluation_suites import Suite, needs_prompt_messages
 
 Example = TypeVar("Example")
 
@@ -370,6 +370,29 @@ def open_prompts(
         tools=tools,
         pass_rates=_read_pass_rates(data),
     )
+    return open_prompt_stream(parser, seed, cache)
+
+
+def build_prompt_parser(
+    config: Config, tokenizer: Tokenizer, tools: Tools | None = None
+) -> "PromptParser":
+    """Return the parser of the prompts of a run that generates samples; see `open_prompts`."""
+    return PromptParser(
+        config.data,
+        tokenizer,
+        # The files of all samples contain the messages of the prompts.
+        include_messages=needs_prompt_messages(config) or config.logging.samples_mib > 0,
+        include_responses=config.algorithm.has_demonstrations,
+        tools=tools,
+        pass_rates=_read_pass_rates(config.data),
+    )
+
+
+def open_prompt_stream(
+    parser: "PromptParser", seed: int, cache: ExampleCache | None = None
+) -> PromptStream:
+    """Return a stream of the prompts that a parser reads; see `open_prompts`."""
+    data = parser.data
     opened = open_examples(data, parser, cache)
     sources = [_sort(source, data.sort_by) for source in opened.sources]
     stream = PromptStream(

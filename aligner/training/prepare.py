@@ -16,8 +16,9 @@ from aligner.data.model_directory import prepare_model, read_shape
 from aligner.data.prompts import (
     PromptFields,
     PromptStream,
+    build_prompt_parser,
     open_evaluation_prompts,
-    open_prompts,
+    open_prompt_stream,
 )
 from aligner.data.teacher_scores import TeacherScores
 from aligner.data.tokenizer import Tokenizer, Tools, build_run_tokenizer, check_end_tokens
@@ -182,16 +183,7 @@ def open_run_prompts(
     Raises:
         ConfigError: See `open_prompts`.
     """
-    return open_prompts(
-        config.data,
-        tokenizer,
-        config.seed,
-        # The files of all samples contain the messages of the prompts.
-        include_messages=needs_prompt_messages(config) or config.logging.samples_mib > 0,
-        include_responses=config.algorithm.has_demonstrations,
-        tools=tools,
-        cache=cache,
-    )
+    return open_prompt_stream(build_prompt_parser(config, tokenizer, tools), config.seed, cache)
 
 
 def _check_data(
