@@ -29,8 +29,8 @@ from aligner.data.conversations import (
     decode_response,
 )
 from aligner.data.export import Source
-from aligner.data.prompts import to_prompt, unwrap_message, wrap_in_message
-from aligner.data.records import Record
+from aligner.data.prompts import apply_template_use, to_prompt
+from aligner.data.records import ExcludedRecord, Record
 from aligner.data.tokenizer import Tokenizer, build_run_tokenizer
 from aligner.data.tokenizer_files import find_tokenizer_problem, has_chat_template
 from aligner.data.types import Prompt, Sample
@@ -42,7 +42,7 @@ from aligner.files import convert_write_errors, open_new_file
 from aligner.models.hugging_face import read_config
 from aligner.models.shape import ModelShape
 from aligner.models.vocabulary import with_all_end_tokens
-from aligner.schema import Config, EngineConfig
+from aligner.schema import Config, DataConfig, EngineConfig
 from aligner.schema.environment import EnvironmentConfig
 
 TemplateUse = Literal["auto", "chat", "raw"]
@@ -89,6 +89,8 @@ class Job:
     """Answers of the environment, by episode."""
     notices: Sequence[str] = ()
     """Notices about the prompts for the user, one line each."""
+    positions: Sequence[int] = ()
+    """Index of each prompt's record in the sequence that `plan_job` received."""
 
     @cached_property
     def chat(self) -> ChatTurns:
@@ -116,6 +118,7 @@ def plan_job(
     environment: EnvironmentConfig | None = None,
     template: TemplateUse = "auto",
     run: Config | None = None,
+    data: DataConfig | None = None,
     **sampling: Any,
 ) -> Job:
     """Check and tokenize the input of a generation job; read no weights.
@@ -123,7 +126,7 @@ def plan_job(
     Args:
         source: The stored model.
         prompts: Records whose prompts are plain texts or chat messages. The id of a prompt is its
-            index in this sequence.
+            index in this sequence, without the records that `data` excludes.
         samples: Number of responses per prompt.
         seed: Seed of the random choices.
         stop_at_eos: Whether the model's end-of-sequence tokens end a response.
@@ -133,11 +136,13 @@ def plan_job(
         template: When the chat template renders a prompt.
         run: Configuration of the run that trained the model; its settings of the chat template are
             used. None for another model.
+        data: Boundaries and maximum length of the prompts, and the handling of longer prompts. None
+            uses the whole prompt, which the model's positions limit.
         **sampling: Further arguments of `SamplingOptions`.
 
     Raises:
         ConfigError: The model generates no text or has no tokenizer, the sampling options are
-            invalid, or a prompt, named by its index, leaves no room for the response.
+            invalid, `data` excludes all prompts, or a prompt leaves no room for the response.
     """
     shape = read_generating_shape(source)
     stop_token_ids = shape.eos_token_ids if stop_at_eos else ()
@@ -167,18 +172,35 @@ def plan_job(
     tools = [] if environment is None else list_tools(environment)
     schemas = tool_schemas(tools)
 
-    tokenized_prompts = []
-    for index, record in enumerate(prompts):
-        if template == "chat":
-            record = wrap_in_message(record)
-        elif template == "raw":
-            record = unwrap_message(record)
-        prompt = to_prompt(
-            add_tools(record, schemas), tokenizer, max_prompt_tokens, limit_description, id=index
-        )
+    if data is None:
+        data = DataConfig(max_prompt_tokens=max_prompt_tokens)
+    elif data.max_prompt_tokens > max_prompt_tokens:
+        data = replace(data, max_prompt_tokens=max_prompt_tokens)
+    else:
+        limit_description = f"data.max_prompt_tokens={data.max_prompt_tokens}"
+
+    tokenized_prompts: list[Prompt] = []
+    positions = []
+    exclusions = []
+    for position, record in enumerate(prompts):
+        record = add_tools(apply_template_use(record, template), schemas)
+        try:
+            prompt = to_prompt(
+                record, tokenizer, data, limit_description, id=len(tokenized_prompts)
+            )
+        except ExcludedRecord as error:
+            exclusions.append(str(error))
+            continue
         tokenized_prompts.append(prompt)
+        positions.append(position)
+    if exclusions and not tokenized_prompts:
+        raise ConfigError(f"all {len(prompts)} prompts are excluded; the first: {exclusions[0]}")
 
     notices = []
+    if exclusions:
+        notices.append(
+            f"skipped {len(exclusions)} of {len(prompts)} prompts; the first: {exclusions[0]}"
+        )
     is_plain = not all(record.has_messages for record in prompts)
     if template == "auto" and is_plain and has_chat_template(source.companions):
         notices.append(
@@ -196,6 +218,7 @@ def plan_job(
         environment,
         tools,
         notices=notices,
+        positions=positions,
     )
 
 

@@ -10,7 +10,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,16 +39,25 @@ from aligner.observability.console import build_metrics_table, print_table
 from aligner.paths import RunPaths
 from aligner.rewards.scorers import resolve_scorer
 from aligner.rewards.sources import TextSource
-from aligner.schema import Config, EngineConfig
+from aligner.schema import Config, DataConfig, EngineConfig
 from aligner.schema.data import AUTO_LAYOUT
 from aligner.schema.data_sources import parse_data_sources
 from aligner.schema.environment import EnvironmentConfig
 from aligner.schema.evaluation_suites import parse_evaluation_suites
+from aligner.schema.keys import get_value, with_values
 from aligner.schema.reward_sources import JudgeSource, parse_evaluation_judge
 from aligner.terminal import print_note, print_text
 
 # Experiment without an environment, to which the keys of the command line are added.
 _BASE_EXPERIMENT = "tiny_ppo"
+# Keys of `data` that the commands accept: boundaries and maximum length of the prompts.
+_PROMPT_KEYS = (
+    "data.prompt_after",
+    "data.prompt_before",
+    "data.max_prompt_tokens",
+    "data.long_prompts",
+)
+_NO_LIMIT = 2**30
 
 
 def generate_samples(parsed: argparse.Namespace) -> None:
@@ -61,6 +70,7 @@ def generate_samples(parsed: argparse.Namespace) -> None:
         environment=environment,
         template=parsed.template,
         run=run,
+        data=_find_prompt_settings(parsed, run),
         **_sampling_arguments(parsed),
     )
     _print_notices(job.notices)
@@ -97,13 +107,23 @@ def evaluate_samples(parsed: argparse.Namespace) -> None:
     scorer = TextSource(parsed.function, resolve_scorer(parsed.function, "--function"))
     run = _find_run(parsed.source)
     prompts = _read_prompts(parsed, run)
-    sampling = {**_sampling_arguments(parsed), "template": parsed.template, "run": run}
+    data = _find_prompt_settings(parsed, run)
+    sampling = {
+        **_sampling_arguments(parsed),
+        "template": parsed.template,
+        "run": run,
+        "data": data,
+    }
     initial = None
     answers = plan_job(find_source(parsed.source), prompts, **sampling)
     _print_notices(answers.notices)
     if parsed.reference is not None:
         reference = find_source(parsed.reference, "--reference")
-        initial = plan_job(reference, prompts, **sampling | {"samples": 1, "greedy": True})
+        used_prompts = [prompts[position] for position in answers.positions]
+        if data is not None and data.long_prompts == "drop":
+            # Both models must answer the same prompts.
+            sampling["data"] = replace(data, long_prompts="error")
+        initial = plan_job(reference, used_prompts, **sampling | {"samples": 1, "greedy": True})
     job = plan_evaluation(answers, initial, scorer, parsed.pass_threshold, _parse_judge(parsed))
     with _show_progress(len(answers.requests)) as show:
         metrics = evaluate(
@@ -152,18 +172,20 @@ def _parse_environment(parsed: argparse.Namespace) -> EnvironmentConfig | None:
         ConfigError: An override is not a key of the environment, or the options require an
             environment.
     """
-    keys = [text.lstrip("+").partition("=")[0] for text in parsed.overrides]
+    overrides = [text for text in parsed.overrides if _get_key(text) not in _PROMPT_KEYS]
+    keys = [_get_key(text) for text in overrides]
     if unsupported := [
         key for key in keys if key != "experiment" and not key.startswith("environment.")
     ]:
         raise ConfigError(
             f"{unsupported[0]}: is not supported by `aligner generate`; allowed:"
-            " environment.KEY=VALUE, and experiment=NAME to use the experiment's environment"
+            " environment.KEY=VALUE, experiment=NAME to use the experiment's environment, and"
+            f" {', '.join(_PROMPT_KEYS)}"
         )
     environment = None
     if keys:
         base = [] if "experiment" in keys else [f"experiment={_BASE_EXPERIMENT}"]
-        environment = compose_config([*base, *parsed.overrides]).environment
+        environment = compose_config([*base, *overrides]).environment
     if (environment is None or environment.target is None) and (
         keys or parsed.min_score is not None or parsed.as_messages
     ):
@@ -180,14 +202,16 @@ def _parse_judge(parsed: argparse.Namespace) -> JudgeSource | None:
     Raises:
         ConfigError: An override is not a key of the judge.
     """
-    keys = [text.lstrip("+").partition("=")[0] for text in parsed.overrides]
+    judge_overrides = [text for text in parsed.overrides if _get_key(text) not in _PROMPT_KEYS]
+    keys = [_get_key(text) for text in judge_overrides]
     if unsupported := [key for key in keys if not key.startswith("evaluation.judge.")]:
         raise ConfigError(
             f"{unsupported[0]}: is not supported by `aligner evaluate`; allowed:"
-            " evaluation.judge.judge_url=URL and the other judge_… keys"
+            " evaluation.judge.judge_url=URL and the other judge_… keys, and"
+            f" {', '.join(_PROMPT_KEYS)}"
         )
     # Hydra requires a plus sign to add an entry to a mapping.
-    overrides = [f"+{text.lstrip('+')}" for text in parsed.overrides]
+    overrides = [f"+{text.lstrip('+')}" for text in judge_overrides]
     return (
         parse_evaluation_judge(
             compose_config(
@@ -230,6 +254,29 @@ def _read_prompts(parsed: argparse.Namespace, run: Config | None) -> list[Record
         layout=parsed.format or form.layout,
         limit=parsed.limit,
     )
+
+
+def _find_prompt_settings(parsed: argparse.Namespace, run: Config | None) -> DataConfig | None:
+    """Return the boundaries and the maximum length of the prompts of the command line.
+
+    They are those of the run for its own data, unless the command line sets others. The result is
+    None if neither applies.
+    """
+    overrides = [text for text in parsed.overrides if _get_key(text) in _PROMPT_KEYS]
+    is_own = run is not None and parsed.prompts.absolute() in _list_record_forms(run)
+    if not overrides and not is_own:
+        return None
+    base = compose_config([f"experiment={_BASE_EXPERIMENT}"])
+    unlimited = with_values(base, {"data.max_prompt_tokens": _NO_LIMIT})
+    settings = run if run is not None and is_own else unlimited
+    given = compose_config([f"experiment={_BASE_EXPERIMENT}", *overrides])
+    values = {key: get_value(given, key) for key in map(_get_key, overrides)}
+    return with_values(settings, values).data
+
+
+def _get_key(override: str) -> str:
+    """Return the key of an override of the command line."""
+    return override.lstrip("+").partition("=")[0]
 
 
 @dataclass(frozen=True)

@@ -553,6 +553,7 @@ def open_evaluation_prompts(
             }
             record = replace(record, values=values)
         read_token_ids(record.values, "reference", record.origin, tokenizer)
+        record = apply_template_use(record, settings.template)
         return _parse_prompt(add_tools(record, tools), tokenizer, data, include_messages)
 
     if settings.questions and data.tasks:
@@ -698,9 +699,21 @@ def _get_response_fields(record: Record, tokenizer: Tokenizer, data: DataConfig)
 
 
 def tokenize_prompt(
-    record: Record, prompt: PromptText, tokenizer: Tokenizer, data: DataConfig
+    record: Record,
+    prompt: PromptText,
+    tokenizer: Tokenizer,
+    data: DataConfig,
+    allowed: str | None = None,
 ) -> tuple[str, Tensor]:
     """Tokenize the prompt that the model receives.
+
+    Args:
+        record: The record.
+        prompt: The text of the record's prompt.
+        tokenizer: The policy's tokenizer.
+        data: The configuration of the data.
+        allowed: The description of the maximum length in error messages; None describes it by
+            `data.max_prompt_tokens`.
 
     Returns:
         The text of the prompt after `data.prompt_after`, `data.prompt_before` and truncation, and
@@ -723,7 +736,7 @@ def tokenize_prompt(
         )
     try:
         return text, check_length(
-            tokens, text, "prompt", origin, limit, f"data.max_prompt_tokens={limit}"
+            tokens, text, "prompt", origin, limit, allowed or f"data.max_prompt_tokens={limit}"
         )
     except BadRecord as error:
         if data.long_prompts == "drop" and tokens.numel():
@@ -839,7 +852,7 @@ def read_prompts(
 
 
 def to_prompt(
-    record: Record, tokenizer: Tokenizer, limit: int, allowed: str, id: int = 0
+    record: Record, tokenizer: Tokenizer, data: DataConfig, allowed: str, id: int = 0
 ) -> Prompt:
     """Return the prompt of a record, which is a plain text or chat messages.
 
@@ -848,23 +861,38 @@ def to_prompt(
     Args:
         record: The record.
         tokenizer: The policy's tokenizer.
-        limit: The maximum number of tokens.
-        allowed: The name of the limit in error messages.
+        data: Boundaries and maximum length of the prompt, and the handling of longer prompts.
+        allowed: The description of the maximum length in error messages.
         id: The prompt's id.
 
     Raises:
-        BadRecord: The prompt is invalid, cannot be tokenized, is empty, or has more than `limit`
-            tokens.
+        BadRecord: See `tokenize_prompt`.
         ConfigError: The prompt is messages, and the model has no chat template.
     """
     prompt = render_prompt(record, tokenizer)
-    tokens = encode_text(prompt.text, record.origin, tokenizer, add_bos=not prompt.is_rendered)
+    text, tokens = tokenize_prompt(record, prompt, tokenizer, data, allowed)
     return Prompt(
         id,
-        unescape(prompt.text),
-        check_length(tokens, prompt.text, "prompt", record.origin, limit, allowed),
+        unescape(text),
+        tokens,
         {**_collect_metadata(record), **get_prompt_messages(record)},
     )
+
+
+def apply_template_use(record: Record, use: str) -> Record:
+    """Return a record whose prompt a chat template renders as `evaluation.template` says.
+
+    Args:
+        record: The record.
+        use: `auto` renders only messages, `chat` also plain texts as the message of a user, and
+            `raw` nothing.
+
+    Raises:
+        BadRecord: See `unwrap_message`.
+    """
+    if use == "chat":
+        return wrap_in_message(record)
+    return unwrap_message(record) if use == "raw" else record
 
 
 def wrap_in_message(record: Record) -> Record:

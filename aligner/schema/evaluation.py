@@ -43,6 +43,13 @@ class EvaluationConfig:
         choices=LAYOUT_CHOICES,
         read_if=".path!=null",
     )
+    template: str = option(
+        "auto",
+        "Use of the chat template. `auto`: only for chat messages; `chat`: also for plain texts, as"
+        " the message of a user; `raw`: for no prompt, and a prompt of one message becomes its"
+        " text.",
+        choices=("auto", "chat", "raw"),
+    )
     prompts: list[str] = option([], "List of held-out prompts, used instead of `evaluation.path`.")
     questions: int = option(
         0,

@@ -12,13 +12,28 @@ from pathlib import Path
 
 import pytest
 
-from aligner.cli.stored_models import RecordForm, _find_run, _list_record_forms, _parse_fields
+from aligner.agents.generate import plan_job
+from aligner.cli.command_table import parse_arguments
+from aligner.cli.stored_models import (
+    RecordForm,
+    _find_prompt_settings,
+    _find_run,
+    _list_record_forms,
+    _parse_environment,
+    _parse_fields,
+    _read_prompts,
+    _sampling_arguments,
+)
 from aligner.config.compose import compose_config, save_config
 from aligner.data.conversations import get_prompt_messages
-from aligner.data.prompts import unwrap_message, wrap_in_message
+from aligner.data.export import find_source
+from aligner.data.prompts import open_evaluation_prompts, unwrap_message, wrap_in_message
 from aligner.data.records import BadRecord, Record
 from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError
+from aligner.schema import Config
+from aligner.schema.evaluation_suites import parse_evaluation_suites
+from aligner.schema.keys import with_values
 from benchmarks.data_files import CHAT_TEMPLATE
 from benchmarks.runs import python_path
 from tests.agents.serving_model import served
@@ -195,6 +210,81 @@ def test_fields_of_the_runs_data_are_the_default(prompts: str, expected: RecordF
         ]
     )
     assert _list_record_forms(run).get(Path(prompts).absolute()) == expected
+
+
+def plan(
+    place: Path, prompts: str, run: Config | None, *overrides: str, option: str = "--raw"
+) -> list[str]:
+    """Return the texts of the prompts that `aligner generate` reads."""
+    words = ["generate", str(place / "model"), "--prompts", str(place / prompts), option]
+    parsed = parse_arguments([*words, "--output", "unused.jsonl", *overrides])
+    job = plan_job(
+        find_source(parsed.source),
+        _read_prompts(parsed, run),
+        template=parsed.template,
+        data=_find_prompt_settings(parsed, run),
+        **_sampling_arguments(parsed),
+    )
+    return [prompt.text for prompt in job.prompts]
+
+
+def test_prompt_boundaries_and_limits_are_those_of_the_run(place: Path) -> None:
+    """The run's own data is cut like in the run; other data only by overrides."""
+    for name in ("own.jsonl", "foreign.jsonl"):
+        (place / name).write_text('{"prompt": "Q: 1+1= A"}\n{"prompt": "Q: 1 + 1 + 1 + 1= A"}\n')
+    settings = {"data.path": str(place / "own.jsonl"), "data.prompt_after": "Q: "}
+    settings |= {"data.prompt_before": " A", "data.max_prompt_tokens": 8}
+    run = with_values(compose_config(["experiment=tiny_ppo"]), settings)
+
+    drop = with_values(run, {"data.long_prompts": "drop"})
+    assert plan(place, "own.jsonl", drop) == ["1+1="]
+    cut = with_values(run, {"data.long_prompts": "cut_start"})
+    first, second = plan(place, "own.jsonl", cut)
+    assert first == "1+1=" and second != "1 + 1 + 1 + 1=" and "1 + 1 + 1 + 1=".endswith(second)
+    with pytest.raises(ConfigError, match=r"own.jsonl:2: .*allowed: 1 to data.max_prompt_tokens=8"):
+        plan(place, "own.jsonl", run)
+
+    complete = ["Q: 1+1= A", "Q: 1 + 1 + 1 + 1= A"]
+    assert plan(place, "foreign.jsonl", cut) == complete
+    assert plan(place, "foreign.jsonl", None) == complete
+    overrides = ["data.prompt_after='Q: '", "data.prompt_before=' A'"]
+    assert plan(place, "foreign.jsonl", None, *overrides) == ["1+1=", "1 + 1 + 1 + 1="]
+    limits = ["data.max_prompt_tokens=8", "data.long_prompts=drop"]
+    assert plan(place, "foreign.jsonl", None, *overrides, *limits) == ["1+1="]
+    # An override also applies to the run's own data.
+    assert len(plan(place, "own.jsonl", drop, "data.max_prompt_tokens=60")) == 2
+
+
+def test_other_data_keys_are_refused(place: Path) -> None:
+    words = ["generate", "model", "--prompts", "plain.jsonl", "--output", "unused.jsonl"]
+    parsed = parse_arguments([*words, "data.shuffle=false"])
+    with pytest.raises(ConfigError, match=r"data.shuffle: is not supported.*data.prompt_after"):
+        _parse_environment(parsed)
+    parsed = parse_arguments([*words, "data.prompt_after=x"])
+    assert _parse_environment(parsed) is None
+
+
+@pytest.mark.parametrize(("use", "is_rendered"), [("auto", False), ("chat", True), ("raw", False)])
+def test_suite_uses_the_chat_template_as_configured(
+    place: Path, use: str, is_rendered: bool
+) -> None:
+    config = compose_config(
+        [
+            "experiment=tiny_ppo",
+            *("evaluation.every=1", f"evaluation.template={use}"),
+            "+evaluation.suites.plain={prompts: ['What is 1 plus 2?']}",
+            "+evaluation.suites.raw={prompts: ['What is 1 plus 2?'], template: raw}",
+            "data.max_prompt_tokens=64",
+        ]
+    )
+    tokenizer = Tokenizer(place / "model")
+    texts = {
+        suite.name: open_evaluation_prompts(suite, config.data, tokenizer)[0].text
+        for suite in parse_evaluation_suites(config)
+        if suite.name is not None
+    }
+    assert ("<|im_start|>" in texts["plain"]) == is_rendered
+    assert texts["raw"] == "What is 1 plus 2?"
 
 
 def test_run_is_found_from_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

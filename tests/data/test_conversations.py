@@ -157,7 +157,7 @@ def test_plain_prompt_starts_like_tokenizer_encoding(tmp_path: Path, post: str |
         found.append(each.tokens[: each.prompt_length])
         assert texts(tokenizer, each.tokens[each.prompt_length :]) in (f"four{EOS}", f"it{EOS}")
     (record,) = read_prompts(Path(records(tmp_path, row).path or ""), "--prompts ")
-    found.append(to_prompt(record, tokenizer, 200, "200").tokens)
+    found.append(to_prompt(record, tokenizer, DataConfig(max_prompt_tokens=200), "200").tokens)
     assert [tokens.tolist() for tokens in found] == [expected] * 6
 
 

@@ -99,7 +99,7 @@ def test_jsonl_keeps_other_fields_as_metadata(tmp_path, tokenizer):
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "2+2=", "answer": "4"}\n{"prompt": "a\\u2028b"}\n')
     first, second = read_prompts(path, "data.path=")
-    prompt = to_prompt(first, tokenizer, 16, "16")
+    prompt = to_prompt(first, tokenizer, DataConfig(max_prompt_tokens=16), "16")
     assert (prompt.text, prompt.metadata, first.origin) == ("2+2=", {"answer": "4"}, f"{path}:1")
     assert second.values == {"prompt": "a\u2028b"}
 
