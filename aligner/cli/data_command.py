@@ -21,7 +21,7 @@ from aligner.cli.compositions import (
     open_tokenizer_directory,
     print_data_notices,
 )
-from aligner.config.compose import compose_config, find_user_keys
+from aligner.config.compose import compose_config, find_user_keys, quote
 from aligner.config.defaults import DATA_RULES
 from aligner.data.data_statistics import choose_record_fields, sample_records
 from aligner.data.examples import ExampleParser, build_run_parser
@@ -118,11 +118,10 @@ def _read_view(parsed: argparse.Namespace) -> _View:
     if parsed.file.startswith("-"):
         raise ConfigError(f"{parsed.file}: must be a file or a directory")
     overrides, reason = _add_algorithm(parsed.overrides, parsed.file)
-    config = compose_config(overrides, parsed.config_dir, is_partial=True)
-    config = with_values(
-        config,
-        {"data.path": parsed.file, "data.sources": {}, "data.tasks": [], "data.prompts": []},
-    )
+    # The path must be known to the composition: without it, a run does not read `data.format`.
+    path_override = f"data.path={quote(parsed.file)}"
+    config = compose_config([*overrides, path_override], parsed.config_dir, is_partial=True)
+    config = with_values(config, {"data.sources": {}, "data.tasks": [], "data.prompts": []})
     config = resolve_hub_models(config, weights=False)
     has_model = config.model.source != "directory" or config.model.path is not None
     if not has_model:

@@ -117,7 +117,7 @@ def compose_config(
                 f"--config {config_file}: cannot be combined with experiment=NAME; the file may"
                 " name the experiment in its `defaults` list"
             )
-        experiment_override = f"experiment={_quote(config_file.stem)}"
+        experiment_override = f"experiment={quote(config_file.stem)}"
         parsed_overrides.insert(0, parse_override(experiment_override, options))
     keys = {override.key_or_group for override in parsed_overrides}
     # As in Hydra, the last override of the same group wins.
@@ -322,7 +322,7 @@ def _compose_options(root: str, options: tuple[str, ...], sources: tuple[Path, .
     ConfigStore.instance().store(
         name=root, node=read_yaml(find_built_in_directory() / f"{root}.yaml")
     )
-    search_path = ",".join(_quote(f"{ConfSource.scheme()}://{path}") for path in sources)
+    search_path = ",".join(quote(f"{ConfSource.scheme()}://{path}") for path in sources)
     overrides = [f"hydra.searchpath=[{search_path}]", *_REMOVED_HYDRA_GROUPS, *options]
     # initialize() raises if Hydra is still initialized, as in the program of a user of the API.
     GlobalHydra.instance().clear()
@@ -343,7 +343,7 @@ def _pickle_defaults() -> bytes:
     return pickle.dumps(OmegaConf.create(dataclasses.asdict(Config())))
 
 
-def _quote(text: str) -> str:
+def quote(text: str) -> str:
     """Return a text as a quoted value of Hydra's override grammar."""
     escaped = text.replace("\\", "\\\\").replace("'", "\\'")
     return f"'{escaped}'"

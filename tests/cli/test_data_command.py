@@ -67,7 +67,7 @@ def test_marked_tokens_are_those_that_a_launch_trains_on(
     overrides = [f"model.path={model}", "algorithm=sft", "data.learned_turns=all"]
     output, _ = run(capsys, *overrides)
     assert "⟦3.<|im_end|>⟧\n" in output and "⟦Yes.<|im_end|>⟧\n" in output
-    assert "roles: system, user, assistant, user," in output
+    assert "roles: system, user, assistant, user, assistant" in " ".join(output.split())
 
     shown = json.loads(run(capsys, *overrides, "--json")[0])["first"][0]["texts"][0]
     config = with_values(compose_config(overrides), {"data.path": str(file)})
@@ -161,7 +161,7 @@ def test_missing_file_is_named(file: Path, capsys: pytest.CaptureFixture[str]) -
 def test_lines_fit_in_60_columns_and_contain_no_control_characters(
     file: Path, model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    prompt = "one two three\x1b[31m " * 40 + "end"
+    prompt = "one two three\x1b[31m " * 80 + "end"
     write(file, [{"prompt": prompt, "answer": "word " * 200}])
     output, _ = run(capsys, f"model.path={model}")
     assert max(map(len, output.splitlines())) <= 60
