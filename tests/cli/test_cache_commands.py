@@ -142,7 +142,7 @@ def test_prune_deletes_entries_of_stopped_runs(
         ("--older-than", "-1d", "a number of hours"),
         ("--max-size", "50", "a size in MB, MiB, GB, GiB, TB or TiB, such as 50GiB"),
         ("--max-size", "infGiB", "a size in MB"),
-        ("--kind", "dataset", "'data', 'models', 'packages', 'experiments', 'engines'"),
+        ("--kind", "dataset", "'data', 'datasets', 'models', 'packages', 'experiments', 'engines'"),
     ],
 )
 def test_wrong_value_exits_2_with_the_allowed_values(
