@@ -14,13 +14,13 @@ from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from aligner.cache_entries import list_entries
 from aligner.config.compose import compose_config, load_config, save_config
 from aligner.data import fencing
 from aligner.errors import AlignerError, ConfigError
 from aligner.launcher.run_directory import open_run_directory, reserve_run_directory
+from aligner.observability.console import RunConsole
 from aligner.paths import RunPaths
 from aligner.schema import Config
 from tests import other_user
@@ -32,7 +32,7 @@ def settings(root: Path, *overrides: str) -> Config:
 
 def begin(root: Path, *overrides: str) -> RunPaths:
     """Create a run directory like a launch that ends before its first step."""
-    with open_run_directory(settings(root, *overrides), Console(file=io.StringIO())):
+    with open_run_directory(settings(root, *overrides), RunConsole(file=io.StringIO())):
         return RunPaths(root)
 
 
@@ -117,7 +117,7 @@ def test_files_without_checkpoint_are_moved_aside(
             path.write_text(f"of start {start}")
         with open_run_directory(
             settings(paths.root, "run.resume=auto"),
-            Console(file=(output := io.StringIO()), width=999),
+            RunConsole(file=(output := io.StringIO()), width=999),
         ):
             assert not any(path.exists() for path in paths.training_files)
         assert (
