@@ -116,13 +116,27 @@ def test_dry_run_refuses_invalid_large_layout(place: Path) -> None:
 
 
 def test_dry_run_reports_error_of_a_training_step(place: Path) -> None:
+    (place / "broken.py").write_text(
+        "def loss(logprobs, rows, context):\n    raise RuntimeError('no such luck')\n"
+    )
+    run = launch_experiment(
+        place,
+        "broken_loss",
+        "algorithm.loss=broken:loss",
+        "dry_run.scale=tiny",
+        experiment="tiny_ppo",
+    )
+    assert run.code == 1
+    assert "algorithm.loss=broken:loss: the function raised RuntimeError: no such luck" in run.error
+
+
+def test_missing_field_for_reward_is_reported_before_the_first_step(place: Path) -> None:
     run = launch_experiment(
         place,
         "unscored",
         "reward.function=tests.rewards.foreign_functions:compute_score",
         "dry_run.scale=tiny",
-        "rollout.max_skipped_prompts=0",
         experiment="tiny_ppo",
     )
-    assert run.code == 1
-    assert "the record lacks `reward_model.ground_truth` or `answer`" in run.error
+    assert run.code == 2
+    assert "record lacks field `reward_model.ground_truth` or `answer`" in run.error
