@@ -18,6 +18,7 @@ from aligner.checks.check import check
 from aligner.cli import main
 from aligner.config.compose import compose_config, describe_unread_keys
 from aligner.config.conf_files import find_built_in_directory
+from aligner.config.sweeps import expand_sweep
 from aligner.errors import ConfigError
 from aligner.schema import Config
 from aligner.schema.conditions import Term, parse_condition
@@ -709,20 +710,20 @@ def test_unread_critic_keys_in_file_are_accepted(
     check(config)
 
 
-def documented_commands() -> set[tuple[str, ...]]:
-    """Return the overrides of all `aligner launch` and `aligner validate` commands in the docs."""
+def documented_commands() -> set[tuple[bool, tuple[str, ...]]]:
+    """Return the `aligner launch` and `aligner validate` commands in the docs: whether each is a
+    sweep, and its overrides."""
     found = set()
     for page in (REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))):
         text = re.sub(r"\\\n\s*", " ", page.read_text())
         for line in re.findall(r"aligner (?:launch|validate) +([^\n`]*experiment=[^\n`]*)", text):
-            words = [
-                word
-                for word in shlex.split(line, comments=True)
-                if re.fullmatch(r"\+*[\w.]+=.*", word)
-            ]
-            found.add(
-                tuple(word.replace("=NAME", "=tiny_ppo").replace("$rule", "math") for word in words)
+            arguments = shlex.split(line, comments=True)
+            is_sweep = not {"-m", "--multirun"}.isdisjoint(arguments)
+            words = [word for word in arguments if re.fullmatch(r"\+*[\w.]+=.*", word)]
+            overrides = tuple(
+                word.replace("=NAME", "=tiny_ppo").replace("$rule", "math") for word in words
             )
+            found.add((is_sweep, overrides))
     return found
 
 
@@ -731,9 +732,12 @@ def documented_commands() -> set[tuple[str, ...]]:
 def test_no_documented_command_is_refused() -> None:
     commands = documented_commands()
     assert len(commands) > 30
-    for overrides in commands:
+    for is_sweep, overrides in commands:
+        if is_sweep:
+            # composes the configuration of each run
+            assert len(expand_sweep(overrides)) > 1
         # the page shows the file of this user experiment
-        if "experiment=more_steps" not in overrides:
+        elif "experiment=more_steps" not in overrides:
             assert compose_config(overrides).run.experiment
 
 
