@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
-import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import ClassVar
 
@@ -23,8 +19,8 @@ from aligner.data.hub_datasets import HubDataset, parse_hub_dataset, resolve_hub
 from aligner.data.record_sources import open_record_source
 from benchmarks.runs import python_path
 from tests.data.published_data import GSM8K
+from tests.hub_server import HubHandler, serve_hub
 
-REVISION = "0123456789abcdef0123456789abcdef01234567"
 RESOLVE = """
 import sys
 from aligner.data.hub_datasets import resolve_hub_path
@@ -42,9 +38,10 @@ def _write_parquet(records: list[dict[str, str]]) -> bytes:
     return stream.getvalue()
 
 
-class Hub(BaseHTTPRequestHandler):
-    """Handle the requests of `load_dataset` for one data set."""
+class Hub(HubHandler):
+    """A Hub with the data set org/sums."""
 
+    repository = "datasets/org/sums"
     files: ClassVar[dict[str, bytes]] = {
         "README.md": b"""---
 configs:
@@ -65,59 +62,12 @@ configs:
         "socratic-train.parquet": _write_parquet(GSM8K[1:]),
     }
 
-    def do_HEAD(self) -> None:
-        self._answer(self._find_content(), with_body=False)
-
-    def do_GET(self) -> None:
-        self._answer(self._find_content(), with_body=True)
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"])).decode()
-        names = [name for name in self.files if name.replace("/", "%2F") in body or name in body]
-        self._answer(json.dumps(self._list_files(names)).encode(), with_body=True)
-
-    def _find_content(self) -> bytes:
-        path = self.path.partition("?")[0]
-        if path.startswith("/api/datasets/org/sums"):
-            siblings = [{"rfilename": name} for name in self.files]
-            info = {"id": "org/sums", "sha": REVISION, "siblings": siblings}
-            _, is_tree, folder = path.partition(f"/tree/{REVISION}")
-            names = [name for name in self.files if name.startswith(folder.strip("/"))]
-            return json.dumps(self._list_files(names) if is_tree else info).encode()
-        _, _, name = path.partition("/datasets/org/sums/resolve/")
-        return self.files.get(name.partition("/")[2], b"")
-
-    def _list_files(self, names: list[str]) -> list[dict[str, object]]:
-        return [
-            {
-                "type": "file",
-                "path": name,
-                "oid": hashlib.sha1(self.files[name]).hexdigest(),
-                "size": len(self.files[name]),
-            }
-            for name in names
-        ]
-
-    def _answer(self, content: bytes, *, with_body: bool) -> None:
-        self.send_response(200 if content else 404)
-        self.send_header("Content-Length", str(len(content)))
-        self.send_header("ETag", f'"{hashlib.sha1(content).hexdigest()}"')
-        self.send_header("X-Repo-Commit", REVISION)
-        self.end_headers()
-        if with_body:
-            self.wfile.write(content)
-
-    def log_message(self, format: str, *arguments: object) -> None:
-        pass
-
 
 @pytest.fixture
 def hub() -> Iterator[str]:
     """The address of a Hub with the data set org/sums."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
+    with serve_hub(Hub) as address:
+        yield address
 
 
 def resolve(place: Path, name: str, **environment: str) -> subprocess.CompletedProcess[str]:

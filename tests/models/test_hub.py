@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import subprocess
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
 
 from aligner.models.model_source import _is_complete
+from tests.hub_server import REVISION, HubHandler, serve_hub
 
-REVISION = "0123456789abcdef0123456789abcdef01234567"
 FIND = """
 import sys
 from aligner.errors import ConfigError
@@ -95,65 +91,26 @@ def test_missing_model_without_network_is_reported(
     assert "run `hf download org/absent`" in done.stderr and "HF_HUB_CACHE" in done.stderr
 
 
-class Hub(BaseHTTPRequestHandler):
-    """Handle the requests of a download: the list of a revision's files, and the files."""
+class Hub(HubHandler):
+    """A Hub with the model org/name."""
 
+    repository = "models/org/name"
     files: ClassVar[dict[str, bytes]] = {
         "config.json": b"{}",
         "tokenizer.json": b"{}",
         "model.safetensors": b"weights",
     }
 
-    def do_HEAD(self) -> None:
-        self.answer(with_body=False)
-
-    def do_GET(self) -> None:
-        self.answer(with_body=True)
-
-    def answer(self, with_body: bool) -> None:
-        path = self.path.partition("?")[0]
-        if path.startswith("/api/models/org/name"):
-            siblings = [{"rfilename": name} for name in self.files]
-            tree = [
-                {"type": "file", "path": name, "oid": "1" * 40, "size": len(body)}
-                for name, body in self.files.items()
-            ]
-            content = json.dumps(
-                tree
-                if "/tree/" in path
-                else {"id": "org/name", "sha": REVISION, "siblings": siblings}
-            ).encode()
-        else:
-            content = self.files.get(path.rpartition("/")[2], b"")
-        self.send_response(200 if content else 404)
-        self.send_header("Content-Length", str(len(content)))
-        self.send_header("ETag", f'"{hashlib.sha1(content).hexdigest()}"')
-        self.send_header("X-Repo-Commit", REVISION)
-        self.end_headers()
-        if with_body:
-            self.wfile.write(content)
-
-    def log_message(self, format: str, *arguments: object) -> None:
-        pass
-
 
 def test_uncached_model_downloads_weights_only_if_needed(tmp_path: Path) -> None:
-    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        there = {
-            "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
-            "HF_HUB_OFFLINE": "0",
-            "HF_HUB_DISABLE_XET": "1",
+    with serve_hub(Hub) as address:
+        there = {"HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+        small = find(tmp_path, "org/name", "no weights", **there)
+        assert small.returncode == 0, small.stderr
+        assert {file.name for file in Path(small.stdout.strip()).iterdir()} == {
+            "config.json",
+            "tokenizer.json",
         }
-        try:
-            small = find(tmp_path, "org/name", "no weights", **there)
-            assert small.returncode == 0, small.stderr
-            assert {file.name for file in Path(small.stdout.strip()).iterdir()} == {
-                "config.json",
-                "tokenizer.json",
-            }
-            whole = find(tmp_path, "org/name", **there)
-            assert whole.returncode == 0, whole.stderr
-            assert (Path(whole.stdout.strip()) / "model.safetensors").read_bytes() == b"weights"
-        finally:
-            server.shutdown()
+        whole = find(tmp_path, "org/name", **there)
+        assert whole.returncode == 0, whole.stderr
+        assert (Path(whole.stdout.strip()) / "model.safetensors").read_bytes() == b"weights"
