@@ -25,8 +25,8 @@ STEPS = 40
 
 
 @contextlib.contextmanager
-def trainer(paths: RunPaths) -> Iterator[subprocess.Popen[str]]:
-    """A trainer rank without a launcher, which would kill it."""
+def trainer(paths: RunPaths, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A trainer rank without a launcher, which would kill it. Its output is in the file `log`."""
     environment = {
         **os.environ,
         "PYTHONPATH": str(REPOSITORY),
@@ -35,22 +35,25 @@ def trainer(paths: RunPaths) -> Iterator[subprocess.Popen[str]]:
         "OMP_NUM_THREADS": "1",
     }
     command = [sys.executable, "-m", "aligner", "train", "--config", str(paths.config)]
-    with subprocess.Popen(
-        command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    ) as process:
+    with (
+        log.open("wb") as output,
+        subprocess.Popen(
+            command, env=environment, stdout=output, stderr=subprocess.STDOUT
+        ) as process,
+    ):
         try:
             yield process
         finally:
             process.kill()
 
 
-def wait_for(condition: Callable[[], bool], *processes: subprocess.Popen[str]) -> None:
+def wait_for(condition: Callable[[], bool], *processes: subprocess.Popen[bytes]) -> None:
     while not condition():
         assert all(process.poll() is None for process in processes)
         time.sleep(0.01)
 
 
-def stop_between_writes(process: subprocess.Popen[str], paths: RunPaths) -> None:
+def stop_between_writes(process: subprocess.Popen[bytes], paths: RunPaths) -> None:
     """Suspend a trainer outside a write, because no other trainer can take over during a write."""
     while True:
         process.send_signal(signal.SIGSTOP)
@@ -94,18 +97,19 @@ def test_fenced_trainer_writes_nothing(
         config, run=dataclasses.replace(config.run, stop_after=None, resume="true")
     )
     save_config(resumed, paths.config)
-    with trainer(paths) as old:
+    old_log = tmp_path / "old.log"
+    with trainer(paths, old_log) as old:
         wait_for(lambda: len(read_metrics(paths.metrics)) >= 5, old)
         stop_between_writes(old, paths)
         reached = len(read_metrics(paths.metrics))
         assert reached < STEPS - 10
-        with trainer(paths) as new:
+        with trainer(paths, tmp_path / "new.log") as new:
             # The new trainer has removed the checkpoints of the old trainer.
             wait_for(lambda: min(find_complete_steps(paths.checkpoints)) > reached, new)
             old.send_signal(signal.SIGCONT)
-            error = old.communicate(timeout=60)[1]
-            assert new.communicate(timeout=60) and new.returncode == 0
-    assert old.returncode == 1
+            assert old.wait(timeout=60) == 1
+            assert new.wait(timeout=60) == 0
+    error = old_log.read_text()
     assert (
         "has taken over the run; attempt 1 may no longer write to the run" in error
         and "Traceback" not in error
