@@ -7,6 +7,7 @@ API key, in a thread of the rank's process.
 """
 
 import asyncio
+import hashlib
 import hmac
 import itertools
 import logging
@@ -61,6 +62,8 @@ class PendingCompletion:
     """Maximum number of tokens of the completion; the context may leave fewer."""
     stop: tuple[str, ...]
     """Stop strings of the request."""
+    repeats: int
+    """Number of earlier completions with the same input."""
     task: "asyncio.Task[Completion]"
     """The task that generates the completion."""
 
@@ -268,12 +271,11 @@ class AgentSession:
         variables. Without a matching turn, or if the messages cannot be appended to its tokens, the
         whole chat is rendered again, and the request starts a new branch.
         """
-        rules = self.context.settings.matching
         chat = self.context.get_chat()
         messages = to_template_messages(body.messages)
         tools = body.tools or None
         variables = body.chat_template_kwargs or {}
-        message_keys = tuple(build_comparison_key(message, rules) for message in body.messages)
+        message_keys = self._build_message_keys(body.messages)
         matching_turns = [
             turn
             for turn in self.turns
@@ -391,10 +393,9 @@ class AgentSession:
 
         # repeated requests of the same input get different random numbers
         input_bytes = input_tokens.numpy().tobytes()
-        task = asyncio.create_task(
-            self.generate(input_tokens, max_tokens, stop, self._request_counts[input_bytes])
-        )
-        pending = PendingCompletion(input_tokens, max_tokens, stop, task)
+        repeats = self._request_counts[input_bytes]
+        task = asyncio.create_task(self.generate(input_tokens, max_tokens, stop, repeats))
+        pending = PendingCompletion(input_tokens, max_tokens, stop, repeats, task)
         self._request_counts[input_bytes] += 1
         self._tasks_in_flight.add(task)
         task.add_done_callback(self._tasks_in_flight.discard)
@@ -407,6 +408,14 @@ class AgentSession:
         response = pending.task.result()
         input_tokens = pending.input_tokens
 
+        if conversation is not None:
+            # parallel answers to one conversation must not have calls with equal ids
+            digest = hashlib.sha256(input_tokens.numpy().tobytes())
+            digest.update(response.tokens.numpy().tobytes())
+            conversation = replace(
+                conversation, call_id_key=f"{digest.hexdigest()} {pending.repeats}"
+            )
+
         # the turn's keys and text are set later, because they depend on the answer
         turn = AgentTurn(input_tokens, response, conversation, (), "")
         answer = self._build_answer(body, turn)
@@ -418,9 +427,10 @@ class AgentSession:
             and not self._has_ended(turn)
         ):
             full_text = body.prompt + self._decode_after(input_tokens, turn.generated_tokens)
-        self.turns.append(
-            replace(turn, message_keys=self._build_message_keys(body, answer), text=full_text)
-        )
+        message_keys: tuple[str, ...] = ()
+        if isinstance(body, ChatBody):
+            message_keys = self._build_message_keys([*body.messages, answer.message])
+        self.turns.append(replace(turn, message_keys=message_keys, text=full_text))
         return answer
 
     def _build_answer(self, body: CompletionBody, turn: AgentTurn) -> Answer:
@@ -466,13 +476,13 @@ class AgentSession:
         """Return whether the turn's last token is an end-of-sequence token."""
         return bool(self.context.tokenizer.is_eos(turn.generated_tokens[-1:]))
 
-    def _build_message_keys(self, body: CompletionBody, answer: Answer) -> tuple[str, ...]:
-        """Return the keys for `AgentTurn.message_keys`; empty for a text completion."""
-        messages: Sequence[Any] = (
-            [*body.messages, answer.message] if isinstance(body, ChatBody) else ()
-        )
+    def _build_message_keys(self, messages: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+        """Return the comparison keys of chat messages, for `AgentTurn.message_keys`."""
+        rules = self.context.settings.matching
+        # a framework may replace ids that the model does not read
+        compares_ids = self.context.get_chat().renders_call_ids
         return tuple(
-            build_comparison_key(message, self.context.settings.matching) for message in messages
+            build_comparison_key(message, rules, compares_ids=compares_ids) for message in messages
         )
 
     def _decode_after(self, input_tokens: Tensor, generated_tokens: Tensor) -> str:

@@ -135,13 +135,17 @@ def _shorten_to_difference(first: str, second: str) -> tuple[str, str]:
     return shortened[0], shortened[1]
 
 
-def build_comparison_key(message: Mapping[str, Any], rules: Collection[str]) -> str:
+def build_comparison_key(
+    message: Mapping[str, Any], rules: Collection[str], *, compares_ids: bool
+) -> str:
     """Return a text that is equal for two messages if the rules consider them equal.
 
     Args:
         message: A message of a request.
         rules: Differences to ignore (`environment.matching`): "reasoning", "whitespace" and
             "arguments" (the formatting of the JSON arguments of tool calls).
+        compares_ids: Whether the ids of tool calls must be equal. Without it, a framework may
+            replace the ids by its own; the model must then not read them.
     """
     # the messages have been validated, so the index for an error message is not needed
     content = _get_text(message, 0)
@@ -157,10 +161,9 @@ def build_comparison_key(message: Mapping[str, Any], rules: Collection[str]) -> 
         # notation of numbers
         if "arguments" in rules:
             arguments = _normalize_numbers(_parse_arguments(arguments))
-        calls.append([call.get("id"), call["function"]["name"], arguments])
+        call_key = [call["function"]["name"], arguments]
+        calls.append([call.get("id"), *call_key] if compares_ids else call_key)
+    call_id = message.get("tool_call_id") if compares_ids else None
 
     # in the order of `_KEY_FIELDS`
-    return json.dumps(
-        [message.get("role"), content, calls, message.get("tool_call_id")],
-        sort_keys=True,
-    )
+    return json.dumps([message.get("role"), content, calls, call_id], sort_keys=True)

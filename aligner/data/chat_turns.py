@@ -20,6 +20,7 @@ own tokens are kept in any case.
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from aligner.data.tool_calls import (
     ToolFormat,
     detect_tool_format,
     parse_turn,
+    renders_call_ids,
 )
 from aligner.errors import AlignerError
 
@@ -48,6 +50,9 @@ class Conversation:
     """Tokens of the text, int64 [T], except that generated turns have the generated tokens."""
     variables: Mapping[str, Any] = field(default_factory=dict)
     """Variables of the chat template for this conversation (`chat_template_kwargs`)."""
+    call_id_key: str = ""
+    """Text that distinguishes the ids of tool calls in the next turn from those in other
+    conversations; see the argument `id_key` of `aligner.data.tool_calls.parse_turn`."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +94,12 @@ class ChatTurns:
             ConfigError: The model has no chat template.
         """
         return cls(tokenizer, detect_tool_format(tokenizer))
+
+    @cached_property
+    def renders_call_ids(self) -> bool:
+        """Whether the model reads the ids of tool calls; see
+        `aligner.data.tool_calls.renders_call_ids`."""
+        return renders_call_ids(self._tokenizer)
 
     def begin(
         self,
@@ -273,7 +284,11 @@ class ChatTurns:
         # Some templates begin the reasoning in the generation prompt.
         is_reasoning = conversation.text.rstrip().endswith(THINK_START)
         return parse_turn(
-            text, self._tool_format, len(conversation.messages), is_reasoning=is_reasoning
+            text,
+            self._tool_format,
+            len(conversation.messages),
+            is_reasoning=is_reasoning,
+            id_key=conversation.call_id_key,
         )
 
     def _render(self, messages: Messages, tools: Tools | None, variables: Mapping[str, Any]) -> str:

@@ -4,8 +4,10 @@
 error but a value, `MalformedCall`, which contains the message for the model.
 """
 
+import hashlib
 import json
 import os
+import string
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -30,6 +32,10 @@ _CALL_END = "</tool_call>"
 _PYTHON_TAG = "<|python_tag|>"
 _TOOL_CALLS = "[TOOL_CALLS]"
 
+# length and characters of the ids of calls: Mistral's templates require nine alphanumeric ones
+_ID_LENGTH = 9
+_ID_CHARACTERS = string.digits + string.ascii_letters
+
 THINK_START = "<think>"
 """Start of the reasoning in an assistant's text."""
 _THINK_END = "</think>"
@@ -40,7 +46,7 @@ class ToolCall:
     """One call of a tool."""
 
     id: str
-    """Id that the model wrote; nine digits, as Mistral's templates require, if it wrote no id."""
+    """Id that the model wrote; an id of nine characters (see `parse_turn`) if it wrote none."""
     name: str
     arguments: dict[str, Any]
 
@@ -103,11 +109,18 @@ def _separate_reasoning(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def parse_turn(
-    text: str, tool_format: ToolFormat | None, turn: int = 0, *, is_reasoning: bool = False
+    text: str,
+    tool_format: ToolFormat | None,
+    turn: int = 0,
+    *,
+    is_reasoning: bool = False,
+    id_key: str = "",
 ) -> AssistantTurn:
     """Parse the tool calls in an assistant's text.
 
-    Calls inside reasoning (`<think>`) are not parsed.
+    Calls inside reasoning (`<think>`) are not parsed. A call without an id gets an id of nine
+    alphanumeric characters, which Mistral's templates require. It depends on `turn`, on the index
+    of the call in the turn, and on `id_key`.
 
     Args:
         text: The text of the turn, without its end-of-turn token.
@@ -115,6 +128,8 @@ def parse_turn(
         turn: The index of the message in its conversation. It distinguishes the ids of calls in
             different turns.
         is_reasoning: Whether the prompt ends inside reasoning that the text continues.
+        id_key: Text that distinguishes the ids of calls in different conversations; without it, two
+            answers to the same conversation have calls with equal ids.
     """
     thought, think_end, answer = text.rpartition(_THINK_END)
     # Reasoning that does not end contains no call.
@@ -125,7 +140,9 @@ def parse_turn(
         return AssistantTurn(text, text)
 
     calls = [
-        value if isinstance(value, MalformedCall) else _parse_call(value, tool_format, turn, index)
+        value
+        if isinstance(value, MalformedCall)
+        else _parse_call(value, tool_format, _build_call_id(turn, index, id_key))
         for index, value in enumerate(values)
     ]
     first, *others = content
@@ -165,6 +182,34 @@ def detect_tool_format(tokenizer: "Tokenizer") -> ToolFormat | None:
         ] == [(call.name, call.arguments)]:
             return tool_format
     return None
+
+
+def renders_call_ids(tokenizer: "Tokenizer") -> bool:
+    """Return whether the model's chat template writes the ids of tool calls.
+
+    The template renders an example call and its answer with two different ids. The result is True
+    if the texts differ, and also if the template cannot render the example.
+
+    Raises:
+        ConfigError: The model has no chat template.
+    """
+    template = tokenizer.chat_template
+    # a model may have a template of its own for conversations with tools
+    tools = [{"type": "function", "function": {"name": "probe", "parameters": {"type": "object"}}}]
+
+    def render(call_id: str) -> str:
+        call = ToolCall(call_id, "probe", {"number": 1})
+        messages = [
+            {"role": "user", "content": "probe"},
+            AssistantTurn("", "", (call,)).messages[0],
+            call.to_message("probe"),
+        ]
+        return template.render(messages, tools, add_generation_prompt=True)
+
+    try:
+        return render("abcdefgh1") != render("abcdefgh2")
+    except AlignerError:
+        return True
 
 
 def build_tool_schema(function: Callable[..., Any]) -> dict[str, Any]:
@@ -280,16 +325,26 @@ def _parse_json(text: str, position: int) -> tuple[Any, int]:
         raise ValueError(f"not valid JSON: {getattr(error, 'msg', error)}") from error
 
 
-def _parse_call(
-    value: Any, tool_format: ToolFormat, turn: int, index: int
-) -> ToolCall | MalformedCall:
+def _build_call_id(turn: int, index: int, id_key: str) -> str:
+    """Return the id of a call that the model wrote without one; see `parse_turn`."""
+    if not id_key:
+        return f"{turn:05d}{index:04d}"
+    digest = hashlib.sha256(f"{turn} {index} {id_key}".encode()).digest()
+    number = int.from_bytes(digest, "big")
+    characters = []
+    for _ in range(_ID_LENGTH):
+        number, digit = divmod(number, len(_ID_CHARACTERS))
+        characters.append(_ID_CHARACTERS[digit])
+    return "".join(characters)
+
+
+def _parse_call(value: Any, tool_format: ToolFormat, default_id: str) -> ToolCall | MalformedCall:
     """Return the call that a JSON value describes.
 
     Args:
         value: The JSON value.
         tool_format: The format of the call.
-        turn: The index of the message in its conversation.
-        index: The index of the call in the message.
+        default_id: The id of the call if the model wrote none.
     """
     name = None
     arguments = None
@@ -311,9 +366,7 @@ def _parse_call(
     if not isinstance(arguments, dict):
         return _build_malformed_call(text, "the arguments must be a JSON object", tool_format)
     return ToolCall(
-        call_id if isinstance(call_id, str) and call_id else f"{turn:05d}{index:04d}",
-        name,
-        arguments,
+        call_id if isinstance(call_id, str) and call_id else default_id, name, arguments
     )
 
 

@@ -146,6 +146,29 @@ async def rewrites(task: dict[str, Any], base_url: str, api_key: str) -> None:
     await own.chat.completions.create(model="any", messages=messages, tools=TOOLS)
 
 
+async def answers_in_parallel(task: dict[str, Any], base_url: str, api_key: str) -> None:
+    """Request equal answers in parallel, log the ids of their calls, and continue one answer with
+    ids of the agent's own."""
+    own, messages = client(base_url, api_key), [{"role": "user", "content": task["asked"]}]
+
+    async def request(messages: list[Any], n: int) -> list[Any]:
+        response = await own.chat.completions.create(
+            model="any", messages=messages, tools=TOOLS, n=n
+        )
+        return [choice.message.model_dump(exclude_none=True) for choice in response.choices]
+
+    responses = await asyncio.gather(*(request(messages, 2) for _ in range(3)))
+    answers = [answer for response in responses for answer in response]
+    ids = [call["id"] for answer in answers for call in answer.get("tool_calls", [])]
+    log(task, {"ids": ids})
+    answer = next(answer for answer in answers if "tool_calls" in answer)
+    messages.append(answer)
+    for place, call in enumerate(answer["tool_calls"]):
+        call["id"] = f"call_{place}"
+        messages.append({"role": "tool", "tool_call_id": call["id"], "content": "saw"})
+    await request(messages, 1)
+
+
 async def calculates(task: dict[str, Any], base_url: str, api_key: str) -> None:
     """Compute the products that the policy requests in brackets, and reward the correct answer."""
     own, text = AsyncOpenAI(base_url=base_url, api_key=api_key), task["prompt"]

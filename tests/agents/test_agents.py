@@ -420,6 +420,25 @@ def test_rewritten_arguments_branch_unless_matching_allows(models, matching, bra
     assert sum(len(generated_spans(each)) for each in (samples[0], *samples[0].branches)) == 2
 
 
+def test_call_ids_are_unique_and_replaceable(models, tmp_path):
+    log = tmp_path / "log"
+    samples, _ = episodes(models["qwen"], [{"log": str(log)}], agent("answers_in_parallel"))
+    (entry,) = lines(log)
+    # the trained model answers most requests with the same call
+    assert len(entry["ids"]) > 3 and len({*entry["ids"]}) == len(entry["ids"])
+    # six answers to one conversation, one of which is continued with another id
+    parts = [part for each in (samples[0], *samples[0].branches) for part in generated_spans(each)]
+    assert len(parts) == 7 and len(samples[0].branches) == 5
+
+
+def test_developer_message_is_rendered_as_in_records(models):
+    request = [{"role": role, "content": "be brief"} for role in ("developer", "user")]
+    task = {"requests": [request], "with": {"max_tokens": 3}}
+    (sample,), tokenizer = episodes(models["qwen"], [task], agent("steps"))
+    prompt = tokenizer.decode(sample.tokens[: sample.prompt_length], skip_special_tokens=False)
+    assert prompt.startswith("<|user|>system\nbe brief<|end|>\n<|user|>user\n")
+
+
 def test_unknown_agent_is_refused_at_start(models):
     with pytest.raises(ConfigError, match="no_such"):
         episodes(models["chatml"], [{}], agent("no_such"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from typing import Any
 
 import pytest
@@ -16,9 +17,13 @@ from aligner.agents.openai_protocol import RequestError
 from aligner.schema.environment import MATCHING_CHOICES
 
 
-def call(arguments: str, name: str = "look") -> dict[str, Any]:
+def key_of(message: dict[str, Any], rules: Collection[str], *, compares_ids: bool = True) -> str:
+    return build_comparison_key(message, rules, compares_ids=compares_ids)
+
+
+def call(arguments: str, name: str = "look", call_id: str = "000010000") -> dict[str, Any]:
     calls = [
-        {"id": "000010000", "type": "function", "function": {"name": name, "arguments": arguments}}
+        {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
     ]
     return {"role": "assistant", "content": None, "tool_calls": calls}
 
@@ -38,9 +43,9 @@ def text(content: Any, role: str = "assistant", **more: Any) -> dict[str, Any]:
     ],
 )
 def test_rewritten_message_matches_only_by_its_rule(said, sent, rule):
-    assert build_comparison_key(said, [rule]) == build_comparison_key(sent, [rule])
+    assert key_of(said, [rule]) == key_of(sent, [rule])
     others = [each for each in MATCHING_CHOICES if each != rule]
-    assert build_comparison_key(said, others) != build_comparison_key(sent, others)
+    assert key_of(said, others) != key_of(sent, others)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +63,7 @@ def test_rewritten_message_matches_only_by_its_rule(said, sent, rule):
     ],
 )
 def test_client_fields_do_not_affect_matching(said, sent):
-    assert build_comparison_key(said, []) == build_comparison_key(sent, [])
+    assert key_of(said, []) == key_of(sent, [])
 
 
 @pytest.mark.parametrize(
@@ -79,9 +84,22 @@ def test_client_fields_do_not_affect_matching(said, sent):
     ],
 )
 def test_different_messages_do_not_match(said, sent):
-    assert build_comparison_key(said, MATCHING_CHOICES) != build_comparison_key(
-        sent, MATCHING_CHOICES
-    )
+    assert key_of(said, MATCHING_CHOICES) != key_of(sent, MATCHING_CHOICES)
+
+
+@pytest.mark.parametrize(
+    ("said", "sent"),
+    [
+        (call("{}"), call("{}", call_id="call_7f3a")),
+        (
+            {"role": "tool", "content": "1", "tool_call_id": "000010000"},
+            {"role": "tool", "content": "1", "tool_call_id": "call_7f3a"},
+        ),
+    ],
+)
+def test_replaced_call_ids_match_unless_the_model_reads_them(said, sent):
+    assert key_of(said, [], compares_ids=False) == key_of(sent, [], compares_ids=False)
+    assert key_of(said, []) != key_of(sent, [])
 
 
 @pytest.mark.parametrize(
@@ -107,7 +125,7 @@ def test_different_messages_do_not_match(said, sent):
     ],
 )
 def test_difference_names_message_field_and_both_values(said, sent, difference):
-    keys = [build_comparison_key(message, MATCHING_CHOICES) for message in (said, sent)]
+    keys = [key_of(message, MATCHING_CHOICES) for message in (said, sent)]
     assert describe_difference(3, *keys) == difference
 
 

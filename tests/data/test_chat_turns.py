@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -276,6 +277,19 @@ def test_user_message_removes_reasoning_of_earlier_turns(
         "renders the turn differently from the model's output: " in plain.reason
         and "became 'no<|end|>" in plain.reason
     )
+
+
+def test_template_reads_the_call_ids_that_the_client_got() -> None:
+    tokenizer = chat_model("bytes", "mistral")
+    turns = turns_of(tokenizer)
+    first = replace(turns.begin([ASKED], TOOLS), call_id_key="this branch")
+    drawn = tokenizer.encode('[TOOL_CALLS] [{"name": "look", "arguments": {}}]</s>')
+    (call,) = turns.parse_turn(first, drawn).calls
+    assert isinstance(call, ToolCall) and call.id != "000010000"
+    second = turns.append_turn(first, drawn, [call.to_message("4")])
+    assert isinstance(second, Conversation)
+    assert second.text.count(call.id) == 2  # in the call and in its answer
+    assert second.tokens[len(first.tokens) :][: len(drawn)].tolist() == drawn.tolist()
 
 
 def test_tool_calls_inside_reasoning_are_ignored() -> None:

@@ -17,6 +17,7 @@ from aligner.data.tool_calls import (
     build_tool_schema,
     detect_tool_format,
     parse_turn,
+    renders_call_ids,
 )
 from aligner.errors import ConfigError
 from tests.data.chat_models import chat_model
@@ -70,6 +71,38 @@ def test_tool_call_format_is_detected_from_template(
     kind: str, template: str, form: ToolFormat | None
 ) -> None:
     assert detect_tool_format(chat_model(kind, template)) == form
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("qwen", False),
+        ("chatml", False),
+        ("llama", False),
+        ("mistral", True),
+        # the id of the answer only
+        ("{% for m in messages %}{{ m.tool_call_id }}{% endfor %}", True),
+        # with tools, another template applies
+        ("{% if tools %}{% for m in messages %}{{ m.tool_calls }}{% endfor %}{% endif %}", True),
+        ("{{ raise_exception('no calls') }}", True),
+    ],
+)
+def test_rendered_call_ids_are_detected(template: str, expected: bool) -> None:
+    assert renders_call_ids(chat_model("bytes", template)) is expected
+
+
+def test_invented_call_ids_differ_by_key_turn_and_call() -> None:
+    text = '<tool_call>{"name": "a"}</tool_call>' * 2
+    found = [
+        call.id
+        for key in ("", "first", "second")
+        for turn in (1, 3)
+        for call in parse_turn(text, "hermes", turn, id_key=key).calls
+        if isinstance(call, ToolCall)
+    ]
+    assert len({*found}) == len(found) == 12
+    assert all(len(each) == 9 and each.isalnum() and each.isascii() for each in found)
+    assert found[:2] == ["000010000", "000010001"]
 
 
 def test_tool_calls_are_separated_from_text() -> None:
