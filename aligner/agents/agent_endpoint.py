@@ -1,4 +1,4 @@
-"""OpenAI-compatible endpoint for the agents of a rank.
+"""Model server for the agents of a rank.
 
 `AgentSession` contains the turns of one agent episode. It decides which earlier turn a request
 continues, so that the policy reads the tokens that it generated, never a second tokenization of
@@ -13,43 +13,43 @@ import itertools
 import logging
 import secrets
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from torch import Tensor
 
+from aligner.agents.answers import AnswerBuilder, build_length_error, check_prompt_tokens
 from aligner.agents.message_matching import (
     build_comparison_key,
     describe_difference,
     to_template_messages,
 )
-from aligner.agents.openai_protocol import (
-    MODEL_NAME,
+from aligner.agents.model_server import ModelServer
+from aligner.agents.protocols.requests import (
     Answer,
-    AnswerToken,
-    ChatBody,
-    CompletionBody,
+    ChatRequest,
+    ModelRequest,
     RequestError,
-    RewardBody,
-    TextBody,
-    parse_body,
+    TextRequest,
 )
-from aligner.agents.openai_server import OpenAIServer, build_models_response
+from aligner.agents.protocols.wire_format import parse_body
 from aligner.data.chat_turns import ChatTurns, Conversation, NewBranch
-from aligner.data.stop_strings import cut_before_stop
 from aligner.data.tokenizer import Tokenizer
-from aligner.data.tool_calls import ToolCall
 from aligner.data.types import Completion
 from aligner.errors import AlignerError
 from aligner.schema.environment import EnvironmentConfig
 from aligner.values import is_finite_number
 
 _log = logging.getLogger(__name__)
+
+MODEL_NAME = "policy"
+"""Model name that `/v1/models` lists; requests may contain any other name."""
 
 
 @dataclass(eq=False)
@@ -115,7 +115,7 @@ class AgentSession:
     """
 
     name: str
-    """Name of the episode, part of its URL."""
+    """Name of the episode, part of its URL and of the ids of its responses."""
     context: SessionContext
     generate: Callable[[Tensor, int, tuple[str, ...], int], Coroutine[Any, Any, Completion]]
     """Function that generates a completion. Its arguments are the input tokens, int64 [T], the
@@ -135,8 +135,11 @@ class AgentSession:
     """Whether a limit on turns or on tokens has truncated the episode."""
     branch_counts: Counter[str] = field(default_factory=Counter)
     """Number of requests that started a new branch, by reason."""
+    model_name: str = MODEL_NAME
+    """Name of the model that the session serves."""
 
     def __post_init__(self) -> None:
+        self._answer_builder = AnswerBuilder(self.context.tokenizer, self.context.get_chat)
         # number of requested completions, by the bytes of their input tokens
         self._request_counts = Counter[bytes]()
         # completions whose clients have disconnected; a request with the same input reuses one
@@ -169,8 +172,8 @@ class AgentSession:
         for task in [*self._tasks_in_flight]:
             task.cancel()
 
-    async def answer(self, body: CompletionBody) -> list[Answer]:
-        """Return `body.n` answers to a request, and record each as a turn.
+    async def answer(self, request: ModelRequest) -> list[Answer]:
+        """Return `request.n` answers to a request, and record each as a turn.
 
         If this coroutine is cancelled, the completions continue, and the next request with the same
         input gets them. A retry after a disconnect therefore generates no second completion.
@@ -179,13 +182,10 @@ class AgentSession:
             RequestError: The request is invalid, the episode has reached its maximum number of
                 turns, or the episode has ended.
         """
-        for name in {*body.ignored_parameters} - self.context.logged_messages:
-            self.context.logged_messages.add(name)
-            _log.warning("agent requests set %s, which is ignored; set rollout.* instead", name)
-
+        self._check_supported(request)
         attempt_key = self.agent_key
         # requests count when they arrive, so that concurrent requests cannot exceed the limit
-        if self._request_counts.total() + body.n > self.context.settings.max_turns:
+        if self._request_counts.total() + request.n > self.context.settings.max_turns:
             self.is_truncated = True
             self.end_episode()
             limit = self.context.settings.max_turns
@@ -196,19 +196,19 @@ class AgentSession:
             )
 
         try:
-            conversation, input_tokens = self._tokenize(body)
+            conversation, input_tokens = self._tokenize(request)
         except RequestError:
             raise
         except AlignerError as error:
             raise RequestError(400, str(error)) from error
         if len(input_tokens) >= self.context.max_sequence_length:
-            return self._answer_overflow(len(input_tokens), body.n)
+            return self._answer_overflow(request, len(input_tokens))
 
         max_tokens = self.context.settings.max_turn_tokens
-        max_tokens = min(max_tokens, body.token_limit or max_tokens)
+        max_tokens = min(max_tokens, request.max_tokens or max_tokens)
         pending_completions = [
-            self._get_or_start_completion(input_tokens, max_tokens, body.stop_strings)
-            for _ in range(body.n)
+            self._get_or_start_completion(input_tokens, max_tokens, request.stop)
+            for _ in range(request.n)
         ]
         try:
             await asyncio.wait([pending.task for pending in pending_completions])
@@ -223,27 +223,45 @@ class AgentSession:
             raise RequestError(
                 401, f"episode {self.name} is over, or its agent was restarted", "invalid_api_key"
             )
-        return [self._record_turn(body, conversation, pending) for pending in pending_completions]
+        return [
+            self._record_turn(request, conversation, pending) for pending in pending_completions
+        ]
 
-    def _tokenize(self, body: CompletionBody) -> tuple[Conversation | None, Tensor]:
+    def _check_supported(self, request: ModelRequest) -> None:
+        """Log ignored parameters of a request.
+
+        Raises RequestError if the request would change the distribution that the run trains on.
+        """
+        for name in {*request.sampling.names} - self.context.logged_messages:
+            self.context.logged_messages.add(name)
+            _log.warning("agent requests set %s, which is ignored; set rollout.* instead", name)
+        problem = None
+        if request.top_logprobs:
+            problem = f"top_logprobs={request.top_logprobs}: must be 0"
+        elif request.min_tokens:
+            problem = f"min_tokens={request.min_tokens}: must be 0; set rollout.min_response_tokens"
+        elif request.stop_token_ids:
+            problem = "stop_token_ids: must be empty; use stop"
+        elif request.ignore_eos:
+            problem = "ignore_eos: must be false"
+        if problem is not None:
+            raise RequestError(
+                400, f"{problem}; other values are not supported in training", "unsupported"
+            )
+
+    def _tokenize(self, request: ModelRequest) -> tuple[Conversation | None, Tensor]:
         """Return the chat of a request, None for a text completion, and its input tokens.
 
         The input tokens, int64 [T], contain the tokens of the continued turn unchanged.
         """
-        if isinstance(body, ChatBody):
-            conversation = self._build_conversation(body)
+        if isinstance(request, ChatRequest):
+            conversation = self._build_conversation(request)
             return conversation, conversation.tokens
-        assert isinstance(body, TextBody)
-        if isinstance(body.prompt, list):
-            vocab_size = self.context.tokenizer.vocab_size
-            if not body.prompt or not all(0 <= token < vocab_size for token in body.prompt):
-                raise RequestError(
-                    400,
-                    f"prompt: must have at least one token id, each between 0 and {vocab_size - 1}",
-                )
-            return None, torch.tensor(body.prompt, dtype=torch.int64)
+        assert isinstance(request, TextRequest)
+        if not isinstance(request.prompt, str):
+            return None, check_prompt_tokens(request.prompt, self.context.tokenizer.vocab_size)
 
-        text = body.prompt
+        text = request.prompt
         tokenizer = self.context.tokenizer
         if not text:
             raise RequestError(400, "prompt: must not be empty")
@@ -264,7 +282,7 @@ class AgentSession:
         observation = tokenizer.encode_observation(tokens, text[len(turn.text) :])
         return None, torch.cat([tokens, observation])
 
-    def _build_conversation(self, body: ChatBody) -> Conversation:
+    def _build_conversation(self, request: ChatRequest) -> Conversation:
         """Return the chat of a request, which continues the longest matching earlier turn.
 
         A turn matches if the request begins with its messages and has the same tools and template
@@ -272,10 +290,10 @@ class AgentSession:
         whole chat is rendered again, and the request starts a new branch.
         """
         chat = self.context.get_chat()
-        messages = to_template_messages(body.messages)
-        tools = body.tools or None
-        variables = body.chat_template_kwargs or {}
-        message_keys = self._build_message_keys(body.messages)
+        messages = to_template_messages(request.messages)
+        tools = [dict(tool) for tool in request.tools] or None
+        variables = request.chat_template_kwargs
+        message_keys = self._build_message_keys(request.messages)
         matching_turns = [
             turn
             for turn in self.turns
@@ -361,21 +379,15 @@ class AgentSession:
                 f" ({detail})" * bool(detail),
             )
 
-    def _answer_overflow(self, length: int, count: int) -> list[Answer]:
-        """Return `count` empty answers to a prompt that leaves no room for a token.
+    def _answer_overflow(self, request: ModelRequest, length: int) -> list[Answer]:
+        """Return empty answers to a prompt of `length` tokens, which leaves no room for a token.
 
         Raises RequestError if the episode has no turns yet.
         """
         if not self.turns:
-            limit = self.context.max_sequence_length
-            raise RequestError(
-                400,
-                f"the prompt has {length} tokens; must have at most {limit - 1} to leave room for a"
-                " response",
-                "context_length_exceeded",
-            )
+            raise build_length_error(request, length, self.context.max_sequence_length)
         self.is_truncated = True
-        return [Answer("", "length", length)] * count
+        return [Answer("", "length", length)] * request.n
 
     def _get_or_start_completion(
         self, input_tokens: Tensor, max_tokens: int, stop: tuple[str, ...]
@@ -402,7 +414,7 @@ class AgentSession:
         return pending
 
     def _record_turn(
-        self, body: CompletionBody, conversation: Conversation | None, pending: PendingCompletion
+        self, request: ModelRequest, conversation: Conversation | None, pending: PendingCompletion
     ) -> Answer:
         """Record a completion as a turn, and return it as the answer for the agent."""
         response = pending.task.result()
@@ -416,65 +428,29 @@ class AgentSession:
                 conversation, call_id_key=f"{digest.hexdigest()} {pending.repeats}"
             )
 
-        # the turn's keys and text are set later, because they depend on the answer
-        turn = AgentTurn(input_tokens, response, conversation, (), "")
-        answer = self._build_answer(body, turn)
+        answer = self._answer_builder.build(
+            request,
+            conversation,
+            input_tokens,
+            response.tokens,
+            self._answer_builder.build_tokens(response.tokens, response.logprobs),
+            is_truncated=response.finish_reason == "length",
+        )
         full_text = ""
         # nothing can follow an end-of-sequence token
         if (
-            isinstance(body, TextBody)
-            and isinstance(body.prompt, str)
-            and not self._has_ended(turn)
+            isinstance(request, TextRequest)
+            and isinstance(request.prompt, str)
+            and not bool(self.context.tokenizer.is_eos(response.tokens[-1:]))
         ):
-            full_text = body.prompt + self._decode_after(input_tokens, turn.generated_tokens)
+            full_text = request.prompt + self._answer_builder.decode_after(
+                input_tokens, response.tokens
+            )
         message_keys: tuple[str, ...] = ()
-        if isinstance(body, ChatBody):
-            message_keys = self._build_message_keys([*body.messages, answer.message])
-        self.turns.append(replace(turn, message_keys=message_keys, text=full_text))
+        if isinstance(request, ChatRequest):
+            message_keys = self._build_message_keys([*request.messages, answer.message])
+        self.turns.append(AgentTurn(input_tokens, response, conversation, message_keys, full_text))
         return answer
-
-    def _build_answer(self, body: CompletionBody, turn: AgentTurn) -> Answer:
-        """Return a turn as an answer, which ends before the first stop string of the request.
-
-        Tool calls become part of the answer only if the turn is complete and all of its calls can
-        be parsed; otherwise the answer is the plain text.
-        """
-        tokenizer = self.context.tokenizer
-        generated_tokens = turn.generated_tokens
-        has_ended = self._has_ended(turn)
-        logprobs = turn.response.logprobs.tolist()
-        token_texts = [tokenizer.decode_token(token) for token in generated_tokens.tolist()]
-        text_tokens = generated_tokens[:-1] if has_ended else generated_tokens
-        full_text = self._decode_after(turn.input_tokens, text_tokens)
-        text = cut_before_stop(full_text, body.stop_strings)
-        answer = Answer(
-            text,
-            "length" if turn.response.finish_reason == "length" else "stop",
-            len(turn.input_tokens),
-            tuple(map(AnswerToken, token_texts, logprobs)),
-        )
-        if (
-            text == full_text
-            and has_ended
-            and turn.conversation is not None
-            and isinstance(body, ChatBody)
-            and body.should_parse_tool_calls
-        ):
-            parsed_turn = self.context.get_chat().parse_turn(turn.conversation, generated_tokens)
-            # `calls` also contains the calls that cannot be parsed, as `MalformedCall`
-            tool_calls = tuple(call for call in parsed_turn.calls if isinstance(call, ToolCall))
-            if tool_calls and len(tool_calls) == len(parsed_turn.calls):
-                return replace(
-                    answer,
-                    finish_reason="tool_calls",
-                    content=parsed_turn.content,
-                    tool_calls=tool_calls,
-                )
-        return answer
-
-    def _has_ended(self, turn: AgentTurn) -> bool:
-        """Return whether the turn's last token is an end-of-sequence token."""
-        return bool(self.context.tokenizer.is_eos(turn.generated_tokens[-1:]))
 
     def _build_message_keys(self, messages: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
         """Return the comparison keys of chat messages, for `AgentTurn.message_keys`."""
@@ -485,32 +461,43 @@ class AgentSession:
             build_comparison_key(message, rules, compares_ids=compares_ids) for message in messages
         )
 
-    def _decode_after(self, input_tokens: Tensor, generated_tokens: Tensor) -> str:
-        """Return the text of generated tokens that follow the input tokens."""
-        return self.context.tokenizer.decode_after(
-            input_tokens, generated_tokens, skip_special_tokens=False
-        )
+
+class _RewardBody(BaseModel):
+    """A request to `/v1/reward`, which adds to the reward of the agent's episode."""
+
+    reward: float
 
 
-_Handler = Callable[[AgentSession, Request], Awaitable[Response]]
+_ROOT = "/episodes/{episode}"
+"""Path of a session."""
 
 
-class AgentServer(OpenAIServer):
-    """Endpoint that serves the open sessions under `/episodes/NAME/v1`.
+class AgentServer(ModelServer):
+    """Server that serves the open sessions under `/episodes/NAME/v1`.
 
     A request without the API key of an open session gets the status 401.
     """
 
     def __init__(self, host: str, max_characters: int) -> None:
-        """Create an endpoint that is not listening yet.
+        """Create a server that is not listening yet.
 
         Args:
             host: Name or address of this machine that agents can connect to.
             max_characters: Maximum number of characters of a request body.
         """
-        # before the base class, whose constructor calls `build_routes`
         self._sessions: dict[str, AgentSession] = {}
-        super().__init__(host, 0, max_characters, "environment.endpoint_host")
+        super().__init__(
+            host,
+            0,
+            max_characters,
+            "environment.endpoint_host",
+            self._find_session,
+            root=_ROOT,
+            other_routes=[
+                Route(f"{_ROOT}/attempts", self._start_attempt, methods=["POST"]),
+                Route(f"{_ROOT}/v1/reward", self._add_reward, methods=["POST"]),
+            ],
+        )
 
     def get_session_url(self, session: AgentSession) -> str:
         """Return the URL of a session; with `/v1` appended it is the agent's `base_url`."""
@@ -536,67 +523,41 @@ class AgentServer(OpenAIServer):
         self._sessions.pop(session.name, None)
         session.close()
 
-    def build_routes(self) -> list[Route]:
-        """See `OpenAIServer.build_routes`."""
-        root = "/episodes/{episode}"
-        handlers = {
-            "attempts": ("POST", self._start_attempt),
-            "v1/reward": ("POST", self._add_reward),
-            "v1/models": ("GET", self._list_models),
-            "v1/chat/completions": ("POST", self._complete),
-            "v1/completions": ("POST", self._complete),
-        }
-        return [
-            Route(f"{root}/{path}", self._authenticate(handler), methods=[method])
-            for path, (method, handler) in handlers.items()
-        ]
+    def _find_session(self, request: Request) -> AgentSession:
+        """Return the session of a request. Raises RequestError without the agent's API key."""
+        session = self._sessions.get(request.path_params["episode"])
+        if session is None or not _has_key(request, session.agent_key):
+            raise _build_key_error()
+        return session
 
-    def _authenticate(self, handler: _Handler) -> Callable[[Request], Awaitable[Response]]:
-        """Return a route handler that calls `handler` for requests with the right API key."""
-
-        async def serve(request: Request) -> Response:
-            session = self._sessions.get(request.path_params["episode"])
-            # the name of the scheme is case-insensitive (RFC 9110, section 11.1)
-            scheme, _, key = request.headers.get("authorization", "").partition(" ")
-            if scheme.lower() != "bearer":
-                key = ""
-            expected_key = None
-            if session is not None:
-                # only the worker process, never the agent itself, may start an attempt
-                is_worker_request = handler == self._start_attempt
-                expected_key = session.worker_key if is_worker_request else session.agent_key
-            # the comparison takes constant time, so that it does not reveal a prefix of the key
-            if (
-                session is None
-                or expected_key is None
-                or not hmac.compare_digest(key.encode(), expected_key.encode())
-            ):
-                raise RequestError(
-                    401, "no episode in flight has this URL and API key", "invalid_api_key"
-                )
-            return await handler(session, request)
-
-        return serve
-
-    async def _start_attempt(self, session: AgentSession, request: Request) -> Response:
+    async def _start_attempt(self, request: Request) -> Response:
         """Start an attempt of the agent, and return its API key."""
+        session = self._sessions.get(request.path_params["episode"])
+        # only the worker process, never the agent itself, may start an attempt
+        if session is None or not _has_key(request, session.worker_key):
+            raise _build_key_error()
         return JSONResponse({"api_key": session.start_attempt()})
 
-    async def _list_models(self, session: AgentSession, request: Request) -> Response:
-        """List the policy as the only model."""
-        return build_models_response(MODEL_NAME)
-
-    async def _add_reward(self, session: AgentSession, request: Request) -> Response:
+    async def _add_reward(self, request: Request) -> Response:
         """Add to the reward of the episode, and return the sum."""
-        body = parse_body(RewardBody, await self.read_body(request))
+        session = self._find_session(request)
+        body = parse_body(_RewardBody, await self.read_body(request))
         if not is_finite_number(body.reward):
             raise RequestError(400, f"reward: must be a finite number, got {body.reward}")
         session.reward += body.reward
         return JSONResponse({"reward": session.reward})
 
-    async def _complete(self, session: AgentSession, request: Request) -> Response:
-        """Answer a request for a chat completion or a text completion."""
-        is_chat = request.url.path.endswith("/chat/completions")
-        body_type: type[CompletionBody] = ChatBody if is_chat else TextBody
-        body = parse_body(body_type, await self.read_body(request))
-        return await self.respond(request, body, session.answer(body), session.name)
+
+def _has_key(request: Request, expected_key: str | None) -> bool:
+    """Return whether a request has the expected API key; False if there is no such key."""
+    # the name of the scheme is case-insensitive (RFC 9110, section 11.1)
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    if expected_key is None or scheme.lower() != "bearer":
+        return False
+    # the comparison takes constant time, so that it does not reveal a prefix of the key
+    return hmac.compare_digest(key.encode(), expected_key.encode())
+
+
+def _build_key_error() -> RequestError:
+    """Return the error of a request without the API key of an open session."""
+    return RequestError(401, "no episode in flight has this URL and API key", "invalid_api_key")

@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from aligner.agents.openai_protocol import RequestError
+from aligner.agents.protocols.requests import RequestError
 
 # The reasoning at the start of an answer, up to its last end tag. Some templates put the start tag
 # into the prompt, so the answer may contain only the end tag.

@@ -677,8 +677,8 @@ COMMANDS = {
     ),
     "serve-model": Command(
         "aligner.cli.stored_models:serve_model",
-        "serve a stored model through the OpenAI chat completions API, for a judge or any client;"
-        " prints the address",
+        "serve a stored model through the OpenAI API, for a judge or any client; prints the"
+        " address",
         (
             _STORED,
             _add(

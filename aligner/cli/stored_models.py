@@ -145,24 +145,24 @@ def serve_model(parsed: argparse.Namespace) -> None:
     """Print the address of an OpenAI-compatible endpoint, and serve a model there until Ctrl-C."""
     if lack := describe_missing_modules("agents"):
         raise ConfigError(f"aligner serve-model: {lack}")
-    from aligner.agents.model_endpoint import ModelEndpoint  # requires the extra `agents`
+    from aligner.agents.model_server import ModelServer  # requires the extra `agents`
+    from aligner.agents.served_model import ServedModel
 
-    endpoint = ModelEndpoint(
-        find_source(parsed.source),
-        _build_engine_config(parsed),
-        parsed.host,
-        parsed.port,
-        run=_find_run(parsed.source),
+    model = ServedModel(
+        find_source(parsed.source), _build_engine_config(parsed), run=_find_run(parsed.source)
     )
-    endpoint.start()
-    if endpoint.notice is not None:
-        print_note(endpoint.notice)
-    print(f"{endpoint.url}/v1", flush=True)
+    server = ModelServer(
+        parsed.host, parsed.port, model.max_characters, "--host", lambda request: model
+    )
+    server.start()
+    if model.notice is not None:
+        print_note(model.notice)
+    print(f"{server.url}/v1", flush=True)
     try:
         with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C ends the server
-            endpoint.run_engine()
+            model.run_engine()
     finally:
-        endpoint.close()
+        server.close()
 
 
 def _parse_environment(parsed: argparse.Namespace) -> EnvironmentConfig | None:

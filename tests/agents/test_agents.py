@@ -379,12 +379,8 @@ def test_plain_and_streamed_answers_have_calls_and_logprobs(models, tmp_path):
 
 
 def test_sampling_parameters_of_agent_are_ignored_and_logged(models, caplog):
-    others = ("top_k", "min_p", "repetition_penalty")
-    wanted = {
-        "temperature": 0.3,
-        "reasoning_effort": "low",
-        "extra_body": dict.fromkeys(others, 0.5),
-    }
+    others = {"top_k": 5, "min_p": 0.5, "repetition_penalty": 1.5}
+    wanted = {"temperature": 0.3, "reasoning_effort": "low", "extra_body": {**others, "odd": 1}}
     samples, _ = episodes(
         models["chatml"],
         [{"requests": [[{"role": "user", "content": "why?"}]], "with": wanted}],
@@ -393,8 +389,10 @@ def test_sampling_parameters_of_agent_are_ignored_and_logged(models, caplog):
     assert samples[0].generated_token_count
     assert all(
         f"agent requests set {name}, which is ignored" in caplog.text
-        for name in ("temperature", "reasoning_effort", *others)
+        for name in ("temperature", *others)
     )
+    assert "requests set reasoning_effort, which is ignored" in caplog.text
+    assert "requests set odd, which is unknown and ignored" in caplog.text
 
 
 def test_repeated_request_after_disconnect_reuses_answer(models, caplog):

@@ -13,7 +13,7 @@ from aligner.agents.message_matching import (
     describe_difference,
     to_template_messages,
 )
-from aligner.agents.openai_protocol import RequestError
+from aligner.agents.protocols.requests import RequestError
 from aligner.schema.environment import MATCHING_CHOICES
 
 

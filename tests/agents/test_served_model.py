@@ -1,4 +1,4 @@
-"""The endpoint of `aligner serve-model`: its answers equal transformers'; a judge can use it."""
+"""`aligner serve-model`: its answers equal transformers'; a judge can use it."""
 
 from __future__ import annotations
 
@@ -119,11 +119,11 @@ def test_sampled_answers_differ_and_invalid_request_is_refused(url: str) -> None
     assert len(firsts) > 1
     assert ask_refused(url, "a?", top_logprobs=2) == (
         400,
-        "top_logprobs=2: is supported only with max_tokens=1 and without top_p",
+        "top_logprobs=2: is supported only with max_tokens=1 and without top_p, top_k and min_p",
     )
     assert ask_refused(url, "a?", top_logprobs=2, max_tokens=1, top_p=0.5)[0] == 400
     assert "temperature" in ask_refused(url, "a?", temperature=-1)[1]
-    assert "must have at most 1023 to leave room" in ask_refused(url, "a" * 1500)[1]
+    assert "maximum context length is 1024 tokens" in ask_refused(url, "a" * 1500)[1]
     with urllib.request.urlopen(f"{url}/models") as response:
         assert json.load(response)["data"][0]["object"] == "model"
 

@@ -1,4 +1,8 @@
-"""Base class of the OpenAI-compatible HTTP servers, which run in a thread of their process."""
+"""HTTP server that answers requests to a model, in a thread of its process.
+
+Agents in training and clients of a stored model use the same server with different back ends:
+`AgentSession` and `ServedModel`.
+"""
 
 import asyncio
 import itertools
@@ -6,9 +10,8 @@ import logging
 import socket
 import threading
 import time
-from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from typing import Any, Protocol, TypeVar
 
 import uvicorn
 from starlette.applications import Starlette
@@ -17,14 +20,16 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from aligner.agents.openai_protocol import (
+from aligner.agents.protocols.chat_completions import CHAT_COMPLETIONS
+from aligner.agents.protocols.openai_completions import IGNORED_FIELDS
+from aligner.agents.protocols.requests import (
     Answer,
-    ChatBody,
-    CompletionBody,
+    ModelRequest,
     RequestError,
-    format_events,
-    format_response,
+    refuse_unsupported,
 )
+from aligner.agents.protocols.text_completions import TEXT_COMPLETIONS
+from aligner.agents.protocols.wire_format import WireFormat, format_openai_error
 from aligner.errors import AlignerError
 
 _log = logging.getLogger(__name__)
@@ -38,14 +43,47 @@ _BYTES_PER_CHARACTER = 12
 _OTHER_FIELDS_BYTES = 1 << 16
 _T = TypeVar("_T")
 
+_WIRE_FORMATS = (CHAT_COMPLETIONS, TEXT_COMPLETIONS)
 
-class OpenAIServer(ABC):
-    """HTTP server that serves the routes of `build_routes`, and returns errors in OpenAI's format.
+
+class Backend(Protocol):
+    """A model, or the session of an agent, that answers requests."""
+
+    @property
+    def name(self) -> str:
+        """Part of the ids of the responses; empty if they need none."""
+
+    @property
+    def model_name(self) -> str:
+        """Name of the model in the list of models."""
+
+    def answer(self, request: ModelRequest) -> Coroutine[Any, Any, Sequence[Answer]]:
+        """Return `request.n` answers.
+
+        The coroutine is cancelled if the client disconnects.
+
+        Raises:
+            RequestError: The request is invalid or not supported, or the session has ended.
+        """
+
+
+class ModelServer:
+    """HTTP server that passes requests in all wire formats to back ends.
 
     Requests are handled on an asyncio loop in the server's own thread.
     """
 
-    def __init__(self, host: str, port: int, max_characters: int, host_setting: str) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        max_characters: int,
+        host_setting: str,
+        find_backend: Callable[[Request], Backend],
+        *,
+        root: str = "",
+        other_routes: Sequence[Route] = (),
+    ) -> None:
         """Create a server that is not listening yet.
 
         Args:
@@ -53,19 +91,26 @@ class OpenAIServer(ABC):
             port: TCP port; 0 selects a free one.
             max_characters: Maximum number of characters of a request body.
             host_setting: Configuration key or option that sets `host`, for error messages.
+            find_backend: Function that returns the back end of a request, and checks its
+                authorization. Raises RequestError.
+            root: Path before `/v1` of the routes; it may contain path parameters.
+            other_routes: Further routes.
         """
+        self._find_backend = find_backend
         self._host = host
         self._port = port
         self._host_setting = host_setting
         self._max_body_bytes = _BYTES_PER_CHARACTER * max_characters + _OTHER_FIELDS_BYTES
         self._response_numbers = itertools.count(1)
+        # ignored fields that have been logged; each is logged only once
+        self._logged_fields = set[str]()
         self._socket: socket.socket | None = None
         # only the server's thread runs this loop; other threads submit coroutines to it
         self._loop = asyncio.new_event_loop()
         # the process configures its own logging, so uvicorn must not
         self._server = uvicorn.Server(
             uvicorn.Config(
-                self._build_app(),
+                self._build_app(root, other_routes),
                 log_config=None,
                 log_level="warning",
                 access_log=False,
@@ -75,10 +120,6 @@ class OpenAIServer(ABC):
             )
         )
         self._thread = threading.Thread(target=self._run, name="endpoint", daemon=True)
-
-    @abstractmethod
-    def build_routes(self) -> list[Route]:
-        """Return the routes of the server."""
 
     def start(self) -> None:
         """Start the thread, and return when the server accepts requests.
@@ -100,7 +141,7 @@ class OpenAIServer(ABC):
         deadline = time.monotonic() + _START_TIMEOUT_S
         while not self._server.started:
             if not self._thread.is_alive() or time.monotonic() > deadline:
-                raise AlignerError(f"{self._host_setting}={self._host}: the endpoint did not start")
+                raise AlignerError(f"{self._host_setting}={self._host}: the server did not start")
             time.sleep(0.01)
 
     @property
@@ -122,47 +163,6 @@ class OpenAIServer(ABC):
     def run_on_loop(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
         """Run a coroutine on the server's loop, and return its result."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
-
-    async def respond(
-        self,
-        request: Request,
-        body: CompletionBody,
-        pending_answers: Awaitable[Sequence[Answer]],
-        episode: str = "",
-    ) -> Response:
-        """Wait for the answers to a request, and return its response.
-
-        If the client disconnects first, `pending_answers` is cancelled.
-
-        Args:
-            request: The request; its body must have been read.
-            body: The validated body of the request.
-            pending_answers: Awaitable that returns the answers.
-            episode: Name of the episode, part of the response's id; empty if there is no episode.
-        """
-        answer_task = asyncio.ensure_future(pending_answers)
-        disconnect = asyncio.create_task(_wait_for_disconnect(request))
-        await asyncio.wait([answer_task, disconnect], return_when=asyncio.FIRST_COMPLETED)
-        disconnect.cancel()
-        if not answer_task.done():
-            answer_task.cancel()
-            _log.info(
-                "%s: the client disconnected before the response was complete",
-                episode or "endpoint",
-            )
-            # nginx's code for a closed connection; no client reads it
-            return Response(status_code=499)
-
-        answers = answer_task.result()
-        prefix = "chatcmpl" if isinstance(body, ChatBody) else "cmpl"
-        number = str(next(self._response_numbers))
-        response_id = "-".join(part for part in (prefix, episode, number) if part)
-        if body.stream:
-            return StreamingResponse(
-                _iterate_async(format_events(response_id, body, answers)),
-                media_type="text/event-stream",
-            )
-        return JSONResponse(format_response(response_id, body, answers))
 
     async def read_body(self, request: Request) -> bytes:
         """Return the body of a request. Raises RequestError if it is too large."""
@@ -186,10 +186,17 @@ class OpenAIServer(ABC):
         asyncio.set_event_loop(self._loop)
         self._loop.run_until_complete(self._server.serve([self._socket] if self._socket else None))
 
-    def _build_app(self) -> Starlette:
+    def _build_app(self, root: str, other_routes: Sequence[Route]) -> Starlette:
         """Return the Starlette application with the routes and error handlers."""
+        routes = [
+            Route(
+                f"{root}/v1/{wire_format.path}", self._build_handler(wire_format), methods=["POST"]
+            )
+            for wire_format in _WIRE_FORMATS
+        ]
+        routes.append(Route(f"{root}/v1/models", self._list_models, methods=["GET"]))
         return Starlette(
-            routes=self.build_routes(),
+            routes=[*routes, *other_routes],
             exception_handlers={
                 RequestError: _respond_to_request_error,
                 HTTPException: _respond_to_request_error,
@@ -197,15 +204,73 @@ class OpenAIServer(ABC):
             },
         )
 
+    def _build_handler(self, wire_format: WireFormat) -> Callable[[Request], Awaitable[Response]]:
+        """Return the handler of the requests in a wire format."""
 
-def build_models_response(name: str) -> JSONResponse:
-    """Return the response to `/v1/models` of a server with one model."""
-    return JSONResponse(
-        {
-            "object": "list",
-            "data": [{"id": name, "object": "model", "created": 0, "owned_by": "aligner"}],
+        async def handle(http_request: Request) -> Response:
+            return await self._answer(wire_format, http_request)
+
+        return handle
+
+    async def _answer(self, wire_format: WireFormat, http_request: Request) -> Response:
+        """Answer a request in a wire format."""
+        backend = self._find_backend(http_request)
+        content = await self.read_body(http_request)
+        number = str(next(self._response_numbers))
+        id_parts = (wire_format.id_prefix, backend.name, number)
+        parsed = wire_format.parse(content, "-".join(part for part in id_parts if part))
+        self._log_ignored_fields(parsed.request)
+        refuse_unsupported(parsed.request)
+
+        answers = await _await_connected(backend.answer(parsed.request), http_request, backend.name)
+        if answers is None:
+            # nginx's code for a closed connection; no client reads it
+            return Response(status_code=499)
+        if parsed.request.stream:
+            return StreamingResponse(
+                _iterate_async(parsed.format_events(answers)), media_type="text/event-stream"
+            )
+        return JSONResponse(parsed.format_response(answers))
+
+    def _log_ignored_fields(self, request: ModelRequest) -> None:
+        """Log the fields of a request that have no effect; each only once."""
+        for name in {*request.ignored_fields} - self._logged_fields:
+            self._logged_fields.add(name)
+            kind = "is ignored" if name in IGNORED_FIELDS else "is unknown and ignored"
+            _log.warning("requests set %s, which %s", name, kind)
+
+    async def _list_models(self, request: Request) -> Response:
+        """List the only model of the back end."""
+        model = {
+            "id": self._find_backend(request).model_name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "aligner",
         }
+        return JSONResponse({"object": "list", "data": [model]})
+
+
+async def _await_connected(
+    pending_answers: Coroutine[Any, Any, Sequence[Answer]], request: Request, name: str
+) -> Sequence[Answer] | None:
+    """Return the answers to a request, or None if its client disconnects before.
+
+    Args:
+        pending_answers: Coroutine that returns the answers; cancelled if the client disconnects.
+        request: The request; its body must have been read.
+        name: Name of the back end for the log.
+    """
+    answer_task = asyncio.ensure_future(pending_answers)
+    disconnect = asyncio.create_task(_wait_for_disconnect(request))
+    await asyncio.wait([answer_task, disconnect], return_when=asyncio.FIRST_COMPLETED)
+    disconnect.cancel()
+    if answer_task.done():
+        return answer_task.result()
+    answer_task.cancel()
+    _log.info(
+        "%s: the client disconnected before the response was complete", name or "model server"
     )
+    return None
 
 
 async def _wait_for_disconnect(request: Request) -> None:
@@ -228,10 +293,10 @@ async def _respond_to_request_error(request: Request, error: Exception) -> Respo
             error.status_code, f"{request.method} {request.url.path}: {error.detail}"
         )
     assert isinstance(error, RequestError)
-    return JSONResponse(error.to_json(), error.status)
+    return JSONResponse(format_openai_error(error), error.status)
 
 
 async def _respond_to_unexpected_error(request: Request, error: Exception) -> Response:
     """Return the response to a request whose handler raised an unexpected exception."""
     server_error = RequestError(500, f"{type(error).__name__}: {error}")
-    return JSONResponse(server_error.to_json(), server_error.status)
+    return JSONResponse(format_openai_error(server_error), server_error.status)

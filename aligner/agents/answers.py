@@ -1,0 +1,130 @@
+"""Conversion of prompts to tokens and of generated tokens to answers, for every back end."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from aligner.agents.protocols.requests import (
+    Answer,
+    AnswerToken,
+    ChatRequest,
+    ModelRequest,
+    RequestError,
+)
+from aligner.data.chat_turns import ChatTurns, Conversation
+from aligner.data.stop_strings import cut_before_stop
+from aligner.data.tokenizer import Tokenizer
+from aligner.data.tool_calls import ToolCall
+
+
+@dataclass(frozen=True)
+class AnswerBuilder:
+    """Builds answers from generated tokens."""
+
+    tokenizer: Tokenizer
+    get_chat: Callable[[], ChatTurns]
+    """Function that returns the chat template. Raises ConfigError if the model has none."""
+
+    def build_tokens(self, tokens: Tensor, logprobs: Tensor) -> list[AnswerToken]:
+        """Return generated tokens, int64 [R], and their log-probs, [R], as tokens of an answer."""
+        texts = map(self.tokenizer.decode_token, tokens.tolist())
+        return list(map(AnswerToken, texts, logprobs.tolist()))
+
+    def build(
+        self,
+        request: ModelRequest,
+        conversation: Conversation | None,
+        input_tokens: Tensor,
+        generated_tokens: Tensor,
+        answer_tokens: Sequence[AnswerToken],
+        *,
+        is_truncated: bool,
+    ) -> Answer:
+        """Return generated tokens as an answer, which ends before the first stop string.
+
+        Tool calls become part of the answer only if the turn is complete and all of its calls can
+        be parsed; otherwise the answer is the plain text.
+
+        Args:
+            request: The request.
+            conversation: The rendered chat of the request; None if it has none.
+            input_tokens: Input tokens, int64 [T].
+            generated_tokens: Generated tokens, int64 [R].
+            answer_tokens: The generated tokens with their log-probs, [R].
+            is_truncated: Whether the maximum number of tokens ended the answer.
+        """
+        has_ended = bool(self.tokenizer.is_eos(generated_tokens[-1:]))
+        text_tokens = generated_tokens[:-1] if has_ended else generated_tokens
+        full_text = self.decode_after(input_tokens, text_tokens)
+        text = cut_before_stop(full_text, request.stop)
+        stop_string = None
+        if text != full_text:
+            stop_string = next(
+                string for string in request.stop if full_text.startswith(string, len(text))
+            )
+        answer = Answer(
+            text,
+            "length" if is_truncated and stop_string is None else "stop",
+            len(input_tokens),
+            tuple(answer_tokens),
+            stop_string=stop_string,
+        )
+        if (
+            stop_string is not None
+            or not has_ended
+            or conversation is None
+            or not isinstance(request, ChatRequest)
+            or not request.should_parse_tool_calls
+        ):
+            return answer
+
+        turn = self.get_chat().parse_turn(conversation, generated_tokens)
+        # `calls` also contains the calls that cannot be parsed, as `MalformedCall`
+        tool_calls = tuple(call for call in turn.calls if isinstance(call, ToolCall))
+        if not tool_calls or len(tool_calls) != len(turn.calls):
+            return answer
+        return replace(
+            answer, finish_reason="tool_calls", content=turn.content, tool_calls=tool_calls
+        )
+
+    def decode_after(self, input_tokens: Tensor, generated_tokens: Tensor) -> str:
+        """Return the text of generated tokens that follow the input tokens."""
+        return self.tokenizer.decode_after(
+            input_tokens, generated_tokens, skip_special_tokens=False
+        )
+
+
+def check_prompt_tokens(prompt: Sequence[int], vocab_size: int) -> Tensor:
+    """Return the token ids of a text request, int64 [T].
+
+    Raises RequestError if there are none, or if one is not in the vocabulary.
+    """
+    if not prompt or not all(0 <= token < vocab_size for token in prompt):
+        raise RequestError(
+            400,
+            f"prompt: must have at least one token id, each between 0 and {vocab_size - 1}",
+            param="prompt",
+        )
+    return torch.tensor(prompt, dtype=torch.int64)
+
+
+def build_length_error(request: ModelRequest, length: int, limit: int) -> RequestError:
+    """Return the error of a prompt that leaves no room for a token.
+
+    Agent frameworks recognize OpenAI's message, and shorten the conversation.
+
+    Args:
+        request: The request.
+        length: Number of tokens of the prompt.
+        limit: Maximum number of tokens of prompt and answer together.
+    """
+    field = "messages" if isinstance(request, ChatRequest) else "prompt"
+    return RequestError(
+        400,
+        f"This model's maximum context length is {limit} tokens. However, your {field} resulted in"
+        f" {length} tokens. Please reduce the length of the {field} to at most {limit - 1} tokens.",
+        "context_length_exceeded",
+        field,
+    )

@@ -1,0 +1,207 @@
+"""OpenAI's chat completions: `/v1/chat/completions`."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field
+
+from aligner.agents.protocols.openai_completions import (
+    CompletionBody,
+    build_common_arguments,
+    build_common_fields,
+    build_usage,
+)
+from aligner.agents.protocols.requests import (
+    Answer,
+    AnswerToken,
+    ChatRequest,
+    JsonFormat,
+    NamedTool,
+    RequestError,
+    ToolChoice,
+)
+from aligner.agents.protocols.wire_format import (
+    ParsedRequest,
+    WireFormat,
+    format_event,
+    format_openai_error,
+    parse_body,
+)
+
+
+class _NamedFunction(BaseModel):
+    """The field `function` of a named tool choice."""
+
+    name: str
+
+
+class _NamedToolChoice(BaseModel):
+    """A value of `tool_choice` that names a function."""
+
+    type: Literal["function"] = "function"
+    function: _NamedFunction
+
+
+class _JsonSchemaFormat(BaseModel, extra="allow"):
+    """The field `json_schema` of a response format."""
+
+    # the field `schema` of the JSON object; the name `schema` belongs to pydantic
+    json_schema: dict[str, Any] | None = Field(None, alias="schema")
+
+
+class _ResponseFormat(BaseModel):
+    """The field `response_format` of a request."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: _JsonSchemaFormat | None = None
+
+
+class _ChatBody(CompletionBody):
+    """The body of a request for a chat completion."""
+
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["auto", "none", "required"] | _NamedToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: _ResponseFormat | None = None
+    # vLLM's older field for a JSON schema
+    guided_json: dict[str, Any] | str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+
+
+class _ChatCompletion(ParsedRequest[ChatRequest]):
+    """A parsed request for a chat completion."""
+
+    def format_response(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        """See `ParsedRequest.format_response`."""
+        choices = [
+            {
+                "index": index,
+                "message": answer.message,
+                "finish_reason": answer.finish_reason,
+                "logprobs": self._build_logprobs(answer),
+            }
+            for index, answer in enumerate(answers)
+        ]
+        return {
+            **build_common_fields(self._request, "chat.completion"),
+            "choices": choices,
+            "usage": build_usage(answers),
+        }
+
+    def format_events(self, answers: Sequence[Answer]) -> Iterator[str]:
+        """See `ParsedRequest.format_events`.
+
+        Each complete answer is one event, and its finish reason is a second one.
+        """
+        common_fields = build_common_fields(self._request, "chat.completion.chunk")
+        for index, answer in enumerate(answers):
+            delta = answer.message
+            if answer.tool_calls:
+                # clients merge the deltas of a call by its index
+                delta["tool_calls"] = [
+                    {"index": call_index, **call}
+                    for call_index, call in enumerate(delta["tool_calls"])
+                ]
+            choice = {
+                "index": index,
+                "delta": delta,
+                "finish_reason": None,
+                "logprobs": self._build_logprobs(answer),
+            }
+            yield format_event({**common_fields, "choices": [choice]})
+
+            last_choice = {
+                "index": index,
+                "delta": {},
+                "finish_reason": answer.finish_reason,
+                "logprobs": None,
+            }
+            yield format_event({**common_fields, "choices": [last_choice]})
+
+        if self._request.include_usage:
+            yield format_event({**common_fields, "choices": [], "usage": build_usage(answers)})
+        yield "data: [DONE]\n\n"
+
+    def _build_logprobs(self, answer: Answer) -> dict[str, Any] | None:
+        """Return the log-probs of an answer; None if the request does not ask for them."""
+        if not self._request.logprobs:
+            return None
+        return {
+            "content": [
+                _format_token(token)
+                | {"top_logprobs": [_format_token(other) for other in token.top_logprobs]}
+                for token in answer.tokens
+            ]
+        }
+
+
+def _format_token(token: AnswerToken) -> dict[str, Any]:
+    """Return the JSON object of a token, without alternatives."""
+    return {"token": token.text, "logprob": token.logprob, "bytes": [*token.text.encode()]}
+
+
+def _parse(content: bytes, response_id: str) -> _ChatCompletion:
+    """Parse a body; see `WireFormat.parse`."""
+    body = parse_body(_ChatBody, content)
+    return _ChatCompletion(
+        ChatRequest(
+            **build_common_arguments(body, response_id)
+            | {"max_tokens": body.max_completion_tokens or body.max_tokens},
+            messages=tuple(body.messages),
+            tools=tuple(body.tools or ()),
+            tool_choice=_convert_tool_choice(body.tool_choice),
+            parallel_tool_calls=body.parallel_tool_calls is not False,
+            response_format=_convert_response_format(body),
+            chat_template_kwargs=body.chat_template_kwargs or {},
+            logprobs=bool(body.logprobs),
+            top_logprobs=body.top_logprobs or 0,
+        )
+    )
+
+
+def _convert_tool_choice(
+    choice: Literal["auto", "none", "required"] | _NamedToolChoice | None,
+) -> ToolChoice:
+    """Return the tool choice of a body."""
+    if isinstance(choice, _NamedToolChoice):
+        return NamedTool(choice.function.name)
+    return choice or "auto"
+
+
+def _convert_response_format(body: _ChatBody) -> JsonFormat | None:
+    """Return the response format of a body. Raises RequestError if its JSON schema is missing."""
+    if body.guided_json is not None:
+        return JsonFormat(_parse_schema(body.guided_json))
+    response_format = body.response_format
+    if response_format is None or response_format.type == "text":
+        return None
+    if response_format.type == "json_object":
+        return JsonFormat()
+    schema = response_format.json_schema
+    if schema is None or schema.json_schema is None:
+        raise RequestError(
+            400,
+            "response_format.json_schema.schema: must be a JSON schema, because the type is"
+            " json_schema",
+            param="response_format",
+        )
+    return JsonFormat(schema.json_schema)
+
+
+def _parse_schema(schema: Mapping[str, Any] | str) -> Mapping[str, Any]:
+    """Return a JSON schema, which may be the text of a JSON object."""
+    try:
+        value = json.loads(schema) if isinstance(schema, str) else schema
+    except ValueError:
+        value = None
+    if not isinstance(value, Mapping):
+        raise RequestError(400, "guided_json: must be a JSON schema", param="guided_json")
+    return value
+
+
+CHAT_COMPLETIONS = WireFormat("chat/completions", "chatcmpl", _parse, format_openai_error)

@@ -1,0 +1,176 @@
+"""Fields that OpenAI's chat completions and text completions share."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict
+
+from pydantic import BaseModel, Field
+
+from aligner.agents.protocols.requests import (
+    Answer,
+    ModelRequest,
+    RequestError,
+    SamplingParameters,
+)
+
+_DEFAULT_MODEL = "policy"
+"""Model name in the response to a request without one."""
+
+IGNORED_FIELDS = (
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "prediction",
+    "priority",
+    "reasoning_effort",
+    "verbosity",
+)
+"""Known fields that have no effect. The format of a response does not depend on them."""
+
+REFUSED_FIELDS: Mapping[str, Any] = {
+    "add_generation_prompt": True,
+    "allowed_token_ids": [],
+    "audio": {},
+    "bad_words": [],
+    "best_of": 1,
+    "chat_template": "",
+    "continue_final_message": False,
+    "documents": [],
+    "echo": False,
+    "function_call": "none",
+    "functions": [],
+    "guided_choice": [],
+    "guided_grammar": "",
+    "guided_regex": "",
+    "include_stop_str_in_output": False,
+    "length_penalty": 1,
+    "modalities": ["text"],
+    "prompt_logprobs": 0,
+    "structured_outputs": {},
+    "suffix": "",
+    "truncate_prompt_tokens": 0,
+    "use_beam_search": False,
+    "web_search_options": {},
+}
+"""Fields that would change a response, and that are not supported, with the value of each that is
+accepted because it has no effect."""
+
+
+class _StreamOptions(BaseModel):
+    """The field `stream_options` of a request."""
+
+    include_usage: bool | None = None
+
+
+class CompletionBody(BaseModel, extra="allow"):
+    """Fields of both text and chat completion requests; unknown fields are accepted."""
+
+    model: str | None = None
+    n: int | None = Field(None, ge=1, le=128)
+    max_tokens: int | None = Field(None, ge=1)
+    min_tokens: int | None = Field(None, ge=0)
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+    temperature: float | None = Field(None, ge=0)
+    top_p: float | None = Field(None, gt=0, le=1)
+    # -1 is vLLM's value for "all tokens"
+    top_k: int | None = Field(None, ge=-1)
+    min_p: float | None = Field(None, ge=0, le=1)
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+
+
+class CommonArguments(TypedDict):
+    """Arguments of `ModelRequest` that `build_common_arguments` returns."""
+
+    id: str
+    model: str
+    n: int
+    max_tokens: int | None
+    min_tokens: int
+    stop: tuple[str, ...]
+    stop_token_ids: tuple[int, ...]
+    ignore_eos: bool
+    sampling: SamplingParameters
+    stream: bool
+    include_usage: bool
+    ignored_fields: tuple[str, ...]
+
+
+def build_common_arguments(body: CompletionBody, response_id: str) -> CommonArguments:
+    """Return the arguments of `ModelRequest` that text and chat requests have in common.
+
+    Raises RequestError if the body sets a field that is not supported.
+    """
+    # pydantic collects the fields that the model does not define in `model_extra`
+    extra_fields = {
+        name: value for name, value in (body.model_extra or {}).items() if value is not None
+    }
+    refuse_fields(extra_fields)
+    stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    options = body.stream_options
+    return {
+        "id": response_id,
+        "model": body.model or _DEFAULT_MODEL,
+        "n": body.n or 1,
+        "max_tokens": body.max_tokens,
+        "min_tokens": body.min_tokens or 0,
+        "stop": tuple(string for string in stop if string),
+        "stop_token_ids": tuple(body.stop_token_ids or ()),
+        "ignore_eos": bool(body.ignore_eos),
+        "sampling": SamplingParameters(
+            temperature=body.temperature,
+            top_p=body.top_p,
+            top_k=body.top_k,
+            min_p=body.min_p,
+            seed=body.seed,
+            presence_penalty=body.presence_penalty,
+            frequency_penalty=body.frequency_penalty,
+            repetition_penalty=body.repetition_penalty,
+            logit_bias=body.logit_bias,
+        ),
+        "stream": bool(body.stream),
+        "include_usage": options is not None and bool(options.include_usage),
+        "ignored_fields": tuple(name for name in extra_fields if name not in REFUSED_FIELDS),
+    }
+
+
+def refuse_fields(fields: Mapping[str, Any]) -> None:
+    """Raise RequestError if a field of `REFUSED_FIELDS` has a value that would have an effect."""
+    for name, value in fields.items():
+        if name in REFUSED_FIELDS and value is not None and value != REFUSED_FIELDS[name]:
+            neutral = REFUSED_FIELDS[name]
+            raise RequestError(
+                400,
+                f"{name}: is not supported; leave it out, or set {neutral!r}",
+                "unsupported",
+                name,
+            )
+
+
+def build_common_fields(request: ModelRequest, object_type: str) -> dict[str, Any]:
+    """Return the fields that every response object starts with.
+
+    `created` is 0, so that a response does not depend on the time.
+    """
+    return {"id": request.id, "object": object_type, "created": 0, "model": request.model}
+
+
+def build_usage(answers: Sequence[Answer]) -> dict[str, int]:
+    """Return the token counts of a request; all of its answers have the same prompt."""
+    prompt_tokens = answers[0].prompt_tokens
+    generated_tokens = sum(len(answer.tokens) for answer in answers)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": generated_tokens,
+        "total_tokens": prompt_tokens + generated_tokens,
+    }

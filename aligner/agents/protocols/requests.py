@@ -1,0 +1,200 @@
+"""Requests to a model and its answers, independent of the wire format."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from aligner.data.tool_calls import ToolCall
+from aligner.errors import AlignerError
+
+FinishReason = Literal["stop", "length", "tool_calls"]
+
+
+class RequestError(AlignerError):
+    """Error of a request, with the HTTP status and OpenAI's error code for the client."""
+
+    def __init__(
+        self, status: int, message: str, code: str | None = None, param: str | None = None
+    ) -> None:
+        """Create an error.
+
+        Args:
+            status: The HTTP status.
+            message: Description of the error for the client.
+            code: OpenAI's error code.
+            param: Name of the invalid field.
+        """
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.param = param
+
+
+@dataclass(frozen=True)
+class NamedTool:
+    """The tool that the answer must call."""
+
+    name: str
+
+
+ToolChoice = Literal["auto", "none", "required"] | NamedTool
+"""Whether the answer may (`auto`), must not (`none`) or must (`required`) call tools, or which tool
+it must call."""
+
+
+@dataclass(frozen=True)
+class JsonFormat:
+    """The requirement that the text of an answer is a JSON value."""
+
+    schema: Mapping[str, Any] | None = None
+    """JSON schema of the value; None permits any JSON object."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParameters:
+    """Sampling parameters of a request; None for each parameter that the request does not set."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Mapping[str, float] | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the parameters that the request sets."""
+        return [item.name for item in fields(self) if getattr(self, item.name) is not None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelRequest:
+    """Fields of both chat and text requests."""
+
+    id: str
+    """Id of the response."""
+    model: str
+    """Name of the model in the request, which the response repeats."""
+    n: int = 1
+    """Number of answers."""
+    max_tokens: int | None = None
+    """Maximum number of tokens of an answer; None if the request sets no limit."""
+    min_tokens: int = 0
+    """Minimum number of tokens before the end of an answer."""
+    stop: tuple[str, ...] = ()
+    """Strings that end an answer, which does not contain them."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end an answer, in addition to the model's end-of-sequence tokens."""
+    ignore_eos: bool = False
+    """Whether the model's end-of-sequence tokens do not end an answer."""
+    sampling: SamplingParameters = SamplingParameters()
+    logprobs: bool = False
+    """Whether the answer must contain the log-probs of its tokens."""
+    top_logprobs: int = 0
+    """Number of most probable tokens to return for each position."""
+    stream: bool = False
+    """Whether the response consists of server-sent events."""
+    include_usage: bool = False
+    """Whether a stream of chat or text completions ends with the token counts."""
+    ignored_fields: tuple[str, ...] = ()
+    """Names of the fields of the request that have no effect."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatRequest(ModelRequest):
+    """A request for the assistant's next message in a conversation."""
+
+    messages: tuple[Mapping[str, Any], ...]
+    """Messages in OpenAI's format for chat completions."""
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """Tools in OpenAI's format for chat completions."""
+    tool_choice: ToolChoice = "auto"
+    parallel_tool_calls: bool = True
+    """Whether the answer may contain more than one tool call."""
+    response_format: JsonFormat | None = None
+    """Required format of the answer's text; None permits any text."""
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the chat template."""
+    continue_final_message: bool = False
+    """Whether the answer continues the last message instead of following it."""
+
+    @property
+    def should_parse_tool_calls(self) -> bool:
+        """Whether tool calls in the generated text become tool calls of the answer."""
+        return bool(self.tools) and self.tool_choice != "none"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextRequest(ModelRequest):
+    """A request for the continuation of a text."""
+
+    prompt: str | tuple[int, ...]
+    """The text, or its token ids."""
+
+
+@dataclass(frozen=True)
+class AnswerToken:
+    """A generated token of an answer."""
+
+    text: str
+    logprob: float
+    """Log-prob of the token at the sampling temperature."""
+    top_logprobs: tuple["AnswerToken", ...] = ()
+    """Most probable tokens at this position, in descending order; empty if not requested."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The model's answer to a request."""
+
+    text: str
+    """The generated text, including the text of tool calls."""
+    finish_reason: FinishReason
+    prompt_tokens: int
+    """Number of input tokens."""
+    tokens: tuple[AnswerToken, ...] = ()
+    """The generated tokens."""
+    content: str | None = None
+    """Text outside the tool calls; None for an answer without tool calls."""
+    tool_calls: tuple[ToolCall, ...] = ()
+    """Parsed tool calls of the answer."""
+    stop_string: str | None = None
+    """The string of `ModelRequest.stop` that ended the answer; None if another limit ended it."""
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The answer as a chat message in OpenAI's format."""
+        if not self.tool_calls:
+            return {"role": "assistant", "content": self.text}
+        tool_calls = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
+            }
+            for call in self.tool_calls
+        ]
+        # OpenAI's format has null, not an empty text, as the content of a pure tool call
+        return {"role": "assistant", "content": self.content or None, "tool_calls": tool_calls}
+
+
+def refuse_unsupported(request: ModelRequest) -> None:
+    """Raise RequestError if a request requires a feature that the server does not have.
+
+    These features need guided decoding, which constrains the sampled tokens by a grammar.
+    """
+    if not isinstance(request, ChatRequest):
+        return
+    problem = None
+    if request.response_format is not None:
+        problem = "response_format: must be text"
+    elif request.tools and request.tool_choice not in ("auto", "none"):
+        problem = "tool_choice: must be auto or none"
+    elif request.tools and not request.parallel_tool_calls:
+        problem = "parallel_tool_calls: must be true"
+    if problem is not None:
+        raise RequestError(400, f"{problem}; other values are not supported", "unsupported")
