@@ -8,7 +8,7 @@ pip := $(bin)/python -m pip --disable-pip-version-check -qq
 unexport PYTHONDONTWRITEBYTECODE
 pytest := $(bin)/python -m pytest --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-rest test-all lint types docs gpu-check install clean
+.PHONY: demo test test-rest test-all test-frameworks lint types docs gpu-check install clean
 
 demo: $(installed)
 	$(bin)/aligner launch experiment=smollm2_sentiment
@@ -23,6 +23,13 @@ test-rest: $(installed)
 
 test-all: $(installed)
 	$(pytest) -n 3
+
+# Agents of real frameworks (docs/frameworks.md). Each framework has its own environment, which the first call installs; the
+# tests of a framework that cannot be installed are skipped, and more than two of them fail.
+frameworks := ai_sdk anthropic autogen dspy langgraph litellm llama_index openai openai_agents openai_node pydantic_ai smolagents
+test-frameworks: $(installed)
+	-$(bin)/python -m benchmarks.peer_environment $(frameworks)
+	$(bin)/python -m pytest -n 2 tests/frameworks
 
 lint: $(installed)
 	$(bin)/ruff check .

@@ -1,0 +1,25 @@
+// An agent of the Vercel AI SDK: by default with the Responses API, with the argument `chat` with
+// chat completions.
+import { openai } from "@ai-sdk/openai";
+import { generateText, Output, stepCountIs, tool } from "ai";
+import { z } from "zod";
+import { calls, report, task } from "./reporting.mjs";
+
+const model = process.argv.includes("chat") ? openai.chat("policy") : openai("policy");
+const settings = { model, system: "Be brief.", prompt: task.asked, maxRetries: 0 };
+if (task.mode === "tool") {
+  const multiply = tool({
+    description: "Multiply two numbers.",
+    inputSchema: z.object({ a: z.int(), b: z.int() }),
+    execute: ({ a, b }) => {
+      calls.push([a, b]);
+      return a * b;
+    },
+  });
+  const result = await generateText({ ...settings, tools: { multiply }, stopWhen: stepCountIs(3) });
+  await report(result.text);
+} else {
+  const schema = z.object({ a: z.int(), b: z.int(), product: z.int() });
+  const result = await generateText({ ...settings, output: Output.object({ schema }) });
+  await report(result.output);
+}

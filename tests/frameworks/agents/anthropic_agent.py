@@ -1,0 +1,50 @@
+"""An agent that uses Anthropic's client."""
+
+from __future__ import annotations
+
+from anthropic import Anthropic
+from pydantic import BaseModel
+from reporting import API_KEY, BASE_URL, calls, read_task, report
+
+NUMBER = {"type": "integer"}
+MULTIPLY = {
+    "name": "multiply",
+    "description": "Multiply two numbers.",
+    "input_schema": {
+        "type": "object",
+        "properties": {"a": NUMBER, "b": NUMBER},
+        "required": ["a", "b"],
+    },
+}
+
+
+class Product(BaseModel):
+    a: int
+    b: int
+    product: int
+
+
+task = read_task()
+# Anthropic's client appends /v1/messages
+client = Anthropic(base_url=BASE_URL.removesuffix("/v1"), api_key=API_KEY)
+messages = [{"role": "user", "content": task["asked"]}]
+options = {"model": "policy", "max_tokens": 100, "system": "Be brief.", "messages": messages}
+if task["mode"] == "tool":
+    while True:
+        message = client.messages.create(**options, tools=[MULTIPLY])
+        messages.append({"role": "assistant", "content": message.content})
+        if message.stop_reason != "tool_use":
+            break
+        results = []
+        for block in message.content:
+            if block.type == "tool_use":
+                a, b = block.input["a"], block.input["b"]
+                calls.append([a, b])
+                results.append(
+                    {"type": "tool_result", "tool_use_id": block.id, "content": str(a * b)}
+                )
+        messages.append({"role": "user", "content": results})
+    report(task, message.content[0].text)
+else:
+    message = client.messages.parse(**options, output_format=Product)
+    report(task, message.parsed_output)
