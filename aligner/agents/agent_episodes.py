@@ -9,7 +9,7 @@ that a resumed run does not repeat them.
 import base64
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -47,6 +47,9 @@ from aligner.errors import AlignerError
 from aligner.schema.environment import EnvironmentConfig
 
 _log = logging.getLogger(__name__)
+
+TurnListener = Callable[[GenerationRequest, Sequence[AgentTurn]], None]
+"""Called with the request of an episode that has ended, and the turns of its agent."""
 
 
 def build_episode_sample(
@@ -209,6 +212,7 @@ class AgentEpisodes:
     max_sequence_length: int
     """Maximum number of input and generated tokens of one sequence of an episode."""
     journal: AgentJournal | None = None
+    turn_listener: TurnListener | None = None
 
     @classmethod
     def create(
@@ -219,6 +223,7 @@ class AgentEpisodes:
         seed: int,
         max_sequence_length: int,
         journal: EpisodeJournal | None = None,
+        turn_listener: TurnListener | None = None,
     ) -> "AgentEpisodes":
         """Return a source with its own endpoint and worker processes, which are running.
 
@@ -229,6 +234,8 @@ class AgentEpisodes:
             seed: Seed of the run.
             max_sequence_length: Maximum number of input and generated tokens of one sequence.
             journal: Journal of the run; None if samples are not recorded.
+            turn_listener: Called with the turns of each episode that ends; not called for an
+                episode from the journal.
 
         Raises:
             ConfigError: The configured agent does not exist or cannot be imported.
@@ -244,7 +251,15 @@ class AgentEpisodes:
             raise
         agent_journal = None if journal is None else AgentJournal(journal)
         return cls(
-            engine, agents, server, tokenizer, settings, seed, max_sequence_length, agent_journal
+            engine,
+            agents,
+            server,
+            tokenizer,
+            settings,
+            seed,
+            max_sequence_length,
+            agent_journal,
+            turn_listener,
         )
 
     @cached_property
@@ -391,6 +406,8 @@ class _AgentEpisodeRun:
             source.engine.release(prompt.id, request.sample_index)
         self._branch_counts.add_episode(session.branch_counts)
         sample = self._build_sample(session, error)
+        if source.turn_listener is not None:
+            source.turn_listener(request, session.turns)
         if journal is not None:
             journal.record(request, generated_by, sample)
         return sample

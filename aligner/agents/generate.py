@@ -12,14 +12,15 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 import torch
 
-from aligner.agents.environment_pool import EnvironmentPool
+from aligner.agents.agent_transcripts import AgentTranscripts
 from aligner.agents.episode_journal import EpisodeJournal
-from aligner.agents.episodes import EnvironmentEpisodes, build_episode_name
-from aligner.agents.tool_catalogue import list_tools, tool_schemas, with_tool_arguments
+from aligner.agents.episode_source import start_episodes
+from aligner.agents.episodes import build_episode_name
+from aligner.agents.tool_catalogue import list_tools, tool_schemas
 from aligner.agents.tool_protocol import ListedTool
 from aligner.data.chat_turns import ChatTurns
 from aligner.data.conversations import (
@@ -44,6 +45,9 @@ from aligner.models.shape import ModelShape
 from aligner.models.vocabulary import with_all_end_tokens
 from aligner.schema import Config, DataConfig, EngineConfig
 from aligner.schema.environment import EnvironmentConfig
+
+if TYPE_CHECKING:
+    from aligner.agents.agent_episodes import TurnListener
 
 TemplateUse = Literal["auto", "chat", "raw"]
 """When the chat template renders a prompt: only for messages (`auto`), also for plain texts as the
@@ -81,8 +85,10 @@ class Job:
     """Number of responses per prompt."""
     options: SamplingOptions
     seed: int
+    max_sequence_length: int
+    """Maximum number of tokens of a prompt and its response, or of one sequence of an agent."""
     environment: EnvironmentConfig | None = None
-    """Environment of the episodes; None for single responses."""
+    """Environment or agent of the episodes; None for single responses."""
     tools: Sequence[ListedTool] = ()
     """Tools of the environment."""
     journal: EpisodeJournal = field(default_factory=EpisodeJournal)
@@ -96,6 +102,11 @@ class Job:
     def chat(self) -> ChatTurns:
         """The chat template. Raises ConfigError for a model without one."""
         return ChatTurns.for_tokenizer(self.tokenizer)
+
+    @property
+    def has_agent(self) -> bool:
+        """Whether an agent requests the turns of the episodes."""
+        return self.environment is not None and self.environment.has_agent
 
     @property
     def requests(self) -> list[GenerationRequest]:
@@ -131,8 +142,8 @@ def plan_job(
         seed: Seed of the random choices.
         stop_at_eos: Whether the model's end-of-sequence tokens end a response.
         max_new_tokens: Maximum number of tokens of a response.
-        environment: Environment that answers between the turns of an episode; None for single
-            responses.
+        environment: Environment that answers between the turns of an episode, or agent that
+            requests the turns; None for single responses.
         template: When the chat template renders a prompt.
         run: Configuration of the run that trained the model; its settings of the chat template are
             used. None for another model.
@@ -142,9 +153,20 @@ def plan_job(
 
     Raises:
         ConfigError: The model generates no text or has no tokenizer, the sampling options are
-            invalid, `data` excludes all prompts, or a prompt leaves no room for the response.
+            invalid, `data` excludes all prompts, or a prompt leaves no room for the response; or
+            the agent does not support the options.
     """
     shape = read_generating_shape(source)
+    has_agent = environment is not None and environment.has_agent
+    if has_agent and not stop_at_eos:
+        raise ConfigError(
+            "--no-stop-at-eos: is not supported with an agent, because no token would end a turn"
+        )
+    if has_agent and template != "auto":
+        raise ConfigError(
+            f"--{template}: is not supported with an agent, which chooses the prompts itself: with"
+            " requests for chat completions or for text completions"
+        )
     stop_token_ids = shape.eos_token_ids if stop_at_eos else ()
     try:
         options = SamplingOptions(max_new_tokens, stop_token_ids=stop_token_ids, **sampling)
@@ -169,7 +191,8 @@ def plan_job(
         f"{max_prompt_tokens}, the model's {shape.max_positions} positions minus {max_new_tokens}"
         " new tokens"
     )
-    tools = [] if environment is None else list_tools(environment)
+    # an agent has its own tools
+    tools = [] if environment is None or has_agent else list_tools(environment)
     schemas = tool_schemas(tools)
 
     if data is None:
@@ -201,12 +224,16 @@ def plan_job(
         notices.append(
             f"skipped {len(exclusions)} of {len(prompts)} prompts; the first: {exclusions[0]}"
         )
-    is_plain = not all(record.has_messages for record in prompts)
+    is_plain = not has_agent and not all(record.has_messages for record in prompts)
     if template == "auto" and is_plain and has_chat_template(source.companions):
         notices.append(
             "the model has a chat template, which is not applied to plain-text prompts; --chat"
             " applies it, and --raw omits this note"
         )
+    # the engine reserves memory for the longest sequence of the job, not for the model's context;
+    # the prompts of an agent are not known in advance
+    longest_prompt = max(prompt.tokens.numel() for prompt in tokenized_prompts)
+    prompt_limit = data.max_prompt_tokens if has_agent else longest_prompt
     return Job(
         source,
         shape,
@@ -215,6 +242,7 @@ def plan_job(
         samples,
         options,
         seed,
+        prompt_limit + max_new_tokens,
         environment,
         tools,
         notices=notices,
@@ -269,8 +297,8 @@ def generate(
     """Generate the samples of a job with an engine in this process, and write them as JSONL.
 
     The lines are in the order of the job's requests. An episode with branches has one line per
-    sequence, the current sequence last. The file gets its name when it is complete; if generation
-    fails, no file remains.
+    sequence, the sample's own sequence last. The file gets its name when it is complete; if
+    generation fails, no file remains.
 
     Args:
         job: The job.
@@ -297,14 +325,16 @@ def generate(
         progress(latest)
 
     threshold = -math.inf if min_score is None else min_score
+    transcripts = AgentTranscripts()
+    turn_listener = transcripts.record if as_messages else None
     with open_output(output, overwrite) as file:
-        for sample in generate_samples(job, settings, record_progress):
+        for sample in generate_samples(job, settings, record_progress, turn_listener):
             score = None if job.environment is None else compute_episode_score(sample)
             # NaN, the score of a lost episode, fails this comparison too
             if score is not None and not score >= threshold:
                 continue
             if as_messages:
-                records = [build_conversation_record(job, sample)]
+                records = build_conversation_records(job, sample, transcripts)
             else:
                 records = build_sequence_records(job, sample)
             for record in records:
@@ -318,7 +348,10 @@ def format_json_line(record: Mapping[str, Any]) -> bytes:
 
 
 def generate_samples(
-    job: Job, settings: EngineConfig, progress: Callable[[Progress], None]
+    job: Job,
+    settings: EngineConfig,
+    progress: Callable[[Progress], None],
+    turn_listener: "TurnListener | None" = None,
 ) -> Iterator[Sample]:
     """Yield the samples of a job in the order of its requests, from an engine in this process.
 
@@ -328,36 +361,38 @@ def generate_samples(
         job: The job.
         settings: The section `engine` of the configuration.
         progress: Function that is called after every engine step.
+        turn_listener: Function that is called with the turns of each agent's episode.
 
     Raises:
         ConfigError: The engine or the environment cannot run on this machine.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    # the engine reserves memory for the longest sequence of the job, not for the model's context
-    longest_prompt = max(prompt.tokens.numel() for prompt in job.prompts)
     engine = build_engine(
         job.shape,
         settings,
         job.source.companions,
         seed=job.seed,
         device=device,
-        max_sequence_length=longest_prompt + job.options.max_new_tokens,
+        max_sequence_length=job.max_sequence_length,
     )
-    pool = None
-    if job.environment is not None:
-        environment = with_tool_arguments(job.environment, job.tools, job.tokenizer)
-        pool = EnvironmentPool.from_config(environment, job.journal)
+    episodes = None
     try:
-        source: SampleStarter = SingleResponses(engine)
-        if pool is not None and job.environment is not None:
-            try:
-                pool.start()
-            except ConfigError as error:
-                raise ConfigError(f"environment.target: {error}") from error
-            source = EnvironmentEpisodes(engine, pool, job.tokenizer, job.environment, job.seed)
+        if job.environment is not None:
+            episodes = start_episodes(
+                job.environment,
+                engine,
+                job.tokenizer,
+                job.seed,
+                job.max_sequence_length,
+                # the journal of an agent contains whole samples, which this job does not reuse
+                journal=None if job.has_agent else job.journal,
+                tools=job.tools,
+                turn_listener=turn_listener,
+            )
+        starter: SampleStarter = episodes or SingleResponses(engine)
 
         load_weights(engine, job.source)
-        generation = source.start(job.requests, job.options)
+        generation = starter.start(job.requests, job.options)
         # complete samples, by request index, that must be yielded after incomplete earlier ones
         waiting_samples: dict[int, Sample] = {}
         next_index = 0
@@ -388,8 +423,8 @@ def generate_samples(
             )
             progress(totals)
     finally:
-        if pool is not None:
-            pool.close()
+        if episodes is not None:
+            episodes.close()
         engine.shutdown()
 
 
@@ -435,10 +470,10 @@ def open_output(output: Path, overwrite: bool) -> Iterator[BinaryIO]:
 def build_sequence_records(job: Job, sample: Sample) -> list[dict[str, Any]]:
     """Return one record per sequence of a sample: its branches, then the sample itself.
 
-    If the sample has branches, each record contains the sequence's own prompt, and the score of the
-    whole episode.
+    If the sample has branches, or an agent has chosen the prompt, each record contains the
+    sequence's own prompt, and the score of the whole episode.
     """
-    if not sample.branches:
+    if not sample.branches and not job.has_agent:
         return [build_sample_record(job, sample)]
 
     records = []
@@ -481,19 +516,36 @@ def build_sample_record(job: Job, sample: Sample) -> dict[str, Any]:
     }
 
 
-def build_conversation_record(job: Job, sample: Sample) -> dict[str, Any]:
-    """Return the output record of an episode as chat messages."""
+def build_conversation_records(
+    job: Job, sample: Sample, transcripts: AgentTranscripts
+) -> list[dict[str, Any]]:
+    """Return the output records of an episode as chat messages.
+
+    An agent's episode has one record per sequence. An environment's episode is one conversation,
+    also with branches.
+
+    Args:
+        job: The job.
+        sample: The episode.
+        transcripts: Conversations of the agents.
+    """
     prompt = job.prompts[sample.prompt_id]
-    answers = [
-        outcome.observation
-        for outcome in job.journal.answers(build_episode_name(prompt.id, sample.sample_index))
-    ]
-    conversation = build_conversation(sample, prompt, answers, job.tokenizer, lambda: job.chat)
-    return conversation | {
+    if job.has_agent:
+        conversations = transcripts.take_conversations(sample, job.tokenizer, lambda: job.chat)
+    else:
+        answers = [
+            outcome.observation
+            for outcome in job.journal.answers(build_episode_name(prompt.id, sample.sample_index))
+        ]
+        conversations = [
+            build_conversation(sample, prompt, answers, job.tokenizer, lambda: job.chat)
+        ]
+    episode_fields = {
         "score": compute_episode_score(sample),
         "prompt_index": prompt.id,
         "sample_index": sample.sample_index,
     }
+    return [conversation | episode_fields for conversation in conversations]
 
 
 def compute_episode_score(sample: Sample) -> float:

@@ -56,23 +56,8 @@ def _find_agent_problems(config: Config) -> Iterator[str]:
     rollout = config.rollout
     if not settings.has_agent:
         return
-    key = "environment.agent" if settings.agent is not None else "environment.agent_command"
-    if missing_extra := describe_missing_modules("agents"):
-        yield f"{key}: {missing_extra}"
-    names = [
-        name for name in ("target", "agent", "agent_command") if getattr(settings, name) is not None
-    ]
-    if len(names) > 1:
-        yield (
-            f"environment.{' and environment.'.join(names)}: only one of these keys can be set;"
-            " set the other keys to null"
-        )
-    if settings.agent is not None and split_callable_name(settings.agent) is None:
-        yield f"environment.agent={settings.agent}: must be module:function, or null"
-    if settings.agent_command == []:
-        yield "environment.agent_command=[]: must contain a program, or be null"
-    if unknown_values := sorted({*settings.matching} - {*MATCHING_CHOICES}):
-        yield f"environment.matching={unknown_values}: allowed: {', '.join(MATCHING_CHOICES)}"
+    key = _get_agent_key(settings)
+    yield from find_agent_key_problems(settings)
     if engine.kind != "embedded":
         yield (
             f"{key}: is not supported with engine.kind={engine.kind}, because only the embedded"
@@ -118,6 +103,33 @@ def _find_agent_problems(config: Config) -> Iterator[str]:
                 f"{key}: is not supported with {name}={format_value(value)}: {reason}; set"
                 f" {name}={format_value(allowed)}"
             )
+
+
+def find_agent_key_problems(settings: EnvironmentConfig) -> Iterator[str]:
+    """Yield problems of the keys of an agent that do not depend on other sections."""
+    if not settings.has_agent:
+        return
+    if missing_extra := describe_missing_modules("agents"):
+        yield f"{_get_agent_key(settings)}: {missing_extra}"
+    names = [
+        name for name in ("target", "agent", "agent_command") if getattr(settings, name) is not None
+    ]
+    if len(names) > 1:
+        yield (
+            f"environment.{' and environment.'.join(names)}: only one of these keys can be set;"
+            " set the other keys to null"
+        )
+    if settings.agent is not None and split_callable_name(settings.agent) is None:
+        yield f"environment.agent={settings.agent}: must be module:function, or null"
+    if settings.agent_command == []:
+        yield "environment.agent_command=[]: must contain a program, or be null"
+    if unknown_values := sorted({*settings.matching} - {*MATCHING_CHOICES}):
+        yield f"environment.matching={unknown_values}: allowed: {', '.join(MATCHING_CHOICES)}"
+
+
+def _get_agent_key(settings: EnvironmentConfig) -> str:
+    """Return the key that selects the agent."""
+    return "environment.agent" if settings.agent is not None else "environment.agent_command"
 
 
 def _find_timeout_problems(

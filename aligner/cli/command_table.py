@@ -422,7 +422,7 @@ _GENERATE = (
         "overrides",
         nargs="*",
         metavar="environment.KEY=VALUE",
-        help="settings of an environment in which episodes are generated (docs/agents.md)",
+        help="environment or agent whose episodes are generated (docs/agents.md)",
     ),
     _add("--min-score", type=float, metavar="SCORE", help="omit episodes with a score below SCORE"),
     _add(
@@ -444,16 +444,20 @@ _EVALUATE = (
     _add(
         "overrides",
         nargs="*",
-        metavar="evaluation.judge.KEY=VALUE",
+        metavar="KEY=VALUE",
         help=(
-            "settings of an LLM judge that compares responses with references (docs/evaluation.md)"
+            "environment.KEY=VALUE: environment or agent whose episodes are evaluated"
+            " (docs/agents.md); evaluation.judge.KEY=VALUE: LLM judge that compares responses with"
+            " references (docs/evaluation.md)"
         ),
     ),
     _add(
         "--function",
-        required=True,
         metavar="NAME",
-        help="scorer: name of a built-in scorer, or module:callable",
+        help=(
+            "scorer: name of a built-in scorer, or module:callable; required without an environment"
+            " or agent, otherwise its score is added to the episode's rewards"
+        ),
     ),
     _add(
         "--pass-threshold",

@@ -27,6 +27,7 @@ from rich.progress import (
 
 from aligner.agents.generate import Progress as GenerationProgress
 from aligner.agents.generate import generate, plan_job
+from aligner.checks.environment import find_agent_key_problems
 from aligner.config.compose import compose_config, load_config
 from aligner.data.export import export, find_source, parse_size
 from aligner.data.hub_datasets import resolve_hub_path
@@ -60,9 +61,36 @@ _PROMPT_KEYS = (
 _NO_LIMIT = 2**30
 
 
+@dataclass(frozen=True)
+class _OverrideKind:
+    """Keys that a command accepts, and their description for error messages."""
+
+    prefixes: tuple[str, ...]
+    description: str
+
+
+_OVERRIDE_KINDS = {
+    "environment": _OverrideKind(
+        ("environment.", "experiment"),
+        "environment.KEY=VALUE, experiment=NAME to use the experiment's environment or agent",
+    ),
+    "judge": _OverrideKind(
+        ("evaluation.judge.",),
+        "evaluation.judge.judge_url=URL and the other judge_… keys",
+    ),
+}
+
+
 def generate_samples(parsed: argparse.Namespace) -> None:
     """Generate responses into a file, and print the path of the file."""
-    environment = _parse_environment(parsed)
+    (environment_overrides,) = _select_overrides(parsed, "generate", "environment")
+    environment = _parse_environment(environment_overrides)
+    if environment is None and (parsed.min_score is not None or parsed.as_messages):
+        raise ConfigError(
+            "--min-score and --as-messages: require an environment or an agent; set"
+            " environment.target=module:Class, environment.agent=module:function or"
+            " environment.agent_command=[PROGRAM]"
+        )
     run = _find_run(parsed.source)
     job = plan_job(
         find_source(parsed.source),
@@ -104,12 +132,20 @@ def evaluate_samples(parsed: argparse.Namespace) -> None:
 
     parsed.greedy = parsed.greedy or (parsed.samples == 1 and parsed.temperature is None)
     parsed.temperature = 1.0 if parsed.temperature is None else parsed.temperature
-    scorer = TextSource(parsed.function, resolve_scorer(parsed.function, "--function"))
+    environment_overrides, judge_overrides = _select_overrides(
+        parsed, "evaluate", "environment", "judge"
+    )
+    environment = _parse_environment(environment_overrides)
+    judge = _parse_judge(judge_overrides)
+    scorer = None
+    if parsed.function is not None:
+        scorer = TextSource(parsed.function, resolve_scorer(parsed.function, "--function"))
     run = _find_run(parsed.source)
     prompts = _read_prompts(parsed, run)
     data = _find_prompt_settings(parsed, run)
     sampling = {
         **_sampling_arguments(parsed),
+        "environment": environment,
         "template": parsed.template,
         "run": run,
         "data": data,
@@ -124,7 +160,7 @@ def evaluate_samples(parsed: argparse.Namespace) -> None:
             # Both models must answer the same prompts.
             sampling["data"] = replace(data, long_prompts="error")
         initial = plan_job(reference, used_prompts, **sampling | {"samples": 1, "greedy": True})
-    job = plan_evaluation(answers, initial, scorer, parsed.pass_threshold, _parse_judge(parsed))
+    job = plan_evaluation(answers, initial, scorer, parsed.pass_threshold, judge)
     with _show_progress(len(answers.requests)) as show:
         metrics = evaluate(
             job,
@@ -165,62 +201,79 @@ def serve_model(parsed: argparse.Namespace) -> None:
         server.close()
 
 
-def _parse_environment(parsed: argparse.Namespace) -> EnvironmentConfig | None:
-    """Return the environment of the episodes; None without an environment.
+def _parse_environment(overrides: Sequence[str]) -> EnvironmentConfig | None:
+    """Return the environment or agent of the episodes; None for single responses.
+
+    Args:
+        overrides: Overrides of the command line: the keys of `environment`, and `experiment`.
 
     Raises:
-        ConfigError: An override is not a key of the environment, or the options require an
-            environment.
+        ConfigError: An override is invalid, or selects neither an environment nor an agent.
     """
-    overrides = [text for text in parsed.overrides if _get_key(text) not in _PROMPT_KEYS]
-    keys = [_get_key(text) for text in overrides]
-    if unsupported := [
-        key for key in keys if key != "experiment" and not key.startswith("environment.")
-    ]:
+    if not overrides:
+        return None
+    has_experiment = "experiment" in map(_get_key, overrides)
+    base = [] if has_experiment else [f"experiment={_BASE_EXPERIMENT}"]
+    environment = compose_config([*base, *overrides]).environment
+    if problems := list(find_agent_key_problems(environment)):
+        raise ConfigError("\n".join(problems))
+    if not environment.has_episodes:
         raise ConfigError(
-            f"{unsupported[0]}: is not supported by `aligner generate`; allowed:"
-            " environment.KEY=VALUE, experiment=NAME to use the experiment's environment, and"
-            f" {', '.join(_PROMPT_KEYS)}"
-        )
-    environment = None
-    if keys:
-        base = [] if "experiment" in keys else [f"experiment={_BASE_EXPERIMENT}"]
-        environment = compose_config([*base, *overrides]).environment
-    if (environment is None or environment.target is None) and (
-        keys or parsed.min_score is not None or parsed.as_messages
-    ):
-        raise ConfigError(
-            "--min-score, --as-messages and environment.KEY require an environment; set"
-            " environment.target=module:Class"
+            f"{overrides[0]}: requires an environment or an agent; set"
+            " environment.target=module:Class, environment.agent=module:function or"
+            " environment.agent_command=[PROGRAM]"
         )
     return environment
 
 
-def _parse_judge(parsed: argparse.Namespace) -> JudgeSource | None:
-    """Return the judge that compares responses with references; None without a judge.
+def _parse_judge(overrides: Sequence[str]) -> JudgeSource | None:
+    """Return the judge that compares responses with references; None without overrides.
 
     Raises:
-        ConfigError: An override is not a key of the judge.
+        ConfigError: An override is invalid.
     """
-    judge_overrides = [text for text in parsed.overrides if _get_key(text) not in _PROMPT_KEYS]
-    keys = [_get_key(text) for text in judge_overrides]
-    if unsupported := [key for key in keys if not key.startswith("evaluation.judge.")]:
-        raise ConfigError(
-            f"{unsupported[0]}: is not supported by `aligner evaluate`; allowed:"
-            " evaluation.judge.judge_url=URL and the other judge_… keys, and"
-            f" {', '.join(_PROMPT_KEYS)}"
-        )
+    if not overrides:
+        return None
     # Hydra requires a plus sign to add an entry to a mapping.
-    overrides = [f"+{text.lstrip('+')}" for text in judge_overrides]
-    return (
-        parse_evaluation_judge(
-            compose_config(
-                [f"experiment={_BASE_EXPERIMENT}", "evaluation.every=1", *overrides]
-            ).evaluation
-        )
-        if keys
-        else None
-    )
+    added = [f"+{text.lstrip('+')}" for text in overrides]
+    config = compose_config([f"experiment={_BASE_EXPERIMENT}", "evaluation.every=1", *added])
+    return parse_evaluation_judge(config.evaluation)
+
+
+def _select_overrides(
+    parsed: argparse.Namespace, command: str, *allowed: str
+) -> tuple[list[str], ...]:
+    """Return the overrides of the command line by their kind.
+
+    The keys of `data` are not returned; `_find_prompt_settings` uses them.
+
+    Args:
+        parsed: The command line.
+        command: The command, for error messages.
+        *allowed: The kinds of keys that the command accepts, of `_OVERRIDE_KINDS`.
+
+    Returns:
+        A list of overrides for each of `allowed`.
+
+    Raises:
+        ConfigError: The command does not accept a key.
+    """
+    selected: dict[str, list[str]] = {kind: [] for kind in allowed}
+    for text in parsed.overrides:
+        key = _get_key(text)
+        if key in _PROMPT_KEYS:
+            continue
+        kinds = [
+            kind for kind in allowed if any(map(key.startswith, _OVERRIDE_KINDS[kind].prefixes))
+        ]
+        if not kinds:
+            descriptions = ", ".join(_OVERRIDE_KINDS[kind].description for kind in allowed)
+            raise ConfigError(
+                f"{key}: is not supported by `aligner {command}`; allowed: {descriptions}, and"
+                f" {', '.join(_PROMPT_KEYS)}"
+            )
+        selected[kinds[0]].append(text)
+    return tuple(selected.values())
 
 
 def _find_run(source: Path) -> Config | None:

@@ -22,7 +22,7 @@ from aligner.data.chat_template import (
     normalize_tools,
     normalize_variables,
 )
-from aligner.data.chat_turns import ChatTurns
+from aligner.data.chat_turns import ChatTurns, Conversation
 from aligner.data.record_fields import ASSISTANT, find_conversation, find_prompt
 from aligner.data.records import BadRecord, Record
 from aligner.data.tokenizer import ChatTemplate, Messages, Tokenizer, Tools
@@ -189,10 +189,34 @@ def _build_chat_conversation(
         # Answer 0 is the answer to `reset`, which contains no messages in a chat episode.
         if index < len(turns) - 1:
             messages += answers[index + 1]
+    return _build_chat_record(messages, tools, variables)
+
+
+def build_turn_conversation(
+    conversation: Conversation, turn: Tensor, tokenizer: Tokenizer, chat_turns: ChatTurns
+) -> dict[str, Any]:
+    """Return a conversation and the generated turn that answers it, int64 [R], as a record:
+    `messages`, and `tools` and `chat_template_kwargs` if there are any."""
+    message = _parse_message(
+        chat_turns,
+        conversation.messages,
+        conversation.tools,
+        conversation.variables,
+        conversation.tokens,
+        turn,
+        tokenizer,
+    )
+    return _build_chat_record(
+        [*conversation.messages, message], conversation.tools, conversation.variables
+    )
+
+
+def _build_chat_record(messages: Messages, tools: Any, variables: Any) -> dict[str, Any]:
+    """Return a record of messages; tools and variables are left out if there are none."""
     return {
         "messages": messages,
         **({} if tools is None else {"tools": tools}),
-        **({"chat_template_kwargs": variables} if variables else {}),
+        **({_VARIABLES: variables} if variables else {}),
     }
 
 
@@ -239,13 +263,7 @@ def get_prompt_messages(record: Record) -> dict[str, Any]:
     _, messages = find_prompt(record)
     if messages is None:
         return {}
-    tools = _get_tools(record)
-    variables = _get_variables(record)
-    return {
-        "messages": messages,
-        **({} if tools is None else {"tools": tools}),
-        **({_VARIABLES: variables} if variables else {}),
-    }
+    return _build_chat_record(messages, _get_tools(record), _get_variables(record))
 
 
 def add_tools(record: Record, tools: Tools | None) -> Record:

@@ -4,7 +4,9 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from aligner.agents import generate
@@ -28,6 +30,7 @@ from aligner.training.evaluator import (
     select_without_reference,
     stack_wins,
 )
+from aligner.training.rollout_builder import compute_environment_scores
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,8 @@ class EvaluationJob:
     initial_job: Job | None
     """Generation of one response of the initial model to each prompt without a `reference`; its
     model also measures the perplexity. None without an initial model."""
-    scorer: TextSource
+    scorer: TextSource | None
+    """Function that scores the last turns; None if only the rewards of episodes are scores."""
     pass_threshold: float
     judge: JudgeSource | None = None
     """Judge that compares the responses with the references; None without one."""
@@ -52,13 +56,15 @@ class EvaluationJob:
         """Whether every prompt has a reference, which its responses are compared with."""
         if self.initial_job is not None:
             return True
-        return not select_without_reference(self.response_job.prompts)
+        # An environment cannot give a reward to the text of a record.
+        has_episodes = self.response_job.environment is not None
+        return not has_episodes and not select_without_reference(self.response_job.prompts)
 
 
 def plan_evaluation(
     response_job: Job,
     initial_job: Job | None,
-    scorer: TextSource,
+    scorer: TextSource | None,
     pass_threshold: float,
     judge: JudgeSource | None = None,
 ) -> EvaluationJob:
@@ -68,15 +74,34 @@ def plan_evaluation(
         response_job: Generation of the responses to evaluate.
         initial_job: Generation of one response of the initial model to each of the same prompts;
             None without an initial model.
-        scorer: Function that scores the responses.
+        scorer: Function that scores the responses, or the last turns of episodes; None if only the
+            rewards of episodes are scores.
         pass_threshold: Score from which a response passes.
         judge: Judge that compares the responses with the references.
 
     Raises:
         ConfigError: The models have different tokenizers, or a `reference` is not a text. Without
             an initial model, also if only some prompts have a `reference`, or if a judge is set and
-            some prompts have none.
+            some prompts have none. For single responses, also if there is no scorer; for episodes,
+            also if there is a judge.
     """
+    has_episodes = response_job.environment is not None
+    if scorer is None and not has_episodes:
+        raise ConfigError(
+            "--function: is required without an environment or agent; set --function NAME"
+        )
+    if judge is not None and has_episodes:
+        raise ConfigError(
+            f"{judge.key}: compares responses to one prompt, which is not supported with"
+            " multi-turn episodes; remove the judge"
+        )
+    # The initial model generates all references of episodes; the records' fields `reference` are
+    # inputs of the environment.
+    if has_episodes:
+        if initial_job is not None:
+            _check_tokenizers(response_job, initial_job)
+        return EvaluationJob(response_job, initial_job, scorer, pass_threshold)
+
     for prompt in response_job.prompts:
         if not isinstance(prompt.metadata.get("reference", ""), str):
             raise ConfigError(f"the `reference` of the prompt {prompt.text!r} must be a string")
@@ -101,6 +126,13 @@ def plan_evaluation(
             )
         return EvaluationJob(response_job, None, scorer, pass_threshold, judge)
 
+    _check_tokenizers(response_job, initial_job)
+    initial_job = replace(initial_job, prompts=unreferenced_prompts)
+    return EvaluationJob(response_job, initial_job, scorer, pass_threshold, judge)
+
+
+def _check_tokenizers(response_job: Job, initial_job: Job) -> None:
+    """Raise ConfigError if the two models have different tokenizers."""
     companions = response_job.source.companions
     initial_companions = initial_job.source.companions
     # The initial model scores the token ids of SOURCE, so both need the same tokenizer.
@@ -109,8 +141,6 @@ def plan_evaluation(
             f"--reference: the tokenizer in {initial_companions} differs from the tokenizer of"
             f" SOURCE in {companions}"
         )
-    initial_job = replace(initial_job, prompts=unreferenced_prompts)
-    return EvaluationJob(response_job, initial_job, scorer, pass_threshold, judge)
 
 
 def evaluate(
@@ -149,14 +179,20 @@ def evaluate(
         prompts = [job.response_job.prompts[sample.prompt_id] for sample in samples]
 
         scores = _compute_scores(job, prompts, samples)
+        lost_count = int(scores.isnan().sum())
+        # As during a run, a lost episode counts with score 0.
+        scores = torch.where(scores.isnan(), 0.0, scores)
         scores = scores.view(len(job.response_job.prompts), -1)  # [P, K]
 
         references = _build_references(job, settings) if job.has_references else []
         reference_scores = None
         if references:
             reference_scores = _compute_scores(job, job.response_job.prompts, references)
+            reference_scores = torch.where(reference_scores.isnan(), 0.0, reference_scores)
 
         metrics = evaluation_metrics(scores, job.pass_threshold, reference_scores)
+        if lost_count:
+            metrics["eval/lost_episodes"] = float(lost_count)
         wins = None
         if judge is not None:
             wins, win_metrics = judge.compare(job, prompts, samples, references)
@@ -173,14 +209,14 @@ def evaluate(
             for index, (sample, score) in enumerate(
                 zip(samples, scores.flatten().tolist(), strict=True)
             ):
-                record = generate.build_sample_record(job.response_job, sample)
-                record |= {"score": _score_or_none(score)}
+                score_fields: dict[str, Any] = {"score": _score_or_none(score)}
                 if reference_scores is not None:
                     reference_score = float(reference_scores[sample.prompt_id])
-                    record["reference_score"] = _score_or_none(reference_score)
+                    score_fields["reference_score"] = _score_or_none(reference_score)
                 if wins is not None:
-                    record["judge_wins"] = wins[index]
-                file.write(generate.format_json_line(record))
+                    score_fields["judge_wins"] = wins[index]
+                for record in generate.build_sequence_records(job.response_job, sample):
+                    file.write(generate.format_json_line(record | score_fields))
     return metrics
 
 
@@ -224,7 +260,16 @@ class _CachedJudge:
 def _compute_scores(
     job: EvaluationJob, prompts: Sequence[Prompt], samples: Sequence[Sample]
 ) -> Tensor:
-    return compute_text_scores(job.scorer, prompts, samples, job.response_job.tokenizer)
+    """Return the scores of the samples, float64 [B]: the rewards of episodes, and the results of
+    the scorer. NaN for a lost episode."""
+    tokenizer = job.response_job.tokenizer
+    # With group size 1, a lost episode makes only its own score NaN.
+    scores = compute_environment_scores(samples, 1)
+    if job.scorer is not None:
+        text_scores = compute_text_scores(job.scorer, prompts, samples, tokenizer)
+        scores = text_scores if scores is None else scores + text_scores
+    assert scores is not None, "`plan_evaluation` requires a scorer for single responses"
+    return scores.double()
 
 
 def _build_references(job: EvaluationJob, settings: EngineConfig) -> list[Sample]:

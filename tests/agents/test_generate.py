@@ -28,6 +28,8 @@ from aligner.data.tokenizer import Tokenizer, build_character_tokenizer
 from aligner.engines.build import build_engine
 from aligner.schema import Config, DataConfig, EngineConfig, RunConfig
 from aligner.training.run_checkpoints import RunCheckpoints, TrainingState
+from tests.agents.calling_model import saved
+from tests.agents.openai_agents import TOOLS
 from tests.megatron import checkpoint_jobs, families
 
 PROMPTS = [
@@ -236,6 +238,90 @@ def test_episodes_above_min_score_are_read_as_demonstrations(
         )
 
 
+@pytest.fixture(scope="module")
+def chat_model(tmp_path_factory) -> Path:
+    """A model that calls a tool, which the agents of `openai_agents` have."""
+    return saved(tmp_path_factory.mktemp("chat"), "qwen")
+
+
+@pytest.fixture
+def tasks(tmp_path) -> Path:
+    file = tmp_path / "tasks.jsonl"
+    log = str(tmp_path / "log")
+    lines = [{"prompt": "task", "at": at, "asked": f"why {at}?", "log": log} for at in range(2)]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return file
+
+
+def test_episodes_of_agent_have_the_tokens_of_its_answers(
+    chat_model, tasks, tmp_path, aligner_generate
+):
+    output = tmp_path / "out.jsonl"
+    options = ("--prompts", tasks, "--samples", 2, "--max-new-tokens", 100, "--output", output)
+    agent = "environment.agent=tests.agents.openai_agents:looks"
+    code, _, error = aligner_generate(chat_model, *options, agent)
+    assert code == 0 and "mean score 0.5; episodes that failed: 0" in error
+    found = records(output)
+    main = {(record["prompt_index"], record["sample_index"]): record for record in found}
+    assert len(main) == 4 and {record["score"] for record in found} == {0.5}
+    tokenizer = Tokenizer(chat_model)
+    for (prompt_index, _), record in main.items():
+        # The agent's own request is the prompt, not the text of the record.
+        assert record["prompt"] == tokenizer.decode(
+            record["prompt_tokens"], skip_special_tokens=False
+        )
+        assert f"why {prompt_index}?" in record["prompt"]
+        assert record["metadata"]["asked"] == f"why {prompt_index}?"
+        assert [mark == 0 for mark in record["drawn"]] == [
+            logprob == 0 for logprob in record["logprobs"]
+        ]
+    # Each of the three answers of an episode is generated in exactly one of its lines.
+    answers = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    logged = sorted(round(value, 4) for answer in answers for value in answer["logprobs"])
+    written = sorted(
+        round(value, 4)
+        for record in found
+        for value, mark in zip(record["logprobs"], record["drawn"], strict=True)
+        if mark
+    )
+    assert len(answers) == 12 and written == logged
+
+
+def test_episodes_of_agent_are_written_as_its_messages(
+    chat_model, tasks, tmp_path, aligner_generate
+):
+    output = tmp_path / "out.jsonl"
+    options = ("--prompts", tasks, "--max-new-tokens", 100, "--output", output, "--as-messages")
+    command = f"environment.agent_command=[{sys.executable},-m,tests.agents.openai_agents]"
+    assert aligner_generate(chat_model, *options, command)[0] == 0
+    found = records(output)
+    assert {record["prompt_index"] for record in found} == {0, 1}
+    for record in found:
+        roles = [message["role"] for message in record["messages"]]
+        assert (roles[0], roles[-1]) == ("user", "assistant") and record["tools"] == TOOLS
+        assert record["messages"][0]["content"] == f"why {record['prompt_index']}?"
+    calls = [
+        message for record in found for message in record["messages"] if "tool_calls" in message
+    ]
+    assert calls and calls[0]["tool_calls"][0]["function"]["name"] == "look"
+    data = DataConfig(
+        path=str(output), shuffle=False, max_prompt_tokens=400, max_response_tokens=400
+    )
+    assert open_demonstrations(data, Tokenizer(chat_model), 1).take(0, len(found))
+
+
+def test_text_completions_of_agent_are_written_as_messages(chat_model, tmp_path, aligner_generate):
+    tasks, output = tmp_path / "tasks.jsonl", tmp_path / "out.jsonl"
+    task = {"prompt": "task", "requests": ["1+1="], "with": {"max_tokens": 3}}
+    tasks.write_text(json.dumps(task))
+    options = ("--prompts", tasks, "--max-new-tokens", 100, "--output", output, "--as-messages")
+    agent = "environment.agent=tests.agents.openai_agents:steps"
+    assert aligner_generate(chat_model, *options, agent)[0] == 0
+    (record,) = records(output)
+    assert [message["role"] for message in record["messages"]] == ["user", "assistant"]
+    assert record["messages"][0]["content"] == "1+1="
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -243,8 +329,19 @@ def test_episodes_above_min_score_are_read_as_demonstrations(
             ["engine.exact=true"],
             "engine.exact: is not supported by `aligner generate`; allowed: environment.KEY=VALUE",
         ),
-        (["--min-score", "1"], "require an environment; set environment.target=module:Class"),
+        (["--min-score", "1"], "--min-score and --as-messages: require an environment or an agent"),
         (["environment.max_turns=2"], "environment.max_turns=2"),
+        (
+            ["environment.agent=tests.agents.openai_agents"],
+            "environment.agent=tests.agents.openai_agents: must be module:function, or null",
+        ),
+        (
+            ["environment.agent=tests.agents.openai_agents:absent"],
+            "module 'tests.agents.openai_agents' has no attribute 'absent'",
+        ),
+        (["environment.agent=a:b", "environment.target=a:B"], "only one of these keys can be set"),
+        (["environment.agent=a:b", "--chat"], "--chat: is not supported with an agent"),
+        (["environment.agent=a:b", "--no-stop-at-eos"], "no token would end a turn"),
         (
             ["environment.target=tests.agents.teller:Nobody"],
             "environment.target: module 'tests.agents.teller' has no attribute 'Nobody'",

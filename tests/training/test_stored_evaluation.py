@@ -14,6 +14,7 @@ import torch
 from aligner import cli
 from aligner.data.model_directory import read_shape
 from aligner.data.tokenizer import Tokenizer, build_character_tokenizer
+from tests.agents.calling_model import saved
 from tests.agents.test_generate import save_critic
 from tests.megatron import families
 from tests.rewards.judge_server import judging, says
@@ -122,6 +123,53 @@ def test_metrics_equal_those_of_stored_samples(
     ]
     expected = torch.tensor(logprobs).mean().neg().exp().item()
     assert metrics["eval/reference_perplexity"] == pytest.approx(expected, rel=1e-4)
+
+
+def test_score_of_agent_is_its_reward_plus_function(
+    tmp_path: Path, aligner_evaluate: Evaluate
+) -> None:
+    (tmp_path / "model").mkdir()
+    model = saved(tmp_path / "model", "chatml")
+    tasks, output = tmp_path / "tasks.jsonl", tmp_path / "out.jsonl"
+    lines = [
+        # the environment's own field `reference` is no text to compare with
+        {"prompt": "task", "at": at, "asked": f"why {at}?", "reference": "none"}
+        for at in range(2)
+    ]
+    tasks.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    arguments = (model, "--prompts", tasks, "--max-new-tokens", 20, "--json", "--output", output)
+    agent = "environment.agent=tests.agents.openai_agents:looks"
+    code, out, _ = aligner_evaluate(*arguments, agent, "--reference", model)
+    metrics = json.loads(out)
+    assert (code, metrics["eval/score"], metrics["eval/win_rate"]) == (0, 0.5, 0.5)
+    assert metrics["eval/reference_perplexity"] > 0
+
+    code, out, _ = aligner_evaluate(
+        *arguments, agent, "--overwrite", "--function", "digit_fraction"
+    )
+    records = [json.loads(line) for line in output.read_text().splitlines()]
+    by_prompt = {record["prompt_index"]: record["score"] for record in records}
+    assert code == 0 and len(by_prompt) == 2
+    assert json.loads(out)["eval/score"] == pytest.approx(sum(by_prompt.values()) / 2)
+    assert all(score >= 0.5 for score in by_prompt.values())
+    assert "eval/win_rate" not in json.loads(out)
+
+
+def test_failed_agent_counts_as_lost_episode(tmp_path: Path, aligner_evaluate: Evaluate) -> None:
+    (tmp_path / "model").mkdir()
+    model = saved(tmp_path / "model", "chatml")
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text(
+        "".join(
+            json.dumps({"prompt": "task", "asked": "why?", "how": how}) + "\n"
+            for how in ("silent", "fine")
+        )
+    )
+    agent = "environment.agent=tests.agents.openai_agents:misbehaves"
+    arguments = (model, "--prompts", tasks, "--max-new-tokens", 20, "--json", agent)
+    code, out, _ = aligner_evaluate(*arguments)
+    metrics = json.loads(out)
+    assert (code, metrics["eval/lost_episodes"], metrics["eval/score"]) == (0, 1.0, 0.0)
 
 
 def test_repeated_evaluation_uses_judge_cache(
