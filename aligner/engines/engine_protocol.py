@@ -206,6 +206,43 @@ class EngineRequest:
             self.future.set_exception(error)
 
 
+@dataclass(frozen=True)
+class TokenScores:
+    """Log-probs of given tokens, each given the tokens before it; S tokens."""
+
+    logprobs: Tensor
+    """Log-prob of each token, float32 [S] on the host."""
+    top_ids: Tensor
+    """The most probable tokens at each position, in descending order, int64 [S, K] on the host."""
+    top_logprobs: Tensor
+    """Log-probs of `top_ids`, float32 [S, K]."""
+
+
+@dataclass(eq=False)
+class ScoringRequest:
+    """A pending call of `score` inside an engine."""
+
+    tokens: Tensor
+    """int64 [T]"""
+    start: int
+    """Index of the first token that is scored, at least 1."""
+    top_logprobs: int
+    """Number of most probable tokens to return at each position."""
+    temperature: float
+    """Temperature of the log-probs."""
+    future: "Future[TokenScores]" = field(default_factory=Future)
+
+    def resolve(self, scores: TokenScores) -> None:
+        """Deliver the scores, unless the caller was cancelled."""
+        if not self.future.done():
+            self.future.set_result(scores)
+
+    def fail(self, error: Exception) -> None:
+        """Deliver an error, unless the caller was cancelled."""
+        if not self.future.done():
+            self.future.set_exception(error)
+
+
 def find_request_problems(
     requests: Sequence[GenerationRequest], options: SamplingOptions, shape: ModelShape
 ) -> list[str]:
@@ -331,6 +368,8 @@ class GenerationEngine(ABC):
         """Version of the open update."""
         self._is_asleep = False
         self._arrivals: list[EngineRequest] = []
+        self._scoring_requests: list[ScoringRequest] = []
+        """Queued calls of `score`, in the order of their arrival."""
         self._arrivals_lock = threading.Lock()
         self.wake_up = threading.Event()
         """Set when a request arrives, for a loop that waits because the engine has no work."""
@@ -386,6 +425,44 @@ class GenerationEngine(ABC):
         # Callers run in any thread, and the engine takes the arrivals in the thread of its steps.
         with self._arrivals_lock:
             self._arrivals.append(request)
+        self.wake_up.set()
+        return request
+
+    async def score(
+        self, tokens: Tensor, *, start: int = 1, top_logprobs: int = 0, temperature: float = 1.0
+    ) -> TokenScores:
+        """Return the log-probs of `tokens`, without generating anything.
+
+        Like `generate`, it may be called from any thread, and the caller of `step` runs the engine.
+        A step scores the sequences in a forward pass of its own, which does not use the KV cache,
+        so that requests in flight continue.
+
+        Args:
+            tokens: int64 [T].
+            start: Index of the first token to score, from 1 to T. The first token of a sequence has
+                no log-prob, because no token precedes it.
+            top_logprobs: Number of most probable tokens to return at each position.
+            temperature: Temperature of the log-probs.
+
+        Returns:
+            The scores of the tokens from `start` on.
+
+        Raises:
+            AlignerError: The engine does not support it, the tokens are invalid, or it failed.
+        """
+        request = self.submit_scoring(tokens, start, top_logprobs, temperature)
+        return await asyncio.wrap_future(request.future)
+
+    def submit_scoring(
+        self, tokens: Tensor, start: int = 1, top_logprobs: int = 0, temperature: float = 1.0
+    ) -> ScoringRequest:
+        """Queue tokens to be scored; `score` awaits the request's future. Thread-safe."""
+        request = ScoringRequest(tokens, start, top_logprobs, temperature)
+        if problem := self._find_scoring_problem(request):
+            request.fail(AlignerError(problem))
+            return request
+        with self._arrivals_lock:
+            self._scoring_requests.append(request)
         self.wake_up.set()
         return request
 
@@ -498,6 +575,13 @@ class GenerationEngine(ABC):
     def _find_unsupported(self, request: EngineRequest) -> str | None:
         """Return why this engine cannot serve a request; None if it can."""
         return None
+
+    def _find_scoring_problem(self, request: ScoringRequest) -> str | None:
+        """Return why this engine cannot score a sequence; None if it can."""
+        return (
+            f"engine.kind={self._settings.kind}: does not compute the log-probs of given tokens;"
+            " set engine.kind=embedded"
+        )
 
     def _begin_stop_search(self, request: EngineRequest) -> None:
         """Set `EngineRequest.stop_search`.

@@ -35,7 +35,8 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 class Prompts:
     """Prompts to prefill, and the rows of the KV cache that receive them.
 
-    Several rows can start with the same prompt, which is computed only once.
+    Several rows can start with the same prompt, which is computed only once. Without rows, the keys
+    and values are not stored.
     """
 
     tokens: Tensor
@@ -206,11 +207,7 @@ class Decoder:
             The logits of the decoding rows, followed by those of the C new rows, [R + C, V / TP];
             no rows if `step.needs_logits` is False.
         """
-        tokens, positions, metadata = self._prepare(step, cache)
-        x = self._embed(tokens, positions)
-        for layer in range(self._shape.num_layers):
-            x = self._apply_layer(layer, x, step, metadata, cache)
-
+        x = self.compute_hidden_states(step, cache)
         rows = len(step.tokens)
         prompts = step.prompts
         if prompts is not None:
@@ -219,7 +216,26 @@ class Decoder:
             x = torch.cat((x[:rows], x[last_tokens][prompts.prompt_indices]))
 
         # Zero rows skip the work of the output layer, and the result still has its width.
-        normed = self._apply_norm(x if step.needs_logits else x[:0], "decoder.final_layernorm")
+        return self.compute_logits(x if step.needs_logits else x[:0])
+
+    def compute_hidden_states(self, step: Step, cache: KVCache) -> Tensor:
+        """Compute the output of the last layer for all tokens of a step. Collective.
+
+        The pass writes the keys and values of all tokens into the cache.
+
+        Returns:
+            The hidden states of the decoding rows, followed by those of the prompts' tokens,
+            [R + N, hidden].
+        """
+        tokens, positions, metadata = self._prepare(step, cache)
+        x = self._embed(tokens, positions)
+        for layer in range(self._shape.num_layers):
+            x = self._apply_layer(layer, x, step, metadata, cache)
+        return x
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        """Compute this rank's shard of the logits, [N, V / TP], of hidden states [N, hidden]."""
+        normed = self._apply_norm(hidden_states, "decoder.final_layernorm")
         head = "embedding.word_embeddings" if self._shape.tied_embeddings else "output_layer"
         return self._matmuls.linear(normed, head)
 
@@ -541,7 +557,9 @@ class Decoder:
                 is_causal=metadata.prompt_mask is None,
                 enable_gqa=True,
             )
-        cache.write_prompts(layer, prompts.rows, prompts.prompt_indices, keys, values)
+        # Prompts that are only scored have no rows.
+        if prompts.rows:
+            cache.write_prompts(layer, prompts.rows, prompts.prompt_indices, keys, values)
         return attention.transpose(1, 2)[token_indices].flatten(1)
 
     def _apply_mlp(self, x: Tensor, prefix: str, step: Step) -> Tensor:

@@ -23,12 +23,14 @@ from aligner.engines.embedded.engine_weights import (
 )
 from aligner.engines.embedded.graphs import GraphedForward
 from aligner.engines.embedded.scheduler import Scheduler
+from aligner.engines.embedded.scoring import score_sequences, select_next_pass
 from aligner.engines.embedded.sliced_attention import can_slice
 from aligner.engines.engine_protocol import (
     EngineRequest,
     GenerationEngine,
     RequestKey,
     SamplingOptions,
+    ScoringRequest,
     SpanListener,
     compute_weight_format,
 )
@@ -167,7 +169,11 @@ class EmbeddedEngine(GenerationEngine):
     @property
     def has_work(self) -> bool:
         """See `GenerationEngine.has_work`."""
-        return bool(self._arrivals) or self._scheduler.has_work
+        # A scoring request whose caller has left is never executed.
+        has_scoring_requests = any(
+            not request.future.cancelled() for request in self._scoring_requests
+        )
+        return bool(self._arrivals) or has_scoring_requests or self._scheduler.has_work
 
     def reserve(self, sequences: int, tokens: int) -> None:
         """Allocate a KV cache for `sequences` sequences of at most `tokens` tokens.
@@ -181,12 +187,19 @@ class EmbeddedEngine(GenerationEngine):
     def step(self) -> None:
         """See `GenerationEngine.step`."""
         arrivals = self._take_arrivals()
+        scoring_requests = self._take_scoring_requests()
         # Sent with the step, because a message for each release would cost a collective of its own.
         released = self._released
         self._released = []
         if self._group is not None:
             requests = [_request_to_json(request) for request in arrivals]
-            self._broadcast_command("step", requests=requests, released=released)
+            self._broadcast_command(
+                "step",
+                requests=requests,
+                released=released,
+                scoring_requests=[_scoring_request_to_json(each) for each in scoring_requests],
+            )
+        self._execute_scoring(scoring_requests)
         self._check_awake("generate")
         self._execute_step(arrivals)
 
@@ -199,6 +212,11 @@ class EmbeddedEngine(GenerationEngine):
         """Drop all queued requests and requests in flight; their callers receive the error."""
         for response in self._stop_requests():
             response.request.fail(error)
+        with self._arrivals_lock:
+            scoring_requests = self._scoring_requests
+            self._scoring_requests = []
+        for scoring_request in scoring_requests:
+            scoring_request.fail(error)
 
     def _stop_requests(self) -> list[DecodedResponse]:
         """Remove all queued requests and requests in flight, and return them as they are."""
@@ -251,7 +269,35 @@ class EmbeddedEngine(GenerationEngine):
             requests = [_request_from_json(request) for request in command["requests"]]
             for request in requests:
                 self._begin_stop_search(request)
+            self._execute_scoring(
+                [_scoring_request_from_json(fields) for fields in command["scoring_requests"]]
+            )
             self._execute_step(requests)
+
+    def _take_scoring_requests(self) -> list[ScoringRequest]:
+        """Return the queued scoring requests for one forward pass."""
+        with self._arrivals_lock:
+            waiting = [
+                request for request in self._scoring_requests if not request.future.cancelled()
+            ]
+            count = select_next_pass(waiting)
+            self._scoring_requests = waiting[count:]
+        return waiting[:count]
+
+    def _execute_scoring(self, requests: Sequence[ScoringRequest]) -> None:
+        """Score sequences in one forward pass, and deliver the scores, or the error of an engine
+        without weights. Collective."""
+        if not requests:
+            return
+        try:
+            self._check_weights()
+        except AlignerError as error:
+            for request in requests:
+                request.fail(error)
+            return
+        scores = score_sequences(self._state, requests, self._shape.vocab_size)
+        for request, request_scores in zip(requests, scores, strict=True):
+            request.resolve(request_scores)
 
     def _execute_step(self, arrivals: Sequence[EngineRequest]) -> None:
         """Run one step of the scheduler, and deliver the completions that it finishes."""
@@ -338,6 +384,20 @@ class EmbeddedEngine(GenerationEngine):
             assert logits is not None
             chunk_logits.append(logits.float().cpu())
         return torch.cat(chunk_logits)
+
+    def _find_scoring_problem(self, request: ScoringRequest) -> str | None:
+        length = len(request.tokens)
+        if not 1 <= request.start <= length:
+            return f"start={request.start}: must be from 1 to the number of tokens, {length}"
+        if length > self._shape.max_positions:
+            return f"{length} tokens exceed the {self._shape.max_positions} positions of the model"
+        low, high = (int(token) for token in request.tokens.aminmax())
+        if low < 0 or high >= self._shape.vocab_size:
+            return (
+                f"token ids from {low} to {high}; must be in the vocabulary,"
+                f" [0, {self._shape.vocab_size})"
+            )
+        return None
 
     def take_draft_counts(self) -> tuple[int, int]:
         """See `GenerationEngine.take_draft_counts`. Draft tokens after a rejected one count too."""
@@ -503,6 +563,21 @@ def _request_to_json(request: EngineRequest) -> dict[str, Any]:
         "is_continued": request.is_continued,
         "stop_search_start": request.stop_search_start,
     }
+
+
+def _scoring_request_to_json(request: ScoringRequest) -> dict[str, Any]:
+    """Return a scoring request as JSON, for the other ranks of a replica."""
+    return {
+        "tokens": request.tokens.tolist(),
+        "start": request.start,
+        "top_logprobs": request.top_logprobs,
+        "temperature": request.temperature,
+    }
+
+
+def _scoring_request_from_json(fields: dict[str, Any]) -> ScoringRequest:
+    """Return the request of `_scoring_request_to_json`."""
+    return ScoringRequest(**fields | {"tokens": torch.tensor(fields["tokens"], dtype=torch.int64)})
 
 
 def _request_from_json(fields: dict[str, Any]) -> EngineRequest:
