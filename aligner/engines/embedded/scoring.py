@@ -13,7 +13,6 @@ from torch import Tensor
 from aligner.engines.embedded.decoder import Prompts, Step
 from aligner.engines.embedded.engine_state import EngineState
 from aligner.engines.engine_protocol import ScoringRequest, TokenScores
-from aligner.models import batch_invariant
 
 _MAX_PASS_TOKENS = 8192
 """Maximum number of tokens of one forward pass, padded to the longest sequence. A single sequence
@@ -88,13 +87,13 @@ def _score_sequence(
         if logits is None:
             continue
         scaled_logits = logits.float() / request.temperature
+        # The sums have the order of `batch_invariant.logprobs`. Both results have the same formula,
+        # because clients compare the two numbers to find out whether a token is the most probable.
+        scaled_logits -= scaled_logits.amax(-1, keepdim=True)
+        target_logits = scaled_logits.gather(-1, targets[chunk, None])
         chunk_top_logits, chunk_top_ids = scaled_logits.topk(top_count)
-        normalizer = scaled_logits.logsumexp(-1, keepdim=True)
+        log_total = scaled_logits.exp_().sum(-1, keepdim=True).log()
+        logprobs.append((target_logits - log_total)[:, 0].cpu())
         top_ids.append(chunk_top_ids.cpu())
-        top_logprobs.append((chunk_top_logits - normalizer).cpu())
-        if decoder.is_exact:
-            logprobs.append(batch_invariant.logprobs(scaled_logits, targets[chunk]).cpu())
-        else:
-            target_logits = scaled_logits.gather(-1, targets[chunk, None])
-            logprobs.append((target_logits - normalizer)[:, 0].cpu())
+        top_logprobs.append((chunk_top_logits - log_total).cpu())
     return TokenScores(torch.cat(logprobs), torch.cat(top_ids), torch.cat(top_logprobs))
