@@ -9,6 +9,8 @@ import shlex
 import shutil
 from typing import TYPE_CHECKING, Any
 
+from pydantic import ValidationError
+
 from aligner.agents.function_tools import run_with_timeout
 from aligner.agents.tool_protocol import ListedTool, ToolFailed
 from aligner.errors import AlignerError, ConfigError
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
 
 # timeout in seconds of a request for a server's tools
 _LISTING_TIMEOUT_S = 60.0
+# maximum number of pages of a server's list of tools
+_MAX_PAGES = 100
 
 
 class McpServer:
@@ -140,10 +144,14 @@ class _Session:
 def list_server_tools(server: str) -> list[ListedTool]:
     """Start a server, and return its tools; the server is stopped again.
 
-    Raises ConfigError, with a message that contains only the reason, if that fails.
+    Raises:
+        ConfigError: The server does not start, its list is invalid or does not end, or it lists a
+            tool twice. The message contains only the reason.
     """
     try:
         return asyncio.run(_list_tools(server))
+    except ConfigError:
+        raise
     except ImportError as error:
         raise ConfigError(
             f"requires the mcp package; install it with pip install 'aligner[mcp]': {error}"
@@ -153,25 +161,41 @@ def list_server_tools(server: str) -> list[ListedTool]:
 
 
 async def _list_tools(server: str) -> list[ListedTool]:
-    """Return the tools of a server from all pages of its list."""
+    """Return the tools of a server from all pages of its list; see `list_server_tools`."""
     from mcp import Client
 
-    tools: list[ListedTool] = []
+    tools: dict[str, ListedTool] = {}
+    cursors: set[str] = set()
     async with Client(_build_transport(server), read_timeout_seconds=_LISTING_TIMEOUT_S) as client:
         page = await client.list_tools()
         while True:
             for tool in page.tools:
+                if tool.name in tools:
+                    raise ConfigError(f"the server lists the tool {tool.name!r} twice")
                 function = {
                     "name": tool.name,
                     "description": tool.description or "",
                     "parameters": tool.input_schema,
                 }
-                tools.append(
-                    ListedTool("server", server, {"type": "function", "function": function})
+                tools[tool.name] = ListedTool(
+                    "server", server, {"type": "function", "function": function}
                 )
-            if page.next_cursor is None:
-                return tools
-            page = await client.list_tools(cursor=page.next_cursor)
+
+            cursor = page.next_cursor
+            if cursor is None:
+                return [*tools.values()]
+            # a faulty server sends a next page without end
+            if cursor in cursors:
+                raise ConfigError(
+                    f"the server's list of tools does not end: nextCursor is {cursor!r} twice"
+                )
+            cursors.add(cursor)
+            if len(cursors) == _MAX_PAGES:
+                raise ConfigError(
+                    f"the server's list of tools has more than {_MAX_PAGES} pages; the last"
+                    f" nextCursor is {cursor!r}"
+                )
+            page = await client.list_tools(cursor=cursor)
 
 
 def _build_transport(server: str) -> "str | StdioServerParameters":
@@ -216,4 +240,8 @@ def _describe_error(error: BaseException | None) -> str:
     # anyio's task groups wrap the error in one exception group per level
     while isinstance(inner := getattr(error, "exceptions", None), tuple) and inner:
         error = inner[0]
+    if isinstance(error, ValidationError):  # a message that the protocol does not allow
+        first = error.errors(include_url=False, include_context=False)[0]
+        location = ".".join(map(str, first["loc"]))
+        return f"its answer is invalid: {location}: {first['msg']}; got {str(first['input'])[:100]}"
     return f"{type(error).__name__}: {error}"

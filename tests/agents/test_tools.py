@@ -346,6 +346,32 @@ def test_unusable_tool_or_mcp_server_is_refused(given, expected):
         list_tools(settings(**given))
 
 
+@pytest.mark.parametrize(
+    ("fault", "expected"),
+    [
+        ("endless", "list of tools has more than 100 pages; the last nextCursor is '100'"),
+        ("same cursor", "list of tools does not end: nextCursor is '1' twice"),
+        ("same tool", "the server lists the tool 'look' twice"),
+        (
+            "list as schema",
+            "its answer is invalid: tools.0.inputSchema: Input should be a valid dictionary.*; got"
+            " \\['a', 'b'\\]",
+        ),
+        ("schema of a string", "tools.0.inputSchema.type: Input should be 'object'; got string"),
+        (
+            "list of properties",
+            "tools.0.inputSchema.properties: Input should be a valid dictionary",
+        ),
+    ],
+)
+def test_faulty_list_of_mcp_server_is_refused_with_its_name(fault, expected):
+    server = f"{sys.executable} -m tests.agents.faulty_mcp_server '{fault}'"
+    started_s = time.monotonic()
+    with pytest.raises(ConfigError, match=f"environment.mcp: {server}: .*{expected}"):
+        list_tools(settings(tools=[], mcp=[server]))
+    assert time.monotonic() - started_s < 30
+
+
 def test_tools_require_chat_template_with_tool_calls():
     with pytest.raises(
         ConfigError, match="chat template does not write tool calls in a supported format"
