@@ -33,6 +33,8 @@ class Case:
     """Texts of the policy's turns, in order."""
     argument: str = ""
     """Argument of the agent's program."""
+    program: str = ""
+    """Name of the agent's program without `_agent`; empty: that of the environment."""
     result: Any = SENTENCE
     """Result of the agent."""
     result_type: str = "str"
@@ -47,7 +49,8 @@ class Case:
     @property
     def name(self) -> str:
         """Name of the test."""
-        return "-".join(filter(None, (self.environment, self.argument, self.mode)))
+        program = self.program or self.environment
+        return "-".join(filter(None, (program, self.argument, self.mode)))
 
 
 RESPONSES = "/v1/responses"
@@ -71,14 +74,18 @@ def _structured(environment: str, argument: str = "", **changes: Any) -> Case:
 CASES = (
     _with_tool("openai"),
     _structured("openai", missing=FORMAT),
+    _with_tool("openai", program="openai_responses", missing=RESPONSES),
+    _structured("openai", program="openai_responses", missing=RESPONSES),
     _with_tool("openai_node"),
     _structured("openai_node", missing=FORMAT),
     _with_tool("openai_agents", missing=RESPONSES),
     _structured("openai_agents", missing=RESPONSES),
+    _with_tool("openai_agents", "stream", missing=RESPONSES),
     _with_tool("openai_agents", "chat"),
     _structured("openai_agents", "chat", missing=FORMAT),
     _with_tool("ai_sdk", missing=RESPONSES),
     _structured("ai_sdk", missing=RESPONSES),
+    _with_tool("ai_sdk", "stream", missing=RESPONSES),
     _with_tool("ai_sdk", "chat"),
     _structured("ai_sdk", "chat", missing=FORMAT),
     _with_tool("langgraph"),
@@ -159,6 +166,7 @@ CASES = (
     _with_tool("llama_index"),
     _structured("llama_index", turns=(call("Product", **PRODUCT),), missing=REQUIRED),
     _with_tool("anthropic", missing=MESSAGES),
+    _with_tool("anthropic", "stream", missing=MESSAGES),
     _structured("anthropic", missing=MESSAGES),
 )
 """All episodes of `make test-frameworks`."""

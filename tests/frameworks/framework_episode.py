@@ -85,16 +85,17 @@ def build_agent_command(case: Case, directory: Path) -> list[str]:
 
     Node looks for packages beside the program, so the programs are copied to `directory`.
     """
+    program = f"{case.program or case.environment}_agent"
     if is_node_environment(case.environment):
         packages = installed_node_directory(case.environment)
         assert packages is not None
-        for program in AGENTS.glob("*.mjs"):
-            shutil.copy(program, directory)
+        for file in AGENTS.glob("*.mjs"):
+            shutil.copy(file, directory)
         (directory / "node_modules").symlink_to(packages / "node_modules")
-        command = ["node", str(directory / f"{case.environment}_agent.mjs")]
+        command = ["node", str(directory / f"{program}.mjs")]
     else:
         python = installed_python(case.environment)
-        command = [str(python), str(AGENTS / f"{case.environment}_agent.py")]
+        command = [str(python), str(AGENTS / f"{program}.py")]
     return [*command, case.argument] if case.argument else command
 
 

@@ -1,7 +1,7 @@
 // An agent of the Vercel AI SDK: by default with the Responses API, with the argument `chat` with
-// chat completions.
+// chat completions, with the argument `stream` with streamed responses.
 import { openai } from "@ai-sdk/openai";
-import { generateText, Output, stepCountIs, tool } from "ai";
+import { generateText, Output, stepCountIs, streamText, tool } from "ai";
 import { z } from "zod";
 import { calls, report, task } from "./reporting.mjs";
 
@@ -16,8 +16,9 @@ if (task.mode === "tool") {
       return a * b;
     },
   });
-  const result = await generateText({ ...settings, tools: { multiply }, stopWhen: stepCountIs(3) });
-  await report(result.text);
+  const generate = process.argv.includes("stream") ? streamText : generateText;
+  const result = await generate({ ...settings, tools: { multiply }, stopWhen: stepCountIs(3) });
+  await report(await result.text);
 } else {
   const schema = z.object({ a: z.int(), b: z.int(), product: z.int() });
   const result = await generateText({ ...settings, output: Output.object({ schema }) });

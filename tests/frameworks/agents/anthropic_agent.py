@@ -1,6 +1,8 @@
-"""An agent that uses Anthropic's client."""
+"""An agent that uses Anthropic's client; with the argument `stream` with streamed messages."""
 
 from __future__ import annotations
+
+import sys
 
 from anthropic import Anthropic
 from pydantic import BaseModel
@@ -31,7 +33,11 @@ messages = [{"role": "user", "content": task["asked"]}]
 options = {"model": "policy", "max_tokens": 100, "system": "Be brief.", "messages": messages}
 if task["mode"] == "tool":
     while True:
-        message = client.messages.create(**options, tools=[MULTIPLY])
+        if "stream" in sys.argv:
+            with client.messages.stream(**options, tools=[MULTIPLY]) as stream:
+                message = stream.get_final_message()
+        else:
+            message = client.messages.create(**options, tools=[MULTIPLY])
         messages.append({"role": "assistant", "content": message.content})
         if message.stop_reason != "tool_use":
             break
