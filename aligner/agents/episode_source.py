@@ -63,8 +63,11 @@ def build_episodes(
         tools=tools,
         listener=listener,
         # With spare prompts, the step consists of the prompts that are complete first, and the
-        # speed of environments must not affect the selection.
-        should_deliver_by_steps=config.rollout.spare_prompts > 0,
+        # speed of environments must not affect the selection. With an external program, it depends
+        # on timing in any case.
+        should_deliver_by_steps=(
+            config.rollout.spare_prompts > 0 and config.engine.kind == "embedded"
+        ),
     )
 
 

@@ -453,7 +453,6 @@ class _EpisodeRun:
         observation = self._encode_observation(outcome.observation)
         if isinstance(observation, NewBranch):
             request = episode.request
-            self._source.engine.check_branch(request.prompt.id)
             sequence = create_branch(request, observation.conversation.tokens, self._options)
             # the branch does not continue the earlier sequence, so its KV cache is not needed
             self._source.engine.release(request.prompt.id, request.sample_index)

@@ -52,17 +52,11 @@ def find_problems(
 def _find_agent_problems(config: Config) -> Iterator[str]:
     """Yield settings with which agents cannot be trained."""
     settings = config.environment
-    engine = config.engine
     rollout = config.rollout
     if not settings.has_agent:
         return
     key = _get_agent_key(settings)
     yield from find_agent_key_problems(settings)
-    if engine.kind != "embedded":
-        yield (
-            f"{key}: is not supported with engine.kind={engine.kind}, because only the embedded"
-            " engine can branch a conversation; set engine.kind=embedded"
-        )
     # The deadline applies to a whole episode of an agent, and a failed episode is retried.
     formula = (
         f"environment.deadline_s={settings.deadline_s:g} x (1 +"
@@ -75,11 +69,6 @@ def _find_agent_problems(config: Config) -> Iterator[str]:
 
     # For each key: its value, the value that agents require, and the reason.
     requirements = {
-        "rollout.spare_prompts": (
-            rollout.spare_prompts,
-            0,
-            "agent episodes cannot be carried over to a later step",
-        ),
         "rollout.min_response_tokens": (
             rollout.min_response_tokens,
             0,

@@ -16,7 +16,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+import xxhash
 from torch import Tensor
 
 from aligner.data.stop_strings import StopSearch
@@ -189,6 +191,17 @@ class EngineRequest:
     def total_tokens(self) -> int:
         """Maximum length of input and completion."""
         return len(self.tokens) + self.sampling.max_new_tokens
+
+    def get_stream_entropy(self, seed: int) -> list[int]:
+        """Return the integers that identify the request's random stream in a run with this seed."""
+        key = self.key
+        entropy = [seed, key.prompt_id, key.sample_index]
+        if key.repeats is None:
+            return entropy
+        # The order of an agent's calls may differ between runs, so the stream depends on the tokens
+        # of the input instead.
+        context = self.tokens[: key.stream_start].numpy().astype(np.int64, copy=False)
+        return [*entropy, xxhash.xxh3_128_intdigest(context.tobytes()), key.repeats]
 
     def find_stop_end(self, tokens: Sequence[int]) -> int | None:
         """Search the next tokens of the completion for stop strings; see `StopSearch.find_end`."""
@@ -372,7 +385,8 @@ class GenerationEngine(ABC):
         """Queued calls of `score`, in the order of their arrival."""
         self._arrivals_lock = threading.Lock()
         self.wake_up = threading.Event()
-        """Set when a request arrives, for a loop that waits because the engine has no work."""
+        """Set when a request arrives, or another event for which a thread may be waiting: the
+        answer to a coroutine, or the completion of an external program."""
 
     async def generate(
         self,
@@ -495,9 +509,6 @@ class GenerationEngine(ABC):
             )
         if problems := find_request_problems(requests, options, self._shape):
             raise AlignerError("\n".join(problems))
-
-    def check_branch(self, prompt_id: int) -> None:  # noqa: B027  (most engines can)
-        """Raise AlignerError if the engine cannot generate a branch of an episode of the prompt."""
 
     def reserve(self, sequences: int, tokens: int) -> None:  # noqa: B027  (optional)
         """Prepare the KV cache for `sequences` sequences of at most `tokens` tokens.

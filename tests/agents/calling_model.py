@@ -21,6 +21,7 @@ def saved(
     template: str,
     conversations: Sequence[list[dict[str, Any]]] | None = None,
     tools: Sequence[dict[str, Any]] = TOOLS,
+    head_dim: int = 8,
 ) -> Path:
     """Save a tiny chat model. With the tool template, it is trained to call a tool, or on the given
     conversations."""
@@ -34,6 +35,7 @@ def saved(
         hidden_size=32,
         num_attention_heads=4,
         num_key_value_heads=2,
+        head_dim=head_dim,
         intermediate_size=64,
         vocab_size=tokenizer.vocab_size,
         max_position_embeddings=1024,

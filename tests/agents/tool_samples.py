@@ -21,6 +21,15 @@ def multiply(a: int, b: int) -> int:
     return a * b
 
 
+def look(at: str) -> str:
+    """Looks.
+
+    Args:
+        at: The place.
+    """
+    return f"saw {at}"
+
+
 async def wait(seconds: float) -> str:
     """Waits.
 

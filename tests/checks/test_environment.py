@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from aligner.checks.check import check
+from aligner.checks.environment import find_problems
 from aligner.config.compose import compose_config
 from aligner.errors import ConfigError
+from aligner.models.model_source import NOTHING_EXPECTED
 
 EPISODES = [
     "experiment=tiny_ppo",
@@ -111,7 +113,12 @@ AGENTS = [
 ]
 
 
-def test_agents_are_accepted_with_embedded_engine():
+def test_agents_are_accepted_with_every_engine():
+    for engine in ("vllm", "tensorrt_llm"):
+        problems = find_problems(
+            compose_config([*AGENTS, f"engine={engine}"]), None, NOTHING_EXPECTED
+        )
+        assert [*problems] == []
     check(compose_config(AGENTS))
     check(compose_config([*AGENTS, *ASYNCHRONOUS]))
     check(
@@ -157,13 +164,6 @@ def test_agents_are_accepted_with_embedded_engine():
         (
             ["engine.placement=server", "environment.deadline_s=150"],
             "because an episode may take 300 s (environment.deadline_s",
-        ),
-        (
-            ["rollout.spare_prompts=1"],
-            (
-                "rollout.spare_prompts=1: agent episodes cannot be carried over to a later step; set"
-                " rollout.spare_prompts=0"
-            ),
         ),
         (
             ["rollout.stop_at_eos=false"],

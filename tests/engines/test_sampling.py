@@ -64,9 +64,9 @@ def test_greedy_returns_argmax_and_logprob_at_temperature():
 
 
 def test_random_streams_are_prefixes_and_differ_by_key():
-    base = generate_uniforms(1, 2, 3, 8)
-    assert np.array_equal(base[:5], generate_uniforms(1, 2, 3, 5))
-    others = [generate_uniforms(*name, 8) for name in ((0, 2, 3), (1, 3, 3), (1, 2, 4), (1, 3, 2))]
+    base = generate_uniforms((1, 2, 3), 8)
+    assert np.array_equal(base[:5], generate_uniforms((1, 2, 3), 5))
+    others = [generate_uniforms(name, 8) for name in ((0, 2, 3), (1, 3, 3), (1, 2, 4), (1, 3, 2))]
     assert all(not np.array_equal(base, other) for other in others)
     assert base.min() >= 0 and base.max() < 1
 
@@ -109,7 +109,7 @@ def exact_distribution(logits: torch.Tensor, options: SamplingOptions) -> torch.
 def test_ten_thousand_samples_follow_the_exact_distribution(options):
     count, logits = 10_000, 2 * torch.randn(900, generator=torch.Generator().manual_seed(5))
     streams = [
-        generate_uniforms(11, prompt, sample, 1) for prompt in range(100) for sample in range(100)
+        generate_uniforms((11, prompt, sample), 1) for prompt in range(100) for sample in range(100)
     ]
     numbers = torch.from_numpy(np.concatenate(streams))
     tokens, logprobs, kept = sample_tokens(logits.repeat(count, 1), options, numbers)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from aligner.data.types import Completion, CompletionReason, SamplingSupport
-from aligner.engines.embedded.sampling import generate_request_uniforms
+from aligner.engines.embedded.sampling import generate_uniforms
 from aligner.engines.embedded.speculation import PromptLookup
 from aligner.engines.engine_protocol import EngineRequest
 
@@ -62,7 +62,7 @@ class DecodedResponse:
         limit = request.total_tokens - start
         random_numbers = None
         if not request.sampling.greedy:
-            random_numbers = generate_request_uniforms(seed, request, limit)
+            random_numbers = generate_uniforms(request.get_stream_entropy(seed), limit)
         return cls(
             request,
             prompt=tuple(tokens[:start]),

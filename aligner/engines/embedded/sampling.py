@@ -8,11 +8,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 import torch.nn.functional as F
-import xxhash
 from torch import Tensor
 
 from aligner.data.types import SamplingSupport
-from aligner.engines.engine_protocol import EngineRequest, SamplingOptions
+from aligner.engines.engine_protocol import SamplingOptions
 
 # Number of vocabulary entries per chunk. The sampler first selects a chunk by the sums of all
 # chunks, and then searches a token in that chunk only: this avoids a
@@ -22,38 +21,17 @@ _CHUNK_SIZE = 128
 _INITIAL_SORT_WIDTH = 256
 
 
-def generate_uniforms(
-    seed: int, prompt_id: int, sample_index: int, count: int, turn_key: Sequence[int] = ()
-) -> np.ndarray:
+def generate_uniforms(entropy: Sequence[int], count: int) -> np.ndarray:
     """Return the first `count` numbers of a random stream, float64 [count] in [0, 1).
 
-    The stream depends on all arguments except `count`: a larger count only appends numbers.
-
-    Args:
-        seed: Seed of the run.
-        prompt_id: Id of the prompt.
-        sample_index: Index of the sample among the prompt's samples.
-        count: Number of random numbers.
-        turn_key: Integers that identify a turn with its own stream; empty for the sample's stream.
+    The stream depends only on the integers in `entropy`: a larger count only appends numbers. For a
+    request, `EngineRequest.get_stream_entropy` returns them; entry t of the result then belongs to
+    the token at position `stream_start` + t of input and completion.
     """
     # Philox: Salmon et al. 2011, "Parallel Random Numbers: As Easy as 1, 2, 3". The seed sequence
     # mixes its integers, so that the streams of adjacent prompts and samples are independent.
-    seed_sequence = np.random.SeedSequence([seed, prompt_id, sample_index, *turn_key])
-    bit_generator = np.random.Philox(seed_sequence)
+    bit_generator = np.random.Philox(np.random.SeedSequence(entropy))
     return np.random.Generator(bit_generator).random(count)
-
-
-def generate_request_uniforms(seed: int, request: EngineRequest, count: int) -> np.ndarray:
-    """Return the random numbers of a request, float64 [count]: entry t belongs to the token at
-    position `stream_start` + t of input and completion."""
-    key = request.key
-    turn_key: tuple[int, ...] = ()
-    if key.repeats is not None:
-        # The order of an agent's calls may differ between runs, so the stream depends on the tokens
-        # of the input instead.
-        context = request.tokens[: key.stream_start].numpy().astype(np.int64, copy=False)
-        turn_key = (xxhash.xxh3_128_intdigest(context.tobytes()), key.repeats)
-    return generate_uniforms(seed, key.prompt_id, key.sample_index, count, turn_key)
 
 
 def sample_tokens(

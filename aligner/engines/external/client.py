@@ -140,14 +140,20 @@ class Client(ABC):
         self._exit_stack.callback(self._loop.close)
         atexit.register(self.shutdown)
 
-    def start(self, responses: Sequence[Response]) -> list[Any]:
+    def start(self, responses: Sequence[Response], on_done: Callable[[], None]) -> list[Any]:
         """Start the generation of responses.
+
+        Args:
+            responses: The responses.
+            on_done: Called in another thread each time that a response is complete.
 
         Returns:
             One task per response, which is done when the response is complete.
         """
         return self._loop.run(
-            "submitting requests", self._response_generator.start(responses), self._timeout_s
+            "submitting requests",
+            self._response_generator.start(responses, on_done),
+            self._timeout_s,
         )
 
     def cancel(self, responses: Mapping[Any, Response]) -> None:
@@ -156,14 +162,9 @@ class Client(ABC):
             "canceling requests", self._response_generator.cancel(responses), self._timeout_s
         )
 
-    def wait(self, tasks: Sequence[Any]) -> None:
-        """Wait until at least one task is done.
-
-        The method also returns if no task can complete before the next call of
-        `resume_generation`, or after a short time, so that the caller can check for new weights.
-        """
-        # No timeout here: the generator raises an error that names the timeout's key.
-        self._loop.run("generating", self._response_generator.wait(tasks))
+    def check_progress(self) -> None:
+        """Raise AlignerError if no response has gained a token within the engine's timeout."""
+        self._response_generator.check_progress()
 
     def pause_generation(self, *, interrupt_responses: bool) -> None:
         """Pause generation until the next call of `resume_generation`.

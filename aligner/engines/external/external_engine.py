@@ -36,6 +36,10 @@ from aligner.models.weight_slices import (
 from aligner.resharding.weight_update import WeightFormat
 from aligner.schema import EngineConfig
 
+_MAX_WAIT_S = 0.1
+"""Maximum time of one wait for completions, in seconds. The caller needs control back to send
+heartbeats and to receive weights."""
+
 
 @dataclass(frozen=True)
 class WeightPiece:
@@ -147,30 +151,27 @@ class ExternalEngine(GenerationEngine):
             )
         super().check(requests, options)
 
-    def check_branch(self, prompt_id: int) -> None:
-        """Raise AlignerError, because a branch would have the same random numbers as the episode's
-        other token sequences."""
-        raise AlignerError(
-            f"{self._replica.name}: episode branches are not supported (prompt"
-            f" {prompt_id}); set engine.kind=embedded"
-        )
-
     @property
     def has_work(self) -> bool:
         """See `GenerationEngine.has_work`."""
         return bool(self._arrivals or self._in_flight)
 
     def step(self) -> None:
-        """Wait a moment for completions, and deliver them.
+        """Wait for completions, and deliver them.
 
-        Raises AlignerError if no request is complete and the engine has no weights to continue.
+        The wait ends early if another request arrives, or the answer to a coroutine. It ends after
+        `_MAX_WAIT_S` in any case. Raises AlignerError if no request is complete and the engine has
+        no weights to continue.
         """
-        client = self._client
         self._submit_requests(self._take_arrivals())
         # Complete responses are delivered even without weights; only waiting requires weights.
         if not any(task.done() for task in self._in_flight):
             self._check_weights()
-            client.wait(list(self._in_flight))
+            if not self.wake_up.wait(_MAX_WAIT_S):
+                self._client.check_progress()
+        # The event is cleared after the wait: for what set it before, the completions are delivered
+        # below, and the caller looks for requests and answers before the next wait.
+        self.wake_up.clear()
 
         done_tasks = [task for task in self._in_flight if task.done()]
         for task in done_tasks:
@@ -214,7 +215,7 @@ class ExternalEngine(GenerationEngine):
         """Send requests to the program."""
         if requests:
             responses = [Response(request) for request in requests]
-            tasks = self._client.start(responses)
+            tasks = self._client.start(responses, self.wake_up.set)
             self._in_flight |= dict(zip(tasks, responses, strict=True))
 
     @abstractmethod

@@ -6,7 +6,7 @@ interrupted, for example for a weight sync, and continues from its tokens with a
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -38,7 +38,7 @@ class Output(Protocol):
         """Iterate until the output is complete or cancelled."""
 
 
-# Interval, in seconds, at which the caller checks for completed responses and new weights.
+# Maximum time of one wait for tasks, in seconds, after which the timeout is checked.
 _POLL_S = 0.1
 
 
@@ -136,6 +136,7 @@ class ResponseGenerator:
     async def resume_generation(self, version: int) -> None:
         """Allow requests to the engine, whose weights have the version `version`."""
         self._weight_version = version
+        self._last_progress_s = time.monotonic()
         self._requests_allowed.set()
 
     async def pause_generation(self, *, interrupt_responses: bool) -> None:
@@ -151,7 +152,8 @@ class ResponseGenerator:
                 timeout.
         """
         while not interrupt_responses and self._tasks and self._requests_allowed.is_set():
-            await self._wait_for_progress(self._tasks, asyncio.ALL_COMPLETED)
+            await asyncio.wait(self._tasks, timeout=_POLL_S)
+            self.check_progress()
 
         # Close the gate before the abort: an interrupted response then waits in
         # `_complete_response` instead of sending its next request.
@@ -169,16 +171,24 @@ class ResponseGenerator:
                 f" ({self._timeout_key})"
             ) from error
 
-    async def start(self, responses: Sequence[Response]) -> list[asyncio.Task[None]]:
+    async def start(
+        self, responses: Sequence[Response], on_done: Callable[[], None]
+    ) -> list[asyncio.Task[None]]:
         """Start to generate the responses.
+
+        Args:
+            responses: The responses.
+            on_done: Called on the event loop's thread each time that a response is complete.
 
         Returns:
             One task per response, in the same order; it is done when the response is complete.
         """
+        self._last_progress_s = time.monotonic()
         tasks = [asyncio.create_task(self._complete_response(response)) for response in responses]
         for task in tasks:
             self._tasks.add(task)
             task.add_done_callback(self._on_task_done)
+            task.add_done_callback(lambda _: on_done())
         return tasks
 
     def _on_task_done(self, task: asyncio.Task[None]) -> None:
@@ -211,34 +221,15 @@ class ResponseGenerator:
             # The weights have not changed, so the version stays as it is.
             self._requests_allowed.set()
 
-    async def wait(self, tasks: Sequence[asyncio.Task[None]]) -> None:
-        """Wait a moment until one of the tasks is done.
+    def check_progress(self) -> None:
+        """Raise AlignerError if no response in flight has gained a token within the timeout.
 
-        Returns at once if no task can complete before the next `resume_generation`.
+        While generation is paused, no response gains tokens, which is not a failure.
         """
-        if self._requests_allowed.is_set() and not any(task.done() for task in tasks):
-            await self._wait_for_progress(tasks, asyncio.FIRST_COMPLETED)
-
-    async def _wait_for_progress(
-        self, tasks: Collection[asyncio.Task[None]], return_when: str
-    ) -> None:
-        """Wait a moment for tasks.
-
-        Args:
-            tasks: Tasks of responses.
-            return_when: Condition of `asyncio.wait` that ends the wait early.
-
-        Raises:
-            AlignerError: No response has gained a token within the timeout.
-        """
-        done, _ = await asyncio.wait(
-            tasks, timeout=min(_POLL_S, self._timeout_s), return_when=return_when
-        )
-        is_timed_out = time.monotonic() - self._last_progress_s > self._timeout_s
-        # While generation is paused, no response gains tokens, which is not a failure.
-        if not done and is_timed_out and self._requests_allowed.is_set():
+        is_generating = bool(self._tasks) and self._requests_allowed.is_set()
+        if is_generating and time.monotonic() - self._last_progress_s > self._timeout_s:
             raise AlignerError(
-                f"{self._name} generated no token for any of {len(tasks)} responses within"
+                f"{self._name} generated no token for any of {len(self._tasks)} responses within"
                 f" {self._timeout_s:g} s ({self._timeout_key})"
             )
 
@@ -373,14 +364,12 @@ class ResponseGenerator:
 def _compute_request_seed(run_seed: int, response: Response) -> int:
     """Return the seed of a request.
 
-    It depends on the sample and on the position of the next token, so that the continuation of an
-    interrupted response does not repeat random numbers.
+    It depends on the request's random stream and on the position of the next token, so that the
+    continuation of an interrupted response does not repeat random numbers.
     """
     request = response.request
-    key = request.key
-    # Index of the next token in the sample's random stream, which begins at input token
-    # `stream_start`.
-    position = len(request.tokens) - key.stream_start + len(response.tokens)
-    entropy = [run_seed, key.prompt_id, key.sample_index, position]
+    # Index of the next token in the random stream, which begins at input token `stream_start`.
+    position = len(request.tokens) - request.key.stream_start + len(response.tokens)
+    entropy = [*request.get_stream_entropy(run_seed), position]
     # Drop one bit, so that the seed fits into a signed 64-bit integer.
     return int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0]) >> 1

@@ -35,6 +35,8 @@ _PROGRAM = Path(__file__).parent / "program"
 _MAX_LINE_BYTES = 1 << 28
 # Number of tokens per block of the KV cache on CPUs.
 _CPU_BLOCK_TOKENS = 128
+# Maximum number of tokens that one step prefills on CPUs, vLLM's default; at least one sequence.
+_CPU_PREFILL_TOKENS = 2048
 # Timeout for the exit of the program and its processes, in seconds.
 _EXIT_TIMEOUT_S = 20.0
 # Descriptions of the orders for error messages.
@@ -57,6 +59,8 @@ class Completion:
     """Log-prob of each token."""
     finish_reason: str | None = None
     """Reason for the end of the generation; None while it is in flight."""
+    cached_tokens: int = 0
+    """Number of input tokens whose KV cache was resident and was not computed again."""
 
 
 class Request:
@@ -100,6 +104,8 @@ class Request:
             completion.token_ids += answer["tokens"]
             completion.logprobs += answer["logprobs"]
             completion.finish_reason = answer["finish"]
+            # The last answer of an aborted request has no count.
+            completion.cached_tokens = answer.get("cached", completion.cached_tokens)
             yield self
 
 
@@ -519,9 +525,17 @@ def _build_engine_arguments(
         "enforce_eager": not (settings.cuda_graphs and on_gpus),
         "enable_sleep_mode": settings.sleep and on_gpus,
         "stream_interval": settings.vllm.stream_interval,
+        # A turn of an episode prefills only the tokens behind the last full block of the turns
+        # before it. The cache is reset at each weight update.
+        "enable_prefix_caching": True,
     }
     if cache_bytes is not None:
         arguments["kv_cache_memory_bytes"] = cache_bytes
     if on_gpus:
         arguments["gpu_memory_utilization"] = settings.vllm.memory_fraction
+    else:
+        # vLLM 0.32 on CPUs fails if it divides the prefill of a request with a seed: it then calls
+        # a method that CPU random number generators do not have.
+        arguments["enable_chunked_prefill"] = False
+        arguments["max_num_batched_tokens"] = max(_CPU_PREFILL_TOKENS, shape.max_positions)
     return arguments

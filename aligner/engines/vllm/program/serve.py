@@ -115,7 +115,11 @@ class Server:
                 if finish_reason == "abort":
                     finish_reason = "cancelled"
                 self.send_answer(
-                    id=order_id, tokens=tokens, logprobs=logprobs, finish=finish_reason
+                    id=order_id,
+                    tokens=tokens,
+                    logprobs=logprobs,
+                    finish=finish_reason,
+                    cached=output.num_cached_tokens or 0,
                 )
         except Exception as error:
             self._fail(order_id, error)
