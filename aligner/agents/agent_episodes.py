@@ -6,6 +6,7 @@ token is part of exactly one of them. `AgentJournal` records the samples of comp
 that a resumed run does not repeat them.
 """
 
+import asyncio
 import base64
 import logging
 from collections import Counter
@@ -24,6 +25,13 @@ from aligner.agents.environment_pool import EnvironmentPool
 from aligner.agents.episode_environment import Outcome
 from aligner.agents.episode_journal import EpisodeJournal, compute_call_digest
 from aligner.agents.episodes import build_lost_sample, build_task, report_lost_episode
+from aligner.agents.recorded_turns import (
+    RecordedTurn,
+    RecordedTurns,
+    build_partial_sample,
+    cut_at_stop,
+    join_completions,
+)
 from aligner.data.chat_turns import ChatTurns
 from aligner.data.collectives import samples_from_tensors, samples_to_tensors
 from aligner.data.tokenizer import Tokenizer
@@ -43,7 +51,6 @@ from aligner.engines.engine_protocol import (
     RequestKey,
     SamplingOptions,
 )
-from aligner.errors import AlignerError
 from aligner.schema.environment import EnvironmentConfig
 
 _log = logging.getLogger(__name__)
@@ -323,12 +330,21 @@ class _BranchCounts:
 
     open_episodes: int
     by_reason: Counter[str] = field(default_factory=Counter)
+    dropped_turns: int = 0
+    """Number of turns of partial rollouts that the agents did not request again."""
 
-    def add_episode(self, counts: Counter[str]) -> None:
+    def add_episode(self, counts: Counter[str], dropped_turns: int = 0) -> None:
         """Add the counts of an episode that has ended; log the totals after the last episode."""
         self.by_reason += counts
+        self.dropped_turns += dropped_turns
         self.open_episodes -= 1
         if not self.open_episodes:
+            if self.dropped_turns:
+                _log.warning(
+                    "agent episodes: %d turns of partial rollouts were dropped, because their"
+                    " agents did not repeat the requests",
+                    self.dropped_turns,
+                )
             for reason, count in self.by_reason.most_common():
                 _log.info("agent episodes: %d requests started a new branch: %s", count, reason)
 
@@ -360,6 +376,14 @@ class _AgentEpisodeRun:
         self._request = request
         self._options = options
         self._branch_counts = branch_counts
+        self._recorded_turns = RecordedTurns.from_sample(request.partial_sample)
+        """Turns of the partial rollout that the agent has not requested again."""
+        self._turns = RecordedTurns()
+        """Turns that were generated, or requested again."""
+        self._calls = set[asyncio.Task[Any]]()
+        """Calls of `_generate` in progress; used on the endpoint's loop only."""
+        self._is_interrupted = False
+        """Whether no further completion may be requested."""
 
     async def run(self, session_context: SessionContext, generated_by: Sequence[Any]) -> Sample:
         """Return the sample of the episode, from the journal if the journal contains it.
@@ -371,6 +395,8 @@ class _AgentEpisodeRun:
         prompt = request.prompt
         task, seed = build_task(prompt, source.tokenizer, source.seed)
         generated_by = [*generated_by, task, seed]
+        if request.partial_sample is not None:
+            generated_by.append([each.tokens.tolist() for each in request.partial_sample.sequences])
         journal = source.journal
         if journal is not None and (sample := journal.find(request, generated_by)) is not None:
             self._branch_counts.add_episode(Counter())
@@ -395,17 +421,17 @@ class _AgentEpisodeRun:
         try:
             error = await self._loop.wait_for_answer(end_future, self._index)
         except Interrupted:
-            raise AlignerError(
-                "environment.agent: agent episodes cannot be carried over as partial rollouts; set"
-                " rollout.spare_prompts=0"
-            ) from None
+            self._interrupt_calls()
+            for turn in self._recorded_turns:
+                self._turns.add(turn)
+            return build_partial_sample(request, self._turns)
         finally:
             # close the session first: an agent that still runs must not add turns
             source.server.close_session(session)
             source.agents.finish(name)
             source.engine.release(prompt.id, request.sample_index)
-        self._branch_counts.add_episode(session.branch_counts)
-        sample = self._build_sample(session, error)
+        self._branch_counts.add_episode(session.branch_counts, len(self._recorded_turns))
+        sample = self._build_sample(session, error).with_data_prompt(prompt.tokens)
         if source.turn_listener is not None:
             source.turn_listener(request, session.turns)
         if journal is not None:
@@ -415,7 +441,18 @@ class _AgentEpisodeRun:
     async def _generate(
         self, input_tokens: Tensor, max_tokens: int, stop: tuple[str, ...], repeats: int
     ) -> Completion:
-        """Generate a completion that the agent has requested; runs in the endpoint's thread."""
+        """Return a completion that the agent has requested; runs in the endpoint's thread.
+
+        If a partial rollout contains its tokens, only the missing tokens are generated.
+        """
+        # The session ends, so that the request is answered with an error.
+        if self._is_interrupted:
+            raise asyncio.CancelledError
+        call = asyncio.current_task()
+        assert call is not None
+        self._calls.add(call)
+        call.add_done_callback(self._calls.discard)
+
         source = self._source
         # input and completion together must fit into the context
         max_tokens = min(max_tokens, source.max_sequence_length - len(input_tokens))
@@ -427,7 +464,58 @@ class _AgentEpisodeRun:
         )
         prompt_id = self._request.prompt.id
         key = RequestKey(prompt_id, self._request.sample_index, len(input_tokens), repeats)
-        return await source.engine.generate(input_tokens, sampling, key=key, is_continued=True)
+        recorded = self._recorded_turns.pop(input_tokens, repeats)
+        if recorded is not None:
+            recorded = cut_at_stop(recorded, input_tokens, sampling, source.tokenizer)
+        if recorded is not None and recorded.finish_reason != "interrupted":
+            completion = recorded
+        else:
+            completion = await self._generate_rest(input_tokens, recorded, sampling, key)
+
+        self._turns.add(RecordedTurn(input_tokens, repeats, completion))
+        if completion.finish_reason == "interrupted":
+            raise asyncio.CancelledError
+        return completion
+
+    async def _generate_rest(
+        self,
+        input_tokens: Tensor,
+        recorded: Completion | None,
+        sampling: SamplingOptions,
+        key: RequestKey,
+    ) -> Completion:
+        """Generate a completion that begins with the recorded tokens, if there are any."""
+        engine = self._source.engine
+        if recorded is None:
+            return await engine.generate(input_tokens, sampling, key=key, is_continued=True)
+        count = len(recorded.tokens)
+        rest = await engine.generate(
+            torch.cat([input_tokens, recorded.tokens]),
+            replace(
+                sampling,
+                max_new_tokens=sampling.max_new_tokens - count,
+                min_new_tokens=max(0, sampling.min_new_tokens - count),
+            ),
+            key=key,
+            is_continued=True,
+            stop_search_start=len(input_tokens) + sampling.min_new_tokens,
+        )
+        return join_completions(recorded, rest)
+
+    def _interrupt_calls(self) -> None:
+        """End all calls of `_generate`, and record their tokens."""
+        server = self._source.server
+        self._is_interrupted = True
+        # After an iteration of the endpoint's loop, every call has either seen the flag or
+        # submitted its request, which the second interruption then completes.
+        server.run_on_loop(asyncio.sleep(0))
+        if self._source.engine.has_work:
+            self._source.engine.interrupt()
+        server.run_on_loop(self._wait_for_calls())
+
+    async def _wait_for_calls(self) -> None:
+        if self._calls:
+            await asyncio.wait(self._calls)
 
     def _build_sample(self, session: AgentSession, error: BaseException | None) -> Sample:
         """Return the sample of an ended episode; a lost sample if its agent failed or made no turn.

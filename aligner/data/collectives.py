@@ -194,6 +194,8 @@ def samples_to_tensors(samples: Sequence[Sample]) -> dict[str, Tensor]:
         `drawn`, `rewards`, `kept_counts`, `kept_ids`, `routes`: present if any sample has them.
         `branches`: int64, the number of branches of each sample; present if any sample has
             branches. The branches of a sample follow it in all other tensors.
+        `data_prompts`, `data_prompt_lengths`: present if any sample has a `data_prompt`; the length
+            of a sample without one is 0.
     """
     branches = [len(sample.branches) for sample in samples]
     samples = [sequence for sample in samples for sequence in (sample, *sample.branches)]
@@ -229,6 +231,10 @@ def samples_to_tensors(samples: Sequence[Sample]) -> dict[str, Tensor]:
     ]
     if recorded_routing:
         tensors["routes"] = torch.cat(recorded_routing)
+    data_prompts = [empty if one.data_prompt is None else one.data_prompt for one in samples]
+    if any(len(prompt) for prompt in data_prompts):
+        tensors["data_prompts"] = torch.cat(data_prompts)
+        tensors["data_prompt_lengths"] = torch.tensor([len(prompt) for prompt in data_prompts])
     return tensors
 
 
@@ -252,6 +258,10 @@ def samples_from_tensors(tensors: Mapping[str, Tensor]) -> list[Sample]:
         supports = [support.select(index) for index in indices]
     if "routes" in tensors:
         expert_routing = tensors["routes"].split(heads[:, 5].tolist())
+    data_prompts: list[Tensor | None] = [None] * len(responses)
+    if "data_prompts" in tensors:
+        parts_of_prompts = tensors["data_prompts"].split(tensors["data_prompt_lengths"].tolist())
+        data_prompts = [prompt if len(prompt) else None for prompt in parts_of_prompts]
 
     samples = [
         Sample(
@@ -268,6 +278,7 @@ def samples_from_tensors(tensors: Mapping[str, Tensor]) -> list[Sample]:
             else None,
             generated_mask=parts.get("drawn", absent)[row],
             rewards=parts.get("rewards", absent)[row],
+            data_prompt=data_prompts[row],
         )
         for row, (prompt_id, sample_index, _, prompt_length, finish, routed_tokens) in enumerate(
             heads.tolist()

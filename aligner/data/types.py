@@ -189,6 +189,9 @@ class Sample:
     is all context that the model read for it, and a branch has no branches. Branches train with the
     episode's score. In an environment's episode they were generated before the sample, in this
     order, and the first branch begins with the prompt of the data."""
+    data_prompt: Tensor | None = None
+    """Prompt of the data, int64 [P], if the first sequence begins with other tokens, because an
+    agent has written its own prompt."""
 
     @property
     def response(self) -> Tensor:
@@ -202,9 +205,17 @@ class Sample:
 
     @property
     def initial_prompt(self) -> Tensor:
-        """Prompt at the start of an environment's episode, or of a single response, int64 [P]."""
+        """Prompt of the data for which the sample was requested, int64 [P]."""
+        if self.data_prompt is not None:
+            return self.data_prompt
         first = self.sequences[0]
         return first.tokens[: first.prompt_length]
+
+    def with_data_prompt(self, prompt: Tensor) -> Self:
+        """Return the sample with `prompt`, int64 [P], as the prompt of the data."""
+        first = self.sequences[0]
+        is_unchanged = torch.equal(first.tokens[: first.prompt_length], prompt)
+        return replace(self, data_prompt=None if is_unchanged else prompt)
 
     @property
     def environment_reward(self) -> Tensor | None:

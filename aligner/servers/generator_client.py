@@ -175,12 +175,14 @@ def build_generate_request(
 
     if weight_version is not None:
         arrays["weight_version"] = np.array([weight_version], dtype=np.int64)
+    # The prompt of the data for each sample; an agent may have written another one.
+    prompts = [sample.initial_prompt for sample in samples]
     # Samples without tokens need no further tensors, unless the server may return them unfinished.
     if enough is not None or any(len(sample.response) or sample.branches for sample in samples):
         input_names = {spec.name for spec in GENERATE.inputs}
         arrays |= {
             name: tensor.numpy()
-            for name, tensor in responses_to_tensors(samples).items()
+            for name, tensor in responses_to_tensors(samples, prompts).items()
             if name in input_names
         }
     if enough is not None:

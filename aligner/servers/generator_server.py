@@ -42,6 +42,7 @@ from aligner.servers.wire_protocol import (
     BRANCH_TENSORS,
     GENERATE,
     OPTIONAL_RESPONSE_TENSORS,
+    POLICY_PROMPT_TENSORS,
     PROTOCOL_VERSION,
     RESPONSE_TENSORS,
     EndpointSpec,
@@ -271,7 +272,12 @@ def _serve_generate(caller: Callable[..., Any], arrays: dict[str, NDArray]) -> d
     }
     request |= {
         spec.name: copy_to_tensor(arrays[spec.name])
-        for spec in (*RESPONSE_TENSORS, *OPTIONAL_RESPONSE_TENSORS, *BRANCH_TENSORS)
+        for spec in (
+            *RESPONSE_TENSORS,
+            *OPTIONAL_RESPONSE_TENSORS,
+            *BRANCH_TENSORS,
+            *POLICY_PROMPT_TENSORS,
+        )
         if spec.name in arrays
     }
     number_names = ("samples_per_prompt", "weight_version", "enough", "first_prompt")

@@ -249,6 +249,7 @@ def _check_partial_rollouts(arrays: Arrays, limits: Limits) -> None:
     if (arrays["response_lengths"][arrays["stopped"] >= 0] == 0).any():
         raise RequestError("response_lengths: got 0 for a finished response, allowed: at least 1")
     _check_optional_tensors(arrays, limits)
+    _check_policy_prompts(arrays, limits)
     _check_branches(arrays, limits)
 
 
@@ -282,6 +283,17 @@ def _check_optional_tensors(arrays: Arrays, limits: Limits) -> None:
                 f"routes: got shape {list(arrays['routes'].shape)}, allowed: expert ids >= 0 for at"
                 f" least T={max_tokens} tokens per row"
             )
+
+
+def _check_policy_prompts(arrays: Arrays, limits: Limits) -> None:
+    """Raise RequestError if the prompts that agents have written are not valid."""
+    if ("read" in arrays) != ("read_lengths" in arrays):
+        raise RequestError(
+            "generate: got only one of read and read_lengths, allowed: both or neither"
+        )
+    if "read" in arrays:
+        _check_range("read", arrays["read"], 0, limits.vocab_size - 1, "token ids")
+        _check_range("read_lengths", arrays["read_lengths"], 1, arrays["read"].shape[1], "1 to P")
 
 
 def _check_branches(arrays: Arrays, limits: Limits) -> None:

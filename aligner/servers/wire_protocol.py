@@ -215,7 +215,7 @@ BRANCH_TENSORS = (
     TensorSpec("branches", np.uint8, ("Q",), optional=True),
     TensorSpec("branch_counts", np.int64, ("N", 1), optional=True),
 )
-# The tokens before each response, if an agent has changed the prompt.
+# The tokens before each response, if an agent has written its own prompt.
 POLICY_PROMPT_TENSORS = (
     TensorSpec("read", np.int64, ("N", "P"), optional=True),
     TensorSpec("read_lengths", np.int64, ("N", 1), optional=True),
@@ -232,7 +232,12 @@ GENERATE = EndpointSpec(
         TensorSpec("weight_version", np.int64, (1,), optional=True),
         *(
             replace(spec, optional=True)
-            for spec in (*RESPONSE_TENSORS, *OPTIONAL_RESPONSE_TENSORS, *BRANCH_TENSORS)
+            for spec in (
+                *RESPONSE_TENSORS,
+                *OPTIONAL_RESPONSE_TENSORS,
+                *BRANCH_TENSORS,
+                *POLICY_PROMPT_TENSORS,
+            )
         ),
         TensorSpec("enough", np.int64, (1,), optional=True),
         TensorSpec("due", np.int64, ("B", 1), optional=True),
@@ -393,30 +398,30 @@ def responses_from_tensors(
     updated = []
     for row, sample in enumerate(samples):
         if "branch_counts" in tensors and bool(tensors["branch_counts"][row, 0]):
-            updated.append(replace(next(branched_samples), metadata=sample.metadata))
+            branched_sample = replace(next(branched_samples), metadata=sample.metadata)
+            updated.append(branched_sample.with_data_prompt(sample.initial_prompt))
             continue
         length = int(tensors["response_lengths"][row, 0])
         prompt = sample.initial_prompt
         if "read" in tensors:
             prompt = tensors["read"][row, : int(tensors["read_lengths"][row, 0])]
-        updated.append(
-            replace(
-                sample,
-                tokens=torch.cat([prompt, tensors["responses"][row, :length]]),
-                prompt_length=len(prompt),
-                engine_logprobs=tensors["logprobs"][row, :length],
-                weight_versions=tensors["weight_versions"][row, :length],
-                finish_reason=reasons[int(tensors["stopped"][row, 0])],
-                sampling_support=None if support is None else support.select((row, slice(length))),
-                expert_routing=(
-                    None
-                    if expert_routing is None or not length
-                    else expert_routing[row, : len(prompt) + length - 1]
-                ),
-                generated_mask=tensors["drawn"][row, :length] if "drawn" in tensors else None,
-                rewards=tensors["rewards"][row, :length] if "rewards" in tensors else None,
-            )
+        response_sample = replace(
+            sample,
+            tokens=torch.cat([prompt, tensors["responses"][row, :length]]),
+            prompt_length=len(prompt),
+            engine_logprobs=tensors["logprobs"][row, :length],
+            weight_versions=tensors["weight_versions"][row, :length],
+            finish_reason=reasons[int(tensors["stopped"][row, 0])],
+            sampling_support=None if support is None else support.select((row, slice(length))),
+            expert_routing=(
+                None
+                if expert_routing is None or not length
+                else expert_routing[row, : len(prompt) + length - 1]
+            ),
+            generated_mask=tensors["drawn"][row, :length] if "drawn" in tensors else None,
+            rewards=tensors["rewards"][row, :length] if "rewards" in tensors else None,
         )
+        updated.append(response_sample.with_data_prompt(sample.initial_prompt))
     return updated
 
 

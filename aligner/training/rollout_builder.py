@@ -182,8 +182,8 @@ class RolloutBuilder:
     With `spare_prompts`, more prompts are in flight than the step needs. The step takes the first
     prompts that are complete and carries the others over: a later step continues these partial
     rollouts from their tokens. A prompt is carried over at most `max_deferrals` times; then the
-    step waits for it. Which prompts are complete depends on the engine's decode steps, never on
-    timing.
+    step waits for it. Which prompts are complete depends on the engine's decode steps. It depends
+    on timing only for agents, and with an external engine.
     """
 
     def __init__(

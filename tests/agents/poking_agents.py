@@ -137,3 +137,13 @@ def after_the_end(task: dict[str, Any], base_url: str, api_key: str) -> None:
         except APIStatusError as error:
             file.with_suffix(".told").write_text(str(error.status_code))
             return
+
+
+def changes_its_mind(task: dict[str, Any], base_url: str, api_key: str) -> None:
+    """Send another request in the second run of the same task."""
+    mark = Path(task["mark"])
+    text = "two" if mark.exists() else "one"
+    mark.touch()
+    OpenAI(base_url=base_url, api_key=api_key, max_retries=0).chat.completions.create(
+        model="any", messages=[{"role": "user", "content": text}]
+    )
