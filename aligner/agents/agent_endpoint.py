@@ -238,6 +238,10 @@ class AgentSession:
         problem = None
         if request.top_logprobs:
             problem = f"top_logprobs={request.top_logprobs}: must be 0"
+        elif isinstance(request, TextRequest) and request.echo:
+            problem = "echo=true: must be false"
+        elif isinstance(request, TextRequest) and len(request.prompts) > 1:
+            problem = "prompt: must be one text or one list of token ids"
         elif request.min_tokens:
             problem = f"min_tokens={request.min_tokens}: must be 0; set rollout.min_response_tokens"
         elif request.stop_token_ids:

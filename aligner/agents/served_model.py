@@ -2,12 +2,12 @@
 
 import asyncio
 import itertools
-import queue
-from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 from torch import Tensor
 
 from aligner.agents.answers import AnswerBuilder, build_length_error, check_prompt_tokens
@@ -31,8 +31,9 @@ from aligner.schema import Config, EngineConfig
 
 # maximum number of tokens of an answer if its request sets no limit
 _DEFAULT_MAX_TOKENS = 512
-# maximum number of characters of a request body per position of the model
-_CHARACTERS_PER_TOKEN = 16
+# maximum number of characters of a request body per position of the model; a request for text
+# completions may contain many prompts
+_CHARACTERS_PER_TOKEN = 256
 # number of different seeds of requests
 _SEED_COUNT = 1 << 31
 # Sampling parameters that the engine does not have, with their values that have no effect.
@@ -52,16 +53,8 @@ class _Prompt:
     """Input tokens, int64 [T]."""
     conversation: Conversation | None
     """The rendered chat; None for text, and for a chat without a chat template."""
-
-
-@dataclass(frozen=True, eq=False)
-class _FirstTokenRequest:
-    """A request for one token with its most probable alternatives."""
-
-    request: ModelRequest
-    prompt: _Prompt
-    answer: "Future[Answer]" = field(default_factory=Future)
-    """The answer, which the thread of the engine sets."""
+    text: str = ""
+    """The text of a prompt that is not a chat."""
 
 
 class ServedModel:
@@ -117,8 +110,6 @@ class ServedModel:
             tokenizer_directory=source.companions,
         )
         load_weights(self._engine, source)
-        # the server's thread fills this queue, and the thread of `run_engine` empties it
-        self._first_token_requests = queue.SimpleQueue[_FirstTokenRequest]()
         self._ids = itertools.count()
 
     def run_engine(self) -> None:
@@ -130,9 +121,6 @@ class ServedModel:
             self._engine.wake_up.clear()
             while self._engine.has_work:
                 self._step()
-            # only the thread of the engine may run the model
-            while not self._first_token_requests.empty():
-                self._answer_first_token(self._first_token_requests.get())
 
     def _step(self) -> None:
         """Run one engine step; if it fails, its error fails all requests in flight."""
@@ -142,26 +130,19 @@ class ServedModel:
             self._engine.fail_all(error)
 
     async def answer(self, request: ModelRequest) -> list[Answer]:
-        """Return `request.n` answers; see `aligner.agents.model_server.Backend.answer`."""
+        """Return the answers to a request; see `aligner.agents.model_server.Backend.answer`."""
         _check_sampling(request)
         try:
-            prompt = self._tokenize(request)
+            prompts = self._tokenize(request)
         except RequestError:
             raise
         except AlignerError as error:
             raise RequestError(400, str(error)) from error
-        available_tokens = self._max_positions - len(prompt.tokens)
-        if available_tokens < 1:
-            raise build_length_error(request, len(prompt.tokens), self._max_positions)
-
-        max_tokens = min(request.max_tokens or _DEFAULT_MAX_TOKENS, available_tokens)
-        options = self._build_options(request, max_tokens)
+        # checked for all prompts before any answer is generated
+        options = [self._build_options(request, prompt) for prompt in prompts]
         tasks = [
-            asyncio.create_task(
-                self._request_first_token(request, prompt)
-                if request.top_logprobs
-                else self._generate_answer(request, prompt, options, index)
-            )
+            asyncio.create_task(self._generate_answer(request, prompt, prompt_options, index))
+            for prompt, prompt_options in zip(prompts, options, strict=True)
             for index in range(request.n)
         ]
         try:
@@ -182,20 +163,27 @@ class ServedModel:
         """
         return ChatTurns.for_tokenizer(self._tokenizer)
 
-    def _tokenize(self, request: ModelRequest) -> _Prompt:
-        """Return the input of a request.
+    def _tokenize(self, request: ModelRequest) -> list[_Prompt]:
+        """Return the inputs of a request: one for a chat, or one for each text.
 
         Raises AlignerError if the request cannot be rendered or tokenized.
         """
         if isinstance(request, TextRequest):
-            if isinstance(request.prompt, str):
-                if not request.prompt:
-                    raise RequestError(400, "prompt: must not be empty", param="prompt")
-                return _Prompt(self._tokenizer.encode(request.prompt, add_bos=True), None)
-            vocab_size = self._tokenizer.vocab_size
-            return _Prompt(check_prompt_tokens(request.prompt, vocab_size), None)
-
+            return [self._tokenize_text(prompt) for prompt in request.prompts]
         assert isinstance(request, ChatRequest)
+        return [self._tokenize_chat(request)]
+
+    def _tokenize_text(self, prompt: str | tuple[int, ...]) -> _Prompt:
+        """Return the input of a text or its token ids; see `_tokenize`."""
+        if isinstance(prompt, str):
+            if not prompt:
+                raise RequestError(400, "prompt: must not be empty", param="prompt")
+            return _Prompt(self._tokenizer.encode(prompt, add_bos=True), None, prompt)
+        tokens = check_prompt_tokens(prompt, self._tokenizer.vocab_size)
+        return _Prompt(tokens, None, self._tokenizer.decode(tokens, skip_special_tokens=False))
+
+    def _tokenize_chat(self, request: ChatRequest) -> _Prompt:
+        """Return the input of a chat; see `_tokenize`."""
         messages = to_template_messages(request.messages)
         if self._chat is not None:
             tools = [dict(tool) for tool in request.tools] or None
@@ -211,8 +199,19 @@ class ServedModel:
         text = "\n\n".join(message["content"] for message in messages)
         return _Prompt(self._tokenizer.encode(text, add_bos=True), None)
 
-    def _build_options(self, request: ModelRequest, max_tokens: int) -> SamplingOptions:
-        """Return the sampling options of a request. Raises RequestError if they are invalid."""
+    def _build_options(self, request: ModelRequest, prompt: _Prompt) -> SamplingOptions | None:
+        """Return the sampling options of a request for one of its prompts; None if no token has to
+        be generated.
+
+        Raises RequestError if they are invalid, or if the prompt leaves no room for a token.
+        """
+        available_tokens = self._max_positions - len(prompt.tokens)
+        has_room = available_tokens >= (0 if request.max_tokens == 0 else 1)
+        if not has_room:
+            raise build_length_error(request, len(prompt.tokens), self._max_positions)
+        if request.max_tokens == 0:
+            return None
+        max_tokens = min(request.max_tokens or _DEFAULT_MAX_TOKENS, available_tokens)
         sampling = request.sampling
         vocab_size = self._tokenizer.vocab_size
         if not all(0 <= token < vocab_size for token in request.stop_token_ids):
@@ -240,9 +239,12 @@ class ServedModel:
             raise RequestError(400, str(error)) from error
 
     async def _generate_answer(
-        self, request: ModelRequest, prompt: _Prompt, options: SamplingOptions, index: int
+        self, request: ModelRequest, prompt: _Prompt, options: SamplingOptions | None, index: int
     ) -> Answer:
-        """Generate the answer with this index."""
+        """Generate the answer to a prompt with this index, and the log-probs that it contains."""
+        if options is None:
+            answer = Answer("", "length", len(prompt.tokens))
+            return await self._add_scores(request, prompt, answer, prompt.tokens[:0])
         input_length = len(prompt.tokens)
         key = RequestKey(next(self._ids), 0, input_length)
         if request.sampling.seed is not None:
@@ -253,7 +255,7 @@ class ServedModel:
         if conversation is not None:
             # the ids of tool calls must differ between the answers
             conversation = replace(conversation, call_id_key=f"{request.id} {index}")
-        return self._answer_builder.build(
+        answer = self._answer_builder.build(
             request,
             conversation,
             prompt.tokens,
@@ -261,46 +263,56 @@ class ServedModel:
             self._answer_builder.build_tokens(completion.tokens, completion.logprobs),
             is_truncated=completion.finish_reason == "length",
         )
+        return await self._add_scores(request, prompt, answer, completion.tokens)
 
-    async def _request_first_token(self, request: ModelRequest, prompt: _Prompt) -> Answer:
-        """Return an answer of one token with alternatives; the engine's thread computes it."""
-        first_token_request = _FirstTokenRequest(request, prompt)
-        self._first_token_requests.put(first_token_request)
-        self._engine.wake_up.set()
-        return await asyncio.wrap_future(first_token_request.answer)
+    async def _add_scores(
+        self, request: ModelRequest, prompt: _Prompt, answer: Answer, generated_tokens: Tensor
+    ) -> Answer:
+        """Return an answer with the echoed prompt, and with the log-probs of the prompt and of
+        alternatives, as far as the request asks for them.
 
-    def _answer_first_token(self, first_token_request: _FirstTokenRequest) -> None:
-        """Compute one token and its most probable alternatives, and set the answer."""
-        # the client may have disconnected while the request was in the queue
-        if not first_token_request.answer.set_running_or_notify_cancel():
-            return
-        request = first_token_request.request
-        prompt = first_token_request.prompt
-        try:
-            (logits,) = self._engine.next_logits([prompt.tokens])
-        except AlignerError as error:
-            first_token_request.answer.set_exception(error)
-            return
-
-        temperature = _get_temperature(request.sampling)
-        logprobs = (logits / (temperature or 1.0)).log_softmax(-1)
-        top_values, top_tokens = logprobs.topk(min(request.top_logprobs, len(logprobs)))
-        # temperature 0 is greedy decoding
-        token = top_tokens[:1] if temperature == 0 else logprobs.exp().multinomial(1)
-        top_logprobs = tuple(self._answer_builder.build_tokens(top_tokens, top_values))
-        (sampled_token,) = self._answer_builder.build_tokens(token, logprobs[token])
-        answer_token = AnswerToken(sampled_token.text, sampled_token.logprob, top_logprobs)
-        has_ended = bool(self._tokenizer.is_eos(token))
-        first_token_request.answer.set_result(
-            self._answer_builder.build(
-                request,
-                prompt.conversation,
-                prompt.tokens,
-                token,
-                [answer_token],
-                is_truncated=not has_ended,
+        Args:
+            request: The request.
+            prompt: The prompt of the answer.
+            answer: The answer without them.
+            generated_tokens: The tokens of the answer, int64 [R].
+        """
+        should_echo = isinstance(request, TextRequest) and request.echo
+        answer_tokens = [*answer.tokens]
+        if should_echo:
+            texts = map(self._tokenizer.decode_token, prompt.tokens.tolist())
+            answer_tokens = [*(AnswerToken(text, None) for text in texts), *answer_tokens]
+        if request.top_logprobs or (should_echo and request.logprobs):
+            # Of an echoed prompt, all tokens but the first one have log-probs.
+            start = 1 if should_echo else len(prompt.tokens)
+            scores = await self._engine.score(
+                torch.cat([prompt.tokens, generated_tokens]),
+                start=start,
+                top_logprobs=request.top_logprobs,
+                temperature=_get_temperature(request.sampling) or 1.0,
             )
+            first_scored = len(answer_tokens) - len(scores.logprobs)
+            answer_tokens[first_scored:] = [
+                AnswerToken(token.text, logprob, tuple(alternatives))
+                for token, logprob, alternatives in zip(
+                    answer_tokens[first_scored:],
+                    scores.logprobs.tolist(),
+                    map(self._answer_builder.build_tokens, scores.top_ids, scores.top_logprobs),
+                    strict=True,
+                )
+            ]
+        return replace(
+            answer,
+            text=prompt.text + answer.text if should_echo else answer.text,
+            tokens=tuple(answer_tokens),
+            echoed_tokens=len(prompt.tokens) if should_echo else 0,
         )
+
+
+async def discard_reward(request: Request) -> Response:
+    """Accept the reward of an agent without effect, so that agents written for training run
+    unchanged: a stored model has no episodes that could be rewarded."""
+    return JSONResponse({"reward": 0.0})
 
 
 def _check_sampling(request: ModelRequest) -> None:
@@ -312,20 +324,6 @@ def _check_sampling(request: ModelRequest) -> None:
             raise RequestError(
                 400, f"{name}={value}: is not supported; must be {neutral}", "unsupported", name
             )
-    # alternatives are computed from the logits of one token, without the engine's sampler
-    if request.top_logprobs and (
-        request.max_tokens != 1
-        or sampling.top_p not in (None, 1)
-        or sampling.top_k not in (None, 0, -1)
-        or sampling.min_p
-    ):
-        raise RequestError(
-            400,
-            f"top_logprobs={request.top_logprobs}: is supported only with max_tokens=1 and without"
-            " top_p, top_k and min_p",
-            "unsupported",
-            "top_logprobs",
-        )
 
 
 def _get_temperature(sampling: SamplingParameters) -> float:

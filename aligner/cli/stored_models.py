@@ -181,14 +181,22 @@ def serve_model(parsed: argparse.Namespace) -> None:
     """Print the address of an OpenAI-compatible endpoint, and serve a model there until Ctrl-C."""
     if lack := describe_missing_modules("agents"):
         raise ConfigError(f"aligner serve-model: {lack}")
-    from aligner.agents.model_server import ModelServer  # requires the extra `agents`
-    from aligner.agents.served_model import ServedModel
+    # these modules require the extra `agents`
+    from starlette.routing import Route
+
+    from aligner.agents.model_server import ModelServer
+    from aligner.agents.served_model import ServedModel, discard_reward
 
     model = ServedModel(
         find_source(parsed.source), _build_engine_config(parsed), run=_find_run(parsed.source)
     )
     server = ModelServer(
-        parsed.host, parsed.port, model.max_characters, "--host", lambda request: model
+        parsed.host,
+        parsed.port,
+        model.max_characters,
+        "--host",
+        lambda request: model,
+        other_routes=[Route("/v1/reward", discard_reward, methods=["POST"])],
     )
     server.start()
     if model.notice is not None:

@@ -107,6 +107,27 @@ def test_concurrent_answers_equal_transformers(model: Path, url: str) -> None:
         ]
 
 
+@torch.no_grad()
+def test_every_token_has_alternatives(model: Path, url: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    settings = {"max_tokens": 5, "logprobs": True, "top_logprobs": 3, "temperature": 0.8}
+    answer = ask(url, "a?", top_p=0.9, ignore_eos=True, seed=4, **settings)
+    tokens = answer["choices"][0]["logprobs"]["content"]
+    assert len(tokens) == 5
+    read = tokens_of(model, "a?")
+    expected = (network(read[None]).logits[0, -1] / 0.8).log_softmax(-1).topk(3)
+    assert [one["logprob"] for one in tokens[0]["top_logprobs"]] == pytest.approx(
+        expected.values.tolist(), rel=1e-4
+    )
+    for token in tokens:
+        values = [one["logprob"] for one in token["top_logprobs"]]
+        assert values == sorted(values, reverse=True) and token["logprob"] <= values[0]
+        texts = [one["token"] for one in token["top_logprobs"]]
+        assert token["token"] not in texts or token["logprob"] in values
+
+
 def test_sampled_answers_differ_and_invalid_request_is_refused(url: str) -> None:
     choices = ask(url, "a?", temperature=2.0, max_tokens=8, n=4)["choices"]
     assert len({choice["message"]["content"] for choice in choices}) == 4
@@ -117,11 +138,6 @@ def test_sampled_answers_differ_and_invalid_request_is_refused(url: str) -> None
         for _ in "abcdef"
     }
     assert len(firsts) > 1
-    assert ask_refused(url, "a?", top_logprobs=2) == (
-        400,
-        "top_logprobs=2: is supported only with max_tokens=1 and without top_p, top_k and min_p",
-    )
-    assert ask_refused(url, "a?", top_logprobs=2, max_tokens=1, top_p=0.5)[0] == 400
     assert "temperature" in ask_refused(url, "a?", temperature=-1)[1]
     assert "maximum context length is 1024 tokens" in ask_refused(url, "a" * 1500)[1]
     with urllib.request.urlopen(f"{url}/models") as response:

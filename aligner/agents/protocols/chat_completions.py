@@ -90,7 +90,7 @@ class _ChatCompletion(ParsedRequest[ChatRequest]):
         return {
             **build_common_fields(self._request, "chat.completion"),
             "choices": choices,
-            "usage": build_usage(answers),
+            "usage": build_usage(self._request, answers),
         }
 
     def format_events(self, answers: Sequence[Answer]) -> Iterator[str]:
@@ -124,7 +124,9 @@ class _ChatCompletion(ParsedRequest[ChatRequest]):
             yield format_event({**common_fields, "choices": [last_choice]})
 
         if self._request.include_usage:
-            yield format_event({**common_fields, "choices": [], "usage": build_usage(answers)})
+            yield format_event(
+                {**common_fields, "choices": [], "usage": build_usage(self._request, answers)}
+            )
         yield "data: [DONE]\n\n"
 
     def _build_logprobs(self, answer: Answer) -> dict[str, Any] | None:

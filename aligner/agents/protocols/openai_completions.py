@@ -165,10 +165,11 @@ def build_common_fields(request: ModelRequest, object_type: str) -> dict[str, An
     return {"id": request.id, "object": object_type, "created": 0, "model": request.model}
 
 
-def build_usage(answers: Sequence[Answer]) -> dict[str, int]:
-    """Return the token counts of a request; all of its answers have the same prompt."""
-    prompt_tokens = answers[0].prompt_tokens
-    generated_tokens = sum(len(answer.tokens) for answer in answers)
+def build_usage(request: ModelRequest, answers: Sequence[Answer]) -> dict[str, int]:
+    """Return the token counts of a request."""
+    # each prompt has `n` consecutive answers
+    prompt_tokens = sum(answer.prompt_tokens for answer in answers[:: request.n])
+    generated_tokens = sum(len(answer.tokens) - answer.echoed_tokens for answer in answers)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": generated_tokens,

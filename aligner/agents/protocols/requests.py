@@ -130,19 +130,31 @@ class ChatRequest(ModelRequest):
 
 @dataclass(frozen=True, kw_only=True)
 class TextRequest(ModelRequest):
-    """A request for the continuation of a text."""
+    """A request for the continuations of one or more texts.
 
-    prompt: str | tuple[int, ...]
-    """The text, or its token ids."""
+    The answers to it are `n` answers to the first text, then `n` answers to the second, and so on.
+    """
+
+    prompts: tuple[str | tuple[int, ...], ...]
+    """The texts, or the token ids of each."""
+    echo: bool = False
+    """Whether an answer begins with its prompt. Then `max_tokens` may be 0."""
+
+    @property
+    def prompt(self) -> str | tuple[int, ...]:
+        """The text of a request for the continuation of only one, or its token ids."""
+        (prompt,) = self.prompts
+        return prompt
 
 
 @dataclass(frozen=True)
 class AnswerToken:
-    """A generated token of an answer."""
+    """A token of an answer."""
 
     text: str
-    logprob: float
-    """Log-prob of the token at the sampling temperature."""
+    logprob: float | None
+    """Log-prob of the token at the sampling temperature; None for the first token of an echoed
+    prompt, and for all of its tokens if the request does not ask for log-probs."""
     top_logprobs: tuple["AnswerToken", ...] = ()
     """Most probable tokens at this position, in descending order; empty if not requested."""
 
@@ -157,7 +169,9 @@ class Answer:
     prompt_tokens: int
     """Number of input tokens."""
     tokens: tuple[AnswerToken, ...] = ()
-    """The generated tokens."""
+    """The generated tokens, after the echoed ones."""
+    echoed_tokens: int = 0
+    """Number of prompt tokens at the start of `tokens`, whose text `text` begins with."""
     content: str | None = None
     """Text outside the tool calls; None for an answer without tool calls."""
     tool_calls: tuple[ToolCall, ...] = ()

@@ -1,5 +1,6 @@
 """OpenAI's text completions: `/v1/completions`."""
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from aligner.agents.protocols.openai_completions import (
     build_common_fields,
     build_usage,
 )
-from aligner.agents.protocols.requests import Answer, TextRequest
+from aligner.agents.protocols.requests import Answer, AnswerToken, RequestError, TextRequest
 from aligner.agents.protocols.wire_format import (
     ParsedRequest,
     WireFormat,
@@ -24,7 +25,10 @@ from aligner.agents.protocols.wire_format import (
 class _TextBody(CompletionBody):
     """The body of a request for a text completion."""
 
-    prompt: str | list[int]
+    # `_parse_prompts` checks its type
+    prompt: Any
+    max_tokens: int | None = Field(None, ge=0)
+    echo: bool | None = None
     # number of alternatives per token
     logprobs: int | None = Field(None, ge=0, le=20)
 
@@ -46,7 +50,7 @@ class _TextCompletion(ParsedRequest[TextRequest]):
         return {
             **build_common_fields(self._request, "text_completion"),
             "choices": choices,
-            "usage": build_usage(answers),
+            "usage": build_usage(self._request, answers),
         }
 
     def format_events(self, answers: Sequence[Answer]) -> Iterator[str]:
@@ -73,7 +77,9 @@ class _TextCompletion(ParsedRequest[TextRequest]):
             yield format_event({**common_fields, "choices": [last_choice]})
 
         if self._request.include_usage:
-            yield format_event({**common_fields, "choices": [], "usage": build_usage(answers)})
+            yield format_event(
+                {**common_fields, "choices": [], "usage": build_usage(self._request, answers)}
+            )
         yield "data: [DONE]\n\n"
 
     def _build_logprobs(self, answer: Answer) -> dict[str, Any] | None:
@@ -82,13 +88,10 @@ class _TextCompletion(ParsedRequest[TextRequest]):
             return None
         texts = [token.text for token in answer.tokens]
         # number of characters before each token
-        offsets = [len("".join(texts[:index])) for index in range(len(texts))]
+        offsets = [*itertools.accumulate(map(len, texts), initial=0)][:-1]
         top_logprobs = None
         if self._request.top_logprobs:
-            top_logprobs = [
-                {other.text: other.logprob for other in token.top_logprobs}
-                for token in answer.tokens
-            ]
+            top_logprobs = [_build_top_logprobs(token) for token in answer.tokens]
         return {
             "tokens": texts,
             "token_logprobs": [token.logprob for token in answer.tokens],
@@ -97,13 +100,55 @@ class _TextCompletion(ParsedRequest[TextRequest]):
         }
 
 
+def _build_top_logprobs(token: AnswerToken) -> dict[str, float | None] | None:
+    """Return the log-probs of the most probable tokens at a position, and of the token itself.
+
+    The result is None for a token without a log-prob.
+    """
+    if token.logprob is None:
+        return None
+    logprobs: dict[str, float | None] = {}
+    for other in (*token.top_logprobs, token):
+        # several tokens may have the same text; the first one is the most probable
+        logprobs.setdefault(other.text, other.logprob)
+    return logprobs
+
+
+def _parse_prompts(prompt: Any) -> tuple[str | tuple[int, ...], ...]:
+    """Return the prompts of the field `prompt`. Raises RequestError if it is invalid."""
+    if isinstance(prompt, str):
+        return (prompt,)
+    if isinstance(prompt, list) and prompt:
+        if _is_token_list(prompt):
+            return (tuple(prompt),)
+        if all(isinstance(item, str) for item in prompt):
+            return tuple(prompt)
+        if all(_is_token_list(item) for item in prompt):
+            return tuple(map(tuple, prompt))
+    raise RequestError(
+        400,
+        "prompt: must be a text, a list of token ids, or a list of texts or of lists of token ids,"
+        " which is not empty",
+        param="prompt",
+    )
+
+
+def _is_token_list(value: Any) -> bool:
+    """Return whether a JSON value is a list of integers."""
+    # `bool` is a subclass of `int`
+    return isinstance(value, list) and all(type(item) is int for item in value)
+
+
 def _parse(content: bytes, response_id: str) -> _TextCompletion:
     """Parse a body; see `WireFormat.parse`."""
     body = parse_body(_TextBody, content)
+    if body.max_tokens == 0 and not body.echo:
+        raise RequestError(400, "max_tokens=0: must be at least 1 without echo", param="max_tokens")
     return _TextCompletion(
         TextRequest(
             **build_common_arguments(body, response_id),
-            prompt=body.prompt if isinstance(body.prompt, str) else tuple(body.prompt),
+            prompts=_parse_prompts(body.prompt),
+            echo=bool(body.echo),
             logprobs=body.logprobs is not None,
             top_logprobs=body.logprobs or 0,
         )

@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from aligner.data.collectives import broadcast_json
 from aligner.engines.embedded.cache import CacheSize, KVCache, compute_cache_size
 from aligner.engines.embedded.decoded_response import DecodedResponse
-from aligner.engines.embedded.decoder import Decoder, Prompts, Step
+from aligner.engines.embedded.decoder import Decoder
 from aligner.engines.embedded.engine_state import EngineState
 from aligner.engines.embedded.engine_weights import (
     EmbeddedUpdate,
@@ -43,9 +43,6 @@ from aligner.schema import EngineConfig
 # On GPUs the number of columns of the KV cache is a multiple of this, so that batches of similar
 # lengths replay the same CUDA graphs.
 _COLUMN_MULTIPLE = 64
-# Maximum number of prompt tokens in one forward pass of `next_logits`, padded to the longest
-# prompt.
-_MAX_PASS_TOKENS = 8192
 # Default of `engine.steps_per_sync` on GPUs: each step then bears an eighth of the host's work
 # between two synchronizations.
 _GPU_STEPS_PER_SYNC = 8
@@ -340,50 +337,6 @@ class EmbeddedEngine(GenerationEngine):
             f"prompt {request.key.prompt_id}: input and completion have up to {length} tokens, but"
             f" the model has {self._shape.max_positions} positions"
         )
-
-    def next_logits(self, prompts: Sequence[Tensor]) -> Tensor:
-        """Return the logits of the token after each prompt.
-
-        May be called only if the replica has one rank.
-
-        Args:
-            prompts: Token ids of N prompts, int64 [P] each.
-
-        Returns:
-            float32 [N, V] on the host.
-
-        Raises:
-            AlignerError: The prompts do not fit into the KV cache, the engine sleeps or has no
-                weights, or requests are in flight.
-        """
-        self._check_awake("generate")
-        self._check_weights()
-        if self.has_work:
-            raise AlignerError("the engine is generating; wait until its requests are complete")
-        max_length = max(map(len, prompts))
-        self.reserve(len(prompts), 1 + max_length)
-
-        chunk_logits = []
-        state = self._state
-        # A step without decoding rows.
-        empty = torch.zeros(0, dtype=torch.int64, device=self._device)
-        chunk_size = max(1, min(state.cache.size.rows, _MAX_PASS_TOKENS // max_length))
-        for first in range(0, len(prompts), chunk_size):
-            chunk = prompts[first : first + chunk_size]
-            lengths = torch.tensor([len(tokens) for tokens in chunk], device=self._device)
-            prefill = Prompts(
-                tokens=torch.cat(list(chunk)).to(self._device),
-                lengths=lengths,
-                max_length=int(lengths.max()),
-                prompt_indices=torch.arange(len(chunk), device=self._device),
-                rows=list(range(len(chunk))),
-            )
-            with torch.inference_mode():
-                logits_shard = state.forward(Step(empty, empty, 1, prefill), state.cache)
-                logits = state.decoder.gather_logits(logits_shard)
-            assert logits is not None
-            chunk_logits.append(logits.float().cpu())
-        return torch.cat(chunk_logits)
 
     def _find_scoring_problem(self, request: ScoringRequest) -> str | None:
         length = len(request.tokens)
