@@ -31,7 +31,7 @@ from aligner.data.conversations import (
 )
 from aligner.data.export import Source
 from aligner.data.prompts import apply_template_use, to_prompt
-from aligner.data.records import ExcludedRecord, Record
+from aligner.data.records import BadRecord, ExcludedRecord, Record
 from aligner.data.tokenizer import Tokenizer, build_run_tokenizer
 from aligner.data.tokenizer_files import find_tokenizer_problem, has_chat_template
 from aligner.data.types import Prompt, Sample
@@ -147,8 +147,8 @@ def plan_job(
         template: When the chat template renders a prompt.
         run: Configuration of the run that trained the model; its settings of the chat template are
             used. None for another model.
-        data: Boundaries and maximum length of the prompts, and the handling of longer prompts. None
-            uses the whole prompt, which the model's positions limit.
+        data: Boundaries and maximum length of the prompts, and the handling of longer prompts and
+            of bad records. None uses the whole prompt, which the model's positions limit.
         **sampling: Further arguments of `SamplingOptions`.
 
     Raises:
@@ -206,12 +206,14 @@ def plan_job(
     positions = []
     exclusions = []
     for position, record in enumerate(prompts):
-        record = add_tools(apply_template_use(record, template), schemas)
         try:
+            record = add_tools(apply_template_use(record, template), schemas)
             prompt = to_prompt(
                 record, tokenizer, data, limit_description, id=len(tokenized_prompts)
             )
-        except ExcludedRecord as error:
+        except BadRecord as error:
+            if not (isinstance(error, ExcludedRecord) or data.skip_bad_records):
+                raise
             exclusions.append(str(error))
             continue
         tokenized_prompts.append(prompt)

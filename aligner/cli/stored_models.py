@@ -301,7 +301,8 @@ def _read_prompts(parsed: argparse.Namespace, run: Config | None) -> list[Record
     """Read the prompts of the command line.
 
     The fields and the layout of the run's own data are those of the run, unless --fields and
-    --format set others.
+    --format set others. Bad records of the run's own training data are skipped if the run skips
+    them.
     """
     path = resolve_hub_path(str(parsed.prompts), "--prompts ")
     forms = {} if run is None else _list_record_forms(run)
@@ -314,6 +315,8 @@ def _read_prompts(parsed: argparse.Namespace, run: Config | None) -> list[Record
         fields=form.fields if fields is None else fields,
         layout=parsed.format or form.layout,
         limit=parsed.limit,
+        skip=form.should_skip_bad_records,
+        report=print_note,
     )
 
 
@@ -348,6 +351,8 @@ class RecordForm:
     """The data's field names or templates, by aligner's field names."""
     layout: str = AUTO_LAYOUT
     """Layout of the records: the value of `data.format`."""
+    should_skip_bad_records: bool = False
+    """Whether bad records are skipped."""
 
 
 def _list_record_forms(run: Config) -> dict[Path, RecordForm]:
@@ -360,7 +365,7 @@ def _list_record_forms(run: Config) -> dict[Path, RecordForm]:
         if suite.settings.path is not None
     }
     forms |= {
-        source.path.absolute(): RecordForm(source.fields, source.layout)
+        source.path.absolute(): RecordForm(source.fields, source.layout, run.data.skip_bad_records)
         for source in parse_data_sources(run.data)
         if not source.is_function
     }

@@ -18,7 +18,7 @@ import itertools
 import json
 import math
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
@@ -815,6 +815,8 @@ def read_prompts(
     fields: Mapping[str, str] | None = None,
     layout: str = AUTO_LAYOUT,
     limit: int | None = None,
+    skip: bool = False,
+    report: Callable[[str], None] = lambda notice: None,
 ) -> list[Record]:
     """Read the records of a source of prompts, in their order.
 
@@ -825,6 +827,8 @@ def read_prompts(
         fields: The data's field names, or templates of them, by aligner's field names.
         layout: The layout of the records, see `data.format`.
         limit: Number of records to read; None reads all of them.
+        skip: Whether records without a prompt are skipped.
+        report: Function that is called with notices about skipped records.
 
     Raises:
         ConfigError: The source cannot be read or is empty, or a record has no prompt, which is a
@@ -842,13 +846,17 @@ def read_prompts(
         for raw_record in open_record_source(path, key, kind).read()
         if not is_blank(raw_record)
     )
-    return parse_records(
+    records, notices = parse_records(
         itertools.islice(raw_records, limit),
         check,
         f"{key}{path}",
+        skip=skip,
         fields=fields,
         layout=layout,
-    )[0]
+    )
+    for notice in notices:
+        report(notice)
+    return records
 
 
 def to_prompt(

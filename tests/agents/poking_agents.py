@@ -59,9 +59,15 @@ def pokes(task: dict[str, Any], base_url: str, api_key: str) -> None:
     )
     answers["no such path"] = send_request(f"{base_url}/embeddings", api_key, right)
     answers["no such method"] = send_request(f"{base_url}/chat/completions", api_key, None)
-    answers["no token"] = send_request(
-        f"{base_url}/completions", api_key, json.dumps({"prompt": [10**6]}).encode()
-    )
+    texts = {
+        "no token": {"prompt": [10**6]},
+        "echo": {"prompt": "why?", "echo": True},
+        "several": {"prompt": ["why?", "when?"]},
+    }
+    for name, text_body in texts.items():
+        answers[name] = send_request(
+            f"{base_url}/completions", api_key, json.dumps(text_body).encode()
+        )
     answers["no reward"] = send_request(f"{base_url}/reward", api_key, b'{"reward": "NaN"}')
     answers["models"] = send_request(f"{base_url}/models", api_key, None)
     answers["right"] = send_request(f"{base_url}/chat/completions", api_key, right)

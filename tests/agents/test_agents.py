@@ -352,6 +352,8 @@ def test_invalid_request_returns_openai_error(models, tmp_path):
         errors["too long"]["code"] == "context_length_exceeded"
         and "messages.0.role" in errors["no role"]["message"]
     )
+    for name in ("echo", "several"):
+        assert "other values are not supported in training" in errors[name]["message"]
     assert not samples[0].branches and samples[0].generated_mask is None
 
 

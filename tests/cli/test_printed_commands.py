@@ -19,10 +19,10 @@ from aligner.cli.stored_models import (
     _find_prompt_settings,
     _find_run,
     _list_record_forms,
-    _parse_environment,
     _parse_fields,
     _read_prompts,
     _sampling_arguments,
+    _select_overrides,
 )
 from aligner.config.compose import compose_config, save_config
 from aligner.data.conversations import get_prompt_messages
@@ -255,13 +255,26 @@ def test_prompt_boundaries_and_limits_are_those_of_the_run(place: Path) -> None:
     assert len(plan(place, "own.jsonl", drop, "data.max_prompt_tokens=60")) == 2
 
 
+def test_bad_records_that_the_run_skips_are_skipped(place: Path) -> None:
+    # the last prompt is not valid UTF-8
+    records = ['{"prompt": "1+1="}', '{"text": "2"}', '{"prompt": "b \\ud83d"}']
+    (place / "own.jsonl").write_text("".join(f"{record}\n" for record in records))
+    run = with_values(
+        compose_config(["experiment=tiny_ppo"]), {"data.path": str(place / "own.jsonl")}
+    )
+    with pytest.raises(ConfigError, match=r"own.jsonl:2: record lacks field `prompt`"):
+        plan(place, "own.jsonl", run)
+    skipping = with_values(run, {"data.skip_bad_records": True})
+    assert plan(place, "own.jsonl", skipping) == ["1+1="]
+
+
 def test_other_data_keys_are_refused(place: Path) -> None:
     words = ["generate", "model", "--prompts", "plain.jsonl", "--output", "unused.jsonl"]
     parsed = parse_arguments([*words, "data.shuffle=false"])
     with pytest.raises(ConfigError, match=r"data.shuffle: is not supported.*data.prompt_after"):
-        _parse_environment(parsed)
+        _select_overrides(parsed, "generate", "environment")
     parsed = parse_arguments([*words, "data.prompt_after=x"])
-    assert _parse_environment(parsed) is None
+    assert _select_overrides(parsed, "generate", "environment") == ([],)
 
 
 @pytest.mark.parametrize(("use", "is_rendered"), [("auto", False), ("chat", True), ("raw", False)])
