@@ -110,6 +110,12 @@ def _is_up_to_date(name: str) -> bool:
     return mark.exists() and mark.read_text() == _digest(name)
 
 
+def site_packages(python: Path) -> str:
+    """Return the directory with the packages of an environment's interpreter."""
+    (directory,) = python.parent.parent.glob("lib/python3*/site-packages")
+    return str(directory)
+
+
 def _place(name: str) -> Path:
     return get_cache_directory() / "peers" / name
 
