@@ -53,6 +53,9 @@ ELSEWHERE = {
         " tests/system/test_install.py"
     ),
     r"docker |python container/": "no container engine: tests/test_dockerfile.py reads the recipe",
+    r"python (openenv_environment|textarena_game)\.py ": (
+        "tests/system/test_openenv.py, tests/system/test_textarena.py"
+    ),
     r"wandb |curl |scancel |grep |eval ": "another program's command, or one line of a shell",
     r"aligner \S+ .*(DIRECTORY|RUN|NAME|SOURCE|OUTPUT|FILE)": (
         "what a command's arguments are, to be filled in"
