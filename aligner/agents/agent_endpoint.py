@@ -38,6 +38,7 @@ from aligner.agents.protocols.requests import (
     RequestError,
     TextRequest,
 )
+from aligner.agents.protocols.response_store import ResponseStore
 from aligner.agents.protocols.wire_format import parse_body
 from aligner.data.chat_turns import ChatTurns, Conversation, NewBranch
 from aligner.data.tokenizer import Tokenizer
@@ -140,6 +141,8 @@ class AgentSession:
 
     def __post_init__(self) -> None:
         self._answer_builder = AnswerBuilder(self.context.tokenizer, self.context.get_chat)
+        self.stored_responses = ResponseStore()
+        """Responses of the current attempt that requests of the Responses API may continue."""
         # number of requested completions, by the bytes of their input tokens
         self._request_counts = Counter[bytes]()
         # completions whose clients have disconnected; a request with the same input reuses one
@@ -226,6 +229,18 @@ class AgentSession:
         return [
             self._record_turn(request, conversation, pending) for pending in pending_completions
         ]
+
+    def count_tokens(self, request: ChatRequest) -> int:
+        """Return the number of input tokens of a chat. Raises RequestError."""
+        messages = to_template_messages(request.messages)
+        tools = [dict(tool) for tool in request.tools] or None
+        try:
+            conversation = self.context.get_chat().begin(
+                messages, tools, request.chat_template_kwargs
+            )
+        except AlignerError as error:
+            raise RequestError(400, str(error)) from error
+        return len(conversation.tokens)
 
     def _check_supported(self, request: ModelRequest) -> None:
         """Log ignored parameters of a request.
@@ -554,10 +569,14 @@ class AgentServer(ModelServer):
 
 def _has_key(request: Request, expected_key: str | None) -> bool:
     """Return whether a request has the expected API key; False if there is no such key."""
-    # the name of the scheme is case-insensitive (RFC 9110, section 11.1)
-    scheme, _, key = request.headers.get("authorization", "").partition(" ")
-    if expected_key is None or scheme.lower() != "bearer":
+    if expected_key is None:
         return False
+    # Anthropic's clients send the key in a header of its own
+    key = request.headers.get("x-api-key")
+    if key is None:
+        # the name of the scheme is case-insensitive (RFC 9110, section 11.1)
+        scheme, _, token = request.headers.get("authorization", "").partition(" ")
+        key = token if scheme.lower() == "bearer" else ""
     # the comparison takes constant time, so that it does not reveal a prefix of the key
     return hmac.compare_digest(key.encode(), expected_key.encode())
 

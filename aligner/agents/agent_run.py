@@ -81,11 +81,18 @@ class AgentRun:
         Kills the command, with its child processes, if the call is cancelled. Raises AgentFailed.
         """
         assert self._command is not None
-        # OpenAI's client reads its defaults from these two environment variables
+        # the clients of OpenAI and Anthropic read their defaults from these environment variables
         process = await asyncio.create_subprocess_exec(
             *self._command,
             stdin=asyncio.subprocess.PIPE,
-            env=os.environ | {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key},
+            env=os.environ
+            | {
+                "OPENAI_BASE_URL": base_url,
+                "OPENAI_API_KEY": api_key,
+                # Anthropic's client appends /v1 itself
+                "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),
+                "ANTHROPIC_API_KEY": api_key,
+            },
         )
         try:
             await process.communicate(json.dumps(task).encode())

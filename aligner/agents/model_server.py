@@ -16,20 +16,30 @@ from typing import Any, Protocol, TypeVar
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from aligner.agents.protocols.anthropic_messages import (
+    ANTHROPIC_MESSAGES,
+    format_anthropic_error,
+    parse_count_request,
+)
 from aligner.agents.protocols.chat_completions import CHAT_COMPLETIONS
 from aligner.agents.protocols.openai_completions import IGNORED_FIELDS
 from aligner.agents.protocols.requests import (
     Answer,
+    ChatRequest,
     ModelRequest,
     RequestError,
     refuse_unsupported,
 )
+from aligner.agents.protocols.response_store import ResponseStore
+from aligner.agents.protocols.responses_api import RESPONSES
 from aligner.agents.protocols.text_completions import TEXT_COMPLETIONS
-from aligner.agents.protocols.wire_format import WireFormat, format_openai_error
+from aligner.agents.protocols.wire_format import RequestContext, WireFormat, format_openai_error
 from aligner.errors import AlignerError
 
 _log = logging.getLogger(__name__)
@@ -43,7 +53,7 @@ _BYTES_PER_CHARACTER = 12
 _OTHER_FIELDS_BYTES = 1 << 16
 _T = TypeVar("_T")
 
-_WIRE_FORMATS = (CHAT_COMPLETIONS, TEXT_COMPLETIONS)
+_WIRE_FORMATS = (CHAT_COMPLETIONS, TEXT_COMPLETIONS, RESPONSES, ANTHROPIC_MESSAGES)
 
 
 class Backend(Protocol):
@@ -57,6 +67,10 @@ class Backend(Protocol):
     def model_name(self) -> str:
         """Name of the model in the list of models."""
 
+    @property
+    def stored_responses(self) -> ResponseStore:
+        """Earlier responses that requests of the Responses API may continue."""
+
     def answer(self, request: ModelRequest) -> Coroutine[Any, Any, Sequence[Answer]]:
         """Return `request.n` answers.
 
@@ -64,6 +78,13 @@ class Backend(Protocol):
 
         Raises:
             RequestError: The request is invalid or not supported, or the session has ended.
+        """
+
+    def count_tokens(self, request: ChatRequest) -> int:
+        """Return the number of input tokens of a chat.
+
+        Raises:
+            RequestError: The messages are invalid.
         """
 
 
@@ -83,6 +104,7 @@ class ModelServer:
         *,
         root: str = "",
         other_routes: Sequence[Route] = (),
+        allows_browsers: bool = False,
     ) -> None:
         """Create a server that is not listening yet.
 
@@ -95,6 +117,7 @@ class ModelServer:
                 authorization. Raises RequestError.
             root: Path before `/v1` of the routes; it may contain path parameters.
             other_routes: Further routes.
+            allows_browsers: Whether scripts of any web page may send requests (CORS).
         """
         self._find_backend = find_backend
         self._host = host
@@ -110,7 +133,7 @@ class ModelServer:
         # the process configures its own logging, so uvicorn must not
         self._server = uvicorn.Server(
             uvicorn.Config(
-                self._build_app(root, other_routes),
+                self._build_app(root, other_routes, allows_browsers),
                 log_config=None,
                 log_level="warning",
                 access_log=False,
@@ -186,7 +209,9 @@ class ModelServer:
         asyncio.set_event_loop(self._loop)
         self._loop.run_until_complete(self._server.serve([self._socket] if self._socket else None))
 
-    def _build_app(self, root: str, other_routes: Sequence[Route]) -> Starlette:
+    def _build_app(
+        self, root: str, other_routes: Sequence[Route], allows_browsers: bool
+    ) -> Starlette:
         """Return the Starlette application with the routes and error handlers."""
         routes = [
             Route(
@@ -194,9 +219,18 @@ class ModelServer:
             )
             for wire_format in _WIRE_FORMATS
         ]
-        routes.append(Route(f"{root}/v1/models", self._list_models, methods=["GET"]))
+        routes += [
+            Route(f"{root}/v1/messages/count_tokens", self._count_tokens, methods=["POST"]),
+            Route(f"{root}/v1/models", self._list_models, methods=["GET"]),
+            # names of models may contain slashes
+            Route(f"{root}/v1/models/{{model:path}}", self._get_model, methods=["GET"]),
+        ]
+        cors = Middleware(
+            CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"]
+        )
         return Starlette(
             routes=[*routes, *other_routes],
+            middleware=[cors] if allows_browsers else [],
             exception_handlers={
                 RequestError: _respond_to_request_error,
                 HTTPException: _respond_to_request_error,
@@ -218,7 +252,8 @@ class ModelServer:
         content = await self.read_body(http_request)
         number = str(next(self._response_numbers))
         id_parts = (wire_format.id_prefix, backend.name, number)
-        parsed = wire_format.parse(content, "-".join(part for part in id_parts if part))
+        response_id = "-".join(part for part in id_parts if part)
+        parsed = wire_format.parse(content, RequestContext(response_id, backend.stored_responses))
         self._log_ignored_fields(parsed.request)
         refuse_unsupported(parsed.request)
 
@@ -226,6 +261,7 @@ class ModelServer:
         if answers is None:
             # nginx's code for a closed connection; no client reads it
             return Response(status_code=499)
+        parsed.record(answers)
         if parsed.request.stream:
             return StreamingResponse(
                 _iterate_async(parsed.format_events(answers)), media_type="text/event-stream"
@@ -239,15 +275,34 @@ class ModelServer:
             kind = "is ignored" if name in IGNORED_FIELDS else "is unknown and ignored"
             _log.warning("requests set %s, which %s", name, kind)
 
+    async def _count_tokens(self, request: Request) -> Response:
+        """Count the input tokens of a request in Anthropic's format."""
+        backend = self._find_backend(request)
+        chat_request = parse_count_request(await self.read_body(request))
+        return JSONResponse({"input_tokens": backend.count_tokens(chat_request)})
+
     async def _list_models(self, request: Request) -> Response:
         """List the only model of the back end."""
-        model = {
-            "id": self._find_backend(request).model_name,
-            "object": "model",
-            "created": 0,
-            "owned_by": "aligner",
-        }
+        model = _build_model(self._find_backend(request).model_name)
         return JSONResponse({"object": "list", "data": [model]})
+
+    async def _get_model(self, request: Request) -> Response:
+        """Return the model of the back end."""
+        name = request.path_params["model"]
+        model_name = self._find_backend(request).model_name
+        if name != model_name:
+            raise RequestError(
+                404,
+                f"The model '{name}' does not exist; this server has the model '{model_name}'.",
+                "model_not_found",
+                "model",
+            )
+        return JSONResponse(_build_model(model_name))
+
+
+def _build_model(name: str) -> dict[str, Any]:
+    """Return the JSON object that describes a model."""
+    return {"id": name, "object": "model", "created": 0, "owned_by": "aligner"}
 
 
 async def _await_connected(
@@ -293,10 +348,17 @@ async def _respond_to_request_error(request: Request, error: Exception) -> Respo
             error.status_code, f"{request.method} {request.url.path}: {error.detail}"
         )
     assert isinstance(error, RequestError)
-    return JSONResponse(format_openai_error(error), error.status)
+    return _build_error_response(request, error)
 
 
 async def _respond_to_unexpected_error(request: Request, error: Exception) -> Response:
     """Return the response to a request whose handler raised an unexpected exception."""
     server_error = RequestError(500, f"{type(error).__name__}: {error}")
-    return JSONResponse(format_openai_error(server_error), server_error.status)
+    return _build_error_response(request, server_error)
+
+
+def _build_error_response(request: Request, error: RequestError) -> Response:
+    """Return the response that reports an error in the format of the request's path."""
+    is_anthropic = "/v1/messages" in request.url.path
+    format_error = format_anthropic_error if is_anthropic else format_openai_error
+    return JSONResponse(format_error(error), error.status)

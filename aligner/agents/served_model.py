@@ -22,6 +22,7 @@ from aligner.agents.protocols.requests import (
     SamplingParameters,
     TextRequest,
 )
+from aligner.agents.protocols.response_store import ResponseStore
 from aligner.data.chat_turns import ChatTurns, Conversation
 from aligner.data.export import Source
 from aligner.engines.embedded.embedded_engine import EmbeddedEngine
@@ -89,6 +90,8 @@ class ServedModel:
         """Name of the model in the list of models."""
         self.max_characters = _CHARACTERS_PER_TOKEN * shape.max_positions
         """Maximum number of characters of a request body."""
+        self.stored_responses = ResponseStore()
+        """Responses that requests of the Responses API may continue."""
         self._stop_token_ids = shape.eos_token_ids
         # None if the model has no chat template; the messages' texts are then joined
         self._chat: ChatTurns | None = None
@@ -132,12 +135,7 @@ class ServedModel:
     async def answer(self, request: ModelRequest) -> list[Answer]:
         """Return the answers to a request; see `aligner.agents.model_server.Backend.answer`."""
         _check_sampling(request)
-        try:
-            prompts = self._tokenize(request)
-        except RequestError:
-            raise
-        except AlignerError as error:
-            raise RequestError(400, str(error)) from error
+        prompts = self._tokenize(request)
         # checked for all prompts before any answer is generated
         options = [self._build_options(request, prompt) for prompt in prompts]
         tasks = [
@@ -163,8 +161,25 @@ class ServedModel:
         """
         return ChatTurns.for_tokenizer(self._tokenizer)
 
+    def count_tokens(self, request: ChatRequest) -> int:
+        """Return the number of input tokens of a chat. Raises RequestError."""
+        (prompt,) = self._tokenize(request)
+        return len(prompt.tokens)
+
     def _tokenize(self, request: ModelRequest) -> list[_Prompt]:
         """Return the inputs of a request: one for a chat, or one for each text.
+
+        Raises RequestError if the request cannot be rendered or tokenized.
+        """
+        try:
+            return self._tokenize_unchecked(request)
+        except RequestError:
+            raise
+        except AlignerError as error:
+            raise RequestError(400, str(error)) from error
+
+    def _tokenize_unchecked(self, request: ModelRequest) -> list[_Prompt]:
+        """Return the inputs of a request; see `_tokenize`.
 
         Raises AlignerError if the request cannot be rendered or tokenized.
         """

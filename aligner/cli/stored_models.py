@@ -197,6 +197,7 @@ def serve_model(parsed: argparse.Namespace) -> None:
         "--host",
         lambda request: model,
         other_routes=[Route("/v1/reward", discard_reward, methods=["POST"])],
+        allows_browsers=True,
     )
     server.start()
     if model.notice is not None:

@@ -153,3 +153,64 @@ def changes_its_mind(task: dict[str, Any], base_url: str, api_key: str) -> None:
     OpenAI(base_url=base_url, api_key=api_key, max_retries=0).chat.completions.create(
         model="any", messages=[{"role": "user", "content": text}]
     )
+
+
+def speaks_three_protocols(task: dict[str, Any], base_url: str, api_key: str) -> None:
+    """Run one conversation with a tool call; each of three turns uses another protocol."""
+    own = OpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+    schema = TOOLS[0]["function"]["parameters"]
+    user = {"role": "user", "content": "why 0?"}
+    (call,) = (
+        own.chat.completions.create(model="any", messages=[user], tools=TOOLS)
+        .choices[0]
+        .message.tool_calls
+    )
+    result = f"saw {call.function.arguments}"
+    arguments = {"call_id": call.id, "name": "look", "arguments": call.function.arguments}
+    second = own.responses.create(
+        model="any",
+        tools=[{"type": "function", "name": "look", "parameters": schema}],
+        input=[
+            user,
+            {"type": "function_call", **arguments},
+            {"type": "function_call_output", "call_id": call.id, "output": result},
+        ],
+    )
+    third = own.responses.create(
+        model="any",
+        tools=[{"type": "function", "name": "look", "parameters": schema}],
+        previous_response_id=second.id,
+        input="so 0?",
+    )
+    used = {"id": call.id, "name": "look", "input": json.loads(call.function.arguments)}
+    body = {
+        "model": "any",
+        "max_tokens": 9,
+        "tools": [{"name": "look", "input_schema": schema}],
+        "messages": [
+            user,
+            {"role": "assistant", "content": [{"type": "tool_use", **used}]},
+            {
+                "role": "user",
+                "content": [{"type": "tool_result", "tool_use_id": call.id, "content": result}],
+            },
+            {"role": "assistant", "content": second.output_text},
+            {"role": "user", "content": "so 0?"},
+            {"role": "assistant", "content": third.output_text},
+            {"role": "user", "content": "end"},
+        ],
+    }
+    request = urllib.request.Request(
+        f"{base_url}/messages", json.dumps(body).encode(), {"x-api-key": api_key}
+    )
+    with urllib.request.urlopen(request, timeout=60) as response:
+        message = json.load(response)
+    wrong = urllib.request.Request(
+        f"{base_url}/messages", json.dumps(body).encode(), {"x-api-key": "other"}
+    )
+    try:
+        urllib.request.urlopen(wrong, timeout=60)
+        refusal = None
+    except urllib.error.HTTPError as error:
+        refusal = [error.code, json.load(error)["error"]["type"]]
+    Path(task["log"]).write_text(json.dumps({"message": message, "refusal": refusal}))

@@ -380,6 +380,17 @@ def test_plain_and_streamed_answers_have_calls_and_logprobs(models, tmp_path):
         assert reason == "stop" and "look" not in text
 
 
+def test_conversation_in_three_protocols_is_one_sequence(models, tmp_path):
+    log = tmp_path / "log"
+    samples, _ = episodes(
+        models["qwen"], [{"log": str(log)}], agent("speaks_three_protocols", "poking_agents")
+    )
+    answers = json.loads(log.read_text())
+    assert not samples[0].branches and len(generated_spans(samples[0])) == 4
+    assert answers["message"]["type"] == "message"
+    assert answers["refusal"] == [401, "authentication_error"]
+
+
 def test_sampling_parameters_of_agent_are_ignored_and_logged(models, caplog):
     others = {"top_k": 5, "min_p": 0.5, "repetition_penalty": 1.5}
     wanted = {"temperature": 0.3, "reasoning_effort": "low", "extra_body": {**others, "odd": 1}}

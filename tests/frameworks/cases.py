@@ -53,8 +53,6 @@ class Case:
         return "-".join(filter(None, (program, self.argument, self.mode)))
 
 
-RESPONSES = "/v1/responses"
-MESSAGES = "/v1/messages"
 FORMAT = "response_format"
 REQUIRED = "tool_choice: required"
 
@@ -74,18 +72,18 @@ def _structured(environment: str, argument: str = "", **changes: Any) -> Case:
 CASES = (
     _with_tool("openai"),
     _structured("openai", missing=FORMAT),
-    _with_tool("openai", program="openai_responses", missing=RESPONSES),
-    _structured("openai", program="openai_responses", missing=RESPONSES),
+    _with_tool("openai", program="openai_responses"),
+    _structured("openai", program="openai_responses", missing=FORMAT),
     _with_tool("openai_node"),
     _structured("openai_node", missing=FORMAT),
-    _with_tool("openai_agents", missing=RESPONSES),
-    _structured("openai_agents", missing=RESPONSES),
-    _with_tool("openai_agents", "stream", missing=RESPONSES),
+    _with_tool("openai_agents"),
+    _structured("openai_agents", missing=FORMAT),
+    _with_tool("openai_agents", "stream"),
     _with_tool("openai_agents", "chat"),
     _structured("openai_agents", "chat", missing=FORMAT),
-    _with_tool("ai_sdk", missing=RESPONSES),
-    _structured("ai_sdk", missing=RESPONSES),
-    _with_tool("ai_sdk", "stream", missing=RESPONSES),
+    _with_tool("ai_sdk"),
+    _structured("ai_sdk", missing=FORMAT),
+    _with_tool("ai_sdk", "stream"),
     _with_tool("ai_sdk", "chat"),
     _structured("ai_sdk", "chat", missing=FORMAT),
     _with_tool("langgraph"),
@@ -165,8 +163,8 @@ CASES = (
     _structured("autogen", missing=FORMAT),
     _with_tool("llama_index"),
     _structured("llama_index", turns=(call("Product", **PRODUCT),), missing=REQUIRED),
-    _with_tool("anthropic", missing=MESSAGES),
-    _with_tool("anthropic", "stream", missing=MESSAGES),
-    _structured("anthropic", missing=MESSAGES),
+    _with_tool("anthropic"),
+    _with_tool("anthropic", "stream"),
+    _structured("anthropic", missing=FORMAT),
 )
 """All episodes of `make test-frameworks`."""

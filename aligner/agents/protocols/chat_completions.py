@@ -23,9 +23,9 @@ from aligner.agents.protocols.requests import (
 )
 from aligner.agents.protocols.wire_format import (
     ParsedRequest,
+    RequestContext,
     WireFormat,
     format_event,
-    format_openai_error,
     parse_body,
 )
 
@@ -147,12 +147,12 @@ def _format_token(token: AnswerToken) -> dict[str, Any]:
     return {"token": token.text, "logprob": token.logprob, "bytes": [*token.text.encode()]}
 
 
-def _parse(content: bytes, response_id: str) -> _ChatCompletion:
+def _parse(content: bytes, context: RequestContext) -> _ChatCompletion:
     """Parse a body; see `WireFormat.parse`."""
     body = parse_body(_ChatBody, content)
     return _ChatCompletion(
         ChatRequest(
-            **build_common_arguments(body, response_id)
+            **build_common_arguments(body, context.response_id)
             | {"max_tokens": body.max_completion_tokens or body.max_tokens},
             messages=tuple(body.messages),
             tools=tuple(body.tools or ()),
@@ -206,4 +206,4 @@ def _parse_schema(schema: Mapping[str, Any] | str) -> Mapping[str, Any]:
     return value
 
 
-CHAT_COMPLETIONS = WireFormat("chat/completions", "chatcmpl", _parse, format_openai_error)
+CHAT_COMPLETIONS = WireFormat("chat/completions", "chatcmpl", _parse)

@@ -12,7 +12,7 @@ from aligner.agents.protocols.requests import (
     SamplingParameters,
 )
 
-_DEFAULT_MODEL = "policy"
+DEFAULT_MODEL = "policy"
 """Model name in the response to a request without one."""
 
 IGNORED_FIELDS = (
@@ -25,7 +25,9 @@ IGNORED_FIELDS = (
     "prompt_cache_retention",
     "prediction",
     "priority",
+    "reasoning",
     "reasoning_effort",
+    "thinking",
     "verbosity",
 )
 """Known fields that have no effect. The format of a response does not depend on them."""
@@ -111,16 +113,12 @@ def build_common_arguments(body: CompletionBody, response_id: str) -> CommonArgu
 
     Raises RequestError if the body sets a field that is not supported.
     """
-    # pydantic collects the fields that the model does not define in `model_extra`
-    extra_fields = {
-        name: value for name, value in (body.model_extra or {}).items() if value is not None
-    }
-    refuse_fields(extra_fields)
+    ignored_fields = split_extra_fields(body.model_extra, REFUSED_FIELDS)
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     options = body.stream_options
     return {
         "id": response_id,
-        "model": body.model or _DEFAULT_MODEL,
+        "model": body.model or DEFAULT_MODEL,
         "n": body.n or 1,
         "max_tokens": body.max_tokens,
         "min_tokens": body.min_tokens or 0,
@@ -140,21 +138,38 @@ def build_common_arguments(body: CompletionBody, response_id: str) -> CommonArgu
         ),
         "stream": bool(body.stream),
         "include_usage": options is not None and bool(options.include_usage),
-        "ignored_fields": tuple(name for name in extra_fields if name not in REFUSED_FIELDS),
+        "ignored_fields": ignored_fields,
     }
 
 
-def refuse_fields(fields: Mapping[str, Any]) -> None:
-    """Raise RequestError if a field of `REFUSED_FIELDS` has a value that would have an effect."""
-    for name, value in fields.items():
-        if name in REFUSED_FIELDS and value is not None and value != REFUSED_FIELDS[name]:
-            neutral = REFUSED_FIELDS[name]
+def split_extra_fields(
+    extra_fields: Mapping[str, Any] | None, refused_fields: Mapping[str, Any]
+) -> tuple[str, ...]:
+    """Refuse fields that are not supported, and return the names of the ignored fields.
+
+    Args:
+        extra_fields: Fields that the body has and its pydantic model does not define
+            (`model_extra`). Fields with the value null count as missing.
+        refused_fields: Fields that are refused, with the value of each that is accepted because it
+            has no effect.
+
+    Raises:
+        RequestError: A field is refused.
+    """
+    ignored_fields = []
+    for name, value in (extra_fields or {}).items():
+        if value is None:
+            continue
+        if name not in refused_fields:
+            ignored_fields.append(name)
+        elif value != refused_fields[name]:
             raise RequestError(
                 400,
-                f"{name}: is not supported; leave it out, or set {neutral!r}",
+                f"{name}: is not supported; leave it out, or set {refused_fields[name]!r}",
                 "unsupported",
                 name,
             )
+    return tuple(ignored_fields)
 
 
 def build_common_fields(request: ModelRequest, object_type: str) -> dict[str, Any]:

@@ -15,9 +15,9 @@ from aligner.agents.protocols.openai_completions import (
 from aligner.agents.protocols.requests import Answer, AnswerToken, RequestError, TextRequest
 from aligner.agents.protocols.wire_format import (
     ParsedRequest,
+    RequestContext,
     WireFormat,
     format_event,
-    format_openai_error,
     parse_body,
 )
 
@@ -139,14 +139,14 @@ def _is_token_list(value: Any) -> bool:
     return isinstance(value, list) and all(type(item) is int for item in value)
 
 
-def _parse(content: bytes, response_id: str) -> _TextCompletion:
+def _parse(content: bytes, context: RequestContext) -> _TextCompletion:
     """Parse a body; see `WireFormat.parse`."""
     body = parse_body(_TextBody, content)
     if body.max_tokens == 0 and not body.echo:
         raise RequestError(400, "max_tokens=0: must be at least 1 without echo", param="max_tokens")
     return _TextCompletion(
         TextRequest(
-            **build_common_arguments(body, response_id),
+            **build_common_arguments(body, context.response_id),
             prompts=_parse_prompts(body.prompt),
             echo=bool(body.echo),
             logprobs=body.logprobs is not None,
@@ -155,4 +155,4 @@ def _parse(content: bytes, response_id: str) -> _TextCompletion:
     )
 
 
-TEXT_COMPLETIONS = WireFormat("completions", "cmpl", _parse, format_openai_error)
+TEXT_COMPLETIONS = WireFormat("completions", "cmpl", _parse)

@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from aligner.agents.protocols.requests import Answer, ModelRequest, RequestError
+from aligner.agents.protocols.response_store import ResponseStore
 
 BodyT = TypeVar("BodyT", bound=BaseModel)
 RequestT = TypeVar("RequestT", bound=ModelRequest, covariant=True)
@@ -30,6 +31,9 @@ class ParsedRequest(ABC, Generic[RequestT]):
         """The request, independent of the wire format."""
         return self._request
 
+    def record(self, answers: Sequence[Answer]) -> None:
+        """Store the answers if later requests may refer to them; called once."""
+
     @abstractmethod
     def format_response(self, answers: Sequence[Answer]) -> dict[str, Any]:
         """Return the JSON object that answers the request."""
@@ -40,6 +44,15 @@ class ParsedRequest(ABC, Generic[RequestT]):
 
 
 @dataclass(frozen=True)
+class RequestContext:
+    """Values that a body is parsed with."""
+
+    response_id: str
+    stored_responses: ResponseStore
+    """Earlier responses of the same session or model."""
+
+
+@dataclass(frozen=True)
 class WireFormat:
     """A wire format of requests to a model."""
 
@@ -47,11 +60,8 @@ class WireFormat:
     """Path of its requests below the base URL."""
     id_prefix: str
     """Prefix of the ids of its responses."""
-    parse: Callable[[bytes, str], ParsedRequest[ModelRequest]]
-    """Function that parses the body of a request. Its second argument is the id of the response.
-    Raises RequestError if the body is invalid."""
-    format_error: Callable[[RequestError], dict[str, Any]]
-    """Function that returns the JSON object that reports an error."""
+    parse: Callable[[bytes, RequestContext], ParsedRequest[ModelRequest]]
+    """Function that parses the body of a request. Raises RequestError if the body is invalid."""
 
 
 def parse_body(body_type: type[BodyT], content: bytes) -> BodyT:
@@ -78,6 +88,11 @@ def parse_body(body_type: type[BodyT], content: bytes) -> BodyT:
 def format_event(content: Mapping[str, Any]) -> str:
     """Format an object as a server-sent event without a name."""
     return f"data: {json.dumps(content)}\n\n"
+
+
+def format_named_event(content: Mapping[str, Any]) -> str:
+    """Format an object as a server-sent event whose name is the field `type` of the object."""
+    return f"event: {content['type']}\n{format_event(content)}"
 
 
 def format_openai_error(error: RequestError) -> dict[str, Any]:

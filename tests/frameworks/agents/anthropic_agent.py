@@ -6,7 +6,7 @@ import sys
 
 from anthropic import Anthropic
 from pydantic import BaseModel
-from reporting import API_KEY, BASE_URL, calls, read_task, report
+from reporting import calls, read_task, report
 
 NUMBER = {"type": "integer"}
 MULTIPLY = {
@@ -27,8 +27,7 @@ class Product(BaseModel):
 
 
 task = read_task()
-# Anthropic's client appends /v1/messages
-client = Anthropic(base_url=BASE_URL.removesuffix("/v1"), api_key=API_KEY)
+client = Anthropic()
 messages = [{"role": "user", "content": task["asked"]}]
 options = {"model": "policy", "max_tokens": 100, "system": "Be brief.", "messages": messages}
 if task["mode"] == "tool":
