@@ -214,6 +214,10 @@ class ChatTemplate:
                 f"{directory}: the chat template is not valid Jinja: {error}"
             ) from error
 
+    def mentions(self, text: str) -> bool:
+        """Return whether the source of a template contains a text."""
+        return any(text in source for source in self._texts.values())
+
     def render(
         self,
         messages: Messages,

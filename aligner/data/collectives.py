@@ -16,6 +16,8 @@ from torch.distributed import ProcessGroup
 
 from aligner.data.types import (
     FINISH_REASONS,
+    Grammar,
+    GrammarSpan,
     Sample,
     SamplingSupport,
     concatenate_response_values,
@@ -192,6 +194,7 @@ def samples_to_tensors(samples: Sequence[Sample]) -> dict[str, Tensor]:
             length, index of its finish reason, and number of tokens with expert routing.
         `tokens`, `versions`, `logprobs`: the samples' tokens, weight versions and log-probs.
         `drawn`, `rewards`, `kept_counts`, `kept_ids`, `routes`: present if any sample has them.
+        `grammars`: present if any sample has grammar spans; see `grammar_spans_to_tensor`.
         `branches`: int64, the number of branches of each sample; present if any sample has
             branches. The branches of a sample follow it in all other tensors.
         `data_prompts`, `data_prompt_lengths`: present if any sample has a `data_prompt`; the length
@@ -235,7 +238,35 @@ def samples_to_tensors(samples: Sequence[Sample]) -> dict[str, Tensor]:
     if any(len(prompt) for prompt in data_prompts):
         tensors["data_prompts"] = torch.cat(data_prompts)
         tensors["data_prompt_lengths"] = torch.tensor([len(prompt) for prompt in data_prompts])
+    if (grammars := grammar_spans_to_tensor(samples)) is not None:
+        tensors["grammars"] = grammars
     return tensors
+
+
+def grammar_spans_to_tensor(samples: Sequence[Sample]) -> Tensor | None:
+    """Return the grammar spans of samples as the bytes of a JSON text, uint8; None if no sample has
+    any. The text contains each grammar once."""
+    grammar_indices: dict[Grammar, int] = {}
+    spans = [
+        [row, span.start, span.end, grammar_indices.setdefault(span.grammar, len(grammar_indices))]
+        for row, sample in enumerate(samples)
+        for span in sample.grammar_spans
+    ]
+    if not spans:
+        return None
+    grammars = [[grammar.text, grammar.stop_token_ids] for grammar in grammar_indices]
+    text = json.dumps({"grammars": grammars, "spans": spans})
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+
+
+def grammar_spans_from_bytes(text: bytes, count: int) -> list[tuple[GrammarSpan, ...]]:
+    """Return the grammar spans of `count` samples from the bytes of `grammar_spans_to_tensor`."""
+    content = json.loads(text)
+    grammars = [Grammar(text, tuple(stop_ids)) for text, stop_ids in content["grammars"]]
+    spans: list[list[GrammarSpan]] = [[] for _ in range(count)]
+    for row, start, end, grammar in content["spans"]:
+        spans[row].append(GrammarSpan(start, end, grammars[grammar]))
+    return list(map(tuple, spans))
 
 
 def samples_from_tensors(tensors: Mapping[str, Tensor]) -> list[Sample]:
@@ -262,6 +293,11 @@ def samples_from_tensors(tensors: Mapping[str, Tensor]) -> list[Sample]:
     if "data_prompts" in tensors:
         parts_of_prompts = tensors["data_prompts"].split(tensors["data_prompt_lengths"].tolist())
         data_prompts = [prompt if len(prompt) else None for prompt in parts_of_prompts]
+    grammar_spans: list[tuple[GrammarSpan, ...]] = [()] * len(responses)
+    if "grammars" in tensors:
+        grammar_spans = grammar_spans_from_bytes(
+            tensors["grammars"].numpy().tobytes(), len(responses)
+        )
 
     samples = [
         Sample(
@@ -279,6 +315,7 @@ def samples_from_tensors(tensors: Mapping[str, Tensor]) -> list[Sample]:
             generated_mask=parts.get("drawn", absent)[row],
             rewards=parts.get("rewards", absent)[row],
             data_prompt=data_prompts[row],
+            grammar_spans=grammar_spans[row],
         )
         for row, (prompt_id, sample_index, _, prompt_length, finish, routed_tokens) in enumerate(
             heads.tolist()

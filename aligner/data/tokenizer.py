@@ -31,6 +31,8 @@ from aligner.data.control_tokens import (
     find_control_tokens,
     is_escaped,
 )
+from aligner.data.grammar_matcher import GrammarVocabulary
+from aligner.data.grammars import build_vocabulary
 from aligner.data.tokenizer_files import (
     TokenizerFiles,
     clean_up_spaces,
@@ -263,6 +265,21 @@ class Tokenizer:
             control_tokens=list(find_control_tokens(self._tokenizer)),
             sanitizes=self._sanitize,
         )
+
+    @cached_property
+    def grammar_vocabulary(self) -> GrammarVocabulary:
+        """The bytes of all tokens, for guided decoding.
+
+        Raises:
+            AlignerError: The tokenizer's decoder does not determine the bytes of single tokens.
+        """
+        return build_vocabulary(self._tokenizer, self.vocab_size)
+
+    def find_special_token(self, text: str) -> int | None:
+        """Return the id of a special token; None if the text is not a special token."""
+        token: int | None = self._tokenizer.token_to_id(text)
+        added = None if token is None else self._tokenizer.get_added_tokens_decoder().get(token)
+        return token if added is not None and added.special else None
 
     @cached_property
     def _plain_encoder(self) -> PlainEncoder:

@@ -38,7 +38,8 @@ _ID_CHARACTERS = string.digits + string.ascii_letters
 
 THINK_START = "<think>"
 """Start of the reasoning in an assistant's text."""
-_THINK_END = "</think>"
+THINK_END = "</think>"
+"""End of the reasoning in an assistant's text."""
 
 
 @dataclass(frozen=True)
@@ -97,13 +98,13 @@ class AssistantTurn:
                 0, {"role": "assistant", "content": self.content, "tool_calls": functions}
             )
         return messages + [
-            _separate_reasoning(message) for message in messages if _THINK_END in message["content"]
+            _separate_reasoning(message) for message in messages if THINK_END in message["content"]
         ]
 
 
 def _separate_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     """Return a message with the reasoning of its content in `reasoning_content`."""
-    thought, _, answer = message["content"].partition(_THINK_END)
+    thought, _, answer = message["content"].partition(THINK_END)
     reasoning = thought.strip("\n").removeprefix(THINK_START).strip("\n")
     return message | {"reasoning_content": reasoning, "content": answer.lstrip("\n")}
 
@@ -131,7 +132,7 @@ def parse_turn(
         id_key: Text that distinguishes the ids of calls in different conversations; without it, two
             answers to the same conversation have calls with equal ids.
     """
-    thought, think_end, answer = text.rpartition(_THINK_END)
+    thought, think_end, answer = text.rpartition(THINK_END)
     # Reasoning that does not end contains no call.
     if tool_format is None or (not think_end and (is_reasoning or THINK_START in text)):
         return AssistantTurn(text, text)

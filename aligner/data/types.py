@@ -68,6 +68,11 @@ class SamplingSupport:
         offset = torch.arange(len(token), device=counts.device) - (counts.cumsum(0) - counts)[token]
         return token, self.ids[self.starts.flatten()[token] + offset].long()
 
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the tokens."""
+        return self.counts.shape
+
     def to_mask(self, size: int) -> Tensor:
         """Return which ids of a vocabulary of `size` tokens could be sampled, bool [N, size].
 
@@ -90,6 +95,55 @@ class SamplingSupport:
             starts=starts.to(device),
             ids=compact.ids.to(device),
         )
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """A grammar that generated tokens follow (guided decoding)."""
+
+    text: str
+    """Grammar in llguidance's dialect of Lark."""
+    stop_token_ids: tuple[int, ...]
+    """Stop tokens, which are allowed if and only if the text so far is complete."""
+
+
+@dataclass(frozen=True)
+class GrammarSpan:
+    """Generated tokens of a response that follow one grammar."""
+
+    start: int
+    """Index of the first token in the response."""
+    end: int
+    """Index after the last token in the response."""
+    grammar: Grammar
+
+
+@dataclass(frozen=True)
+class GuidedTokens:
+    """Grammars of the generated tokens of a batch, from which the trainer recomputes the masks.
+
+    The masks themselves are not stored: one mask has as many bits as the vocabulary has tokens.
+    """
+
+    spans: Tensor
+    """Index in `grammars` of the grammar of each token, int64 [...]; -1 for tokens that were
+    sampled from the whole vocabulary. All tokens of an index are adjacent, and the first one is the
+    first token of its text."""
+    grammars: tuple[Grammar, ...]
+    """Grammar of each span of tokens; equal grammars of different spans are different entries."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the tokens."""
+        return self.spans.shape
+
+    def select(self, index: Any) -> Self:
+        """Return the grammars of some tokens; `index` is any index of the tensor `spans`."""
+        return replace(self, spans=self.spans[index])
+
+    def to(self, device: torch.device) -> Self:
+        """Return a copy on `device`."""
+        return replace(self, spans=self.spans.to(device))
 
 
 @dataclass(frozen=True)
@@ -184,6 +238,9 @@ class Sample:
     rewards: Tensor | None = None
     """Reward of an environment at each response token, float32 [R], 0 at most tokens; None without
     an environment."""
+    grammar_spans: tuple[GrammarSpan, ...] = ()
+    """Generated tokens that follow a grammar, in their order; their log-probs are normalized over
+    the tokens that the grammar allows."""
     branches: tuple[Sample, ...] = ()
     """Further token sequences that the model generated in the same episode. The prompt of a branch
     is all context that the model read for it, and a branch has no branches. Branches train with the
@@ -273,6 +330,11 @@ class Sample:
             expert_routing=expert_routing,
             generated_mask=generated_mask,
             rewards=None if self.rewards is None else self.rewards[:response_tokens],
+            grammar_spans=tuple(
+                replace(span, end=min(span.end, response_tokens))
+                for span in self.grammar_spans
+                if span.start < response_tokens
+            ),
         )
 
     def __post_init__(self) -> None:
@@ -296,6 +358,12 @@ class Sample:
             raise ValueError(
                 f"sample {self.prompt_id}/{self.sample_index}: expected shape {(response,)}, one"
                 f" entry per response token, got {' and '.join(mismatches)}"
+            )
+        if any(not 0 <= span.start < span.end <= response for span in self.grammar_spans):
+            spans = [(span.start, span.end) for span in self.grammar_spans]
+            raise ValueError(
+                f"sample {self.prompt_id}/{self.sample_index}: grammar spans {spans} must be in the"
+                f" response of {response} tokens"
             )
         if self.expert_routing is not None and (
             self.expert_routing.ndim != 3 or len(self.expert_routing) != self.tokens.numel() - 1
@@ -328,6 +396,11 @@ class Completion:
     expert_routing: Tensor | None = None
     """uint8 or int16 [T+R-1, L, K]: expert routing of all T input and R generated tokens but the
     last; None if it was not requested"""
+    grammar: Grammar | None = None
+    """The grammar that the tokens follow; None: they follow none."""
+    grammar_start: int = 0
+    """Index of the first token of input and completion that follows the grammar: the input ends
+    with earlier tokens of the text if the call continues an interrupted one."""
 
 
 def create_empty_samples(prompts: Sequence[Prompt], samples_per_prompt: int) -> list[Sample]:
@@ -366,6 +439,9 @@ class Rows:
     sampling_support: SamplingSupport | None = field(default=None, kw_only=True)
     """Sampling support [B, S-1], if the log-probs are normalized over the support; None if every
     token was sampled from the whole vocabulary."""
+    guided_tokens: GuidedTokens | None = field(default=None, kw_only=True)
+    """Grammars of the tokens [B, S-1], over whose allowed tokens the log-probs are normalized; None
+    if no token follows a grammar."""
     expert_routing: Tensor | None = field(default=None, kw_only=True)
     """Expert routing for routing replay, uint8 or int16 [B, S-1, L, K]: the experts that the engine
     chose for token t (not t+1); 0 after the last token that the engine computed."""
@@ -388,7 +464,7 @@ class Rows:
                 f" shape {tuple(self.tokens.shape)}"
             )
         for name, member in self._members().items():
-            shape = member.shape if isinstance(member, Tensor) else member.counts.shape
+            shape = member.shape
             expected = (batch,) if len(shape) == 1 else (batch, length - 1)
             if name != "tokens" and shape[:2] != expected:
                 raise ValueError(f"{name}: got shape {tuple(shape)}, must be {expected}")
@@ -414,7 +490,7 @@ class Rows:
         length = self.tokens.shape[1] if width is None else width
 
         def select_rows(name: str, member: Any) -> Any:
-            if isinstance(member, SamplingSupport):
+            if isinstance(member, SamplingSupport | GuidedTokens):
                 return member.select((rows, slice(length - 1)))
             return (
                 member[rows]
@@ -603,6 +679,20 @@ def build_response_mask(lengths: Tensor, prompt_lengths: Tensor, width: int) -> 
     return (target >= prompt_lengths[:, None]) & (target < lengths[:, None])
 
 
+def unpack_token_masks(masks: Tensor, first: int, count: int) -> Tensor:
+    """Return whether each of `count` token ids from `first` on is allowed, bool [N, count].
+
+    Args:
+        masks: Bit i % 32 of entry i // 32 belongs to token i, int32 [N, W]. Ids behind the last bit
+            are not allowed.
+        first: First token id.
+        count: Number of token ids.
+    """
+    ids = torch.arange(first, first + count, device=masks.device)
+    words = masks[:, (ids >> 5).clamp_max(masks.shape[1] - 1)]
+    return ((words >> (ids & 31)) & 1).bool() & (ids < 32 * masks.shape[1])
+
+
 def concatenate_support(samples: Sequence[Sample]) -> SamplingSupport | None:
     """Concatenate the sampling supports of all response tokens; return None if no sample has one.
 
@@ -618,6 +708,22 @@ def concatenate_support(samples: Sequence[Sample]) -> SamplingSupport | None:
         torch.cat([support.counts for support in supports]),
         torch.cat([support.flatten_ids()[1] for support in supports]).int(),
     )
+
+
+def collate_grammars(samples: Sequence[Sample], width: int) -> GuidedTokens | None:
+    """Return the grammars of the tokens of samples that are padded to `width` tokens, [B, width-1];
+    None if no token follows a grammar."""
+    if not any(sample.grammar_spans for sample in samples):
+        return None
+    spans = torch.full((len(samples), width - 1), -1)
+    grammars: list[Grammar] = []
+    for row, sample in enumerate(samples):
+        # Entry t of a row belongs to token t+1.
+        offset = sample.prompt_length - 1
+        for span in sample.grammar_spans:
+            spans[row, offset + span.start : offset + span.end] = len(grammars)
+            grammars.append(span.grammar)
+    return GuidedTokens(spans, tuple(grammars))
 
 
 def concatenate_response_values(
@@ -686,7 +792,11 @@ def collate(samples: Sequence[Sample], pad_token_id: int) -> SampleBatch:
         routing = pad_sequence(sample_routing, batch_first=True)
     columns = (tokens, lengths, mask, prompt_lengths, logprobs, versions, reasons, groups)
     return SampleBatch(
-        *columns, sampling_support=support, expert_routing=routing, turn_rewards=rewards
+        *columns,
+        sampling_support=support,
+        guided_tokens=collate_grammars(samples, tokens.shape[1]),
+        expert_routing=routing,
+        turn_rewards=rewards,
     )
 
 

@@ -20,6 +20,7 @@ import torch
 from aligner.data.types import (
     Completion,
     FinishReason,
+    GrammarSpan,
     Sample,
     SamplingSupport,
     create_empty_samples,
@@ -182,12 +183,15 @@ class EngineLoop:
         key: RequestKey,
         is_continued: bool = False,
         stop_search_start: int | None = None,
+        grammar_start: int | None = None,
     ) -> Completion:
         """Submit a request to the engine, and await its completion.
 
         The arguments are those of `GenerationEngine.generate`.
         """
-        request = self._engine.submit(tokens, sampling, key, is_continued, stop_search_start)
+        request = self._engine.submit(
+            tokens, sampling, key, is_continued, stop_search_start, grammar_start
+        )
         # A request that the engine refuses is complete already, and its coroutine can run on.
         if not request.future.done():
             self._pending_requests += 1
@@ -572,6 +576,7 @@ async def complete_response(
         sampling,
         key=key,
         stop_search_start=sample.prompt_length + options.min_new_tokens,
+        grammar_start=sample.prompt_length,
     )
     return append_completion(sample, completion)
 
@@ -614,6 +619,7 @@ def append_completion(sample: Sample, completion: Completion) -> Sample:
         sampling_support=_extend_support(sample, completion.sampling_support, token_count),
         expert_routing=routes,
         generated_mask=generated_mask,
+        grammar_spans=_extend_grammar_spans(sample, completion),
     )
 
 
@@ -647,6 +653,19 @@ def append_observation(sample: Sample, tokens: Sequence[int], limit: int) -> Sam
         sampling_support=_extend_support(sample, None, count),
         generated_mask=torch.cat((generated_mask, torch.zeros(count, dtype=torch.bool))),
     )
+
+
+def _extend_grammar_spans(sample: Sample, completion: Completion) -> tuple[GrammarSpan, ...]:
+    """Return the grammar spans of a sample's response, followed by that of a completion."""
+    spans = sample.grammar_spans
+    end = len(sample.response) + len(completion.tokens)
+    start = completion.grammar_start - sample.prompt_length
+    if completion.grammar is None or start == end:
+        return spans
+    # The completion of an interrupted text makes the span of its first part longer.
+    if spans and spans[-1].start == start:
+        spans = spans[:-1]
+    return (*spans, GrammarSpan(start, end, completion.grammar))
 
 
 def _extend_support(

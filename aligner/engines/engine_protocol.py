@@ -7,6 +7,7 @@ together with the steps of an engine.
 """
 
 import asyncio
+import logging
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -21,13 +22,17 @@ import torch
 import xxhash
 from torch import Tensor
 
+from aligner.data.grammar_matcher import GrammarMatcher
+from aligner.data.grammars import check_grammar
 from aligner.data.stop_strings import StopSearch
 from aligner.data.tokenizer import Tokenizer
-from aligner.data.types import Completion, Prompt, Sample
+from aligner.data.types import Completion, Grammar, Prompt, Sample
 from aligner.errors import AlignerError
 from aligner.models.shape import ModelShape
 from aligner.resharding.weight_update import WeightFormat, WeightUpdate
 from aligner.schema import EngineConfig, EngineParallelConfig
+
+_log = logging.getLogger(__name__)
 
 SpanListener = Callable[[str, float, float], None]
 """Called with the name of an engine's activity, its begin and its end in seconds of
@@ -63,6 +68,10 @@ class SamplingOptions:
     Strings that begin in the first `min_new_tokens` tokens are ignored."""
     routes: bool = False
     """Return the expert routing of every token; mixture-of-experts models only."""
+    grammar: str | None = None
+    """Grammar of the response in llguidance's dialect of Lark (guided decoding); None for free
+    text. Log-probs are those of the distribution over the allowed tokens. Stop tokens are allowed
+    if and only if the text is complete, and `min_new_tokens` has no effect."""
 
     def __post_init__(self) -> None:
         # All problems are reported at once, so that a user corrects them in one go.
@@ -114,14 +123,15 @@ class SamplingOptions:
         return self.has_truncation and self.renormalize
 
     def is_batchable_with(self, other: "SamplingOptions") -> bool:
-        """Return whether both differ at most in their token limits and stop strings, so that one
-        batch can hold both."""
-        # These decide only when a response ends, not how its tokens are sampled.
+        """Return whether both differ at most in their token limits, stop strings and grammars, so
+        that one batch can hold both."""
+        # Limits and stop strings decide only when a response ends. A grammar has a mask per row.
         with_other_limits = replace(
             self,
             max_new_tokens=other.max_new_tokens,
             min_new_tokens=other.min_new_tokens,
             stop=other.stop,
+            grammar=other.grammar,
         )
         return with_other_limits == other
 
@@ -185,6 +195,12 @@ class EngineRequest:
     stop_search: StopSearch | None = None
     """Search for `sampling.stop` in the completion; None without stop strings. The engine sets
     it."""
+    grammar_start: int | None = None
+    """Index of the first token of input and completion that follows `sampling.grammar`; None: the
+    first generated one."""
+    grammar_matcher: GrammarMatcher | None = None
+    """State of the completion in its grammar; None without a grammar. The replica's first rank sets
+    it, because it samples for all ranks."""
     future: "Future[Completion]" = field(default_factory=Future)
 
     @property
@@ -207,8 +223,29 @@ class EngineRequest:
         """Search the next tokens of the completion for stop strings; see `StopSearch.find_end`."""
         return None if self.stop_search is None else self.stop_search.find_end(tokens)
 
+    @property
+    def first_grammar_token(self) -> int:
+        """Index of the first token of input and completion that follows the grammar."""
+        return len(self.tokens) if self.grammar_start is None else self.grammar_start
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """The grammar that the completion follows; None if it follows none."""
+        sampling = self.sampling
+        if sampling.grammar is None:
+            return None
+        return Grammar(sampling.grammar, sampling.stop_token_ids)
+
     def resolve(self, completion: Completion) -> None:
         """Deliver the completion, unless the caller was cancelled."""
+        if self.grammar_matcher is not None and self.grammar_matcher.error:
+            _log.warning(
+                "prompt %s, sample %s: the response ended early, because llguidance could not"
+                " continue its grammar: %s",
+                self.key.prompt_id,
+                self.key.sample_index,
+                self.grammar_matcher.error,
+            )
         # `set_result` would raise InvalidStateError for a cancelled future.
         if not self.future.done():
             self.future.set_result(completion)
@@ -368,8 +405,8 @@ class GenerationEngine(ABC):
             shape: Dimensions of the model.
             settings: Section `engine` of the configuration.
             weight_format: The format in which the engine receives new weights.
-            tokenizer_directory: Directory with the model's tokenizer, which stop strings require;
-                None: requests with stop strings are refused.
+            tokenizer_directory: Directory with the model's tokenizer, which stop strings and
+                grammars require; None: requests with either are refused.
         """
         self._shape = shape
         self._tokenizer_directory = tokenizer_directory
@@ -396,6 +433,7 @@ class GenerationEngine(ABC):
         key: RequestKey,
         is_continued: bool = False,
         stop_search_start: int | None = None,
+        grammar_start: int | None = None,
     ) -> Completion:
         """Generate a completion of `tokens`.
 
@@ -412,11 +450,14 @@ class GenerationEngine(ABC):
             stop_search_start: Index of the first token of input and completion in which a stop
                 string may begin, if `tokens` end with a part of the response; None: the first
                 token after `sampling.min_new_tokens` generated tokens.
+            grammar_start: Index of the first token of input and completion that follows
+                `sampling.grammar`, if `tokens` end with a part of the text; None: the first
+                generated token.
 
         Raises:
             AlignerError: The request is invalid, or the engine failed.
         """
-        request = self.submit(tokens, sampling, key, is_continued, stop_search_start)
+        request = self.submit(tokens, sampling, key, is_continued, stop_search_start, grammar_start)
         return await asyncio.wrap_future(request.future)
 
     def submit(
@@ -426,13 +467,17 @@ class GenerationEngine(ABC):
         key: RequestKey,
         is_continued: bool = False,
         stop_search_start: int | None = None,
+        grammar_start: int | None = None,
     ) -> EngineRequest:
         """Queue a request for the next step; `generate` awaits its future. Thread-safe."""
-        request = EngineRequest(tokens, sampling, key, is_continued, stop_search_start)
+        request = EngineRequest(
+            tokens, sampling, key, is_continued, stop_search_start, grammar_start=grammar_start
+        )
         try:
             if problem := self._find_unsupported(request):
                 raise AlignerError(problem)
             self._begin_stop_search(request)
+            self._begin_grammar(request)
         except AlignerError as error:
             request.fail(error)
             return request
@@ -609,11 +654,25 @@ class GenerationEngine(ABC):
             self._tokenizer, sampling.stop, request.tokens.tolist(), search_start
         )
 
+    def _begin_grammar(self, request: EngineRequest) -> None:
+        """Set `EngineRequest.grammar_matcher`, advanced through the tokens of the input that follow
+        the grammar.
+
+        Raises AlignerError if no response can follow the grammar.
+        """
+        grammar = request.grammar
+        if grammar is None:
+            return
+        vocabulary = self._tokenizer.grammar_vocabulary
+        check_grammar(vocabulary, grammar)
+        request.grammar_matcher = vocabulary.start(grammar.text, grammar.stop_token_ids)
+        request.grammar_matcher.accept(request.tokens[request.first_grammar_token :].tolist())
+
     @cached_property
     def _tokenizer(self) -> Tokenizer:
-        """The model's tokenizer, which is read when the first request has stop strings."""
+        """The model's tokenizer, which is read when the first request needs it."""
         if self._tokenizer_directory is None:
-            raise AlignerError("stop: stop strings require the model's tokenizer")
+            raise AlignerError("stop, grammar: require the model's tokenizer, which is missing")
         return Tokenizer(self._tokenizer_directory)
 
     def _take_arrivals(self) -> list[EngineRequest]:

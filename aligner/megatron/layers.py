@@ -42,7 +42,7 @@ from torch.autograd.function import once_differentiable
 from aligner.data.types import SamplingSupport
 from aligner.megatron.attention import PackedAttention
 from aligner.megatron.cpu_backend import mark_gradient_accumulated
-from aligner.megatron.logprobs import vocab_parallel_logprobs, vocab_parallel_top_ids
+from aligner.megatron.logprobs import TokenMasks, vocab_parallel_logprobs, vocab_parallel_top_ids
 from aligner.megatron.packing import PackedSequences, RoutingReplay
 from aligner.models.shape import ModelShape, compute_inverse_frequencies
 from aligner.models.weight_slices import Head
@@ -519,6 +519,7 @@ class VocabularyHead(ColumnParallelLinear):
         with_entropy: bool = False,
         sampling_support: SamplingSupport | None = None,
         candidates: Tensor | None = None,
+        token_masks: TokenMasks | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the log-probs of targets and, optionally, entropies.
 
@@ -533,6 +534,7 @@ class VocabularyHead(ColumnParallelLinear):
             with_entropy: Whether to compute entropies.
             sampling_support: Sampling support of each target, [M]; None means the whole vocabulary.
             candidates: Candidate token ids of each target, int64 [M, k].
+            token_masks: Allowed tokens of each target; None means the whole vocabulary.
 
         Returns:
             Log-probs, float32 [M], or [M, 2 + k] with candidates, and entropies, float32 [M], or
@@ -549,6 +551,7 @@ class VocabularyHead(ColumnParallelLinear):
             sampling_support=sampling_support,
             candidates=candidates,
             vocab_size=self._vocab_size,
+            token_masks=token_masks,
         )
 
     def top_ids(

@@ -17,6 +17,7 @@ on this rank: e = exp(s - peak), and `log_scale` such that p = e exp(-log_scale)
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from aligner.data.types import SamplingSupport
+from aligner.data.types import SamplingSupport, unpack_token_masks
 from aligner.megatron import score_passes
 from aligner.megatron.cpu_backend import accumulate_matmul, mark_gradient_accumulated
 from aligner.models import batch_invariant
@@ -33,10 +34,20 @@ from aligner.models import batch_invariant
 # On a CPU, element-wise passes process blocks of this number of elements, which fit into its
 # caches.
 _BLOCK_ELEMENTS = 1 << 21
-# Score of tokens outside the sampling support. The score is finite, because it is the peak of a
+# Score of tokens that could not be sampled. The score is finite, because it is the peak of a
 # rank that holds no token of the support. The probabilities on this rank become exactly 0 when the
 # ranks' peaks are combined.
 _MASKED_SCORE = -1e30
+
+
+@dataclass(frozen=True)
+class TokenMasks:
+    """Token ids that are allowed at some of M targets, as bits."""
+
+    rows: Tensor
+    """Index in `bits` of each target's mask, int64 [M]; -1 if all tokens are allowed."""
+    bits: Tensor
+    """int32 [N, V / 32]; see `unpack_token_masks`."""
 
 
 class _VocabParallelLogprobs(Function):
@@ -59,6 +70,7 @@ class _VocabParallelLogprobs(Function):
         sampling_support: SamplingSupport | None,
         candidates: Tensor | None,
         vocab_size: int | None,
+        token_masks: TokenMasks | None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return log-probs and entropies; see `vocab_parallel_logprobs`."""
         local_vocab = _local_vocab_size(vocab_size, len(weight), group)
@@ -82,7 +94,7 @@ class _VocabParallelLogprobs(Function):
         for tokens in _split_range(len(targets), chunk_tokens):
             scores = _compute_scores(hidden[tokens], weight, temperature, buffer)
             scores[:, local_vocab:] = _MASKED_SCORE
-            _mask_scores(scores, sampling_support, tokens, group)
+            _mask_scores(scores, sampling_support, token_masks, tokens, group)
             if is_fused:
                 statistics = score_passes.compile_pass(score_passes.reduce_scores)(
                     scores, local[tokens, 0]
@@ -126,6 +138,7 @@ class _VocabParallelLogprobs(Function):
         context.temperature = temperature
         context.chunk_tokens = chunk_tokens
         context.sampling_support = sampling_support
+        context.token_masks = token_masks
         context.group = group
         context.local_vocab = local_vocab
         # Store the parameter itself, since a saved tensor does not have the attribute `main_grad`.
@@ -183,7 +196,9 @@ class _VocabParallelLogprobs(Function):
             else:
                 gradient = _compute_scores(hidden[tokens], weight, temperature, buffer)
                 gradient[:, context.local_vocab :] = _MASKED_SCORE
-                _mask_scores(gradient, context.sampling_support, tokens, context.group)
+                _mask_scores(
+                    gradient, context.sampling_support, context.token_masks, tokens, context.group
+                )
             if is_fused:
                 columns = (
                     column[tokens]
@@ -213,11 +228,11 @@ class _VocabParallelLogprobs(Function):
             if context.needs_input_grad[1]:
                 grad_weight = _accumulate(grad_weight, gradient.t(), hidden[tokens])
         if total is not None or not context.needs_input_grad[1]:
-            return grad_hidden, mark_gradient_accumulated(context.weight), *[None] * 8
+            return grad_hidden, mark_gradient_accumulated(context.weight), *[None] * 9
         grad_weight = (
             torch.zeros_like(weight) if grad_weight is None else grad_weight.to(weight.dtype)
         )
-        return grad_hidden, grad_weight, *[None] * 8
+        return grad_hidden, grad_weight, *[None] * 9
 
 
 def _split_range(count: int, size: int) -> list[slice]:
@@ -267,17 +282,27 @@ def _compute_scores(hidden: Tensor, weight: Tensor, temperature: float, buffer: 
 def _mask_scores(
     scores: Tensor,
     sampling_support: SamplingSupport | None,
+    token_masks: TokenMasks | None,
     tokens: slice,
     group: dist.ProcessGroup | None,
 ) -> None:
-    """Overwrite the scores of tokens outside the sampling support, in place.
+    """Overwrite the scores of tokens that could not be sampled, in place.
 
     Args:
         scores: This rank's scores, float32 [m, V/TP].
         sampling_support: Sampling support of all M targets; None means the whole vocabulary.
+        token_masks: Allowed tokens of all M targets; None means the whole vocabulary.
         tokens: The m targets to which the scores belong.
         group: The tensor ranks.
     """
+    if token_masks is not None:
+        first = 0 if group is None else group.rank() * scores.shape[1]
+        rows = token_masks.rows[tokens]
+        masked_targets = (rows >= 0).nonzero()[:, 0]
+        # Blocks limit the memory of the unpacked masks.
+        for targets in masked_targets.split(_block_rows(scores)):
+            is_allowed = unpack_token_masks(token_masks.bits[rows[targets]], first, scores.shape[1])
+            scores[targets] = scores[targets].masked_fill(~is_allowed, _MASKED_SCORE)
     if sampling_support is None:
         return
     row, ids = sampling_support.select(tokens).flatten_ids()
@@ -363,6 +388,7 @@ def vocab_parallel_logprobs(
     sampling_support: SamplingSupport | None = None,
     candidates: Tensor | None = None,
     vocab_size: int | None = None,
+    token_masks: TokenMasks | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the log-prob of each target and, optionally, the entropy of each distribution.
 
@@ -383,6 +409,8 @@ def vocab_parallel_logprobs(
         candidates: Candidate token ids of each target, int64 [M, k]; distinct for each target.
         vocab_size: Number of tokens of the vocabulary. In the concatenated weights of all ranks,
             the rows from this index on are padding; None means that there is no padding.
+        token_masks: Allowed tokens of each target. Log-probs and entropies are normalized over
+            them; None means the whole vocabulary.
 
     Returns:
         The log-probs, float32 [M], or [M, 2 + k] with candidates: of the target, of its candidates,
@@ -400,6 +428,7 @@ def vocab_parallel_logprobs(
         sampling_support,
         candidates,
         vocab_size,
+        token_masks,
     )
 
 

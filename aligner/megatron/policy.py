@@ -6,6 +6,7 @@
 """
 
 import dataclasses
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,18 @@ import torch
 from torch import Tensor
 
 from aligner.data.export import Source
-from aligner.data.types import PolicyLoss, Rows, SamplingSupport, Stats, TeacherTopK
+from aligner.data.tokenizer import Tokenizer
+from aligner.data.types import (
+    GuidedTokens,
+    PolicyLoss,
+    Rows,
+    SamplingSupport,
+    Stats,
+    TeacherTopK,
+)
+from aligner.errors import AlignerError
 from aligner.megatron import world as worlds
+from aligner.megatron.grammar_masks import GrammarMasks
 from aligner.megatron.layers import VocabularyHead
 from aligner.megatron.lora import LoraWeights
 from aligner.megatron.model_checkpoint import CheckpointedModel
@@ -66,6 +77,7 @@ class Policy(CheckpointedModel):
             ConfigError: If this machine has no batch-invariant kernels for the model.
         """
         self.temperature = temperature
+        self._directory = directory
         self._chunk_tokens = settings.logprob_chunk_tokens
         runner = ModelRunner(shape, world, "vocabulary", settings, total_updates, exact=exact)
         super().__init__(runner, directory)
@@ -86,6 +98,7 @@ class Policy(CheckpointedModel):
         mask: Tensor | None = None,
         temperature: float | None = None,
         sampling_support: SamplingSupport | None = None,
+        guided_tokens: GuidedTokens | None = None,
         expert_routing: Tensor | None = None,
     ) -> Tensor:
         """Return the log-prob of each next token under the policy. Collective.
@@ -97,6 +110,8 @@ class Policy(CheckpointedModel):
             temperature: Temperature of the distribution; None means the sampling temperature.
             sampling_support: Sampling support of the targets, [B, S-1]. The probabilities are
                 normalized over it.
+            guided_tokens: Grammars of the targets, [B, S-1]. The probabilities are normalized over
+                the tokens that they allow.
             expert_routing: Recorded expert routing, uint8 or int16 [B, S-1, L, K], which replaces
                 the router's choices. Afterwards, `runner.routing_mismatch` is the fraction of
                 choices that the router would have made differently.
@@ -110,8 +125,31 @@ class Policy(CheckpointedModel):
             "chunk_tokens": self._chunk_tokens,
         }
         return _logprobs(
-            self.runner, tokens, lengths, mask, sampling_support, expert_routing, **options
+            self.runner,
+            tokens,
+            lengths,
+            mask,
+            sampling_support,
+            expert_routing,
+            grammar_masks=self._build_grammar_masks(tokens, guided_tokens),
+            **options,
         )
+
+    def _build_grammar_masks(
+        self, tokens: Tensor, guided_tokens: GuidedTokens | None
+    ) -> GrammarMasks | None:
+        """Return the source of the masks of some rows; None if no token follows a grammar.
+
+        Raises AlignerError if the model has no tokenizer.
+        """
+        if guided_tokens is None:
+            return None
+        return GrammarMasks(self._tokenizer.grammar_vocabulary, tokens, guided_tokens)
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
+        """The model's tokenizer, which is read when the first token follows a grammar."""
+        return Tokenizer(self._directory)
 
     def score_candidates(self, rows: Rows) -> tuple[Tensor, Rows]:
         """Return the log-probs of the rows, and the rows with the log-probs of their candidates.
@@ -127,6 +165,7 @@ class Policy(CheckpointedModel):
             all other tokens together.
         """
         assert rows.candidates is not None
+        _refuse_guided_candidates(rows)
         ids = rows.candidates
         # Log-probs of the target, of its k candidates, and of all other tokens together.
         columns = 2 + rows.candidates.shape[-1]
@@ -186,9 +225,9 @@ class Policy(CheckpointedModel):
     ) -> dict[str, float]:
         """Take one optimizer step on a minibatch. Collective.
 
-        Log-probs and entropies are normalized over the sampling support and computed with the
-        recorded routing, if the minibatch has them. If it has candidates, the loss receives their
-        log-probs with the rows.
+        Log-probs and entropies are normalized over the sampling support and over the tokens that
+        grammars allow, and computed with the recorded routing, if the minibatch has them. If it has
+        candidates, the loss receives their log-probs with the rows.
 
         Args:
             minibatch: Rows to train on, [B, S].
@@ -206,6 +245,9 @@ class Policy(CheckpointedModel):
             The statistics of the loss, `entropy`, and the results of `ModelRunner.update`, such as
             `grad_norm` and `lr`.
         """
+        grammar_masks = self._build_grammar_masks(minibatch.tokens, minibatch.guided_tokens)
+        if minibatch.candidates is not None:
+            _refuse_guided_candidates(minibatch)
         collected = {name: torch.zeros(minibatch.mask.shape) for name in ("logprobs", "entropies")}
         outputs = {
             name: table
@@ -233,6 +275,7 @@ class Policy(CheckpointedModel):
                 rows.sampling_support,
                 candidates,
                 with_entropy=True,
+                grammar_masks=grammar_masks,
             )
             assert entropy is not None
             unpacked = {
@@ -406,6 +449,7 @@ def _logprobs(
     *,
     temperature: float,
     chunk_tokens: int,
+    grammar_masks: GrammarMasks | None = None,
 ) -> Tensor:
     """Return the log-prob of each next token, float32 [B, S-1]; see `Policy.logprobs`."""
 
@@ -418,9 +462,16 @@ def _logprobs(
                 output.device
             )
         )
-        return batch.unpack_targets(
-            _score(runner, output, batch, temperature, chunk_tokens, batch_kept_tokens)[0]
+        logprobs, _ = _score(
+            runner,
+            output,
+            batch,
+            temperature,
+            chunk_tokens,
+            batch_kept_tokens,
+            grammar_masks=grammar_masks,
         )
+        return batch.unpack_targets(logprobs)
 
     return runner.compute_rows(tokens, lengths, tokens.shape[1] - 1, read_output, expert_routing)
 
@@ -435,6 +486,7 @@ def _score(
     candidates: Tensor | None = None,
     *,
     with_entropy: bool = False,
+    grammar_masks: GrammarMasks | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the log-probs and entropies of a micro-batch's targets.
 
@@ -447,6 +499,7 @@ def _score(
         sampling_support: Sampling support, [N, L-1].
         candidates: Candidate token ids of each target, int64 [M, k].
         with_entropy: Whether to compute entropies.
+        grammar_masks: Source of the masks of targets that follow a grammar.
 
     Returns:
         See `vocab_parallel_logprobs`.
@@ -467,7 +520,18 @@ def _score(
             )
         ),
         candidates=candidates,
+        token_masks=None if grammar_masks is None else grammar_masks.compute(batch),
     )
+
+
+def _refuse_guided_candidates(rows: Rows) -> None:
+    """Raise AlignerError if rows have both candidates and tokens that follow a grammar."""
+    if rows.guided_tokens is not None:
+        raise AlignerError(
+            "a response follows a grammar (response_format, tool_choice or guided_json of an"
+            " agent's request), but the loss uses a teacher's top-k log-probs, which are not"
+            " restricted to the grammar; set teacher.top_k=0, or use requests without grammars"
+        )
 
 
 def _mask_batch(batch: PackedBatch, mask: Tensor | None, device: torch.device) -> PackedBatch:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.torch import load
 
-from aligner.data.collectives import samples_from_tensors
+from aligner.data.collectives import grammar_spans_from_bytes, samples_from_tensors
 from aligner.servers.wire_protocol import (
     GENERATE,
     RESPONSE_TENSORS,
@@ -250,6 +250,7 @@ def _check_partial_rollouts(arrays: Arrays, limits: Limits) -> None:
         raise RequestError("response_lengths: got 0 for a finished response, allowed: at least 1")
     _check_optional_tensors(arrays, limits)
     _check_policy_prompts(arrays, limits)
+    _check_grammars(arrays)
     _check_branches(arrays, limits)
 
 
@@ -294,6 +295,22 @@ def _check_policy_prompts(arrays: Arrays, limits: Limits) -> None:
     if "read" in arrays:
         _check_range("read", arrays["read"], 0, limits.vocab_size - 1, "token ids")
         _check_range("read_lengths", arrays["read_lengths"], 1, arrays["read"].shape[1], "1 to P")
+
+
+def _check_grammars(arrays: Arrays) -> None:
+    """Raise RequestError if the grammar spans of responses are not valid."""
+    if "grammars" not in arrays:
+        return
+    lengths = arrays["response_lengths"][:, 0].tolist()
+    try:
+        spans_of_rows = grammar_spans_from_bytes(arrays["grammars"].tobytes(), len(lengths))
+        for spans, length in zip(spans_of_rows, lengths, strict=True):
+            if any(not 0 <= span.start < span.end <= length for span in spans):
+                raise ValueError("a span is not in its response")
+    except _PARSE_ERRORS as error:
+        raise RequestError(
+            f"grammars: cannot be parsed ({error!r:.200}), allowed: grammar spans as JSON"
+        ) from error
 
 
 def _check_branches(arrays: Arrays, limits: Limits) -> None:

@@ -16,9 +16,15 @@ from safetensors.torch import load, save
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from aligner.data.collectives import samples_from_tensors, samples_to_tensors
+from aligner.data.collectives import (
+    grammar_spans_from_bytes,
+    grammar_spans_to_tensor,
+    samples_from_tensors,
+    samples_to_tensors,
+)
 from aligner.data.types import (
     FinishReason,
+    GrammarSpan,
     Sample,
     SamplingSupport,
     concatenate_response_values,
@@ -208,6 +214,7 @@ OPTIONAL_RESPONSE_TENSORS = (
     TensorSpec("routes", np.int16, ("N", "T", "L", "K"), optional=True),
     TensorSpec("drawn", np.bool_, ("N", "R"), optional=True),
     TensorSpec("rewards", np.float32, ("N", "R"), optional=True),
+    TensorSpec("grammars", np.uint8, ("G",), optional=True),
 )
 # The number of branches of each sample, and all samples with branches: the result of
 # `samples_to_tensors` as safetensors.
@@ -339,6 +346,8 @@ def responses_to_tensors(
         tensors["drawn"] = pad_rows(generated_mask.split(response_lengths))
     if (rewards := concatenate_response_values(samples, "rewards")) is not None:
         tensors["rewards"] = pad_rows(rewards.split(response_lengths))
+    if (grammars := grammar_spans_to_tensor(samples)) is not None:
+        tensors["grammars"] = grammars
 
     if branched_samples := [sample for sample in samples if sample.branches]:
         tensors["branches"] = torch.frombuffer(
@@ -391,6 +400,12 @@ def responses_from_tensors(
         if not bool((expert_routing > 255).any()):
             expert_routing = expert_routing.byte()
 
+    grammar_spans: list[tuple[GrammarSpan, ...]] = [()] * len(samples)
+    if "grammars" in tensors:
+        grammar_spans = grammar_spans_from_bytes(
+            tensors["grammars"].numpy().tobytes(), len(samples)
+        )
+
     branched_samples: Iterator[Sample] = iter(())
     if "branches" in tensors:
         branched_samples = iter(samples_from_tensors(load(tensors["branches"].numpy().tobytes())))
@@ -420,6 +435,7 @@ def responses_from_tensors(
             ),
             generated_mask=tensors["drawn"][row, :length] if "drawn" in tensors else None,
             rewards=tensors["rewards"][row, :length] if "rewards" in tensors else None,
+            grammar_spans=grammar_spans[row],
         )
         updated.append(response_sample.with_data_prompt(sample.initial_prompt))
     return updated

@@ -169,16 +169,18 @@ class OnlineTrainer(TrainingLoop):
 
         batch = rollout.batch
         with timer.phase("logprobs"):
-            # Replaying expert routing and restricting the log-probs to the sampling support makes
-            # them comparable with the log-probs of the engine.
+            # Replaying expert routing and restricting the log-probs to the sampling support and to
+            # the tokens that grammars allow makes them comparable with the log-probs of the engine.
             inputs = (batch.tokens, batch.lengths)
             sampling_support = batch.sampling_support
+            guided_tokens = batch.guided_tokens
             expert_routing = batch.expert_routing
             if self._needs_logprobs_before_update(step):
                 old_logprobs = self.policy.logprobs(
                     *inputs,
                     mask=batch.mask,
                     sampling_support=sampling_support,
+                    guided_tokens=guided_tokens,
                     expert_routing=expert_routing,
                 )
             else:
@@ -190,6 +192,7 @@ class OnlineTrainer(TrainingLoop):
                 *inputs,
                 mask=batch.mask,
                 sampling_support=sampling_support,
+                guided_tokens=guided_tokens,
                 expert_routing=expert_routing,
             )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import shutil
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -12,7 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from aligner.data.types import SamplingSupport
 from aligner.megatron import score_passes
-from aligner.megatron.logprobs import vocab_parallel_logprobs, vocab_parallel_top_ids
+from aligner.megatron.logprobs import (
+    TokenMasks,
+    vocab_parallel_logprobs,
+    vocab_parallel_top_ids,
+)
 
 HIDDEN, VOCABULARY, TEMPERATURE = 8, 16, 0.6
 CHUNKS = (1, 3, 7, 1024)  # tokens per chunk, of 7 tokens
@@ -111,8 +116,19 @@ def dense(
     )
 
 
+def token_masks() -> TokenMasks:
+    """Return `kept_tokens` as masks; a target without restriction has none."""
+    is_kept = ~outside()
+    bits = torch.from_numpy(np.packbits(is_kept.numpy(), axis=1, bitorder="little"))
+    restricted = (~is_kept).any(1)
+    words = torch.zeros(int(restricted.sum()), 4, dtype=torch.uint8)
+    words[:, : bits.shape[1]] = bits[restricted]
+    rows = torch.where(restricted, restricted.cumsum(0) - 1, -1)
+    return TokenMasks(rows, words.view(torch.int32))
+
+
 def head_results(
-    sequence: bool, with_entropy: bool, kept: bool, candidates: int = 0
+    sequence: bool, with_entropy: bool, kept: bool, candidates: int = 0, masked: bool = False
 ) -> list[tuple[Tensor, Tensor | None, Tensor, Tensor]]:
     """Return the results of this rank's vocabulary-parallel head at every chunk size."""
     import torch.distributed as dist
@@ -151,7 +167,13 @@ def head_results(
             (candidate_tokens(candidates) if candidates else None),
         )
         logprobs, entropy = head.logprobs(
-            head(states)[0], index, targets, sampling_support=sets, candidates=ids, **options
+            head(states)[0],
+            index,
+            targets,
+            sampling_support=sets,
+            candidates=ids,
+            token_masks=token_masks() if masked else None,
+            **options,
         )
         objective(logprobs, entropy).backward()
         results.append(
@@ -181,6 +203,18 @@ def test_chunked_logprobs_equal_dense_logprobs(pool, size, sequence, kept, with_
     check(
         pool.run(head_results, size, sequence, with_entropy, kept),
         dense(with_entropy, kept=kept),
+        sequence,
+        with_entropy,
+    )
+
+
+@pytest.mark.promise("guided-logprobs-are-exact")
+@pytest.mark.parametrize("with_entropy", [False, True], ids=["logprobs", "entropy"])
+@LAYOUTS
+def test_logprobs_over_masked_tokens_equal_dense_logprobs(pool, size, sequence, with_entropy):
+    check(
+        pool.run(head_results, size, sequence, with_entropy, False, 0, True),
+        dense(with_entropy, kept=True),
         sequence,
         with_entropy,
     )

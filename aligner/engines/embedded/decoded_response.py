@@ -60,6 +60,8 @@ class DecodedResponse:
         # as `tokens`, so that their random numbers are skipped.
         start = request.key.stream_start
         limit = request.total_tokens - start
+        # A grammar itself decides when a stop token is allowed.
+        min_new_tokens = request.sampling.min_new_tokens if request.grammar is None else 0
         random_numbers = None
         if not request.sampling.greedy:
             random_numbers = generate_uniforms(request.get_stream_entropy(seed), limit)
@@ -69,7 +71,7 @@ class DecodedResponse:
             tokens=tokens[start:],
             random_numbers=random_numbers,
             limit=limit,
-            min_tokens=len(tokens) - start + request.sampling.min_new_tokens,
+            min_tokens=len(tokens) - start + min_new_tokens,
             input_tokens=len(tokens) - start,
         )
 
@@ -106,6 +108,8 @@ class DecodedResponse:
             finish_reason=self.finish_reason or "interrupted",
             sampling_support=support,
             expert_routing=torch.cat(self.expert_routing) if self.expert_routing else None,
+            grammar=self.request.grammar,
+            grammar_start=self.request.first_grammar_token,
         )
 
 

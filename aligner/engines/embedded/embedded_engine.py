@@ -80,7 +80,8 @@ class EmbeddedEngine(GenerationEngine):
             shared: Parameters of the trainer, by megatron-core's names, that this rank uses
                 instead of allocating its own (`engine.update=shared`).
             listener: Called with `prefill` after each step that prefills prompts.
-            tokenizer_directory: Directory with the model's tokenizer, for stop strings.
+            tokenizer_directory: Directory with the model's tokenizer, for stop strings and
+                grammars.
 
         Raises:
             ConfigError: The model cannot be divided into this layout, or `group` is missing, or the

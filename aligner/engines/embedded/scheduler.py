@@ -432,12 +432,13 @@ class Scheduler:
         """Return the draft tokens of each decoding row.
 
         All rows have the same number of draft tokens. It is 0 if no row has a draft, if there are
-        more rows than `engine.speculation.rows`, or if the batch records expert routing.
+        more rows than `engine.speculation.rows`, if the batch records expert routing, or if a row
+        follows a grammar.
         """
         settings = self._state.speculation
         no_drafts: list[Sequence[int]] = [()] * len(decoding)
         is_enabled = settings.tokens and 0 < len(decoding) <= settings.rows
-        if not is_enabled or self._batch_options.routes:
+        if not is_enabled or self._batch_options.routes or _has_grammar(decoding):
             return no_drafts
 
         # A step also samples the token after the last draft token.
@@ -522,14 +523,15 @@ class Scheduler:
         """Return the number of decode steps that may run without host synchronization.
 
         No row reaches its limit before the last of these steps. The number is 1 if the host needs
-        the results of each step: the sampling support, the expert routing, or the tokens for the
-        next draft.
+        the results of each step: the sampling support, the expert routing, the tokens for the next
+        draft, or the tokens for the next mask of a grammar.
         """
         options = self._batch_options
         speculation = self._state.speculation
         if (
             options.returns_support
             or options.routes
+            or _has_grammar(self._running)
             or (speculation.tokens and len(self._running) <= speculation.rows)
         ):
             return 1
@@ -605,6 +607,8 @@ class Scheduler:
         if draft is not None:
             self._state.num_accepted_tokens += count - 1
 
+        if response.request.grammar_matcher is not None:
+            response.request.grammar_matcher.accept(tokens[:count])
         response.tokens += tokens[:count]
         response.logprobs += logprobs[:count]
         response.versions += [self._state.version] * count
@@ -668,3 +672,8 @@ class Scheduler:
             response.row = target
         self._state.cache.copy_rows(sources, targets, width)
         self._running = sort_by_row(self._running)
+
+
+def _has_grammar(responses: Sequence[DecodedResponse]) -> bool:
+    """Return whether a response follows a grammar, whose mask depends on the token before it."""
+    return any(response.request.sampling.grammar is not None for response in responses)

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from aligner.data.types import SamplingSupport
+from aligner.data.types import SamplingSupport, unpack_token_masks
 from aligner.engines.embedded.decoded_response import FULL_VOCABULARY, DecodedResponse
 from aligner.engines.embedded.decoder import Step
 from aligner.engines.embedded.engine_state import EngineState
@@ -57,7 +57,10 @@ class TokenSampler:
         logits_shard = self._state.forward(step, self._state.cache)
         random_numbers = self._get_random_numbers(responses, step.tokens_per_row)
         is_stop_allowed = self._build_stop_mask(responses, step.tokens_per_row)
-        results, support = self._sample_and_broadcast(logits_shard, random_numbers, is_stop_allowed)
+        grammar_masks = _compute_grammar_masks(responses)
+        results, support = self._sample_and_broadcast(
+            logits_shard, random_numbers, is_stop_allowed, grammar_masks
+        )
         tokens, logprobs, counts = results
 
         supports = [FULL_VOCABULARY] * len(logits_shard)
@@ -123,7 +126,11 @@ class TokenSampler:
         return torch.tensor(is_stop_allowed, device=self._state.device)
 
     def _sample_and_broadcast(
-        self, logits_shard: Tensor, random_numbers: Tensor | None, is_stop_allowed: Tensor | None
+        self,
+        logits_shard: Tensor,
+        random_numbers: Tensor | None,
+        is_stop_allowed: Tensor | None,
+        grammar_masks: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, SamplingSupport | None]:
         """Sample one token per row on the replica's first rank, and broadcast it. Collective.
 
@@ -134,6 +141,8 @@ class TokenSampler:
             random_numbers: Random numbers, float64 [R]; None for greedy decoding.
             is_stop_allowed: bool [R], False if a stop token is not allowed yet; None if it is
                 allowed in all rows.
+            grammar_masks: Indices of the rows that follow a grammar, int64 [G], and their masks,
+                int32 [G, V / 32]; None if there are none. Only the first rank has them.
 
         Returns:
             The tokens, log-probs and sizes of the sampling supports, as the rows of one float64
@@ -145,6 +154,11 @@ class TokenSampler:
         results = torch.zeros(3, len(logits_shard), dtype=torch.float64, device=self._state.device)
         support = None
         if logits is not None:
+            if grammar_masks is not None:
+                rows, masks = (tensor.to(logits.device) for tensor in grammar_masks)
+                logits[rows] = logits[rows].masked_fill(
+                    ~unpack_token_masks(masks, 0, logits.shape[1]), float("-inf")
+                )
             # `sample_tokens` overwrites the logits, and its log-probs are not batch-invariant.
             exact_logits = None
             if self._state.decoder.is_exact:
@@ -161,3 +175,20 @@ class TokenSampler:
                     exact_logits.masked_fill_(~support_mask, float("-inf"))
                 results[1] = batch_invariant.logprobs(exact_logits, results[0].long())
         return self._state.decoder.broadcast(results), support
+
+
+def _compute_grammar_masks(
+    responses: Sequence[DecodedResponse],
+) -> tuple[Tensor, Tensor] | None:
+    """Return the indices of the rows that follow a grammar, int64 [G], and the masks of their next
+    tokens, int32 [G, V / 32]; None if there are none."""
+    matchers = [
+        (row, response.request.grammar_matcher)
+        for row, response in enumerate(responses)
+        if response.request.grammar_matcher is not None
+    ]
+    if not matchers:
+        return None
+    rows = torch.tensor([row for row, _ in matchers])
+    masks = np.stack([matcher.compute_mask() for _, matcher in matchers])
+    return rows, torch.from_numpy(masks)

@@ -72,6 +72,8 @@ class Response:
             logprobs=torch.tensor(self.logprobs, dtype=torch.float32),
             weight_versions=torch.tensor(self.weight_versions, dtype=torch.int64),
             finish_reason=self.finish_reason or "interrupted",
+            grammar=self.request.grammar,
+            grammar_start=self.request.first_grammar_token,
         )
 
 

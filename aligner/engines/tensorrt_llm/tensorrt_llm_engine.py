@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from torch.multiprocessing.reductions import reduce_tensor
 
 from aligner.data.model_directory import assemble_stored_tensors
-from aligner.engines.engine_protocol import SamplingOptions
+from aligner.engines.engine_protocol import EngineRequest, SamplingOptions
 from aligner.engines.external.external_engine import ExternalEngine, WeightPiece
 from aligner.engines.external.gpu_identity import gather_gpus
 from aligner.engines.tensorrt_llm.llm_client import NAME, TensorRTLLMClient, parse_gpu_index
@@ -89,6 +89,13 @@ class TensorRTLLMEngine(ExternalEngine):
             )
 
         self._replica.run_on_rank0("starting TensorRT-LLM", start)
+
+    def _find_unsupported(self, request: EngineRequest) -> str | None:
+        # TensorRT-LLM's own guided decoding allows only the model's end token at the end of a text,
+        # and its log-probs are not restricted to the allowed tokens.
+        if request.grammar is None:
+            return None
+        return f"{NAME}: guided decoding is not supported; set engine.kind=embedded or vllm"
 
     def _unsupported_option(self, options: SamplingOptions) -> str | None:
         requested_option = None

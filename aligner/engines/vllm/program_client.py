@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import subprocess
+import tempfile
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +20,9 @@ from typing import Any
 import psutil
 import torch
 
-from aligner.engines.engine_protocol import SamplingOptions
+from aligner.data import grammar_matcher
+from aligner.data.grammar_matcher import GrammarVocabulary
+from aligner.engines.engine_protocol import EngineRequest, SamplingOptions
 from aligner.engines.external.client import Client, shut_down_on_failure
 from aligner.engines.external.responses import Response, ResponseGenerator
 from aligner.errors import AlignerError, EngineExited
@@ -117,6 +120,7 @@ class Program:
     Attributes:
         process: The process.
         vllm_version: Version of vLLM; empty before `start`.
+        llguidance_version: Version of llguidance in vLLM's environment; None without it.
     """
 
     def __init__(self, python: str, environment: Mapping[str, str]) -> None:
@@ -162,6 +166,7 @@ class Program:
         self._exit_reason: str | None = None
         """Reason why the program no longer executes orders; None while it does."""
         self.vllm_version = ""
+        self.llguidance_version: str | None = None
 
     async def start(self, settings: Mapping[str, Any]) -> None:
         """Start the engine in the process.
@@ -187,6 +192,7 @@ class Program:
             )
 
         self.vllm_version = answer["release"]
+        self.llguidance_version = answer["llguidance"]
         self._read_task = asyncio.create_task(self._read_answers())
 
     def generate(self, tokens: Sequence[int], sampling: Mapping[str, Any]) -> Request:
@@ -348,6 +354,8 @@ class VLLMClient(Client):
         """
         super().__init__(NAME, settings.vllm.timeout_s)
         self._update_timeout_s = settings.update_timeout_s
+        self._vocabulary_files: dict[GrammarVocabulary, Path] = {}
+        """Files that the workers read the tokens' bytes from, for guided decoding."""
         with shut_down_on_failure(NAME, self.shutdown):
             self._program = Program(python, _build_environment(os.environ, settings, gpus))
             self._exit_stack.callback(self._program.terminate)
@@ -422,6 +430,17 @@ class VLLMClient(Client):
         """
         max_tokens = response.max_tokens - len(response.tokens)
         min_tokens = max(0, options.min_new_tokens - len(response.tokens))
+        extra_arguments: dict[str, Any] = {}
+        if (grammar := response.request.grammar) is not None:
+            # The grammar decides when a stop token is allowed.
+            min_tokens = 0
+            extra_arguments = {
+                "grammar": grammar.text,
+                "stop_token_ids": list(grammar.stop_token_ids),
+                "grammar_tokens": len(tokens) - response.request.first_grammar_token,
+                "matcher_file": grammar_matcher.__file__,
+                "vocabulary_file": self._write_vocabulary(response.request),
+            }
         return self._program.generate(
             tokens,
             {
@@ -437,8 +456,34 @@ class VLLMClient(Client):
                 "stop_token_ids": list(options.stop_token_ids),
                 # The model's own end token has no effect; only `stop_token_ids` end a response.
                 "ignore_eos": True,
+                "extra_args": extra_arguments,
             },
         )
+
+    def find_grammar_problem(self) -> str | None:
+        """Return why vLLM cannot follow a grammar; None if it can."""
+        version = self._program.llguidance_version
+        if version == grammar_matcher.VERSION:
+            return None
+        return (
+            f"guided decoding requires the same version of llguidance in {NAME}'s environment and"
+            f" in aligner's: got {version} and {grammar_matcher.VERSION}; install the version of"
+            f" {NAME}'s environment with pip install llguidance==VERSION"
+        )
+
+    def _write_vocabulary(self, request: EngineRequest) -> str:
+        """Return the path of the file with the request's vocabulary, written at the first use."""
+        assert request.grammar_matcher is not None
+        vocabulary = request.grammar_matcher.vocabulary
+        if vocabulary not in self._vocabulary_files:
+            if not self._vocabulary_files:
+                directory = tempfile.TemporaryDirectory(prefix="aligner-grammars-")
+                self._exit_stack.callback(directory.cleanup)
+                self._vocabulary_directory = Path(directory.name)
+            file = self._vocabulary_directory / f"{len(self._vocabulary_files)}.json"
+            vocabulary.save(file)
+            self._vocabulary_files[vocabulary] = file
+        return str(self._vocabulary_files[vocabulary])
 
 
 def _build_environment(

@@ -3,12 +3,16 @@
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed import ProcessGroup
 
-from aligner.engines.engine_protocol import SamplingOptions, compute_weight_format
+from aligner.engines.engine_protocol import (
+    EngineRequest,
+    SamplingOptions,
+    compute_weight_format,
+)
 from aligner.engines.external.external_engine import ExternalEngine, WeightPiece
 from aligner.engines.external.gpu_identity import gather_gpus
 from aligner.engines.vllm.program.weight_memory import (
@@ -89,6 +93,11 @@ class VLLMEngine(ExternalEngine):
             )
 
         self._replica.run_on_rank0("starting vLLM", start)
+
+    def _find_unsupported(self, request: EngineRequest) -> str | None:
+        if request.grammar is None:
+            return None
+        return cast("VLLMClient", self._client).find_grammar_problem()
 
     def _unsupported_option(self, options: SamplingOptions) -> str | None:
         if options.returns_support:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import grammar_processor
 from torch import Tensor
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
@@ -187,11 +188,13 @@ _original_forward = Sampler.forward
 def _forward_with_logprobs(
     self: Sampler, logits: Tensor, sampling_metadata: SamplingMetadata, *args: Any, **kwargs: Any
 ) -> Any:
-    """Run vLLM's sampler, with log-probs at the sampling temperature.
+    """Run vLLM's sampler, with log-probs at the sampling temperature, over the tokens that grammars
+    allow.
 
     vLLM returns log-probs either before the temperature is applied, or after top-k, top-p and
     min-p. aligner needs log-probs between these two steps.
     """
+    grammar_processor.mask_logits(logits, sampling_metadata)
     temperatures = sampling_metadata.temperature
     # vLLM's `forward` calls this method with the logits as the model returned them, because
     # `logprobs_mode` is `raw_logprobs`.
@@ -206,12 +209,14 @@ def _compute_logprobs(temperatures: Tensor | None, logits: Tensor) -> Tensor:
 
 
 Sampler.forward = _forward_with_logprobs
+grammar_processor.install()
 
 
 class AlignerWorker:
     """Mixin for a vLLM worker; the worker's process imports this module to get it."""
 
     weight_transfer_engine: SharedMemoryEngine
+    model_runner: Any
     finish_weight_update: Callable[[], None]
 
     def call_method(self, name: str, **arguments: Any) -> str | None:
@@ -241,6 +246,8 @@ class AlignerWorker:
         if names := sorted(self.weight_transfer_engine.missing_parameters):
             raise ValueError(f"vLLM's model received no weights for {', '.join(names)}")
 
+        # Set here, because the model runner's batch does not exist when the worker is created.
+        grammar_processor.GrammarProcessor.input_batch = self.model_runner.input_batch
         self.finish_weight_update()
         if names := self.weight_transfer_engine.find_nan_parameters():
             raise ValueError(f"vLLM's model has NaN weights in {', '.join(names)}")

@@ -277,7 +277,7 @@ async def serve(connection: socket.socket) -> None:
 
     vllm_started.set()
     server = Server(llm, answers)
-    server.send_answer(release=release)
+    server.send_answer(release=release, llguidance=_get_llguidance_version())
 
     reading = asyncio.create_task(_read_orders(orders, server))
     waiting_for_exit = asyncio.create_task(server.engine_exited.wait())
@@ -285,6 +285,16 @@ async def serve(connection: socket.socket) -> None:
     with contextlib.suppress(ConnectionError):
         await answers.drain()
     llm.shutdown()
+
+
+def _get_llguidance_version() -> str | None:
+    """Return the version of llguidance; None if it is not installed."""
+    try:
+        import llguidance
+    except ImportError:
+        return None
+    version: str = llguidance.get_version()
+    return version
 
 
 async def _read_orders(orders: asyncio.StreamReader, server: Server) -> None:
