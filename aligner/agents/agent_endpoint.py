@@ -40,6 +40,7 @@ from aligner.agents.protocols.requests import (
 )
 from aligner.agents.protocols.response_store import ResponseStore
 from aligner.agents.protocols.wire_format import parse_body
+from aligner.agents.response_grammars import build_request_grammar
 from aligner.data.chat_turns import ChatTurns, Conversation, NewBranch
 from aligner.data.tokenizer import Tokenizer
 from aligner.data.types import Completion
@@ -63,6 +64,8 @@ class PendingCompletion:
     """Maximum number of tokens of the completion; the context may leave fewer."""
     stop: tuple[str, ...]
     """Stop strings of the request."""
+    grammar: str | None
+    """Grammar of the completion; None if the request requires none."""
     repeats: int
     """Number of earlier completions with the same input."""
     task: "asyncio.Task[Completion]"
@@ -118,10 +121,12 @@ class AgentSession:
     name: str
     """Name of the episode, part of its URL and of the ids of its responses."""
     context: SessionContext
-    generate: Callable[[Tensor, int, tuple[str, ...], int], Coroutine[Any, Any, Completion]]
+    generate: Callable[
+        [Tensor, int, tuple[str, ...], str | None, int], Coroutine[Any, Any, Completion]
+    ]
     """Function that generates a completion. Its arguments are the input tokens, int64 [T], the
-    maximum number of generated tokens, the stop strings of the request, and the number of earlier
-    requests with the same input."""
+    maximum number of generated tokens, the stop strings and the grammar of the request, and the
+    number of earlier requests with the same input."""
     end_episode: Callable[[], None]
     """Function that ends the episode with its current turns."""
     worker_key: str = field(default_factory=lambda: secrets.token_urlsafe(16))
@@ -200,6 +205,11 @@ class AgentSession:
 
         try:
             conversation, input_tokens = self._tokenize(request)
+            grammar = None
+            if conversation is not None:
+                grammar = build_request_grammar(
+                    request, conversation.text, self.context.tokenizer, self.context.get_chat
+                )
         except RequestError:
             raise
         except AlignerError as error:
@@ -210,7 +220,7 @@ class AgentSession:
         max_tokens = self.context.settings.max_turn_tokens
         max_tokens = min(max_tokens, request.max_tokens or max_tokens)
         pending_completions = [
-            self._get_or_start_completion(input_tokens, max_tokens, request.stop)
+            self._get_or_start_completion(input_tokens, max_tokens, request.stop, grammar)
             for _ in range(request.n)
         ]
         try:
@@ -409,13 +419,14 @@ class AgentSession:
         return [Answer("", "length", length)] * request.n
 
     def _get_or_start_completion(
-        self, input_tokens: Tensor, max_tokens: int, stop: tuple[str, ...]
+        self, input_tokens: Tensor, max_tokens: int, stop: tuple[str, ...], grammar: str | None
     ) -> PendingCompletion:
         """Return an abandoned completion with the same input and limits, else start a new one."""
         for pending in self._abandoned_completions:
             if (
                 pending.max_tokens == max_tokens
                 and pending.stop == stop
+                and pending.grammar == grammar
                 and torch.equal(pending.input_tokens, input_tokens)
                 and not pending.task.cancelled()
             ):
@@ -425,8 +436,8 @@ class AgentSession:
         # repeated requests of the same input get different random numbers
         input_bytes = input_tokens.numpy().tobytes()
         repeats = self._request_counts[input_bytes]
-        task = asyncio.create_task(self.generate(input_tokens, max_tokens, stop, repeats))
-        pending = PendingCompletion(input_tokens, max_tokens, stop, repeats, task)
+        task = asyncio.create_task(self.generate(input_tokens, max_tokens, stop, grammar, repeats))
+        pending = PendingCompletion(input_tokens, max_tokens, stop, grammar, repeats, task)
         self._request_counts[input_bytes] += 1
         self._tasks_in_flight.add(task)
         task.add_done_callback(self._tasks_in_flight.discard)

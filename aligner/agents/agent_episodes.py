@@ -30,6 +30,7 @@ from aligner.agents.recorded_turns import (
     RecordedTurns,
     build_partial_sample,
     cut_at_stop,
+    has_grammar,
     join_completions,
 )
 from aligner.data.chat_turns import ChatTurns
@@ -439,7 +440,12 @@ class _AgentEpisodeRun:
         return sample
 
     async def _generate(
-        self, input_tokens: Tensor, max_tokens: int, stop: tuple[str, ...], repeats: int
+        self,
+        input_tokens: Tensor,
+        max_tokens: int,
+        stop: tuple[str, ...],
+        grammar: str | None,
+        repeats: int,
     ) -> Completion:
         """Return a completion that the agent has requested; runs in the endpoint's thread.
 
@@ -461,10 +467,13 @@ class _AgentEpisodeRun:
             max_new_tokens=max_tokens,
             min_new_tokens=min(self._options.min_new_tokens, max_tokens),
             stop=(*self._options.stop, *stop),
+            grammar=grammar,
         )
         prompt_id = self._request.prompt.id
         key = RequestKey(prompt_id, self._request.sample_index, len(input_tokens), repeats)
         recorded = self._recorded_turns.pop(input_tokens, repeats)
+        if recorded is not None and not has_grammar(recorded, grammar):
+            recorded = None
         if recorded is not None:
             recorded = cut_at_stop(recorded, input_tokens, sampling, source.tokenizer)
         if recorded is not None and recorded.finish_reason != "interrupted":
@@ -499,6 +508,7 @@ class _AgentEpisodeRun:
             key=key,
             is_continued=True,
             stop_search_start=len(input_tokens) + sampling.min_new_tokens,
+            grammar_start=len(input_tokens),
         )
         return join_completions(recorded, rest)
 

@@ -34,7 +34,6 @@ from aligner.agents.protocols.requests import (
     ChatRequest,
     ModelRequest,
     RequestError,
-    refuse_unsupported,
 )
 from aligner.agents.protocols.response_store import ResponseStore
 from aligner.agents.protocols.responses_api import RESPONSES
@@ -255,7 +254,6 @@ class ModelServer:
         response_id = "-".join(part for part in id_parts if part)
         parsed = wire_format.parse(content, RequestContext(response_id, backend.stored_responses))
         self._log_ignored_fields(parsed.request)
-        refuse_unsupported(parsed.request)
 
         answers = await _await_connected(backend.answer(parsed.request), http_request, backend.name)
         if answers is None:

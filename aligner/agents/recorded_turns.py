@@ -57,12 +57,17 @@ class RecordedTurns:
                 input_tokens = sequence.tokens[: sequence.prompt_length + start]
                 input_bytes = input_tokens.numpy().tobytes()
                 support = sequence.sampling_support
+                grammar = next(
+                    (span.grammar for span in sequence.grammar_spans if span.start == start), None
+                )
                 completion = Completion(
                     tokens=sequence.response[start:end],
                     logprobs=sequence.engine_logprobs[start:end],
                     weight_versions=sequence.weight_versions[start:end],
                     finish_reason="interrupted",
                     sampling_support=None if support is None else support.select(slice(start, end)),
+                    grammar=grammar,
+                    grammar_start=len(input_tokens),
                 )
                 turns.append(RecordedTurn(input_tokens, counts[input_bytes], completion))
                 counts[input_bytes] += 1
@@ -147,6 +152,12 @@ def cut_at_stop(
     )
 
 
+def has_grammar(completion: Completion, grammar: str | None) -> bool:
+    """Return whether a recorded completion follows a grammar; None: whether it follows none."""
+    recorded = None if completion.grammar is None else completion.grammar.text
+    return recorded == grammar
+
+
 def join_completions(first: Completion, second: Completion) -> Completion:
     """Return a completion of which the generation was interrupted after `first`."""
     supports = (first.sampling_support, second.sampling_support)
@@ -166,6 +177,8 @@ def join_completions(first: Completion, second: Completion) -> Completion:
         weight_versions=torch.cat([first.weight_versions, second.weight_versions]),
         finish_reason=second.finish_reason,
         sampling_support=support,
+        grammar=second.grammar,
+        grammar_start=second.grammar_start,
     )
 
 

@@ -1,21 +1,25 @@
 """Grammars of responses that agents request: JSON in a given format, and tool calls.
 
 A request constrains the response with `response_format` (or `guided_json`), `tool_choice` and
-`parallel_tool_calls`. `build_response_grammar` writes these constraints as one grammar, in the
-format in which the model's chat template writes tool calls. Reasoning before the response is free.
+`parallel_tool_calls`. `build_request_grammar` reads these fields, and `build_response_grammar`
+writes them as one grammar, in the format in which the model's chat template writes tool calls.
+Reasoning before the response is free.
 
 The grammars are texts in llguidance's dialect of Lark:
 https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from aligner.data.grammars import check_json_schema
+from aligner.agents.protocols.requests import ChatRequest, ModelRequest, NamedTool
+from aligner.data.chat_turns import ChatTurns
+from aligner.data.grammars import check_grammar, check_json_schema
 from aligner.data.tokenizer import Tokenizer
 from aligner.data.tool_calls import THINK_END, THINK_START, ToolFormat
+from aligner.data.types import Grammar
 from aligner.errors import AlignerError
 
 Reasoning = Literal["none", "optional", "begun"]
@@ -41,6 +45,81 @@ class CallRules:
     """Whether the response consists of calls; otherwise it may be text, too."""
     is_parallel: bool
     """Whether the response may have several calls."""
+
+
+def build_request_grammar(
+    request: ModelRequest,
+    prompt: str | None,
+    tokenizer: Tokenizer,
+    get_chat: Callable[[], ChatTurns],
+) -> str | None:
+    """Return the grammar that a request requires of its answers; None if it requires none.
+
+    Args:
+        request: The request.
+        prompt: The rendered conversation of the request, with the generation prompt; None if the
+            model has no chat template.
+        tokenizer: The model's tokenizer.
+        get_chat: Function that returns the chat template with its format of tool calls.
+
+    Raises:
+        AlignerError: A schema is invalid or cannot be satisfied, or the model does not support the
+            required tool calls.
+    """
+    if not isinstance(request, ChatRequest):
+        return None
+    schema = None
+    if request.response_format is not None:
+        schema = request.response_format.schema
+        # JSON mode without a schema: any object
+        schema = {"type": "object"} if schema is None else schema
+    calls = _build_call_rules(request)
+    is_constrained = schema is not None or (
+        calls is not None and (calls.is_required or not calls.is_parallel)
+    )
+    if not is_constrained:
+        return None
+
+    tool_format = None if calls is None else get_chat().tool_format
+    # a model that cannot call tools answers with text, unless calls are required
+    if calls is not None and tool_format is None and not calls.is_required:
+        calls = None
+    grammar = build_response_grammar(
+        tokenizer,
+        schema=schema,
+        calls=calls,
+        tool_format=tool_format,
+        reasoning="none" if prompt is None else detect_reasoning(tokenizer, prompt),
+    )
+    if grammar is not None:
+        check_grammar(tokenizer.grammar_vocabulary, Grammar(grammar, tokenizer.eos_token_ids))
+    return grammar
+
+
+def _build_call_rules(request: ChatRequest) -> CallRules | None:
+    """Return the tool calls that the answer to a request may have; None if it may have none.
+
+    Raises:
+        AlignerError: `tool_choice` requires a call of a tool that the request does not have.
+    """
+    choice = request.tool_choice
+    if choice == "none":
+        return None
+    tools = request.tools
+    if isinstance(choice, NamedTool):
+        names = [tool.get("function", {}).get("name") for tool in tools]
+        tools = tuple(tool for tool, name in zip(tools, names, strict=True) if name == choice.name)
+        if not tools:
+            raise AlignerError(
+                f"tool_choice: names the tool {choice.name!r}; must be one of the tools of the"
+                f" request: {', '.join(map(str, names)) or 'it has none'}"
+            )
+    if not tools:
+        if choice == "required":
+            raise AlignerError("tool_choice=required: the request has no tools")
+        return None
+    is_required = choice == "required" or isinstance(choice, NamedTool)
+    return CallRules(tools, is_required=is_required, is_parallel=request.parallel_tool_calls)
 
 
 def build_response_grammar(

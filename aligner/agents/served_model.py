@@ -23,6 +23,7 @@ from aligner.agents.protocols.requests import (
     TextRequest,
 )
 from aligner.agents.protocols.response_store import ResponseStore
+from aligner.agents.response_grammars import build_request_grammar
 from aligner.data.chat_turns import ChatTurns, Conversation
 from aligner.data.export import Source
 from aligner.engines.embedded.embedded_engine import EmbeddedEngine
@@ -249,9 +250,15 @@ class ServedModel:
                 greedy=_get_temperature(sampling) == 0,
                 stop_token_ids=tuple(dict.fromkeys((*stop_token_ids, *request.stop_token_ids))),
                 stop=request.stop,
+                grammar=self._build_grammar(request, prompt),
             )
         except AlignerError as error:
             raise RequestError(400, str(error)) from error
+
+    def _build_grammar(self, request: ModelRequest, prompt: _Prompt) -> str | None:
+        """Return the grammar that a request requires of its answers; None if it requires none."""
+        text = None if prompt.conversation is None else prompt.conversation.text
+        return build_request_grammar(request, text, self._tokenizer, lambda: self._chat_with_tools)
 
     async def _generate_answer(
         self, request: ModelRequest, prompt: _Prompt, options: SamplingOptions | None, index: int

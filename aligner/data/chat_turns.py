@@ -84,7 +84,8 @@ class ChatTurns:
         """
         self._tokenizer = tokenizer
         self._template = tokenizer.chat_template
-        self._tool_format = tool_format
+        self.tool_format = tool_format
+        """Format in which the model writes tool calls; None: calls are not parsed."""
 
     @classmethod
     def for_tokenizer(cls, tokenizer: Tokenizer) -> "ChatTurns":
@@ -285,7 +286,7 @@ class ChatTurns:
         is_reasoning = conversation.text.rstrip().endswith(THINK_START)
         return parse_turn(
             text,
-            self._tool_format,
+            self.tool_format,
             len(conversation.messages),
             is_reasoning=is_reasoning,
             id_key=conversation.call_id_key,

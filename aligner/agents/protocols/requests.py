@@ -194,21 +194,3 @@ class Answer:
         ]
         # OpenAI's format has null, not an empty text, as the content of a pure tool call
         return {"role": "assistant", "content": self.content or None, "tool_calls": tool_calls}
-
-
-def refuse_unsupported(request: ModelRequest) -> None:
-    """Raise RequestError if a request requires a feature that the server does not have.
-
-    These features need guided decoding, which constrains the sampled tokens by a grammar.
-    """
-    if not isinstance(request, ChatRequest):
-        return
-    problem = None
-    if request.response_format is not None:
-        problem = "response_format: must be text"
-    elif request.tools and request.tool_choice not in ("auto", "none"):
-        problem = "tool_choice: must be auto or none"
-    elif request.tools and not request.parallel_tool_calls:
-        problem = "parallel_tool_calls: must be true"
-    if problem is not None:
-        raise RequestError(400, f"{problem}; other values are not supported", "unsupported")
