@@ -53,10 +53,6 @@ class Case:
         return "-".join(filter(None, (program, self.argument, self.mode)))
 
 
-FORMAT = "response_format"
-REQUIRED = "tool_choice: required"
-
-
 def _with_tool(environment: str, argument: str = "", **changes: Any) -> Case:
     """Return an episode in which the policy calls the tool, and answers with a sentence."""
     fields: dict[str, Any] = {"turns": (MULTIPLY, SENTENCE), "calls": 1} | changes
@@ -71,37 +67,32 @@ def _structured(environment: str, argument: str = "", **changes: Any) -> Case:
 
 CASES = (
     _with_tool("openai"),
-    _structured("openai", missing=FORMAT),
+    _structured("openai"),
     _with_tool("openai", program="openai_responses"),
-    _structured("openai", program="openai_responses", missing=FORMAT),
+    _structured("openai", program="openai_responses"),
     _with_tool("openai_node"),
-    _structured("openai_node", missing=FORMAT),
+    _structured("openai_node"),
     _with_tool("openai_agents"),
-    _structured("openai_agents", missing=FORMAT),
+    _structured("openai_agents"),
     _with_tool("openai_agents", "stream"),
     _with_tool("openai_agents", "chat"),
-    _structured("openai_agents", "chat", missing=FORMAT),
+    _structured("openai_agents", "chat"),
     _with_tool("ai_sdk"),
-    _structured("ai_sdk", missing=FORMAT),
+    _structured("ai_sdk"),
     _with_tool("ai_sdk", "stream"),
     _with_tool("ai_sdk", "chat"),
-    _structured("ai_sdk", "chat", missing=FORMAT),
+    _structured("ai_sdk", "chat"),
     _with_tool("langgraph"),
-    _structured(
-        "langgraph", turns=(MULTIPLY, call("Product", **PRODUCT)), calls=1, missing=REQUIRED
-    ),
-    _structured("langgraph", "provider", turns=(MULTIPLY, PRODUCT_TEXT), calls=1, missing=FORMAT),
+    _structured("langgraph", turns=(MULTIPLY, call("Product", **PRODUCT)), calls=1),
+    _structured("langgraph", "provider", turns=(MULTIPLY, PRODUCT_TEXT), calls=1),
     _with_tool("pydantic_ai"),
-    _structured(
-        "pydantic_ai", turns=(MULTIPLY, call("final_result", **PRODUCT)), calls=1, missing=REQUIRED
-    ),
-    _structured("pydantic_ai", "native", turns=(MULTIPLY, PRODUCT_TEXT), calls=1, missing=FORMAT),
+    _structured("pydantic_ai", turns=(MULTIPLY, call("final_result", **PRODUCT)), calls=1),
+    _structured("pydantic_ai", "native", turns=(MULTIPLY, PRODUCT_TEXT), calls=1),
     _with_tool(
         "smolagents",
         turns=(MULTIPLY, call("final_answer", answer=SENTENCE)),
         result_type="AgentText",
         branches=1,
-        missing=REQUIRED,
     ),
     _structured(
         "smolagents",
@@ -109,7 +100,6 @@ CASES = (
         calls=1,
         result_type="dict",
         branches=1,
-        missing=REQUIRED,
     ),
     _with_tool(
         "smolagents",
@@ -133,10 +123,9 @@ CASES = (
         ),
         calls=1,
         result_type="dict",
-        missing=FORMAT,
     ),
     _with_tool("litellm"),
-    _structured("litellm", missing=FORMAT),
+    _structured("litellm"),
     _with_tool(
         "dspy",
         turns=(
@@ -155,16 +144,15 @@ CASES = (
         result=42,
         result_type="int",
         branches=2,
-        missing=FORMAT,
     ),
-    _structured("dspy", turns=(json.dumps({"answer": PRODUCT}),), missing=FORMAT),
+    _structured("dspy", turns=(json.dumps({"answer": PRODUCT}),)),
     _with_tool("autogen"),
     _with_tool("autogen", "reflect", branches=1),
-    _structured("autogen", missing=FORMAT),
+    _structured("autogen"),
     _with_tool("llama_index"),
-    _structured("llama_index", turns=(call("Product", **PRODUCT),), missing=REQUIRED),
+    _structured("llama_index", turns=(call("Product", **PRODUCT),)),
     _with_tool("anthropic"),
     _with_tool("anthropic", "stream"),
-    _structured("anthropic", missing=FORMAT),
+    _structured("anthropic"),
 )
 """All episodes of `make test-frameworks`."""
