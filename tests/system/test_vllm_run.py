@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import psutil
 import pytest
 
-from benchmarks.runs import Launch
+from benchmarks.runs import Launch, run_to_end
 from tests.engines.vllm.shared_clients import NEEDED
 
 pytestmark = [*NEEDED, pytest.mark.timeout(900)]
@@ -59,3 +60,41 @@ def test_killed_vllm_worker_is_replaced(tmp_path: Path) -> None:
         ), run.report()
         assert [step["mismatch/logprob_abs"] < 1e-4 for step in run.metrics] == [True] * 8
         assert not program.is_running() or program.status() == psutil.STATUS_ZOMBIE
+
+
+AGENT = (
+    "algorithm=grpo",
+    "algorithm.minibatches=1",
+    "model.source=random",
+    "environment.target=null",
+    "environment.agent=tests.agents.openai_agents:calculates",
+    "environment.deadline_s=200",
+    "reward.function=digit_fraction",
+    "rollout.prompts_per_step=8",
+    "actor.optimizer.warmup_steps=0",
+    "evaluation.every=0",
+    "engine=vllm",
+    "engine.vllm.timeout_s=400",
+    "checkpoint.every=2",
+    "logging.samples_every=1",
+    "logging.tensorboard=false",
+    "run.steps=5",
+)
+
+
+def test_killed_run_of_agent_on_vllm_resumes(tmp_path: Path) -> None:
+    with Launch(tmp_path / "run", *AGENT, experiment="calculator") as launch:
+        launch.wait_for_step(3, timeout_s=400)
+        launch.interrupt(signal.SIGKILL)
+        launch.finish(200, orphans_s=60)
+        assert launch.processes() == []
+    assert launch.steps < 5
+    run = run_to_end(
+        tmp_path / "run", *AGENT, "run.resume=auto", experiment="calculator", timeout_s=400
+    )
+    assert run.code == 0, run.report()
+    assert [step["step"] for step in run.metrics] == [1, 2, 3, 4, 5]
+    assert all(
+        step["mismatch/logprob_abs"] < 1e-4 and step["rollout/skipped"] == 0 for step in run.metrics
+    )
+    assert max(step["episode/turns"] for step in run.metrics) > 1
