@@ -29,7 +29,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[1]
-_TIMED = ("time/", "throughput/", "episode/environment_s")
+_TIMED = ("time/", "throughput/", "episode/environment_s", "episode/retries/")
 _BESIDE = ("engine.placement=server", "rollout.max_staleness=1")
 _SUMS = ("experiment=arithmetic", "run.steps=20", "evaluation.every=20")
 _PPO = ("experiment=tiny_ppo", "run.steps=20")

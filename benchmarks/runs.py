@@ -225,7 +225,7 @@ def run_to_end(
 
 def repeatable(metrics: list[dict[str, float]]) -> list[dict[str, float]]:
     """Return metrics without those that measure time."""
-    timed = ("time/", "throughput/", "episode/environment_s")
+    timed = ("time/", "throughput/", "episode/environment_s", "episode/retries/")
     return [
         {key: value for key, value in step.items() if not key.startswith(timed)} for step in metrics
     ]

@@ -135,8 +135,10 @@ class AgentSession:
     """API key of the current attempt of the agent; None before the first attempt."""
     turns: list[AgentTurn] = field(default_factory=list)
     """Turns of the current attempt, in the order of their delivery."""
-    reward: float = 0.0
-    """Sum of the rewards that the agent has reported in the current attempt."""
+    reward: float | None = None
+    """Sum of the rewards that the agent has reported in the current attempt; None without any."""
+    has_server_error: bool = False
+    """Whether a request of the current attempt has failed with a server error (status 5xx)."""
     is_truncated: bool = False
     """Whether a limit on turns or on tokens has truncated the episode."""
     branch_counts: Counter[str] = field(default_factory=Counter)
@@ -169,7 +171,8 @@ class AgentSession:
         # in a run in which the agent did not fail.
         self.__post_init__()
         self.turns = []
-        self.reward = 0.0
+        self.reward = None
+        self.has_server_error = False
         # requests of an earlier attempt have another key and get the status 401
         self.agent_key = secrets.token_urlsafe(16)
         return self.agent_key
@@ -190,6 +193,16 @@ class AgentSession:
             RequestError: The request is invalid, the episode has reached its maximum number of
                 turns, or the episode has ended.
         """
+        try:
+            return await self._answer(request)
+        except RequestError:
+            raise
+        except Exception:  # the server answers with the status 500
+            self.has_server_error = True
+            raise
+
+    async def _answer(self, request: ModelRequest) -> list[Answer]:
+        """Return the answers to a request; see `answer`."""
         self._check_supported(request)
         attempt_key = self.agent_key
         # requests count when they arrive, so that concurrent requests cannot exceed the limit
@@ -574,7 +587,7 @@ class AgentServer(ModelServer):
         body = parse_body(_RewardBody, await self.read_body(request))
         if not is_finite_number(body.reward):
             raise RequestError(400, f"reward: must be a finite number, got {body.reward}")
-        session.reward += body.reward
+        session.reward = (session.reward or 0.0) + body.reward
         return JSONResponse({"reward": session.reward})
 
 

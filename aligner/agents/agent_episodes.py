@@ -22,9 +22,14 @@ from torch import Tensor
 
 from aligner.agents.agent_endpoint import AgentServer, AgentSession, AgentTurn, SessionContext
 from aligner.agents.environment_pool import EnvironmentPool
-from aligner.agents.episode_environment import Outcome
+from aligner.agents.episode_environment import EpisodeLost, Outcome
 from aligner.agents.episode_journal import EpisodeJournal, compute_call_digest
-from aligner.agents.episodes import build_lost_sample, build_task, report_lost_episode
+from aligner.agents.episodes import (
+    build_lost_sample,
+    build_task,
+    report_lost_episode,
+    with_report,
+)
 from aligner.agents.recorded_turns import (
     RecordedTurn,
     RecordedTurns,
@@ -35,6 +40,7 @@ from aligner.agents.recorded_turns import (
 )
 from aligner.data.chat_turns import ChatTurns
 from aligner.data.collectives import samples_from_tensors, samples_to_tensors
+from aligner.data.episode_reports import EpisodeReport, FailureKind
 from aligner.data.tokenizer import Tokenizer
 from aligner.data.types import Completion, Prompt, Sample
 from aligner.engines.engine_loop import (
@@ -300,6 +306,7 @@ class AgentEpisodes:
             asdict(options),
             self.settings.agent,
             self.settings.agent_command,
+            self.settings.failure_reward,
         ]
         branch_counts = _BranchCounts(len(requests))
         session_context = SessionContext(
@@ -354,8 +361,10 @@ class _AgentEpisodeRun:
     """The coroutine of one agent's episode.
 
     An episode is truncated when it reaches `environment.max_turns`, or when a request of its agent
-    leaves no room in the context. An episode whose agent fails after all retries, or sends no
-    request, has the reward NaN, and is not scored.
+    leaves no room in the context. An episode whose agent fails after a turn keeps its turns with
+    the reward that the agent has reported, else with `environment.failure_reward`. Without either,
+    and for all other failures, an episode that fails after all retries has the reward NaN, and is
+    not scored.
     """
 
     def __init__(
@@ -416,7 +425,11 @@ class _AgentEpisodeRun:
             "key": session.worker_key,
         }
         # `reset` runs the whole agent; see `AgentRun`
-        agent = source.agents.reset(name, fields, seed)
+        # A failure after which the episode keeps its turns is not retried: with the same random
+        # numbers, the policy would behave in the same way.
+        agent = source.agents.reset(
+            name, fields, seed, lambda kind: not self._keeps_turns(session, kind)
+        )
         # the episode ends when its agent ends, or when the session has reached a limit
         agent.add_done_callback(lambda future: _set_once(end_future, _get_error(future)))
         try:
@@ -429,10 +442,11 @@ class _AgentEpisodeRun:
         finally:
             # close the session first: an agent that still runs must not add turns
             source.server.close_session(session)
+            retries = source.agents.get_retries(name)
             source.agents.finish(name)
             source.engine.release(prompt.id, request.sample_index)
         self._branch_counts.add_episode(session.branch_counts, len(self._recorded_turns))
-        sample = self._build_sample(session, error).with_data_prompt(prompt.tokens)
+        sample = self._build_sample(session, error, retries).with_data_prompt(prompt.tokens)
         if source.turn_listener is not None:
             source.turn_listener(request, session.turns)
         if journal is not None:
@@ -527,22 +541,65 @@ class _AgentEpisodeRun:
         if self._calls:
             await asyncio.wait(self._calls)
 
-    def _build_sample(self, session: AgentSession, error: BaseException | None) -> Sample:
-        """Return the sample of an ended episode; a lost sample if its agent failed or made no turn.
+    def _build_sample(
+        self,
+        session: AgentSession,
+        error: BaseException | None,
+        retries: tuple[FailureKind, ...],
+    ) -> Sample:
+        """Return the sample of an ended episode.
 
-        An agent may fail because a limit has truncated its episode; such an episode is not lost.
+        The sample of a failed episode has its turns if `_keeps_turns`, else it is a lost sample.
         """
-        sample = None
-        if error is None or session.is_truncated:
+        failure = self._find_failure(session, error)
+        report = EpisodeReport(failure, retries)
+        if failure is None or self._keeps_turns(session, failure):
+            reward = session.reward
+            if failure is not None and reward is None:
+                reward = self._source.settings.failure_reward
             sample = build_episode_sample(
-                self._request, session.turns, session.reward, is_truncated=session.is_truncated
+                self._request, session.turns, reward or 0.0, is_truncated=session.is_truncated
             )
-        if sample is not None:
-            return sample
+            # a failure without turns has no attributable kind
+            assert sample is not None
+            return with_report(sample, report)
         report_lost_episode(
             str(error or f"episode {session.name}: no completion was generated for its agent")
         )
-        return build_lost_sample(self._request, self._source.tokenizer.pad_token_id)
+        lost_sample = build_lost_sample(self._request, self._source.tokenizer.pad_token_id)
+        return with_report(lost_sample, report)
+
+    def _find_failure(
+        self, session: AgentSession, error: BaseException | None
+    ) -> FailureKind | None:
+        """Return the kind of the failure of an ended episode; None if it did not fail.
+
+        An agent may fail because a limit has truncated its episode; this is no failure.
+        """
+        if session.turns and (error is None or session.is_truncated):
+            return None
+        if error is None:
+            kind = FailureKind.NO_TURN
+        elif isinstance(error, EpisodeLost):
+            kind = error.kind
+        else:
+            kind = FailureKind.INFRASTRUCTURE
+        return self._correct_kind(session, kind)
+
+    def _correct_kind(self, session: AgentSession, kind: FailureKind) -> FailureKind:
+        """Return the kind of a failure of the session's agent, from the kind that the pool found.
+
+        The pool knows neither the turns nor the requests of the agent.
+        """
+        if session.has_server_error:
+            return FailureKind.INFRASTRUCTURE
+        return kind if session.turns else kind.before_first_turn()
+
+    def _keeps_turns(self, session: AgentSession, kind: FailureKind) -> bool:
+        """Return whether an episode that has failed keeps its turns: the policy may have caused the
+        failure, and there is a reward for it."""
+        has_reward = session.reward is not None or self._source.settings.failure_reward is not None
+        return has_reward and self._correct_kind(session, kind).is_attributable
 
 
 def _set_once(future: "Future[BaseException | None]", value: BaseException | None) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import inspect
 import json
 import os
+import signal
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ from typing import Any
 
 import psutil
 
+from aligner.agents.failures import INFRASTRUCTURE_EXIT_CODE, InfrastructureError
 from aligner.errors import ConfigError
 from aligner.user_code import import_object
 from aligner.values import split_callable_name
@@ -20,7 +22,7 @@ _START_TIMEOUT_S = 30.0
 
 
 class AgentFailed(Exception):
-    """The command of an agent exited with a code other than 0."""
+    """The command of an agent exited with a code other than 0 and `INFRASTRUCTURE_EXIT_CODE`."""
 
 
 class AgentRun:
@@ -52,10 +54,15 @@ class AgentRun:
 
         Raises:
             AgentFailed: The command exited with a code other than 0.
+            InfrastructureError: The attempt could not start, or the command has reported an
+                infrastructure failure by its exit code.
             Exception: Any exception that the agent's function raises.
         """
         base_url = f"{task['url']}/v1"
-        api_key = await asyncio.to_thread(_start_attempt, task["url"], task["key"])
+        try:
+            api_key = await asyncio.to_thread(_start_attempt, task["url"], task["key"])
+        except OSError as error:  # includes urllib's errors
+            raise InfrastructureError(f"the attempt could not start: {error}") from error
         if self._function is None:
             await self._run_command(task["task"], base_url, api_key)
         elif inspect.iscoroutinefunction(self._function):
@@ -78,22 +85,26 @@ class AgentRun:
     async def _run_command(self, task: Mapping[str, Any], base_url: str, api_key: str) -> None:
         """Run the command with the task as JSON on its stdin.
 
-        Kills the command, with its child processes, if the call is cancelled. Raises AgentFailed.
+        Kills the command, with its child processes, if the call is cancelled. Raises AgentFailed or
+        InfrastructureError; see `reset`.
         """
         assert self._command is not None
         # the clients of OpenAI and Anthropic read their defaults from these environment variables
-        process = await asyncio.create_subprocess_exec(
-            *self._command,
-            stdin=asyncio.subprocess.PIPE,
-            env=os.environ
-            | {
-                "OPENAI_BASE_URL": base_url,
-                "OPENAI_API_KEY": api_key,
-                # Anthropic's client appends /v1 itself
-                "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),
-                "ANTHROPIC_API_KEY": api_key,
-            },
-        )
+        environment = os.environ | {
+            "OPENAI_BASE_URL": base_url,
+            "OPENAI_API_KEY": api_key,
+            # Anthropic's client appends /v1 itself
+            "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),
+            "ANTHROPIC_API_KEY": api_key,
+        }
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *self._command, stdin=asyncio.subprocess.PIPE, env=environment
+            )
+        except OSError as error:
+            raise InfrastructureError(
+                f"environment.agent_command: {self._command[0]} could not start: {error}"
+            ) from error
         try:
             await process.communicate(json.dumps(task).encode())
         finally:
@@ -102,7 +113,10 @@ class AgentRun:
                 _kill(process.pid)
                 await process.wait()
         if process.returncode:
-            raise AgentFailed(f"{' '.join(self._command)} exited with code {process.returncode}")
+            reason = f"{' '.join(self._command)} exited with code {process.returncode}"
+            if process.returncode in (INFRASTRUCTURE_EXIT_CODE, -signal.SIGKILL):
+                raise InfrastructureError(reason)
+            raise AgentFailed(reason)
 
 
 def _import_function(name: str) -> Callable[..., Any]:

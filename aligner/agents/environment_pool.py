@@ -25,6 +25,7 @@ from aligner.agents.worker_process import (
     WorkerProcess,
     WorkerSettings,
 )
+from aligner.data.episode_reports import FailureKind
 from aligner.errors import AlignerError, ConfigError
 from aligner.schema.environment import EnvironmentConfig
 
@@ -60,7 +61,9 @@ class _Worker:
             # Several episodes may await this task; cancelling one of them must not cancel it.
             return await asyncio.shield(self.starting)
         except ConfigError as error:  # the pool's first process could import the environment
-            raise EnvironmentFailed(f"the environment could not be imported: {error}") from error
+            raise EnvironmentFailed(
+                f"the environment could not be imported: {error}", FailureKind.INFRASTRUCTURE
+            ) from error
 
     async def close(self) -> None:
         """End the process, also if it is still starting."""
@@ -107,10 +110,12 @@ class _Episode:
     """The reset, then the steps, each as the `request` argument of `call_environment`."""
     digests: list[str]
     """Journal keys of the calls; the key of the reset covers the target and its arguments."""
+    should_retry: Callable[[FailureKind], bool]
+    """Function that returns whether a failure may be retried. It runs in the pool's thread."""
     answer: "Future[Outcome]" = field(default_factory=Future)
     """Answer to the last call."""
-    failures: int = 0
-    """Number of failures of the episode's environments."""
+    retries: list[FailureKind] = field(default_factory=list)
+    """Failures after which the episode has continued in a fresh environment."""
     slot: _Worker | None = None
     """Worker slot that the episode holds from its reset to its end."""
     environment: _Environment | None = None
@@ -128,8 +133,10 @@ class EnvironmentPool:
     failure is a call that takes longer than `deadline_s`, an exception, the exit of the process, or
     an invalid answer: a wrong type, a reward that is not finite, or an observation of more than
     `max_characters` characters. The episode is lost after more than `retries` failures, or if an
-    answer differs on replay. If the pool has to kill a process, the other episodes in the process
-    are replayed too, but this does not count as a failure of those episodes.
+    answer differs on replay. With `failure_reward`, a failed step that the policy may have caused
+    is not retried: the answer to this step is the end of the episode with that reward. If the pool
+    has to kill a process, the other episodes in the process are replayed too, but this does not
+    count as a failure of those episodes.
 
     `deadline_s` is wall-clock time, which starts when the call is sent to the process. A process
     runs the code of one environment at a time. Environments that await their input can share a
@@ -224,7 +231,13 @@ class EnvironmentPool:
             self.close()
             raise
 
-    def reset(self, episode: str, task: Mapping[str, Any], seed: int) -> "Future[Outcome]":
+    def reset(
+        self,
+        episode: str,
+        task: Mapping[str, Any],
+        seed: int,
+        should_retry: Callable[[FailureKind], bool] = lambda kind: True,
+    ) -> "Future[Outcome]":
         """Start an episode; the future returns the first observation.
 
         If all worker slots are in use, the episode waits, in the order of the resets, until another
@@ -234,6 +247,8 @@ class EnvironmentPool:
             episode: Name of the episode, unique among the open episodes.
             task: Input of the environment, as JSON values.
             seed: Seed of the environment's random choices.
+            should_retry: Function that returns whether a failure may be retried. It runs in the
+                pool's thread.
 
         Raises:
             AlignerError: The episode is already open, the task is not JSON, or the pool is not
@@ -253,7 +268,7 @@ class EnvironmentPool:
 
         # answers of another environment class or of other arguments must not be reused
         target = [self._settings.module, self._settings.name, self._settings.arguments]
-        state = _Episode(episode, [call], [compute_call_digest([*call, *target])])
+        state = _Episode(episode, [call], [compute_call_digest([*call, *target])], should_retry)
         self._episodes[episode] = state
         self._episodes_started += 1
         state.answer = self._run(self._run_call(state))
@@ -309,6 +324,10 @@ class EnvironmentPool:
         self._episodes_started = 0
         self._wait_times_s = []
         return sum(waits) / episodes if episodes else None
+
+    def get_retries(self, episode: str) -> tuple[FailureKind, ...]:
+        """Return the failures of an open episode after which its environment was started again."""
+        return tuple(self._episodes[episode].retries)
 
     def finish(self, episode: str) -> None:
         """End an episode, and close its environment in the background.
@@ -424,7 +443,7 @@ class EnvironmentPool:
     async def _answer_with_retries(self, episode: _Episode) -> Outcome:
         """Return the answer to the episode's last call, with retries in fresh environments.
 
-        Raises EpisodeLost after more than `retries` failures.
+        Raises EpisodeLost after more than `retries` failures, or if a failure must not be retried.
         """
         while True:
             try:
@@ -439,21 +458,28 @@ class EnvironmentPool:
                 call = 0 if environment is None else environment.calls
                 if environment is not None:
                     await self._close_environment(episode.name, environment)
-                episode.failures += 1
                 _log.warning(
-                    "episode %s: %s failed (failure %d): %s",
+                    "episode %s: %s failed (failure %d, %s): %s",
                     episode.name,
                     _get_call_name(call),
-                    episode.failures,
+                    len(episode.retries) + 1,
+                    error.kind.value,
                     error,
                 )
-                retries = self._limits.retries
-                if episode.failures > retries:
+                failure_reward = self._limits.failure_reward
+                # the policy may have caused the failure of its last action, and learns from it
+                is_action = 0 < call == len(episode.calls) - 1
+                if is_action and failure_reward is not None and error.kind.is_attributable:
+                    return Outcome("", failure_reward, done=True, failure=error.kind)
+                if len(episode.retries) >= self._limits.retries or not episode.should_retry(
+                    error.kind
+                ):
                     message = (
                         f"episode {episode.name}: {_get_call_name(call)} failed: {error}; gave up"
-                        f" after {retries} retries"
+                        f" after {len(episode.retries)} retries"
                     )
-                    raise EpisodeLost(message) from error
+                    raise EpisodeLost(message, error.kind) from error
+                episode.retries.append(error.kind)
 
     async def _send_calls(self, episode: _Episode) -> Outcome:
         """Send the calls that the environment has not answered yet; return the last answer.

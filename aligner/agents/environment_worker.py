@@ -27,6 +27,8 @@ from contextvars import ContextVar
 from typing import IO, Any
 
 from aligner.agents.episode_environment import InvalidAnswer, call_environment
+from aligner.agents.failures import classify_error
+from aligner.data.episode_reports import FailureKind
 from aligner.errors import ConfigError
 from aligner.user_code import describe_user_error, import_object, report_user_error
 
@@ -134,12 +136,15 @@ class _Host:
                 )
                 answer = vars(outcome)
         except InvalidAnswer as error:
-            answer = {"problem": str(error)}
+            answer = {"problem": str(error), "kind": FailureKind.ERROR.value}
         except BaseException as error:  # the user's code may raise anything
             traceback.print_exc()
             report_user_error(error)
             problem = f"{request[0]} raised {describe_user_error(error)}"
-            answer = {"problem": problem[:_MAX_MESSAGE_CHARACTERS]}
+            answer = {
+                "problem": problem[:_MAX_MESSAGE_CHARACTERS],
+                "kind": classify_error(error).value,
+            }
         self.send({"call": call, **answer})
 
     async def _close_environment(

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from aligner.data.episode_reports import FailureKind
 from aligner.errors import AlignerError
 from aligner.values import is_finite_number
 
@@ -68,6 +69,10 @@ class EpisodeEnvironment(Protocol):
 class EpisodeLost(AlignerError):
     """An episode cannot continue; the message contains its name, the call and the reason."""
 
+    def __init__(self, message: str, kind: FailureKind = FailureKind.INFRASTRUCTURE) -> None:
+        super().__init__(message)
+        self.kind = kind
+
 
 class InvalidAnswer(AlignerError):
     """An environment returned an invalid answer; the message says what is allowed."""
@@ -82,6 +87,8 @@ class Outcome:
     """Finite reward of the step; 0 for a reset."""
     done: bool = False
     """Whether the episode is over."""
+    failure: FailureKind | None = None
+    """Failure of the environment that has ended the episode; None if the environment answered."""
 
 
 async def call_environment(

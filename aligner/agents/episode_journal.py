@@ -18,6 +18,7 @@ import xxhash
 
 from aligner.agents.episode_environment import Outcome
 from aligner.data.checksums import DamagedError, seal, unseal
+from aligner.data.episode_reports import FailureKind
 from aligner.data.fencing import fenced_write
 from aligner.errors import AlignerError
 from aligner.files import append_to_file, open_new_file
@@ -151,7 +152,14 @@ class EpisodeJournal:
         if call > len(entries):
             raise ValueError(call)
         # A new answer invalidates the answers to all later calls, which depended on it.
-        outcome = Outcome(content["observation"], content["reward"], content["done"])
+        # absent in the journals of earlier versions of aligner
+        failure = content.get("failure")
+        outcome = Outcome(
+            content["observation"],
+            content["reward"],
+            content["done"],
+            None if failure is None else FailureKind(failure),
+        )
         self._live_size += size - sum(entry.size for entry in entries[call:])
         entries[call:] = [_Entry(content["asked"], outcome, size)]
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from aligner.agents.environment_pool import EnvironmentPool
 from aligner.agents.episode_environment import EpisodeLost, Observation, Outcome
 from aligner.data.chat_turns import ChatTurns, Conversation, NewBranch
+from aligner.data.episode_reports import EpisodeReport, FailureKind
 from aligner.data.stop_strings import StopSearch
 from aligner.data.tokenizer import Messages, Tokenizer
 from aligner.data.types import FinishReason, Prompt, Sample
@@ -70,6 +71,8 @@ class EpisodeState:
     rewards: list[tuple[int, float]] = field(default_factory=list)
     """Rewards of the current sequence, one per answered turn: the response index of the turn's last
     token, and the reward."""
+    failure: FailureKind | None = None
+    """Failure of the environment that has ended the episode; None if there was none."""
 
     @property
     def is_replayed(self) -> bool:
@@ -348,7 +351,8 @@ class _EpisodeRun:
     or the number of turns reaches its limit. If messages cannot be appended safely to the generated
     tokens, the whole conversation is rendered again, and a new branch continues from there; if that
     does not fit, the episode is truncated. An episode whose environment fails after all retries
-    has the reward NaN, and is not scored.
+    has the reward NaN, and is not scored. With `environment.failure_reward`, the pool answers with
+    the end of the episode instead if the policy may have caused the failure.
 
     An episode that continues a partial sample is replayed first: its environment receives the same
     actions, and must return the observations that the sample contains; otherwise the episode is
@@ -379,16 +383,28 @@ class _EpisodeRun:
         task, seed = build_task(prompt, source.tokenizer, source.seed)
         answer = source.environments.reset(episode.name, task, seed)
         try:
-            return await self._play(answer)
+            sample = await self._play(answer)
+            if sample.finish_reason == "unfinished":
+                return sample
+            return self._with_report(sample)
         except Interrupted:
             return episode.to_partial_sample()
         except EpisodeLost as error:
             report_lost_episode(str(error))
-            return build_lost_sample(episode.request, source.tokenizer.pad_token_id)
+            has_turn = episode.last_turn is not None
+            episode.failure = error.kind if has_turn else error.kind.before_first_turn()
+            return self._with_report(
+                build_lost_sample(episode.request, source.tokenizer.pad_token_id)
+            )
         finally:
             source.environments.finish(episode.name)
             # the engine holds the KV cache of an episode between its turns
             source.engine.release(prompt.id, episode.request.sample_index)
+
+    def _with_report(self, sample: Sample) -> Sample:
+        """Return the sample of the episode, which is still open, with its report."""
+        retries = self._source.environments.get_retries(self._episode.name)
+        return with_report(sample, EpisodeReport(self._episode.failure, retries))
 
     async def _play(self, answer: Any) -> Sample:
         """Alternate between observations and turns until the episode ends.
@@ -397,8 +413,8 @@ class _EpisodeRun:
             answer: Future of the environment's first observation.
 
         Raises:
-            EpisodeLost: The environment failed after all retries, or returned different answers on
-                replay.
+            EpisodeLost: The environment failed after all retries, returned different answers on
+                replay, or left no room for the first turn.
             Interrupted: The loop stopped while the episode waited for its environment.
         """
         episode = self._episode
@@ -417,16 +433,16 @@ class _EpisodeRun:
                 # the replay of the partial sample, if any, has ended; all later turns are generated
                 episode.partial_sample = None
                 if self._is_over(outcome):
+                    episode.failure = outcome.failure
                     return episode.to_sample("stop" if outcome.done else "length")
                 try:
                     sequence = self._continue(outcome)
                 except AlignerError as error:
                     _log.info("episode %s ended early: %s", episode.name, error)
                     if episode.sample is None:
-                        report_lost_episode(f"episode {episode.name}: {error}")
-                        return build_lost_sample(
-                            episode.request, self._source.tokenizer.pad_token_id
-                        )
+                        raise EpisodeLost(
+                            f"episode {episode.name}: {error}", FailureKind.NO_TURN
+                        ) from error
                     return episode.to_sample("length")
 
             # new turns and incomplete turns of the replay have to be generated
@@ -613,6 +629,11 @@ def build_task(prompt: Prompt, tokenizer: Tokenizer, seed: int) -> tuple[dict[st
     # runs with different seeds share no episode seed, as long as prompt ids are below a million
     episode_seed = seed * 1_000_003 + prompt.id
     return task, episode_seed
+
+
+def with_report(sample: Sample, report: EpisodeReport) -> Sample:
+    """Return the sample of an episode with its report, or unchanged if the report is empty."""
+    return sample if report.is_empty else replace(sample, report=report)
 
 
 def report_lost_episode(reason: str) -> None:

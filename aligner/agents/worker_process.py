@@ -17,6 +17,7 @@ from typing import Any
 
 from aligner.agents import environment_worker as environment_worker
 from aligner.agents.environment_worker import CLOSE, CLOSING_S, NOTE
+from aligner.data.episode_reports import FailureKind
 from aligner.errors import AlignerError, ConfigError
 
 # timeout in seconds for the start of the process and the import of the environment
@@ -34,6 +35,10 @@ _BYTES_PER_CHARACTER = 48
 
 class EnvironmentFailed(AlignerError):
     """An environment gave no valid answer. The message is a clause that can end a sentence."""
+
+    def __init__(self, message: str, kind: FailureKind) -> None:
+        super().__init__(message)
+        self.kind = kind
 
 
 class WorkerLost(AlignerError):
@@ -134,13 +139,17 @@ class WorkerProcess:
                 _get_pipe(self._process.stdout).readline(), _START_TIMEOUT_S
             )
         except asyncio.TimeoutError:
+            _, reason = await self._terminate()
             raise EnvironmentFailed(
-                f"the environment was not imported within {_START_TIMEOUT_S:g} s;"
-                f" {await self._terminate()}"
+                f"the environment was not imported within {_START_TIMEOUT_S:g} s; {reason}",
+                FailureKind.INFRASTRUCTURE,
             ) from None
         answer = json.loads(line or "null")
         if answer is None:
-            raise EnvironmentFailed(f"the environment was not imported; {await self._terminate()}")
+            _, reason = await self._terminate()
+            raise EnvironmentFailed(
+                f"the environment was not imported; {reason}", FailureKind.INFRASTRUCTURE
+            )
         if "refused" in answer:
             await self._terminate()
             raise ConfigError(answer["refused"])
@@ -188,7 +197,7 @@ class WorkerProcess:
             del self._pending[call]
 
         if "problem" in response:
-            raise EnvironmentFailed(response["problem"])
+            raise EnvironmentFailed(response["problem"], FailureKind(response["kind"]))
         del response["call"]
         return response
 
@@ -266,12 +275,22 @@ class WorkerProcess:
         self._is_lost = True
         # If the process has crashed in the code of an environment, the note contains its number.
         cause, reason = self._cause or (self._read_note()[0], "")
-        reason = f"{reason}; " * bool(reason) + await self._terminate()
+        code, exit_reason = await self._terminate()
+        reason = f"{reason}; " * bool(reason) + exit_reason
+        kind = FailureKind.ERROR
+        if self._cause is not None:
+            kind = FailureKind.TIMEOUT
+        elif not cause or code == -signal.SIGKILL:
+            # SIGKILL comes from outside the process, for example from the kernel's out-of-memory
+            # killer, which may have chosen any process.
+            kind = FailureKind.INFRASTRUCTURE
+
         # if the cause is unknown, each environment with a call in flight counts as failed
         for number, pending_answer in self._pending.values():
             if not pending_answer.done():
-                error_class = EnvironmentFailed if cause in (0, number) else WorkerLost
-                pending_answer.set_exception(error_class(reason))
+                pending_answer.set_exception(
+                    EnvironmentFailed(reason, kind) if cause in (0, number) else WorkerLost(reason)
+                )
 
     def _kill_because_of(self, cause: int, reason: str) -> None:
         """Kill the process because of environment `cause`; 0 if no environment is the cause."""
@@ -279,8 +298,9 @@ class WorkerProcess:
         self._is_lost = True
         self.kill()
 
-    async def _terminate(self) -> str:
-        """Kill the process group, release its resources, and return a description of its exit."""
+    async def _terminate(self) -> tuple[int, str]:
+        """Kill the process group, release its resources, and return its exit code and a description
+        of its exit."""
         self.kill()
         code = await self._process.wait()
         requests = _get_pipe(self._process.stdin)
@@ -289,8 +309,8 @@ class WorkerProcess:
             await requests.wait_closed()
         os.close(self._note_fd)
         if code < 0:
-            return f"its process was killed by {signal.Signals(-code).name}"
-        return f"its process exited with code {code}"
+            return code, f"its process was killed by {signal.Signals(-code).name}"
+        return code, f"its process exited with code {code}"
 
     def _read_note(self) -> tuple[int, int]:
         """Return the number of the environment whose code runs, 0 if none, and the step count."""
@@ -304,6 +324,9 @@ class WorkerProcess:
 
 class _LateAnswer(EnvironmentFailed):
     """The environment missed its deadline, but its process can still answer calls."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, FailureKind.TIMEOUT)
 
 
 def _get_pipe(stream: Any) -> Any:

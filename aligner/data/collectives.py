@@ -14,6 +14,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from aligner.data.episode_reports import EpisodeReport
 from aligner.data.types import (
     FINISH_REASONS,
     Grammar,
@@ -199,7 +200,9 @@ def samples_to_tensors(samples: Sequence[Sample]) -> dict[str, Tensor]:
             branches. The branches of a sample follow it in all other tensors.
         `data_prompts`, `data_prompt_lengths`: present if any sample has a `data_prompt`; the length
             of a sample without one is 0.
+        `reports`: see `reports_to_tensor`; present if any sample has a report.
     """
+    reports = reports_to_tensor(samples)
     branches = [len(sample.branches) for sample in samples]
     samples = [sequence for sample in samples for sequence in (sample, *sample.branches)]
     heads = [
@@ -227,6 +230,8 @@ def samples_to_tensors(samples: Sequence[Sample]) -> dict[str, Tensor]:
         tensors["rewards"] = rewards
     if any(branches):
         tensors["branches"] = torch.tensor(branches)
+    if reports is not None:
+        tensors["reports"] = reports
     if (support := concatenate_support(samples)) is not None:
         tensors |= {"kept_counts": support.counts, "kept_ids": support.ids}
     recorded_routing = [
@@ -321,11 +326,32 @@ def samples_from_tensors(tensors: Mapping[str, Tensor]) -> list[Sample]:
             heads.tolist()
         )
     ]
-    if "branches" not in tensors:
-        return samples
-    # Each sample is followed by its branches.
-    rows = iter(samples)
+    if "branches" in tensors:
+        # Each sample is followed by its branches.
+        rows = iter(samples)
+        samples = [
+            replace(next(rows), branches=tuple(itertools.islice(rows, count)))
+            for count in tensors["branches"].tolist()
+        ]
+    return with_reports(samples, tensors.get("reports"))
+
+
+def reports_to_tensor(samples: Sequence[Sample]) -> Tensor | None:
+    """Return the samples' reports as a JSON list in UTF-8, uint8 [Q]; None if no sample has one."""
+    reports = [None if sample.report is None else sample.report.to_json() for sample in samples]
+    if not any(reports):
+        return None
+    return torch.frombuffer(bytearray(json.dumps(reports).encode()), dtype=torch.uint8)
+
+
+def with_reports(samples: Sequence[Sample], reports: Tensor | None) -> list[Sample]:
+    """Return the samples with their reports, from the result of `reports_to_tensor`.
+
+    Raises KeyError, TypeError or ValueError if the tensor does not contain the samples' reports.
+    """
+    if reports is None:
+        return list(samples)
     return [
-        replace(next(rows), branches=tuple(itertools.islice(rows, count)))
-        for count in tensors["branches"].tolist()
+        sample if fields is None else replace(sample, report=EpisodeReport.from_json(fields))
+        for sample, fields in zip(samples, json.loads(reports.numpy().tobytes()), strict=True)
     ]

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from aligner.data.episode_reports import EpisodeReport
+
 if TYPE_CHECKING:
     from typing_extensions import Self
 
@@ -249,6 +251,8 @@ class Sample:
     data_prompt: Tensor | None = None
     """Prompt of the data, int64 [P], if the first sequence begins with other tokens, because an
     agent has written its own prompt."""
+    report: EpisodeReport | None = None
+    """Failures and metrics of the episode; None if there are none. Branches have no report."""
 
     @property
     def response(self) -> Tensor:

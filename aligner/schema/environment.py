@@ -113,10 +113,18 @@ class EnvironmentConfig:
     )
     retries: int = option(
         1,
-        "Number of retries of an episode whose environment failed. A new environment replays the"
-        " earlier calls of the episode, and the episode continues. If all retries fail, the"
-        " prompt is skipped and counted in `rollout/skipped`.",
+        "Number of retries of an episode whose environment or agent failed. A new environment"
+        " replays the earlier calls of the episode, and the episode continues; an agent starts"
+        " again. If all retries fail, the prompt is skipped and counted in `rollout/skipped`.",
         minimum=0,
+        read_if=_HAS_EPISODES,
+    )
+    failure_reward: float | None = option(
+        None,
+        "Reward of a failure that the policy may have caused: an exception, an invalid answer, a"
+        " nonzero exit code or a timeout after a turn of the policy. The episode then ends with"
+        " its turns, without a retry. An agent that has reported a reward keeps that reward"
+        " instead. Null means that the episode is retried and then left out.",
         read_if=_HAS_EPISODES,
     )
     max_characters: int = option(

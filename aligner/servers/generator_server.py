@@ -44,6 +44,7 @@ from aligner.servers.wire_protocol import (
     OPTIONAL_RESPONSE_TENSORS,
     POLICY_PROMPT_TENSORS,
     PROTOCOL_VERSION,
+    REPORT_TENSORS,
     RESPONSE_TENSORS,
     EndpointSpec,
     RequestError,
@@ -277,6 +278,7 @@ def _serve_generate(caller: Callable[..., Any], arrays: dict[str, NDArray]) -> d
             *OPTIONAL_RESPONSE_TENSORS,
             *BRANCH_TENSORS,
             *POLICY_PROMPT_TENSORS,
+            *REPORT_TENSORS,
         )
         if spec.name in arrays
     }

@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 
 from aligner.data.collectives import grammar_spans_from_bytes, samples_from_tensors
+from aligner.data.episode_reports import EpisodeReport
 from aligner.servers.wire_protocol import (
     GENERATE,
     RESPONSE_TENSORS,
@@ -252,6 +253,7 @@ def _check_partial_rollouts(arrays: Arrays, limits: Limits) -> None:
     _check_policy_prompts(arrays, limits)
     _check_grammars(arrays)
     _check_branches(arrays, limits)
+    _check_reports(arrays)
 
 
 def _check_optional_tensors(arrays: Arrays, limits: Limits) -> None:
@@ -351,6 +353,24 @@ def _check_branches(arrays: Arrays, limits: Limits) -> None:
                 " tokens, with a prompt of at least 1 token"
             )
         _check_range("branches", sequence.tokens.numpy(), 0, limits.vocab_size - 1, "token ids")
+
+
+def _check_reports(arrays: Arrays) -> None:
+    """Raise RequestError if the reports of episodes are not valid."""
+    if "reports" not in arrays:
+        return
+    try:
+        reports = json.loads(arrays["reports"].tobytes())
+        if len(reports) != len(arrays["responses"]):
+            raise ValueError(f"{len(reports)} reports for {len(arrays['responses'])} samples")
+        for fields in reports:
+            if fields is not None:
+                EpisodeReport.from_json(fields)
+    except _PARSE_ERRORS as error:
+        raise RequestError(
+            f"reports: cannot be parsed ({error!r:.200}), allowed: a JSON list with a report or"
+            " null for each sample"
+        ) from error
 
 
 def _check_range(name: str, array: NDArray, low: int, high: int, meaning: str) -> None:

@@ -19,8 +19,10 @@ from torch.nn.utils.rnn import pad_sequence
 from aligner.data.collectives import (
     grammar_spans_from_bytes,
     grammar_spans_to_tensor,
+    reports_to_tensor,
     samples_from_tensors,
     samples_to_tensors,
+    with_reports,
 )
 from aligner.data.types import (
     FinishReason,
@@ -222,6 +224,8 @@ BRANCH_TENSORS = (
     TensorSpec("branches", np.uint8, ("Q",), optional=True),
     TensorSpec("branch_counts", np.int64, ("N", 1), optional=True),
 )
+# The failures and metrics of episodes: a JSON list in UTF-8 with one entry per sample.
+REPORT_TENSORS = (TensorSpec("reports", np.uint8, ("J",), optional=True),)
 # The tokens before each response, if an agent has written its own prompt.
 POLICY_PROMPT_TENSORS = (
     TensorSpec("read", np.int64, ("N", "P"), optional=True),
@@ -244,6 +248,7 @@ GENERATE = EndpointSpec(
                 *OPTIONAL_RESPONSE_TENSORS,
                 *BRANCH_TENSORS,
                 *POLICY_PROMPT_TENSORS,
+                *REPORT_TENSORS,
             )
         ),
         TensorSpec("enough", np.int64, (1,), optional=True),
@@ -252,7 +257,13 @@ GENERATE = EndpointSpec(
         TensorSpec("instance", np.bytes_, (1,), optional=True),
         TensorSpec("trace_id", np.bytes_, (1,), optional=True),
     ),
-    (*RESPONSE_TENSORS, *OPTIONAL_RESPONSE_TENSORS, *BRANCH_TENSORS, *POLICY_PROMPT_TENSORS),
+    (
+        *RESPONSE_TENSORS,
+        *OPTIONAL_RESPONSE_TENSORS,
+        *BRANCH_TENSORS,
+        *REPORT_TENSORS,
+        *POLICY_PROMPT_TENSORS,
+    ),
     batching=False,
 )
 CONTROL = EndpointSpec(
@@ -317,7 +328,8 @@ def responses_to_tensors(
     """Return the responses of samples as the tensors of the endpoint `generate`.
 
     The result has the tensors in RESPONSE_TENSORS, and those in OPTIONAL_RESPONSE_TENSORS,
-    BRANCH_TENSORS and POLICY_PROMPT_TENSORS that apply. Responses are zero-padded on the right.
+    BRANCH_TENSORS, REPORT_TENSORS and POLICY_PROMPT_TENSORS that apply. Responses are zero-padded
+    on the right.
 
     Args:
         samples: N samples.
@@ -354,6 +366,8 @@ def responses_to_tensors(
             bytearray(save(samples_to_tensors(branched_samples))), dtype=torch.uint8
         )
         tensors["branch_counts"] = torch.tensor([[len(sample.branches)] for sample in samples])
+    if (reports := reports_to_tensor(samples)) is not None:
+        tensors["reports"] = reports
 
     policy_prompts = [sample.tokens[: sample.prompt_length] for sample in samples]
     # Samples with branches are complete in `branches`.
@@ -383,7 +397,7 @@ def responses_to_tensors(
 def responses_from_tensors(
     samples: Sequence[Sample], tensors: Mapping[str, Tensor]
 ) -> list[Sample]:
-    """Return the samples with the responses and branches in the tensors.
+    """Return the samples with the responses, branches and reports in the tensors.
 
     This function is the inverse of `responses_to_tensors`.
     """
@@ -438,7 +452,7 @@ def responses_from_tensors(
             grammar_spans=grammar_spans[row],
         )
         updated.append(response_sample.with_data_prompt(sample.initial_prompt))
-    return updated
+    return with_reports(updated, tensors.get("reports"))
 
 
 _ERROR_PREFIX = "EndpointError: "

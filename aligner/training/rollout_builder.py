@@ -4,7 +4,7 @@ log-probs."""
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -26,6 +26,7 @@ from aligner.engines.replicas import EarlyStopCondition
 from aligner.errors import AlignerError
 from aligner.schema import RolloutConfig
 from aligner.servers.remote_client import RefusedError, RemoteFuture
+from aligner.training.episode_metrics import compute_episode_metrics
 from aligner.training.partial_rollouts import PartialRollout, split_complete
 from aligner.training.samplers import Sampler
 from aligner.training.services import PendingRows, Services
@@ -76,6 +77,8 @@ class RolloutBatch:
     environment_s: float | None = None
     """Mean time in seconds that an episode of this rank waited for its environment; None without
     episodes."""
+    episode_metrics: Mapping[str, float] = field(default_factory=dict)
+    """Metrics of all episodes that were generated for the step; see `compute_episode_metrics`."""
 
     @property
     def all_scores(self) -> PendingRows:
@@ -308,6 +311,9 @@ class RolloutBuilder:
             replaced=self._collect_replaced(generated, rows),
             draft_counts=draft_counts,
             environment_s=self._sampler.take_environment_wait_s(),
+            episode_metrics=compute_episode_metrics(
+                generated.samples, self._settings.samples_per_prompt
+            ),
         )
 
     def _collect_replaced(

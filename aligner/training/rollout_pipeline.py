@@ -481,6 +481,8 @@ class RolloutPipeline:
             "deferred": fields["deferred"],
             "skipped": fields["skipped"],
             "removed_lengths": tuple(fields["left_out"]),
+            # absent in the checkpoints of earlier versions of aligner
+            "episode_metrics": fields.get("episode_metrics", {}),
         }
         return RolloutBatch(prompts, samples, batch, scores, PendingRows(()), **counts)
 
@@ -528,6 +530,7 @@ def _to_json(rollout: RolloutBatch) -> dict[str, Any]:
         "deferred": rollout.deferred,
         "skipped": rollout.skipped,
         "left_out": rollout.removed_lengths,
+        "episode_metrics": dict(rollout.episode_metrics),
     }
 
 

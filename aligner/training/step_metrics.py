@@ -22,6 +22,7 @@ from aligner.observability.metrics import MetricsWriter, RecordWriter
 from aligner.resharding.weight_update import PublishStats
 from aligner.rewards.judge import JudgeMeter
 from aligner.schema import RolloutConfig
+from aligner.training.episode_metrics import warn_of_left_out_episodes
 from aligner.training.rollout_builder import RolloutBatch
 from aligner.training.step_samples import SampleRecorder, StepSamples
 
@@ -290,6 +291,8 @@ def compute_rollout_metrics(
       number of its branches.
     * `episode/environment_s`: mean over rank 0's episodes of the seconds spent waiting for the
       environment, summed over the turns.
+    * `episode/failures/…`, `episode/retries/…`, `episode/left_out_fraction`, `episode/metrics/…`:
+      see `compute_episode_metrics`.
     * `response/length`: mean length; `response/ended_fraction` is the fraction of the samples that
       ended before the length limit.
     * `response/generated_to_…`: histogram of the lengths of all generated samples.
@@ -341,6 +344,8 @@ def compute_rollout_metrics(
     # Include the removed samples: otherwise the histogram would depend on the scores.
     metrics |= count_lengths("response/generated", [*lengths, *rollout.removed_lengths])
 
+    metrics |= rollout.episode_metrics
+    warn_of_left_out_episodes(rollout.episode_metrics)
     if branch_count := sum(len(sample.branches) for sample in samples):
         metrics["episode/branches"] = branch_count / len(samples)
     if rollout.environment_s is not None:

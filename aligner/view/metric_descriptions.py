@@ -73,6 +73,18 @@ _METRICS = {
     ),
     "episode/turns": ("Turns per episode", "Mean turns of the policy per episode."),
     "episode/branches": ("Branches per episode", "Mean branches per episode."),
+    "episode/failures/*": (
+        "Failed episodes: {}",
+        "Episodes that a failure of this kind has ended.",
+    ),
+    "episode/retries/*": (
+        "Retries of episodes: {}",
+        "Failures of this kind after which an episode was retried.",
+    ),
+    "episode/left_out_fraction": (
+        "Episodes left out (fraction)",
+        "Fraction of the episodes that are not trained on because of failures.",
+    ),
     "episode/environment_s": (
         "Wait for the environment (seconds per episode)",
         "Mean seconds that an episode waited for its environment.",

@@ -22,9 +22,10 @@ def saved(
     conversations: Sequence[list[dict[str, Any]]] | None = None,
     tools: Sequence[dict[str, Any]] = TOOLS,
     head_dim: int = 8,
+    steps: int | None = None,
 ) -> Path:
     """Save a tiny chat model. With the tool template, it is trained to call a tool, or on the given
-    conversations."""
+    conversations, for `steps` steps."""
     file = tokenizer_file("bytes")
     (directory / "tokenizer.json").write_text(file)
     write_model(directory, TEMPLATES[template], ("<|end|>", "</s>"))
@@ -52,7 +53,9 @@ def saved(
     for row, each in zip(labels, parts, strict=True):
         # The model does not learn the prompt: tools and the question are many tokens.
         row[: len(each[0]) if conversations else 0] = -100
-    for _ in range(0 if template != "qwen" else 80 if conversations else 130):
+    if steps is None:
+        steps = 0 if template != "qwen" else 80 if conversations else 130
+    for _ in range(steps):
         model(input_ids=tokens, labels=labels).loss.backward()
         optimizer.step()
         optimizer.zero_grad()

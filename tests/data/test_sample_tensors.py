@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from aligner.data.collectives import samples_from_tensors, samples_to_tensors
+from aligner.data.episode_reports import EpisodeReport, FailureKind
 from aligner.data.types import Sample, SamplingSupport, collate, collate_episodes
 from aligner.servers.wire_protocol import responses_from_tensors, responses_to_tensors
 from aligner.training.rollout_builder import compute_environment_scores, truncate_response
@@ -98,6 +99,21 @@ def test_samples_survive_tensor_and_wire_round_trip(kept: bool, routed: bool) ->
     }
     for got, expected in zip(responses_from_tensors(given, wired), given, strict=True):
         assert_same(got, expected)
+
+
+def test_reports_survive_tensor_and_wire_round_trip() -> None:
+    report = EpisodeReport(
+        FailureKind.TIMEOUT, (FailureKind.ERROR, FailureKind.INFRASTRUCTURE), {"größe": 0.1 + 0.2}
+    )
+    first, *others = samples(kept=False, routed=False)
+    given = [replace(first, branches=(a_sample(2, 0, 1, None, routed=False),)), *others]
+    given[0] = replace(given[0], report=report)
+    given[2] = replace(given[2], report=EpisodeReport(FailureKind.NO_TURN))
+    assert samples_from_tensors(samples_to_tensors(given))[0].report == report
+    for got, expected in zip(
+        responses_from_tensors(given, responses_to_tensors(given)), given, strict=True
+    ):
+        assert got.report == expected.report
 
 
 def test_empty_sample_list_survives_tensor_round_trip() -> None:
