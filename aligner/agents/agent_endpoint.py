@@ -50,6 +50,10 @@ from aligner.values import is_finite_number
 
 _log = logging.getLogger(__name__)
 
+# Maximum number of characters that are tokenized on the server's loop, which takes some 20 ms; the
+# tokens of longer prompts are computed in a thread.
+_MAX_CHARACTERS_ON_LOOP = 10_000
+
 MODEL_NAME = "policy"
 """Model name that `/v1/models` lists; requests may contain any other name."""
 
@@ -156,6 +160,10 @@ class AgentSession:
         self._abandoned_completions: list[PendingCompletion] = []
         # tasks of the completions in flight
         self._tasks_in_flight = set[asyncio.Task[Completion]]()
+        # requests are tokenized one after another, in the order of their arrival
+        self._tokenization_lock = asyncio.Lock()
+        # requests whose tokens are being computed; not counted in `_request_counts` yet
+        self._requests_in_tokenization: list[ModelRequest] = []
 
     def start_attempt(self) -> str:
         """Start an attempt of the agent without turns and reward; return its API key.
@@ -179,6 +187,8 @@ class AgentSession:
 
     def close(self) -> None:
         """Cancel the completions in flight; their requests get the status 401."""
+        # a request whose tokens are being computed must not start a completion
+        self.agent_key = None
         # a copy, because finished tasks remove themselves from the set
         for task in [*self._tasks_in_flight]:
             task.cancel()
@@ -206,7 +216,9 @@ class AgentSession:
         self._check_supported(request)
         attempt_key = self.agent_key
         # requests count when they arrive, so that concurrent requests cannot exceed the limit
-        if self._request_counts.total() + request.n > self.context.settings.max_turns:
+        answers_requested = self._request_counts.total()
+        answers_requested += sum(each.n for each in self._requests_in_tokenization)
+        if answers_requested + request.n > self.context.settings.max_turns:
             self.is_truncated = True
             self.end_episode()
             limit = self.context.settings.max_turns
@@ -216,8 +228,11 @@ class AgentSession:
                 "episode_over",
             )
 
+        # `start_attempt` replaces the list of the attempt
+        requests_in_tokenization = self._requests_in_tokenization
+        requests_in_tokenization.append(request)
         try:
-            conversation, input_tokens = self._tokenize(request)
+            conversation, input_tokens = await self._tokenize_in_order(request)
             grammar = None
             if conversation is not None:
                 grammar = build_request_grammar(
@@ -227,6 +242,10 @@ class AgentSession:
             raise
         except AlignerError as error:
             raise RequestError(400, str(error)) from error
+        finally:
+            requests_in_tokenization.remove(request)
+        if attempt_key != self.agent_key:
+            raise self._build_end_error()
         if len(input_tokens) >= self.context.max_sequence_length:
             return self._answer_overflow(request, len(input_tokens))
 
@@ -246,9 +265,7 @@ class AgentSession:
         if attempt_key != self.agent_key or any(
             pending.task.cancelled() for pending in pending_completions
         ):
-            raise RequestError(
-                401, f"episode {self.name} is over, or its agent was restarted", "invalid_api_key"
-            )
+            raise self._build_end_error()
         return [
             self._record_turn(request, conversation, pending) for pending in pending_completions
         ]
@@ -290,6 +307,20 @@ class AgentSession:
             raise RequestError(
                 400, f"{problem}; other values are not supported in training", "unsupported"
             )
+
+    def _build_end_error(self) -> RequestError:
+        """Return the error of a request whose attempt ended before its answer."""
+        return RequestError(
+            401, f"episode {self.name} is over, or its agent was restarted", "invalid_api_key"
+        )
+
+    async def _tokenize_in_order(self, request: ModelRequest) -> tuple[Conversation | None, Tensor]:
+        """Return the result of `_tokenize`, and let the loop serve other sessions meanwhile."""
+        async with self._tokenization_lock:
+            # the tokens of a megabyte take seconds
+            if _count_characters(request) > _MAX_CHARACTERS_ON_LOOP:
+                return await asyncio.to_thread(self._tokenize, request)
+            return self._tokenize(request)
 
     def _tokenize(self, request: ModelRequest) -> tuple[Conversation | None, Tensor]:
         """Return the chat of a request, None for a text completion, and its input tokens.
@@ -589,6 +620,13 @@ class AgentServer(ModelServer):
             raise RequestError(400, f"reward: must be a finite number, got {body.reward}")
         session.reward = (session.reward or 0.0) + body.reward
         return JSONResponse({"reward": session.reward})
+
+
+def _count_characters(request: ModelRequest) -> int:
+    """Return about how many characters the prompt of a request has."""
+    if isinstance(request, ChatRequest):
+        return sum(len(str(message)) for message in request.messages)
+    return len(request.prompt) if isinstance(request, TextRequest) else 0
 
 
 def _has_key(request: Request, expected_key: str | None) -> bool:

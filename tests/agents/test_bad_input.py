@@ -1,0 +1,150 @@
+"""Agents that send too much, too often or too late do not disturb other episodes."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from aligner.agents.agent_endpoint import AgentServer, AgentSession
+from aligner.data.tokenizer import Tokenizer
+from tests.agents.answering_sessions import Answering, serving
+from tests.agents.poking_agents import send_request
+from tests.data.chat_models import TEMPLATES, tokenizer_file, write_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    (directory / "tokenizer.json").write_text(tokenizer_file("bytes"))
+    write_model(directory, TEMPLATES["qwen"], ("<|end|>", "</s>"))
+    return directory
+
+
+@pytest.fixture
+def answering(model: Path) -> Answering:
+    return Answering(Tokenizer(model))
+
+
+def body_of(text: str, **fields: object) -> bytes:
+    return json.dumps({"messages": [{"role": "user", "content": text}], **fields}).encode()
+
+
+def chat(
+    server: AgentServer, session: AgentSession, key: str | None, text: str
+) -> tuple[int, dict[str, dict[str, str]]]:
+    url = f"{server.get_session_url(session)}/v1/chat/completions"
+    return send_request(url, str(key), body_of(text))
+
+
+async def send_in_parallel(
+    server: AgentServer, sessions: list[AgentSession], count: int
+) -> Counter[int]:
+    """Send requests of all sessions at the same time, and return how often each status occurs."""
+    address = urlsplit(server.url)
+    body = body_of("why?")
+
+    async def send(session: AgentSession, key: str) -> int:
+        reader, writer = await asyncio.open_connection(address.hostname, address.port)
+        writer.write(
+            f"POST /episodes/{session.name}/v1/chat/completions HTTP/1.1\r\nHost: test\r\n"
+            f"Authorization: Bearer {key}\r\nContent-Type: application/json\r\n"
+            f"Connection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        )
+        writer.write(body)
+        answer = await reader.read()
+        writer.close()
+        return int(answer.split(maxsplit=2)[1])
+
+    keys = [str(session.agent_key) for session in sessions]
+    return Counter(
+        await asyncio.gather(
+            *(
+                send(sessions[number % len(sessions)], keys[number % len(sessions)])
+                for number in range(count)
+            )
+        )
+    )
+
+
+def test_megabyte_message_does_not_delay_other_sessions(model: Path, answering: Answering) -> None:
+    latencies_s: list[float] = []
+    is_sending = threading.Event()
+    with serving(model, answering, 2, max_turns=100_000) as (server, (large, small)):
+
+        def ping() -> None:
+            while is_sending.is_set():
+                start_s = time.monotonic()
+                assert chat(server, small, small.agent_key, "hi")[0] == 200
+                latencies_s.append(time.monotonic() - start_s)
+
+        is_sending.set()
+        thread = threading.Thread(target=ping)
+        thread.start()
+        start_s = time.monotonic()
+        status, answer = chat(server, large, large.agent_key, "word and so on " * 80_000)
+        duration_s = time.monotonic() - start_s
+        is_sending.clear()
+        thread.join()
+        assert status == 400 and answer["error"]["code"] == "context_length_exceeded"
+        assert len(latencies_s) > 5 and max(latencies_s) < duration_s / 2
+
+        status, answer = chat(server, large, large.agent_key, "x" * 3_000_000)
+        assert status == 413 and answer["error"]["code"] == "request_too_large"
+        assert not large.turns
+
+
+def test_turn_of_a_cut_stream_is_kept_and_continued(model: Path, answering: Answering) -> None:
+    with serving(model, answering, 1) as (server, (session,)):
+        address = urlsplit(server.get_session_url(session))
+        connection = http.client.HTTPConnection(address.netloc)
+        headers = {"Authorization": f"Bearer {session.agent_key}"}
+        path = f"{address.path}/v1/chat/completions"
+        connection.request("POST", path, body_of("why?", stream=True), headers)
+        assert connection.getresponse().read(20).startswith(b"data: ")
+        connection.close()
+        assert len(session.turns) == 1
+
+        messages = [
+            {"role": "user", "content": "why?"},
+            {"role": "assistant", "content": "yes"},
+            {"role": "user", "content": "and?"},
+        ]
+        body = json.dumps({"messages": messages}).encode()
+        status, _ = send_request(f"http://{address.netloc}{path}", str(session.agent_key), body)
+        assert status == 200 and len(session.turns) == 2 and not session.branch_counts
+
+
+def test_agent_that_ignores_errors_gets_no_further_turns(model: Path, answering: Answering) -> None:
+    with serving(model, answering, 2, max_turns=4) as (server, (session, other)):
+        key = session.agent_key
+        statuses = [chat(server, session, key, f"and {number}?")[0] for number in range(50)]
+        # the fifth request ends the episode; its key is then unknown
+        assert statuses == [200] * 4 + [400] + [401] * 45
+        assert len(session.turns) == answering.completions == 4 and session.is_truncated
+        assert chat(server, other, other.agent_key, "hi")[0] == 200
+
+
+@pytest.mark.parametrize("count", [480, pytest.param(8_000, marks=pytest.mark.slow)])
+def test_parallel_requests_of_one_agent_are_bounded(model: Path, count: int) -> None:
+    answering = Answering(Tokenizer(model), delay_s=0.2)
+    with serving(model, answering, 1, max_turns=16) as (server, (session,)):
+        statuses = asyncio.run(send_in_parallel(server, [session], count))
+        assert sum(statuses.values()) == count and {*statuses} <= {200, 400, 401}
+        assert answering.completions == 16 and len(session.turns) <= 16
+
+
+@pytest.mark.parametrize("count", [480, pytest.param(8_000, marks=pytest.mark.slow)])
+def test_parallel_requests_of_many_agents_are_answered(model: Path, count: int) -> None:
+    answering = Answering(Tokenizer(model), delay_s=0.2)
+    with serving(model, answering, count // 8, max_turns=8) as (server, sessions):
+        assert asyncio.run(send_in_parallel(server, sessions, count)) == {200: count}
+        assert answering.completions == count
+        assert all(len(session.turns) == 8 for session in sessions)
