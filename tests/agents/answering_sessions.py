@@ -27,7 +27,12 @@ class Answering:
         """Number of completions so far."""
 
     async def generate(
-        self, input_tokens: Tensor, max_tokens: int, stop: tuple[str, ...], repeats: int
+        self,
+        input_tokens: Tensor,
+        max_tokens: int,
+        stop: tuple[str, ...],
+        grammar: str | None,
+        repeats: int,
     ) -> Completion:
         self.completions += 1
         await asyncio.sleep(self._delay_s)

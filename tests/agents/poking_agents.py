@@ -42,8 +42,6 @@ def pokes(task: dict[str, Any], base_url: str, api_key: str) -> None:
         },
         "bad call": {"messages": [user, {"role": "assistant", "tool_calls": [{}]}, user]},
         "none": {"messages": [user], "n": 0},
-        "format": {"messages": [user], "response_format": {"type": "json_object"}},
-        "forced": {"messages": [user], "tools": TOOLS, "tool_choice": "required"},
         "half a character": b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
         "megabytes": {"messages": [{"role": "user", "content": "x" * 3_000_000}]},
         "too long": {"messages": [{"role": "user", "content": "x" * 5_000}]},

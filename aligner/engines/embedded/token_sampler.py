@@ -86,11 +86,13 @@ class TokenSampler:
         for index in range(count):
             logits_shard = self._state.forward(step, self._state.cache)
             # [R * count] -> [R]: the entries of the current step.
-            step_inputs = [
+            step_numbers, step_is_stop_allowed = (
                 None if values is None else values.view(-1, count)[:, index]
                 for values in (random_numbers, is_stop_allowed)
-            ]
-            results, _ = self._sample_and_broadcast(logits_shard, *step_inputs)
+            )
+            results, _ = self._sample_and_broadcast(
+                logits_shard, step_numbers, step_is_stop_allowed
+            )
             step_results.append(results)
             step = step.build_next_step(results[0].long())
 
