@@ -1,6 +1,7 @@
 """Python environment of vLLM, which requires other releases of torch and numpy than training."""
 
 import ast
+import importlib.metadata
 import os
 import shutil
 import subprocess
@@ -116,7 +117,11 @@ def install_vllm(directory: Path, package: str) -> Path:
         "creating a virtual environment", [sys.executable, "-m", "venv", str(temporary)]
     )
     pip = [str(temporary / "bin" / "python"), "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    _run_install_step(f"installing {package}, about 3 GB", [*pip, "install", package])
+    # The engine and the trainer must compute the masks of a grammar with the same release.
+    grammar_package = f"llguidance=={importlib.metadata.version('llguidance')}"
+    _run_install_step(
+        f"installing {package}, about 3 GB", [*pip, "install", package, grammar_package]
+    )
     _run_install_step(
         f"removing incompatible packages ({', '.join(_INCOMPATIBLE_PACKAGES)})",
         [*pip, "uninstall", "--yes", *_INCOMPATIBLE_PACKAGES],

@@ -79,6 +79,11 @@ def build_request_grammar(
     )
     if not is_constrained:
         return None
+    if request.ignore_eos:
+        raise AlignerError(
+            "ignore_eos: must be false, because only an end-of-sequence token ends an answer with a"
+            " required format"
+        )
 
     tool_format = None if calls is None else get_chat().tool_format
     # a model that cannot call tools answers with text, unless calls are required
