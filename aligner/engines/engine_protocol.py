@@ -672,7 +672,7 @@ class GenerationEngine(ABC):
     def _tokenizer(self) -> Tokenizer:
         """The model's tokenizer, which is read when the first request needs it."""
         if self._tokenizer_directory is None:
-            raise AlignerError("stop, grammar: require the model's tokenizer, which is missing")
+            raise AlignerError("stop strings and grammars require the model's tokenizer")
         return Tokenizer(self._tokenizer_directory)
 
     def _take_arrivals(self) -> list[EngineRequest]:
