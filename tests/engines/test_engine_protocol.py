@@ -242,7 +242,9 @@ def test_stop_string_is_found_across_an_interruption(engine):
 def test_stop_strings_without_tokenizer_are_refused(bare, directory):
     publish(bare, directory, 0)
     bare._tokenizer_directory = None
-    with pytest.raises(AlignerError, match="stop strings and grammars require the model's tokenizer"):
+    with pytest.raises(
+        AlignerError, match="stop strings and grammars require the model's tokenizer"
+    ):
         generate(bare, requests(), SamplingOptions(4, stop=("a",)))
 
 
