@@ -234,7 +234,7 @@ def plan_job(
         )
     # the engine reserves memory for the longest sequence of the job, not for the model's context;
     # the prompts of an agent are not known in advance
-    longest_prompt = max(prompt.tokens.numel() for prompt in tokenized_prompts)
+    longest_prompt = max((prompt.tokens.numel() for prompt in tokenized_prompts), default=0)
     prompt_limit = data.max_prompt_tokens if has_agent else longest_prompt
     return Job(
         source,
