@@ -1,16 +1,15 @@
 """OpenAI's chat completions: `/v1/chat/completions`."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
 from aligner.agents.protocols.openai_completions import (
     CompletionBody,
+    CompletionResponse,
     build_common_arguments,
-    build_common_fields,
-    build_usage,
 )
 from aligner.agents.protocols.requests import (
     Answer,
@@ -22,10 +21,8 @@ from aligner.agents.protocols.requests import (
     ToolChoice,
 )
 from aligner.agents.protocols.wire_format import (
-    ParsedRequest,
     RequestContext,
     WireFormat,
-    format_event,
     parse_body,
 )
 
@@ -73,63 +70,28 @@ class _ChatBody(CompletionBody):
     top_logprobs: int | None = Field(None, ge=0, le=20)
 
 
-class _ChatCompletion(ParsedRequest[ChatRequest]):
+class _ChatCompletion(CompletionResponse[ChatRequest]):
     """A parsed request for a chat completion."""
 
-    def format_response(self, answers: Sequence[Answer]) -> dict[str, Any]:
-        """See `ParsedRequest.format_response`."""
-        choices = [
-            {
-                "index": index,
-                "message": answer.message,
-                "finish_reason": answer.finish_reason,
-                "logprobs": self._build_logprobs(answer),
-            }
-            for index, answer in enumerate(answers)
-        ]
-        return {
-            **build_common_fields(self._request, "chat.completion"),
-            "choices": choices,
-            "usage": build_usage(self._request, answers),
-        }
+    object_type = "chat.completion"
+    event_type = "chat.completion.chunk"
+    empty_content: Mapping[str, Any] = {"delta": {}}
 
-    def format_events(self, answers: Sequence[Answer]) -> Iterator[str]:
-        """See `ParsedRequest.format_events`.
+    def build_content(self, answer: Answer) -> dict[str, Any]:
+        """See `CompletionResponse.build_content`."""
+        return {"message": answer.message}
 
-        Each complete answer is one event, and its finish reason is a second one.
-        """
-        common_fields = build_common_fields(self._request, "chat.completion.chunk")
-        for index, answer in enumerate(answers):
-            delta = answer.message
-            if answer.tool_calls:
-                # clients merge the deltas of a call by its index
-                delta["tool_calls"] = [
-                    {"index": call_index, **call}
-                    for call_index, call in enumerate(delta["tool_calls"])
-                ]
-            choice = {
-                "index": index,
-                "delta": delta,
-                "finish_reason": None,
-                "logprobs": self._build_logprobs(answer),
-            }
-            yield format_event({**common_fields, "choices": [choice]})
+    def build_event_content(self, answer: Answer) -> dict[str, Any]:
+        """See `CompletionResponse.build_event_content`."""
+        delta = answer.message
+        if answer.tool_calls:
+            # clients merge the deltas of a call by its index
+            delta["tool_calls"] = [
+                {"index": call_index, **call} for call_index, call in enumerate(delta["tool_calls"])
+            ]
+        return {"delta": delta}
 
-            last_choice = {
-                "index": index,
-                "delta": {},
-                "finish_reason": answer.finish_reason,
-                "logprobs": None,
-            }
-            yield format_event({**common_fields, "choices": [last_choice]})
-
-        if self._request.include_usage:
-            yield format_event(
-                {**common_fields, "choices": [], "usage": build_usage(self._request, answers)}
-            )
-        yield "data: [DONE]\n\n"
-
-    def _build_logprobs(self, answer: Answer) -> dict[str, Any] | None:
+    def build_logprobs(self, answer: Answer) -> dict[str, Any] | None:
         """Return the log-probs of an answer; None if the request does not ask for them."""
         if not self._request.logprobs:
             return None

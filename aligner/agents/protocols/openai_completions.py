@@ -1,6 +1,7 @@
 """Fields that OpenAI's chat completions and text completions share."""
 
-from collections.abc import Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypedDict
 
 from pydantic import BaseModel, Field
@@ -11,6 +12,7 @@ from aligner.agents.protocols.requests import (
     RequestError,
     SamplingParameters,
 )
+from aligner.agents.protocols.wire_format import ParsedRequest, RequestT, format_event
 
 DEFAULT_MODEL = "policy"
 """Model name in the response to a request without one."""
@@ -190,3 +192,73 @@ def build_usage(request: ModelRequest, answers: Sequence[Answer]) -> dict[str, i
         "completion_tokens": generated_tokens,
         "total_tokens": prompt_tokens + generated_tokens,
     }
+
+
+class CompletionResponse(ParsedRequest[RequestT]):
+    """A parsed request for chat or text completions, whose responses differ only in the content of
+    a choice."""
+
+    object_type: str
+    """Type of the JSON object of a response."""
+    event_type: str
+    """Type of the JSON object of a server-sent event."""
+    empty_content: Mapping[str, Any]
+    """Content of an event that has only the finish reason."""
+
+    @abstractmethod
+    def build_content(self, answer: Answer) -> dict[str, Any]:
+        """Return the fields of a choice that contain an answer."""
+
+    @abstractmethod
+    def build_event_content(self, answer: Answer) -> dict[str, Any]:
+        """Return the fields of an event's choice that contain an answer."""
+
+    @abstractmethod
+    def build_logprobs(self, answer: Answer) -> dict[str, Any] | None:
+        """Return the log-probs of an answer; None if the request does not ask for them."""
+
+    def format_response(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        """See `ParsedRequest.format_response`."""
+        choices = [
+            {
+                "index": index,
+                **self.build_content(answer),
+                "finish_reason": answer.finish_reason,
+                "logprobs": self.build_logprobs(answer),
+            }
+            for index, answer in enumerate(answers)
+        ]
+        return {
+            **build_common_fields(self._request, self.object_type),
+            "choices": choices,
+            "usage": build_usage(self._request, answers),
+        }
+
+    def format_events(self, answers: Sequence[Answer]) -> Iterator[str]:
+        """See `ParsedRequest.format_events`.
+
+        Each complete answer is one event, and its finish reason is a second one.
+        """
+        common_fields = build_common_fields(self._request, self.event_type)
+        for index, answer in enumerate(answers):
+            choice = {
+                "index": index,
+                **self.build_event_content(answer),
+                "finish_reason": None,
+                "logprobs": self.build_logprobs(answer),
+            }
+            yield format_event({**common_fields, "choices": [choice]})
+
+            last_choice = {
+                "index": index,
+                **self.empty_content,
+                "finish_reason": answer.finish_reason,
+                "logprobs": None,
+            }
+            yield format_event({**common_fields, "choices": [last_choice]})
+
+        if self._request.include_usage:
+            yield format_event(
+                {**common_fields, "choices": [], "usage": build_usage(self._request, answers)}
+            )
+        yield "data: [DONE]\n\n"

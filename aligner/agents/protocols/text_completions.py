@@ -1,23 +1,20 @@
 """OpenAI's text completions: `/v1/completions`."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import Field
 
 from aligner.agents.protocols.openai_completions import (
     CompletionBody,
+    CompletionResponse,
     build_common_arguments,
-    build_common_fields,
-    build_usage,
 )
 from aligner.agents.protocols.requests import Answer, AnswerToken, RequestError, TextRequest
 from aligner.agents.protocols.wire_format import (
-    ParsedRequest,
     RequestContext,
     WireFormat,
-    format_event,
     parse_body,
 )
 
@@ -33,56 +30,22 @@ class _TextBody(CompletionBody):
     logprobs: int | None = Field(None, ge=0, le=20)
 
 
-class _TextCompletion(ParsedRequest[TextRequest]):
+class _TextCompletion(CompletionResponse[TextRequest]):
     """A parsed request for a text completion."""
 
-    def format_response(self, answers: Sequence[Answer]) -> dict[str, Any]:
-        """See `ParsedRequest.format_response`."""
-        choices = [
-            {
-                "index": index,
-                "text": answer.text,
-                "finish_reason": answer.finish_reason,
-                "logprobs": self._build_logprobs(answer),
-            }
-            for index, answer in enumerate(answers)
-        ]
-        return {
-            **build_common_fields(self._request, "text_completion"),
-            "choices": choices,
-            "usage": build_usage(self._request, answers),
-        }
+    object_type = "text_completion"
+    event_type = "text_completion"
+    empty_content: Mapping[str, Any] = {"text": ""}
 
-    def format_events(self, answers: Sequence[Answer]) -> Iterator[str]:
-        """See `ParsedRequest.format_events`.
+    def build_content(self, answer: Answer) -> dict[str, Any]:
+        """See `CompletionResponse.build_content`."""
+        return {"text": answer.text}
 
-        Each complete answer is one event, and its finish reason is a second one.
-        """
-        common_fields = build_common_fields(self._request, "text_completion")
-        for index, answer in enumerate(answers):
-            choice = {
-                "index": index,
-                "text": answer.text,
-                "finish_reason": None,
-                "logprobs": self._build_logprobs(answer),
-            }
-            yield format_event({**common_fields, "choices": [choice]})
+    def build_event_content(self, answer: Answer) -> dict[str, Any]:
+        """See `CompletionResponse.build_event_content`."""
+        return self.build_content(answer)
 
-            last_choice = {
-                "index": index,
-                "text": "",
-                "finish_reason": answer.finish_reason,
-                "logprobs": None,
-            }
-            yield format_event({**common_fields, "choices": [last_choice]})
-
-        if self._request.include_usage:
-            yield format_event(
-                {**common_fields, "choices": [], "usage": build_usage(self._request, answers)}
-            )
-        yield "data: [DONE]\n\n"
-
-    def _build_logprobs(self, answer: Answer) -> dict[str, Any] | None:
+    def build_logprobs(self, answer: Answer) -> dict[str, Any] | None:
         """Return the log-probs of an answer; None if the request does not ask for them."""
         if not self._request.logprobs:
             return None
