@@ -43,8 +43,6 @@ class Case:
     """Number of executed calls of the tool `multiply`."""
     branches: int = 0
     """Number of branches of the sample beside the main sequence."""
-    missing: str = ""
-    """Feature of the endpoint that this episode needs and that does not exist yet."""
 
     @property
     def name(self) -> str:

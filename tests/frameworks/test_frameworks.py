@@ -7,7 +7,6 @@ policy is trained on exactly the tokens that the engine generated.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -25,14 +24,7 @@ def test_at_most_two_environments_are_missing() -> None:
     assert len(missing) <= MAX_MISSING, missing
 
 
-def _to_parameter(case: Case) -> Any:
-    marks = []
-    if case.missing:
-        marks.append(pytest.mark.xfail(strict=True, reason=f"not supported yet: {case.missing}"))
-    return pytest.param(case, id=case.name, marks=marks)
-
-
-@pytest.mark.parametrize("case", map(_to_parameter, CASES))
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_episode_trains_on_the_generated_tokens(case: Case, tmp_path: Path) -> None:
     if not is_installed(case.environment):
         pytest.skip(f"not installed: python -m benchmarks.peer_environment {case.environment}")
