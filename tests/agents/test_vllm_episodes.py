@@ -294,7 +294,8 @@ def test_request_of_another_thread_wakes_the_waiting_engine(engine, models, monk
     monkeypatch.setattr(external_engine, "_MAX_WAIT_S", 300.0)
     engines.publish(engine, models["chatml"], 40)
     tokens = torch.arange(3, 20)
-    long = engine.submit(tokens, SamplingOptions(900), RequestKey(1, 0, len(tokens)))
+    without_stop_token = SamplingOptions(900, min_new_tokens=900)
+    long = engine.submit(tokens, without_stop_token, RequestKey(1, 0, len(tokens)))
 
     def submit() -> None:
         while not engine._in_flight:
