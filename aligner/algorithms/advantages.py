@@ -235,20 +235,47 @@ def grpo_steps(rewards: Tensor, ends: Tensor, mask: Tensor, group_size: int) -> 
 
     for first in range(0, len(rewards), group_size):
         rows = slice(first, first + group_size)
-        group_rewards = step_rewards[rows][ends[rows]]
-        # Equal rewards must have advantage 0, but their rounded mean could differ from them.
-        centered = (
-            group_rewards - group_rewards.mean()
-            if group_rewards.amax() > group_rewards.amin()
-            else torch.zeros_like(group_rewards)
+        step_rewards[rows] = step_rewards[rows].masked_scatter(
+            ends[rows], _normalize(step_rewards[rows][ends[rows]])
         )
-        normalized = (
-            centered / (group_rewards.std() + _GRPO_EPSILON) if len(group_rewards) > 1 else centered
-        )
-        step_rewards[rows] = step_rewards[rows].masked_scatter(ends[rows], normalized)
 
     # Suffix sum: each token gets the normalized rewards of its own step and of all later steps.
     return torch.where(mask, step_rewards.flip(1).cumsum(1).flip(1), 0.0)
+
+
+def grpo_turns(rewards: Tensor, mask: Tensor, groups: Tensor, gamma: float) -> Tensor:
+    """Return for each token the return of its turn, normalized over all turns of the group.
+
+    The return of turn k of a row is G_k = Σ_{j≥k} γ^(j-k) R_j, where R_j is the sum of the rewards
+    of the tokens of turn j. A turn is a run of consecutive masked tokens. Returns are normalized as
+    scores are in `grpo` (Baronio et al. 2025, "Kevin: Multi-Turn RL for Generating CUDA Kernels").
+
+    Args:
+        rewards: `[B, T]`.
+        mask: bool `[B, T]`, true at the response tokens.
+        groups: Group of each row, int64 `[B]`, in any order.
+        gamma: Discount factor γ per turn.
+
+    Returns:
+        `[B, T]`, 0 outside the mask.
+    """
+    is_start = mask.clone()
+    is_start[:, 1:] &= ~mask[:, :-1]
+    turn_counts = is_start.sum(1, keepdim=True)
+    # turn of each masked token; the other tokens have a valid index, too
+    turns = (is_start.cumsum(1) - 1).clamp_min(0)
+    width = int(turns.max()) + 1
+
+    returns = rewards.new_zeros(len(rewards), width)
+    returns = returns.scatter_add(1, turns, torch.where(mask, rewards, 0.0))
+    for turn in reversed(range(width - 1)):
+        returns[:, turn] += gamma * returns[:, turn + 1]
+
+    is_turn = torch.arange(width) < turn_counts
+    for group in groups.unique():
+        in_group = is_turn & (groups == group)[:, None]
+        returns[in_group] = _normalize(returns[in_group])
+    return torch.where(mask, returns.gather(1, turns), 0.0)
 
 
 def dr_grpo(scores: Tensor, group_size: int) -> Tensor:
@@ -302,6 +329,17 @@ def _group_scores(scores: Tensor, group_size: int) -> Tensor:
         )
     _check_groups(len(scores), group_size)
     return (scores if scores.is_floating_point() else scores.float()).reshape(-1, group_size)
+
+
+def _normalize(values: Tensor) -> Tensor:
+    """Return values `[N]` minus their mean, divided by (their sample deviation + 1e-4).
+
+    Equal values, also a single one, are normalized to exactly 0; their rounded mean can differ
+    from them.
+    """
+    if not len(values) or values.amax() == values.amin():
+        return torch.zeros_like(values)
+    return (values - values.mean()) / (values.std() + _GRPO_EPSILON)
 
 
 def _zero_equal_groups(groups: Tensor, advantages: Tensor) -> Tensor:
@@ -392,6 +430,9 @@ ESTIMATORS: Mapping[str, AdvantageEstimator] = {
     "rloo": _build_response_estimator(rloo),
     "grpo": _build_response_estimator(grpo),
     "grpo_steps": _estimate_grpo_steps,
+    "grpo_turns": lambda samples, settings: grpo_turns(
+        samples.rewards, samples.mask, samples.groups, settings.gamma
+    ),
     "dr_grpo": _build_response_estimator(dr_grpo),
     "none": lambda samples, settings: torch.zeros_like(samples.rewards),
 }

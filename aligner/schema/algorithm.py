@@ -139,7 +139,8 @@ class AlgorithmConfig:
         "Advantage estimator. `gae`: generalized advantage estimation with a critic;"
         " `reinforce`: return; `reinforce_plus_plus`: return whitened over the step; `rloo`,"
         " `grpo`, `dr_grpo`: score relative to the prompt's other samples; `grpo_steps`: GRPO"
-        " with step rewards; `none`: no advantages, for losses that do not use advantages;"
+        " with step rewards; `grpo_turns`: GRPO with the discounted return of each turn of an"
+        " episode; `none`: no advantages, for losses that do not use advantages;"
         " `module:callable`: your own function, see docs/algorithms.md.",
         choices=(
             "gae",
@@ -148,6 +149,7 @@ class AlgorithmConfig:
             "rloo",
             "grpo",
             "grpo_steps",
+            "grpo_turns",
             "dr_grpo",
             "none",
             CALLABLE,
@@ -196,10 +198,10 @@ class AlgorithmConfig:
     )
     gamma: float = option(
         1.0,
-        "Discount factor.",
+        "Discount factor per token; with `algorithm.advantage=grpo_turns` per turn.",
         minimum=0,
         maximum=1,
-        read_if=".advantage=gae|reinforce|reinforce_plus_plus|*:* or .loss=*:*",
+        read_if=".advantage=gae|reinforce|reinforce_plus_plus|grpo_turns|*:* or .loss=*:*",
     )
     lam: float = option(
         0.95, "Lambda of GAE.", minimum=0, maximum=1, read_if=".advantage=gae|*:* or .loss=*:*"

@@ -3,7 +3,7 @@
 from aligner.schema import Config, EvaluationConfig
 from aligner.values import split_callable_name
 
-GROUP_ESTIMATORS = ("rloo", "grpo", "grpo_steps", "dr_grpo")
+GROUP_ESTIMATORS = ("rloo", "grpo", "grpo_steps", "grpo_turns", "dr_grpo")
 """Advantage estimators that compare the samples of a prompt."""
 LOSSES_WITHOUT_RATIO = ("reinforce", "copg", "dpo", "cross_entropy")
 """Losses without a ratio between the policy and the policy that generated the samples."""

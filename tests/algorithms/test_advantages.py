@@ -268,3 +268,61 @@ def test_grpo_steps_is_0_for_equal_steps_and_grpo_for_one_step():
     at_end[:, 2] = scores
     whole = advantages.grpo_steps(at_end, torch.zeros_like(mask), mask, 2)
     assert torch.allclose(whole, advantages.grpo(scores, 2)[:, None].expand(4, 3))
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=SEEDS, gamma=st.sampled_from([0.0, 0.4, 1.0]))
+def test_grpo_turns_equals_loop_reference(seed, gamma):
+    """Rows of a group need not be adjacent, and rewards outside the mask have no effect."""
+    rewards, _, mask = random_inputs(seed)
+    rewards = torch.where(mask, rewards.nan_to_num(0.5), math.nan)
+    groups = torch.tensor([0, 0, 1, 1, 0, 1])
+    found = advantages.grpo_turns(rewards, mask, groups, gamma)
+    for group in (0, 1):
+        turns = []  # row, tokens and return of each turn
+        for row in (groups == group).nonzero()[:, 0].tolist():
+            turns_of_row: list[list[int]] = []
+            for token in mask[row].nonzero()[:, 0].tolist():
+                if turns_of_row and turns_of_row[-1][-1] == token - 1:
+                    turns_of_row[-1].append(token)
+                else:
+                    turns_of_row.append([token])
+            sums = [sum(float(rewards[row, token]) for token in turn) for turn in turns_of_row]
+            turns += [
+                (
+                    row,
+                    tokens,
+                    sum(gamma**ahead * sums[at + ahead] for ahead in range(len(sums) - at)),
+                )
+                for at, tokens in enumerate(turns_of_row)
+            ]
+        returns = [value for _, _, value in turns]
+        spread = statistics.stdev(returns) if len(returns) > 1 else 0.0
+        for row, tokens, value in turns:
+            expected = (value - statistics.fmean(returns)) / (spread + 1e-4)
+            assert found[row, tokens].tolist() == pytest.approx([expected] * len(tokens), abs=1e-6)
+    assert not found[~mask].any()
+
+
+def test_grpo_turns_credits_turns_that_lead_to_rewards():
+    """Two episodes of two turns: the first one fails in its first turn, the second one later."""
+    mask = torch.tensor([[True, True, False, True]]).repeat(2, 1)
+    rewards = torch.tensor([[0.0, 0.0, 0.0, 1.0], [0.0, 1.0, 0.0, 0.0]])
+    found = advantages.grpo_turns(rewards, mask, torch.tensor([0, 0]), 0.5)
+    returns = torch.tensor([0.5, 1.0, 1.0, 0.0])
+    first, last, other_first, other_last = ((returns - 0.625) / (returns.std() + 1e-4)).tolist()
+    assert torch.allclose(
+        found,
+        torch.tensor([[first, first, 0.0, last], [other_first, other_first, 0.0, other_last]]),
+    )
+
+
+def test_grpo_turns_is_grpo_for_single_turns_and_0_for_equal_returns():
+    mask = torch.ones(4, 3, dtype=torch.bool)
+    groups = torch.tensor([0, 0, 1, 1])
+    scores = torch.tensor([1.0, 0.0, 0.25, 4.0])
+    at_end = torch.zeros(4, 3)
+    at_end[:, 2] = scores
+    found = advantages.grpo_turns(at_end, mask, groups, 0.9)
+    assert torch.allclose(found, advantages.grpo(scores, 2)[:, None].expand(4, 3))
+    assert not advantages.grpo_turns(torch.full((4, 3), 0.1), mask, groups, 0.9).any()
