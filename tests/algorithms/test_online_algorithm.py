@@ -234,6 +234,36 @@ def test_branch_trains_with_episode_score_counted_once(branching, over):
         )
 
 
+def test_grpo_turns_adds_the_rest_of_the_episode_after_a_branch():
+    """The branch of the first episode has a reward of its own, and the episode another one."""
+    config = compose("grpo", "algorithm.advantage=grpo_turns", "algorithm.gamma=0.5")
+    algorithm, alone, _, _ = step(config)
+    rows = torch.cat((torch.arange(len(alone.tokens)), torch.tensor([0])))
+    batch = SampleBatch(
+        **{name: getattr(alone, name) for name in SampleBatch.__dataclass_fields__}
+    ).select(rows)
+    # the branch has two turns of one token each
+    mask = batch.mask.clone()
+    mask[-1] = False
+    mask[-1, [PROMPT, PROMPT + 2]] = True
+    turn_rewards = torch.zeros(mask.shape)
+    turn_rewards[-1, PROMPT] = 0.25
+    batch = replace(batch, episodes=rows, mask=mask, turn_rewards=turn_rewards)
+    scores = torch.zeros(len(alone.tokens))
+    scores[0] = 1.0
+    scored = algorithm.build_scored_samples(
+        batch, scores, None, alone.old_logprobs[rows], alone.reference_logprobs[rows], 0.0
+    )
+    advantages = algorithm.build_experience(scored).advantages
+    # returns of the group: the sample, the other samples of the prompt, and the branch's turns
+    returns = torch.tensor(
+        [1.0] + [0.0] * (EACH - 1) + [0.25 + 0.5 * 0.75, 0.75], dtype=advantages.dtype
+    )
+    expected = (returns - returns.mean()) / (returns.std() + 1e-4)
+    torch.testing.assert_close(advantages[-1, [PROMPT, PROMPT + 2]], expected[-2:])
+    torch.testing.assert_close(advantages[0][mask[0]], expected[0].expand(int(mask[0].sum())))
+
+
 def test_gradient_is_zero_outside_the_responses(name):
     algorithm, experience, _, after = step(compose(name))
     _, _, slope = gradient(algorithm, experience, after, [torch.arange(experience.tokens.shape[0])])
