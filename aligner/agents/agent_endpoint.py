@@ -24,7 +24,13 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from torch import Tensor
 
-from aligner.agents.answers import AnswerBuilder, build_length_error, check_prompt_tokens
+from aligner.agents.answers import (
+    AnswerBuilder,
+    begin_conversation,
+    build_length_error,
+    check_prompt_tokens,
+    prepare,
+)
 from aligner.agents.message_matching import (
     build_comparison_key,
     describe_difference,
@@ -50,12 +56,20 @@ from aligner.values import is_finite_number
 
 _log = logging.getLogger(__name__)
 
-# Maximum number of characters that are tokenized on the server's loop, which takes some 20 ms; the
-# tokens of longer prompts are computed in a thread.
-_MAX_CHARACTERS_ON_LOOP = 10_000
-
 MODEL_NAME = "policy"
 """Model name that `/v1/models` lists; requests may contain any other name."""
+
+
+@dataclass(frozen=True, eq=False)
+class _PreparedPrompt:
+    """The input of a request, and the grammar that it requires."""
+
+    conversation: Conversation | None
+    """The rendered chat; None for a text completion."""
+    tokens: Tensor
+    """Input tokens, int64 [T]."""
+    grammar: str | None
+    """Grammar of the answers; None if the request requires none."""
 
 
 @dataclass(eq=False)
@@ -232,12 +246,9 @@ class AgentSession:
         requests_in_tokenization = self._requests_in_tokenization
         requests_in_tokenization.append(request)
         try:
-            conversation, input_tokens = await self._tokenize_in_order(request)
-            grammar = None
-            if conversation is not None:
-                grammar = build_request_grammar(
-                    request, conversation.text, self.context.tokenizer, self.context.get_chat
-                )
+            # `_tokenize` reads the turns, so requests are tokenized one after another
+            async with self._tokenization_lock:
+                prompt = await prepare(request, lambda: self._prepare(request))
         except RequestError:
             raise
         except AlignerError as error:
@@ -246,13 +257,13 @@ class AgentSession:
             requests_in_tokenization.remove(request)
         if attempt_key != self.agent_key:
             raise self._build_end_error()
-        if len(input_tokens) >= self.context.max_sequence_length:
-            return self._answer_overflow(request, len(input_tokens))
+        if len(prompt.tokens) >= self.context.max_sequence_length:
+            return self._answer_overflow(request, len(prompt.tokens))
 
         max_tokens = self.context.settings.max_turn_tokens
         max_tokens = min(max_tokens, request.max_tokens or max_tokens)
         pending_completions = [
-            self._get_or_start_completion(input_tokens, max_tokens, request.stop, grammar)
+            self._get_or_start_completion(prompt, max_tokens, request.stop)
             for _ in range(request.n)
         ]
         try:
@@ -267,20 +278,18 @@ class AgentSession:
         ):
             raise self._build_end_error()
         return [
-            self._record_turn(request, conversation, pending) for pending in pending_completions
+            self._record_turn(request, prompt.conversation, pending)
+            for pending in pending_completions
         ]
 
     def count_tokens(self, request: ChatRequest) -> int:
         """Return the number of input tokens of a chat. Raises RequestError."""
-        messages = to_template_messages(request.messages)
-        tools = [dict(tool) for tool in request.tools] or None
         try:
-            conversation = self.context.get_chat().begin(
-                messages, tools, request.chat_template_kwargs
-            )
+            return len(begin_conversation(request, self.context.get_chat()).tokens)
+        except RequestError:
+            raise
         except AlignerError as error:
             raise RequestError(400, str(error)) from error
-        return len(conversation.tokens)
 
     def _check_supported(self, request: ModelRequest) -> None:
         """Log ignored parameters of a request.
@@ -314,13 +323,14 @@ class AgentSession:
             401, f"episode {self.name} is over, or its agent was restarted", "invalid_api_key"
         )
 
-    async def _tokenize_in_order(self, request: ModelRequest) -> tuple[Conversation | None, Tensor]:
-        """Return the result of `_tokenize`, and let the loop serve other sessions meanwhile."""
-        async with self._tokenization_lock:
-            # the tokens of a megabyte take seconds
-            if _count_characters(request) > _MAX_CHARACTERS_ON_LOOP:
-                return await asyncio.to_thread(self._tokenize, request)
-            return self._tokenize(request)
+    def _prepare(self, request: ModelRequest) -> _PreparedPrompt:
+        """Return the input tokens of a request, and the grammar of its answers."""
+        conversation, tokens = self._tokenize(request)
+        text = None if conversation is None else conversation.text
+        grammar = build_request_grammar(
+            request, text, self.context.tokenizer, self.context.get_chat
+        )
+        return _PreparedPrompt(conversation, tokens, grammar)
 
     def _tokenize(self, request: ModelRequest) -> tuple[Conversation | None, Tensor]:
         """Return the chat of a request, None for a text completion, and its input tokens.
@@ -463,9 +473,11 @@ class AgentSession:
         return [Answer("", "length", length)] * request.n
 
     def _get_or_start_completion(
-        self, input_tokens: Tensor, max_tokens: int, stop: tuple[str, ...], grammar: str | None
+        self, prompt: _PreparedPrompt, max_tokens: int, stop: tuple[str, ...]
     ) -> PendingCompletion:
         """Return an abandoned completion with the same input and limits, else start a new one."""
+        input_tokens = prompt.tokens
+        grammar = prompt.grammar
         for pending in self._abandoned_completions:
             if (
                 pending.max_tokens == max_tokens
@@ -620,13 +632,6 @@ class AgentServer(ModelServer):
             raise RequestError(400, f"reward: must be a finite number, got {body.reward}")
         session.reward = (session.reward or 0.0) + body.reward
         return JSONResponse({"reward": session.reward})
-
-
-def _count_characters(request: ModelRequest) -> int:
-    """Return about how many characters the prompt of a request has."""
-    if isinstance(request, ChatRequest):
-        return sum(len(str(message)) for message in request.messages)
-    return len(request.prompt) if isinstance(request, TextRequest) else 0
 
 
 def _has_key(request: Request, expected_key: str | None) -> bool:

@@ -1,22 +1,53 @@
 """Conversion of prompts to tokens and of generated tokens to answers, for every back end."""
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from aligner.agents.message_matching import to_template_messages
 from aligner.agents.protocols.requests import (
     Answer,
     AnswerToken,
     ChatRequest,
     ModelRequest,
     RequestError,
+    TextRequest,
 )
 from aligner.data.chat_turns import ChatTurns, Conversation
 from aligner.data.stop_strings import cut_before_stop
 from aligner.data.tokenizer import Tokenizer
 from aligner.data.tool_calls import ToolCall
+
+# Maximum number of characters that are tokenized on the server's loop, which takes some 20 ms; the
+# tokens of longer prompts are computed in a thread.
+_MAX_CHARACTERS_ON_LOOP = 10_000
+_T = TypeVar("_T")
+
+
+async def prepare(request: ModelRequest, function: Callable[[], _T]) -> _T:
+    """Call a function that computes the tokens and the grammar of a request.
+
+    The function runs in a thread if it may take long, so that the loop can serve other requests.
+    """
+    # the tokens of a megabyte take seconds, and so does the compilation of a large JSON schema
+    is_constrained = isinstance(request, ChatRequest) and request.is_constrained
+    if is_constrained or _count_characters(request) > _MAX_CHARACTERS_ON_LOOP:
+        return await asyncio.to_thread(function)
+    return function()
+
+
+def begin_conversation(request: ChatRequest, chat: ChatTurns) -> Conversation:
+    """Return a chat as the chat template renders it.
+
+    Raises:
+        AlignerError: A message is invalid, or the template rejects the messages.
+    """
+    tools = [dict(tool) for tool in request.tools] or None
+    return chat.begin(to_template_messages(request.messages), tools, request.chat_template_kwargs)
 
 
 @dataclass(frozen=True)
@@ -108,6 +139,13 @@ def check_prompt_tokens(prompt: Sequence[int], vocab_size: int) -> Tensor:
             param="prompt",
         )
     return torch.tensor(prompt, dtype=torch.int64)
+
+
+def _count_characters(request: ModelRequest) -> int:
+    """Return about how many characters the prompts of a request have."""
+    if isinstance(request, ChatRequest):
+        return sum(len(str(message)) for message in request.messages)
+    return sum(map(len, request.prompts)) if isinstance(request, TextRequest) else 0
 
 
 def build_length_error(request: ModelRequest, length: int, limit: int) -> RequestError:

@@ -66,7 +66,7 @@ def build_request_grammar(
         AlignerError: A schema is invalid or cannot be satisfied, or the model does not support the
             required tool calls.
     """
-    if not isinstance(request, ChatRequest):
+    if not isinstance(request, ChatRequest) or not request.is_constrained:
         return None
     schema = None
     if request.response_format is not None:
@@ -74,11 +74,6 @@ def build_request_grammar(
         # JSON mode without a schema: any object
         schema = {"type": "object"} if schema is None else schema
     calls = _build_call_rules(request)
-    is_constrained = schema is not None or (
-        calls is not None and (calls.is_required or not calls.is_parallel)
-    )
-    if not is_constrained:
-        return None
     if request.ignore_eos:
         raise AlignerError(
             "ignore_eos: must be false, because only an end-of-sequence token ends an answer with a"
@@ -88,6 +83,8 @@ def build_request_grammar(
     tool_format = None if calls is None else get_chat().tool_format
     # a model that cannot call tools answers with text, unless calls are required
     if calls is not None and tool_format is None and not calls.is_required:
+        if schema is None:
+            return None
         calls = None
     grammar = build_response_grammar(
         tokenizer,
@@ -96,8 +93,7 @@ def build_request_grammar(
         tool_format=tool_format,
         reasoning="none" if prompt is None else detect_reasoning(tokenizer, prompt),
     )
-    if grammar is not None:
-        check_grammar(tokenizer.grammar_vocabulary, Grammar(grammar, tokenizer.eos_token_ids))
+    check_grammar(tokenizer.grammar_vocabulary, Grammar(grammar, tokenizer.eos_token_ids))
     return grammar
 
 
@@ -134,8 +130,8 @@ def build_response_grammar(
     calls: CallRules | None,
     tool_format: ToolFormat | None,
     reasoning: Reasoning,
-) -> str | None:
-    """Return the grammar of a response; None if the response is not constrained.
+) -> str:
+    """Return the grammar of a response that has a JSON schema, or rules for its tool calls.
 
     Args:
         tokenizer: The model's tokenizer. Tags such as `<tool_call>` may be special tokens of its
@@ -149,9 +145,6 @@ def build_response_grammar(
         AlignerError: A schema is invalid or cannot be satisfied, or the model's chat template
             writes no tool calls.
     """
-    if schema is None and (calls is None or (calls.is_parallel and not calls.is_required)):
-        return None
-
     writer = _GrammarWriter(tokenizer)
     alternatives = []
     if calls is not None:

@@ -10,7 +10,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from torch import Tensor
 
-from aligner.agents.answers import AnswerBuilder, build_length_error, check_prompt_tokens
+from aligner.agents.answers import (
+    AnswerBuilder,
+    begin_conversation,
+    build_length_error,
+    check_prompt_tokens,
+    prepare,
+)
 from aligner.agents.generate import build_source_tokenizer, load_weights, read_generating_shape
 from aligner.agents.message_matching import to_template_messages
 from aligner.agents.protocols.requests import (
@@ -136,12 +142,10 @@ class ServedModel:
     async def answer(self, request: ModelRequest) -> list[Answer]:
         """Return the answers to a request; see `aligner.agents.model_server.Backend.answer`."""
         _check_sampling(request)
-        prompts = self._tokenize(request)
-        # checked for all prompts before any answer is generated
-        options = [self._build_options(request, prompt) for prompt in prompts]
+        prepared_prompts = await prepare(request, lambda: self._prepare(request))
         tasks = [
-            asyncio.create_task(self._generate_answer(request, prompt, prompt_options, index))
-            for prompt, prompt_options in zip(prompts, options, strict=True)
+            asyncio.create_task(self._generate_answer(request, prompt, options, index))
+            for prompt, options in prepared_prompts
             for index in range(request.n)
         ]
         try:
@@ -166,6 +170,14 @@ class ServedModel:
         """Return the number of input tokens of a chat. Raises RequestError."""
         (prompt,) = self._tokenize(request)
         return len(prompt.tokens)
+
+    def _prepare(self, request: ModelRequest) -> list[tuple[_Prompt, SamplingOptions | None]]:
+        """Return the inputs of a request, each with its sampling options.
+
+        Raises RequestError if the request is invalid, before any answer is generated.
+        """
+        prompts = self._tokenize(request)
+        return [(prompt, self._build_options(request, prompt)) for prompt in prompts]
 
     def _tokenize(self, request: ModelRequest) -> list[_Prompt]:
         """Return the inputs of a request: one for a chat, or one for each text.
@@ -200,10 +212,8 @@ class ServedModel:
 
     def _tokenize_chat(self, request: ChatRequest) -> _Prompt:
         """Return the input of a chat; see `_tokenize`."""
-        messages = to_template_messages(request.messages)
         if self._chat is not None:
-            tools = [dict(tool) for tool in request.tools] or None
-            conversation = self._chat.begin(messages, tools, request.chat_template_kwargs)
+            conversation = begin_conversation(request, self._chat)
             return _Prompt(conversation.tokens, conversation)
         if request.tools:
             raise RequestError(
@@ -212,6 +222,7 @@ class ServedModel:
                 "unsupported",
                 "tools",
             )
+        messages = to_template_messages(request.messages)
         text = "\n\n".join(message["content"] for message in messages)
         return _Prompt(self._tokenizer.encode(text, add_bos=True), None)
 

@@ -103,11 +103,13 @@ class GrammarVocabulary:
         """
         with self._lock:
             compiled = self._compiled.get(grammar)
-            if compiled is None:
-                compiled = self._compile(grammar)
-                if len(self._compiled) >= _MAX_COMPILED:
-                    self._compiled.pop(next(iter(self._compiled)))
-                self._compiled[grammar] = compiled
+        if compiled is None:
+            # Other threads can use their grammars while this one is compiled.
+            compiled = self._compile(grammar)
+        with self._lock:
+            if grammar not in self._compiled and len(self._compiled) >= _MAX_COMPILED:
+                self._compiled.pop(next(iter(self._compiled)))
+            self._compiled[grammar] = compiled
             return GrammarMatcher(self, compiled.deep_copy(), stop_token_ids)
 
     def _compile(self, grammar: str) -> llguidance.LLMatcher:

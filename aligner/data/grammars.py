@@ -5,8 +5,11 @@ wrong with a grammar. `aligner.data.grammar_matcher` computes the masks.
 """
 
 import functools
+import hashlib
 import json
 import re
+import threading
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,15 +27,34 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _NEUTRAL_STEPS = frozenset({"Fuse", "Strip"})
 
 
+# Vocabularies in use, by the content of their tokenizer and their size.
+_vocabularies: weakref.WeakValueDictionary[tuple[str, int], GrammarVocabulary] = (
+    weakref.WeakValueDictionary()
+)
+_vocabularies_lock = threading.Lock()
+
+
 def build_vocabulary(tokenizer: tokenizers.Tokenizer, size: int) -> GrammarVocabulary:
     """Return the bytes of a tokenizer's tokens, for a model with `size` tokens.
 
     A model's vocabulary may be larger than that of its tokenizer; no grammar allows the additional
-    ids.
+    ids. Equal tokenizers of a process share one vocabulary, so that the endpoint of agents and the
+    engine compile a grammar only once.
 
     Raises:
         AlignerError: The tokenizer's decoder does not determine the bytes of single tokens.
     """
+    key = hashlib.sha256(tokenizer.to_str().encode()).hexdigest(), size
+    with _vocabularies_lock:
+        vocabulary = _vocabularies.get(key)
+        if vocabulary is None:
+            vocabulary = _build_vocabulary(tokenizer, size)
+            _vocabularies[key] = vocabulary
+        return vocabulary
+
+
+def _build_vocabulary(tokenizer: tokenizers.Tokenizer, size: int) -> GrammarVocabulary:
+    """Return a new vocabulary; see `build_vocabulary`."""
     description = tokenizer.decoder and json.loads(tokenizer.decoder.__getstate__())
     to_bytes = _build_token_decoder(description)
     added_tokens = tokenizer.get_added_tokens_decoder()

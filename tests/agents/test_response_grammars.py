@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from aligner.agents.protocols.requests import ChatRequest
 from aligner.agents.response_grammars import (
     CallRules,
+    build_request_grammar,
     build_response_grammar,
     detect_reasoning,
 )
@@ -54,15 +56,13 @@ def build(
     calls: CallRules | None = None,
 ) -> str:
     prompt = tokenizer.chat_template.render([QUESTION], add_generation_prompt=True)
-    grammar = build_response_grammar(
+    return build_response_grammar(
         tokenizer,
         schema=schema,
         calls=calls,
         tool_format=detect_tool_format(tokenizer),
         reasoning=detect_reasoning(tokenizer, prompt),
     )
-    assert grammar is not None
-    return grammar
 
 
 @pytest.mark.parametrize("kind", ["bytes", "first", "prepending"])
@@ -140,12 +140,19 @@ def test_closed_reasoning_in_prompt_is_not_reopened():
     assert detect_reasoning(tokenizer, prompt + "<think>\n\n</think>\n\n") == "none"
 
 
-def test_unconstrained_response_has_no_grammar():
-    tokenizer = chat_model("bytes", "qwen")
-    free = {"schema": None, "tool_format": "hermes", "reasoning": "none"}
-    assert build_response_grammar(tokenizer, calls=None, **free) is None
-    calls = CallRules([WEATHER], False, True)
-    assert build_response_grammar(tokenizer, calls=calls, **free) is None
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"tools": (WEATHER,)},
+        {"tools": (WEATHER,), "tool_choice": "none", "parallel_tool_calls": False},
+        {"parallel_tool_calls": False},
+    ],
+)
+def test_unconstrained_request_has_no_grammar(fields):
+    request = ChatRequest(id="a", model="m", messages=(QUESTION,), **fields)
+    # neither the tokenizer nor the chat template is read
+    assert build_request_grammar(request, "", None, None) is None
 
 
 def test_special_tokens_of_tags_are_used():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import unittest.mock
 from typing import Any
 
 import pytest
@@ -12,9 +13,17 @@ from hypothesis import strategies as st
 
 from aligner.data.grammar_matcher import GrammarVocabulary, is_allowed
 from aligner.data.grammars import build_vocabulary, check_grammar, check_json_schema
+from aligner.data.tokenizer import Tokenizer
 from aligner.data.types import Grammar
 from aligner.errors import AlignerError
-from tests.data.chat_models import QUESTION, TOKENIZERS, chat_model
+from tests.data.chat_models import (
+    QUESTION,
+    TEMPLATES,
+    TOKENIZERS,
+    chat_model,
+    tokenizer_file,
+    write_model,
+)
 
 TEXTS = ('{"a": 1}', "naïve ▁ 日本 🙂", "  two  spaces\n\ttab", "<tool_call>{}</tool_call>")
 STOP = (1, 2)
@@ -164,3 +173,16 @@ def test_chat_template_mentions_its_texts():
     template = chat_model("bytes", "reasons").chat_template
     assert template.mentions("</think>") and not template.mentions("</thought>")
     assert template.render([QUESTION], add_generation_prompt=True)
+
+
+def test_equal_tokenizers_compile_a_grammar_once(tmp_path):
+    (tmp_path / "tokenizer.json").write_text(tokenizer_file("bytes"))
+    write_model(tmp_path, TEMPLATES["qwen"], ("<|end|>", "</s>"))
+    # as the endpoint and the engine of a process
+    endpoint, engine = (Tokenizer(tmp_path).grammar_vocabulary for _ in range(2))
+    assert endpoint is engine
+    endpoint.start(OBJECT, STOP)
+    with unittest.mock.patch.object(engine, "_compile") as compile_grammar:
+        engine.start(OBJECT, STOP)
+        engine.start(OBJECT, (1,))
+    compile_grammar.assert_not_called()

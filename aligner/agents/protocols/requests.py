@@ -123,6 +123,14 @@ class ChatRequest(ModelRequest):
     """Whether the answer continues the last message instead of following it."""
 
     @property
+    def is_constrained(self) -> bool:
+        """Whether a grammar must restrict the tokens of the answer."""
+        if self.response_format is not None or self.tool_choice not in ("auto", "none"):
+            return True
+        may_call_tools = bool(self.tools) and self.tool_choice == "auto"
+        return may_call_tools and not self.parallel_tool_calls
+
+    @property
     def should_parse_tool_calls(self) -> bool:
         """Whether tool calls in the generated text become tool calls of the answer."""
         return bool(self.tools) and self.tool_choice != "none"
