@@ -34,6 +34,7 @@ from aligner.agents.answers import (
 from aligner.agents.message_matching import (
     build_comparison_key,
     describe_difference,
+    get_continued_text,
     to_template_messages,
 )
 from aligner.agents.model_server import ModelServer
@@ -374,34 +375,70 @@ class AgentSession:
         """
         chat = self.context.get_chat()
         messages = to_template_messages(request.messages)
+        if not request.continue_final_message:
+            return self._continue_conversation(request, messages)
+
+        turn_start = get_continued_text(request)
+        for turn in self._find_turns(request, request.messages):
+            if len(turn.message_keys) == len(messages):
+                # a truncated turn keeps the tokens that the policy generated
+                assert turn.conversation is not None
+                conversation = chat.continue_turn(turn.conversation, turn.generated_tokens)
+                if conversation.turn_start == turn_start:
+                    return conversation
+        return chat.begin_turn(self._continue_conversation(request, messages[:-1]), turn_start)
+
+    def _find_turns(
+        self, request: ChatRequest, messages: Sequence[Mapping[str, Any]]
+    ) -> list[AgentTurn]:
+        """Return the earlier turns with whose messages, including the answer, a chat begins.
+
+        The turns with the most messages come first.
+
+        Args:
+            request: The request, whose tools and template variables must be those of the turn.
+            messages: The messages of the chat.
+        """
         tools = [dict(tool) for tool in request.tools] or None
-        variables = request.chat_template_kwargs
-        message_keys = self._build_message_keys(request.messages)
+        message_keys = self._build_message_keys(messages)
         matching_turns = [
             turn
             for turn in self.turns
             if turn.conversation is not None
             and turn.conversation.tools == tools
-            and turn.conversation.variables == variables
-            and len(turn.message_keys) < len(message_keys)
+            and turn.conversation.variables == request.chat_template_kwargs
             and turn.message_keys == message_keys[: len(turn.message_keys)]
         ]
+        # the tokens break ties, as in `_tokenize`
+        return sorted(
+            matching_turns,
+            key=lambda turn: (len(turn.message_keys), turn.generated_tokens.tolist()),
+            reverse=True,
+        )
+
+    def _continue_conversation(
+        self, request: ChatRequest, messages: Sequence[Mapping[str, Any]]
+    ) -> Conversation:
+        """Return the chat of a request without the message that the answer continues.
+
+        See `_build_conversation`. `messages` are the messages in the format of chat templates.
+        """
+        chat = self.context.get_chat()
+        tools = [dict(tool) for tool in request.tools] or None
+        variables = request.chat_template_kwargs
+        # a turn without new messages after it cannot be continued
+        matching_turns = self._find_turns(request, request.context_messages[:-1])
         if not matching_turns:
             if self.turns:
                 self._count_branch(
                     "the request does not continue an earlier turn",
-                    self._describe_mismatch(message_keys, tools, variables),
+                    self._describe_mismatch(
+                        self._build_message_keys(request.context_messages), tools, variables
+                    ),
                 )
             return chat.begin(messages, tools, variables)
 
-        # the tokens break ties, as in `_tokenize`
-        turn = max(
-            matching_turns,
-            key=lambda candidate: (
-                len(candidate.message_keys),
-                candidate.generated_tokens.tolist(),
-            ),
-        )
+        turn = matching_turns[0]
         assert turn.conversation is not None
         try:
             conversation = chat.append_turn(
@@ -534,7 +571,10 @@ class AgentSession:
             )
         message_keys: tuple[str, ...] = ()
         if isinstance(request, ChatRequest):
-            message_keys = self._build_message_keys([*request.messages, answer.message])
+            assert conversation is not None
+            content = conversation.turn_start + (answer.message["content"] or "")
+            message = {**answer.message, "content": content}
+            message_keys = self._build_message_keys([*request.context_messages, message])
         self.turns.append(AgentTurn(input_tokens, response, conversation, message_keys, full_text))
         return answer
 

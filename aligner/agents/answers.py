@@ -1,6 +1,7 @@
 """Conversion of prompts to tokens and of generated tokens to answers, for every back end."""
 
 import asyncio
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -8,7 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from aligner.agents.message_matching import to_template_messages
+from aligner.agents.message_matching import get_continued_text, to_template_messages
 from aligner.agents.protocols.requests import (
     Answer,
     AnswerToken,
@@ -46,8 +47,12 @@ def begin_conversation(request: ChatRequest, chat: ChatTurns) -> Conversation:
     Raises:
         AlignerError: A message is invalid, or the template rejects the messages.
     """
+    messages = to_template_messages(request.context_messages)
     tools = [dict(tool) for tool in request.tools] or None
-    return chat.begin(to_template_messages(request.messages), tools, request.chat_template_kwargs)
+    conversation = chat.begin(messages, tools, request.chat_template_kwargs)
+    if request.continue_final_message:
+        return chat.begin_turn(conversation, get_continued_text(request))
+    return conversation
 
 
 @dataclass(frozen=True)
@@ -116,9 +121,11 @@ class AnswerBuilder:
         tool_calls = tuple(call for call in turn.calls if isinstance(call, ToolCall))
         if not tool_calls or len(tool_calls) != len(turn.calls):
             return answer
-        return replace(
-            answer, finish_reason="tool_calls", content=turn.content, tool_calls=tool_calls
-        )
+        # the client has the beginning of the turn already
+        texts = [turn.content, conversation.turn_start.strip()]
+        start = os.path.commonprefix(texts)  # noqa: RUF071  (of characters)
+        content = turn.content.removeprefix(start).lstrip() if start else turn.content
+        return replace(answer, finish_reason="tool_calls", content=content, tool_calls=tool_calls)
 
     def decode_after(self, input_tokens: Tensor, generated_tokens: Tensor) -> str:
         """Return the text of generated tokens that follow the input tokens."""

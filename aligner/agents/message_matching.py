@@ -8,7 +8,8 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from aligner.agents.protocols.requests import RequestError
+from aligner.agents.protocols.requests import ChatRequest, RequestError
+from aligner.data.chat_template import REASONING_FIELDS
 
 # The reasoning at the start of an answer, up to its last end tag. Some templates put the start tag
 # into the prompt, so the answer may contain only the end tag.
@@ -25,6 +26,27 @@ def to_template_messages(messages: Sequence[Mapping[str, Any]]) -> tuple[dict[st
     a message has no role, has content other than text, or has an invalid tool call.
     """
     return tuple(_to_template_message(message, index) for index, message in enumerate(messages))
+
+
+def get_continued_text(request: ChatRequest) -> str:
+    """Return the text of the last message, which the answer continues.
+
+    Raises RequestError if the message is not a text of the assistant.
+    """
+    message = request.messages[-1]
+    other_fields = [
+        name for name in ("tool_calls", "function_call", *REASONING_FIELDS) if message.get(name)
+    ]
+    if message.get("role") != "assistant" or other_fields:
+        found = f"the field {other_fields[0]}" if other_fields else f"role {message.get('role')!r}"
+        raise RequestError(
+            400,
+            "messages: the answer can continue the last message only if it is a text of the"
+            f" assistant; it has {found}",
+            "unsupported",
+            "messages",
+        )
+    return _get_text(message, len(request.messages) - 1)
 
 
 def _to_template_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:

@@ -220,6 +220,8 @@ class ModelServer:
         ]
         routes += [
             Route(f"{root}/v1/messages/count_tokens", self._count_tokens, methods=["POST"]),
+            Route(f"{root}/v1/responses/{{response}}", self._get_response, methods=["GET"]),
+            Route(f"{root}/v1/responses/{{response}}", self._delete_response, methods=["DELETE"]),
             Route(f"{root}/v1/models", self._list_models, methods=["GET"]),
             # names of models may contain slashes
             Route(f"{root}/v1/models/{{model:path}}", self._get_model, methods=["GET"]),
@@ -278,6 +280,19 @@ class ModelServer:
         backend = self._find_backend(request)
         chat_request = parse_count_request(await self.read_body(request))
         return JSONResponse({"input_tokens": backend.count_tokens(chat_request)})
+
+    async def _get_response(self, request: Request) -> Response:
+        """Return a stored response of the Responses API."""
+        if request.query_params.get("stream", "false") != "false":
+            raise RequestError(400, "stream: must be false for a stored response", "unsupported")
+        store = self._find_backend(request).stored_responses
+        return JSONResponse(store.get(request.path_params["response"]))
+
+    async def _delete_response(self, request: Request) -> Response:
+        """Delete a stored response of the Responses API."""
+        response_id = request.path_params["response"]
+        self._find_backend(request).stored_responses.delete(response_id)
+        return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
     async def _list_models(self, request: Request) -> Response:
         """List the only model of the back end."""

@@ -74,6 +74,12 @@ def build_request_grammar(
         # JSON mode without a schema: any object
         schema = {"type": "object"} if schema is None else schema
     calls = _build_call_rules(request)
+    if request.continue_final_message:
+        raise AlignerError(
+            "messages: an answer that continues the last message cannot have a required format;"
+            " leave out response_format, tool_choice and parallel_tool_calls, or"
+            " continue_final_message"
+        )
     if request.ignore_eos:
         raise AlignerError(
             "ignore_eos: must be false, because only an end-of-sequence token ends an answer with a"

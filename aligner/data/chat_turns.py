@@ -19,7 +19,7 @@ own tokens are kept in any case.
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -53,6 +53,14 @@ class Conversation:
     call_id_key: str = ""
     """Text that distinguishes the ids of tool calls in the next turn from those in other
     conversations; see the argument `id_key` of `aligner.data.tool_calls.parse_turn`."""
+    turn_start: str = ""
+    """Beginning of the assistant's turn, which the model continues. `text` and `tokens` end with
+    it."""
+
+    @property
+    def text_before_turn(self) -> str:
+        """The text without the beginning of the assistant's turn."""
+        return self.text.removesuffix(self.turn_start)
 
 
 @dataclass(frozen=True)
@@ -120,8 +128,25 @@ class ChatTurns:
         """
         return self._start(messages, tools, variables or {})
 
+    def begin_turn(self, conversation: Conversation, turn_start: str) -> Conversation:
+        """Add a text with which the assistant's turn begins, for the model to continue.
+
+        Raises:
+            AlignerError: The text cannot be tokenized.
+        """
+        tokens = self._tokenizer.encode_observation(conversation.tokens, turn_start)
+        return _extend_turn(conversation, turn_start, tokens)
+
+    def continue_turn(self, conversation: Conversation, turn_ids: Tensor) -> Conversation:
+        """Add the generated tokens of a truncated turn, int64 [R], for the model to continue."""
+        text = self._tokenizer.decode_after(
+            conversation.tokens, turn_ids, skip_special_tokens=False
+        )
+        return _extend_turn(conversation, text, turn_ids)
+
     def parse_turn(self, conversation: Conversation, turn_ids: Tensor) -> AssistantTurn:
-        """Return the text and the tool calls of a generated turn.
+        """Return the text and the tool calls of a generated turn, with the text with which the
+        conversation begins the turn.
 
         Args:
             conversation: The conversation that the turn answers.
@@ -137,12 +162,10 @@ class ChatTurns:
                 f"the assistant turn of {turn_ids.numel()} tokens ends with {last_text!r}, which is"
                 " not an end-of-turn token; a truncated turn must be the last turn of its episode"
             )
-        return self._parse_text(
-            self._tokenizer.decode_after(
-                conversation.tokens, turn_ids[:-1], skip_special_tokens=False
-            ),
-            conversation,
+        text = self._tokenizer.decode_after(
+            conversation.tokens, turn_ids[:-1], skip_special_tokens=False
         )
+        return self._parse_text(conversation.turn_start + text, conversation)
 
     def append_turn(
         self, conversation: Conversation, turn_ids: Tensor, new_messages: Messages
@@ -224,7 +247,7 @@ class ChatTurns:
             be determined.
         """
         # Condition 1: the text before the turn is unchanged.
-        before = conversation.text
+        before = conversation.text_before_turn
         if not text.startswith(before):
             return (
                 "the chat template renders earlier turns differently when messages follow:"
@@ -283,7 +306,7 @@ class ChatTurns:
 
     def _parse_text(self, text: str, conversation: Conversation) -> AssistantTurn:
         # Some templates begin the reasoning in the generation prompt.
-        is_reasoning = conversation.text.rstrip().endswith(THINK_START)
+        is_reasoning = conversation.text_before_turn.rstrip().endswith(THINK_START)
         return parse_turn(
             text,
             self.tool_format,
@@ -299,6 +322,16 @@ class ChatTurns:
 
     def _decode(self, tokens: Tensor) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=False)
+
+
+def _extend_turn(conversation: Conversation, text: str, tokens: Tensor) -> Conversation:
+    """Return a conversation whose last turn has more text, with the tokens of it, int64 [R]."""
+    return replace(
+        conversation,
+        text=conversation.text + text,
+        tokens=torch.cat([conversation.tokens, tokens]),
+        turn_start=conversation.turn_start + text,
+    )
 
 
 def _describe_difference(old: str, new: str) -> str:

@@ -45,6 +45,22 @@ def test_served_model_calls_tool_and_reads_result(client: OpenAI) -> None:
     assert choice.message.tool_calls is None and "<tool_call>" in choice.message.content
 
 
+def test_continued_message_is_completed_as_without_the_cut(client: OpenAI) -> None:
+    user = {"role": "user", "content": "why 0?"}
+    settings = {"model": "any", "tools": TOOLS, "temperature": 0, "tool_choice": "none"}
+
+    def ask(messages: list[dict[str, str]], **fields: object) -> str:
+        completion = client.chat.completions.create(
+            messages=messages, extra_body=fields, **settings
+        )
+        return completion.choices[0].message.content
+
+    whole = ask([user])
+    start = {"role": "assistant", "content": whole[:20]}
+    fields = {"continue_final_message": True, "add_generation_prompt": False}
+    assert "<tool_call>" in whole and ask([user, start], **fields) == whole[20:]
+
+
 def test_text_completion_equals_rendered_chat(client: OpenAI) -> None:
     settings = {"model": "any", "temperature": 0, "max_tokens": 8}
     chat = client.chat.completions.create(
@@ -96,9 +112,9 @@ def test_token_limits_and_end_tokens_of_request_apply(client: OpenAI, model: Pat
     [
         ({"frequency_penalty": 0.5}, "frequency_penalty"),
         ({"logit_bias": {"5": 1}}, "logit_bias"),
-        ({"functions": [{"name": "look"}]}, "functions"),
+        ({"suffix": "b"}, "suffix"),
         ({"guided_regex": "a+"}, "guided_regex"),
-        ({"continue_final_message": True}, "continue_final_message"),
+        ({"continue_final_message": True}, "messages"),
         ({"min_tokens": "many"}, "min_tokens"),
         ({"stop_token_ids": [10**6]}, "stop_token_ids"),
     ],

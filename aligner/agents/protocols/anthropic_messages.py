@@ -206,18 +206,12 @@ def _build_prompt_arguments(body: _PromptBody) -> dict[str, Any]:
         messages.append({"role": "system", "content": _get_text(body.system, "system")})
     for index, message in enumerate(body.messages):
         messages += _convert_message(message, index)
-    if messages[-1]["role"] == "assistant":
-        raise RequestError(
-            400,
-            "messages: the last message has the role assistant; a prefilled answer is not"
-            " supported",
-            "unsupported",
-            "messages",
-        )
     choice = body.tool_choice
     output_format = None if body.output_config is None else body.output_config.format
     return {
         "messages": tuple(messages),
+        # a prefilled answer
+        "continue_final_message": messages[-1]["role"] == "assistant",
         "tools": tuple(map(_convert_tool, body.tools or ())),
         "tool_choice": _convert_tool_choice(choice),
         "parallel_tool_calls": choice is None or not choice.disable_parallel_tool_use,

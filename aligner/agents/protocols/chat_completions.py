@@ -6,6 +6,11 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
+from aligner.agents.protocols.function_calls import (
+    convert_function,
+    convert_function_messages,
+    format_function_call,
+)
 from aligner.agents.protocols.openai_completions import (
     CompletionBody,
     CompletionResponse,
@@ -28,7 +33,7 @@ from aligner.agents.protocols.wire_format import (
 
 
 class _NamedFunction(BaseModel):
-    """The field `function` of a named tool choice."""
+    """The field `function` of a named tool choice, or a value of `function_call`."""
 
     name: str
 
@@ -66,6 +71,11 @@ class _ChatBody(CompletionBody):
     # vLLM's older field for a JSON schema
     guided_json: dict[str, Any] | str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
+    # OpenAI's older fields for tools
+    functions: list[dict[str, Any]] | None = None
+    function_call: Literal["auto", "none"] | _NamedFunction | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
 
@@ -73,16 +83,31 @@ class _ChatBody(CompletionBody):
 class _ChatCompletion(CompletionResponse[ChatRequest]):
     """A parsed request for a chat completion."""
 
+    def __init__(self, request: ChatRequest, *, has_functions: bool) -> None:
+        """Create a parsed request; `has_functions` selects OpenAI's older format of calls."""
+        super().__init__(request)
+        self._has_functions = has_functions
+
     object_type = "chat.completion"
     event_type = "chat.completion.chunk"
     empty_content: Mapping[str, Any] = {"delta": {}}
 
     def build_content(self, answer: Answer) -> dict[str, Any]:
         """See `CompletionResponse.build_content`."""
+        if self._has_functions:
+            return {"message": format_function_call(answer.message)}
         return {"message": answer.message}
+
+    def get_finish_reason(self, answer: Answer) -> str:
+        """See `CompletionResponse.get_finish_reason`."""
+        if self._has_functions and answer.tool_calls:
+            return "function_call"
+        return super().get_finish_reason(answer)
 
     def build_event_content(self, answer: Answer) -> dict[str, Any]:
         """See `CompletionResponse.build_event_content`."""
+        if self._has_functions:
+            return {"delta": format_function_call(answer.message)}
         delta = answer.message
         if answer.tool_calls:
             # clients merge the deltas of a call by its index
@@ -112,28 +137,54 @@ def _format_token(token: AnswerToken) -> dict[str, Any]:
 def _parse(content: bytes, context: RequestContext) -> _ChatCompletion:
     """Parse a body; see `WireFormat.parse`."""
     body = parse_body(_ChatBody, content)
-    return _ChatCompletion(
-        ChatRequest(
-            **build_common_arguments(body, context.response_id)
-            | {"max_tokens": body.max_completion_tokens or body.max_tokens},
-            messages=tuple(body.messages),
-            tools=tuple(body.tools or ()),
-            tool_choice=_convert_tool_choice(body.tool_choice),
-            parallel_tool_calls=body.parallel_tool_calls is not False,
-            response_format=_convert_response_format(body),
-            chat_template_kwargs=body.chat_template_kwargs or {},
-            logprobs=bool(body.logprobs),
-            top_logprobs=body.top_logprobs or 0,
-        )
+    _check_continuation(body)
+    functions = body.functions or ()
+    if functions and body.tools:
+        raise RequestError(400, "functions: must be left out if there are tools", param="functions")
+    request = ChatRequest(
+        **build_common_arguments(body, context.response_id)
+        | {"max_tokens": body.max_completion_tokens or body.max_tokens},
+        messages=convert_function_messages(body.messages),
+        tools=tuple(body.tools or map(convert_function, functions)),
+        tool_choice=_convert_tool_choice(body.function_call or body.tool_choice),
+        # a message has only one call in the older format
+        parallel_tool_calls=body.parallel_tool_calls is not False and not functions,
+        response_format=_convert_response_format(body),
+        chat_template_kwargs=body.chat_template_kwargs or {},
+        continue_final_message=bool(body.continue_final_message),
+        logprobs=bool(body.logprobs),
+        top_logprobs=body.top_logprobs or 0,
     )
+    return _ChatCompletion(request, has_functions=bool(functions))
+
+
+def _check_continuation(body: _ChatBody) -> None:
+    """Raise RequestError if a body asks for no new message of the assistant, and for no
+    continuation of the last one, or for both."""
+    if body.continue_final_message:
+        if body.add_generation_prompt:
+            raise RequestError(
+                400,
+                "add_generation_prompt=true: must be false with continue_final_message=true",
+                param="add_generation_prompt",
+            )
+    elif body.add_generation_prompt is False:
+        raise RequestError(
+            400,
+            "add_generation_prompt=false: is supported only with continue_final_message=true",
+            "unsupported",
+            "add_generation_prompt",
+        )
 
 
 def _convert_tool_choice(
-    choice: Literal["auto", "none", "required"] | _NamedToolChoice | None,
+    choice: Literal["auto", "none", "required"] | _NamedToolChoice | _NamedFunction | None,
 ) -> ToolChoice:
-    """Return the tool choice of a body."""
+    """Return the tool choice of a body, `tool_choice` or the older `function_call`."""
     if isinstance(choice, _NamedToolChoice):
         return NamedTool(choice.function.name)
+    if isinstance(choice, _NamedFunction):
+        return NamedTool(choice.name)
     return choice or "auto"
 
 

@@ -217,13 +217,17 @@ class CompletionResponse(ParsedRequest[RequestT]):
     def build_logprobs(self, answer: Answer) -> dict[str, Any] | None:
         """Return the log-probs of an answer; None if the request does not ask for them."""
 
+    def get_finish_reason(self, answer: Answer) -> str:
+        """Return the finish reason of an answer in the format of the response."""
+        return answer.finish_reason
+
     def format_response(self, answers: Sequence[Answer]) -> dict[str, Any]:
         """See `ParsedRequest.format_response`."""
         choices = [
             {
                 "index": index,
                 **self.build_content(answer),
-                "finish_reason": answer.finish_reason,
+                "finish_reason": self.get_finish_reason(answer),
                 "logprobs": self.build_logprobs(answer),
             }
             for index, answer in enumerate(answers)
@@ -252,7 +256,7 @@ class CompletionResponse(ParsedRequest[RequestT]):
             last_choice = {
                 "index": index,
                 **self.empty_content,
-                "finish_reason": answer.finish_reason,
+                "finish_reason": self.get_finish_reason(answer),
                 "logprobs": None,
             }
             yield format_event({**common_fields, "choices": [last_choice]})

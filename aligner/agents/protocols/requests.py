@@ -123,6 +123,11 @@ class ChatRequest(ModelRequest):
     """Whether the answer continues the last message instead of following it."""
 
     @property
+    def context_messages(self) -> tuple[Mapping[str, Any], ...]:
+        """The messages without the one that the answer continues."""
+        return self.messages[:-1] if self.continue_final_message else self.messages
+
+    @property
     def is_constrained(self) -> bool:
         """Whether a grammar must restrict the tokens of the answer."""
         if self.response_format is not None or self.tool_choice not in ("auto", "none"):

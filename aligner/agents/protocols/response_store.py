@@ -21,6 +21,8 @@ class _StoredResponse:
     input_items: Items
     """Items of the conversation before the response, without instructions."""
     output_items: Items
+    response: Mapping[str, Any]
+    """The response object."""
 
 
 class ResponseStore:
@@ -32,20 +34,30 @@ class ResponseStore:
         # output items of the responses by their ids
         self._items: dict[str, Mapping[str, Any]] = {}
 
-    def add(self, response_id: str, input_items: Items, output_items: Items) -> None:
+    def add(self, response: Mapping[str, Any], input_items: Items) -> None:
         """Store a response, and drop the oldest one if there are too many.
 
         Args:
-            response_id: Id of the response.
+            response: The response object.
             input_items: Items of the conversation before the response, without instructions.
-            output_items: Items of the response.
         """
-        self._responses[response_id] = _StoredResponse(input_items, output_items)
+        output_items = response["output"]
+        self._responses[response["id"]] = _StoredResponse(input_items, output_items, response)
         self._items |= {item["id"]: item for item in output_items}
         if len(self._responses) > _MAX_RESPONSES:
-            _, oldest = self._responses.popitem(last=False)
-            for item in oldest.output_items:
-                del self._items[item["id"]]
+            self.delete(next(iter(self._responses)))
+
+    def get(self, response_id: str) -> Mapping[str, Any]:
+        """Return a response object. Raises RequestError if the response does not exist."""
+        if response_id not in self._responses:
+            raise RequestError(404, f"Response with id '{response_id}' not found.")
+        return self._responses[response_id].response
+
+    def delete(self, response_id: str) -> None:
+        """Delete a response. Raises RequestError if the response does not exist."""
+        for item in self.get(response_id)["output"]:
+            del self._items[item["id"]]
+        del self._responses[response_id]
 
     def get_items(self, response_id: str) -> Items:
         """Return the items of a conversation up to and including a response.

@@ -115,7 +115,7 @@ class _Response(ParsedRequest[ChatRequest]):
     def record(self, answers: Sequence[Answer]) -> None:
         """See `ParsedRequest.record`; stores the response for later requests."""
         if self._body.store is not False:
-            self._store.add(self._request.id, self._items, self._build_output(answers[0]))
+            self._store.add(self.format_response(answers), self._items)
 
     def format_response(self, answers: Sequence[Answer]) -> dict[str, Any]:
         """See `ParsedRequest.format_response`; there is only one answer."""

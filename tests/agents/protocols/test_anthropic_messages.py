@@ -114,7 +114,6 @@ def test_input_tokens_are_counted(model: ScriptedModel) -> None:
     [
         ({"messages": []}, "messages"),
         ({"max_tokens": None}, "max_tokens"),
-        ({"messages": [USER, {"role": "assistant", "content": "be"}]}, "prefilled"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "content.0.type"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "tool_use_id"),
         ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "tools.0"),
@@ -145,5 +144,14 @@ def test_client_of_anthropic_reads_messages_streams_and_errors(model: ScriptedMo
         final = stream.get_final_message()
     assert final.content[0].input == {"at": "there"} and final.stop_reason == "tool_use"
     assert client.messages.count_tokens(model="m", messages=[USER]).input_tokens == 1
-    with pytest.raises(anthropic.BadRequestError, match="prefilled"):
-        client.messages.create(**{**BODY, "messages": [{"role": "assistant", "content": "a"}]})
+    with pytest.raises(anthropic.BadRequestError, match="not supported for the role user"):
+        client.messages.create(**{**BODY, "messages": [{"role": "user", "content": [{}]}]})
+
+
+def test_last_message_of_assistant_is_continued(model: ScriptedModel) -> None:
+    model.answers = [text_answer("es")]
+    body = {**BODY, "messages": [USER, {"role": "assistant", "content": "y"}]}
+    status, message = model.post("messages", body)
+    assert status == 200 and message["content"] == [{"type": "text", "text": "es"}]
+    (request,) = model.requests
+    assert request.continue_final_message and request.context_messages == (USER,)

@@ -94,6 +94,23 @@ def test_previous_response_is_continued_without_its_instructions(model, client):
     )
 
 
+def test_stored_response_is_retrieved_and_deleted(model, client):
+    model.answers = [call_answer(CALLS[0], content="I look."), text_answer("no")]
+    first = client.responses.create(model="m", input="why?", tools=[LOOK])
+    client.responses.create(model="m", input="why?")
+    assert client.responses.retrieve(first.id) == first
+    with pytest.raises(BadRequestError, match="stream"):
+        client.responses.retrieve(first.id, stream=True)
+    client.responses.delete(first.id)
+    for use in (
+        lambda: client.responses.retrieve(first.id),
+        lambda: client.responses.delete(first.id),
+        lambda: client.responses.create(model="m", previous_response_id=first.id, input="so?"),
+    ):
+        with pytest.raises(NotFoundError, match=first.id):
+            use()
+
+
 def test_item_reference_is_resolved(model, client):
     model.answers = [text_answer("yes"), text_answer("no")]
     first = client.responses.create(model="m", input="why?")
