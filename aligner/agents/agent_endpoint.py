@@ -43,6 +43,7 @@ from aligner.agents.protocols.requests import (
     ChatRequest,
     ModelRequest,
     RequestError,
+    SamplingParameters,
     TextRequest,
 )
 from aligner.agents.protocols.response_store import ResponseStore
@@ -79,16 +80,28 @@ class PendingCompletion:
 
     input_tokens: Tensor
     """Input tokens, int64 [T]."""
-    max_tokens: int
-    """Maximum number of tokens of the completion; the context may leave fewer."""
-    stop: tuple[str, ...]
-    """Stop strings of the request."""
-    grammar: str | None
-    """Grammar of the completion; None if the request requires none."""
     repeats: int
     """Number of earlier completions with the same input."""
     task: "asyncio.Task[Completion]"
     """The task that generates the completion."""
+
+
+@dataclass(eq=False)
+class _PendingAnswers:
+    """The answers to a request, from the start of their generation."""
+
+    request: ModelRequest
+    conversation: Conversation | None
+    """The rendered chat; None for a text completion."""
+    completions: Sequence[PendingCompletion]
+    answers: list[Answer] | None = None
+    """The answers, which have been recorded as turns; None before."""
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a completion was cancelled, or its generation failed."""
+        done_tasks = (each.task for each in self.completions if each.task.done())
+        return any(task.cancelled() or task.exception() is not None for task in done_tasks)
 
 
 @dataclass(frozen=True)
@@ -171,8 +184,10 @@ class AgentSession:
         """Responses of the current attempt that requests of the Responses API may continue."""
         # number of requested completions, by the bytes of their input tokens
         self._request_counts = Counter[bytes]()
-        # completions whose clients have disconnected; a request with the same input reuses one
-        self._abandoned_completions: list[PendingCompletion] = []
+        # answers that have been sent, by the ids of their requests
+        self._sent_answers: dict[str, _PendingAnswers] = {}
+        # answers whose clients have disconnected; a repetition of the request gets them
+        self._unreceived_answers: list[_PendingAnswers] = []
         # tasks of the completions in flight
         self._tasks_in_flight = set[asyncio.Task[Completion]]()
         # requests are tokenized one after another, in the order of their arrival
@@ -211,8 +226,9 @@ class AgentSession:
     async def answer(self, request: ModelRequest) -> list[Answer]:
         """Return `request.n` answers to a request, and record each as a turn.
 
-        If this coroutine is cancelled, the completions continue, and the next request with the same
-        input gets them. A retry after a disconnect therefore generates no second completion.
+        If this coroutine is cancelled, the completions continue, and the next equal request gets
+        them. A retry after a disconnect therefore generates no second completion; see also
+        `mark_unreceived`.
 
         Raises:
             RequestError: The request is invalid, the episode has reached its maximum number of
@@ -229,6 +245,54 @@ class AgentSession:
     async def _answer(self, request: ModelRequest) -> list[Answer]:
         """Return the answers to a request; see `answer`."""
         self._check_supported(request)
+        attempt_key = self.agent_key
+        pending = self._take_unreceived(request)
+        if pending is None:
+            pending = await self._start_answers(request)
+        if pending.answers is None:
+            try:
+                await asyncio.wait([each.task for each in pending.completions])
+            except asyncio.CancelledError:
+                # the client has disconnected; `wait` leaves the tasks running
+                if attempt_key == self.agent_key:
+                    self._unreceived_answers.append(pending)
+                raise
+            # `start_attempt` may have started another attempt while the engine was generating
+            if attempt_key != self.agent_key or any(
+                each.task.cancelled() for each in pending.completions
+            ):
+                raise self._build_end_error()
+            pending.answers = [
+                self._record_turn(request, pending.conversation, completion)
+                for completion in pending.completions
+            ]
+        self._sent_answers[request.id] = pending
+        return pending.answers
+
+    def mark_unreceived(self, request: ModelRequest) -> None:
+        """See `aligner.agents.model_server.Backend.mark_unreceived`.
+
+        The turns remain. A repetition of the request gets the same answers, once.
+        """
+        pending = self._sent_answers.pop(request.id, None)
+        # an earlier attempt may have sent the request
+        if pending is not None:
+            self._unreceived_answers.append(pending)
+
+    def _take_unreceived(self, request: ModelRequest) -> _PendingAnswers | None:
+        """Return answers to an equal request that its client has not received; None without any."""
+        for pending in self._unreceived_answers:
+            is_equal = _normalize(pending.request) == _normalize(request)
+            if is_equal and not pending.has_failed:
+                self._unreceived_answers.remove(pending)
+                return pending
+        return None
+
+    async def _start_answers(self, request: ModelRequest) -> _PendingAnswers:
+        """Start to generate the answers to a request.
+
+        Raises RequestError as `answer` does.
+        """
         attempt_key = self.agent_key
         # requests count when they arrive, so that concurrent requests cannot exceed the limit
         answers_requested = self._request_counts.total()
@@ -259,29 +323,15 @@ class AgentSession:
         if attempt_key != self.agent_key:
             raise self._build_end_error()
         if len(prompt.tokens) >= self.context.max_sequence_length:
-            return self._answer_overflow(request, len(prompt.tokens))
+            answers = self._answer_overflow(request, len(prompt.tokens))
+            return _PendingAnswers(request, prompt.conversation, (), answers)
 
         max_tokens = self.context.settings.max_turn_tokens
         max_tokens = min(max_tokens, request.max_tokens or max_tokens)
-        pending_completions = [
-            self._get_or_start_completion(prompt, max_tokens, request.stop)
-            for _ in range(request.n)
+        completions = [
+            self._start_completion(prompt, max_tokens, request.stop) for _ in range(request.n)
         ]
-        try:
-            await asyncio.wait([pending.task for pending in pending_completions])
-        except asyncio.CancelledError:
-            # the client has disconnected; `wait` leaves the tasks running
-            self._abandoned_completions += pending_completions
-            raise
-        # `start_attempt` may have started another attempt while the engine was generating
-        if attempt_key != self.agent_key or any(
-            pending.task.cancelled() for pending in pending_completions
-        ):
-            raise self._build_end_error()
-        return [
-            self._record_turn(request, prompt.conversation, pending)
-            for pending in pending_completions
-        ]
+        return _PendingAnswers(request, prompt.conversation, completions)
 
     def count_tokens(self, request: ChatRequest) -> int:
         """Return the number of input tokens of a chat. Raises RequestError."""
@@ -509,28 +559,18 @@ class AgentSession:
         self.is_truncated = True
         return [Answer("", "length", length)] * request.n
 
-    def _get_or_start_completion(
+    def _start_completion(
         self, prompt: _PreparedPrompt, max_tokens: int, stop: tuple[str, ...]
     ) -> PendingCompletion:
-        """Return an abandoned completion with the same input and limits, else start a new one."""
+        """Start to generate a completion of at most `max_tokens` tokens."""
         input_tokens = prompt.tokens
-        grammar = prompt.grammar
-        for pending in self._abandoned_completions:
-            if (
-                pending.max_tokens == max_tokens
-                and pending.stop == stop
-                and pending.grammar == grammar
-                and torch.equal(pending.input_tokens, input_tokens)
-                and not pending.task.cancelled()
-            ):
-                self._abandoned_completions.remove(pending)
-                return pending
-
         # repeated requests of the same input get different random numbers
         input_bytes = input_tokens.numpy().tobytes()
         repeats = self._request_counts[input_bytes]
-        task = asyncio.create_task(self.generate(input_tokens, max_tokens, stop, grammar, repeats))
-        pending = PendingCompletion(input_tokens, max_tokens, stop, grammar, repeats, task)
+        task = asyncio.create_task(
+            self.generate(input_tokens, max_tokens, stop, prompt.grammar, repeats)
+        )
+        pending = PendingCompletion(input_tokens, repeats, task)
         self._request_counts[input_bytes] += 1
         self._tasks_in_flight.add(task)
         task.add_done_callback(self._tasks_in_flight.discard)
@@ -672,6 +712,20 @@ class AgentServer(ModelServer):
             raise RequestError(400, f"reward: must be a finite number, got {body.reward}")
         session.reward = (session.reward or 0.0) + body.reward
         return JSONResponse({"reward": session.reward})
+
+
+def _normalize(request: ModelRequest) -> ModelRequest:
+    """Return a request without the fields that do not change its answers in training."""
+    return replace(
+        request,
+        id="",
+        model="",
+        sampling=SamplingParameters(),
+        logprobs=False,
+        stream=False,
+        include_usage=False,
+        ignored_fields=(),
+    )
 
 
 def _has_key(request: Request, expected_key: str | None) -> bool:

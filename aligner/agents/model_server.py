@@ -5,6 +5,7 @@ Agents in training and clients of a stored model use the same server with differ
 """
 
 import asyncio
+import functools
 import itertools
 import logging
 import socket
@@ -22,6 +23,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from aligner.agents.client_connection import ClientConnection, call_if_cut
 from aligner.agents.protocols.anthropic_messages import (
     ANTHROPIC_MESSAGES,
     format_anthropic_error,
@@ -79,6 +81,12 @@ class Backend(Protocol):
             RequestError: The request is invalid or not supported, or the session has ended.
         """
 
+    def mark_unreceived(self, request: ModelRequest) -> None:
+        """Note that the client has disconnected before it had received all of `request`'s answers.
+
+        Called on the server's loop.
+        """
+
     def count_tokens(self, request: ChatRequest) -> int:
         """Return the number of input tokens of a chat.
 
@@ -133,6 +141,7 @@ class ModelServer:
         self._server = uvicorn.Server(
             uvicorn.Config(
                 self._build_app(root, other_routes, allows_browsers),
+                http=ClientConnection,
                 log_config=None,
                 log_level="warning",
                 access_log=False,
@@ -262,6 +271,7 @@ class ModelServer:
             # nginx's code for a closed connection; no client reads it
             return Response(status_code=499)
         parsed.record(answers)
+        call_if_cut(http_request, functools.partial(backend.mark_unreceived, parsed.request))
         if parsed.request.stream:
             return StreamingResponse(
                 _iterate_async(parsed.format_events(answers)), media_type="text/event-stream"

@@ -166,6 +166,9 @@ class ServedModel:
         """
         return ChatTurns.for_tokenizer(self._tokenizer)
 
+    def mark_unreceived(self, request: ModelRequest) -> None:
+        """Do nothing: a repeated request is answered anew."""
+
     def count_tokens(self, request: ChatRequest) -> int:
         """Return the number of input tokens of a chat. Raises RequestError."""
         (prompt,) = self._tokenize(request)

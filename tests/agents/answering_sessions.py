@@ -18,10 +18,12 @@ from aligner.schema.environment import EnvironmentConfig
 
 
 class Answering:
-    """Answers each request with "yes" and the end-of-turn token."""
+    """Answers each request with the same text, which ends with the end-of-turn token."""
 
-    def __init__(self, tokenizer: Tokenizer, delay_s: float = 0.0) -> None:
-        self._tokens = tokenizer.encode("yes<|end|>")
+    def __init__(
+        self, tokenizer: Tokenizer, delay_s: float = 0.0, text: str = "yes<|end|>"
+    ) -> None:
+        self._tokens = tokenizer.encode(text)
         self._delay_s = delay_s
         self.completions = 0
         """Number of completions so far."""

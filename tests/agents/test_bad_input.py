@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import http.client
 import json
+import socket
 import threading
 import time
 from collections import Counter
@@ -144,6 +145,37 @@ def test_turn_of_a_cut_stream_is_kept_and_continued(model: Path, answering: Answ
         body = json.dumps({"messages": messages}).encode()
         status, _ = send_request(f"http://{address.netloc}{path}", str(session.agent_key), body)
         assert status == 200 and len(session.turns) == 2 and not session.branch_counts
+
+
+@pytest.mark.parametrize("words", [1, 60_000])
+@pytest.mark.parametrize("stream", [True, False])
+def test_request_repeated_after_a_cut_response_gets_the_same_turn(
+    model: Path, words: int, stream: bool
+) -> None:
+    # the long response does not fit into the buffers of the connection
+    answering = Answering(Tokenizer(model), text=f"{'yes ' * words}<|end|>")
+    with serving(model, answering, 1, max_turns=2) as (server, (session,)):
+        address = urlsplit(server.get_session_url(session))
+        path = f"{address.path}/v1/chat/completions"
+        body = body_of("why?", stream=stream)
+        head = (
+            f"POST {path} HTTP/1.1\r\nHost: test\r\nAuthorization: Bearer {session.agent_key}\r\n"
+            f"Content-Length: {len(body)}\r\n\r\n"
+        )
+        with socket.create_connection((str(address.hostname), int(address.port or 0))) as client:
+            client.sendall(head.encode() + body)
+            assert client.recv(40).startswith(b"HTTP/1.1 200")
+        (turn,) = session.turns
+
+        key = str(session.agent_key)
+        url = f"http://{address.netloc}{path}"
+        status, response = send_request(url, key, body_of("why?"))
+        assert status == 200 and response["choices"][0]["message"]["content"] == "yes " * words
+        assert session.turns == [turn] and answering.completions == 1
+
+        # the response was received, so the same request is a new one
+        status, _ = send_request(url, key, body_of("why?"))
+        assert status == 200 and len(session.turns) == answering.completions == 2
 
 
 def test_agent_that_ignores_errors_gets_no_further_turns(model: Path, answering: Answering) -> None:

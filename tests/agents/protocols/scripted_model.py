@@ -40,11 +40,15 @@ class ScriptedModel:
         self.stored_responses = ResponseStore()
         self.requests: list[ChatRequest] = []
         self.answers: list[Answer] = []
+        self.unreceived: list[ModelRequest] = []
         self.url = ""
 
     async def answer(self, request: ModelRequest) -> list[Answer]:
         self.requests.append(request)  # type: ignore[arg-type]
         return [self.answers.pop(0)] * request.n
+
+    def mark_unreceived(self, request: ModelRequest) -> None:
+        self.unreceived.append(request)
 
     def count_tokens(self, request: ChatRequest) -> int:
         return len(request.messages)
