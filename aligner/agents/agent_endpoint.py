@@ -170,7 +170,8 @@ class AgentSession:
     reward: float | None = None
     """Sum of the rewards that the agent has reported in the current attempt; None without any."""
     has_server_error: bool = False
-    """Whether a request of the current attempt has failed with a server error (status 5xx)."""
+    """Whether a request of the current attempt has failed with a server error (status 5xx), or was
+    refused because the server has too many requests (status 429)."""
     is_truncated: bool = False
     """Whether a limit on turns or on tokens has truncated the episode."""
     branch_counts: Counter[str] = field(default_factory=Counter)
@@ -268,6 +269,10 @@ class AgentSession:
             ]
         self._sent_answers[request.id] = pending
         return pending.answers
+
+    def mark_refused(self) -> None:
+        """See `aligner.agents.model_server.Backend.mark_refused`."""
+        self.has_server_error = True
 
     def mark_unreceived(self, request: ModelRequest) -> None:
         """See `aligner.agents.model_server.Backend.mark_unreceived`.

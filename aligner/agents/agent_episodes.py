@@ -30,6 +30,7 @@ from aligner.agents.episodes import (
     report_lost_episode,
     with_report,
 )
+from aligner.agents.open_files import warn_if_too_few_files
 from aligner.agents.recorded_turns import (
     RecordedTurn,
     RecordedTurns,
@@ -255,6 +256,11 @@ class AgentEpisodes:
             ConfigError: The configured agent does not exist or cannot be imported.
             AlignerError: The endpoint cannot listen on `environment.endpoint_host`.
         """
+        warn_if_too_few_files(
+            settings.workers * settings.episodes_per_worker,
+            f"environment.workers={settings.workers} and"
+            f" environment.episodes_per_worker={settings.episodes_per_worker}",
+        )
         server = AgentServer(settings.endpoint_host, settings.max_characters)
         server.start()
         try:
@@ -425,11 +431,17 @@ class _AgentEpisodeRun:
             "key": session.worker_key,
         }
         # `reset` runs the whole agent; see `AgentRun`
-        # A failure after which the episode keeps its turns is not retried: with the same random
-        # numbers, the policy would behave in the same way.
-        agent = source.agents.reset(
-            name, fields, seed, lambda kind: not self._keeps_turns(session, kind)
-        )
+        retries: list[FailureKind] = []
+
+        def should_retry(kind: FailureKind) -> bool:
+            # A failure after which the episode keeps its turns is not retried: with the same random
+            # numbers, the policy would behave in the same way.
+            if self._keeps_turns(session, kind):
+                return False
+            retries.append(self._correct_kind(session, kind))
+            return True
+
+        agent = source.agents.reset(name, fields, seed, should_retry)
         # the episode ends when its agent ends, or when the session has reached a limit
         agent.add_done_callback(lambda future: _set_once(end_future, _get_error(future)))
         try:
@@ -442,11 +454,10 @@ class _AgentEpisodeRun:
         finally:
             # close the session first: an agent that still runs must not add turns
             source.server.close_session(session)
-            retries = source.agents.get_retries(name)
             source.agents.finish(name)
             source.engine.release(prompt.id, request.sample_index)
         self._branch_counts.add_episode(session.branch_counts, len(self._recorded_turns))
-        sample = self._build_sample(session, error, retries).with_data_prompt(prompt.tokens)
+        sample = self._build_sample(session, error, tuple(retries)).with_data_prompt(prompt.tokens)
         if source.turn_listener is not None:
             source.turn_listener(request, session.turns)
         if journal is not None:

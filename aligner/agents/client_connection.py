@@ -5,10 +5,6 @@ from collections.abc import Callable
 from starlette.requests import Request
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-# Entries of the ASGI scope of a request, which the connection and the request handler share.
-_IS_CUT = "aligner.is_cut"
-_ON_CUT = "aligner.on_cut"
-
 
 class ClientConnection(H11Protocol):
     """A connection whose end is reported if its last response was cut."""
@@ -21,9 +17,10 @@ class ClientConnection(H11Protocol):
         super().connection_lost(exc)
         if cycle is None or (cycle.response_complete and not is_reset):
             return
-        cycle.scope[_IS_CUT] = True  # type: ignore[typeddict-unknown-key]
-        on_cut = cycle.scope.get(_ON_CUT)
-        if callable(on_cut):
+        # the handler of the request has the same state
+        state = cycle.scope["state"]
+        state["is_cut"] = True
+        if (on_cut := state.get("on_cut")) is not None:
             on_cut()
 
 
@@ -33,7 +30,7 @@ def call_if_cut(request: Request, function: Callable[[], None]) -> None:
     A client that reads the whole response from its connection has received it. If the client asks
     for `Connection: close`, a short response counts as received as soon as it has been sent.
     """
-    if request.scope.get(_IS_CUT):
+    if getattr(request.state, "is_cut", False):
         function()
     else:
-        request.scope[_ON_CUT] = function
+        request.state.on_cut = function

@@ -24,6 +24,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from aligner.agents.client_connection import ClientConnection, call_if_cut
+from aligner.agents.open_files import OTHER_FILES, raise_open_file_limit
 from aligner.agents.protocols.anthropic_messages import (
     ANTHROPIC_MESSAGES,
     format_anthropic_error,
@@ -50,6 +51,10 @@ _START_TIMEOUT_S = 30.0
 # Maximum size of a character in JSON, in bytes: two \uXXXX escapes, because a character outside the
 # Basic Multilingual Plane is escaped as a surrogate pair.
 _BYTES_PER_CHARACTER = 12
+# Maximum number of requests that are answered at the same time; further ones get the status 429.
+_MAX_REQUESTS = 16_384
+# after this time in seconds, a client may repeat a request with the status 429
+_RETRY_AFTER_S = 1
 # maximum size in bytes of all fields of a request besides its messages
 _OTHER_FIELDS_BYTES = 1 << 16
 _T = TypeVar("_T")
@@ -80,6 +85,9 @@ class Backend(Protocol):
         Raises:
             RequestError: The request is invalid or not supported, or the session has ended.
         """
+
+    def mark_refused(self) -> None:
+        """Note that a request was refused, because the server has too many requests."""
 
     def mark_unreceived(self, request: ModelRequest) -> None:
         """Note that the client has disconnected before it had received all of `request`'s answers.
@@ -132,6 +140,11 @@ class ModelServer:
         self._host_setting = host_setting
         self._max_body_bytes = _BYTES_PER_CHARACTER * max_characters + _OTHER_FIELDS_BYTES
         self._response_numbers = itertools.count(1)
+        # each request needs a connection
+        file_limit = raise_open_file_limit()
+        self.max_requests = min(_MAX_REQUESTS, max(1, file_limit - OTHER_FILES))
+        """Maximum number of requests that are answered at the same time."""
+        self._open_requests = 0
         # ignored fields that have been logged; each is logged only once
         self._logged_fields = set[str]()
         self._socket: socket.socket | None = None
@@ -252,13 +265,26 @@ class ModelServer:
         """Return the handler of the requests in a wire format."""
 
         async def handle(http_request: Request) -> Response:
-            return await self._answer(wire_format, http_request)
+            backend = self._find_backend(http_request)
+            if self._open_requests >= self.max_requests:
+                backend.mark_refused()
+                raise RequestError(
+                    429,
+                    f"the server answers {self.max_requests} requests already; try again later",
+                    "rate_limit_exceeded",
+                )
+            self._open_requests += 1
+            try:
+                return await self._answer(wire_format, http_request, backend)
+            finally:
+                self._open_requests -= 1
 
         return handle
 
-    async def _answer(self, wire_format: WireFormat, http_request: Request) -> Response:
+    async def _answer(
+        self, wire_format: WireFormat, http_request: Request, backend: Backend
+    ) -> Response:
         """Answer a request in a wire format."""
-        backend = self._find_backend(http_request)
         content = await self.read_body(http_request)
         number = str(next(self._response_numbers))
         id_parts = (wire_format.id_prefix, backend.name, number)
@@ -384,4 +410,5 @@ def _build_error_response(request: Request, error: RequestError) -> Response:
     """Return the response that reports an error in the format of the request's path."""
     is_anthropic = "/v1/messages" in request.url.path
     format_error = format_anthropic_error if is_anthropic else format_openai_error
-    return JSONResponse(format_error(error), error.status)
+    headers = {"Retry-After": str(_RETRY_AFTER_S)} if error.status == 429 else None
+    return JSONResponse(format_error(error), error.status, headers)

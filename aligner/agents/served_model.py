@@ -166,6 +166,9 @@ class ServedModel:
         """
         return ChatTurns.for_tokenizer(self._tokenizer)
 
+    def mark_refused(self) -> None:
+        """Do nothing: the client repeats the request, or reports the error."""
+
     def mark_unreceived(self, request: ModelRequest) -> None:
         """Do nothing: a repeated request is answered anew."""
 

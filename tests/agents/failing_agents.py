@@ -26,6 +26,9 @@ def fails(task: dict[str, Any], base_url: str, api_key: str) -> None:
     if how == "sends no request":
         return
     client.completions.create(model="any", prompt="yes", max_tokens=3)
+    if how == "gets a server error":
+        # more tokens than the model has positions
+        client.completions.create(model="any", prompt=[5] * 1200, max_tokens=3)
     if how == "reports a reward, and raises":
         client.post("/reward", body={"reward": 0.25}, cast_to=object)
     if how == "reaches no tool":

@@ -17,6 +17,7 @@ from aligner.agents.episode_journal import EpisodeJournal
 from aligner.data.episode_reports import EpisodeReport, FailureKind
 from aligner.data.types import Sample
 from aligner.training.rollout_builder import compute_environment_scores
+from tests.agents import test_agents
 from tests.agents.acting import pool_of
 from tests.agents.calling_model import saved
 from tests.agents.test_agents import agent, episodes
@@ -146,6 +147,22 @@ def test_exit_codes_of_commands_have_kinds(chat_model, tmp_path):
     infrastructure = FailureKind.INFRASTRUCTURE
     assert refused.rewards.isnan().all()
     assert refused.report == EpisodeReport(infrastructure, (infrastructure,))
+
+
+def test_server_error_of_engine_is_retried_infrastructure_failure(
+    chat_model, tmp_path, monkeypatch, caplog
+):
+    # the engine refuses a request, because the episodes may be longer than the model permits
+    monkeypatch.setattr(test_agents, "CONTEXT", 2000)
+    log = tmp_path / "log"
+    how = "gets a server error"
+    settings = {**FUNCTION, "failure_reward": -1.0, "retries": 1}
+    (sample,) = run_agents(chat_model, log, [how], settings)
+    infrastructure = FailureKind.INFRASTRUCTURE
+    assert sample.report == EpisodeReport(infrastructure, (infrastructure,))
+    assert sample.rewards.isnan().all()
+    assert log.read_text().splitlines() == [how, how]
+    assert "1024 positions" in caplog.text
 
 
 def test_missing_agent_program_is_infrastructure_failure(chat_model):

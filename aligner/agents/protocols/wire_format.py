@@ -100,6 +100,8 @@ def format_openai_error(error: RequestError) -> dict[str, Any]:
     error_type = "invalid_request_error"
     if error.status == 401:
         error_type = "authentication_error"
+    elif error.status == 429:
+        error_type = "rate_limit_error"
     elif error.status >= 500:
         error_type = "server_error"
     return {

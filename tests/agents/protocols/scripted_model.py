@@ -36,16 +36,22 @@ class ScriptedModel:
     name = "episode"
     model_name = "scripted"
 
+    server: ModelServer
+
     def __init__(self) -> None:
         self.stored_responses = ResponseStore()
         self.requests: list[ChatRequest] = []
         self.answers: list[Answer] = []
         self.unreceived: list[ModelRequest] = []
+        self.refused = 0
         self.url = ""
 
     async def answer(self, request: ModelRequest) -> list[Answer]:
         self.requests.append(request)  # type: ignore[arg-type]
         return [self.answers.pop(0)] * request.n
+
+    def mark_refused(self) -> None:
+        self.refused += 1
 
     def mark_unreceived(self, request: ModelRequest) -> None:
         self.unreceived.append(request)
@@ -86,6 +92,7 @@ def serve_scripted() -> Iterator[ScriptedModel]:
         "127.0.0.1", 0, 10_000, "--host", lambda request: model, allows_browsers=True
     )
     server.start()
+    model.server = server
     model.url = f"{server.url}/v1"
     try:
         yield model

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
+import time
 import urllib.error
 import urllib.request
 from typing import Any
@@ -119,6 +121,36 @@ def test_client_may_disconnect_within_a_stream(model: ScriptedModel, path) -> No
     with socket.create_connection((str(place.hostname), int(place.port or 0))) as client:
         client.sendall(head.encode() + body[:5])
     assert model.post(path, BODIES[path])[0] == 200
+
+
+@every_path
+def test_request_above_the_limit_is_retried_by_its_client(model: ScriptedModel, path) -> None:
+    model.server.max_requests = 0
+    headers = {"Content-Type": "application/json"}
+    content = json.dumps(BODIES[path]).encode()
+    request = urllib.request.Request(f"{model.url}/{path}", content, headers)
+    with pytest.raises(urllib.error.HTTPError) as raised:
+        urllib.request.urlopen(request, timeout=30)
+    assert raised.value.code == 429 and raised.value.headers["Retry-After"] == "1"
+    assert json.load(raised.value)["error"]["type"] == "rate_limit_error"
+    assert model.refused == 1 and not model.requests
+
+
+def test_client_of_openai_waits_for_a_place(model: ScriptedModel) -> None:
+    model.answers = [text_answer("yes")]
+    model.server.max_requests = 0
+
+    def make_room() -> None:
+        while not model.refused:
+            time.sleep(0.01)
+        model.server.max_requests = 1
+
+    thread = threading.Thread(target=make_room)
+    thread.start()
+    client = OpenAI(base_url=model.url, api_key="key", max_retries=2)
+    completion = client.chat.completions.create(model="m", messages=[USER])  # type: ignore[list-item]
+    thread.join()
+    assert completion.choices[0].message.content == "yes" and model.refused == 1
 
 
 def test_models_are_listed_and_retrieved(model: ScriptedModel) -> None:
