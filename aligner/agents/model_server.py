@@ -11,7 +11,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Protocol, TypeVar
 
 import uvicorn
@@ -20,7 +20,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from aligner.agents.client_connection import ClientConnection, call_if_cut
@@ -299,9 +299,10 @@ class ModelServer:
         parsed.record(answers)
         call_if_cut(http_request, functools.partial(backend.mark_unreceived, parsed.request))
         if parsed.request.stream:
-            return StreamingResponse(
-                _iterate_async(parsed.format_events(answers)), media_type="text/event-stream"
-            )
+            # Without chunks, a client that stops after the last event has read the whole body; see
+            # `call_if_cut`.
+            events = "".join(parsed.format_events(answers))
+            return Response(events, media_type="text/event-stream")
         return JSONResponse(parsed.format_response(answers))
 
     def _log_ignored_fields(self, request: ModelRequest) -> None:
@@ -381,12 +382,6 @@ async def _wait_for_disconnect(request: Request) -> None:
     """Return when the client of a request has disconnected; its body must have been read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
-
-
-async def _iterate_async(events: Iterator[str]) -> AsyncIterator[str]:
-    """Convert an iterator to an async iterator, which Starlette does not run in a thread."""
-    for event in events:
-        yield event
 
 
 async def _respond_to_request_error(request: Request, error: Exception) -> Response:

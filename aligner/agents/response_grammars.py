@@ -80,6 +80,12 @@ def build_request_grammar(
             " leave out response_format, tool_choice and parallel_tool_calls, or"
             " continue_final_message"
         )
+    if request.top_logprobs:
+        raise AlignerError(
+            f"top_logprobs={request.top_logprobs}: must be 0 for an answer with a required format"
+            " (response_format, tool_choice or parallel_tool_calls), because the log-probs of"
+            " alternatives do not follow the format"
+        )
     if request.ignore_eos:
         raise AlignerError(
             "ignore_eos: must be false, because only an end-of-sequence token ends an answer with a"

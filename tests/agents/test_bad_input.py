@@ -7,16 +7,19 @@ import contextlib
 import http.client
 import json
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
 
 from aligner.agents.agent_endpoint import AgentServer, AgentSession
+from aligner.agents.open_files import OTHER_FILES, raise_open_file_limit
 from aligner.data.tokenizer import Tokenizer
 from tests.agents.answering_sessions import Answering, serving
 from tests.agents.poking_agents import send_request
@@ -47,17 +50,18 @@ def chat(
     return send_request(url, str(key), body_of(text))
 
 
-async def send_in_parallel(
-    server: AgentServer, sessions: list[AgentSession], count: int
-) -> Counter[int]:
-    """Send requests of all sessions at the same time, and return how often each status occurs."""
-    address = urlsplit(server.url)
+async def send_in_parallel(addresses: Sequence[tuple[str, str]], count: int) -> Counter[int]:
+    """Send requests to sessions at the same time, and return how often each status occurs.
+
+    `addresses` are the URL and the key of each session.
+    """
     body = body_of("why?")
 
-    async def send(session: AgentSession, key: str) -> int:
+    async def send(url: str, key: str) -> int:
+        address = urlsplit(url)
         reader, writer = await asyncio.open_connection(address.hostname, address.port)
         writer.write(
-            f"POST /episodes/{session.name}/v1/chat/completions HTTP/1.1\r\nHost: test\r\n"
+            f"POST {address.path}/v1/chat/completions HTTP/1.1\r\nHost: test\r\n"
             f"Authorization: Bearer {key}\r\nContent-Type: application/json\r\n"
             f"Connection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode()
         )
@@ -66,15 +70,13 @@ async def send_in_parallel(
         writer.close()
         return int(answer.split(maxsplit=2)[1])
 
-    keys = [str(session.agent_key) for session in sessions]
-    return Counter(
-        await asyncio.gather(
-            *(
-                send(sessions[number % len(sessions)], keys[number % len(sessions)])
-                for number in range(count)
-            )
-        )
-    )
+    requests = (send(*addresses[number % len(addresses)]) for number in range(count))
+    return Counter(await asyncio.gather(*requests))
+
+
+def list_addresses(server: AgentServer, sessions: list[AgentSession]) -> list[tuple[str, str]]:
+    """Return the URL and the key of each session."""
+    return [(server.get_session_url(session), str(session.agent_key)) for session in sessions]
 
 
 @contextlib.contextmanager
@@ -147,6 +149,24 @@ def test_turn_of_a_cut_stream_is_kept_and_continued(model: Path, answering: Answ
         assert status == 200 and len(session.turns) == 2 and not session.branch_counts
 
 
+def test_stream_that_is_read_to_its_last_event_was_received(
+    model: Path, answering: Answering
+) -> None:
+    with serving(model, answering, 1) as (server, (session,)):
+        address = urlsplit(server.get_session_url(session))
+        body = body_of("why?", stream=True)
+        headers = {"Authorization": f"Bearer {session.agent_key}"}
+        for _ in range(2):
+            connection = http.client.HTTPConnection(address.netloc)
+            connection.request("POST", f"{address.path}/v1/chat/completions", body, headers)
+            # some clients close the connection after this event
+            response = connection.getresponse()
+            while b"[DONE]" not in response.read1():
+                pass
+            connection.close()
+        assert len(session.turns) == answering.completions == 2
+
+
 @pytest.mark.parametrize("words", [1, 60_000])
 @pytest.mark.parametrize("stream", [True, False])
 def test_request_repeated_after_a_cut_response_gets_the_same_turn(
@@ -192,7 +212,8 @@ def test_agent_that_ignores_errors_gets_no_further_turns(model: Path, answering:
 def test_parallel_requests_of_one_agent_are_bounded(model: Path, count: int) -> None:
     answering = Answering(Tokenizer(model), delay_s=0.2)
     with serving(model, answering, 1, max_turns=16) as (server, (session,)):
-        statuses = asyncio.run(send_in_parallel(server, [session], count))
+        addresses = list_addresses(server, [session])
+        statuses = asyncio.run(send_in_parallel(addresses, count))
         assert sum(statuses.values()) == count and {*statuses} <= {200, 400, 401}
         assert answering.completions == 16 and len(session.turns) <= 16
 
@@ -201,6 +222,27 @@ def test_parallel_requests_of_one_agent_are_bounded(model: Path, count: int) -> 
 def test_parallel_requests_of_many_agents_are_answered(model: Path, count: int) -> None:
     answering = Answering(Tokenizer(model), delay_s=0.2)
     with serving(model, answering, count // 8, max_turns=8) as (server, sessions):
-        assert asyncio.run(send_in_parallel(server, sessions, count)) == {200: count}
+        addresses = list_addresses(server, sessions)
+        assert asyncio.run(send_in_parallel(addresses, count)) == {200: count}
         assert answering.completions == count
         assert all(len(session.turns) == 8 for session in sessions)
+
+
+@pytest.mark.slow
+def test_ten_thousand_requests_in_flight_are_answered(model: Path) -> None:
+    # the client and the server need a file for each connection
+    if raise_open_file_limit() < 10_000 + OTHER_FILES:
+        pytest.skip("the hard limit of open files is too low")
+    command = [sys.executable, "-m", "tests.agents.crowded_server", str(model), "100", "10000"]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None and process.stdout is not None
+        addresses = json.loads(process.stdout.readline())
+        assert asyncio.run(send_in_parallel(addresses, 10_000)) == {200: 10_000}
+        process.stdin.close()
+        figures = json.loads(process.stdout.readline())
+    print(figures)
+    assert figures["turns"] == 10_000
+    # some 40 KiB for each connection with its request
+    assert figures["full_mib"] - figures["start_mib"] < 2_000

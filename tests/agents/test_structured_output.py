@@ -133,6 +133,15 @@ def test_stored_model_answers_with_requested_structure(model: Path) -> None:
             model="any", messages=messages, response_format=JSON_SCHEMA, temperature=0
         )
         jsonschema.validate(json.loads(content.choices[0].message.content), SCHEMA)
+        # the log-probs of alternatives would be those without the schema
+        with pytest.raises(openai.BadRequestError, match="top_logprobs=2: must be 0"):
+            own.chat.completions.create(
+                model="any",
+                messages=messages,
+                response_format=JSON_SCHEMA,
+                logprobs=True,
+                top_logprobs=2,
+            )
         call = own.chat.completions.create(
             model="any", messages=messages, tools=WEIGHING_TOOLS, tool_choice=NAMED
         )
