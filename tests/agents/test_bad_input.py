@@ -244,5 +244,5 @@ def test_ten_thousand_requests_in_flight_are_answered(model: Path) -> None:
         figures = json.loads(process.stdout.readline())
     print(figures)
     assert figures["turns"] == 10_000
-    # some 40 KiB for each connection with its request
-    assert figures["full_mib"] - figures["start_mib"] < 2_000
+    # measured: 27 KiB for each connection with its request
+    assert figures["full_mib"] - figures["start_mib"] < 1_000
