@@ -457,7 +457,7 @@ class EnvironmentPool:
                 episode.environment = None
                 call = 0 if environment is None else environment.calls
                 if environment is not None:
-                    await self._close_environment(episode.name, environment)
+                    await self._close_environment(episode.name, environment, has_failed=True)
                 _log.warning(
                     "episode %s: %s failed (failure %d, %s): %s",
                     episode.name,
@@ -529,14 +529,18 @@ class EnvironmentPool:
         """Close an environment, and put its slot back into the queue."""
         try:
             if environment is not None:
-                await self._close_environment(episode, environment)
+                await self._close_environment(episode, environment, has_failed=False)
         finally:
             self._free_slots.put_nowait(slot)
 
-    async def _close_environment(self, episode: str, environment: _Environment) -> None:
+    async def _close_environment(
+        self, episode: str, environment: _Environment, *, has_failed: bool
+    ) -> None:
         """Close an environment; log a failure."""
         try:
-            await environment.process.close_environment(environment.number, self._limits.deadline_s)
+            await environment.process.close_environment(
+                environment.number, self._limits.deadline_s, has_failed=has_failed
+            )
         except EnvironmentFailed as error:
             _log.warning("episode %s: closing its environment failed: %s", episode, error)
 

@@ -33,7 +33,10 @@ from aligner.errors import ConfigError
 from aligner.user_code import describe_user_error, import_object, report_user_error
 
 CLOSE = ["close"]
-"""Call that closes an environment, also in the middle of another call."""
+"""Call that closes an environment that has failed, also in the middle of another call."""
+FINISH = ["finish"]
+"""Call that closes an environment that is no longer needed, also in the middle of another call,
+whose exception is then not reported."""
 CLOSING_S = 5.0
 """Maximum time for all environments to close after the end of the input, in seconds."""
 NOTE = struct.Struct("<QQ")
@@ -65,6 +68,8 @@ class _Host:
         self._environments: dict[int, Any] = {}
         # the last call of each environment
         self._calls: dict[int, asyncio.Task[None]] = {}
+        # environments that are being closed because they are no longer needed
+        self._finished: set[int] = set()
         # number of steps of environment code so far
         self._step_count = 0
 
@@ -77,7 +82,7 @@ class _Host:
         call, number, request = json.loads(line)
         # The task inherits the number; each callback of the loop has its own context.
         _environment_number.set(number)
-        # CLOSE cancels the previous call if it is still in flight.
+        # CLOSE and FINISH cancel the previous call if it is still in flight.
         task = asyncio.get_running_loop().create_task(
             self._execute(call, number, request, self._calls.get(number))
         )
@@ -124,9 +129,12 @@ class _Host:
     async def _execute(
         self, call: int, number: int, request: list[Any], previous_call: asyncio.Task[None] | None
     ) -> None:
-        """Execute a call, and send its answer; CLOSE cancels `previous_call` if it is in flight."""
+        """Execute a call, and send its answer; CLOSE and FINISH cancel `previous_call` if it is in
+        flight."""
         try:
-            if request == CLOSE:
+            if request in (CLOSE, FINISH):
+                if request == FINISH:
+                    self._finished.add(number)
                 answer = await self._close_environment(number, previous_call)
             else:
                 if number not in self._environments:
@@ -138,8 +146,10 @@ class _Host:
         except InvalidAnswer as error:
             answer = {"problem": str(error), "kind": FailureKind.ERROR.value}
         except BaseException as error:  # the user's code may raise anything
-            traceback.print_exc()
-            report_user_error(error)
+            # The exception of a call that FINISH has cancelled is no failure.
+            if number not in self._finished:
+                traceback.print_exc()
+                report_user_error(error)
             problem = f"{request[0]} raised {describe_user_error(error)}"
             answer = {
                 "problem": problem[:_MAX_MESSAGE_CHARACTERS],
@@ -155,6 +165,7 @@ class _Host:
             call.cancel()
             await asyncio.wait([call])
         self._calls.pop(number, None)
+        self._finished.discard(number)
         # None if the environment's constructor has raised an exception
         environment = self._environments.pop(number, None)
         if hasattr(environment, "close"):

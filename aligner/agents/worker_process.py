@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from aligner.agents import environment_worker as environment_worker
-from aligner.agents.environment_worker import CLOSE, CLOSING_S, NOTE
+from aligner.agents.environment_worker import CLOSE, CLOSING_S, FINISH, NOTE
 from aligner.data.episode_reports import FailureKind
 from aligner.errors import AlignerError, ConfigError
 
@@ -168,7 +168,7 @@ class WorkerProcess:
 
         Args:
             number: Number of the environment; its first call creates it.
-            request: The argument `request` of `call_environment`, or `CLOSE`.
+            request: The argument `request` of `call_environment`, `CLOSE` or `FINISH`.
             deadline_s: Maximum time in seconds from the sending of the call.
 
         Raises:
@@ -201,15 +201,21 @@ class WorkerProcess:
         del response["call"]
         return response
 
-    async def close_environment(self, number: int, deadline_s: float) -> None:
+    async def close_environment(self, number: int, deadline_s: float, *, has_failed: bool) -> None:
         """Close an environment, also in the middle of a call.
 
         If the environment does not close within the deadline, the process is killed. Raises
         EnvironmentFailed if the `close` of the environment fails.
+
+        Args:
+            number: Number of the environment.
+            deadline_s: Maximum time in seconds.
+            has_failed: Whether the environment has failed. Otherwise the call in progress is not
+                needed any more, and its exception is not reported.
         """
         with contextlib.suppress(WorkerLost):
             try:
-                await self.call(number, CLOSE, deadline_s)
+                await self.call(number, CLOSE if has_failed else FINISH, deadline_s)
             except _LateAnswer as error:
                 self._kill_because_of(number, str(error))
                 raise

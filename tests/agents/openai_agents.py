@@ -189,6 +189,13 @@ async def calculates_slowly(task: dict[str, Any], base_url: str, api_key: str) -
     await calculates(task, base_url, api_key)
 
 
+async def calculates_with_stragglers(task: dict[str, Any], base_url: str, api_key: str) -> None:
+    """Run `calculates`, for a quarter of the tasks after a pause in which the others end."""
+    if int(task["answer"]) % 4 == 0:
+        await asyncio.sleep(5.0)
+    await calculates(task, base_url, api_key)
+
+
 def main() -> None:
     """Run a tool loop with the plain client; the entry point of the agent command."""
     task, own = json.load(sys.stdin), OpenAI(max_retries=0)

@@ -331,6 +331,21 @@ def test_finish_during_a_step_closes_the_environment(make, log):
     assert log.calls("a") == ["reset", "sleep 60", "close", "reset"] and len(log.pids()) == 1
 
 
+@pytest.mark.parametrize("is_finished", [True, False])
+def test_only_unfinished_calls_report_their_exceptions(make, log, capfd, is_finished):
+    pool = make(deadline_s=60 if is_finished else 0.5, retries=0)
+    open_episodes(pool, "a")
+    pending = pool.step("a", "sleep 60")
+    log.wait_for("a", "sleep 60")
+    if is_finished:
+        pool.finish("a")
+    else:
+        assert isinstance(pending.exception(), EpisodeLost)
+    log.wait_for("a", "close")
+    # the traceback of a call that has timed out names the line that it waited in
+    assert ("CancelledError" in capfd.readouterr().err) == (not is_finished)
+
+
 @pytest.mark.slow
 def test_closed_pool_leaves_no_processes(make, log):
     pool = make(workers=3, deadline_s=60)
