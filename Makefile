@@ -24,12 +24,12 @@ test-rest: $(installed)
 test-all: $(installed)
 	$(pytest) -n 3
 
-# Agents of real frameworks (docs/frameworks.md). Each framework has its own environment, which the first call installs; the
-# tests of a framework that cannot be installed are skipped, and more than two of them fail.
+# Agents of real frameworks (docs/frameworks.md), and lm-evaluation-harness. Each has its own environment, which the first call
+# installs; the tests of one that cannot be installed are skipped. If more than two frameworks are missing, a test fails.
 frameworks := ai_sdk anthropic autogen dspy langgraph litellm llama_index openai openai_agents openai_node pydantic_ai smolagents
 test-frameworks: $(installed)
-	-$(bin)/python -m benchmarks.peer_environment $(frameworks)
-	$(bin)/python -m pytest -n 2 tests/frameworks
+	-$(bin)/python -m benchmarks.peer_environment $(frameworks) lm_eval
+	$(bin)/python -m pytest -n 2 tests/frameworks tests/system/test_lm_eval.py
 
 lint: $(installed)
 	$(bin)/ruff check .
