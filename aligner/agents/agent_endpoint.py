@@ -137,6 +137,9 @@ class SessionContext:
     """The section `environment` of the configuration."""
     max_sequence_length: int
     """Maximum number of input and generated tokens of one sequence."""
+    sampling_settings: Mapping[str, str] = field(default_factory=dict)
+    """Names of the user's settings of the sampling parameters, by the name of the parameter in a
+    request; a parameter that the user cannot set is absent."""
     logged_messages: set[str] = field(default_factory=set)
     """Ignored parameters and branch reasons that have been logged; each is logged only once."""
 
@@ -354,7 +357,9 @@ class AgentSession:
         """
         for name in {*request.sampling.names} - self.context.logged_messages:
             self.context.logged_messages.add(name)
-            _log.warning("agent requests set %s, which is ignored; set rollout.* instead", name)
+            setting = self.context.sampling_settings.get(name)
+            advice = "" if setting is None else f"; set {setting} instead"
+            _log.warning("agent requests set %s, which is ignored%s", name, advice)
         problem = None
         if request.top_logprobs:
             problem = f"top_logprobs={request.top_logprobs}: must be 0"

@@ -10,10 +10,11 @@ import asyncio
 import base64
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -228,6 +229,8 @@ class AgentEpisodes:
     """Maximum number of input and generated tokens of one sequence of an episode."""
     journal: AgentJournal | None = None
     turn_listener: TurnListener | None = None
+    sampling_settings: Mapping[str, str] = field(default_factory=dict)
+    """See `SessionContext`."""
 
     @classmethod
     def create(
@@ -239,6 +242,7 @@ class AgentEpisodes:
         max_sequence_length: int,
         journal: EpisodeJournal | None = None,
         turn_listener: TurnListener | None = None,
+        sampling_settings: Mapping[str, str] = MappingProxyType({}),
     ) -> "AgentEpisodes":
         """Return a source with its own endpoint and worker processes, which are running.
 
@@ -251,6 +255,7 @@ class AgentEpisodes:
             journal: Journal of the run; None if samples are not recorded.
             turn_listener: Called with the turns of each episode that ends; not called for an
                 episode from the journal.
+            sampling_settings: See `SessionContext`.
 
         Raises:
             ConfigError: The configured agent does not exist or cannot be imported.
@@ -280,6 +285,7 @@ class AgentEpisodes:
             max_sequence_length,
             agent_journal,
             turn_listener,
+            sampling_settings,
         )
 
     @cached_property
@@ -316,7 +322,11 @@ class AgentEpisodes:
         ]
         branch_counts = _BranchCounts(len(requests))
         session_context = SessionContext(
-            self.tokenizer, lambda: self.chat, self.settings, self.max_sequence_length
+            self.tokenizer,
+            lambda: self.chat,
+            self.settings,
+            self.max_sequence_length,
+            self.sampling_settings,
         )
         for index, request in enumerate(requests):
             run = _AgentEpisodeRun(self, loop, index, request, options, branch_counts)
