@@ -49,6 +49,11 @@ from aligner.schema.environment import EnvironmentConfig
 if TYPE_CHECKING:
     from aligner.agents.agent_episodes import TurnListener
 
+_COMMAND_SETTINGS = {
+    name: f"--{name.replace('_', '-')}"
+    for name in ("temperature", "top_k", "top_p", "min_p", "seed")
+}
+"""Options of the sampling parameters of a command; see `SessionContext.sampling_settings`."""
 TemplateUse = Literal["auto", "chat", "raw"]
 """When the chat template renders a prompt: only for messages (`auto`), also for plain texts as the
 message of a user (`chat`), or never (`raw`)."""
@@ -97,6 +102,8 @@ class Job:
     """Notices about the prompts for the user, one line each."""
     positions: Sequence[int] = ()
     """Index of each prompt's record in the sequence that `plan_job` received."""
+    first_prompt_id: int = 0
+    """Id of the first prompt; the ids of the others follow."""
 
     @cached_property
     def chat(self) -> ChatTurns:
@@ -107,6 +114,10 @@ class Job:
     def has_agent(self) -> bool:
         """Whether an agent requests the turns of the episodes."""
         return self.environment is not None and self.environment.has_agent
+
+    def get_prompt_index(self, sample: Sample) -> int:
+        """Return the index of a sample's prompt in `prompts`."""
+        return sample.prompt_id - self.first_prompt_id
 
     @property
     def requests(self) -> list[GenerationRequest]:
@@ -130,14 +141,16 @@ def plan_job(
     template: TemplateUse = "auto",
     run: Config | None = None,
     data: DataConfig | None = None,
+    first_prompt_id: int = 0,
     **sampling: Any,
 ) -> Job:
     """Check and tokenize the input of a generation job; read no weights.
 
     Args:
         source: The stored model.
-        prompts: Records whose prompts are plain texts or chat messages. The id of a prompt is its
-            index in this sequence, without the records that `data` excludes.
+        prompts: Records whose prompts are plain texts or chat messages. The id of a prompt is
+            `first_prompt_id` plus its index in this sequence, without the records that `data`
+            excludes.
         samples: Number of responses per prompt.
         seed: Seed of the random choices.
         stop_at_eos: Whether the model's end-of-sequence tokens end a response.
@@ -149,6 +162,8 @@ def plan_job(
             used. None for another model.
         data: Boundaries and maximum length of the prompts, and the handling of longer prompts and
             of bad records. None uses the whole prompt, which the model's positions limit.
+        first_prompt_id: Id of the first prompt. Samples are equal to those of another job or run
+            only if the ids, the seeds and the sampling options are equal.
         **sampling: Further arguments of `SamplingOptions`.
 
     Raises:
@@ -209,7 +224,11 @@ def plan_job(
         try:
             record = add_tools(apply_template_use(record, template), schemas)
             prompt = to_prompt(
-                record, tokenizer, data, limit_description, id=len(tokenized_prompts)
+                record,
+                tokenizer,
+                data,
+                limit_description,
+                id=first_prompt_id + len(tokenized_prompts),
             )
         except BadRecord as error:
             if not (isinstance(error, ExcludedRecord) or data.skip_bad_records):
@@ -249,6 +268,7 @@ def plan_job(
         tools,
         notices=notices,
         positions=positions,
+        first_prompt_id=first_prompt_id,
     )
 
 
@@ -390,6 +410,7 @@ def generate_samples(
                 journal=None if job.has_agent else job.journal,
                 tools=job.tools,
                 turn_listener=turn_listener,
+                sampling_settings=_COMMAND_SETTINGS,
             )
         starter: SampleStarter = episodes or SingleResponses(engine)
 
@@ -491,7 +512,7 @@ def build_sequence_records(job: Job, sample: Sample) -> list[dict[str, Any]]:
 
 def build_sample_record(job: Job, sample: Sample) -> dict[str, Any]:
     """Return the output record of a sample without branches."""
-    prompt = job.prompts[sample.prompt_id]
+    prompt = job.prompts[job.get_prompt_index(sample)]
     episode_fields: dict[str, Any] = {}
     if job.environment is not None:
         generated_mask = sample.generated_mask
@@ -506,7 +527,7 @@ def build_sample_record(job: Job, sample: Sample) -> dict[str, Any]:
     return {
         "prompt": prompt.text,
         "response": decode_response(sample, job.tokenizer),
-        "prompt_index": prompt.id,
+        "prompt_index": job.get_prompt_index(sample),
         "sample_index": sample.sample_index,
         "finish_reason": sample.finish_reason,
         "tokens": sample.response.tolist(),
@@ -531,7 +552,7 @@ def build_conversation_records(
         sample: The episode.
         transcripts: Conversations of the agents.
     """
-    prompt = job.prompts[sample.prompt_id]
+    prompt = job.prompts[job.get_prompt_index(sample)]
     if job.has_agent:
         conversations = transcripts.take_conversations(sample, job.tokenizer, lambda: job.chat)
     else:
@@ -544,7 +565,7 @@ def build_conversation_records(
         ]
     episode_fields = {
         "score": compute_episode_score(sample),
-        "prompt_index": prompt.id,
+        "prompt_index": job.get_prompt_index(sample),
         "sample_index": sample.sample_index,
     }
     return [conversation | episode_fields for conversation in conversations]

@@ -12,7 +12,9 @@ from aligner.agents.tool_protocol import ListedTool
 from aligner.data.tokenizer import Tokenizer
 from aligner.data.tool_calls import build_tool_schema, detect_tool_format
 from aligner.errors import ConfigError
+from aligner.schema import Config
 from aligner.schema.environment import PYTHON, TOOLS, EnvironmentConfig
+from aligner.schema.evaluation_suites import Suite
 
 _PYTHON_SCHEMA: dict[str, Any] = {
     "type": "function",
@@ -66,6 +68,25 @@ def list_tools(settings: EnvironmentConfig) -> list[ListedTool]:
                 " names must be unique"
             )
     return tools
+
+
+def list_suite_tools(
+    config: Config, suite: Suite, training_tools: Sequence[ListedTool]
+) -> Sequence[ListedTool]:
+    """Return the tools of an evaluation suite.
+
+    Args:
+        config: Configuration of the run.
+        suite: The evaluation suite.
+        training_tools: The tools of the section `environment`, which a suite may inherit.
+
+    Raises:
+        ConfigError: See `list_tools`.
+    """
+    if suite.environment == config.environment:
+        return training_tools
+    with suite.renaming_environment_keys():
+        return list_tools(suite.environment)
 
 
 def tool_schemas(tools: Sequence[ListedTool]) -> list[dict[str, Any]] | None:

@@ -114,4 +114,4 @@ def _raise_all(problems: Iterable[str]) -> None:
 def _find_value_problems(config: Config) -> Iterator[str]:
     """Yield problems of single values, including those of evaluation suites."""
     yield from find_value_problems(config)
-    yield from find_suite_problems(config.evaluation)
+    yield from find_suite_problems(config)

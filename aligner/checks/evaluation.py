@@ -1,8 +1,10 @@
 """Checks of the section `evaluation` against the trainer, the data and the engine."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
+from aligner.checks import environment as environment_checks
 from aligner.checks.data import find_path_problem
 from aligner.checks.reward import find_judge_access_problems
 from aligner.errors import ConfigError
@@ -11,8 +13,12 @@ from aligner.models.shape import ModelShape
 from aligner.schema import Config
 from aligner.schema.data_sources import find_fields_problems
 from aligner.schema.evaluation_suites import Suite, parse_evaluation_suites
-from aligner.schema.reward_sources import parse_evaluation_judge
-from aligner.schema.scoring_functions import find_function_problem
+from aligner.schema.reward_sources import (
+    FunctionSource,
+    parse_evaluation_judge,
+    parse_reward_sources,
+)
+from aligner.schema.scoring_functions import ENVIRONMENT, find_function_problem
 
 
 def find_problems(
@@ -37,13 +43,20 @@ def find_problems(
             f"evaluation.every={settings.every}: requires held-out records; set data.held_out=ROWS"
         )
     if trainer == "online":
-        yield from _find_online_problems(config, expected)
+        yield from _find_online_problems(config, model, expected)
 
 
-def _find_online_problems(config: Config, expected: ExpectedInputs) -> Iterator[str]:
+def _find_online_problems(
+    config: Config, model: ModelShape | None, expected: ExpectedInputs
+) -> Iterator[str]:
     """Yield problems of the suites, and of asynchronous evaluation."""
     for suite in parse_evaluation_suites(config):
         yield from _find_suite_problems(config, suite, expected)
+        # The section's own problems are reported once, by its own check.
+        if suite.environment != config.environment:
+            suite_config = replace(config, environment=suite.environment)
+            for problem in environment_checks.find_problems(suite_config, model, expected):
+                yield suite.rename_environment_keys(problem)
     if config.evaluation.every and config.evaluation.asynchronous:
         yield from _find_asynchronous_problems(config)
 
@@ -79,11 +92,25 @@ def _find_suite_problems(config: Config, suite: Suite, expected: ExpectedInputs)
     if settings.function is not None and (problem := find_function_problem(settings.function)):
         yield f"{key}.function={settings.function}: {problem}"
     yield from _find_judge_problems(config, suite)
+    has_no_reward = suite.environment != config.environment and not suite.environment.has_episodes
+    if settings.function is None and has_no_reward and _is_environment_reward(config):
+        yield (
+            f"{key}.function=null: the run's reward is that of its environment, but"
+            f" {suite.environment_key} has no environment or agent; set {key}.function"
+        )
     if settings.greedy and settings.samples > 1:
         yield (
             f"{key}.samples={settings.samples}: must be 1 with greedy decoding, because all"
             f" responses to a prompt would be the same; set {key}.greedy=false or {key}.samples=1"
         )
+
+
+def _is_environment_reward(config: Config) -> bool:
+    """Return whether the rewards of a run come from its environment alone."""
+    return all(
+        isinstance(source, FunctionSource) and source.function == ENVIRONMENT
+        for source in parse_reward_sources(config.reward)
+    )
 
 
 def _find_asynchronous_problems(config: Config) -> Iterator[str]:
@@ -113,7 +140,7 @@ def _find_judge_problems(config: Config, suite: Suite) -> Iterator[str]:
     if judge is None:
         return
     yield from find_judge_access_problems(config, judge)
-    if config.environment.has_episodes:
+    if suite.environment.has_episodes:
         yield (
             f"{judge.key}: compares responses to one prompt, which is not supported with"
             " multi-turn episodes; remove the judge"

@@ -276,19 +276,18 @@ _COMPUTATION = (
         help="memory limit of the KV cache in MiB (default: no limit)",
     ),
 )
-_SAMPLING = (
-    _STORED,
-    _add(
-        "--prompts",
-        type=Path,
-        required=True,
-        metavar="FILE",
-        help=(
-            "prompts, in a form that data.path accepts, such as a .jsonl file with a `prompt` or"
-            " `messages` in each record, or a .txt file with one prompt per line; - means standard"
-            " input"
-        ),
+_PROMPTS: Any = {
+    "type": Path,
+    "metavar": "FILE",
+    "help": (
+        "prompts, in a form that data.path accepts, such as a .jsonl file with a `prompt` or"
+        " `messages` in each record, or a .txt file with one prompt per line; - means standard"
+        " input"
     ),
+}
+# `_DEFAULTS` of aligner.cli.stored_models contains the defaults of these options, which depend on
+# --suite.
+_SAMPLING = (
     _add(
         "--prompts-format",
         choices=("jsonl", "txt"),
@@ -322,7 +321,6 @@ _SAMPLING = (
         dest="template",
         action="store_const",
         const="chat",
-        default="auto",
         help="apply the chat template also to plain-text prompts, as the message of a user",
     ),
     _add(
@@ -336,21 +334,18 @@ _SAMPLING = (
     _add(
         "--samples",
         type=_at_least(1),
-        default=1,
         metavar="K",
         help="responses per prompt (default: 1)",
     ),
     _add(
         "--max-new-tokens",
         type=_at_least(1),
-        default=128,
         metavar="N",
         help="maximum response length in tokens (default: 128)",
     ),
     _add(
         "--min-new-tokens",
         type=int,
-        default=0,
         metavar="N",
         help=(
             "minimum response length in tokens; no end-of-sequence token is sampled before this"
@@ -360,14 +355,12 @@ _SAMPLING = (
     _add(
         "--top-k",
         type=int,
-        default=0,
         metavar="K",
         help="sample from the K most probable tokens; 0 means all tokens (default: 0)",
     ),
     _add(
         "--top-p",
         type=float,
-        default=1.0,
         metavar="P",
         help=(
             "sample from the smallest set of tokens whose total probability is >= P (default: 1)"
@@ -376,31 +369,32 @@ _SAMPLING = (
     _add(
         "--min-p",
         type=float,
-        default=0.0,
         metavar="P",
         help=(
             "sample from tokens with at least P times the probability of the most probable token"
             " (default: 0)"
         ),
     ),
-    _add("--greedy", action="store_true", help="greedy decoding instead of sampling"),
+    _add(
+        "--greedy",
+        action="store_true",
+        default=None,
+        help="greedy decoding instead of sampling",
+    ),
     _add(
         "--stop-at-eos",
         action=argparse.BooleanOptionalAction,
-        default=True,
         help="end a response at an end-of-sequence token (default: yes)",
     ),
     _add(
         "--stop",
         action="append",
-        default=[],
         metavar="STRING",
         help="end a response after STRING; the option may be repeated",
     ),
     _add(
         "--seed",
         type=_at_least(0),
-        default=1,
         help=(
             "random seed; a response depends on the seed, the position of the prompt in the file"
             " and the index of the response (default: 1)"
@@ -417,6 +411,8 @@ _SAMPLING = (
 )
 
 _GENERATE = (
+    _STORED,
+    _add("--prompts", required=True, **_PROMPTS),
     *_SAMPLING,
     _add(
         "overrides",
@@ -440,6 +436,17 @@ _GENERATE = (
     _add("--temperature", type=float, default=1.0, help="sampling temperature (default: 1)"),
 )
 _EVALUATE = (
+    _STORED,
+    _add("--prompts", **_PROMPTS),
+    _add(
+        "--suite",
+        metavar="NAME",
+        help=(
+            "evaluate as the run's evaluation suite NAME, or `evaluation` for the prompts of the"
+            " section: with its prompts, scorer and environment; the sampling options of the run"
+            " are the defaults of the other options"
+        ),
+    ),
     *_SAMPLING,
     _add(
         "overrides",
@@ -462,7 +469,6 @@ _EVALUATE = (
     _add(
         "--pass-threshold",
         type=float,
-        default=1.0,
         metavar="SCORE",
         help="minimum score of a response that passes (default: 1)",
     ),

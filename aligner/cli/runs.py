@@ -45,6 +45,7 @@ from aligner.placement.roles import describe_model, has_gpu
 from aligner.placement.slurm_layout import compute_slurm_layout
 from aligner.rewards.input_checks import check_inputs
 from aligner.schema import Config
+from aligner.schema.evaluation_suites import get_active_suites
 from aligner.schema.keys import get_masked_values, with_values
 from aligner.terminal import print_note, print_text
 
@@ -216,11 +217,7 @@ def validate(parsed: argparse.Namespace) -> None:
         print_text(
             f"prerequisite experiment {prerequisite.name} ({prerequisite.result_kind}): {state}"
         )
-    if plan.config.environment.has_tools:
-        from aligner.agents.tool_catalogue import describe_tools  # imports torch
-
-        for line in describe_tools(plan.config.environment):
-            print_text(line)
+    _print_tools(plan.config)
     console = Console()
     print_table(console, build_placement_table(plan.config))
     if plan.config.cluster.kind == "slurm":
@@ -235,6 +232,23 @@ def validate(parsed: argparse.Namespace) -> None:
         *stored_model_notes(plan.config, expected),
     ):
         print_text(line)
+
+
+def _print_tools(config: Config) -> None:
+    """Print the tools of training, and those of evaluation suites with their own environment."""
+    suites = [
+        suite for suite in get_active_suites(config) if suite.environment != config.environment
+    ]
+    if not any(each.has_tools for each in (config.environment, *(s.environment for s in suites))):
+        return
+    from aligner.agents.tool_catalogue import describe_tools  # imports torch
+
+    for line in describe_tools(config.environment):
+        print_text(line)
+    for suite in suites:
+        with suite.renaming_environment_keys():
+            for line in describe_tools(suite.environment):
+                print_text(f"{suite.key}: {suite.rename_environment_keys(line)}")
 
 
 def _end_token_lines(config: Config, shape: ModelShape) -> list[str]:

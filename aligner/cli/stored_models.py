@@ -31,7 +31,7 @@ from aligner.checks.environment import find_agent_key_problems
 from aligner.config.compose import compose_config, load_config
 from aligner.data.export import export, find_source, parse_size
 from aligner.data.hub_datasets import resolve_hub_path
-from aligner.data.prompts import read_prompts
+from aligner.data.prompts import read_prompts, read_suite
 from aligner.data.records import Record
 from aligner.errors import ConfigError
 from aligner.extras import describe_missing_modules
@@ -40,13 +40,20 @@ from aligner.observability.console import build_metrics_table, print_table
 from aligner.paths import RunPaths
 from aligner.rewards.scorers import resolve_scorer
 from aligner.rewards.sources import TextSource
-from aligner.schema import Config, DataConfig, EngineConfig
+from aligner.schema import Config, DataConfig, EngineConfig, EvaluationConfig
 from aligner.schema.data import AUTO_LAYOUT
 from aligner.schema.data_sources import parse_data_sources
+from aligner.schema.derived import is_greedy
 from aligner.schema.environment import EnvironmentConfig
-from aligner.schema.evaluation_suites import parse_evaluation_suites
+from aligner.schema.evaluation_suites import Suite, parse_evaluation_suites
 from aligner.schema.keys import get_value, with_values
-from aligner.schema.reward_sources import JudgeSource, parse_evaluation_judge
+from aligner.schema.reward_sources import (
+    FunctionSource,
+    JudgeSource,
+    parse_evaluation_judge,
+    parse_reward_sources,
+)
+from aligner.schema.scoring_functions import ENVIRONMENT
 from aligner.terminal import print_note, print_text
 
 # Experiment without an environment, to which the keys of the command line are added.
@@ -59,6 +66,24 @@ _PROMPT_KEYS = (
     "data.long_prompts",
 )
 _NO_LIMIT = 2**30
+# Name of --suite for the prompts of the section `evaluation` itself.
+_UNNAMED_SUITE = "evaluation"
+# Options that select or describe prompts, which --suite replaces.
+_PROMPT_OPTIONS = ("prompts", "prompts_format", "fields", "format")
+# Defaults of the options without a suite. The parser leaves None for an option that is not set, so
+# that the settings of a suite can replace its default.
+_DEFAULTS: Mapping[str, Any] = {
+    "template": "auto",
+    "samples": 1,
+    "max_new_tokens": 128,
+    "min_new_tokens": 0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "stop_at_eos": True,
+    "stop": (),
+    "seed": 1,
+}
 
 
 @dataclass(frozen=True)
@@ -83,6 +108,7 @@ _OVERRIDE_KINDS = {
 
 def generate_samples(parsed: argparse.Namespace) -> None:
     """Generate responses into a file, and print the path of the file."""
+    _apply_generation_defaults(parsed)
     (environment_overrides,) = _select_overrides(parsed, "generate", "environment")
     environment = _parse_environment(environment_overrides)
     if environment is None and (parsed.min_score is not None or parsed.as_messages):
@@ -130,18 +156,21 @@ def evaluate_samples(parsed: argparse.Namespace) -> None:
     # This module imports megatron-core, which the other commands do not need.
     from aligner.training.stored_evaluation import evaluate, plan_evaluation
 
-    parsed.greedy = parsed.greedy or (parsed.samples == 1 and parsed.temperature is None)
-    parsed.temperature = 1.0 if parsed.temperature is None else parsed.temperature
     environment_overrides, judge_overrides = _select_overrides(
         parsed, "evaluate", "environment", "judge"
     )
-    environment = _parse_environment(environment_overrides)
     judge = _parse_judge(judge_overrides)
-    scorer = None
-    if parsed.function is not None:
-        scorer = TextSource(parsed.function, resolve_scorer(parsed.function, "--function"))
     run = _find_run(parsed.source)
-    prompts = _read_prompts(parsed, run)
+    suite = _find_suite(parsed, run)
+    _apply_evaluation_defaults(parsed, run, suite)
+    if run is not None and suite is not None:
+        environment = _get_suite_environment(suite, environment_overrides)
+        prompts = read_suite(suite, run.data, lambda record: record)
+        scorer = _build_suite_scorer(parsed, run, suite)
+    else:
+        environment = _parse_environment(environment_overrides)
+        prompts = _read_prompts(parsed, run)
+        scorer = _build_scorer(parsed.function, "--function")
     data = _find_prompt_settings(parsed, run)
     sampling = {
         **_sampling_arguments(parsed),
@@ -149,32 +178,171 @@ def evaluate_samples(parsed: argparse.Namespace) -> None:
         "template": parsed.template,
         "run": run,
         "data": data,
+        "first_prompt_id": 0 if suite is None else suite.first_prompt_id,
     }
     initial = None
-    answers = plan_job(find_source(parsed.source), prompts, **sampling)
-    _print_notices(answers.notices)
-    if parsed.reference is not None:
-        reference = find_source(parsed.reference, "--reference")
-        used_prompts = [prompts[position] for position in answers.positions]
-        if data is not None and data.long_prompts == "drop":
-            # Both models must answer the same prompts.
-            sampling["data"] = replace(data, long_prompts="error")
-        initial = plan_job(reference, used_prompts, **sampling | {"samples": 1, "greedy": True})
-    job = plan_evaluation(answers, initial, scorer, parsed.pass_threshold, judge)
-    with _show_progress(len(answers.requests)) as show:
-        metrics = evaluate(
-            job,
-            _build_engine_config(parsed),
-            parsed.output,
-            overwrite=parsed.overwrite,
-            progress=show,
-        )
+    with contextlib.ExitStack() as stack:
+        # Errors about the environment of a suite must name the keys of the suite.
+        if suite is not None:
+            stack.enter_context(suite.renaming_environment_keys())
+        answers = plan_job(find_source(parsed.source), prompts, **sampling)
+        _print_notices(answers.notices)
+        if parsed.reference is not None:
+            reference = find_source(parsed.reference, "--reference")
+            used_prompts = [prompts[position] for position in answers.positions]
+            if data is not None and data.long_prompts == "drop":
+                # Both models must answer the same prompts.
+                sampling["data"] = replace(data, long_prompts="error")
+            initial = plan_job(reference, used_prompts, **sampling | {"samples": 1, "greedy": True})
+        job = plan_evaluation(answers, initial, scorer, parsed.pass_threshold, judge)
+        with _show_progress(len(answers.requests)) as show:
+            metrics = evaluate(
+                job,
+                _build_engine_config(parsed, None if suite is None else run),
+                parsed.output,
+                overwrite=parsed.overwrite,
+                progress=show,
+            )
     if parsed.json:
         counts = {"prompts": len(answers.prompts), "samples": answers.samples_per_prompt}
         print(json.dumps({**counts, **metrics}))
     else:
         title = f"{len(answers.prompts)} prompts, {len(answers.requests)} responses"
         print_table(Console(), build_metrics_table(metrics, title))
+
+
+def _find_suite(parsed: argparse.Namespace, run: Config | None) -> Suite | None:
+    """Return the run's evaluation suite that the command line selects; None without --suite.
+
+    Raises:
+        ConfigError: The suite does not exist, or the command line selects no prompts or other
+            prompts.
+    """
+    name = parsed.suite
+    if name is None:
+        if parsed.prompts is None:
+            raise ConfigError(
+                "--prompts: is required; set --prompts FILE, or --suite NAME for the prompts of an"
+                " evaluation suite of the run"
+            )
+        return None
+    for option in _PROMPT_OPTIONS:
+        if getattr(parsed, option) is not None:
+            raise ConfigError(
+                f"--{option.replace('_', '-')}: is not supported with --suite, whose prompts are"
+                " those of the run; remove one of the two options"
+            )
+    if run is None:
+        raise ConfigError(
+            f"--suite {name}: {parsed.source} is not the directory or a checkpoint of a run; set"
+            " --prompts FILE"
+        )
+    suites = {suite.name or _UNNAMED_SUITE: suite for suite in parse_evaluation_suites(run)}
+    if name not in suites:
+        raise ConfigError(
+            f"--suite {name}: the run has no such evaluation suite; allowed: {', '.join(suites)}"
+        )
+    suite = suites[name]
+    if parsed.limit is not None:
+        suite = replace(suite, settings=replace(suite.settings, count=parsed.limit))
+    return suite
+
+
+def _apply_defaults(parsed: argparse.Namespace, values: Mapping[str, Any]) -> None:
+    """Set the options that the command line does not set."""
+    for name, value in values.items():
+        if getattr(parsed, name) is None:
+            setattr(parsed, name, value)
+
+
+def _apply_generation_defaults(parsed: argparse.Namespace) -> None:
+    """Set the options of `aligner generate` that the command line does not set."""
+    _apply_defaults(parsed, {**_DEFAULTS, "greedy": False})
+
+
+def _apply_evaluation_defaults(
+    parsed: argparse.Namespace, run: Config | None, suite: Suite | None
+) -> None:
+    """Set the options of `aligner evaluate` that the command line does not set, to those of the
+    run's evaluation with --suite."""
+    settings = EvaluationConfig()
+    values = dict(_DEFAULTS)
+    if run is not None and suite is not None:
+        settings = suite.settings
+        rollout = run.rollout
+        values = {
+            "template": settings.template,
+            "samples": settings.samples,
+            "max_new_tokens": rollout.max_response_tokens,
+            "min_new_tokens": rollout.min_response_tokens,
+            "top_k": rollout.top_k,
+            "top_p": rollout.top_p,
+            "min_p": rollout.min_p,
+            "stop_at_eos": rollout.stop_at_eos,
+            "stop": tuple(rollout.stop),
+            "seed": run.seed,
+        }
+    _apply_defaults(parsed, values)
+    # A temperature of the command line turns off greedy decoding.
+    is_default_greedy = is_greedy(replace(settings, samples=parsed.samples))
+    _apply_defaults(parsed, {"greedy": parsed.temperature is None and is_default_greedy})
+    _apply_defaults(
+        parsed, {"temperature": settings.temperature, "pass_threshold": settings.pass_threshold}
+    )
+
+
+def _get_suite_environment(suite: Suite, overrides: Sequence[str]) -> EnvironmentConfig | None:
+    """Return the environment or agent of a suite; None for single responses.
+
+    Raises:
+        ConfigError: The command line sets another environment, or the agent of the suite cannot
+            run here.
+    """
+    if overrides:
+        raise ConfigError(
+            f"{overrides[0]}: is not supported with --suite, whose environment is that of the run;"
+            " set --prompts instead of --suite"
+        )
+    environment = suite.environment
+    if problems := list(find_agent_key_problems(environment)):
+        raise ConfigError(suite.rename_environment_keys("\n".join(problems)))
+    return environment if environment.has_episodes else None
+
+
+def _build_suite_scorer(parsed: argparse.Namespace, run: Config, suite: Suite) -> TextSource | None:
+    """Return the scorer of a suite: --function, or the function of the suite or of the run's
+    reward. None if only the rewards of episodes are scores.
+
+    Raises:
+        ConfigError: The run's reward, which scores the suite, is not a function.
+    """
+    if parsed.function is not None:
+        return _build_scorer(parsed.function, "--function")
+    settings = suite.settings
+    if settings.function is not None:
+        key = f"{suite.key}.function"
+        return _build_scorer(settings.function, key, settings.function_timeout_s)
+    sources = parse_reward_sources(run.reward)
+    source = sources[0]
+    if (
+        len(sources) > 1
+        or not isinstance(source, FunctionSource)
+        or source.step_rewards
+        or source.task_weights
+        or (source.weight, source.gain, source.bias) != (1, 1, 0)
+    ):
+        raise ConfigError(
+            "--function: is required, because the reward of the run scores this suite and is not a"
+            " single function; set --function NAME"
+        )
+    if source.function == ENVIRONMENT:
+        return None
+    return _build_scorer(source.function, f"{source.key}.function", source.function_timeout_s)
+
+
+def _build_scorer(name: str | None, key: str, timeout_s: float | None = None) -> TextSource | None:
+    """Return a scorer from its name; None for None."""
+    return None if name is None else TextSource(name, resolve_scorer(name, key, timeout_s))
 
 
 def serve_model(parsed: argparse.Namespace) -> None:
@@ -328,7 +496,9 @@ def _find_prompt_settings(parsed: argparse.Namespace, run: Config | None) -> Dat
     None if neither applies.
     """
     overrides = [text for text in parsed.overrides if _get_key(text) in _PROMPT_KEYS]
-    is_own = run is not None and parsed.prompts.absolute() in _list_record_forms(run)
+    is_own = run is not None and (
+        parsed.prompts is None or parsed.prompts.absolute() in _list_record_forms(run)
+    )
     if not overrides and not is_own:
         return None
     base = compose_config([f"experiment={_BASE_EXPERIMENT}"])
@@ -415,10 +585,21 @@ def _sampling_arguments(parsed: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(parsed, name) for name in names} | {"stop": tuple(parsed.stop)}
 
 
-def _build_engine_config(parsed: argparse.Namespace) -> EngineConfig:
-    """Return the configuration of an engine with the options of the command line."""
+def _build_engine_config(parsed: argparse.Namespace, run: Config | None = None) -> EngineConfig:
+    """Return the configuration of an engine with the options of the command line.
+
+    Args:
+        parsed: The command line.
+        run: The run whose evaluation is repeated, with its precision and its exact computation;
+            None if there is none.
+    """
     options = {name: getattr(parsed, name) for name in ("precision", "batch_size", "kv_cache_mib")}
-    return EngineConfig(kind=getattr(parsed, "engine", "embedded"), update="in_place", **options)
+    kind = getattr(parsed, "engine", "embedded")
+    if run is not None and kind == "embedded":
+        options["exact"] = run.engine.exact
+        if parsed.precision == "auto":
+            options["precision"] = run.engine.precision
+    return EngineConfig(kind=kind, update="in_place", **options)
 
 
 def _make_progress(count: MofNCompleteColumn | DownloadColumn) -> Progress:

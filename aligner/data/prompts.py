@@ -556,6 +556,19 @@ def open_evaluation_prompts(
         record = apply_template_use(record, settings.template)
         return _parse_prompt(add_tools(record, tools), tokenizer, data, include_messages)
 
+    return [
+        replace(prompt, id=suite.first_prompt_id + index)
+        for index, prompt in enumerate(read_suite(suite, data, parse))
+    ]
+
+
+def read_suite(suite: Suite, data: DataConfig, parse: Callable[[Record], Example]) -> list[Example]:
+    """Return the examples that `parse` makes of the records of an evaluation suite, in their order.
+
+    Raises:
+        ConfigError: The records cannot be read, or `parse` raises it.
+    """
+    settings = suite.settings
     if settings.questions and data.tasks:
         prompts_per_task = [
             read_source(source, parse)[0] for source in parse_task_sources(data, settings.questions)
@@ -574,10 +587,7 @@ def open_evaluation_prompts(
             timeout_s=data.function_timeout_s,
         )
         prompts, _ = read_source(source, parse)
-    return [
-        replace(prompt, id=suite.first_prompt_id + index)
-        for index, prompt in enumerate(prompts[: settings.count])
-    ]
+    return prompts[: settings.count]
 
 
 def _parse_prompt(

@@ -101,7 +101,6 @@ class _CheckedFunction:
 
 def _list_function_names(config: Config) -> dict[str, str]:
     """Return the names of all functions and classes of the configuration, by their keys."""
-    environment = config.environment
     algorithm = config.algorithm
     names = {function.key: function.name for function in _get_reward_functions(config)}
     names |= {
@@ -117,10 +116,14 @@ def _list_function_names(config: Config) -> dict[str, str]:
         "algorithm.advantage": algorithm.advantage,
         "algorithm.loss": algorithm.loss,
         "algorithm.train_on": algorithm.train_on,
-        "environment.target": environment.target or "",
-        "environment.agent": environment.agent or "",
     }
-    names |= {f"environment.tools[{index}]": tool for index, tool in enumerate(environment.tools)}
+    environments = {suite.environment_key: suite.environment for suite in get_active_suites(config)}
+    for key, environment in {**environments, "environment": config.environment}.items():
+        names |= {
+            f"{key}.target": environment.target or "",
+            f"{key}.agent": environment.agent or "",
+        }
+        names |= {f"{key}.tools[{index}]": tool for index, tool in enumerate(environment.tools)}
     return names
 
 

@@ -12,9 +12,11 @@ TOOLS = "tools"
 """Value of `environment.target` for the environment that runs tools."""
 PYTHON = "python"
 """Name of the tool that runs Python programs in a sandbox."""
-_HAS_TARGET = ".target!=null"
-_HAS_AGENT = ".agent!=null or .agent_command!=null"
-_HAS_EPISODES = f"{_HAS_TARGET} or {_HAS_AGENT}"
+# Evaluation suites inherit the keys of the section, and may have an environment that it has not.
+_HAS_SUITES = "evaluation.suites!={}"
+_HAS_TARGET = f".target!=null or {_HAS_SUITES}"
+_HAS_AGENT = f".agent!=null or .agent_command!=null or {_HAS_SUITES}"
+_HAS_EPISODES = f".target!=null or {_HAS_AGENT}"
 
 
 @dataclass
@@ -174,7 +176,9 @@ class EnvironmentConfig:
         choices=("required", "best_effort"),
         read_if=_HAS_TARGET,
     )
-    python: PythonToolConfig = section(PythonToolConfig, read_if="environment.target!=null")
+    python: PythonToolConfig = section(
+        PythonToolConfig, read_if=f"environment.target!=null or {_HAS_SUITES}"
+    )
 
     @property
     def has_tools(self) -> bool:

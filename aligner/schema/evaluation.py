@@ -103,5 +103,6 @@ class EvaluationConfig:
         {},
         "Additional evaluations, reported as `eval/NAME/…`. The value is a mapping from each"
         " name to `path` or `prompts`, and optionally other keys of this section except `every`"
-        " and `asynchronous`.",
+        " and `asynchronous`, and `environment`: a mapping with keys of the section `environment`,"
+        " which override the values of the section for the suite.",
     )

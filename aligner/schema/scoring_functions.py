@@ -8,9 +8,11 @@ from collections.abc import Mapping
 
 from aligner.values import split_callable_name
 
+ENVIRONMENT = "environment"
+"""Name of the scorer that leaves the score of an episode to its environment."""
 FUNCTIONS: Mapping[str, str] = {
     "digit_fraction": "aligner.rewards.scorers:digit_fraction",
-    "environment": "aligner.rewards.scorers:left_to_environment",
+    ENVIRONMENT: "aligner.rewards.scorers:left_to_environment",
     "reasoning_gym": "aligner.rewards.scorers:reasoning_scores",
     "sentiment": "aligner.rewards.scorers:sentiment",
 }

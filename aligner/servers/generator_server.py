@@ -35,6 +35,7 @@ from aligner.models.model_source import model_directory
 from aligner.models.shape import ModelShape
 from aligner.resharding.publisher import WeightReceiver, plan_between_worlds
 from aligner.schema import Config
+from aligner.schema.evaluation_suites import has_any_episodes
 from aligner.servers.rank_commands import Handler, rank_handler
 from aligner.servers.serving import Caller, compute_model_limits, copy_to_tensor, serve_role
 from aligner.servers.triton_host import EndpointFunction
@@ -80,7 +81,7 @@ def serve_generator(config: Config) -> None:
         max_sequence_length=config.data.max_prompt_tokens + config.rollout.max_response_tokens,
     )
     episodes = None
-    if config.environment.has_episodes:
+    if has_any_episodes(config):
         tokenizer = build_run_tokenizer(config, directory)
         episodes = build_episodes(config, engine, tokenizer, "generator", rank)
 

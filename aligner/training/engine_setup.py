@@ -34,6 +34,7 @@ from aligner.resharding.transfer_plan import plan_to_engine
 from aligner.resharding.transport import Link
 from aligner.resharding.weight_update import WeightPublisher, WeightUpdate
 from aligner.schema import Config, RolloutConfig
+from aligner.schema.evaluation_suites import has_any_episodes
 from aligner.servers.generator_client import GeneratorClient
 from aligner.training.samplers import ColocatedSampler, RemoteSampler, Sampler
 from aligner.training.services import run_and_broadcast_result
@@ -72,7 +73,7 @@ def build_sampler_and_publisher(
         engine = _build_colocated_engine(config, policy, group, listener)
 
     episodes = None
-    if config.environment.has_episodes:
+    if has_any_episodes(config):
         episodes = build_episodes(config, engine, tokenizer, "trainer", rank, listener, tools)
     sampler = ColocatedSampler(engine, layout, rank, config.engine.sleep, episodes)
     return sampler, _build_colocated_publisher(config, policy, engine)

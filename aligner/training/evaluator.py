@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aligner.agents.tool_catalogue import tool_schemas
+from aligner.agents.tool_catalogue import list_suite_tools, tool_schemas
 from aligner.agents.tool_protocol import ListedTool
 from aligner.algorithms.evaluation_scores import (
     evaluation_metrics,
@@ -462,7 +462,7 @@ def build_evaluator(
     """Build the evaluator of one suite.
 
     Args:
-        tools: Tools that the suite's prompts describe to the model.
+        tools: Tools of the section `environment`.
 
     Raises:
         ConfigError: The prompts are invalid, or the scorer or the judge does not exist.
@@ -481,7 +481,7 @@ def build_evaluator(
         config.data,
         tokenizer,
         include_messages=needs_prompt_messages(config),
-        tools=tool_schemas(tools),
+        tools=tool_schemas(list_suite_tools(config, suite, tools)),
     )
     options = replace(
         build_sampling_options(config.rollout, policy.runner.shape),

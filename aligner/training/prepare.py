@@ -8,7 +8,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from aligner.agents.tool_catalogue import list_tools, tool_schemas, with_tool_arguments
+from aligner.agents.tool_catalogue import (
+    list_suite_tools,
+    list_tools,
+    tool_schemas,
+    with_tool_arguments,
+)
 from aligner.algorithms.extension import require_functions
 from aligner.data.example_cache import ExampleCache
 from aligner.data.examples import open_run_data
@@ -206,6 +211,10 @@ def _check_data(
     data = _CheckedData([], {})
 
     for suite in get_active_suites(config):
+        suite_tools = list_suite_tools(config, suite, tools)
+        with suite.renaming_environment_keys():
+            # This call only checks; see below.
+            with_tool_arguments(suite.environment, suite_tools, tokenizer)
         suite_prompts = [
             PromptFields(prompt.text, prompt.metadata, prompt.origin)
             for prompt in open_evaluation_prompts(
@@ -213,7 +222,7 @@ def _check_data(
                 config.data,
                 tokenizer,
                 include_messages=needs_prompt_messages(config),
-                tools=schemas,
+                tools=tool_schemas(suite_tools),
             )
         ]
         suite_functions = [each for each in functions if each.key == f"{suite.key}.function"]

@@ -35,7 +35,7 @@ from aligner.resharding.publisher import RemotePublisher
 from aligner.rewards.judge import JudgeMeter, judge_directory, judge_run_name
 from aligner.schema import Config
 from aligner.schema.derived import count_policy_updates, has_reference
-from aligner.schema.evaluation_suites import get_active_suites
+from aligner.schema.evaluation_suites import get_active_suites, has_any_episodes
 from aligner.schema.reward_sources import (
     count_score_parts,
     list_source_names,
@@ -425,7 +425,7 @@ def connect_services(config: Config, world: World, attempt: int) -> Services:
             access,
             server.request_timeout_s,
             config.engine.update_timeout_s,
-            has_environment=config.environment.has_episodes,
+            has_environment=has_any_episodes(config),
         )
 
     teacher = None

@@ -175,8 +175,10 @@ def evaluate(
             file = stack.enter_context(generate.open_output(output, overwrite))
 
         samples = list(generate.generate_samples(job.response_job, settings, progress))
-        # The id of a job's prompt is its index.
-        prompts = [job.response_job.prompts[sample.prompt_id] for sample in samples]
+        response_job = job.response_job
+        prompts = [
+            response_job.prompts[response_job.get_prompt_index(sample)] for sample in samples
+        ]
 
         scores = _compute_scores(job, prompts, samples)
         lost_count = int(scores.isnan().sum())
@@ -211,7 +213,8 @@ def evaluate(
             ):
                 score_fields: dict[str, Any] = {"score": _score_or_none(score)}
                 if reference_scores is not None:
-                    reference_score = float(reference_scores[sample.prompt_id])
+                    prompt_index = response_job.get_prompt_index(sample)
+                    reference_score = float(reference_scores[prompt_index])
                     score_fields["reference_score"] = _score_or_none(reference_score)
                 if wins is not None:
                     score_fields["judge_wins"] = wins[index]
@@ -248,7 +251,8 @@ class _CachedJudge:
         of the results."""
         tokenizer = job.response_job.tokenizer
         reference_texts = [
-            decode_response(references[sample.prompt_id], tokenizer) for sample in samples
+            decode_response(references[job.response_job.get_prompt_index(sample)], tokenizer)
+            for sample in samples
         ]
         requests = build_scoring_requests(prompts, samples, tokenizer)
         wins = self._judge.compare(requests, reference_texts)

@@ -287,6 +287,16 @@ def test_episodes_of_agent_have_the_tokens_of_its_answers(
     assert len(answers) == 12 and written == logged
 
 
+def test_ignored_parameter_of_agent_names_the_option(
+    chat_model, tasks, tmp_path, aligner_generate, caplog
+):
+    options = ("--prompts", tasks, "--max-new-tokens", 100, "--output", tmp_path / "out.jsonl")
+    agent = "environment.agent=tests.agents.openai_agents:looks"
+    assert aligner_generate(chat_model, *options, agent)[0] == 0
+    warning = "agent requests set temperature, which is ignored; set --temperature instead"
+    assert warning in caplog.text
+
+
 def test_episodes_of_agent_are_written_as_its_messages(
     chat_model, tasks, tmp_path, aligner_generate
 ):

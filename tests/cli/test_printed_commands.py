@@ -16,6 +16,7 @@ from aligner.agents.generate import plan_job
 from aligner.cli.command_table import parse_arguments
 from aligner.cli.stored_models import (
     RecordForm,
+    _apply_generation_defaults,
     _find_prompt_settings,
     _find_run,
     _list_record_forms,
@@ -218,6 +219,7 @@ def plan(
     """Return the texts of the prompts that `aligner generate` reads."""
     words = ["generate", str(place / "model"), "--prompts", str(place / prompts), option]
     parsed = parse_arguments([*words, "--output", "unused.jsonl", *overrides])
+    _apply_generation_defaults(parsed)
     job = plan_job(
         find_source(parsed.source),
         _read_prompts(parsed, run),

@@ -11,6 +11,7 @@ from aligner.checks.check import check
 from aligner.config.compose import compose_config
 from aligner.errors import ConfigError
 from aligner.schema import Config, DataConfig, EvaluationConfig
+from aligner.schema.environment import EnvironmentConfig, PythonToolConfig
 from aligner.schema.evaluation_suites import parse_evaluation_suites
 from aligner.schema.keys import with_unread_defaults
 
@@ -134,3 +135,85 @@ def test_invalid_suite_is_refused_with_its_key(name: str, entries: Any, problem:
         check(config)
     with pytest.raises(ConfigError, match=problem):
         parse_evaluation_suites(config)
+
+
+CALCULATOR = {"target": "calc:Calculator", "max_turns": 3, "turn_end": "]"}
+
+
+def environments(**given: Any) -> dict[str | None, EnvironmentConfig]:
+    """Return the environments of suites of a run with the environment CALCULATOR."""
+    entries = {name: {"prompts": ["a"], "environment": value} for name, value in given.items()}
+    config = Config(
+        environment=EnvironmentConfig(**CALCULATOR),
+        evaluation=EvaluationConfig(every=1, suites={"same": {"prompts": ["a"]}, **entries}),
+    )
+    return {suite.name: suite.environment for suite in parse_evaluation_suites(config)}
+
+
+def test_suite_environment_overrides_keys_of_the_section() -> None:
+    found = environments(
+        short={"max_turns": 1, "python": {"cpu_s": 2}},
+        plain={"target": None},
+        agent={"target": None, "agent": "agent:run"},
+    )
+    assert found["same"] == EnvironmentConfig(**CALCULATOR)
+    assert found["short"] == EnvironmentConfig(
+        **CALCULATOR | {"max_turns": 1, "python": PythonToolConfig(cpu_s=2)}
+    )
+    assert not found["plain"].has_episodes
+    assert (found["agent"].agent, found["agent"].max_turns) == ("agent:run", 3)
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"max_turns": 0}, "max_turns=0: must be at least 1"),
+        ({"workers": "x"}, "workers=x: expected int, got str"),
+        ({"max_turnss": 1}, "max_turnss: unknown key; did you mean KEY.max_turns?"),
+        ({"sandbox": "none"}, "sandbox=none: allowed: required, best_effort"),
+        ({"agent": "agent:run"}, "target and KEY.agent: only one of these keys can be set"),
+        ({"target": "calc"}, "target=calc: must be tools, module:Class, or null"),
+        ({"target": "tools"}, "target=tools: no tools are set; set KEY.tools or KEY.mcp"),
+    ],
+)
+def test_problem_of_suite_environment_names_its_key(
+    environment: dict[str, Any], message: str
+) -> None:
+    overrides = (
+        "experiment=tiny_ppo",
+        "environment.target=calc:Calculator",
+        "environment.turn_end=.",
+        "environment.deadline_s=20",
+        "evaluation.every=1",
+    )
+    config = compose_config(list(overrides))
+    config.evaluation.suites = {"one": {"prompts": ["a"], "environment": environment}}
+    key = "evaluation.suites.one.environment"
+    with pytest.raises(ConfigError) as raised:
+        check(config)
+    assert f"{key}.{message.replace('KEY', key)}" in str(raised.value)
+    # the section itself has no problem
+    assert not [line for line in str(raised.value).splitlines() if line.startswith("environment")]
+
+
+def test_suite_environment_must_be_a_mapping() -> None:
+    with pytest.raises(ConfigError, match=r"suites\.one\.environment=3: expected a mapping"):
+        environments(one=3)
+
+
+def test_suite_without_environment_needs_a_function() -> None:
+    suite = "+evaluation.suites.one={prompts: [a], environment: {target: null}}"
+    overrides = ("experiment=calculator", "model.source=random", "evaluation.every=1", suite)
+    with pytest.raises(ConfigError, match=r"suites\.one\.function=null: the run's reward is that"):
+        check(compose_config([*overrides]))
+    check(compose_config([*overrides, "+evaluation.suites.one.function=exact_match"]))
+
+
+def test_prompts_of_a_suite_are_known_by_their_ids() -> None:
+    given = {"math": MATH, "chat": {"prompts": ["a"]}}
+    config = Config(evaluation=EvaluationConfig(prompts=["a"], suites=given))
+    suites = parse_evaluation_suites(config)
+    for suite in suites:
+        for prompt_id in (suite.first_prompt_id, suite.first_prompt_id + 999):
+            assert [each for each in suites if each.has_prompt(prompt_id)] == [suite]
+    assert not any(suite.has_prompt(999) for suite in suites)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from aligner import cli
+from aligner.config.compose import compose_config, save_config
 from aligner.data.model_directory import read_shape
 from aligner.data.tokenizer import Tokenizer, build_character_tokenizer
 from tests.agents.calling_model import saved
@@ -303,3 +304,41 @@ def test_invalid_input_is_refused_before_generation(
     )
     prompts.write_text('{"prompt": "a", "reference": 1}\n')
     assert "the `reference` of the prompt 'a' must be a string" in usage_error(*OPTIONS)
+
+
+def test_invalid_suite_option_is_refused(
+    model: Path, prompts: Path, tmp_path: Path, aligner_evaluate: Evaluate
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    overrides = (
+        "experiment=tiny_ppo",
+        f"run.dir={run}",
+        "reward=remote",
+        "reward.url=http://localhost:1/score",
+        "evaluation.every=1",
+        f"evaluation.path={prompts}",
+        "+evaluation.suites.one={prompts: [a], environment: {agent: 'tests.agents:absent'}}",
+    )
+    save_config(compose_config([*overrides]), run / "config.yaml")
+
+    def usage_error(*arguments: Any) -> str:
+        code, out, error = aligner_evaluate(*arguments)
+        assert (code, out) == (2, "")
+        return error
+
+    assert "--prompts: is required; set --prompts FILE, or --suite NAME" in usage_error(model)
+    assert f"--suite one: {model} is not the directory" in usage_error(model, "--suite", "one")
+    assert "--suite two: the run has no such evaluation suite; allowed: evaluation, one" in (
+        usage_error(run, "--suite", "two")
+    )
+    assert "--prompts-format: is not supported with --suite" in usage_error(
+        run, "--suite", "one", "--prompts-format", "txt"
+    )
+    assert "environment.max_turns=1: is not supported with --suite" in usage_error(
+        run, "--suite", "one", "environment.max_turns=1"
+    )
+    # an HTTP service, which the command does not call
+    assert "--function: is required, because the reward of the run" in usage_error(
+        run, "--suite", "one"
+    )
