@@ -20,6 +20,10 @@ class AlignerError(Exception):
         self.summary = summary or (message.splitlines() or [""])[0]
 
 
+class UnsupportedError(AlignerError):
+    """A request needs a feature that the engine does not support; another engine may serve it."""
+
+
 class UnavailableError(AlignerError):
     """An external service that a request needs does not answer, so that all other requests would
     fail too."""

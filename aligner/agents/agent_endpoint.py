@@ -45,6 +45,7 @@ from aligner.agents.protocols.requests import (
     RequestError,
     SamplingParameters,
     TextRequest,
+    build_refusal,
 )
 from aligner.agents.protocols.response_store import ResponseStore
 from aligner.agents.protocols.wire_format import parse_body
@@ -162,6 +163,9 @@ class AgentSession:
     """Function that generates a completion. Its arguments are the input tokens, int64 [T], the
     maximum number of generated tokens, the stop strings and the grammar of the request, and the
     number of earlier requests with the same input."""
+    check_completion: Callable[[tuple[str, ...], str | None], None]
+    """Function that raises AlignerError if the engine cannot generate a completion with these stop
+    strings and this grammar."""
     end_episode: Callable[[], None]
     """Function that ends the episode with its current turns."""
     worker_key: str = field(default_factory=lambda: secrets.token_urlsafe(16))
@@ -325,7 +329,7 @@ class AgentSession:
         except RequestError:
             raise
         except AlignerError as error:
-            raise RequestError(400, str(error)) from error
+            raise build_refusal(error) from error
         finally:
             requests_in_tokenization.remove(request)
         if attempt_key != self.agent_key:
@@ -385,12 +389,16 @@ class AgentSession:
         )
 
     def _prepare(self, request: ModelRequest) -> _PreparedPrompt:
-        """Return the input tokens of a request, and the grammar of its answers."""
+        """Return the input tokens of a request, and the grammar of its answers.
+
+        Raises AlignerError, before anything is generated, if the request cannot be answered.
+        """
         conversation, tokens = self._tokenize(request)
         text = None if conversation is None else conversation.text
         grammar = build_request_grammar(
             request, text, self.context.tokenizer, self.context.get_chat
         )
+        self.check_completion(request.stop, grammar)
         return _PreparedPrompt(conversation, tokens, grammar)
 
     def _tokenize(self, request: ModelRequest) -> tuple[Conversation | None, Tensor]:

@@ -432,7 +432,11 @@ class _AgentEpisodeRun:
         name = f"{prompt.id}-{request.sample_index}-{self._index}"
         end_future: Future[BaseException | None] = Future()
         session = AgentSession(
-            name, session_context, self._generate, lambda: _set_once(end_future, None)
+            name,
+            session_context,
+            self._generate,
+            self._check_completion,
+            lambda: _set_once(end_future, None),
         )
         source.server.open_session(session)
         fields = {
@@ -473,6 +477,14 @@ class _AgentEpisodeRun:
         if journal is not None:
             journal.record(request, generated_by, sample)
         return sample
+
+    def _check_completion(self, stop: tuple[str, ...], grammar: str | None) -> None:
+        """Raise AlignerError if the engine cannot generate a completion with these stop strings and
+        this grammar; runs in the endpoint's thread."""
+        options = self._options
+        self._source.engine.check_sampling(
+            replace(options, stop=(*options.stop, *stop), grammar=grammar)
+        )
 
     async def _generate(
         self,

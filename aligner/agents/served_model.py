@@ -27,6 +27,7 @@ from aligner.agents.protocols.requests import (
     RequestError,
     SamplingParameters,
     TextRequest,
+    build_refusal,
 )
 from aligner.agents.protocols.response_store import ResponseStore
 from aligner.agents.response_grammars import build_request_grammar
@@ -255,7 +256,7 @@ class ServedModel:
             )
         stop_token_ids = () if request.ignore_eos else self._stop_token_ids
         try:
-            return SamplingOptions(
+            options = SamplingOptions(
                 max_tokens,
                 # greedy decoding reports log-probs at temperature 1
                 temperature=_get_temperature(sampling) or 1.0,
@@ -269,8 +270,10 @@ class ServedModel:
                 stop=request.stop,
                 grammar=self._build_grammar(request, prompt),
             )
+            self._engine.check_sampling(options)
         except AlignerError as error:
-            raise RequestError(400, str(error)) from error
+            raise build_refusal(error) from error
+        return options
 
     def _build_grammar(self, request: ModelRequest, prompt: _Prompt) -> str | None:
         """Return the grammar that a request requires of its answers; None if it requires none."""

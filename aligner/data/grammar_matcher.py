@@ -156,18 +156,22 @@ class GrammarMatcher:
         for token in stop_token_ids:
             self._stop_mask[token >> 5] |= np.uint32(1 << (token & 31))
         self._stop_token_ids = frozenset(stop_token_ids)
-
-    @property
-    def error(self) -> str:
-        """Error of llguidance at this response, such as an exceeded limit; empty if there is
-        none."""
-        return self._matcher.get_error()
+        self.dead_end = ""
+        """Reason why the response ended before its text was complete, because the grammar allowed
+        no token; empty if it did not."""
 
     def accept(self, tokens: Sequence[int]) -> None:
         """Advance by tokens of the response. A stop token ends the response."""
         text_tokens = [token for token in tokens if token not in self._stop_token_ids]
         if text_tokens:
             self._matcher.consume_tokens(text_tokens)
+        has_ended = len(text_tokens) < len(tokens)
+        if has_ended and not self._matcher.is_accepting():
+            # llguidance finds the reason when it computes a mask.
+            self._matcher.compute_bitmask()
+            self.dead_end = shorten_error(self._matcher.get_error()) or (
+                "no token of the model's vocabulary continues the text"
+            )
 
     def compute_mask(self) -> np.ndarray:
         """Return which tokens are allowed next, int32 [mask width].

@@ -27,7 +27,7 @@ from aligner.data.grammars import check_grammar
 from aligner.data.stop_strings import StopSearch
 from aligner.data.tokenizer import Tokenizer
 from aligner.data.types import Completion, Grammar, Prompt, Sample
-from aligner.errors import AlignerError
+from aligner.errors import AlignerError, UnsupportedError
 from aligner.models.shape import ModelShape
 from aligner.resharding.weight_update import WeightFormat, WeightUpdate
 from aligner.schema import EngineConfig, EngineParallelConfig
@@ -238,13 +238,13 @@ class EngineRequest:
 
     def resolve(self, completion: Completion) -> None:
         """Deliver the completion, unless the caller was cancelled."""
-        if self.grammar_matcher is not None and self.grammar_matcher.error:
+        if self.grammar_matcher is not None and self.grammar_matcher.dead_end:
             _log.warning(
-                "prompt %s, sample %s: the response ended early, because llguidance could not"
-                " continue its grammar: %s",
+                "prompt %s, sample %s: the response ended before its text was complete, because its"
+                " grammar allowed no token: %s",
                 self.key.prompt_id,
                 self.key.sample_index,
-                self.grammar_matcher.error,
+                self.grammar_matcher.dead_end,
             )
         # `set_result` would raise InvalidStateError for a cancelled future.
         if not self.future.done():
@@ -455,6 +455,7 @@ class GenerationEngine(ABC):
                 generated token.
 
         Raises:
+            UnsupportedError: The engine does not support one of the sampling parameters.
             AlignerError: The request is invalid, or the engine failed.
         """
         request = self.submit(tokens, sampling, key, is_continued, stop_search_start, grammar_start)
@@ -474,8 +475,8 @@ class GenerationEngine(ABC):
             tokens, sampling, key, is_continued, stop_search_start, grammar_start=grammar_start
         )
         try:
-            if problem := self._find_unsupported(request):
-                raise AlignerError(problem)
+            self.check_sampling(sampling)
+            self._check_length(request)
             self._begin_stop_search(request)
             self._begin_grammar(request)
         except AlignerError as error:
@@ -507,7 +508,8 @@ class GenerationEngine(ABC):
             The scores of the tokens from `start` on.
 
         Raises:
-            AlignerError: The engine does not support it, the tokens are invalid, or it failed.
+            UnsupportedError: The engine does not compute log-probs of given tokens.
+            AlignerError: The tokens are invalid, or the engine failed.
         """
         request = self.submit_scoring(tokens, start, top_logprobs, temperature)
         return await asyncio.wrap_future(request.future)
@@ -517,8 +519,10 @@ class GenerationEngine(ABC):
     ) -> ScoringRequest:
         """Queue tokens to be scored; `score` awaits the request's future. Thread-safe."""
         request = ScoringRequest(tokens, start, top_logprobs, temperature)
-        if problem := self._find_scoring_problem(request):
-            request.fail(AlignerError(problem))
+        try:
+            self._check_scoring(request)
+        except AlignerError as error:
+            request.fail(error)
             return request
         with self._arrivals_lock:
             self._scoring_requests.append(request)
@@ -543,9 +547,11 @@ class GenerationEngine(ABC):
         """Check samples before any of them is generated.
 
         Raises:
+            UnsupportedError: The engine does not support one of the sampling parameters.
             AlignerError: The engine has no weights or sleeps; or some samples cannot be generated:
                 the message names every one.
         """
+        self.check_sampling(options)
         self._check_awake("generate")
         self._check_weights()
         if self.has_work:
@@ -554,6 +560,21 @@ class GenerationEngine(ABC):
             )
         if problems := find_request_problems(requests, options, self._shape):
             raise AlignerError("\n".join(problems))
+
+    def check_sampling(self, sampling: SamplingOptions) -> None:
+        """Check sampling parameters as `submit` does. Thread-safe.
+
+        A server calls it to refuse a request before the request has any effect.
+
+        Raises:
+            UnsupportedError: The engine does not support one of the parameters.
+            AlignerError: No response can follow the grammar.
+        """
+        if problem := self._find_unsupported(sampling):
+            raise UnsupportedError(problem)
+        if sampling.grammar is not None:
+            grammar = Grammar(sampling.grammar, sampling.stop_token_ids)
+            check_grammar(self._tokenizer.grammar_vocabulary, grammar)
 
     def reserve(self, sequences: int, tokens: int) -> None:  # noqa: B027  (optional)
         """Prepare the KV cache for `sequences` sequences of at most `tokens` tokens.
@@ -628,16 +649,36 @@ class GenerationEngine(ABC):
     def shutdown(self) -> None:
         """Stop the processes that the engine started, if any. The engine is not used again."""
 
-    def _find_unsupported(self, request: EngineRequest) -> str | None:
-        """Return why this engine cannot serve a request; None if it can."""
+    def _find_unsupported(self, sampling: SamplingOptions) -> str | None:
+        """Return which parameter this engine does not support; None if it supports all."""
         return None
 
-    def _find_scoring_problem(self, request: ScoringRequest) -> str | None:
-        """Return why this engine cannot score a sequence; None if it can."""
-        return (
-            f"engine.kind={self._settings.kind}: does not compute the log-probs of given tokens;"
-            " set engine.kind=embedded"
-        )
+    def _check_length(self, request: EngineRequest) -> None:
+        """Raise AlignerError if input and completion together may be too long for the model."""
+        length = request.total_tokens
+        if length > self._shape.max_positions:
+            raise AlignerError(
+                f"prompt {request.key.prompt_id}: input and completion have up to {length} tokens,"
+                f" but the model has {self._shape.max_positions} positions"
+            )
+
+    def _check_scoring(self, request: ScoringRequest) -> None:
+        """Raise AlignerError if this engine cannot score a sequence."""
+        length = len(request.tokens)
+        if not 1 <= request.start <= length:
+            raise AlignerError(
+                f"start={request.start}: must be from 1 to the number of tokens, {length}"
+            )
+        if length > self._shape.max_positions:
+            raise AlignerError(
+                f"{length} tokens exceed the {self._shape.max_positions} positions of the model"
+            )
+        low, high = (int(token) for token in request.tokens.aminmax())
+        if low < 0 or high >= self._shape.vocab_size:
+            raise AlignerError(
+                f"token ids from {low} to {high}; must be in the vocabulary,"
+                f" [0, {self._shape.vocab_size})"
+            )
 
     def _begin_stop_search(self, request: EngineRequest) -> None:
         """Set `EngineRequest.stop_search`.
@@ -656,15 +697,11 @@ class GenerationEngine(ABC):
 
     def _begin_grammar(self, request: EngineRequest) -> None:
         """Set `EngineRequest.grammar_matcher`, advanced through the tokens of the input that follow
-        the grammar.
-
-        Raises AlignerError if no response can follow the grammar.
-        """
+        the grammar, which `check_sampling` has accepted."""
         grammar = request.grammar
         if grammar is None:
             return
         vocabulary = self._tokenizer.grammar_vocabulary
-        check_grammar(vocabulary, grammar)
         request.grammar_matcher = vocabulary.start(grammar.text, grammar.stop_token_ids)
         request.grammar_matcher.accept(request.tokens[request.first_grammar_token :].tolist())
 

@@ -61,7 +61,9 @@ def serving(
     opened: list[AgentSession] = []
     try:
         for index in range(sessions):
-            session = AgentSession(str(index), context, answering.generate, lambda: None)
+            session = AgentSession(
+                str(index), context, answering.generate, lambda *_: None, lambda: None
+            )
 
             def end(session: AgentSession = session) -> None:
                 # from the server's own loop, which must not wait for itself

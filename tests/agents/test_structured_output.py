@@ -17,6 +17,8 @@ from tests.agents.calling_model import saved
 from tests.agents.openai_agents import TOOLS, client, log
 from tests.agents.serving_model import served
 from tests.agents.test_agents import agent, episodes
+from tests.agents.test_vllm_episodes import run_agents
+from tests.engines.engines import engine_of, publish
 
 SCHEMA = {
     "type": "object",
@@ -55,7 +57,7 @@ async def structures(task: dict[str, Any], base_url: str, api_key: str) -> None:
             model="any", messages=messages, **task["arguments"]
         )
     except openai.BadRequestError as error:
-        log(task, {"error": str(error)})
+        log(task, {"error": str(error), "code": error.code})
         await own.chat.completions.create(model="any", messages=messages)
         return
     message = response.choices[0].message
@@ -122,6 +124,36 @@ def test_unsatisfiable_request_is_refused_with_status_400(
     assert problem in entry["error"]
     # the episode continues with the agent's next request
     assert len(sample.response) and not sample.grammar_spans
+
+
+def test_engine_without_guided_decoding_refuses_with_status_400(
+    model: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "log.jsonl"
+    task = {"log": str(file), "arguments": {"response_format": JSON_SCHEMA}}
+    with engine_of("tensorrt_llm", model) as engine:
+        publish(engine, model, 0)
+        settings = agent("structures", "test_structured_output") | {"max_turn_tokens": 3}
+        (sample,) = run_agents(engine, model, [task], settings)
+    logged = json.loads(file.read_text())
+    assert logged["code"] == "unsupported" and "Error code: 400" in logged["error"]
+    assert "TensorRT-LLM: guided decoding is not supported" in logged["error"]
+    # the episode continues with the agent's next request, and the refused one does not count
+    assert len(sample.response) and not sample.grammar_spans and sample.report is None
+
+
+def test_structured_output_without_stop_token_is_refused_with_status_400(
+    model: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "log.jsonl"
+    task = {"log": str(file), "arguments": {"response_format": JSON_SCHEMA}}
+    with engine_of("embedded-in_place", model) as engine:
+        publish(engine, model, 0)
+        settings = agent("structures", "test_structured_output") | {"max_turn_tokens": 3}
+        (sample,) = run_agents(engine, model, [task], settings, stop_at_eos=False)
+    error = json.loads(file.read_text())["error"]
+    assert "Error code: 400" in error and "set rollout.stop_at_eos=true" in error
+    assert len(sample.response) == 3 and sample.report is None
 
 
 @pytest.mark.slow

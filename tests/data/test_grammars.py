@@ -86,6 +86,19 @@ def test_matcher_follows_tokens_as_masks_do():
         assert (matcher.compute_mask() == masks[count]).all()
 
 
+def test_response_without_allowed_token_is_a_dead_end():
+    vocabulary = GrammarVocabulary([b"", b"a", b"b"], [0])
+    incomplete = vocabulary.start('start: "a" /[0-9]/ | "b"', [0])
+    incomplete.accept([1])
+    # No token has the bytes of a digit.
+    assert list_allowed(vocabulary, incomplete.compute_mask()) == {0}
+    incomplete.accept([0])
+    assert "the model's vocabulary has no tokens for such a text" in incomplete.dead_end
+    complete = vocabulary.start('start: "a" /[0-9]/ | "b"', [0])
+    complete.accept([2, 0])
+    assert complete.dead_end == ""
+
+
 def test_saved_vocabulary_computes_the_same_masks(tmp_path):
     tokenizer = chat_model("prepending", "qwen")
     vocabulary = tokenizer.grammar_vocabulary

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import random
+import string
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -14,8 +15,10 @@ from typing import Any
 import llguidance
 import numpy as np
 import pytest
+import tokenizers
 import torch
 import torch.distributed as dist
+from tokenizers import decoders, models
 from torch import Tensor
 
 from aligner.data.collectives import (
@@ -39,7 +42,7 @@ from aligner.engines.engine_protocol import (
     SamplingOptions,
 )
 from aligner.engines.replicas import create_replica_group
-from aligner.errors import AlignerError
+from aligner.errors import AlignerError, UnsupportedError
 from aligner.megatron import world as worlds
 from aligner.models.model_source import directory_shape
 from aligner.schema import EngineConfig, EngineParallelConfig, SpeculationConfig
@@ -60,12 +63,13 @@ OBJECT = (
 )
 
 
-def save_model(directory: Path, kind: str = "bytes") -> Path:
-    """Save a random model with a tokenizer of `tests.data.chat_models`."""
+def save_model(directory: Path, tokenizer: str | None = None) -> Path:
+    """Save a random model with a tokenizer in JSON; None: one of `tests.data.chat_models`."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    (directory / "tokenizer.json").write_text(tokenizer_file(kind))
-    size = len(json.loads(tokenizer_file(kind))["model"]["vocab"])
+    tokenizer = tokenizer or tokenizer_file("bytes")
+    (directory / "tokenizer.json").write_text(tokenizer)
+    size = len(json.loads(tokenizer)["model"]["vocab"])
     torch.manual_seed(3)
     config = LlamaConfig(
         vocab_size=size + PADDING,
@@ -408,10 +412,41 @@ def test_invalid_grammar_fails_only_its_request(model, grammar, problem):
     generate(engine, [OBJECT], OPTIONS)
 
 
-def test_tensorrt_llm_refuses_grammars(tmp_path):
+def letters_tokenizer() -> str:
+    """Return a tokenizer that can write nothing but lower-case letters."""
+    words = ["<s>", "</s>", "<|end|>", *string.ascii_lowercase]
+    tokenizer = tokenizers.Tokenizer(
+        models.BPE({word: index for index, word in enumerate(words)}, [])
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(words[:3])
+    text: str = tokenizer.to_str()
+    return text
+
+
+def check_dead_end(engine: GenerationEngine, caplog: pytest.LogCaptureFixture) -> None:
+    """Check that a response whose text needs a digit ends, with one warning, if the tokenizer of
+    `letters_tokenizer` has no digits."""
+    caplog.clear()
+    (sample,) = generate(engine, ['start: "a" /[0-9]/'], OPTIONS)
+    assert sample.finish_reason == "stop" and len(sample.response) == 2
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert "prompt 0, sample 0: the response ended before its text was complete" in warning
+    assert "the model's vocabulary has no tokens for such a text" in warning
+
+
+def test_response_without_allowed_token_ends_with_one_warning(tmp_path, caplog):
+    check_dead_end(make_engine(save_model(tmp_path, letters_tokenizer())), caplog)
+
+
+def test_tensorrt_llm_refuses_grammars_and_scoring(tmp_path):
     directory = save_tiny(tmp_path, seed=0)
     with engine_of("tensorrt_llm", directory) as engine:
         options = SamplingOptions(4, stop_token_ids=(1,), grammar='start: "a"')
         request = engine.submit(torch.tensor([3]), options, RequestKey(0, 0, 1))
-        with pytest.raises(AlignerError, match=r"set engine\.kind=embedded or vllm"):
+        with pytest.raises(UnsupportedError, match=r"set engine\.kind=embedded or vllm"):
             request.future.result(0)
+        scoring_request = engine.submit_scoring(torch.tensor([3, 4]))
+        with pytest.raises(UnsupportedError, match=r"set engine\.kind=embedded or vllm"):
+            scoring_request.future.result(0)
+        assert not engine.has_work

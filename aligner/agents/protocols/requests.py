@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from aligner.data.tool_calls import ToolCall
-from aligner.errors import AlignerError
+from aligner.errors import AlignerError, UnsupportedError
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 
@@ -29,6 +29,12 @@ class RequestError(AlignerError):
         self.status = status
         self.code = code
         self.param = param
+
+
+def build_refusal(error: AlignerError) -> RequestError:
+    """Return the error of a request that cannot be answered, whose cause is the request itself."""
+    code = "unsupported" if isinstance(error, UnsupportedError) else None
+    return RequestError(400, str(error), code)
 
 
 @dataclass(frozen=True)

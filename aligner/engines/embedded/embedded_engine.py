@@ -330,29 +330,6 @@ class EmbeddedEngine(GenerationEngine):
             self._resize_cache(max(sequences, size.rows), max(columns, size.columns) + 1)
             self._is_reserved = False
 
-    def _find_unsupported(self, request: EngineRequest) -> str | None:
-        length = request.total_tokens
-        if length <= self._shape.max_positions:
-            return None
-        return (
-            f"prompt {request.key.prompt_id}: input and completion have up to {length} tokens, but"
-            f" the model has {self._shape.max_positions} positions"
-        )
-
-    def _find_scoring_problem(self, request: ScoringRequest) -> str | None:
-        length = len(request.tokens)
-        if not 1 <= request.start <= length:
-            return f"start={request.start}: must be from 1 to the number of tokens, {length}"
-        if length > self._shape.max_positions:
-            return f"{length} tokens exceed the {self._shape.max_positions} positions of the model"
-        low, high = (int(token) for token in request.tokens.aminmax())
-        if low < 0 or high >= self._shape.vocab_size:
-            return (
-                f"token ids from {low} to {high}; must be in the vocabulary,"
-                f" [0, {self._shape.vocab_size})"
-            )
-        return None
-
     def take_draft_counts(self) -> tuple[int, int]:
         """See `GenerationEngine.take_draft_counts`. Draft tokens after a rejected one count too."""
         state = self._state

@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
+from aligner.engines.engine_protocol import ScoringRequest
 from aligner.engines.external.responses import Response, ResponseGenerator
 from aligner.errors import AlignerError
 
@@ -153,6 +154,24 @@ class Client(ABC):
         return self._loop.run(
             "submitting requests",
             self._response_generator.start(responses, on_done),
+            self._timeout_s,
+        )
+
+    def start_scoring(
+        self, requests: Sequence[ScoringRequest], on_done: Callable[[], None]
+    ) -> list[Any]:
+        """Start to score sequences.
+
+        Args:
+            requests: The requests.
+            on_done: Called in another thread each time that scores are complete.
+
+        Returns:
+            One task per request, whose result is the scores.
+        """
+        return self._loop.run(
+            "submitting requests",
+            self._response_generator.start_scoring(requests, on_done),
             self._timeout_s,
         )
 

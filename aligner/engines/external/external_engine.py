@@ -14,12 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from aligner.engines.engine_protocol import (
-    EngineRequest,
-    GenerationEngine,
-    GenerationRequest,
-    SamplingOptions,
-)
+from aligner.engines.engine_protocol import EngineRequest, GenerationEngine, ScoringRequest
 from aligner.engines.external.client import Client
 from aligner.engines.external.replica import Replica
 from aligner.engines.external.responses import Response
@@ -128,6 +123,8 @@ class ExternalEngine(GenerationEngine):
         weights."""
         self._in_flight: dict[Any, Response] = {}
         """Requests in flight by the client's tasks, on the replica's first rank."""
+        self._scoring_in_flight: dict[Any, ScoringRequest] = {}
+        """Scoring requests in flight by the client's tasks, on the replica's first rank."""
 
     @property
     def version(self) -> int | None:
@@ -143,29 +140,29 @@ class ExternalEngine(GenerationEngine):
         """See `GenerationEngine.is_leader`."""
         return self._replica.rank == 0
 
-    def check(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> None:
-        """See `GenerationEngine.check`."""
-        if unsupported_option := self._unsupported_option(options):
-            raise AlignerError(
-                f"{self._replica.name}: {unsupported_option}; set engine.kind=embedded"
-            )
-        super().check(requests, options)
-
     @property
     def has_work(self) -> bool:
         """See `GenerationEngine.has_work`."""
-        return bool(self._arrivals or self._in_flight)
+        # A scoring request whose caller has left is never sent.
+        has_scoring_requests = any(
+            not request.future.cancelled() for request in self._scoring_requests
+        )
+        is_in_flight = bool(self._in_flight or self._scoring_in_flight)
+        return is_in_flight or bool(self._arrivals) or has_scoring_requests
 
     def step(self) -> None:
-        """Wait for completions, and deliver them.
+        """Wait for completions and scores, and deliver them.
 
         The wait ends early if another request arrives, or the answer to a coroutine. It ends after
         `_MAX_WAIT_S` in any case. Raises AlignerError if no request is complete and the engine has
         no weights to continue.
         """
+        self._submit_scoring_requests()
         self._submit_requests(self._take_arrivals())
+        if not self.has_work:
+            return
         # Complete responses are delivered even without weights; only waiting requires weights.
-        if not any(task.done() for task in self._in_flight):
+        if not any(task.done() for task in (*self._in_flight, *self._scoring_in_flight)):
             self._check_weights()
             if not self.wake_up.wait(_MAX_WAIT_S):
                 self._client.check_progress()
@@ -178,7 +175,12 @@ class ExternalEngine(GenerationEngine):
             response = self._in_flight.pop(task)
             # Raise the error of a failed request.
             task.result()
-            response.request.resolve(response.to_completion())
+            request = response.request
+            if request.grammar_matcher is not None:
+                # The program has matchers of its own; this one only detects dead ends.
+                request.grammar_matcher.accept(response.tokens)
+            request.resolve(response.to_completion())
+        self._deliver_scores()
 
     def interrupt(self) -> None:
         """See `GenerationEngine.interrupt`."""
@@ -218,10 +220,34 @@ class ExternalEngine(GenerationEngine):
             tasks = self._client.start(responses, self.wake_up.set)
             self._in_flight |= dict(zip(tasks, responses, strict=True))
 
-    @abstractmethod
-    def _unsupported_option(self, options: SamplingOptions) -> str | None:
-        """Return a message that names an unsupported sampling parameter; None if all are
-        supported."""
+    def _submit_scoring_requests(self) -> None:
+        """Send the queued scoring requests to the program; they fail if it has no weights."""
+        with self._arrivals_lock:
+            queued = self._scoring_requests
+            self._scoring_requests = []
+        requests = [request for request in queued if not request.future.cancelled()]
+        if not requests:
+            return
+        try:
+            self._check_weights()
+        except AlignerError as error:
+            for request in requests:
+                request.fail(error)
+            return
+        tasks = self._client.start_scoring(requests, self.wake_up.set)
+        self._scoring_in_flight |= dict(zip(tasks, requests, strict=True))
+
+    def _deliver_scores(self) -> None:
+        """Deliver the scores that have arrived."""
+        done_tasks = [task for task in self._scoring_in_flight if task.done()]
+        for task in done_tasks:
+            request = self._scoring_in_flight.pop(task)
+            try:
+                request.resolve(task.result())
+            # Only this request fails. The error of a program that has exited is raised, because the
+            # rank must exit.
+            except AlignerError as error:
+                request.fail(error)
 
     @abstractmethod
     def _share_pieces(self, pieces: Sequence[WeightPiece]) -> dict[str, Any]:

@@ -14,11 +14,11 @@ from torch.distributed import ProcessGroup
 from torch.multiprocessing.reductions import reduce_tensor
 
 from aligner.data.model_directory import assemble_stored_tensors
-from aligner.engines.engine_protocol import EngineRequest, SamplingOptions
+from aligner.engines.engine_protocol import SamplingOptions, ScoringRequest
 from aligner.engines.external.external_engine import ExternalEngine, WeightPiece
 from aligner.engines.external.gpu_identity import gather_gpus
 from aligner.engines.tensorrt_llm.llm_client import NAME, TensorRTLLMClient, parse_gpu_index
-from aligner.errors import AlignerError
+from aligner.errors import AlignerError, UnsupportedError
 from aligner.models.shape import ModelShape
 from aligner.resharding.weight_update import WeightFormat
 from aligner.schema import EngineConfig, EngineParallelConfig
@@ -90,25 +90,28 @@ class TensorRTLLMEngine(ExternalEngine):
 
         self._replica.run_on_rank0("starting TensorRT-LLM", start)
 
-    def _find_unsupported(self, request: EngineRequest) -> str | None:
+    def _find_unsupported(self, sampling: SamplingOptions) -> str | None:
         # TensorRT-LLM's own guided decoding allows only the model's end token at the end of a text,
         # and its log-probs are not restricted to the allowed tokens.
-        if request.grammar is None:
-            return None
-        return f"{NAME}: guided decoding is not supported; set engine.kind=embedded or vllm"
+        if sampling.grammar is not None:
+            return f"{NAME}: guided decoding is not supported; set engine.kind=embedded or vllm"
 
-    def _unsupported_option(self, options: SamplingOptions) -> str | None:
-        requested_option = None
-        if options.min_p:
-            requested_option = f"min_p={options.min_p:g}"
-        elif options.returns_support:
-            requested_option = "returning the sampling support (kept token ids)"
+        problem = None
+        if sampling.min_p:
+            problem = f"min_p={sampling.min_p:g} is supported by only some releases"
+        elif sampling.returns_support:
+            problem = (
+                "returning the sampling support (kept token ids) is supported by only some releases"
+            )
+        elif sampling.routes:
+            problem = "returning the expert routing is not supported"
+        return None if problem is None else f"{NAME}: {problem}; set engine.kind=embedded"
 
-        if requested_option is not None:
-            return f"{requested_option} is supported by only some releases"
-        if options.routes:
-            return "returning the expert routing is not supported"
-        return None
+    def _check_scoring(self, request: ScoringRequest) -> None:
+        raise UnsupportedError(
+            f"{NAME}: computing the log-probs of given tokens is not supported; set"
+            " engine.kind=embedded or vllm"
+        )
 
     def _share_pieces(self, pieces: Sequence[WeightPiece]) -> dict[str, Any]:
         tensors_by_name = {piece.spec.name: piece.tensor for piece in pieces}

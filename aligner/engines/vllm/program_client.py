@@ -22,7 +22,12 @@ import torch
 
 from aligner.data import grammar_matcher
 from aligner.data.grammar_matcher import GrammarVocabulary
-from aligner.engines.engine_protocol import EngineRequest, SamplingOptions
+from aligner.engines.engine_protocol import (
+    EngineRequest,
+    SamplingOptions,
+    ScoringRequest,
+    TokenScores,
+)
 from aligner.engines.external.client import Client, shut_down_on_failure
 from aligner.engines.external.responses import Response, ResponseGenerator
 from aligner.errors import AlignerError, EngineExited
@@ -49,6 +54,7 @@ _ORDER_DESCRIPTIONS = {
     "finish": "finish the weight update",
     "sleep": "release GPU memory",
     "wake": "reallocate GPU memory",
+    "score": "score tokens",
 }
 
 
@@ -210,8 +216,8 @@ class Program:
         )
         return request
 
-    async def execute(self, name: str, **arguments: Any) -> None:
-        """Send an order, and wait until it is done.
+    async def execute(self, name: str, **arguments: Any) -> Any:
+        """Send an order, wait until it is done, and return its result, a JSON value.
 
         Args:
             name: Name of the order, a key of `_ORDER_DESCRIPTIONS`.
@@ -225,7 +231,9 @@ class Program:
         answer = asyncio.get_running_loop().create_future()
         self._pending_answers[order_id] = answer
         self.send({"id": order_id, "do": name, "with": arguments})
-        _raise_on_error(await answer, _ORDER_DESCRIPTIONS[name])
+        received = await answer
+        _raise_on_error(received, _ORDER_DESCRIPTIONS[name])
+        return received["result"]
 
     def send(self, order: Mapping[str, Any]) -> None:
         """Send an order without waiting for its answer.
@@ -365,15 +373,20 @@ class VLLMClient(Client):
             start_coroutine = self._program.start(arguments)
             self._loop.run("starting (engine.vllm.timeout_s)", start_coroutine, self._timeout_s)
 
-            timeout_key = "engine.vllm.timeout_s"
-            self._response_generator = ResponseGenerator(
-                NAME,
-                self._start_request,
-                seed,
-                self._timeout_s,
-                timeout_key,
-                supports_min_tokens=True,
-            )
+            self._vocab_size = shape.vocab_size
+            self._response_generator = self._create_response_generator(seed)
+
+    def _create_response_generator(self, seed: int) -> ResponseGenerator:
+        """Return a generator of responses with random streams of this seed."""
+        return ResponseGenerator(
+            NAME,
+            self._start_request,
+            seed,
+            self._timeout_s,
+            "engine.vllm.timeout_s",
+            supports_min_tokens=True,
+            compute_scores=self._compute_scores,
+        )
 
     def pause_generation(self, *, interrupt_responses: bool) -> None:
         """Pause generation (see `Client.pause_generation`), and start a weight update."""
@@ -458,6 +471,26 @@ class VLLMClient(Client):
                 "ignore_eos": True,
                 "extra_args": extra_arguments,
             },
+        )
+
+    async def _compute_scores(self, request: ScoringRequest) -> TokenScores:
+        """Return the scores of a sequence, from vLLM's log-probs of prompt tokens."""
+        top_count = min(request.top_logprobs, self._vocab_size)
+        scores: dict[str, list[Any]] = {"logprobs": [], "top_ids": [], "top_logprobs": []}
+        if request.start < len(request.tokens):
+            scores = await self._program.execute(
+                "score",
+                tokens=request.tokens.tolist(),
+                start=request.start,
+                top_logprobs=top_count,
+                temperature=request.temperature,
+            )
+        # An empty list has no second dimension.
+        shape = (-1 if top_count else len(scores["logprobs"]), top_count)
+        return TokenScores(
+            torch.tensor(scores["logprobs"], dtype=torch.float32),
+            torch.tensor(scores["top_ids"], dtype=torch.int64).reshape(shape),
+            torch.tensor(scores["top_logprobs"], dtype=torch.float32).reshape(shape),
         )
 
     def find_grammar_problem(self) -> str | None:
@@ -570,6 +603,8 @@ def _build_engine_arguments(
         "enforce_eager": not (settings.cuda_graphs and on_gpus),
         "enable_sleep_mode": settings.sleep and on_gpus,
         "stream_interval": settings.vllm.stream_interval,
+        # `score` may request the log-probs of any number of tokens; vLLM's default limit is 20.
+        "max_logprobs": shape.vocab_size,
         # A turn of an episode prefills only the tokens behind the last full block of the turns
         # before it. The cache is reset at each weight update.
         "enable_prefix_caching": True,

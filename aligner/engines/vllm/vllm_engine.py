@@ -9,8 +9,8 @@ import torch
 from torch.distributed import ProcessGroup
 
 from aligner.engines.engine_protocol import (
-    EngineRequest,
     SamplingOptions,
+    ScoringRequest,
     compute_weight_format,
 )
 from aligner.engines.external.external_engine import ExternalEngine, WeightPiece
@@ -23,9 +23,13 @@ from aligner.engines.vllm.program.weight_memory import (
     TensorSlice,
 )
 from aligner.engines.vllm.program_client import NAME, VLLMClient
+from aligner.errors import AlignerError
 from aligner.models.shape import ModelShape
 from aligner.schema import EngineConfig
 from aligner.vllm_environment import find_vllm_python
+
+_MIN_TEMPERATURE = 0.01
+"""Minimum temperature; vLLM raises lower ones to this value."""
 
 
 class VLLMEngine(ExternalEngine):
@@ -94,17 +98,32 @@ class VLLMEngine(ExternalEngine):
 
         self._replica.run_on_rank0("starting vLLM", start)
 
-    def _find_unsupported(self, request: EngineRequest) -> str | None:
-        if request.grammar is None:
+    def _find_unsupported(self, sampling: SamplingOptions) -> str | None:
+        problem = None
+        if sampling.returns_support:
+            problem = "returning the sampling support (kept token ids) is not supported"
+        elif sampling.routes:
+            problem = "returning the expert routing is not supported"
+        elif sampling.temperature < _MIN_TEMPERATURE:
+            problem = (
+                f"temperature={sampling.temperature:g} is not supported, must be at least"
+                f" {_MIN_TEMPERATURE:g}"
+            )
+        if problem is not None:
+            return f"{NAME}: {problem}; set engine.kind=embedded"
+
+        if sampling.grammar is None:
             return None
         return cast("VLLMClient", self._client).find_grammar_problem()
 
-    def _unsupported_option(self, options: SamplingOptions) -> str | None:
-        if options.returns_support:
-            return "returning the sampling support (kept token ids) is not supported"
-        if options.routes:
-            return "returning the expert routing is not supported"
-        return None
+    def _check_scoring(self, request: ScoringRequest) -> None:
+        super()._check_scoring(request)
+        # vLLM generates at least one token, which needs a position of its own.
+        if len(request.tokens) == self._shape.max_positions:
+            raise AlignerError(
+                f"{NAME}: scores at most {self._shape.max_positions - 1} tokens, got"
+                f" {len(request.tokens)}; it generates one token after them"
+            )
 
     def _share_pieces(self, pieces: Sequence[WeightPiece]) -> dict[str, Any]:
         slices = [_build_tensor_slice(piece) for piece in pieces]

@@ -11,9 +11,8 @@ from unittest import mock
 import pytest
 import torch
 
-from aligner.engines.external.responses import ResponseGenerator
 from aligner.engines.vllm import vllm_engine
-from aligner.engines.vllm.program_client import NAME, VLLMClient
+from aligner.engines.vllm.program_client import VLLMClient
 from aligner.models.shape import ModelShape
 from aligner.schema import EngineConfig
 from aligner.vllm_environment import get_default_vllm_directory
@@ -53,14 +52,7 @@ def _client(
         atexit.register(VLLMClient.shutdown, client)
         client.shutdown = lambda: None
     client = _clients[key]
-    client._response_generator = ResponseGenerator(
-        NAME,
-        client._start_request,
-        seed,
-        client._timeout_s,
-        "engine.vllm.timeout_s",
-        supports_min_tokens=True,
-    )
+    client._response_generator = client._create_response_generator(seed)
     return client
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import grammar_processor
+import torch
 from torch import Tensor
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
@@ -31,6 +32,7 @@ from vllm.model_executor.model_loader.reload import (
 from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from weight_memory import compute_checksum, copy_tensors, open_memory
 
 
@@ -203,12 +205,42 @@ def _forward_with_logprobs(
 
 
 def _compute_logprobs(temperatures: Tensor | None, logits: Tensor) -> Tensor:
-    """Return the log-probs [B, V] of the whole distribution at the sampling temperature."""
+    """Return the log-probs [B, V] of the whole distribution at the temperatures, [B] or [1]."""
     scaled = logits.float() if temperatures is None else logits.float() / temperatures[:, None]
     return scaled.log_softmax(-1)
 
 
 Sampler.forward = _forward_with_logprobs
+
+# vLLM's own method, which `_get_prompt_logprobs` wraps and replaces.
+_original_prompt_logprobs = GPUModelRunner._get_prompt_logprobs_dict
+
+
+def _get_prompt_logprobs(
+    self: GPUModelRunner, hidden_states: Tensor, num_scheduled_tokens: dict[str, int]
+) -> dict[str, Any]:
+    """Return the log-probs of the tokens of prompts, each prompt at the temperature of its request.
+
+    vLLM computes them with the sampler's `compute_logprobs`, which `_forward_with_logprobs` has
+    replaced by a function for the tokens that it samples. vLLM itself has one temperature for all
+    prompts, 1.
+    """
+    requests = self.num_prompt_logprobs
+    results: dict[str, Any] = {}
+    for request_id in [*requests]:
+        arguments = self.requests[request_id].sampling_params.extra_args
+        temperatures = torch.tensor([arguments["score_temperature"]], device=hidden_states.device)
+        self.sampler.compute_logprobs = functools.partial(_compute_logprobs, temperatures)
+        # vLLM's method removes a request whose prompt is complete.
+        self.num_prompt_logprobs = {request_id: requests[request_id]}
+        results |= _original_prompt_logprobs(self, hidden_states, num_scheduled_tokens)
+        if not self.num_prompt_logprobs:
+            del requests[request_id]
+    self.num_prompt_logprobs = requests
+    return results
+
+
+GPUModelRunner._get_prompt_logprobs_dict = _get_prompt_logprobs
 grammar_processor.install()
 
 

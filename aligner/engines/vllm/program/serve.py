@@ -13,6 +13,7 @@ started.
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import select
@@ -39,7 +40,8 @@ class EngineExited(Exception):
 class Server:
     """Executes orders, each in a task of its own.
 
-    An order `draw` generates tokens until it is aborted or complete.
+    An order `draw` generates tokens until it is aborted or complete, and an order `score` computes
+    the log-probs of given tokens.
     """
 
     def __init__(self, llm: Any, answers: asyncio.StreamWriter) -> None:
@@ -55,6 +57,8 @@ class Server:
         """Tasks of the `draw` orders in flight, by the order's id."""
         self._tasks: set[asyncio.Task[None]] = set()
         """Tasks of all orders in flight."""
+        self._score_numbers = itertools.count()
+        """Numbers for the ids of `score` requests."""
         self._is_updating = False
         """Whether a weight update has been started and not finished."""
         self.engine_exited = asyncio.Event()
@@ -150,8 +154,7 @@ class Server:
                 if self._llm.errored:
                     task.cancel()
                     raise EngineExited("one of its processes exited")
-            task.result()
-            self.send_answer(id=order_id, done=True)
+            self.send_answer(id=order_id, result=task.result())
         except Exception as error:
             self._fail(order_id, error)
 
@@ -169,6 +172,38 @@ class Server:
             self.engine_exited.set()
         else:
             self.send_answer(id=order_id, error=message)
+
+    async def _score(
+        self, tokens: list[int], start: int, top_logprobs: int, temperature: float
+    ) -> dict[str, list[Any]]:
+        """Return the log-probs of the tokens from index `start` on, and the most probable tokens at
+        each of these positions with their log-probs."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        options = SamplingParams(
+            prompt_logprobs=top_logprobs,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            detokenize=False,
+            # vLLM generates at least one token. It is ignored.
+            max_tokens=1,
+            temperature=0.0,
+            # Read by `receive._get_prompt_logprobs`.
+            extra_args={"score_temperature": temperature},
+        )
+        prompt = {"prompt_token_ids": tokens}
+        request_id = f"score-{next(self._score_numbers)}"
+        async for output in self._llm.generate(prompt, options, request_id):
+            prompt_logprobs = output.prompt_logprobs
+
+        scores: dict[str, list[Any]] = {"logprobs": [], "top_ids": [], "top_logprobs": []}
+        for token, entry in zip(tokens[start:], prompt_logprobs[start:], strict=True):
+            scores["logprobs"].append(entry[token].logprob)
+            # Besides the most probable tokens, the entry contains the token itself.
+            ranked = sorted(entry.items(), key=lambda item: item[1].rank)[:top_logprobs]
+            scores["top_ids"].append([top_token for top_token, _ in ranked])
+            scores["top_logprobs"].append([top_entry.logprob for _, top_entry in ranked])
+        return scores
 
     async def _begin(self) -> None:
         """Start a weight update on all workers.
