@@ -555,7 +555,14 @@ class VocabularyHead(ColumnParallelLinear):
         )
 
     def top_ids(
-        self, hidden: Tensor, index: Tensor, count: int, *, id_limit: int, chunk_tokens: int
+        self,
+        hidden: Tensor,
+        index: Tensor,
+        count: int,
+        *,
+        id_limit: int,
+        chunk_tokens: int,
+        token_masks: TokenMasks | None = None,
     ) -> Tensor:
         """Return the `count` most probable next token ids below `id_limit` after each token at
         `index`.
@@ -568,6 +575,8 @@ class VocabularyHead(ColumnParallelLinear):
             count: Number of ids of each token; at most `id_limit`.
             id_limit: Only ids below this value are returned.
             chunk_tokens: Maximum number of tokens whose logits exist at the same time.
+            token_masks: Allowed tokens after each token, which come before all others; None means
+                the whole vocabulary.
 
         Returns:
             int64 [M, count], most probable first.
@@ -576,6 +585,7 @@ class VocabularyHead(ColumnParallelLinear):
             "id_limit": id_limit,
             "chunk_tokens": chunk_tokens,
             "group": self.tp_group,
+            "token_masks": token_masks,
         }
         return vocab_parallel_top_ids(
             self._select_hidden(hidden, index), self.projection, count, **options

@@ -441,6 +441,7 @@ def vocab_parallel_top_ids(
     id_limit: int,
     chunk_tokens: int,
     group: dist.ProcessGroup | None = None,
+    token_masks: TokenMasks | None = None,
 ) -> Tensor:
     """Return the ids of the most probable next tokens, most probable first.
 
@@ -453,6 +454,8 @@ def vocab_parallel_top_ids(
         id_limit: Only ids below this value are returned.
         chunk_tokens: Maximum number of rows of logits that exist at the same time.
         group: The tensor ranks; None without tensor parallelism.
+        token_masks: Allowed tokens of each of the M tokens, which come before all others; None
+            means the whole vocabulary.
 
     Returns:
         int64 [M, count], equal on every rank of `group`.
@@ -464,6 +467,7 @@ def vocab_parallel_top_ids(
     )
     for tokens in _split_range(len(hidden), chunk_tokens):
         scores = _compute_scores(hidden[tokens], weight, 1.0, buffer)
+        _mask_scores(scores, None, token_masks, tokens, group)
         scores[:, max(id_limit - first, 0) :] = -torch.inf
         best, ids = scores.topk(min(count, len(weight)))
         ids += first

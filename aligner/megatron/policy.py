@@ -23,10 +23,10 @@ from aligner.data.types import (
     Stats,
     TeacherTopK,
 )
-from aligner.errors import AlignerError
 from aligner.megatron import world as worlds
 from aligner.megatron.grammar_masks import GrammarMasks
 from aligner.megatron.layers import VocabularyHead
+from aligner.megatron.logprobs import TokenMasks
 from aligner.megatron.lora import LoraWeights
 from aligner.megatron.model_checkpoint import CheckpointedModel
 from aligner.megatron.packing import PackedBatch
@@ -165,8 +165,8 @@ class Policy(CheckpointedModel):
             all other tokens together.
         """
         assert rows.candidates is not None
-        _refuse_guided_candidates(rows)
         ids = rows.candidates
+        grammar_masks = self._build_grammar_masks(rows.tokens, rows.guided_tokens)
         # Log-probs of the target, of its k candidates, and of all other tokens together.
         columns = 2 + rows.candidates.shape[-1]
         targets = rows.mask.shape[1]
@@ -181,7 +181,14 @@ class Policy(CheckpointedModel):
                 .long()
             )
             logprobs, _ = _score(
-                self.runner, output, masked, self.temperature, self._chunk_tokens, None, candidates
+                self.runner,
+                output,
+                masked,
+                self.temperature,
+                self._chunk_tokens,
+                None,
+                candidates,
+                token_masks=_compute_masks(grammar_masks, masked),
             )
             return masked.unpack_targets(logprobs).flatten(1)
 
@@ -246,8 +253,6 @@ class Policy(CheckpointedModel):
             `grad_norm` and `lr`.
         """
         grammar_masks = self._build_grammar_masks(minibatch.tokens, minibatch.guided_tokens)
-        if minibatch.candidates is not None:
-            _refuse_guided_candidates(minibatch)
         collected = {name: torch.zeros(minibatch.mask.shape) for name in ("logprobs", "entropies")}
         outputs = {
             name: table
@@ -275,7 +280,7 @@ class Policy(CheckpointedModel):
                 rows.sampling_support,
                 candidates,
                 with_entropy=True,
-                grammar_masks=grammar_masks,
+                token_masks=_compute_masks(grammar_masks, batch),
             )
             assert entropy is not None
             unpacked = {
@@ -342,6 +347,7 @@ class FrozenPolicy:
         *,
         mask: Tensor | None = None,
         temperature: float = 1.0,
+        grammar_masks: GrammarMasks | None = None,
     ) -> Tensor:
         """Return the log-prob of each next token. Collective.
 
@@ -350,11 +356,17 @@ class FrozenPolicy:
             lengths: Lengths of the rows in tokens, int64 [B].
             mask: Targets to compute, bool [B, S-1]; None means all.
             temperature: Temperature of the distribution.
+            grammar_masks: Source of the masks of targets that follow a grammar, over whose allowed
+                tokens the probabilities are normalized.
 
         Returns:
             float32 [B, S-1]; 0 outside the mask and after the end of a row.
         """
-        options: dict[str, Any] = {"temperature": temperature, "chunk_tokens": self._chunk_tokens}
+        options: dict[str, Any] = {
+            "temperature": temperature,
+            "chunk_tokens": self._chunk_tokens,
+            "grammar_masks": grammar_masks,
+        }
         return _logprobs(self._runner, tokens, lengths, mask, None, None, **options)
 
     def top_k_logprobs(
@@ -366,6 +378,7 @@ class FrozenPolicy:
         *,
         mask: Tensor | None = None,
         temperature: float = 1.0,
+        grammar_masks: GrammarMasks | None = None,
     ) -> TeacherTopK:
         """Return the log-prob of each next token, and the k most probable tokens. Collective.
 
@@ -376,11 +389,14 @@ class FrozenPolicy:
             id_limit: Only token ids below it are returned.
             mask: Targets to compute, bool [B, S-1]; None means all.
             temperature: Temperature of the distribution.
+            grammar_masks: See `logprobs`. If a grammar allows fewer than k tokens, the others have
+                probability 0.
         """
         count = min(k, id_limit)
 
         def read_output(output: Tensor, batch: PackedBatch) -> Tensor:
             batch = _mask_batch(batch, mask, output.device)
+            token_masks = _compute_masks(grammar_masks, batch)
             head = self._runner.chunks[-1].output_layer
             ids = head.top_ids(
                 output[0],
@@ -388,9 +404,17 @@ class FrozenPolicy:
                 count,
                 id_limit=id_limit,
                 chunk_tokens=self._chunk_tokens,
+                token_masks=token_masks,
             )
             logprobs, _ = _score(
-                self._runner, output, batch, temperature, self._chunk_tokens, None, ids
+                self._runner,
+                output,
+                batch,
+                temperature,
+                self._chunk_tokens,
+                None,
+                ids,
+                token_masks=token_masks,
             )
             # float32 represents ids up to 2^24 exactly.
             return batch.unpack_targets(torch.cat([logprobs, ids.float()], 1)).flatten(1)
@@ -404,7 +428,12 @@ class FrozenPolicy:
 
 
 def stored_logprobs(
-    source: Source, settings: MegatronModelConfig, tokens: Tensor, lengths: Tensor, mask: Tensor
+    source: Source,
+    settings: MegatronModelConfig,
+    tokens: Tensor,
+    lengths: Tensor,
+    mask: Tensor,
+    guided_tokens: GuidedTokens | None = None,
 ) -> Tensor:
     """Return the log-prob of each next token under a stored language model, at temperature 1.
 
@@ -417,6 +446,7 @@ def stored_logprobs(
         tokens: Right-padded rows, int64 [B, S].
         lengths: Lengths of the rows in tokens, int64 [B].
         mask: Targets to compute, bool [B, S-1].
+        guided_tokens: Grammars of the targets, [B, S-1]; see `Policy.logprobs`.
 
     Returns:
         float32 [B, S-1]; 0 outside the mask.
@@ -432,8 +462,20 @@ def stored_logprobs(
         for weights in source.weights():
             for name, tensor in weights.items():
                 runner.weights.write(name, tensor)
+        grammar_masks = None
+        if guided_tokens is not None:
+            vocabulary = Tokenizer(source.companions).grammar_vocabulary
+            grammar_masks = GrammarMasks(vocabulary, tokens, guided_tokens)
         return _logprobs(
-            runner, tokens, lengths, mask, None, None, temperature=1.0, chunk_tokens=_CHUNK_TOKENS
+            runner,
+            tokens,
+            lengths,
+            mask,
+            None,
+            None,
+            temperature=1.0,
+            chunk_tokens=_CHUNK_TOKENS,
+            grammar_masks=grammar_masks,
         )
     finally:
         worlds.shutdown()
@@ -469,7 +511,7 @@ def _logprobs(
             temperature,
             chunk_tokens,
             batch_kept_tokens,
-            grammar_masks=grammar_masks,
+            token_masks=_compute_masks(grammar_masks, batch),
         )
         return batch.unpack_targets(logprobs)
 
@@ -486,7 +528,7 @@ def _score(
     candidates: Tensor | None = None,
     *,
     with_entropy: bool = False,
-    grammar_masks: GrammarMasks | None = None,
+    token_masks: TokenMasks | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the log-probs and entropies of a micro-batch's targets.
 
@@ -499,7 +541,7 @@ def _score(
         sampling_support: Sampling support, [N, L-1].
         candidates: Candidate token ids of each target, int64 [M, k].
         with_entropy: Whether to compute entropies.
-        grammar_masks: Source of the masks of targets that follow a grammar.
+        token_masks: Allowed tokens of the targets; None means the whole vocabulary.
 
     Returns:
         See `vocab_parallel_logprobs`.
@@ -520,18 +562,13 @@ def _score(
             )
         ),
         candidates=candidates,
-        token_masks=None if grammar_masks is None else grammar_masks.compute(batch),
+        token_masks=token_masks,
     )
 
 
-def _refuse_guided_candidates(rows: Rows) -> None:
-    """Raise AlignerError if rows have both candidates and tokens that follow a grammar."""
-    if rows.guided_tokens is not None:
-        raise AlignerError(
-            "a response follows a grammar (response_format, tool_choice or guided_json of an"
-            " agent's request), but the loss uses a teacher's top-k log-probs, which are not"
-            " restricted to the grammar; set teacher.top_k=0, or use requests without grammars"
-        )
+def _compute_masks(grammar_masks: GrammarMasks | None, batch: PackedBatch) -> TokenMasks | None:
+    """Return the allowed tokens of a micro-batch's targets; None means the whole vocabulary."""
+    return None if grammar_masks is None else grammar_masks.compute(batch)
 
 
 def _mask_batch(batch: PackedBatch, mask: Tensor | None, device: torch.device) -> PackedBatch:

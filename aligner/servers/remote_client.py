@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from tritonclient.utils import InferenceServerException
 
-from aligner.data.types import ABSTAINED, TeacherTopK
+from aligner.data.types import ABSTAINED, GuidedTokens, TeacherTopK
 from aligner.errors import AlignerError, UnansweredError
 from aligner.placement.addresses import GRPC_KEY_HEADER, Access, Endpoint
 from aligner.schema.data import TASK
@@ -38,6 +38,7 @@ from aligner.servers.wire_protocol import (
     EndpointSpec,
     decode_text,
     encode_text,
+    grammars_to_texts,
     parse_error,
     with_request_number,
 )
@@ -742,6 +743,7 @@ class TeacherClient(RemoteClient):
         lengths: Tensor,
         prompt_lengths: Tensor,
         metadata: Sequence[Mapping[str, Any]],
+        guided_tokens: GuidedTokens | None = None,
     ) -> RemoteFuture[Tensor]:
         """Request the teacher's log-probs of the tokens of samples.
 
@@ -750,6 +752,8 @@ class TeacherClient(RemoteClient):
             lengths: int64 [B].
             prompt_lengths: int64 [B].
             metadata: Fields of each row's prompt record. Only the task is sent.
+            guided_tokens: Grammars of the tokens, [B, S-1]. The teacher's probabilities are
+                normalized over the tokens that they allow, as the policy's are.
 
         Returns:
             The future of the log-probs, float32 [B, S-1]. Entry t belongs to token t+1. Entries of
@@ -764,7 +768,10 @@ class TeacherClient(RemoteClient):
             parts = []
             # The server does not batch a request with a number with other requests, so that
             # log-probs do not depend on the requests of other clients.
-            for _, arrays in self._split_rows(tokens, lengths, 0, prompt_lengths, tasks):
+            for rows, arrays in self._split_rows(tokens, lengths, 0, prompt_lengths, tasks):
+                if guided_tokens is not None:
+                    texts = grammars_to_texts(guided_tokens.select(rows))
+                    arrays["grammars"] = np.array([[text.encode()] for text in texts], dtype=object)
                 arrays["temperature"] = np.full(
                     (len(arrays["tokens"]), 1), self._temperature, dtype=np.float32
                 )

@@ -4,6 +4,7 @@ The scores are log-probs of the responses' tokens, and the most probable tokens 
 """
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,11 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from aligner.data.grammar_matcher import GrammarVocabulary
+from aligner.data.tokenizer import Tokenizer
 from aligner.data.types import TeacherTopK, build_response_mask
 from aligner.errors import ConfigError
+from aligner.megatron.grammar_masks import GrammarMasks
 from aligner.megatron.policy import FrozenPolicy
 from aligner.megatron.world import initialize, shutdown
 from aligner.models.model_source import directory_shape, model_directory
@@ -33,6 +37,7 @@ from aligner.servers.wire_protocol import (
     EndpointSpec,
     RequestError,
     decode_text_column,
+    grammars_from_texts,
     parse_metadata,
 )
 
@@ -62,8 +67,13 @@ def serve_teacher(config: Config, group: str = "teacher") -> None:
     policy_shapes = (
         [directory_shape(policy_directory, "model.path")] if policy_directory.exists() else []
     )
+    # Grammars allow tokens of the policy's vocabulary.
+    tokenizer_directory = policy_directory if policy_shapes else Path(sources[0].path)
     teacher = TeacherRank(
-        models, sources, min(shape.vocab_size for shape in (*shapes, *policy_shapes))
+        models,
+        sources,
+        min(shape.vocab_size for shape in (*shapes, *policy_shapes)),
+        tokenizer_directory,
     )
     limits = min(
         (
@@ -85,7 +95,11 @@ class TeacherRank:
     """One rank's part of the teacher. All ranks call every handler."""
 
     def __init__(
-        self, models: Sequence[FrozenPolicy], sources: Sequence[TeacherSource], vocab_size: int
+        self,
+        models: Sequence[FrozenPolicy],
+        sources: Sequence[TeacherSource],
+        vocab_size: int,
+        tokenizer_directory: Path | None = None,
     ) -> None:
         """Store the models.
 
@@ -94,8 +108,11 @@ class TeacherRank:
             sources: The configured teachers.
             vocab_size: Number of token ids that the policy and all models have in common. Only
                 these can be among the most probable tokens.
+            tokenizer_directory: Directory with the tokenizer, which grammars require; None:
+                requests with grammars are refused.
         """
         self._models = models
+        self._tokenizer_directory = tokenizer_directory
         self._sources = sources
         self._vocab_size = vocab_size
 
@@ -104,7 +121,14 @@ class TeacherRank:
         """The function that each rank executes for an operation, by the name of the operation."""
         return {"teacher_logprobs": self.logprobs}
 
-    @rank_handler(batcher=RowBatcher(("shares",)))
+    @cached_property
+    def _grammar_vocabulary(self) -> GrammarVocabulary:
+        """The bytes of the tokens, read when the first request has a grammar."""
+        if self._tokenizer_directory is None:
+            raise RequestError("grammars: got grammars, but the teacher has no tokenizer")
+        return Tokenizer(self._tokenizer_directory).grammar_vocabulary
+
+    @rank_handler(batcher=RowBatcher(("shares", "grammars")))
     def logprobs(
         self,
         tokens: Tensor,
@@ -113,6 +137,7 @@ class TeacherRank:
         temperature: float = 1.0,
         shares: Sequence[Sequence[float]] | None = None,
         top_k: int = 0,
+        grammars: Sequence[str] | None = None,
     ) -> Tensor:
         """Return log-probs of tokens, float32 [B, S].
 
@@ -129,7 +154,12 @@ class TeacherRank:
                 models' log-probs. None means a single model.
             top_k: Number of most probable tokens to return. The result is then [B, S, 2+2k], packed
                 by `TeacherTopK`, and each row must have a single model.
+            grammars: Tokens of each row that follow a grammar, as JSON (see `grammars_to_texts`).
+                Their probabilities are normalized over the tokens that the grammar allows.
         """
+        guided_tokens = None
+        if grammars is not None:
+            guided_tokens = grammars_from_texts(grammars, tokens.shape[1])
         mask = (
             None
             if prompt_lengths is None
@@ -146,6 +176,10 @@ class TeacherRank:
                     "mask": None if mask is None else mask[rows],
                     "temperature": temperature,
                 }
+                if guided_tokens is not None:
+                    arguments["grammar_masks"] = GrammarMasks(
+                        self._grammar_vocabulary, tokens[rows], guided_tokens.select(rows)
+                    )
                 if top_k:
                     taught = model.top_k_logprobs(
                         tokens[rows], lengths[rows], top_k, self._vocab_size, **arguments
@@ -181,6 +215,10 @@ class TeacherRank:
                         " teacher per row"
                     )
 
+            if "grammars" in arrays:
+                arguments["grammars"] = decode_text_column("grammars", arrays["grammars"])
+                self._check_grammars(tensors["tokens"], arguments["grammars"])
+
             # The last column belongs to the token after the end of the rows.
             result = call(
                 "teacher_logprobs", tensors, is_unbatched="sequence_number" in arrays, **arguments
@@ -192,6 +230,28 @@ class TeacherRank:
             )
 
         return {TEACHER_LOGPROBS: logprobs}
+
+    def _check_grammars(self, tokens: Tensor, texts: Sequence[str]) -> None:
+        """Raise RequestError unless tokens follow their grammars, before any rank computes them.
+
+        Args:
+            tokens: int64 [B, S].
+            texts: The argument `grammars` of `logprobs`.
+        """
+        vocabulary = self._grammar_vocabulary
+        guided_tokens = grammars_from_texts(texts, tokens.shape[1])
+        for index, grammar in enumerate(guided_tokens.grammars):
+            try:
+                matcher = vocabulary.start(grammar.text, grammar.stop_token_ids)
+            except ValueError as error:
+                raise RequestError(f"grammars: {error}") from error
+            is_guided = guided_tokens.spans == index
+            if not matcher.allows(tokens[:, 1:][is_guided].tolist()):
+                row = int(is_guided.any(1).nonzero()[0])
+                raise RequestError(
+                    f"grammars: the tokens of row {row} do not follow their grammar; trainer and"
+                    " teacher must have the same version of llguidance and the same tokenizer"
+                )
 
     def _read_shares(self, arrays: Arrays) -> list[list[float]] | None:
         """Return the weight of each model in each row of a request; None means a single model.

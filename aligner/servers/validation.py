@@ -72,6 +72,7 @@ def validate(endpoint: EndpointSpec, arrays: Arrays, limits: Limits) -> None:
         _check_partial_rollouts(arrays, limits)
     if endpoint is TEACHER_LOGPROBS:
         _check_scored_tokens(arrays)
+        _check_row_grammars(arrays, limits)
 
 
 def _check_names(endpoint: EndpointSpec, arrays: Arrays) -> None:
@@ -215,6 +216,28 @@ def _check_scored_tokens(arrays: Arrays) -> None:
         raise RequestError(f"temperature: got {temperature:g}, allowed: a finite number above 0")
     if "top_k" in arrays and (count := int(arrays["top_k"].flat[0])) < 1:
         raise RequestError(f"top_k: got {count}, allowed: at least 1")
+
+
+def _check_row_grammars(arrays: Arrays, limits: Limits) -> None:
+    """Raise RequestError if the grammars of rows are not valid; the grammars themselves are not
+    compiled here."""
+    if "grammars" not in arrays:
+        return
+    lengths = arrays["sequence_lengths"][:, 0].tolist()
+    try:
+        for column, length in zip(arrays["grammars"], lengths, strict=True):
+            previous_end = 1
+            for start, end, grammar, stop_token_ids in json.loads(bytes(column[0])):
+                if not previous_end <= start < end <= length or not isinstance(grammar, str):
+                    raise ValueError(f"got the span [{start}, {end}) in a row of {length} tokens")
+                if not all(0 <= token < limits.vocab_size for token in stop_token_ids):
+                    raise ValueError("a stop token is not in the vocabulary")
+                previous_end = end
+    except _PARSE_ERRORS as error:
+        raise RequestError(
+            f"grammars: cannot be parsed ({error!r:.200}), allowed: a JSON list of"
+            " [start, end, grammar, stop tokens] per row, in order, with start of at least 1"
+        ) from error
 
 
 def _check_partial_rollouts(arrays: Arrays, limits: Limits) -> None:

@@ -26,7 +26,9 @@ from aligner.data.collectives import (
 )
 from aligner.data.types import (
     FinishReason,
+    Grammar,
     GrammarSpan,
+    GuidedTokens,
     Sample,
     SamplingSupport,
     concatenate_response_values,
@@ -185,6 +187,8 @@ TEACHER_LOGPROBS = EndpointSpec(
         *PROMPT_TENSORS,
         _create_per_request_spec("temperature", np.float32, batching=True),
         _create_per_request_spec("top_k", np.int64, batching=True),
+        # The tokens of each row that follow a grammar; see `grammars_to_texts`.
+        TensorSpec("grammars", np.bytes_, ("B", 1), optional=True),
         _create_per_request_spec("sequence_number", np.int64, batching=True),
         _create_per_request_spec("trace_id", np.bytes_, batching=True),
     ),
@@ -320,6 +324,38 @@ def parse_metadata(texts: Sequence[str]) -> list[dict[str, Any]]:
             )
         objects.append(value)
     return objects
+
+
+def grammars_to_texts(guided_tokens: GuidedTokens) -> list[str]:
+    """Return the tokens of each row that follow a grammar as JSON.
+
+    A text is a list of spans: the index of the first token in the row, the index after the last
+    one, the grammar, and its stop tokens.
+    """
+    texts = []
+    for row in guided_tokens.spans:
+        entries = []
+        for span in row[row >= 0].unique().tolist():
+            # Entry t of the row belongs to token t+1.
+            positions = (row == span).nonzero()[:, 0] + 1
+            grammar = guided_tokens.grammars[span]
+            entries.append(
+                [int(positions[0]), int(positions[-1]) + 1, grammar.text, grammar.stop_token_ids]
+            )
+        texts.append(json.dumps(entries))
+    return texts
+
+
+def grammars_from_texts(texts: Sequence[str], width: int) -> GuidedTokens:
+    """Return the grammars of rows of `width` tokens, [B, width-1]: the inverse of
+    `grammars_to_texts`."""
+    spans = torch.full((len(texts), width - 1), -1)
+    grammars: list[Grammar] = []
+    for row, text in enumerate(texts):
+        for start, end, grammar, stop_token_ids in json.loads(text):
+            spans[row, start - 1 : end - 1] = len(grammars)
+            grammars.append(Grammar(grammar, tuple(stop_token_ids)))
+    return GuidedTokens(spans, tuple(grammars))
 
 
 def responses_to_tensors(

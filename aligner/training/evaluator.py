@@ -259,7 +259,11 @@ class Evaluator:
         # The reference model measures how probable the responses were before training. Its weights
         # are frozen, so the policy may have trained since `begin`.
         logprobs = self.policy.reference_logprobs(
-            batch.tokens, batch.lengths, mask=batch.mask, temperature=1.0
+            batch.tokens,
+            batch.lengths,
+            mask=batch.mask,
+            temperature=1.0,
+            guided_tokens=batch.guided_tokens,
         )
         metrics["eval/reference_perplexity"] = perplexity(logprobs, batch.mask)
         metrics["eval/length"] = float(batch.mask.sum()) / len(samples)

@@ -301,7 +301,9 @@ class Services:
         if self._teacher is None:
             return ()
         return (
-            self._teacher.logprobs(batch.tokens, batch.lengths, batch.prompt_lengths, metadata),
+            self._teacher.logprobs(
+                batch.tokens, batch.lengths, batch.prompt_lengths, metadata, batch.guided_tokens
+            ),
         )
 
     def score(self, batch: SampleBatch, metadata: Sequence[Mapping[str, Any]]) -> Tensor:

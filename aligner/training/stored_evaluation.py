@@ -301,5 +301,7 @@ def _compute_perplexity(
     model = MegatronModelConfig(precision=settings.precision)
     # A micro-batch must hold the longest row.
     model.micro_batch_tokens = max(model.micro_batch_tokens, int(batch.lengths.max()))
-    logprobs = stored_logprobs(initial_model, model, batch.tokens, batch.lengths, batch.mask)
+    logprobs = stored_logprobs(
+        initial_model, model, batch.tokens, batch.lengths, batch.mask, batch.guided_tokens
+    )
     return perplexity(logprobs, batch.mask)

@@ -21,13 +21,14 @@ import torch.distributed as dist
 from tokenizers import decoders, models
 from torch import Tensor
 
+from aligner.algorithms.distillation import distillation_loss
 from aligner.data.collectives import (
     broadcast_samples,
     samples_from_tensors,
     samples_to_tensors,
 )
 from aligner.data.tokenizer import Tokenizer
-from aligner.data.types import Prompt, Sample, collate
+from aligner.data.types import Prompt, Rows, Sample, TeacherTopK, collate
 from aligner.engines.embedded.embedded_engine import EmbeddedEngine
 from aligner.engines.engine_loop import (
     EngineLoop,
@@ -44,9 +45,22 @@ from aligner.engines.engine_protocol import (
 from aligner.engines.replicas import create_replica_group
 from aligner.errors import AlignerError, UnsupportedError
 from aligner.megatron import world as worlds
+from aligner.megatron.policy import FrozenPolicy
 from aligner.models.model_source import directory_shape
-from aligner.schema import EngineConfig, EngineParallelConfig, SpeculationConfig
-from aligner.servers.wire_protocol import responses_from_tensors, responses_to_tensors
+from aligner.schema import (
+    EngineConfig,
+    EngineParallelConfig,
+    ParallelConfig,
+    SpeculationConfig,
+    TeacherConfig,
+)
+from aligner.schema.teacher_sources import TeacherSource
+from aligner.servers.teacher_server import TeacherRank
+from aligner.servers.wire_protocol import (
+    grammars_to_texts,
+    responses_from_tensors,
+    responses_to_tensors,
+)
 from tests.data.chat_models import tokenizer_file
 from tests.engines.engines import engine_of, load_directory, save_tiny
 from tests.engines.test_embedded import load_transformers
@@ -182,6 +196,57 @@ def compare_with_trainer(
     return {"samples": samples, "errors": errors}
 
 
+def compare_with_teacher(directory: str, tensor: int, options: SamplingOptions) -> dict[str, float]:
+    """Return the largest differences between the log-probs of a teacher and of the policy, which
+    are the same model, and the results of training with divergences between the two."""
+    batch = collate(generate_on_ranks(directory, tensor, options), pad_token_id=0)
+    assert batch.guided_tokens is not None
+    settings = TeacherConfig(parallel=ParallelConfig(tensor=tensor))
+    world = worlds.initialize(settings.parallel, 1, timeout_s=60)
+    shape = directory_shape(Path(directory), "model.path")
+    source = TeacherSource(key="teacher", path=directory)
+    model = FrozenPolicy(shape, world, settings, Path(directory), chunk_tokens=7)
+    teacher = TeacherRank([model], [source], shape.vocab_size, Path(directory))
+    request = {
+        "prompt_lengths": batch.prompt_lengths,
+        "temperature": options.temperature,
+        "grammars": grammars_to_texts(batch.guided_tokens),
+    }
+    plain = teacher.logprobs(batch.tokens, batch.lengths, **request)[:, :-1]
+    packed = teacher.logprobs(batch.tokens, batch.lengths, top_k=20, **request)[:, :-1]
+    worlds.shutdown()
+
+    top = TeacherTopK.unpack(packed)
+    rows = replace(batch, candidates=top.ids, candidate_targets=top.outcomes)
+    actor = jobs.policy(directory, {"tensor": tensor}, {"micro_batch_tokens": 130})
+    logprobs, scored = actor.score_candidates(rows)
+    assert scored.candidate_logprobs is not None
+    mask = batch.mask
+    is_possible = top.outcomes[mask] > -50
+    difference = (scored.candidate_logprobs - top.outcomes)[mask]
+    found = {
+        "advantage": float((plain - batch.engine_logprobs)[mask].abs().max()),
+        "top_k": float((top.logprobs - batch.engine_logprobs)[mask].abs().max()),
+        "policy": float((logprobs - batch.engine_logprobs)[mask].abs().max()),
+        "candidates": float(difference[is_possible].abs().max()),
+        "total": float((top.outcomes.exp().sum(-1) - 1)[mask].abs().max()),
+        # fewer tokens than k are allowed at many positions
+        "excluded": float(1 - is_possible.float().mean()),
+    }
+    for kind in ("forward_kl", "reverse_kl", "jensen_shannon"):
+
+        def loss(_: Tensor, __: Tensor, part: Rows, count: float, kind: str = kind) -> Any:
+            def reduce(terms: Tensor) -> Tensor:
+                return torch.where(part.mask, terms, 0.0).sum() / count
+
+            return distillation_loss(part, TeacherConfig(loss=kind), reduce)
+
+        stats = actor.train(rows, loss)
+        found[kind] = abs(stats["teacher_divergence"]) + stats["grad_norm"]
+    worlds.shutdown()
+    return found
+
+
 def reference_logprobs(directory: Path, sample: Sample, temperature: float) -> Tensor:
     """Return the log-probs of a response from transformers and llguidance's own tokenizer."""
     tokenizer = Tokenizer(directory)
@@ -270,6 +335,15 @@ def train_guided(directory: str) -> dict[str, float]:
     step = trained_step(actor, samples, prompts, asks_before_update=True)
     worlds.shutdown()
     return step
+
+
+@pytest.mark.promise("guided-logprobs-are-exact")
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_teacher_and_policy_have_distributions_over_the_same_tokens(pool, model, tensor):
+    options = replace(OPTIONS, temperature=jobs.TEMPERATURE)
+    for found in pool.run(compare_with_teacher, tensor, str(model), tensor, options):
+        assert found.pop("excluded") > 0.1
+        assert max(found.values()) < 1e-4, found
 
 
 @pytest.mark.parametrize(

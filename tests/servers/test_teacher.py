@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,14 +12,20 @@ import torch
 
 from aligner.config.compose import compose_config
 from aligner.data.model_directory import prepare_model
-from aligner.data.types import TeacherTopK
+from aligner.data.tokenizer import Tokenizer
+from aligner.data.types import Grammar, GuidedTokens, TeacherTopK
 from aligner.errors import ConfigError
 from aligner.schema.teacher_sources import TeacherSource, compute_teacher_shares
 from aligner.servers.rank_commands import Command
 from aligner.servers.remote_client import RemoteError, TeacherClient
 from aligner.servers.teacher_server import TeacherRank, serve_teacher
 from aligner.servers.validation import Limits, validate
-from aligner.servers.wire_protocol import TEACHER_LOGPROBS, RequestError
+from aligner.servers.wire_protocol import (
+    TEACHER_LOGPROBS,
+    RequestError,
+    grammars_from_texts,
+    grammars_to_texts,
+)
 from tests.megatron.jobs import TEMPERATURE
 from tests.megatron.reference import logprobs as reference_logprobs
 from tests.megatron.reference import save_llama
@@ -309,6 +316,55 @@ def test_top_k_of_row_with_several_teachers_is_refused():
     arrays["metadata"] = np.array([[b'{"task": "sums"}']], dtype=object)
     with pytest.raises(RequestError, match="top_k: got rows that belong to several teachers"):
         serve(arrays)
+
+
+def guided_request(spans: object) -> dict[str, np.ndarray]:
+    return {
+        "tokens": np.array([[9, 10, 11, 12]]),
+        "sequence_lengths": np.array([[4]]),
+        "grammars": np.array([[json.dumps(spans).encode()]], dtype=object),
+    }
+
+
+@pytest.mark.parametrize(
+    "spans",
+    [[[0, 2, "", [1]]], [[1, 5, "", [1]]], [[1, 2, "", [99]]], [[1, 2, 3, [1]]], [[1, 2]], 5],
+    ids=str,
+)
+def test_malformed_grammars_are_refused(spans):
+    limits = Limits(vocab_size=72, max_sequence_length=40)
+    validate(TEACHER_LOGPROBS, guided_request([[1, 2, "start: /./", [1]]]), limits)
+    with pytest.raises(RequestError, match="grammars: cannot be parsed"):
+        validate(TEACHER_LOGPROBS, guided_request(spans), limits)
+
+
+def test_tokens_that_do_not_follow_their_grammar_are_refused(tmp_path):
+    model = save_llama(tmp_path, tied=False)
+    character_tokenizer().save(str(model / "tokenizer.json"))
+    sent = []
+
+    def call(_: str, tensors: dict[str, torch.Tensor], **arguments: object) -> torch.Tensor:
+        sent.append(arguments["grammars"])
+        return torch.zeros(1, 4)
+
+    serve = TeacherRank([], ONE, 72, model).create_endpoints(call)[TEACHER_LOGPROBS]  # type: ignore[arg-type]
+    text = Tokenizer(model).decode(torch.tensor([10, 11]))
+    serve(guided_request([[1, 3, f"start: {json.dumps(text)}", [12]]]))
+    serve(guided_request([[1, 4, f"start: {json.dumps(text)}", [12]]]))
+    assert len(sent) == 2
+    for grammar, problem in (
+        ('start: "other"', "the tokens of row 0 do not follow their grammar"),
+        ("start: (", "grammars: "),
+    ):
+        with pytest.raises(RequestError, match=problem):
+            serve(guided_request([[1, 3, grammar, [12]]]))
+
+
+def test_grammars_of_rows_survive_the_wire():
+    spans = torch.tensor([[-1, 0, 0, 1, -1], [-1, -1, -1, -1, -1], [2, 2, 2, 2, 2]])
+    grammars = (Grammar("one", (1, 2)), Grammar("one", (1,)), Grammar("three", (3,)))
+    found = grammars_from_texts(grammars_to_texts(GuidedTokens(spans, grammars)), 6)
+    assert torch.equal(found.spans, spans) and found.grammars == grammars
 
 
 def test_top_k_logprobs_survive_packing():
