@@ -218,7 +218,9 @@ def compare_with_teacher(directory: str, tensor: int, options: SamplingOptions) 
 
     top = TeacherTopK.unpack(packed)
     rows = replace(batch, candidates=top.ids, candidate_targets=top.outcomes)
-    actor = jobs.policy(directory, {"tensor": tensor}, {"micro_batch_tokens": 130})
+    # The updates below must not change the weights.
+    frozen = {"micro_batch_tokens": 130, "optimizer": {"learning_rate": 1e-12}}
+    actor = jobs.policy(directory, {"tensor": tensor}, frozen)
     logprobs, scored = actor.score_candidates(rows)
     assert scored.candidate_logprobs is not None
     mask = batch.mask
