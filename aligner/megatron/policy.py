@@ -362,12 +362,17 @@ class FrozenPolicy:
         Returns:
             float32 [B, S-1]; 0 outside the mask and after the end of a row.
         """
-        options: dict[str, Any] = {
-            "temperature": temperature,
-            "chunk_tokens": self._chunk_tokens,
-            "grammar_masks": grammar_masks,
-        }
-        return _logprobs(self._runner, tokens, lengths, mask, None, None, **options)
+        return _logprobs(
+            self._runner,
+            tokens,
+            lengths,
+            mask,
+            None,
+            None,
+            temperature=temperature,
+            chunk_tokens=self._chunk_tokens,
+            grammar_masks=grammar_masks,
+        )
 
     def top_k_logprobs(
         self,

@@ -157,7 +157,12 @@ class _Halves:
     """Fake teacher servers: log-probs are -1 for even token ids and -2 for odd ones."""
 
     def logprobs(
-        self, tokens: Tensor, lengths: Tensor, prompts: Tensor, metadata: object
+        self,
+        tokens: Tensor,
+        lengths: Tensor,
+        prompts: Tensor,
+        metadata: object,
+        guided_tokens: object,
     ) -> Future[Tensor]:
         answer: Future[Tensor] = Future()
         places = torch.arange(1, tokens.shape[1])

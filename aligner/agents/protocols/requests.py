@@ -33,6 +33,8 @@ class RequestError(AlignerError):
 
 def build_refusal(error: AlignerError) -> RequestError:
     """Return the error of a request that cannot be answered, whose cause is the request itself."""
+    if isinstance(error, RequestError):
+        return error
     code = "unsupported" if isinstance(error, UnsupportedError) else None
     return RequestError(400, str(error), code)
 
