@@ -23,6 +23,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from aligner.agents.answers import prepare
 from aligner.agents.client_connection import ClientConnection, call_if_cut
 from aligner.agents.open_files import OTHER_FILES, raise_open_file_limit
 from aligner.agents.protocols.anthropic_messages import (
@@ -96,7 +97,7 @@ class Backend(Protocol):
         """
 
     def count_tokens(self, request: ChatRequest) -> int:
-        """Return the number of input tokens of a chat.
+        """Return the number of input tokens of a chat; may run in any thread.
 
         Raises:
             RequestError: The messages are invalid.
@@ -316,7 +317,8 @@ class ModelServer:
         """Count the input tokens of a request in Anthropic's format."""
         backend = self._find_backend(request)
         chat_request = parse_count_request(await self.read_body(request))
-        return JSONResponse({"input_tokens": backend.count_tokens(chat_request)})
+        count = await prepare(chat_request, lambda: backend.count_tokens(chat_request))
+        return JSONResponse({"input_tokens": count})
 
     async def _get_response(self, request: Request) -> Response:
         """Return a stored response of the Responses API."""

@@ -118,10 +118,16 @@ def test_large_schema_does_not_delay_other_sessions(model: Path, answering: Answ
 
 
 def test_megabyte_message_does_not_delay_other_sessions(model: Path, answering: Answering) -> None:
+    text = "word and so on " * 80_000
     with serving(model, answering, 2, max_turns=100_000) as (server, (large, small)):
         with does_not_delay(server, small):
-            status, answer = chat(server, large, large.agent_key, "word and so on " * 80_000)
+            status, answer = chat(server, large, large.agent_key, text)
         assert status == 400 and answer["error"]["code"] == "context_length_exceeded"
+
+        url = f"{server.get_session_url(large)}/v1/messages/count_tokens"
+        with does_not_delay(server, small):
+            status, count = send_request(url, str(large.agent_key), body_of(text, model="m"))
+        assert status == 200 and count["input_tokens"] > 80_000
 
         status, answer = chat(server, large, large.agent_key, "x" * 3_000_000)
         assert status == 413 and answer["error"]["code"] == "request_too_large"
