@@ -100,7 +100,7 @@ def does_not_delay(server: AgentServer, session: AgentSession) -> Iterator[None]
     duration_s = time.monotonic() - start_s
     is_sending.clear()
     thread.join()
-    assert len(latencies_s) > 5 and max(latencies_s) < duration_s / 2
+    assert len(latencies_s) > 2 and max(latencies_s) < duration_s / 2
 
 
 def test_large_schema_does_not_delay_other_sessions(model: Path, answering: Answering) -> None:
