@@ -81,8 +81,8 @@ def list_addresses(server: AgentServer, sessions: list[AgentSession]) -> list[tu
 
 @contextlib.contextmanager
 def does_not_delay(server: AgentServer, session: AgentSession) -> Iterator[None]:
-    """Send requests of another session meanwhile, and check that each is answered in less than half
-    the time of the block."""
+    """Send requests of another session meanwhile, and check that none of them has to wait for the
+    block."""
     latencies_s: list[float] = []
     is_sending = threading.Event()
 
@@ -100,7 +100,8 @@ def does_not_delay(server: AgentServer, session: AgentSession) -> Iterator[None]
     duration_s = time.monotonic() - start_s
     is_sending.clear()
     thread.join()
-    assert len(latencies_s) > 2 and max(latencies_s) < duration_s / 2
+    # A blocked server would not answer until the block has ended. A busy machine is slow, too.
+    assert len(latencies_s) > 2 and max(latencies_s) < 0.75 * duration_s
 
 
 def test_large_schema_does_not_delay_other_sessions(model: Path, answering: Answering) -> None:
