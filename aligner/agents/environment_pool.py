@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from aligner.agents.agent_run import AgentRun
 from aligner.agents.episode_environment import EpisodeLost, Outcome
 from aligner.agents.episode_journal import EpisodeJournal, compute_call_digest
+from aligner.agents.sandboxes import SandboxSettings
 from aligner.agents.worker_process import (
     EnvironmentFailed,
     WorkerLost,
@@ -169,7 +170,12 @@ class EnvironmentPool:
         memory_bytes = None if settings.memory_mib is None else settings.memory_mib * _MIB
         self._limits = settings
         self._settings = WorkerSettings(
-            module, name, dict(arguments), settings.max_characters, memory_bytes
+            module,
+            name,
+            dict(arguments),
+            settings.max_characters,
+            memory_bytes,
+            SandboxSettings.from_config(settings),
         )
         self._journal = journal or EpisodeJournal()
         self._keeps_journal = journal is not None

@@ -28,6 +28,7 @@ from typing import IO, Any
 
 from aligner.agents.episode_environment import InvalidAnswer, call_environment
 from aligner.agents.failures import classify_error
+from aligner.agents.sandboxes import SandboxSettings, set_default_settings
 from aligner.data.episode_reports import FailureKind
 from aligner.errors import ConfigError
 from aligner.user_code import describe_user_error, import_object, report_user_error
@@ -266,9 +267,10 @@ def serve() -> None:
     os.dup2(2, 1)
     # a forked child would keep the pipe open and hide the exit of this process from the pool
     os.register_at_fork(after_in_child=lambda: os.close(responses.fileno()))
-    module, name, arguments, max_characters, memory_bytes, note_fd, sys.path = json.loads(
-        requests.readline()
+    module, name, arguments, max_characters, memory_bytes, sandboxes, note_fd, sys.path = (
+        json.loads(requests.readline())
     )
+    set_default_settings(SandboxSettings.from_json(sandboxes))
 
     if memory_bytes is not None:
         resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, resource.RLIM_INFINITY))

@@ -1,19 +1,23 @@
 """The tools of a configuration: their list, their schemas for the model, and their environment."""
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+from aligner.agents.failures import InfrastructureError
 from aligner.agents.function_tools import import_tool_function
 from aligner.agents.mcp_servers import list_server_tools
-from aligner.agents.python_sandbox import PythonSandbox
+from aligner.agents.sandboxes import SandboxSettings, create_sandbox
+from aligner.agents.sandboxes.bubblewrap import Bubblewrap
+from aligner.agents.sandboxes.sandbox import Isolation
 from aligner.agents.tool_environment import ToolEnvironment
 from aligner.agents.tool_protocol import ListedTool
 from aligner.data.tokenizer import Tokenizer
 from aligner.data.tool_calls import build_tool_schema, detect_tool_format
 from aligner.errors import ConfigError
 from aligner.schema import Config
-from aligner.schema.environment import PYTHON, TOOLS, EnvironmentConfig
+from aligner.schema.environment import BASH, PYTHON, TOOLS, EnvironmentConfig
 from aligner.schema.evaluation_suites import Suite
 
 _PYTHON_SCHEMA: dict[str, Any] = {
@@ -28,6 +32,21 @@ _PYTHON_SCHEMA: dict[str, Any] = {
             "type": "object",
             "properties": {"code": {"type": "string", "description": "The program."}},
             "required": ["code"],
+        },
+    },
+}
+_BASH_SCHEMA: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": BASH,
+        "description": (
+            "Runs a bash command and returns what it prints. Files of earlier commands are kept;"
+            " variables, the working directory and processes are not. There is no network."
+        ),
+        "parameters": {
+            "type": "object",
+            "properties": {"command": {"type": "string", "description": "The command."}},
+            "required": ["command"],
         },
     },
 }
@@ -47,6 +66,8 @@ def list_tools(settings: EnvironmentConfig) -> list[ListedTool]:
         try:
             if source == PYTHON:
                 tools.append(ListedTool("python", source, _PYTHON_SCHEMA))
+            elif source == BASH:
+                tools.append(ListedTool("bash", source, _BASH_SCHEMA))
             else:
                 schema = build_tool_schema(import_tool_function(source))
                 tools.append(ListedTool("function", source, schema))
@@ -95,21 +116,31 @@ def tool_schemas(tools: Sequence[ListedTool]) -> list[dict[str, Any]] | None:
     return [tool.schema for tool in tools] or None
 
 
-def detect_sandbox(settings: EnvironmentConfig) -> tuple[PythonSandbox, list[str]]:
-    """Return the sandbox of the tool `python`, and the gaps that `find_gaps` has found in it.
+def detect_isolation(settings: EnvironmentConfig) -> tuple[Isolation, list[str]]:
+    """Return the isolation of sandboxes on this machine, and the gaps that have been found in it.
 
-    Raises ConfigError if the sandbox is incomplete and `environment.sandbox=required`.
+    Raises ConfigError if the isolation is incomplete and `environment.sandbox=required`.
     """
-    sandbox = PythonSandbox.detect(settings.python)
-    gaps = sandbox.find_gaps()
+    bubblewrap = Bubblewrap.detect(settings.python)
+    gaps = bubblewrap.find_gaps()
     if gaps and settings.sandbox == "required":
         raise ConfigError(
-            f"environment.tools: {PYTHON}: this machine does not enforce the sandbox:"
-            f" {'; '.join(gaps)}. Install bubblewrap (pip install 'aligner[sandbox]') on a machine"
-            " that allows user namespaces, or set environment.sandbox=best_effort to run without"
-            " full isolation"
+            f"environment.tools: {', '.join(_find_sandbox_tools(settings))}: this machine does not"
+            f" enforce the sandbox: {'; '.join(gaps)}. Install bubblewrap (pip install"
+            " 'aligner[sandbox]') on a machine that allows user namespaces, or set"
+            " environment.sandbox=best_effort to run without full isolation"
         )
-    return sandbox, gaps
+    return bubblewrap.isolation, gaps
+
+
+def _find_sandbox_tools(settings: EnvironmentConfig) -> list[str]:
+    """Return the tools of the configuration that run programs in a sandbox."""
+    return [tool for tool in settings.tools if tool in (PYTHON, BASH)]
+
+
+def _is_local(settings: EnvironmentConfig) -> bool:
+    """Return whether sandboxes run under bubblewrap on this machine."""
+    return settings.sandbox_image is None and settings.sandbox_url is None
 
 
 def with_tool_arguments(
@@ -124,7 +155,8 @@ def with_tool_arguments(
         tokenizer: Tokenizer of the policy, whose chat template determines the tool call format.
 
     Raises:
-        ConfigError: The chat template supports no tool calls, or `detect_sandbox` raises it.
+        ConfigError: The chat template supports no tool calls, or `detect_isolation` raises
+            it.
     """
     if not settings.has_tools:
         return settings
@@ -136,10 +168,12 @@ def with_tool_arguments(
         )
 
     # Detected here, not in each environment, because the detection starts several processes.
-    isolation = detect_sandbox(settings)[0].isolation if PYTHON in settings.tools else "none"
+    isolation: Isolation = "none"
+    if _find_sandbox_tools(settings) and _is_local(settings):
+        isolation, _ = detect_isolation(settings)
     # Keyword arguments of `ToolEnvironment`, as JSON values. The episode journal identifies the
     # environment by them, so their names must not change between versions.
-    tool_arguments = {
+    tool_arguments: dict[str, Any] = {
         "form": tool_format,
         "tools": [asdict(tool) for tool in tools],
         "timeout_s": settings.tool_timeout_s,
@@ -149,6 +183,9 @@ def with_tool_arguments(
         "isolation": isolation,
         "python": asdict(settings.python),
     }
+    if not _is_local(settings):
+        tool_arguments["sandbox_image"] = settings.sandbox_image
+        tool_arguments["sandbox_url"] = settings.sandbox_url
     target = settings.target
     if target == TOOLS:
         target = f"{ToolEnvironment.__module__}:{ToolEnvironment.__qualname__}"
@@ -158,13 +195,32 @@ def with_tool_arguments(
 def describe_tools(settings: EnvironmentConfig) -> list[str]:
     """Return the lines of `aligner validate` about the tools and about gaps of the sandbox.
 
-    Raises ConfigError like `list_tools` and `detect_sandbox`.
+    Raises ConfigError like `list_tools` and `detect_isolation`, or if a sandbox in a container or
+    on a server does not start.
     """
     lines = [f"tool {tool.name}: {tool.place}" for tool in list_tools(settings)]
-    if PYTHON in settings.tools:
-        _, gaps = detect_sandbox(settings)
-        lines += [
-            f"note: environment.sandbox={settings.sandbox}: not enforced on this machine: {gap}"
-            for gap in gaps
-        ]
+    if not _find_sandbox_tools(settings):
+        return lines
+    if not _is_local(settings):
+        key = (
+            "environment.sandbox_image"
+            if settings.sandbox_url is None
+            else "environment.sandbox_url"
+        )
+        try:
+            asyncio.run(_try_sandbox(SandboxSettings.from_config(settings)))
+        except InfrastructureError as error:
+            raise ConfigError(f"{key}: {error}") from error
+        return lines
+    _, gaps = detect_isolation(settings)
+    lines += [
+        f"note: environment.sandbox={settings.sandbox}: not enforced on this machine: {gap}"
+        for gap in gaps
+    ]
     return lines
+
+
+async def _try_sandbox(settings: SandboxSettings) -> None:
+    """Start and close a sandbox. Raises InfrastructureError if it does not start."""
+    sandbox = await create_sandbox(settings=settings)
+    await sandbox.close()

@@ -8,7 +8,9 @@ from typing import Any
 from aligner.agents.episode_environment import Observation
 from aligner.agents.function_tools import FunctionTool, import_tool_function
 from aligner.agents.mcp_servers import McpServer
-from aligner.agents.python_sandbox import Isolation, PythonSandbox
+from aligner.agents.sandboxes import Sandbox, SandboxSettings, create_sandbox
+from aligner.agents.sandboxes.sandbox import Isolation
+from aligner.agents.sandboxes.sandbox_tools import BashTool, PythonTool
 from aligner.agents.tool_protocol import ListedTool, Tool, ToolFailed
 from aligner.data.tool_calls import THINK_START, MalformedCall, ToolCall, ToolFormat, parse_turn
 from aligner.schema.environment import PythonToolConfig
@@ -37,6 +39,8 @@ class ToolEnvironment:
         most_characters: int,
         isolation: Isolation,
         python: Mapping[str, int],
+        sandbox_image: str | None = None,
+        sandbox_url: str | None = None,
     ) -> None:
         """Create the environment of one episode; `with_tool_arguments` computes the arguments.
 
@@ -47,8 +51,10 @@ class ToolEnvironment:
             most_calls: Maximum number of calls that are executed per turn.
             tool_characters: Maximum number of characters of one answer.
             most_characters: Maximum number of characters of all answers to a turn.
-            isolation: Isolation of the sandbox on this machine.
+            isolation: Isolation of sandboxes on this machine.
             python: Fields of `PythonToolConfig`.
+            sandbox_image: Container image of the sandboxes; None for no container.
+            sandbox_url: URL of a server of sandboxes; None for sandboxes on this machine.
         """
         self._tool_format = form
         self._timeout_s = timeout_s
@@ -56,7 +62,13 @@ class ToolEnvironment:
         self._tool_characters = tool_characters
         self._max_characters = most_characters
         self._servers: dict[str, McpServer] = {}
-        self._sandbox = PythonSandbox(PythonToolConfig(**python), isolation)
+        self._sandbox_settings = SandboxSettings(
+            PythonToolConfig(**python), "best_effort", sandbox_image, sandbox_url, isolation
+        )
+        # sandbox of the episode, and its initial files; it starts when it is first needed
+        self._sandbox: Sandbox | None = None
+        self._sandbox_files: Mapping[str, str] = {}
+        self._sandbox_lock = asyncio.Lock()
         listed_tools = [ListedTool(**tool) for tool in tools]
         self._tools = {tool.name: self._build_tool(tool) for tool in listed_tools}
         # number of messages of the chat so far, and whether the prompt ends inside reasoning
@@ -64,7 +76,12 @@ class ToolEnvironment:
         self._is_reasoning = False
 
     async def reset(self, task: Mapping[str, Any], seed: int) -> Observation:
-        """Start the episode; there is no observation besides the prompt."""
+        """Start the episode; there is no observation besides the prompt.
+
+        The field `sandbox_files` of the task contains the initial files of the episode's sandbox,
+        as texts by path.
+        """
+        self._sandbox_files = task.get("sandbox_files") or {}
         self._message_count = len(task.get("messages", ()))
         self._is_reasoning = str(task.get("prompt", "")).rstrip().endswith(THINK_START)
         return []
@@ -99,13 +116,33 @@ class ToolEnvironment:
         return self._limit_lengths(answers), 0.0, False
 
     async def close(self) -> None:
-        """Close the episode's sessions with MCP servers."""
-        await asyncio.gather(*(server.close() for server in self._servers.values()))
+        """Close the episode's sandbox and its sessions with MCP servers."""
+        closings = [server.close() for server in self._servers.values()]
+        if self._sandbox is not None:
+            closings.append(self._sandbox.close())
+        await asyncio.gather(*closings)
+
+    async def get_sandbox(self) -> Sandbox:
+        """Return the sandbox in which the tool `bash` runs the episode's commands.
+
+        The first call starts it. A subclass may run programs in it, for example tests that
+        determine the reward.
+
+        Raises:
+            InfrastructureError: The sandbox does not start.
+        """
+        async with self._sandbox_lock:
+            if self._sandbox is None:
+                self._sandbox = await create_sandbox(self._sandbox_files, self._sandbox_settings)
+        return self._sandbox
 
     def _build_tool(self, listed_tool: ListedTool) -> Tool:
         """Return the object that executes calls of a tool; tools of a server share a session."""
         if listed_tool.kind == "python":
-            return _PythonTool(self._sandbox, self._tool_characters)
+            return PythonTool(self._sandbox_settings, self._tool_characters)
+        if listed_tool.kind == "bash":
+            cpu_s = self._sandbox_settings.limits.cpu_s
+            return BashTool(self.get_sandbox, cpu_s, self._tool_characters)
         if listed_tool.kind == "function":
             return FunctionTool(
                 import_tool_function(listed_tool.place),
@@ -138,20 +175,6 @@ class ToolEnvironment:
         share = max(self._max_characters - other_characters, 0) // len(answers)
         limit = min(share, self._tool_characters)
         return [answer | {"content": _shorten(answer["content"], limit)} for answer in answers]
-
-
-@dataclass(frozen=True)
-class _PythonTool:
-    """The tool `python`, which runs programs in the sandbox."""
-
-    sandbox: PythonSandbox
-    max_characters: int
-
-    async def call(self, arguments: dict[str, Any], timeout_s: float) -> str:
-        """Run the program `code`, and return its output."""
-        if {*arguments} != {"code"} or not isinstance(arguments["code"], str):
-            raise ToolFailed("wrong arguments: it takes `code`, a text, alone")
-        return await self.sandbox.run(arguments["code"], timeout_s, self.max_characters)
 
 
 @dataclass(frozen=True)

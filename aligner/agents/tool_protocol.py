@@ -5,7 +5,7 @@ from typing import Any, Literal, Protocol
 
 from aligner.errors import AlignerError
 
-ToolKind = Literal["function", "python", "server"]
+ToolKind = Literal["function", "python", "bash", "server"]
 
 
 @dataclass(frozen=True)
@@ -14,7 +14,8 @@ class ListedTool:
 
     kind: ToolKind
     place: str
-    """Location of the tool: `module:function`, `python`, or the command or URL of its server."""
+    """Location of the tool: `module:function`, `python`, `bash`, or the command or URL of its
+    server."""
     schema: dict[str, Any]
     """Schema for the chat template: `{"type": "function", "function": {"name", "description",
     "parameters"}}`."""

@@ -17,6 +17,7 @@ from typing import Any
 
 from aligner.agents import environment_worker as environment_worker
 from aligner.agents.environment_worker import CLOSE, CLOSING_S, FINISH, NOTE
+from aligner.agents.sandboxes import SandboxSettings
 from aligner.data.episode_reports import FailureKind
 from aligner.errors import AlignerError, ConfigError
 
@@ -59,6 +60,8 @@ class WorkerSettings:
     """Maximum number of characters of an observation."""
     memory_bytes: int | None
     """Limit of the process's address space in bytes; None for no limit."""
+    sandboxes: SandboxSettings
+    """Default settings of the sandboxes that environments create."""
 
 
 class WorkerProcess:
@@ -119,6 +122,7 @@ class WorkerProcess:
             settings.arguments,
             settings.max_characters,
             settings.memory_bytes,
+            settings.sandboxes.to_json(),
         ]
         # the worker must import the user's modules from the same path
         worker._send([*message, note_fd, sys.path])

@@ -10,7 +10,13 @@ from aligner.models.model_source import ExpectedInputs
 from aligner.models.shape import ModelShape
 from aligner.schema import Config
 from aligner.schema.conditions import format_value
-from aligner.schema.environment import MATCHING_CHOICES, PYTHON, TOOLS, EnvironmentConfig
+from aligner.schema.environment import (
+    BASH,
+    MATCHING_CHOICES,
+    PYTHON,
+    TOOLS,
+    EnvironmentConfig,
+)
 from aligner.values import split_callable_name
 
 
@@ -158,8 +164,8 @@ def _find_tool_problems(settings: EnvironmentConfig) -> Iterator[str]:
     if not settings.has_tools:
         return
     for tool in settings.tools:
-        if tool != PYTHON and split_callable_name(tool) is None:
-            yield f"environment.tools: {tool!r}: must be {PYTHON}, or module:function"
+        if tool not in (PYTHON, BASH) and split_callable_name(tool) is None:
+            yield f"environment.tools: {tool!r}: must be {PYTHON}, {BASH}, or module:function"
     if settings.tool_timeout_s >= settings.deadline_s:
         yield (
             f"environment.tool_timeout_s={settings.tool_timeout_s:g}: must be below"

@@ -710,6 +710,34 @@ COMMANDS = {
         ),
         generates_samples=True,
     ),
+    "serve-sandboxes": Command(
+        "aligner.cli.sandbox_command:serve_sandboxes",
+        "serve sandboxes on this machine for runs on other machines; prints the address",
+        (
+            _add(
+                "--host",
+                default="127.0.0.1",
+                help=(
+                    "address to listen on; clients need the key in the environment variable"
+                    " ALIGNER_SANDBOX_KEY (default: 127.0.0.1)"
+                ),
+            ),
+            _add(
+                "--port",
+                type=_at_least(0),
+                default=0,
+                metavar="N",
+                help="port to listen on (default: a free port)",
+            ),
+            _add(
+                "--max-sandboxes",
+                type=_at_least(1),
+                default=256,
+                metavar="N",
+                help="maximum number of sandboxes at the same time (default: 256)",
+            ),
+        ),
+    ),
     "convert": Command(
         "aligner.cli.stored_models:convert",
         "export a model of a checkpoint, or a Hugging Face model, to a Hugging Face directory",

@@ -11,7 +11,9 @@ conversation without starting a new branch."""
 TOOLS = "tools"
 """Value of `environment.target` for the environment that runs tools."""
 PYTHON = "python"
-"""Name of the tool that runs Python programs in a sandbox."""
+"""Name of the tool that runs Python programs, each in a sandbox of its own."""
+BASH = "bash"
+"""Name of the tool that runs shell commands in the sandbox of the episode."""
 # Evaluation suites inherit the keys of the section, and may have an environment that it has not.
 _HAS_SUITES = "evaluation.suites!={}"
 _HAS_TARGET = f".target!=null or {_HAS_SUITES}"
@@ -21,16 +23,22 @@ _HAS_EPISODES = f".target!=null or {_HAS_AGENT}"
 
 @dataclass
 class PythonToolConfig:
-    """Resource limits of a program that the tool `python` runs."""
+    """Resource limits of a sandbox, in which the tools `python` and `bash` run programs."""
 
     cpu_s: int = option(10, "Maximum CPU time of each process in seconds.", minimum=1)
-    memory_mib: int = option(1024, "Maximum address space of each process in MiB.", minimum=128)
+    memory_mib: int = option(
+        1024,
+        "Maximum address space of each process in MiB; in a container, the memory of all processes"
+        " together.",
+        minimum=128,
+    )
     processes: int = option(
         16, "Maximum number of processes and threads at the same time.", minimum=2
     )
     scratch_mib: int = option(
         64,
-        "Maximum size in MiB of the files in the program's directory, and of the program's output.",
+        "Maximum size in MiB of the sandbox's files, and of a program's output. In a container,"
+        " only the output is limited.",
         minimum=1,
     )
 
@@ -137,8 +145,9 @@ class EnvironmentConfig:
     )
     tools: list[str] = option(
         [],
-        "Tools that the policy may call: your own functions as `module:function`, and `python`,"
-        " which runs programs in a sandbox.",
+        "Tools that the policy may call: your own functions as `module:function`; `python`, which"
+        " runs each program in a new sandbox; and `bash`, which runs commands in the sandbox of the"
+        " episode.",
         read_if=_HAS_TARGET,
     )
     mcp: list[str] = option(
@@ -170,14 +179,30 @@ class EnvironmentConfig:
     )
     sandbox: str = option(
         "required",
-        "Requirement for the sandbox of the tool `python`. `required`: an error if the machine"
-        " cannot enforce the whole sandbox; `best_effort`: programs run with the protection that"
-        " the machine can enforce.",
+        "Requirement for sandboxes under bubblewrap. `required`: an error if the machine cannot"
+        " enforce the whole sandbox; `best_effort`: programs run with the protection that the"
+        " machine can enforce.",
         choices=("required", "best_effort"),
-        read_if=_HAS_TARGET,
+        read_if=_HAS_EPISODES,
+    )
+    sandbox_image: str | None = option(
+        None,
+        "Container image of the sandboxes, which podman or docker starts; null means sandboxes"
+        " under bubblewrap, with the programs of this machine.",
+        read_if=_HAS_EPISODES,
+    )
+    sandbox_url: str | None = option(
+        None,
+        "URL of a server that `aligner serve-sandboxes` has started on another machine; null means"
+        " sandboxes on this machine.",
+        read_if=_HAS_EPISODES,
     )
     python: PythonToolConfig = section(
-        PythonToolConfig, read_if=f"environment.target!=null or {_HAS_SUITES}"
+        PythonToolConfig,
+        read_if=(
+            "environment.target!=null or environment.agent!=null"
+            f" or environment.agent_command!=null or {_HAS_SUITES}"
+        ),
     )
 
     @property

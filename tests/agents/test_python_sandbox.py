@@ -18,14 +18,16 @@ from typing import Any
 import psutil
 import pytest
 
-from aligner.agents.python_sandbox import PythonSandbox, _find_bubblewrap
+from aligner.agents.sandboxes import SandboxSettings
+from aligner.agents.sandboxes.bubblewrap import Bubblewrap, find_bubblewrap
+from aligner.agents.sandboxes.sandbox_tools import PythonTool
 from aligner.agents.tool_catalogue import describe_tools
 from aligner.errors import ConfigError
 from aligner.schema.environment import EnvironmentConfig, PythonToolConfig
 from tests.other_user import UID, needs_root
 
 LIMITS = PythonToolConfig(cpu_s=2, memory_mib=256, processes=8, scratch_mib=8)
-HERE = PythonSandbox.detect(LIMITS)
+HERE = Bubblewrap.detect(LIMITS)
 REPOSITORY = Path(__file__).parents[2]
 enforced = pytest.mark.skipif(
     bool(HERE.find_gaps()), reason=f"this machine does not enforce: {HERE.find_gaps()}"
@@ -35,10 +37,12 @@ enforced = pytest.mark.skipif(
 def run(
     program: str,
     timeout_s: float = 20.0,
-    sandbox: PythonSandbox = HERE,
+    sandbox: Bubblewrap = HERE,
     most_characters: int = 2000,
 ) -> str:
-    return asyncio.run(sandbox.run(program, timeout_s, most_characters))
+    settings = SandboxSettings(sandbox.limits, isolation=sandbox.isolation)
+    tool = PythonTool(settings, most_characters)
+    return asyncio.run(tool.call({"code": program}, timeout_s))
 
 
 @pytest.fixture
@@ -257,10 +261,11 @@ def test_program_dies_with_its_parent_process():
     with process_mark() as mark:
         runs = f"""
 import asyncio
-from aligner.agents.python_sandbox import PythonSandbox
-from aligner.schema.environment import PythonToolConfig
+from aligner.agents.sandboxes import SandboxSettings
+from aligner.agents.sandboxes.sandbox_tools import PythonTool
 program = "import sys, subprocess; print(1); subprocess.run([sys.executable, '-c', 'import time; time.sleep(100)', {mark!r}])"
-asyncio.run(PythonSandbox(PythonToolConfig(), {HERE.isolation!r}).run(program, 100, 100))
+tool = PythonTool(SandboxSettings(isolation={HERE.isolation!r}), 100)
+asyncio.run(tool.call({{"code": program}}, 100))
 """
         process = psutil.Popen([sys.executable, "-c", runs])
         try:
@@ -290,12 +295,14 @@ def test_non_root_user_gets_sandbox_in_user_namespace():
 import asyncio, sys
 from pathlib import Path
 sys.path.insert(0, {str(REPOSITORY)!r})
-from aligner.agents import python_sandbox as python_sandbox
+from aligner.agents.sandboxes import SandboxSettings, bubblewrap
+from aligner.agents.sandboxes.sandbox_tools import PythonTool
 from aligner.schema.environment import PythonToolConfig
-python_sandbox._find_bubblewrap = lambda: {_find_bubblewrap()!r}
-sandbox = python_sandbox.PythonSandbox.detect(PythonToolConfig(processes=8))
+bubblewrap.find_bubblewrap = lambda: {find_bubblewrap()!r}
+found = bubblewrap.Bubblewrap.detect(PythonToolConfig(processes=8))
 namespaces = "import ctypes, os; print(os.getuid(), ctypes.CDLL(None).unshare(0x10000000))"
-print(sandbox.isolation, sandbox.find_gaps(), asyncio.run(sandbox.run(namespaces, 20, 100)))
+tool = PythonTool(SandboxSettings(found.limits, isolation=found.isolation), 100)
+print(found.isolation, found.find_gaps(), asyncio.run(tool.call({{"code": namespaces}}, 20)))
 """
     user: dict[str, Any] = {"user": UID, "group": UID, "extra_groups": [], "cwd": "/", "env": {}}
     if subprocess.run(
@@ -316,11 +323,11 @@ print(sandbox.isolation, sandbox.find_gaps(), asyncio.run(sandbox.run(namespaces
 @pytest.mark.promise("python-tool-is-sandboxed")
 @needs_root
 def test_unenforced_limits_are_refused_unless_accepted(monkeypatch, tmp_path):
-    assert PythonSandbox(LIMITS, "user_namespace").find_gaps() == [
+    assert Bubblewrap(LIMITS, "user_namespace").find_gaps() == [
         "the process limit does not apply"
     ], "root's are not counted"
-    assert len(PythonSandbox(LIMITS, "none").find_gaps()) == 5
-    assert run("print(1)", sandbox=PythonSandbox(LIMITS, "none")) == "1"
+    assert len(Bubblewrap(LIMITS, "none").find_gaps()) == 5
+    assert run("print(1)", sandbox=Bubblewrap(LIMITS, "none")) == "1"
 
     def settings(**given: Any) -> EnvironmentConfig:
         return EnvironmentConfig(target="tools", tools=["python"], **given)

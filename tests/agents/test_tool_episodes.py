@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,7 @@ import torch
 
 from aligner.agents.environment_pool import EnvironmentPool
 from aligner.agents.episodes import EnvironmentEpisodes
-from aligner.agents.python_sandbox import PythonSandbox
+from aligner.agents.sandboxes.bubblewrap import Bubblewrap
 from aligner.agents.tool_catalogue import list_tools, tool_schemas, with_tool_arguments
 from aligner.data.prompts import open_prompts
 from aligner.data.tokenizer import Tokenizer
@@ -47,23 +47,36 @@ def mistral(*calls: tuple[str, dict[str, object]]) -> str:
 
 
 FORMS = {"qwen": (hermes, "<|end|>"), "llama": (llama3, "<|end|>"), "mistral": (mistral, "</s>")}
-python = pytest.param(
-    "python",
-    marks=pytest.mark.skipif(
-        bool(PythonSandbox.detect(EnvironmentConfig().python).find_gaps()),
-        reason="this machine does not enforce the sandbox",
-    ),
+sandboxed = pytest.mark.skipif(
+    bool(Bubblewrap.detect(EnvironmentConfig().python).find_gaps()),
+    reason="this machine does not enforce the sandbox",
 )
+python = pytest.param("python", marks=sandboxed)
 
 
 def episodes(
-    tmp_path: Path, template: str, turns: Sequence[str], **given: object
+    tmp_path: Path,
+    template: str,
+    turns: Sequence[str],
+    fields: Mapping[str, object] | None = None,
+    **given: object,
 ) -> tuple[list[Sample], Tokenizer, Prompt]:
-    """Run two episodes with scripted turns for a prompt that is read from a file."""
+    """Run two episodes with scripted turns for a prompt that is read from a file.
+
+    Args:
+        tmp_path: Directory for the file.
+        template: Chat template, a key of `FORMS`.
+        turns: Turns of the policy.
+        fields: Further fields of the record.
+        given: Keys of the section `environment`.
+    """
     tokenizer = chat_model("bytes", template)
     settings = EnvironmentConfig(**{"target": "tools", "max_turn_tokens": 2000, **given})  # type: ignore[arg-type]
     (tmp_path / "data.jsonl").write_text(
-        json.dumps({"messages": [{"role": "user", "content": "What is 6 times 7?"}]}) + "\n"
+        json.dumps(
+            {"messages": [{"role": "user", "content": "What is 6 times 7?"}], **(fields or {})}
+        )
+        + "\n"
     )
     data, listed = (
         DataConfig(path=str(tmp_path / "data.jsonl"), max_prompt_tokens=8000),
@@ -163,6 +176,43 @@ def test_user_class_can_run_tools_and_give_rewards(tmp_path):
         and float(sample.rewards.sum()) == 0.25
         and sample.finish_reason == "stop"
     )
+
+
+@sandboxed
+def test_bash_commands_of_episode_share_files(tmp_path):
+    commands = ["cat numbers; echo 42 > result", "cat result; ls no-file", "sleep 50"]
+    turns = [*(hermes(("bash", {"command": command})) for command in commands), "So."]
+    samples, tokenizer, prompt = episodes(
+        tmp_path,
+        "qwen",
+        turns,
+        {"sandbox_files": {"numbers": "6 7"}},
+        tools=["bash"],
+        tool_timeout_s=2.0,
+    )
+    assert "Files of earlier commands are kept" in prompt.text
+    for sample in samples:
+        results = read(sample, tokenizer)[1::2]
+        assert sample.finish_reason == "stop" and len(results) == 3
+        assert "6 7" in results[0]
+        assert "42\nls: cannot access 'no-file'" in results[1] and "[exit code 2]" in results[1]
+        assert "[ended after 2 s]" in results[2]
+
+
+@sandboxed
+def test_bash_calls_of_turn_run_in_order(tmp_path):
+    calls = [("bash", {"command": f"echo {number} >> n; cat n"}) for number in range(3)]
+    (sample, _), tokenizer, _ = episodes(tmp_path, "qwen", [hermes(*calls), "So."], tools=["bash"])
+    assert "0\n1\n2" in read(sample, tokenizer)[1]
+
+
+@sandboxed
+def test_reward_can_come_from_a_test_in_the_sandbox(tmp_path):
+    for command, reward in (("echo 42 > result", 1.0), ("echo 41 > result", 0.0)):
+        turns = [hermes(("bash", {"command": command})), "Done."]
+        given = {"target": f"{SAMPLES}:Tested", "tools": ["bash"]}
+        (sample, _), _, _ = episodes(tmp_path, "qwen", turns, **given)
+        assert sample.rewards is not None and float(sample.rewards.sum()) == reward
 
 
 def test_record_tools_override_configured_tools(tmp_path):

@@ -87,6 +87,18 @@ class Rewarding(ToolEnvironment):
         return observation, reward + 0.25 * (not done), done
 
 
+class Tested(ToolEnvironment):
+    """Gives the reward 1 if a test in the episode's sandbox succeeds."""
+
+    async def step(self, action: str) -> tuple[Observation, float, bool]:
+        observation, reward, done = await super().step(action)
+        if done:
+            sandbox = await self.get_sandbox()
+            test = await sandbox.exec(["grep", "-q", "42", "result"])
+            reward = float(test.exit_code == 0)
+        return observation, reward, done
+
+
 def serve() -> None:
     from mcp.server.mcpserver import MCPServer
     from mcp.server.mcpserver.exceptions import ToolError

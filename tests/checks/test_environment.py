@@ -80,7 +80,7 @@ def test_episodes_are_accepted_in_every_placement(overrides):
         ),
         (
             ["environment.tools=[calculator]"],
-            "environment.tools: 'calculator': must be python, or module:function",
+            "environment.tools: 'calculator': must be python, bash, or module:function",
         ),
         (
             ["environment.tools=[python]"],
