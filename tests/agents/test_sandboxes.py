@@ -162,9 +162,9 @@ def test_reset_restores_snapshot_and_initial_files(settings):
 def test_late_command_is_killed_and_keeps_its_files(settings):
     async def run(sandbox: Sandbox) -> None:
         begin = time.monotonic()
-        result = await sandbox.exec(["sh", "-c", "echo 1 > a; echo begun; sleep 60"], timeout_s=2)
+        result = await sandbox.exec(["sh", "-c", "echo 1 > a; echo begun; sleep 60"], timeout_s=4)
         assert result.timed_out and result.exit_code == 137 and result.stdout == "begun\n"
-        assert time.monotonic() - begin < 30
+        assert time.monotonic() - begin < 50
         assert await shell(sandbox, "cat a") == "1\n"
 
     use(settings, run)

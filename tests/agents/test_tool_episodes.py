@@ -180,7 +180,7 @@ def test_user_class_can_run_tools_and_give_rewards(tmp_path):
 
 @sandboxed
 def test_bash_commands_of_episode_share_files(tmp_path):
-    commands = ["cat numbers; echo 42 > result", "cat result; ls no-file", "sleep 50"]
+    commands = ["cat numbers; echo 42 > result", "cat result; ls no-file"]
     turns = [*(hermes(("bash", {"command": command})) for command in commands), "So."]
     samples, tokenizer, prompt = episodes(
         tmp_path,
@@ -188,15 +188,13 @@ def test_bash_commands_of_episode_share_files(tmp_path):
         turns,
         {"sandbox_files": {"numbers": "6 7"}},
         tools=["bash"],
-        tool_timeout_s=2.0,
     )
     assert "Files of earlier commands are kept" in prompt.text
     for sample in samples:
         results = read(sample, tokenizer)[1::2]
-        assert sample.finish_reason == "stop" and len(results) == 3
+        assert sample.finish_reason == "stop" and len(results) == 2
         assert "6 7" in results[0]
         assert "42\nls: cannot access 'no-file'" in results[1] and "[exit code 2]" in results[1]
-        assert "[ended after 2 s]" in results[2]
 
 
 @sandboxed
