@@ -10,7 +10,12 @@ import torch
 from torch import Tensor
 
 from aligner.data.types import Completion
-from aligner.engines.engine_protocol import GenerationEngine, GenerationRequest, SamplingOptions
+from aligner.engines.engine_protocol import (
+    EngineRequest,
+    GenerationEngine,
+    GenerationRequest,
+    SamplingOptions,
+)
 
 
 class Scripted(GenerationEngine):
@@ -29,6 +34,9 @@ class Scripted(GenerationEngine):
 
     def check(self, requests: Sequence[GenerationRequest], options: SamplingOptions) -> None:
         """Accept every request."""
+
+    def _check_length(self, request: EngineRequest) -> None:
+        """Accept every length: there is no model."""
 
     @property
     def has_work(self) -> bool:
