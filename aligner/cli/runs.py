@@ -239,7 +239,8 @@ def _print_tools(config: Config) -> None:
     suites = [
         suite for suite in get_active_suites(config) if suite.environment != config.environment
     ]
-    if not any(each.has_tools for each in (config.environment, *(s.environment for s in suites))):
+    environments = [config.environment, *(suite.environment for suite in suites)]
+    if not any(environment.has_tools for environment in environments):
         return
     from aligner.agents.tool_catalogue import describe_tools  # imports torch
 

@@ -88,7 +88,11 @@ class Suite:
         try:
             yield
         except ConfigError as error:
-            raise ConfigError(self.rename_environment_keys(str(error))) from error
+            message = self.rename_environment_keys(str(error))
+            # Other errors keep their type.
+            if message == str(error):
+                raise
+            raise ConfigError(message) from error
 
 
 def needs_prompt_messages(config: Config) -> bool:
@@ -116,7 +120,8 @@ def parse_evaluation_suites(config: Config) -> tuple[Suite, ...]:
 
     The section `evaluation` itself comes first, if it has prompts or if there are no named suites.
     The named suites follow in the configuration's order. A suite inherits the keys of the section,
-    except for its prompts, fields, groups and judge, and the keys of the section `environment`.
+    except for its prompts, fields, groups and judge. It also inherits the keys of the section
+    `environment`.
 
     Raises:
         ConfigError: One line for each problem of the entries of a suite.

@@ -71,7 +71,8 @@ def test_each_sample_of_slow_agents_is_trained_once(tmp_path: Path) -> None:
     for step in run.metrics:
         assert (step["rollout/deferred"], step["rollout/skipped"]) == (4, 0)
         assert step["staleness/max"] <= 2
-        assert step["mismatch/logprob_abs"] < 1e-4
+    # all tokens of the first step come from the weights that the step trains
+    assert run.metrics[0]["mismatch/logprob_abs"] < 1e-4
     # a prompt that is carried over is older than the step's newest prompts
     assert max(step["staleness/max"] for step in run.metrics) == 2
     # the end of a carried-over agent is no error of the user's code
