@@ -7,7 +7,6 @@ API key, in a thread of the rank's process.
 """
 
 import asyncio
-import hashlib
 import hmac
 import itertools
 import logging
@@ -18,7 +17,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -30,7 +28,10 @@ from aligner.agents.answers import (
     build_length_error,
     check_prompt_tokens,
     prepare,
+    with_call_id_key,
 )
+from aligner.agents.episode_credit import EpisodeCredit, MetricsBody, RewardBody
+from aligner.agents.episode_identity import EpisodeIdentity
 from aligner.agents.message_matching import (
     build_comparison_key,
     describe_difference,
@@ -50,12 +51,11 @@ from aligner.agents.protocols.requests import (
 from aligner.agents.protocols.response_store import ResponseStore
 from aligner.agents.protocols.wire_format import parse_body
 from aligner.agents.response_grammars import build_request_grammar
-from aligner.data.chat_turns import ChatTurns, Conversation, NewBranch
-from aligner.data.tokenizer import Tokenizer
+from aligner.agents.session_context import SessionContext
+from aligner.agents.untrained_requests import GenerateUntrained, UntrainedRequests
+from aligner.data.chat_turns import Conversation, NewBranch
 from aligner.data.types import Completion
 from aligner.errors import AlignerError
-from aligner.schema.environment import EnvironmentConfig
-from aligner.values import is_finite_number
 
 _log = logging.getLogger(__name__)
 
@@ -97,6 +97,8 @@ class _PendingAnswers:
     completions: Sequence[PendingCompletion]
     answers: list[Answer] | None = None
     """The answers, which have been recorded as turns; None before."""
+    turns: Sequence[int] = ()
+    """Index of the turn of each answer; empty before, and for answers without tokens."""
 
     @property
     def has_failed(self) -> bool:
@@ -120,29 +122,13 @@ class AgentTurn:
     later requests; see `build_comparison_key`."""
     text: str
     """Prompt and completion of a text completion that a later prompt can continue, else empty."""
+    reward: float = 0.0
+    """Sum of the rewards of the turn."""
 
     @property
     def generated_tokens(self) -> Tensor:
         """Tokens of the response, int64 [R]."""
         return self.response.tokens
-
-
-@dataclass(frozen=True)
-class SessionContext:
-    """Objects and settings that all sessions share."""
-
-    tokenizer: Tokenizer
-    get_chat: Callable[[], ChatTurns]
-    """Function that returns the chat template. Raises ConfigError if the model has none."""
-    settings: EnvironmentConfig
-    """The section `environment` of the configuration."""
-    max_sequence_length: int
-    """Maximum number of input and generated tokens of one sequence."""
-    sampling_settings: Mapping[str, str] = field(default_factory=dict)
-    """Names of the user's settings of the sampling parameters, by the name of the parameter in a
-    request; a parameter that the user cannot set is absent."""
-    logged_messages: set[str] = field(default_factory=set)
-    """Ignored parameters and branch reasons that have been logged; each is logged only once."""
 
 
 @dataclass
@@ -166,21 +152,25 @@ class AgentSession:
     check_completion: Callable[[tuple[str, ...], str | None], None]
     """Function that raises AlignerError if the engine cannot generate a completion with these stop
     strings and this grammar."""
+    generate_untrained: GenerateUntrained
+    """Function that generates the answer to a request that is not trained on."""
     end_episode: Callable[[], None]
     """Function that ends the episode with its current turns."""
+    identity: EpisodeIdentity
+    """Seed, prompt and sample index of the episode."""
     worker_key: str = field(default_factory=lambda: secrets.token_urlsafe(16))
     """API key of the worker process that runs the agent; it authorizes the start of an attempt."""
     agent_key: str | None = None
     """API key of the current attempt of the agent; None before the first attempt."""
     turns: list[AgentTurn] = field(default_factory=list)
     """Turns of the current attempt, in the order of their delivery."""
-    reward: float | None = None
-    """Sum of the rewards that the agent has reported in the current attempt; None without any."""
+    credit: EpisodeCredit = field(default_factory=EpisodeCredit)
+    """Rewards and metrics that the agent has reported in the current attempt."""
     has_server_error: bool = False
     """Whether a request of the current attempt has failed with a server error (status 5xx), or was
     refused because the server has too many requests (status 429)."""
     is_truncated: bool = False
-    """Whether a limit on turns or on tokens has truncated the episode."""
+    """Whether a limit on turns, tokens or untrained requests has truncated the episode."""
     branch_counts: Counter[str] = field(default_factory=Counter)
     """Number of requests that started a new branch, by reason."""
     model_name: str = MODEL_NAME
@@ -190,6 +180,9 @@ class AgentSession:
         self._answer_builder = AnswerBuilder(self.context.tokenizer, self.context.get_chat)
         self.stored_responses = ResponseStore()
         """Responses of the current attempt that requests of the Responses API may continue."""
+        self._untrained_requests = UntrainedRequests(
+            self.context, self._answer_builder, self.generate_untrained
+        )
         # number of requested completions, by the bytes of their input tokens
         self._request_counts = Counter[bytes]()
         # answers that have been sent, by the ids of their requests
@@ -204,7 +197,7 @@ class AgentSession:
         self._requests_in_tokenization: list[ModelRequest] = []
 
     def start_attempt(self) -> str:
-        """Start an attempt of the agent without turns and reward; return its API key.
+        """Start an attempt of the agent without turns, rewards and metrics; return its API key.
 
         Raises:
             RequestError: An earlier attempt has failed after a limit had truncated it. The episode
@@ -213,11 +206,12 @@ class AgentSession:
         if self.is_truncated and self.turns:
             self.end_episode()
             raise RequestError(409, f"episode {self.name} is over")
+        self._untrained_requests.cancel()
         # Without the counts of the failed attempt, this attempt has the same random numbers as
         # in a run in which the agent did not fail.
         self.__post_init__()
         self.turns = []
-        self.reward = None
+        self.credit = EpisodeCredit()
         self.has_server_error = False
         # requests of an earlier attempt have another key and get the status 401
         self.agent_key = secrets.token_urlsafe(16)
@@ -230,9 +224,10 @@ class AgentSession:
         # a copy, because finished tasks remove themselves from the set
         for task in [*self._tasks_in_flight]:
             task.cancel()
+        self._untrained_requests.cancel()
 
     async def answer(self, request: ModelRequest) -> list[Answer]:
-        """Return `request.n` answers to a request, and record each as a turn.
+        """Return `request.n` answers to a request, and record each as a turn if it is trained on.
 
         If this coroutine is cancelled, the completions continue, and the next equal request gets
         them. A retry after a disconnect therefore generates no second completion; see also
@@ -240,9 +235,11 @@ class AgentSession:
 
         Raises:
             RequestError: The request is invalid, the episode has reached its maximum number of
-                turns, or the episode has ended.
+                turns or of untrained requests, or the episode has ended.
         """
         try:
+            if not request.is_trained:
+                return await self._answer_untrained(request)
             return await self._answer(request)
         except RequestError:
             raise
@@ -270,10 +267,13 @@ class AgentSession:
                 each.task.cancelled() for each in pending.completions
             ):
                 raise self._build_end_error()
+            first_turn = len(self.turns)
             pending.answers = [
                 self._record_turn(request, pending.conversation, completion)
                 for completion in pending.completions
             ]
+            pending.turns = range(first_turn, len(self.turns))
+        self.credit.add_response(request.id, pending.turns)
         self._sent_answers[request.id] = pending
         return pending.answers
 
@@ -286,6 +286,9 @@ class AgentSession:
 
         The turns remain. A repetition of the request gets the same answers, once.
         """
+        if not request.is_trained:
+            self._untrained_requests.mark_unreceived(request)
+            return
         pending = self._sent_answers.pop(request.id, None)
         # an earlier attempt may have sent the request
         if pending is not None:
@@ -310,14 +313,7 @@ class AgentSession:
         answers_requested = self._request_counts.total()
         answers_requested += sum(each.n for each in self._requests_in_tokenization)
         if answers_requested + request.n > self.context.settings.max_turns:
-            self.is_truncated = True
-            self.end_episode()
-            limit = self.context.settings.max_turns
-            raise RequestError(
-                400,
-                f"episode {self.name} is over: it reached environment.max_turns={limit}",
-                "episode_over",
-            )
+            raise self._end_at_limit("max_turns", self.context.settings.max_turns)
 
         # `start_attempt` replaces the list of the attempt
         requests_in_tokenization = self._requests_in_tokenization
@@ -344,6 +340,36 @@ class AgentSession:
             self._start_completion(prompt, max_tokens, request.stop) for _ in range(request.n)
         ]
         return _PendingAnswers(request, prompt.conversation, completions)
+
+    async def _answer_untrained(self, request: ModelRequest) -> list[Answer]:
+        """Return the answers to a request that is not trained on; see `answer`."""
+        limit = self.context.settings.max_untrained_requests
+        if self._untrained_requests.answers_requested + request.n > limit:
+            raise self._end_at_limit("max_untrained_requests", limit)
+        attempt_key = self.agent_key
+        answers = await self._untrained_requests.answer(request)
+        if answers is None or attempt_key != self.agent_key:
+            raise self._build_end_error()
+        self.credit.add_response(request.id, ())
+        return answers
+
+    def _end_at_limit(self, key: str, limit: int) -> RequestError:
+        """End the episode as truncated, because it has reached a limit of the configuration; return
+        the error of the request that exceeds the limit."""
+        self.is_truncated = True
+        self.end_episode()
+        return RequestError(
+            400,
+            f"episode {self.name} is over: it reached environment.{key}={limit}",
+            "episode_over",
+        )
+
+    def get_rewarded_turns(self) -> list[AgentTurn]:
+        """Return the turns of the current attempt with their rewards."""
+        rewards = self.credit.turn_rewards
+        return [
+            replace(turn, reward=rewards.get(index, 0.0)) for index, turn in enumerate(self.turns)
+        ]
 
     def count_tokens(self, request: ChatRequest) -> int:
         """Return the number of input tokens of a chat. Raises RequestError."""
@@ -603,10 +629,8 @@ class AgentSession:
 
         if conversation is not None:
             # parallel answers to one conversation must not have calls with equal ids
-            digest = hashlib.sha256(input_tokens.numpy().tobytes())
-            digest.update(response.tokens.numpy().tobytes())
-            conversation = replace(
-                conversation, call_id_key=f"{digest.hexdigest()} {pending.repeats}"
+            conversation = with_call_id_key(
+                conversation, input_tokens, response.tokens, pending.repeats
             )
 
         answer = self._answer_builder.build(
@@ -646,12 +670,6 @@ class AgentSession:
         )
 
 
-class _RewardBody(BaseModel):
-    """A request to `/v1/reward`, which adds to the reward of the agent's episode."""
-
-    reward: float
-
-
 _ROOT = "/episodes/{episode}"
 """Path of a session."""
 
@@ -680,7 +698,9 @@ class AgentServer(ModelServer):
             other_routes=[
                 Route(f"{_ROOT}/attempts", self._start_attempt, methods=["POST"]),
                 Route(f"{_ROOT}/v1/reward", self._add_reward, methods=["POST"]),
+                Route(f"{_ROOT}/v1/metrics", self._set_metrics, methods=["POST"]),
             ],
+            get_headers=self._get_identity_headers,
         )
 
     def get_session_url(self, session: AgentSession) -> str:
@@ -723,13 +743,32 @@ class AgentServer(ModelServer):
         return JSONResponse({"api_key": session.start_attempt()})
 
     async def _add_reward(self, request: Request) -> Response:
-        """Add to the reward of the episode, and return the sum."""
-        session = self._find_session(request)
-        body = parse_body(_RewardBody, await self.read_body(request))
-        if not is_finite_number(body.reward):
-            raise RequestError(400, f"reward: must be a finite number, got {body.reward}")
-        session.reward = (session.reward or 0.0) + body.reward
-        return JSONResponse({"reward": session.reward})
+        """Add a reward to the episode or to a turn, and return the sum of all rewards."""
+        session, content = await self._read_session_body(request)
+        session.credit.add_reward(parse_body(RewardBody, content))
+        return JSONResponse({"reward": session.credit.total_reward})
+
+    async def _set_metrics(self, request: Request) -> Response:
+        """Set metrics of the episode, and return all of its metrics."""
+        session, content = await self._read_session_body(request)
+        session.credit.set_metrics(parse_body(MetricsBody, content))
+        return JSONResponse({"metrics": session.credit.metrics})
+
+    async def _read_session_body(self, request: Request) -> tuple[AgentSession, bytes]:
+        """Return the session of a request, and the body of the request. Raises RequestError."""
+        self._find_session(request)
+        content = await self.read_body(request)
+        # another attempt may have started while the body arrived
+        return self._find_session(request), content
+
+    def _get_identity_headers(self, request: Request) -> Mapping[str, str]:
+        """Return the headers that tell an agent its seed, prompt and sample index; none for a
+        request without the agent's API key."""
+        _, _, path = request.url.path.partition("/episodes/")
+        session = self._sessions.get(path.partition("/")[0])
+        if session is None or not _has_key(request, session.agent_key):
+            return {}
+        return session.identity.build_headers()
 
 
 def _normalize(request: ModelRequest) -> ModelRequest:

@@ -21,9 +21,10 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from aligner.agents.agent_endpoint import AgentServer, AgentSession, AgentTurn, SessionContext
+from aligner.agents.agent_endpoint import AgentServer, AgentSession, AgentTurn
 from aligner.agents.environment_pool import EnvironmentPool
 from aligner.agents.episode_environment import EpisodeLost, Outcome
+from aligner.agents.episode_identity import EpisodeIdentity
 from aligner.agents.episode_journal import EpisodeJournal, compute_call_digest
 from aligner.agents.episodes import (
     build_lost_sample,
@@ -32,6 +33,7 @@ from aligner.agents.episodes import (
     with_report,
 )
 from aligner.agents.open_files import warn_if_too_few_files
+from aligner.agents.protocols.requests import ModelRequest, build_refusal
 from aligner.agents.recorded_turns import (
     RecordedTurn,
     RecordedTurns,
@@ -40,6 +42,8 @@ from aligner.agents.recorded_turns import (
     has_grammar,
     join_completions,
 )
+from aligner.agents.request_sampling import build_sampling_options
+from aligner.agents.session_context import SessionContext
 from aligner.data.chat_turns import ChatTurns
 from aligner.data.collectives import samples_from_tensors, samples_to_tensors
 from aligner.data.episode_reports import EpisodeReport, FailureKind
@@ -60,6 +64,7 @@ from aligner.engines.engine_protocol import (
     RequestKey,
     SamplingOptions,
 )
+from aligner.errors import AlignerError
 from aligner.schema.environment import EnvironmentConfig
 
 _log = logging.getLogger(__name__)
@@ -77,10 +82,16 @@ def build_episode_sample(
     of its own input. If several turns continue the same turn, the one that most turns follow stays
     in the sequence; each of the other turns starts a branch, whose prompt is the turn's input. The
     main sequence is the one with the most turns; of several such sequences, it is the longest. The
-    result does not depend on the order of the turns. The last token of the main sequence gets the
-    reward.
+    result does not depend on the order of the turns.
 
-    Returns None if there are no turns.
+    Args:
+        request: The request of the episode.
+        turns: The turns of the episode. The last token of each turn gets the turn's reward.
+        reward: Reward of the whole episode, for the last token of the main sequence.
+        is_truncated: Whether a limit has truncated the episode.
+
+    Returns:
+        The sample; None if there are no turns.
     """
     if not turns:
         return None
@@ -91,12 +102,15 @@ def build_episode_sample(
             -len(sequence),
             -len(_get_token_bytes(sequence[-1])),
             _get_token_bytes(sequence[-1]),
+            [turn.reward for turn in sequence],
         ),
     )
     main_sample, *branches = [_build_sample(request, sequence) for sequence in sequences]
 
-    rewards = torch.zeros(len(main_sample.response))
-    rewards[-1] = reward
+    rewards = main_sample.rewards
+    if rewards is None:
+        rewards = torch.zeros(len(main_sample.response))
+    rewards[-1] += reward
     finish_reason = "length" if is_truncated else main_sample.finish_reason
     return replace(
         main_sample, finish_reason=finish_reason, rewards=rewards, branches=tuple(branches)
@@ -112,6 +126,7 @@ def _split_sequences(turns: Sequence[AgentTurn]) -> list[list[AgentTurn]]:
             -len(_get_token_bytes(turn)),
             _get_token_bytes(turn),
             -len(turn.input_tokens),
+            turn.reward,
         ),
     )
     token_bytes = [_get_token_bytes(turn) for turn in ordered_turns]
@@ -138,16 +153,26 @@ def _split_sequences(turns: Sequence[AgentTurn]) -> list[list[AgentTurn]]:
 
 
 def _build_sample(request: GenerationRequest, turns: Sequence[AgentTurn]) -> Sample:
-    """Return a sequence of turns as one sample; inputs after the first are observations."""
+    """Return a sequence of turns as one sample; inputs after the first are observations.
+
+    The sample has rewards if one of its turns has a reward.
+    """
     prompt = Prompt(request.prompt.id, "", turns[0].input_tokens, request.prompt.metadata)
     sample = create_unfinished_sample(GenerationRequest(prompt, request.sample_index))
+    rewards: dict[int, float] = {}
     for turn in turns:
         observation = turn.input_tokens[len(sample.tokens) :].tolist()
         # the engine has accepted this input, so the limit must not reject it again
         sample = append_observation(sample, observation, limit=len(turn.input_tokens) + 1)
         # routing replay is not supported with agents
         sample = append_completion(sample, replace(turn.response, expert_routing=None))
-    return sample
+        if turn.reward:
+            rewards[len(sample.response) - 1] = turn.reward
+    if not rewards:
+        return sample
+    token_rewards = torch.zeros(len(sample.response))
+    token_rewards[[*rewards]] = torch.tensor([*rewards.values()])
+    return replace(sample, rewards=token_rewards)
 
 
 def _get_token_bytes(turn: AgentTurn) -> bytes:
@@ -378,9 +403,9 @@ class _AgentEpisodeRun:
 
     An episode is truncated when it reaches `environment.max_turns`, or when a request of its agent
     leaves no room in the context. An episode whose agent fails after a turn keeps its turns with
-    the reward that the agent has reported, else with `environment.failure_reward`. Without either,
-    and for all other failures, an episode that fails after all retries has the reward NaN, and is
-    not scored.
+    the rewards that the agent has reported. If none of them is for the whole episode,
+    `environment.failure_reward` is added. Without any reward, and for all other failures, an
+    episode that fails after all retries has the reward NaN, and is not scored.
     """
 
     def __init__(
@@ -407,7 +432,8 @@ class _AgentEpisodeRun:
         self._turns = RecordedTurns()
         """Turns that were generated, or requested again."""
         self._calls = set[asyncio.Task[Any]]()
-        """Calls of `_generate` in progress; used on the endpoint's loop only."""
+        """Calls of `_generate` and `_generate_untrained` in progress; used on the endpoint's loop
+        only."""
         self._is_interrupted = False
         """Whether no further completion may be requested."""
 
@@ -436,13 +462,17 @@ class _AgentEpisodeRun:
             session_context,
             self._generate,
             self._check_completion,
+            self._generate_untrained,
             lambda: _set_once(end_future, None),
+            EpisodeIdentity(seed, prompt.id, request.sample_index),
         )
         source.server.open_session(session)
         fields = {
             "task": task,
             "url": source.server.get_session_url(session),
             "key": session.worker_key,
+            "prompt_id": prompt.id,
+            "sample_index": request.sample_index,
         }
         # `reset` runs the whole agent; see `AgentRun`
         retries: list[FailureKind] = []
@@ -498,14 +528,7 @@ class _AgentEpisodeRun:
 
         If a partial rollout contains its tokens, only the missing tokens are generated.
         """
-        # The session ends, so that the request is answered with an error.
-        if self._is_interrupted:
-            raise asyncio.CancelledError
-        call = asyncio.current_task()
-        assert call is not None
-        self._calls.add(call)
-        call.add_done_callback(self._calls.discard)
-
+        self._begin_call()
         source = self._source
         # input and completion together must fit into the context
         max_tokens = min(max_tokens, source.max_sequence_length - len(input_tokens))
@@ -532,6 +555,46 @@ class _AgentEpisodeRun:
         if completion.finish_reason == "interrupted":
             raise asyncio.CancelledError
         return completion
+
+    async def _generate_untrained(
+        self,
+        request: ModelRequest,
+        input_tokens: Tensor,
+        max_tokens: int,
+        grammar: str | None,
+        stream: int,
+    ) -> Completion:
+        """Return the answer to a request that is not trained on; runs in the endpoint's thread.
+
+        Partial rollouts do not contain it, so it is generated again when the agent repeats the
+        request.
+        """
+        self._begin_call()
+        try:
+            sampling = build_sampling_options(request, self._options, max_tokens, grammar)
+            self._source.engine.check_sampling(sampling)
+        except AlignerError as error:
+            raise build_refusal(error) from error
+        key = RequestKey(
+            self._request.prompt.id, self._request.sample_index, len(input_tokens), stream
+        )
+        completion = await self._source.engine.generate(input_tokens, sampling, key=key)
+        if completion.finish_reason == "interrupted":
+            raise asyncio.CancelledError
+        return completion
+
+    def _begin_call(self) -> None:
+        """Count the current task as a call in progress.
+
+        Raises CancelledError if the episode was interrupted; the request is then answered with an
+        error.
+        """
+        if self._is_interrupted:
+            raise asyncio.CancelledError
+        call = asyncio.current_task()
+        assert call is not None
+        self._calls.add(call)
+        call.add_done_callback(self._calls.discard)
 
     async def _generate_rest(
         self,
@@ -560,7 +623,7 @@ class _AgentEpisodeRun:
         return join_completions(recorded, rest)
 
     def _interrupt_calls(self) -> None:
-        """End all calls of `_generate`, and record their tokens."""
+        """End all calls in progress, and record the tokens of turns."""
         server = self._source.server
         self._is_interrupted = True
         # After an iteration of the endpoint's loop, every call has either seen the flag or
@@ -585,13 +648,18 @@ class _AgentEpisodeRun:
         The sample of a failed episode has its turns if `_keeps_turns`, else it is a lost sample.
         """
         failure = self._find_failure(session, error)
-        report = EpisodeReport(failure, retries)
+        credit = session.credit
+        report = EpisodeReport(failure, retries, credit.metrics)
         if failure is None or self._keeps_turns(session, failure):
-            reward = session.reward
+            reward = credit.episode_reward
             if failure is not None and reward is None:
+                # rewards of turns do not replace it: an environment's turns keep theirs, too
                 reward = self._source.settings.failure_reward
             sample = build_episode_sample(
-                self._request, session.turns, reward or 0.0, is_truncated=session.is_truncated
+                self._request,
+                session.get_rewarded_turns(),
+                reward or 0.0,
+                is_truncated=session.is_truncated,
             )
             # a failure without turns has no attributable kind
             assert sample is not None
@@ -631,7 +699,8 @@ class _AgentEpisodeRun:
     def _keeps_turns(self, session: AgentSession, kind: FailureKind) -> bool:
         """Return whether an episode that has failed keeps its turns: the policy may have caused the
         failure, and there is a reward for it."""
-        has_reward = session.reward is not None or self._source.settings.failure_reward is not None
+        failure_reward = self._source.settings.failure_reward
+        has_reward = session.credit.has_reward or failure_reward is not None
         return has_reward and self._correct_kind(session, kind).is_attributable
 
 

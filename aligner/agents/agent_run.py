@@ -1,6 +1,7 @@
 """Environment that runs a user's agent, a function or a command, as one call of `reset`."""
 
 import asyncio
+import functools
 import inspect
 import json
 import os
@@ -12,6 +13,7 @@ from typing import Any
 
 import psutil
 
+from aligner.agents.episode_identity import EpisodeIdentity
 from aligner.agents.failures import INFRASTRUCTURE_EXIT_CODE, InfrastructureError
 from aligner.errors import ConfigError
 from aligner.user_code import import_object
@@ -48,9 +50,9 @@ class AgentRun:
         """Run the agent to its end.
 
         Args:
-            task: The agent's task in the field `task`, the episode's `url`, and the `key` that
-                authorizes the start of an attempt.
-            seed: Not used; the task contains everything that an agent gets.
+            task: The agent's task in the field `task`, the episode's `url`, the `key` that
+                authorizes the start of an attempt, `prompt_id` and `sample_index`.
+            seed: Seed of the episode.
 
         Raises:
             AgentFailed: The command exited with a code other than 0.
@@ -59,21 +61,24 @@ class AgentRun:
             Exception: Any exception that the agent's function raises.
         """
         base_url = f"{task['url']}/v1"
+        identity = EpisodeIdentity(seed, task["prompt_id"], task["sample_index"])
         try:
             api_key = await asyncio.to_thread(_start_attempt, task["url"], task["key"])
         except OSError as error:  # includes urllib's errors
             raise InfrastructureError(f"the attempt could not start: {error}") from error
         if self._function is None:
-            await self._run_command(task["task"], base_url, api_key)
-        elif inspect.iscoroutinefunction(self._function):
-            await self._function(task["task"], base_url, api_key)
+            await self._run_command(task["task"], base_url, api_key, identity)
+            return ""
+        function = functools.partial(self._function, **identity.select_arguments(self._function))
+        if inspect.iscoroutinefunction(self._function):
+            await function(task["task"], base_url, api_key)
         else:
             # Each agent has its own thread, because agents would block the few threads of the
             # loop's pool.
             threads = ThreadPoolExecutor(1)
             try:
                 loop = asyncio.get_running_loop()
-                await loop.run_in_executor(threads, self._function, task["task"], base_url, api_key)
+                await loop.run_in_executor(threads, function, task["task"], base_url, api_key)
             finally:
                 threads.shutdown(wait=False)
         return ""
@@ -82,7 +87,9 @@ class AgentRun:
         """Return an answer that ends the episode; the pool never calls this method."""
         return "", 0.0, True
 
-    async def _run_command(self, task: Mapping[str, Any], base_url: str, api_key: str) -> None:
+    async def _run_command(
+        self, task: Mapping[str, Any], base_url: str, api_key: str, identity: EpisodeIdentity
+    ) -> None:
         """Run the command with the task as JSON on its stdin.
 
         Kills the command, with its child processes, if the call is cancelled. Raises AgentFailed or
@@ -96,6 +103,7 @@ class AgentRun:
             # Anthropic's client appends /v1 itself
             "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),
             "ANTHROPIC_API_KEY": api_key,
+            **identity.build_environment_variables(),
         }
         try:
             process = await asyncio.create_subprocess_exec(

@@ -1,6 +1,7 @@
 """Conversion of prompts to tokens and of generated tokens to answers, for every back end."""
 
 import asyncio
+import hashlib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -132,6 +133,22 @@ class AnswerBuilder:
         return self.tokenizer.decode_after(
             input_tokens, generated_tokens, skip_special_tokens=False
         )
+
+
+def with_call_id_key(
+    conversation: Conversation, input_tokens: Tensor, generated_tokens: Tensor, repeats: int
+) -> Conversation:
+    """Return a conversation whose answer has ids of tool calls that no other answer has.
+
+    Args:
+        conversation: The rendered chat of a request.
+        input_tokens: Its input tokens, int64 [T].
+        generated_tokens: Tokens of the answer, int64 [R].
+        repeats: Number of earlier requests with the same input.
+    """
+    digest = hashlib.sha256(input_tokens.numpy().tobytes())
+    digest.update(generated_tokens.numpy().tobytes())
+    return replace(conversation, call_id_key=f"{digest.hexdigest()} {repeats}")
 
 
 def check_prompt_tokens(prompt: Sequence[int], vocab_size: int) -> Tensor:

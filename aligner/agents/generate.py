@@ -29,6 +29,7 @@ from aligner.data.conversations import (
     build_transcript,
     decode_response,
 )
+from aligner.data.episode_reports import EpisodeReport
 from aligner.data.export import Source
 from aligner.data.prompts import apply_template_use, to_prompt
 from aligner.data.records import BadRecord, ExcludedRecord, Record
@@ -505,7 +506,7 @@ def build_sequence_records(job: Job, sample: Sample) -> list[dict[str, Any]]:
         prompt_tokens = sequence.tokens[: sequence.prompt_length]
         record["prompt"] = job.tokenizer.decode(prompt_tokens, skip_special_tokens=False)
         record["prompt_tokens"] = prompt_tokens.tolist()
-        record["score"] = compute_episode_score(sample)
+        record |= build_episode_fields(sample)
         records.append(record)
     return records
 
@@ -519,7 +520,7 @@ def build_sample_record(job: Job, sample: Sample) -> dict[str, Any]:
         if generated_mask is None:
             generated_mask = torch.ones(len(sample.response))
         episode_fields = {
-            "score": compute_episode_score(sample),
+            **build_episode_fields(sample),
             "turns": build_transcript(sample, job.tokenizer),
             "drawn": generated_mask.int().tolist(),
             "prompt_tokens": prompt.tokens.tolist(),
@@ -564,11 +565,18 @@ def build_conversation_records(
             build_conversation(sample, prompt, answers, job.tokenizer, lambda: job.chat)
         ]
     episode_fields = {
-        "score": compute_episode_score(sample),
+        **build_episode_fields(sample),
         "prompt_index": job.get_prompt_index(sample),
         "sample_index": sample.sample_index,
     }
     return [conversation | episode_fields for conversation in conversations]
+
+
+def build_episode_fields(sample: Sample) -> dict[str, Any]:
+    """Return the fields of a record that are facts about the whole episode: its score, its failure,
+    its retries and its metrics."""
+    report = sample.report or EpisodeReport()
+    return {"score": compute_episode_score(sample), **report.to_json()}
 
 
 def compute_episode_score(sample: Sample) -> float:

@@ -11,17 +11,20 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import Message, Receive, Scope, Send
 
 from aligner.agents.answers import prepare
 from aligner.agents.client_connection import ClientConnection, call_if_cut
@@ -58,6 +61,8 @@ _MAX_REQUESTS = 16_384
 _RETRY_AFTER_S = 1
 # maximum size in bytes of all fields of a request besides its messages
 _OTHER_FIELDS_BYTES = 1 << 16
+# "false" marks a request whose answer a run does not train on
+_TRAIN_HEADER = "X-Aligner-Train"
 _T = TypeVar("_T")
 
 _WIRE_FORMATS = (CHAT_COMPLETIONS, TEXT_COMPLETIONS, RESPONSES, ANTHROPIC_MESSAGES)
@@ -121,6 +126,7 @@ class ModelServer:
         root: str = "",
         other_routes: Sequence[Route] = (),
         allows_browsers: bool = False,
+        get_headers: Callable[[Request], Mapping[str, str]] = lambda request: {},
     ) -> None:
         """Create a server that is not listening yet.
 
@@ -134,6 +140,7 @@ class ModelServer:
             root: Path before `/v1` of the routes; it may contain path parameters.
             other_routes: Further routes.
             allows_browsers: Whether scripts of any web page may send requests (CORS).
+            get_headers: Function that returns further headers of the response to a request.
         """
         self._find_backend = find_backend
         self._host = host
@@ -154,7 +161,9 @@ class ModelServer:
         # the process configures its own logging, so uvicorn must not
         self._server = uvicorn.Server(
             uvicorn.Config(
-                self._build_app(root, other_routes, allows_browsers),
+                _HeaderMiddleware(
+                    self._build_app(root, other_routes, allows_browsers), get_headers
+                ),
                 http=ClientConnection,
                 log_config=None,
                 log_level="warning",
@@ -292,13 +301,14 @@ class ModelServer:
         response_id = "-".join(part for part in id_parts if part)
         parsed = wire_format.parse(content, RequestContext(response_id, backend.stored_responses))
         self._log_ignored_fields(parsed.request)
+        request = replace(parsed.request, is_trained=_read_train_header(http_request))
 
-        answers = await _await_connected(backend.answer(parsed.request), http_request, backend.name)
+        answers = await _await_connected(backend.answer(request), http_request, backend.name)
         if answers is None:
             # nginx's code for a closed connection; no client reads it
             return Response(status_code=499)
         parsed.record(answers)
-        call_if_cut(http_request, functools.partial(backend.mark_unreceived, parsed.request))
+        call_if_cut(http_request, functools.partial(backend.mark_unreceived, request))
         if parsed.request.stream:
             # Without chunks, a client that stops after the last event has read the whole body; see
             # `call_if_cut`.
@@ -350,6 +360,44 @@ class ModelServer:
                 "model",
             )
         return JSONResponse(_build_model(model_name))
+
+
+class _HeaderMiddleware:
+    """ASGI application that adds headers to the responses of another application.
+
+    Unlike a middleware of Starlette, it also adds them to the responses to unexpected errors.
+    """
+
+    def __init__(self, app: Starlette, get_headers: Callable[[Request], Mapping[str, str]]) -> None:
+        self._app = app
+        self._get_headers = get_headers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle a request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = self._get_headers(Request(scope))
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(headers)
+            await send(message)
+
+        await self._app(scope, receive, send_with_headers)
+
+
+def _read_train_header(request: Request) -> bool:
+    """Return whether a run trains on the answers to a request.
+
+    Raises RequestError if the header has an invalid value.
+    """
+    value = request.headers.get(_TRAIN_HEADER, "true")
+    if value.lower() not in ("true", "false"):
+        raise RequestError(
+            400, f"header {_TRAIN_HEADER}: must be true or false, got {value!r}", "invalid_header"
+        )
+    return value.lower() == "true"
 
 
 def _build_model(name: str) -> dict[str, Any]:

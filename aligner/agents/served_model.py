@@ -30,6 +30,7 @@ from aligner.agents.protocols.requests import (
     build_refusal,
 )
 from aligner.agents.protocols.response_store import ResponseStore
+from aligner.agents.request_sampling import build_sampling_options, check_sampling
 from aligner.agents.response_grammars import build_request_grammar
 from aligner.data.chat_turns import ChatTurns, Conversation
 from aligner.data.export import Source
@@ -45,13 +46,6 @@ _DEFAULT_MAX_TOKENS = 512
 _CHARACTERS_PER_TOKEN = 256
 # number of different seeds of requests
 _SEED_COUNT = 1 << 31
-# Sampling parameters that the engine does not have, with their values that have no effect.
-_UNSUPPORTED_PARAMETERS = {
-    "presence_penalty": 0,
-    "frequency_penalty": 0,
-    "repetition_penalty": 1,
-    "logit_bias": {},
-}
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,7 +136,7 @@ class ServedModel:
 
     async def answer(self, request: ModelRequest) -> list[Answer]:
         """Return the answers to a request; see `aligner.agents.model_server.Backend.answer`."""
-        _check_sampling(request)
+        check_sampling(request, self._tokenizer.vocab_size)
         prepared_prompts = await prepare(request, lambda: self._prepare(request))
         tasks = [
             asyncio.create_task(self._generate_answer(request, prompt, options, index))
@@ -246,30 +240,10 @@ class ServedModel:
         if request.max_tokens == 0:
             return None
         max_tokens = min(request.max_tokens or _DEFAULT_MAX_TOKENS, available_tokens)
-        sampling = request.sampling
-        vocab_size = self._tokenizer.vocab_size
-        if not all(0 <= token < vocab_size for token in request.stop_token_ids):
-            raise RequestError(
-                400,
-                f"stop_token_ids: each must be between 0 and {vocab_size - 1}",
-                param="stop_token_ids",
-            )
-        stop_token_ids = () if request.ignore_eos else self._stop_token_ids
+        defaults = SamplingOptions(max_tokens, stop_token_ids=self._stop_token_ids)
         try:
-            options = SamplingOptions(
-                max_tokens,
-                # greedy decoding reports log-probs at temperature 1
-                temperature=_get_temperature(sampling) or 1.0,
-                # -1 is vLLM's value for "all tokens"
-                top_k=max(0, sampling.top_k or 0),
-                top_p=1.0 if sampling.top_p is None else sampling.top_p,
-                min_p=sampling.min_p or 0.0,
-                min_new_tokens=request.min_tokens,
-                greedy=_get_temperature(sampling) == 0,
-                stop_token_ids=tuple(dict.fromkeys((*stop_token_ids, *request.stop_token_ids))),
-                stop=request.stop,
-                grammar=self._build_grammar(request, prompt),
-            )
+            grammar = self._build_grammar(request, prompt)
+            options = build_sampling_options(request, defaults, max_tokens, grammar)
             self._engine.check_sampling(options)
         except AlignerError as error:
             raise build_refusal(error) from error
@@ -357,15 +331,9 @@ async def discard_reward(request: Request) -> Response:
     return JSONResponse({"reward": 0.0})
 
 
-def _check_sampling(request: ModelRequest) -> None:
-    """Raise RequestError if a request has sampling parameters that the engine does not support."""
-    sampling = request.sampling
-    for name, neutral in _UNSUPPORTED_PARAMETERS.items():
-        value = getattr(sampling, name)
-        if value is not None and value != neutral:
-            raise RequestError(
-                400, f"{name}={value}: is not supported; must be {neutral}", "unsupported", name
-            )
+async def discard_metrics(request: Request) -> Response:
+    """Accept the metrics of an agent without effect; see `discard_reward`."""
+    return JSONResponse({"metrics": {}})
 
 
 def _get_temperature(sampling: SamplingParameters) -> float:

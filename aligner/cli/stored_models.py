@@ -353,7 +353,7 @@ def serve_model(parsed: argparse.Namespace) -> None:
     from starlette.routing import Route
 
     from aligner.agents.model_server import ModelServer
-    from aligner.agents.served_model import ServedModel, discard_reward
+    from aligner.agents.served_model import ServedModel, discard_metrics, discard_reward
 
     model = ServedModel(
         find_source(parsed.source), _build_engine_config(parsed), run=_find_run(parsed.source)
@@ -364,7 +364,10 @@ def serve_model(parsed: argparse.Namespace) -> None:
         model.max_characters,
         "--host",
         lambda request: model,
-        other_routes=[Route("/v1/reward", discard_reward, methods=["POST"])],
+        other_routes=[
+            Route("/v1/reward", discard_reward, methods=["POST"]),
+            Route("/v1/metrics", discard_metrics, methods=["POST"]),
+        ],
         allows_browsers=True,
     )
     server.start()

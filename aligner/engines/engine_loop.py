@@ -423,6 +423,9 @@ class LeaderSamples:
         while not self._loop.is_done and (count is None or step_count < count):
             complete += self._loop.step()
             step_count += 1
+        # An agent may end while its requests are in flight; nobody awaits their completions.
+        if self._loop.is_done:
+            self._loop.close()
         return complete
 
     def interrupt(self) -> list[tuple[int, Sample]]:

@@ -84,6 +84,13 @@ class EnvironmentConfig:
         minimum=1,
         read_if=_HAS_EPISODES,
     )
+    max_untrained_requests: int = option(
+        1000,
+        "Maximum number of answers per episode of an agent to requests with the header"
+        " `X-Aligner-Train: false`; an episode that requests more is truncated.",
+        minimum=0,
+        read_if=_HAS_AGENT,
+    )
     max_turn_tokens: int = option(
         64,
         "Maximum length of a policy turn in tokens; a longer turn truncates the episode."
@@ -133,7 +140,7 @@ class EnvironmentConfig:
         None,
         "Reward of a failure that the policy may have caused: an exception, an invalid answer, a"
         " nonzero exit code or a timeout after a turn of the policy. The episode then ends with"
-        " its turns, without a retry. An agent that has reported a reward keeps that reward"
+        " its turns, without a retry. An agent that has rewarded the episode keeps that reward"
         " instead. Null means that the episode is retried and then left out.",
         read_if=_HAS_EPISODES,
     )

@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from aligner.data.types import Sample
 
@@ -25,18 +25,15 @@ def compute_episode_metrics(samples: Sequence[Sample], samples_per_prompt: int) 
         samples_per_prompt: Number of samples per prompt.
     """
     counts = Counter[str]()
-    values = defaultdict[str, list[float]](list)
     for sample in samples:
         if (report := sample.report) is None:
             continue
         if report.failure is not None:
             counts[_FAILURES + report.failure.value] += 1
         counts.update(f"episode/retries/{kind.value}" for kind in report.retries)
-        for name, value in report.metrics.items():
-            values[f"episode/metrics/{name}"].append(value)
 
     metrics = {name: float(count) for name, count in counts.items()}
-    metrics |= {name: sum(numbers) / len(numbers) for name, numbers in values.items()}
+    metrics |= compute_reported_means(samples, "episode/metrics/")
     lost_prompts = {
         index // samples_per_prompt for index, sample in enumerate(samples) if _is_lost(sample)
     }
@@ -44,6 +41,21 @@ def compute_episode_metrics(samples: Sequence[Sample], samples_per_prompt: int) 
         metrics[_LEFT_OUT] = len(lost_prompts) * samples_per_prompt / len(samples)
     # sorted, because the order of the samples depends on the selection of prompts
     return dict(sorted(metrics.items()))
+
+
+def compute_reported_means(samples: Iterable[Sample], prefix: str) -> dict[str, float]:
+    """Return the mean of each metric over the episodes whose agents reported it.
+
+    Args:
+        samples: Samples of the episodes.
+        prefix: Prefix of the names of the means, such as `episode/metrics/`.
+    """
+    values = defaultdict[str, list[float]](list)
+    for sample in samples:
+        if sample.report is not None:
+            for name, value in sample.report.metrics.items():
+                values[prefix + name].append(value)
+    return {name: sum(values[name]) / len(values[name]) for name in sorted(values)}
 
 
 def warn_of_left_out_episodes(metrics: Mapping[str, float]) -> None:

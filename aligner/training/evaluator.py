@@ -49,6 +49,7 @@ from aligner.schema.evaluation_suites import (
 from aligner.schema.reward_sources import parse_evaluation_judge
 from aligner.servers.remote_client import RemoteFuture
 from aligner.training.engine_setup import build_sampling_options
+from aligner.training.episode_metrics import compute_reported_means
 from aligner.training.rollout_builder import RolloutBuilder, compute_environment_scores
 from aligner.training.services import PendingRows, Services, run_and_broadcast_result
 
@@ -252,6 +253,7 @@ class Evaluator:
 
         if lost_count:
             metrics["eval/lost_episodes"] = float(lost_count)
+        metrics |= compute_reported_means(samples, "eval/metrics/")
         if responses.wins is not None:
             metrics |= judge_metrics(stack_wins(responses.wins, len(self.prompts)))
 

@@ -104,6 +104,8 @@ class Recorder:
                 record["turns"] = build_transcript(sample, self.tokenizer)
             if sample.branches:
                 record["branches"] = decode_branches(sample, self.tokenizer)
+            if sample.report is not None:
+                record |= sample.report.to_json()
             records.append(record)
         self.sample_writer.write(step, records)
 

@@ -23,6 +23,7 @@ from aligner.rewards.judge import JudgeMeter, open_judge
 from aligner.rewards.sources import TextSource
 from aligner.schema import EngineConfig, MegatronModelConfig
 from aligner.schema.reward_sources import JudgeSource
+from aligner.training.episode_metrics import compute_reported_means
 from aligner.training.evaluator import (
     build_reference_samples,
     build_scoring_requests,
@@ -195,6 +196,7 @@ def evaluate(
         metrics = evaluation_metrics(scores, job.pass_threshold, reference_scores)
         if lost_count:
             metrics["eval/lost_episodes"] = float(lost_count)
+        metrics |= compute_reported_means(samples, "eval/metrics/")
         wins = None
         if judge is not None:
             wins, win_metrics = judge.compare(job, prompts, samples, references)

@@ -81,6 +81,10 @@ _METRICS = {
         "Retries of episodes: {}",
         "Failures of this kind after which an episode was retried.",
     ),
+    "episode/metrics/*": (
+        "Metric of the agent: {}",
+        "Mean of a metric over the episodes whose agents reported it.",
+    ),
     "episode/left_out_fraction": (
         "Episodes left out (fraction)",
         "Fraction of the episodes that are not trained on because of failures.",
@@ -164,6 +168,10 @@ _METRICS = {
     "teacher_scores/covered": (
         "Probability of the stored tokens",
         "Total probability of the stored top-k tokens, averaged over tokens.",
+    ),
+    "eval/*metrics/*": (
+        "Evaluation: metric of the agent: {}",
+        "Mean of a metric over the episodes whose agents reported it.",
     ),
     "eval/*abstained": (
         "Evaluation: abstentions",
@@ -345,15 +353,17 @@ def name_metric(name: str) -> str:
     The plain name of an evaluation metric ends with the evaluation suite, if the metric has one.
     """
     plain_name = _find_metric(name)[0]
-    parts = name.split("/")
-    if len(parts) == 3 and parts[0] == "eval" and plain_name != name:
-        return f"{plain_name}, {parts[1]}"
+    # `eval/metrics/NAME` belongs to no suite, and the name of an agent's metric may have slashes
+    suite = re.fullmatch(r"eval/(?!metrics/)([^/]+)/(?:metrics/.+|[^/]+)", name)
+    if suite is not None and plain_name != name:
+        return f"{plain_name}, {suite[1]}"
     return plain_name
 
 
 def _find_metric(name: str) -> tuple[str, str]:
     for ending, bound in _BOUNDS.items():
-        if name.startswith("eval/") and name.endswith(ending):
+        is_bound = name.startswith("eval/") and "/metrics/" not in name and name.endswith(ending)
+        if is_bound:
             plain_name, description = _find_metric(name.removesuffix(ending))
             return f"{plain_name}, {bound}", description
     if name in _METRICS:

@@ -10,7 +10,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from aligner.agents.agent_endpoint import AgentServer, AgentSession, SessionContext
+from aligner.agents.agent_endpoint import AgentServer, AgentSession
+from aligner.agents.episode_identity import EpisodeIdentity
+from aligner.agents.protocols.requests import ModelRequest
+from aligner.agents.session_context import SessionContext
 from aligner.data.chat_turns import ChatTurns
 from aligner.data.tokenizer import Tokenizer
 from aligner.data.types import Completion
@@ -27,6 +30,16 @@ class Answering:
         self._delay_s = delay_s
         self.completions = 0
         """Number of completions so far."""
+
+    async def generate_untrained(
+        self,
+        request: ModelRequest,
+        input_tokens: Tensor,
+        max_tokens: int,
+        grammar: str | None,
+        stream: int,
+    ) -> Completion:
+        return await self.generate(input_tokens, max_tokens, request.stop, grammar, stream)
 
     async def generate(
         self,
@@ -62,7 +75,13 @@ def serving(
     try:
         for index in range(sessions):
             session = AgentSession(
-                str(index), context, answering.generate, lambda *_: None, lambda: None
+                str(index),
+                context,
+                answering.generate,
+                lambda *_: None,
+                answering.generate_untrained,
+                lambda: None,
+                EpisodeIdentity(7, 3, index),
             )
 
             def end(session: AgentSession = session) -> None:

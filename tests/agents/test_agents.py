@@ -83,6 +83,8 @@ def episodes(
     try:
         source.drop_journal_before(first)
         found = run_steps(source.start(requests, sampling))
+        # the next step could not start otherwise
+        assert not engine.has_work
     finally:
         source.close()
     return [found[place] for place in range(len(requests))], tokenizer

@@ -297,6 +297,28 @@ def test_ignored_parameter_of_agent_names_the_option(
     assert warning in caplog.text
 
 
+@pytest.mark.parametrize("options", [(), ("--as-messages",)])
+def test_episodes_of_agent_have_failures_and_metrics(
+    chat_model, tasks, tmp_path, aligner_generate, options
+):
+    output = tmp_path / "out.jsonl"
+    lines = [
+        json.loads(line) | {"turn_reward": 0.5, fails: [1]}
+        for line, fails in zip(
+            tasks.read_text().splitlines(), ("failed_attempts", "lost_attempts"), strict=True
+        )
+    ]
+    tasks.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    arguments = ("--prompts", tasks, "--max-new-tokens", 100, "--output", output, *options)
+    agent = "environment.agent=tests.agents.crediting_agents:reports"
+    assert aligner_generate(chat_model, *arguments, agent)[0] == 0
+    names = ("score", "failure", "retries", "metrics")
+    assert [[record[name] for name in names] for record in records(output)] == [
+        [0.5, "error", [], {"attempts": 1.0, "only/1": 1.5}],
+        [0.5, None, ["infrastructure"], {"attempts": 2.0, "only/2": 1.5}],
+    ]
+
+
 def test_episodes_of_agent_are_written_as_its_messages(
     chat_model, tasks, tmp_path, aligner_generate
 ):

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from benchmarks.runs import REPOSITORY
-from tests.agents import openai_agents
+from tests.agents import crediting_agents, openai_agents
 from tests.agents.calling_model import saved
 from tests.agents.serving_model import served
 
@@ -49,6 +49,16 @@ def test_parallel_requests_of_training_run_against_served_model(
 def test_text_completions_of_training_run_against_served_model(url: str) -> None:
     openai_agents.steps({"requests": ["1+1=", "1+1=2"], "with": {"max_tokens": 3}}, url, KEY)
     asyncio.run(openai_agents.calculates({"prompt": "2*3=", "answer": "6"}, url, KEY))
+
+
+def test_credit_of_training_is_accepted_without_effect(url: str, task: dict[str, Any]) -> None:
+    asyncio.run(crediting_agents.rewards_each_turn(task, url, KEY))
+    asyncio.run(crediting_agents.simulates(task, url, KEY))
+    crediting_agents.reports(task, url, KEY)
+    answer = crediting_agents.post(
+        url, KEY, "completions", {"prompt": "yes"}, **{"X-Aligner-Train": "maybe"}
+    )
+    assert answer.status == 400 and "X-Aligner-Train" in answer.content["error"]["message"]
 
 
 def test_command_of_training_runs_against_served_model(url: str, task: dict[str, Any]) -> None:

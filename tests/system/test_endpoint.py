@@ -78,6 +78,32 @@ def test_agent_trains_on_its_generated_tokens(undisturbed: Finished) -> None:
     )
 
 
+def test_rewards_of_turns_and_metrics_reach_trainer_and_files(tmp_path: Path) -> None:
+    run = run_to_end(
+        tmp_path / "run",
+        *OVERRIDES,
+        "environment.agent=tests.agents.crediting_agents:rewards_products",
+        "reward=environment",
+        "algorithm.advantage=grpo_turns",
+        "algorithm.gamma=0.5",
+        "evaluation.every=2",
+        "evaluation.prompts=['1*2=', '3*4=']",
+        "run.steps=2",
+        experiment="calculator",
+    )
+    assert run.code == 0, run.report()
+    steps = [step for step in run.metrics if "reward/mean" in step]
+    for step in steps:
+        # two digits in the first turn are a reward, but not the other way round
+        assert 0 <= step["episode/metrics/digits"] <= step["reward/mean"]
+        assert step["mismatch/logprob_abs"] == 0
+    assert max(step["reward/std"] for step in steps) > 0
+    assert any("eval/metrics/digits" in step for step in run.metrics)
+    records = [json.loads(line) for line in run.paths.samples.read_text().splitlines()]
+    assert all(record["failure"] is None and record["retries"] == [] for record in records)
+    assert {*records[0]["metrics"]} == {"digits"}
+
+
 @pytest.mark.promise("agents-equal-on-every-placement")
 def test_generator_agents_equal_colocated_agents(undisturbed: Finished, tmp_path: Path) -> None:
     server = ("engine.placement=server", "server.request_timeout_s=900")

@@ -173,6 +173,24 @@ def test_failed_agent_counts_as_lost_episode(tmp_path: Path, aligner_evaluate: E
     assert (code, metrics["eval/lost_episodes"], metrics["eval/score"]) == (0, 1.0, 0.0)
 
 
+def test_evaluation_reports_means_of_metrics(tmp_path: Path, aligner_evaluate: Evaluate) -> None:
+    (tmp_path / "model").mkdir()
+    model = saved(tmp_path / "model", "chatml")
+    tasks = tmp_path / "tasks.jsonl"
+    lines = [
+        {"prompt": "task", "at": 0, "lost_attempts": [1], "log": str(tmp_path / "log")},
+        {"prompt": "task", "at": 1, "log": str(tmp_path / "log")},
+    ]
+    tasks.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    agent = "environment.agent=tests.agents.crediting_agents:reports"
+    arguments = (model, "--prompts", tasks, "--max-new-tokens", 20, "--json", agent)
+    code, out, _ = aligner_evaluate(*arguments)
+    metrics = json.loads(out)
+    # one agent reports its second attempt, and only that one
+    assert (code, metrics["eval/metrics/attempts"]) == (0, 1.5)
+    assert (metrics["eval/metrics/only/1"], metrics["eval/metrics/only/2"]) == (1.5, 1.5)
+
+
 def test_repeated_evaluation_uses_judge_cache(
     model: Path,
     initial: Path,

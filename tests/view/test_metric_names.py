@@ -24,6 +24,8 @@ from tests.view.served import REPOSITORY
         ("eval/math/pass@4", "Evaluation: pass@4, math"),
         ("eval/score_low", "Evaluation: score, lower bound"),
         ("eval/math/score_high", "Evaluation: score, upper bound, math"),
+        ("eval/metrics/score", "Evaluation: metric of the agent: score"),
+        ("eval/math/metrics/a/b_low", "Evaluation: metric of the agent: a/b_low, math"),
         ("odd/metric", "odd/metric"),
         ("eval/math/odd", "eval/math/odd"),
     ],

@@ -110,6 +110,8 @@ class ModelRequest:
     """Whether a stream of chat or text completions ends with the token counts."""
     ignored_fields: tuple[str, ...] = ()
     """Names of the fields of the request that have no effect."""
+    is_trained: bool = True
+    """Whether a run trains on the answers (header `X-Aligner-Train`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
