@@ -30,6 +30,8 @@ class Answering:
         self._delay_s = delay_s
         self.completions = 0
         """Number of completions so far."""
+        self.streams: list[int] = []
+        """Random streams of the untrained requests."""
 
     async def generate_untrained(
         self,
@@ -39,6 +41,7 @@ class Answering:
         grammar: str | None,
         stream: int,
     ) -> Completion:
+        self.streams.append(stream)
         return await self.generate(input_tokens, max_tokens, request.stop, grammar, stream)
 
     async def generate(

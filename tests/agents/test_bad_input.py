@@ -199,10 +199,35 @@ def test_request_repeated_after_a_cut_response_gets_the_same_turn(
         status, response = send_request(url, key, body_of("why?"))
         assert status == 200 and response["choices"][0]["message"]["content"] == "yes " * words
         assert session.turns == [turn] and answering.completions == 1
+        reward = {"reward": 0.5, "completion_id": response["id"]}
+        reward_url = url.replace("chat/completions", "reward")
+        assert send_request(reward_url, key, json.dumps(reward).encode())[0] == 200
+        assert [each.reward for each in session.get_rewarded_turns()] == [0.5]
 
         # the response was received, so the same request is a new one
         status, _ = send_request(url, key, body_of("why?"))
         assert status == 200 and len(session.turns) == answering.completions == 2
+
+
+def test_untrained_request_repeated_after_a_cut_has_the_same_random_stream(model: Path) -> None:
+    answering = Answering(Tokenizer(model), delay_s=0.2, text=f"{'yes ' * 60_000}<|end|>")
+    with serving(model, answering, 1) as (server, (session,)):
+        address = urlsplit(server.get_session_url(session))
+        headers = {"Authorization": f"Bearer {session.agent_key}", "X-Aligner-Train": "false"}
+        # cut before the response, in the response, and not at all
+        for received in (0, 20, None, None):
+            connection = http.client.HTTPConnection(address.netloc)
+            path = f"{address.path}/v1/chat/completions"
+            connection.request("POST", path, body_of("why?"), headers)
+            if received == 0:
+                time.sleep(0.1)
+            else:
+                response = connection.getresponse()
+                assert response.status == 200 and response.read(received)
+            connection.close()
+            time.sleep(0.1)
+        first, second, third, last = answering.streams
+        assert first == second == third != last and not session.turns
 
 
 def test_agent_that_ignores_errors_gets_no_further_turns(model: Path, answering: Answering) -> None:
