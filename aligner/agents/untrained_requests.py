@@ -26,6 +26,7 @@ from aligner.agents.protocols.requests import (
     ModelRequest,
     RequestError,
     TextRequest,
+    build_refusal,
 )
 from aligner.agents.request_sampling import check_sampling
 from aligner.agents.response_grammars import build_request_grammar
@@ -100,10 +101,8 @@ class UntrainedRequests:
             conversation, input_tokens, grammar = await prepare(
                 request, lambda: self._prepare(request)
             )
-        except RequestError:
-            raise
         except AlignerError as error:
-            raise RequestError(400, str(error)) from error
+            raise build_refusal(error) from error
         available_tokens = context.max_sequence_length - len(input_tokens)
         if available_tokens < 1:
             raise build_length_error(request, len(input_tokens), context.max_sequence_length)
