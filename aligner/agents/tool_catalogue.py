@@ -202,15 +202,10 @@ def describe_tools(settings: EnvironmentConfig) -> list[str]:
     if not _find_sandbox_tools(settings):
         return lines
     if not _is_local(settings):
-        key = (
-            "environment.sandbox_image"
-            if settings.sandbox_url is None
-            else "environment.sandbox_url"
-        )
         try:
             asyncio.run(_try_sandbox(SandboxSettings.from_config(settings)))
         except InfrastructureError as error:
-            raise ConfigError(f"{key}: {error}") from error
+            raise ConfigError(str(error)) from error
         return lines
     _, gaps = detect_isolation(settings)
     lines += [

@@ -161,6 +161,9 @@ def _find_tool_problems(settings: EnvironmentConfig) -> Iterator[str]:
             f"environment.target={TOOLS}: no tools are set; set environment.tools or"
             " environment.mcp"
         )
+    url = settings.sandbox_url
+    if url is not None and not url.startswith(("http://", "https://")):
+        yield f"environment.sandbox_url={url}: must be a URL such as http://HOST:8100"
     if not settings.has_tools:
         return
     for tool in settings.tools:

@@ -24,10 +24,13 @@ from aligner.agents.sandboxes import (
     SandboxFileError,
     SandboxSettings,
     create_sandbox,
+    remote_sandbox,
 )
 from aligner.agents.sandboxes.bubblewrap import Bubblewrap
 from aligner.agents.sandboxes.container_sandbox import OWNER_LABEL
 from aligner.agents.sandboxes.remote_sandbox import API_KEY_VARIABLE
+from aligner.agents.tool_catalogue import describe_tools
+from aligner.errors import ConfigError
 from aligner.schema.environment import EnvironmentConfig, PythonToolConfig
 from tests.agents import container_engine
 from tests.agents.test_python_sandbox import process_mark
@@ -334,6 +337,15 @@ def test_environment_gets_sandbox_with_settings_of_run():
         assert pool.reset("episode", {}, 0).result(60).observation == "7\n"
     finally:
         pool.close()
+
+
+def test_unreachable_server_is_reported_by_validate():
+    config = EnvironmentConfig(target="tools", tools=["bash"], sandbox_url="http://127.0.0.1:1")
+    message = r"^environment.sandbox_url=http://127.0.0.1:1: cannot be reached"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(remote_sandbox, "_START_ATTEMPTS", 1)
+        with pytest.raises(ConfigError, match=message):
+            describe_tools(config)
 
 
 def test_missing_container_programs_are_reported(monkeypatch, tmp_path):

@@ -83,6 +83,10 @@ def test_episodes_are_accepted_in_every_placement(overrides):
             "environment.tools: 'calculator': must be python, bash, or module:function",
         ),
         (
+            ["environment.sandbox_url='host:8100'"],
+            "environment.sandbox_url=host:8100: must be a URL such as http://HOST:8100",
+        ),
+        (
             ["environment.tools=[python]"],
             (
                 "must be null with tools, because a conversation continues only after the model's"
