@@ -87,7 +87,7 @@ def test_rewards_of_turns_and_metrics_reach_trainer_and_files(tmp_path: Path) ->
         "algorithm.advantage=grpo_turns",
         "algorithm.gamma=0.5",
         "evaluation.every=2",
-        "evaluation.prompts=['1*2=', '3*4=']",
+        "evaluation.count=4",
         "run.steps=2",
         experiment="calculator",
     )
