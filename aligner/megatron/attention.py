@@ -7,7 +7,6 @@ Shapes: T is the number of tokens of all context ranks, C the context-parallel s
 one sequence. N rows are padded on the right to L tokens. Without context parallelism, C is 1.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,7 +20,8 @@ from torch.autograd.function import once_differentiable
 from aligner.megatron import shared_prefixes
 from aligner.megatron.packing import PackedSequences
 from aligner.models import batch_invariant
-from aligner.models.rotary import rotate
+from aligner.models.rotary import compute_rotation, rotate
+from aligner.models.shape import LayerShape, Rope, compute_inverse_frequencies
 
 
 class PackedAttention(nn.Module):
@@ -36,25 +36,25 @@ class PackedAttention(nn.Module):
         self,
         config: TransformerConfig,
         *_: Any,
+        layer: LayerShape,
         exact: bool = False,
-        frequencies: Sequence[float] | None = None,
         **__: Any,
     ) -> None:
-        """Read the softmax scale and the sliding window from the configuration.
+        """Create the attention of a layer.
 
         Args:
             config: Configuration of the model.
-            exact: `engine.exact`: use the batch-invariant kernel.
-            frequencies: Rotary frequencies in radians per position, one for each rotated pair of a
-                head's dimensions; None without rotary positions. The module rotates queries and
+            layer: Rotary positions and sliding window of the layer. The module rotates queries and
                 keys itself, because megatron-core would compute the cosines and sines again in
                 every layer.
+            exact: `engine.exact`: use the batch-invariant kernel.
         """
         super().__init__()
         self.exact = exact
-        self._frequencies = frequencies
         self.scale = config.softmax_scale
-        self.window = None if config.window_size is None else config.window_size[0]
+        self._rope = layer.rope
+        self._head_dim = config.kv_channels
+        self.window = None if layer.sliding_window is None else layer.sliding_window - 1
         """Number of keys before its own position that a query attends to; None means all."""
 
     def forward(
@@ -99,8 +99,8 @@ class PackedAttention(nn.Module):
             )
         packed = packed_seq_params
         is_grouped = query.shape[1] != key.shape[1]
-        if self._frequencies is not None:
-            query, key = self._apply_rotation(query, key, packed)
+        if self._rope is not None:
+            query, key = self._apply_rotation(query, key, self._rope, packed)
         # Rows share prefixes only without a sliding window, without `engine.exact` and without
         # context parallelism (see `runner`), so this path need not support them.
         if packed.attention_tree is not None:
@@ -141,17 +141,17 @@ class PackedAttention(nn.Module):
         return attended.transpose(1, 2).flatten(2).flatten(0, 1).index_select(0, packed.query_index)
 
     def _apply_rotation(
-        self, query: Tensor, key: Tensor, packed: PackedSequences
+        self, query: Tensor, key: Tensor, rope: Rope, packed: PackedSequences
     ) -> tuple[Tensor, Tensor]:
         """Return queries and keys [T/C, heads, dim] with rotary positions (Su et al. 2021)."""
-        if packed.rotation is None:
+        if rope not in packed.rotations:
             # Angles are computed in float32, since bf16 cannot represent the positions of long
             # contexts. The first layer of a micro-batch computes them for all layers.
             angles = packed.positions[:, None, None].float() * torch.tensor(
-                self._frequencies, device=query.device
+                compute_inverse_frequencies(rope, self._head_dim), device=query.device
             )
-            packed.rotation = angles.cos().to(query.dtype), angles.sin().to(query.dtype)
-        cosine, sine = packed.rotation
+            packed.rotations[rope] = compute_rotation(angles, rope, query.dtype)
+        cosine, sine = packed.rotations[rope]
         return _Rotate.apply(query, cosine, sine), _Rotate.apply(key, cosine, sine)
 
     def _build_mask(self, packed: PackedSequences, device: torch.device) -> Tensor | None:

@@ -40,7 +40,7 @@ from aligner.megatron.layers import (
 )
 from aligner.megatron.world import World
 from aligner.models.shape import ModelShape, compute_inverse_frequencies
-from aligner.models.weight_slices import Head, compute_shard_size
+from aligner.models.weight_slices import Head, compute_shard_size, stage_layers
 from aligner.schema import MegatronModelConfig, OptimizerConfig, ParallelConfig, TrainedModelConfig
 
 _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
@@ -76,7 +76,8 @@ def _finalize_gradients(
 
 def _architecture_settings(shape: ModelShape) -> dict[str, Any]:
     """Return the arguments of a TransformerConfig that follow from the model's shape."""
-    window = shape.sliding_window
+    layer = shape.common_layer
+    window = None if layer is None else layer.sliding_window
     return {
         "num_layers": shape.num_layers,
         "hidden_size": shape.hidden_size,
@@ -92,7 +93,7 @@ def _architecture_settings(shape: ModelShape) -> dict[str, Any]:
         "add_bias_linear": shape.linear_bias,
         "add_qkv_bias": shape.qkv_bias,
         # Hugging Face's window includes the token itself; megatron-core's window counts the tokens
-        # before and after the token.
+        # before and after the token. `PackedAttention` has the window of its own layer instead.
         "window_size": None if window is None else (window - 1, 0),
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
@@ -188,7 +189,7 @@ def transformer_config(
             bias_dropout_fusion=False,
             # The unfused rotary embedding synchronizes with the GPU in every layer of a packed
             # micro-batch.
-            apply_rope_fusion=transformer_engine and shape.position == "rotary",
+            apply_rope_fusion=transformer_engine and not shape.learned_positions,
             **_layout_settings(layout),
             **_RECOMPUTE[recompute],
             **({} if fp8_recipe is None else _FP8[fp8_recipe]),
@@ -241,7 +242,7 @@ def build_model(
     """
     dtype = computing_dtype(settings, world.device)
     recompute = settings.recompute if isinstance(settings, TrainedModelConfig) else "none"
-    transformer_engine = uses_transformer_engine(settings, dtype)
+    transformer_engine = uses_transformer_engine(shape, settings, dtype)
     fp8_recipe = settings.fp8_recipe if settings.precision == "fp8" else None
     if fp8_recipe is not None and not transformer_engine:
         raise ConfigError(
@@ -273,7 +274,7 @@ def _build_chunk(
     head: Head,
     config: TransformerConfig,
     chunk: int,
-    build_layers: Callable[[int | None], TransformerBlockSubmodules],
+    build_layers: Callable[[range], TransformerBlockSubmodules],
     rotary: str,
 ) -> GPTModel:
     """Return one model chunk of this rank, on its device.
@@ -284,36 +285,37 @@ def _build_chunk(
         head: Vocabulary head or scalar head.
         config: megatron-core's configuration of the model.
         chunk: Index of the chunk on this pipeline stage.
-        build_layers: Function that returns the layer specs of a chunk.
+        build_layers: Function that returns the specs of layers.
         rotary: megatron-core's type of rotary positions, rope or none.
     """
     chunks = world.layout.virtual_pipeline
     has_head = world.is_last_stage and chunk == chunks - 1
     stage = chunk if chunks > 1 else None
+    layers = stage_layers(shape.num_layers, world.layout, world.coordinates.pipeline)[chunk]
+    # the rotary positions of all layers; only transformer-engine's layers use it
+    rope = None if shape.common_layer is None else shape.common_layer.rope
     tensor_ranks = world.layout.tensor
     padded_vocabulary = compute_shard_size(shape.vocab_size, tensor_ranks) * tensor_ranks
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = GPTModel(
             config=config,
-            transformer_layer_spec=build_layers(stage),
+            transformer_layer_spec=build_layers(layers),
             vocab_size=padded_vocabulary,
             max_sequence_length=shape.max_positions,
-            position_embedding_type={"rotary": rotary, "learned": "learned_absolute"}[
-                shape.position
-            ],
-            rotary_percent=shape.rotary_fraction,
+            position_embedding_type="learned_absolute" if shape.learned_positions else rotary,
+            rotary_percent=1.0 if rope is None else rope.fraction,
             pre_process=world.coordinates.pipeline == 0 and chunk == 0,
             post_process=has_head,
             share_embeddings_and_output_weights=shape.tied_embeddings and head == "vocabulary",
             parallel_output=True,
             vp_stage=stage,
         )
-    if shape.position == "rotary" and rotary == "rope":
+    if rope is not None and rotary == "rope":
         # Use the engines' frequencies, which include every kind of scaling. They are float32,
         # because the angles of long contexts need this precision.
         model.rotary_pos_emb.inv_freq = torch.tensor(
-            compute_inverse_frequencies(shape), dtype=torch.float32
+            compute_inverse_frequencies(rope, shape.head_dim), dtype=torch.float32
         )
     _clear_vocabulary_padding(model, padded_vocabulary - shape.vocab_size, world)
     _mark_tensor_parallel(model)

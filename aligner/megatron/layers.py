@@ -9,7 +9,7 @@
 - Heads: `VocabularyHead` for log-probs and `ScalarHead` for values and rewards.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +31,6 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
-    get_num_layers_to_build,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -44,7 +43,7 @@ from aligner.megatron.attention import PackedAttention
 from aligner.megatron.cpu_backend import mark_gradient_accumulated
 from aligner.megatron.logprobs import TokenMasks, vocab_parallel_logprobs, vocab_parallel_top_ids
 from aligner.megatron.packing import PackedSequences, RoutingReplay
-from aligner.models.shape import ModelShape, compute_inverse_frequencies
+from aligner.models.shape import LayerShape, ModelShape
 from aligner.models.weight_slices import Head
 from aligner.schema import ActorConfig, MegatronModelConfig
 
@@ -289,6 +288,9 @@ class LayerNorm(nn.LayerNorm):
         _mark_for_sequence_parallelism(self, config)
 
 
+_NORMS: Mapping[str, type[nn.Module]] = {"rms": RMSNorm, "layer": LayerNorm}
+
+
 class ParallelResidualLayer(TransformerLayer):
     """Layer with a parallel residual: x + attention(norm(x)) + mlp(other norm(x)).
 
@@ -387,22 +389,33 @@ class ExpertsLayer(TransformerLayer):
             self.mlp.router.router_replay = None
 
 
-def uses_transformer_engine(settings: MegatronModelConfig, dtype: torch.dtype) -> bool:
+def uses_transformer_engine(
+    shape: ModelShape, settings: MegatronModelConfig, dtype: torch.dtype
+) -> bool:
     """Return whether a model uses transformer-engine's layers.
 
     Otherwise, the model uses megatron-core's local layers with our norms and our attention.
     transformer-engine is not used with LoRA, since its linear layers may contain the preceding
     norm. It is not used in float32 either, since its attention over packed sequences has no float32
-    kernel in releases up to 2.10.
+    kernel in releases up to 2.10. Its attention has neither layers with different windows or rotary
+    positions, nor a factor of queries and keys.
     """
     has_adapters = isinstance(settings, ActorConfig) and settings.lora.rank > 0
-    return HAVE_TE and torch.cuda.is_available() and dtype == torch.bfloat16 and not has_adapters
+    layer = shape.common_layer
+    is_uniform = layer is not None and (layer.rope is None or layer.rope.attention_factor == 1)
+    return (
+        HAVE_TE
+        and torch.cuda.is_available()
+        and dtype == torch.bfloat16
+        and not has_adapters
+        and is_uniform
+    )
 
 
 def decoder_submodules(
     shape: ModelShape,
     config: TransformerConfig,
-    chunk: int | None = None,
+    layers: range,
     *,
     exact: bool = False,
     transformer_engine: bool = False,
@@ -412,32 +425,32 @@ def decoder_submodules(
     Args:
         shape: Dimensions of the model.
         config: megatron-core's configuration of the model.
-        chunk: Index of the model chunk under the interleaved schedule; None without interleaving.
+        layers: Indices of the layers.
         exact: `engine.exact`: use batch-invariant kernels.
         transformer_engine: Whether to use transformer-engine's modules.
     """
-    if transformer_engine:
-        layer = get_gpt_layer_with_transformer_engine_spec(
-            num_experts=shape.num_experts or None, qk_layernorm=shape.qk_norm
-        )
-        norm = TENorm
-    else:
-        layer, norm = _local_layer_spec(shape, exact)
-    if shape.parallel_residual:
-        layer.module = ParallelResidualLayer
-    if shape.num_experts:
-        layer.module = ExpertsLayer
-        if supports_grouped_gemm(config):
-            layer.submodules.mlp.submodules.experts.module = GroupedExperts
-    return TransformerBlockSubmodules(
-        layer_specs=[layer] * get_num_layers_to_build(config, chunk), layer_norm=norm
-    )
+    norm = TENorm if transformer_engine else _NORMS[shape.normalization]
+    layer_specs = []
+    for layer in layers:
+        if transformer_engine:
+            spec = get_gpt_layer_with_transformer_engine_spec(
+                num_experts=shape.num_experts or None, qk_layernorm=shape.qk_norm
+            )
+        else:
+            spec = _local_layer_spec(shape, shape.layers[layer], exact)
+        if shape.parallel_residual:
+            spec.module = ParallelResidualLayer
+        if shape.num_experts:
+            spec.module = ExpertsLayer
+            if supports_grouped_gemm(config):
+                spec.submodules.mlp.submodules.experts.module = GroupedExperts
+        layer_specs.append(spec)
+    return TransformerBlockSubmodules(layer_specs=layer_specs, layer_norm=norm)
 
 
-def _local_layer_spec(shape: ModelShape, exact: bool) -> tuple[ModuleSpec, type]:
-    """Return megatron-core's local layer spec with our norms and attention, and the norm's
-    class."""
-    norm = {"rms": RMSNorm, "layer": LayerNorm}[shape.normalization]
+def _local_layer_spec(shape: ModelShape, layer_shape: LayerShape, exact: bool) -> ModuleSpec:
+    """Return megatron-core's local layer spec with our norms and attention."""
+    norm = _NORMS[shape.normalization]
     layer = get_gpt_layer_local_spec(
         num_experts=shape.num_experts or None,
         qk_layernorm=shape.qk_norm,
@@ -445,16 +458,15 @@ def _local_layer_spec(shape: ModelShape, exact: bool) -> tuple[ModuleSpec, type]
     )
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
     attention = layer.submodules.self_attention.submodules
-    rotary_frequencies = compute_inverse_frequencies(shape) if shape.position == "rotary" else None
     attention.core_attention = ModuleSpec(
-        PackedAttention, params={"exact": exact, "frequencies": rotary_frequencies}
+        PackedAttention, params={"exact": exact, "layer": layer_shape}
     )
     if shape.qk_norm:
         attention.q_layernorm = attention.k_layernorm = norm
     # The router of megatron-core 0.16 tests whether this name is None, but defines it only if
     # transformer-engine is installed.
     moe_utils.te_general_gemm = None
-    return layer, norm
+    return layer
 
 
 class VocabularyHead(ColumnParallelLinear):

@@ -37,6 +37,7 @@ from aligner.megatron.shared_prefixes import (
     bundle_rows,
     bundle_without_sharing,
 )
+from aligner.models.shape import Rope
 
 
 @dataclass(frozen=True)
@@ -115,9 +116,9 @@ class PackedSequences(PackedSeqParams):
     """Attention pattern that replaces the rows if rows share prefixes; otherwise None."""
     positions: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     """Position of each of this rank's tokens in its row, int64 [T/C]."""
-    rotation: tuple[Tensor, Tensor] | None = None
-    """Cosines and sines of the rotary embedding, which the first layer caches for the other
-    layers."""
+    rotations: dict[Rope, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """Cosines and sines of the rotary embeddings, which the first layer with each of them caches
+    for the other layers."""
 
 
 @dataclass(frozen=True)

@@ -532,12 +532,7 @@ def _supports_shared_prefixes(shape: ModelShape, world: World) -> bool:
     sliding windows. Experts are excluded, because each row has its own recorded routing.
     """
     on_cpu = world.device.type == "cpu"
-    return (
-        on_cpu
-        and world.layout.context == 1
-        and shape.sliding_window is None
-        and not shape.num_experts
-    )
+    return on_cpu and world.layout.context == 1 and not shape.has_windows and not shape.num_experts
 
 
 def _apply_model(model: Any, batch: PackedBatch) -> Tensor:

@@ -10,14 +10,21 @@ the installed classes. Entries are read in one of these ways:
 - entries that transformers does not know are ignored; `config_notes` lists them.
 """
 
-import dataclasses
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from aligner.errors import ConfigError
-from aligner.models.shape import ModelShape, RopeScaling
+from aligner.models.rope_entries import (
+    FULL,
+    SLIDING,
+    RopeFormat,
+    find_unknown_entries,
+    is_number,
+    read_rope,
+    write_rope,
+)
+from aligner.models.shape import LayerShape, ModelShape
 from aligner.models.weight_slices import Head
 
 
@@ -61,17 +68,12 @@ class Architecture:
     """Default EOS id of the transformers class; None if it has none."""
     window: Literal["none", "always", "switched", "layered"] = "none"
     """Layers with a sliding window. "none": no layer; "always": all layers if the window is not
-    null; "switched": all layers if `use_sliding_window` is true; "layered": the layers from
-    `max_window_layers` on if `use_sliding_window` is true."""
-    rope_theta: float = 10000.0
-    """Default rotary base of the transformers class."""
-    theta_key: str = "rope_theta"
-    """Entry of the rotary base outside `rope_parameters`."""
-    fraction_key: str = "partial_rotary_factor"
-    """Entry of the rotated fraction outside `rope_parameters`."""
-    rotary_fraction: float | None = None
-    """Default fraction of a head's dimensions that is rotated; None if the architecture rotates all
-    dimensions and has no such entry."""
+    null; "switched": all layers if `use_sliding_window` is true; "layered": the layers that
+    `layer_types` names, else those from `max_window_layers` on, if `use_sliding_window` is true."""
+    window_size: int | None = 4096
+    """Default of the entry `sliding_window`."""
+    rope: RopeFormat | None = field(default_factory=RopeFormat)
+    """Rotary entries; None for learned positions."""
     causal_suffix: str = "ForCausalLM"
     """Suffix of the name of the class with a language model's head."""
 
@@ -86,14 +88,9 @@ class Architecture:
         return f"{self.name}ForSequenceClassification"
 
     @property
-    def is_rotary(self) -> bool:
-        """Whether the model has rotary positions."""
-        return self.implied.get("position") != "learned"
-
-    @property
     def known_entries(self) -> frozenset[str]:
         """All entries that transformers knows for this architecture."""
-        rotary = (*_ROPE_ENTRIES, self.theta_key, self.fraction_key) if self.is_rotary else ()
+        rotary = () if self.rope is None else self.rope.entries
         return frozenset(
             (
                 *(entry.key for entry in self.entries.values()),
@@ -190,12 +187,10 @@ _COMMON_WITHOUT_EFFECT = (
     "sep_token_id",
 )
 
-# Entries of every architecture with rotary embeddings.
-_ROPE_ENTRIES = ("rope_parameters", "rope_scaling", "original_max_position_embeddings")
 # Entries of the sliding window, by `Architecture.window`.
 _WINDOW_ENTRIES: Mapping[str, tuple[str, ...]] = {
     "none": (),
-    "always": (),  # an entry of the shape
+    "always": ("sliding_window",),
     "switched": ("use_sliding_window", "sliding_window"),
     "layered": ("use_sliding_window", "sliding_window", "max_window_layers"),
 }
@@ -260,16 +255,13 @@ _ARCHITECTURES = (
         "Mistral",
         "mistral",
         "llama",
-        {
-            **_decoder(
-                vocabulary=32000,
-                feed_forward=Entry("intermediate_size", 14336),
-                key_value_heads=Entry("num_key_value_heads", 8),
-                head_dim=_HEAD_DIM,
-                positions=131072,
-            ),
-            "sliding_window": Entry("sliding_window", 4096, nullable=True),
-        },
+        _decoder(
+            vocabulary=32000,
+            feed_forward=Entry("intermediate_size", 14336),
+            key_value_heads=Entry("num_key_value_heads", 8),
+            head_dim=_HEAD_DIM,
+            positions=131072,
+        ),
         supported=_SILU,
         window="always",
     ),
@@ -318,7 +310,6 @@ _ARCHITECTURES = (
                 positions=131072,
                 epsilon=1e-5,
             ),
-            "sliding_window": Entry("sliding_window", None, nullable=True),
             "num_experts": Entry("num_local_experts", 8),
             "experts_per_token": Entry("num_experts_per_tok", 2),
         },
@@ -326,7 +317,8 @@ _ARCHITECTURES = (
         without_effect=_LOAD_BALANCING_LOSS,
         aliases={"num_experts": "num_local_experts"},
         window="always",
-        rope_theta=1000000.0,
+        window_size=None,
+        rope=RopeFormat(theta=1000000.0),
     ),
     Architecture(
         "Qwen3Moe",
@@ -375,9 +367,7 @@ _ARCHITECTURES = (
         # classifier_dropout belongs to token classification, not to sequence classification.
         without_effect=("classifier_dropout", "is_decoder"),
         dropouts=("attention_dropout", "hidden_dropout"),
-        theta_key="rotary_emb_base",
-        fraction_key="rotary_pct",
-        rotary_fraction=0.25,
+        rope=RopeFormat(theta_key="rotary_emb_base", fraction=0.25, fraction_key="rotary_pct"),
     ),
     Architecture(
         "GPT2",
@@ -394,7 +384,7 @@ _ARCHITECTURES = (
             "activation": Entry("activation_function", "gelu_new"),
             "tied_embeddings": Entry("tie_word_embeddings", True),
         },
-        {**_BIASED, "position": "learned", "rope_theta": 0.0},
+        {**_BIASED, "learned_positions": True},
         {
             "scale_attn_weights": True,
             "scale_attn_by_inverse_layer_idx": False,
@@ -417,6 +407,7 @@ _ARCHITECTURES = (
             "num_hidden_layers": "n_layer",
         },
         eos_token_id=50256,
+        rope=None,
         causal_suffix="LMHeadModel",
     ),
 )
@@ -435,21 +426,6 @@ _ACTIVATIONS: Mapping[str, Literal["silu", "gelu", "gelu_tanh"]] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_fast": "gelu_tanh",
 }
-# Entries of the RoPE scaling llama3, by the attribute of `RopeScaling`.
-_SCALING = {
-    "factor": "factor",
-    "low_frequency_factor": "low_freq_factor",
-    "high_frequency_factor": "high_freq_factor",
-    "original_positions": "original_max_position_embeddings",
-}
-
-# Entries of each supported kind of RoPE scaling.
-_ROPE_KINDS: Mapping[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": tuple(_SCALING.values()),
-}
-
 # Attributes of a shape that `read_described_config` requires.
 _SIZES = (
     "num_layers",
@@ -548,11 +524,8 @@ def config_notes(config: Mapping[str, Any]) -> list[str]:
     """
     architecture = ARCHITECTURES[with_architecture(config)["architectures"][0]]
     unknown = [key for key in config if key not in architecture.known_entries]
-    if architecture.is_rotary:
-        key, rope = _rope_entry(config)
-        scaling_entries = _ROPE_KINDS[_rope_kind(rope)]
-        known = ("rope_theta", "rope_type", "type", "partial_rotary_factor", *scaling_entries)
-        unknown += [f"{key}.{name}" for name in rope if name not in known]
+    if architecture.rope is not None:
+        unknown += find_unknown_entries(config)
     notes = []
     if unknown:
         notes.append(
@@ -643,10 +616,17 @@ def _read_shape(architecture: Architecture, config: Mapping[str, Any], origin: s
             f" by the number of attention heads, {values['head_dim']}"
         )
 
-    _check_layer_types(architecture, config, values, origin)
-    if architecture.is_rotary:
-        values |= _read_rope(architecture, config, values, origin)
+    num_layers = values.pop("num_layers")
+    rope = None
+    if architecture.rope is not None:
+        rope = read_rope(
+            architecture.rope, config, values["head_dim"], values["max_positions"], origin
+        )
     return ModelShape(
+        tuple(
+            LayerShape(rope, window)
+            for window in _read_windows(architecture, config, num_layers, origin)
+        ),
         **values,
         **architecture.implied,
         family=architecture.family,
@@ -678,13 +658,8 @@ def _refuse_unsupported(architecture: Architecture, config: Mapping[str, Any], o
             )
     for key in architecture.dropouts:
         probability = config.get(key, 0.0)
-        if probability is not None and not _is_number(probability):
+        if probability is not None and not is_number(probability):
             raise ConfigError(f"{origin}: {key}={probability!r}: must be a number")
-
-
-def _is_number(value: Any) -> bool:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and math.isfinite(value)
 
 
 def _entry_value(entry: Entry, config: Mapping[str, Any], origin: str) -> Any:
@@ -699,7 +674,7 @@ def _entry_value(entry: Entry, config: Mapping[str, Any], origin: str) -> Any:
     if isinstance(entry.default, bool):
         is_valid, allowed = isinstance(value, bool), "true or false"
     elif isinstance(entry.default, float):
-        is_valid, allowed = _is_number(value) and value >= 0, "a number >= 0"
+        is_valid, allowed = is_number(value) and value >= 0, "a number >= 0"
     elif isinstance(entry.default, str):
         is_valid, allowed = isinstance(value, str), "a name"
     else:
@@ -718,33 +693,39 @@ def _activation(name: Any, entry: str) -> Literal["silu", "gelu", "gelu_tanh"]:
     return _ACTIVATIONS[name]
 
 
-def _check_layer_types(
-    architecture: Architecture, config: Mapping[str, Any], values: Mapping[str, Any], origin: str
-) -> None:
-    """Refuse windows of single layers: every layer of a `ModelShape` has the same attention."""
-    layers = values["num_layers"]
-    window = values.get("sliding_window")
+def _read_windows(
+    architecture: Architecture, config: Mapping[str, Any], layers: int, origin: str
+) -> list[int | None]:
+    """Return the sliding window of each layer, None for a layer without one."""
+    kind = architecture.window
+    size = config.get("sliding_window", architecture.window_size)
+    is_size = isinstance(size, int) and not isinstance(size, bool) and size > 0
+    if kind != "none" and size is not None and not is_size:
+        raise ConfigError(f"{origin}: sliding_window={size!r}: must be an integer > 0 or null")
+    is_used = kind == "always"
+    if kind in ("switched", "layered"):
+        is_used = config.get("use_sliding_window", False)
+        if not isinstance(is_used, bool):
+            raise ConfigError(f"{origin}: use_sliding_window={is_used!r}: must be true or false")
+    if not is_used:
+        size = None
+
+    # In transformers, layers from max_window_layers on have a window, unless layer_types is set.
+    first = config.get("max_window_layers", 28) if kind == "layered" else 0
+    default = [FULL if size is None or layer < first else SLIDING for layer in range(layers)]
     types = config.get("layer_types")
-    if types is not None:
-        kind = "full_attention" if window is None else "sliding_attention"
-        if types != [kind] * layers:
-            raise ConfigError(
-                f"{origin}: layer_types={types!r} with sliding_window={window!r} is not supported;"
-                f" supported: {layers} times {kind!r}, or no layer_types"
-            )
-    is_switched = architecture.window in ("switched", "layered")
-    if not is_switched or config.get("use_sliding_window", False) is False:
-        return
-    # In transformers, layers from max_window_layers on use sliding-window attention, unless
-    # layer_types is set.
-    first = config.get("max_window_layers", 28) if architecture.window == "layered" else 0
-    if config.get("sliding_window", 4096) is None or types is not None or first >= layers:
-        return
-    raise ConfigError(
-        f"{origin}: use_sliding_window={config['use_sliding_window']!r} is not supported;"
-        " supported: False"
-        + (f", or max_window_layers >= {layers}" if architecture.window == "layered" else "")
-    )
+    # Other architectures ignore layer_types in transformers; a contradiction is an error here.
+    allowed = [FULL, SLIDING] if kind == "layered" and size is not None else []
+    if types is None or types == default:
+        types = default
+    elif not (
+        isinstance(types, list) and len(types) == layers and all(each in allowed for each in types)
+    ):
+        raise ConfigError(
+            f"{origin}: layer_types={types!r} with sliding_window={size!r} is not supported;"
+            f" supported: {layers} times {default[-1]!r}, or no layer_types"
+        )
+    return [size if each == SLIDING else None for each in types]
 
 
 def _eos_token_ids(
@@ -783,163 +764,6 @@ def _check_token(token: Any, key: str, value: Any, vocabulary: int, origin: str)
         )
 
 
-def _rope_entry(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-    """Return the name and content of the rotary entry that transformers reads.
-
-    If config.json has neither entry, return the newer name and an empty object.
-    """
-    if config.get("rope_scaling"):
-        return "rope_scaling", config["rope_scaling"]
-    return "rope_parameters", config.get("rope_parameters") or {}
-
-
-def _rope_kind(rope: Mapping[str, Any]) -> Any:
-    return rope.get("rope_type", rope.get("type", "default"))
-
-
-def _read_rope(
-    architecture: Architecture, config: Mapping[str, Any], values: Mapping[str, Any], origin: str
-) -> dict[str, Any]:
-    """Return the rotary attributes of a shape: theta, rotated fraction and scaling.
-
-    transformers 5 moved these entries into `rope_parameters`; both forms are read. transformers
-    lets `rope_scaling` replace all of `rope_parameters`, which other programs do not do. If the
-    two differ, they are refused.
-    """
-    newer = config.get("rope_parameters")
-    older = config.get("rope_scaling")
-    for key, value in (("rope_parameters", newer), ("rope_scaling", older)):
-        if value is not None and not isinstance(value, Mapping):
-            raise ConfigError(f"{origin}: {key}={value!r}: must be an object or null")
-    key, rope = _rope_entry(config)
-    result = _rope_attributes(architecture, config, key, rope, values, origin)
-    if newer and older:
-        other = _rope_attributes(architecture, config, "rope_parameters", newer, values, origin)
-        if other != result:
-            raise ConfigError(
-                f"{origin}: rope_scaling={dict(older)!r} contradicts"
-                f" rope_parameters={dict(newer)!r}; remove one of them"
-            )
-    return result
-
-
-def _rope_attributes(
-    architecture: Architecture,
-    config: Mapping[str, Any],
-    key: str,
-    rope: Mapping[str, Any],
-    values: Mapping[str, Any],
-    origin: str,
-) -> dict[str, Any]:
-    """Return the rotary attributes that an entry describes; `key` is the entry's name."""
-    kind = _rope_kind(rope)
-    nested = [name for name, value in rope.items() if isinstance(value, Mapping)]
-    if nested:
-        raise ConfigError(
-            f"{origin}: {key} of single kinds of layers is not supported: {', '.join(nested)}"
-        )
-    required = _ROPE_KINDS.get(kind) if isinstance(kind, str) else None
-    if required is None:
-        raise ConfigError(
-            f"{origin}: rope scaling {kind!r} is not supported; supported: {', '.join(_ROPE_KINDS)}"
-        )
-
-    # original_max_position_embeddings: an entry outside of rope_parameters takes precedence. If
-    # there is neither, the model's context was not extended.
-    positions_key = _SCALING["original_positions"]
-    scaling_values = {positions_key: values["max_positions"], **rope}
-    if positions_key in config:
-        scaling_values[positions_key] = config[positions_key]
-    if missing := [name for name in required if name not in scaling_values]:
-        raise ConfigError(
-            f"{origin}: rope scaling {kind}: required entries are missing: {', '.join(missing)}"
-        )
-    for name in required:
-        if not _is_number(scaling_values[name]) or scaling_values[name] <= 0:
-            raise ConfigError(
-                f"{origin}: {key}: {name}={scaling_values[name]!r}: must be a number > 0"
-            )
-
-    scaling = None
-    if kind == "linear":
-        scaling = RopeScaling("linear", float(scaling_values["factor"]))
-    elif kind == "llama3":
-        factor, low, high, positions = (scaling_values[name] for name in _SCALING.values())
-        if high <= low:
-            raise ConfigError(
-                f"{origin}: {key}: high_freq_factor={high!r}: must be above low_freq_factor={low!r}"
-            )
-        scaling = RopeScaling("llama3", float(factor), float(low), float(high), int(positions))
-    return {
-        "rope_theta": _rope_number(
-            rope, "rope_theta", config, architecture.theta_key, architecture.rope_theta, origin
-        ),
-        "rotary_fraction": _rotary_fraction(architecture, rope, config, values, origin),
-        "rope_scaling": scaling,
-    }
-
-
-def _rope_number(
-    rope: Mapping[str, Any],
-    name: str,
-    config: Mapping[str, Any],
-    key: str,
-    default: float,
-    origin: str,
-) -> float:
-    """Return a number above 0 of the rotary entries.
-
-    Args:
-        rope: Content of `rope_parameters` or `rope_scaling`.
-        name: Name of the number in `rope`.
-        config: Content of config.json. If it contains the number too, both must be equal.
-        key: Other name of the number in `config`.
-        default: Value if neither contains the number.
-        origin: Path or key, which errors begin with.
-    """
-    value = rope.get(name, config.get(key, default))
-    if not _is_number(value) or value <= 0:
-        raise ConfigError(f"{origin}: {name}={value!r}: must be a number > 0")
-    for other in dict.fromkeys((key, name)):
-        if config.get(other) not in (None, value):
-            raise ConfigError(
-                f"{origin}: {other}={config[other]!r} contradicts {name}={value!r}, which"
-                " transformers reads; remove the former"
-            )
-    return float(value)
-
-
-def _rotary_fraction(
-    architecture: Architecture,
-    rope: Mapping[str, Any],
-    config: Mapping[str, Any],
-    values: Mapping[str, Any],
-    origin: str,
-) -> float:
-    """Return the fraction of a head's dimensions that is rotated."""
-    name = "partial_rotary_factor"
-    key = architecture.fraction_key
-    if architecture.rotary_fraction is None:
-        for value in (rope.get(name), config.get(key)):
-            if value not in (None, 1.0):
-                raise ConfigError(f"{origin}: {name}={value!r} is not supported; supported: 1.0")
-        fraction = 1.0
-    else:
-        fraction = _rope_number(rope, name, config, key, architecture.rotary_fraction, origin)
-    if fraction > 1 or int(values["head_dim"] * fraction) < 1:
-        raise ConfigError(
-            f"{origin}: {name}={fraction:g} with head_dim={values['head_dim']}: must rotate at"
-            f" least 1 and at most {values['head_dim']} dimensions"
-        )
-    # Dimensions are rotated in pairs. An odd number is rounded up, which exceeds an odd head size.
-    if values["head_dim"] % 2 and int(values["head_dim"] * fraction) == values["head_dim"]:
-        raise ConfigError(
-            f"{origin}: head_dim={values['head_dim']}: must be even, because all dimensions are"
-            " rotated in pairs"
-        )
-    return fraction
-
-
 def hugging_face_config(shape: ModelShape, head: Head = "vocabulary") -> dict[str, Any]:
     """Return the content of a config.json from which `read_config` reads the given shape.
 
@@ -968,19 +792,11 @@ def _to_config(architecture: Architecture, shape: ModelShape, head: Head) -> dic
             name for name, activation in _ACTIVATIONS.items() if activation == shape.activation
         ]
         config[architecture.entries["activation"].key] = names[0]
-    if architecture.is_rotary:
-        scaling = {} if shape.rope_scaling is None else dataclasses.asdict(shape.rope_scaling)
-        fraction = (
-            {}
-            if architecture.rotary_fraction is None
-            else {"partial_rotary_factor": shape.rotary_fraction}
-        )
-        config["rope_parameters"] = {
-            "rope_type": scaling.get("kind", "default"),
-            "rope_theta": shape.rope_theta,
-            **fraction,
-            **{entry: scaling[attribute] for attribute, entry in _SCALING.items() if scaling},
-        }
+    layer = shape.layers[-1]
+    if architecture.rope is not None and layer.rope is not None:
+        config["rope_parameters"] = write_rope(architecture.rope, layer.rope)
+    if architecture.window != "none":
+        config |= _write_windows(architecture, shape)
     return {
         "architectures": [
             architecture.causal_name if head == "vocabulary" else architecture.scalar_name
@@ -991,3 +807,17 @@ def _to_config(architecture: Architecture, shape: ModelShape, head: Head) -> dic
         "pad_token_id": shape.pad_token_id,
         **({} if head == "vocabulary" else {"num_labels": 1}),
     }
+
+
+def _write_windows(architecture: Architecture, shape: ModelShape) -> dict[str, Any]:
+    """Return the entries from which `_read_windows` reads the windows of a shape's layers."""
+    windows = [layer.sliding_window for layer in shape.layers]
+    size = next((window for window in windows if window is not None), None)
+    if architecture.window == "always":
+        return {"sliding_window": size}
+    if size is None:
+        return {"use_sliding_window": False}
+    entries: dict[str, Any] = {"use_sliding_window": True, "sliding_window": size}
+    if architecture.window == "layered":
+        entries["layer_types"] = [FULL if window is None else SLIDING for window in windows]
+    return entries

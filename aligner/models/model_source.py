@@ -5,7 +5,6 @@ teachers; models of the Hugging Face Hub, which are resolved to directories of i
 packages that contain a model file; and checks of the weight files of all model directories.
 """
 
-import dataclasses
 import importlib.util
 import json
 import os
@@ -165,7 +164,7 @@ def first_layers(config: Config, model: ModelShape) -> ModelShape:
 
     It has the first `critic.num_layers` layers of the model, or all layers if the key is not set.
     """
-    return dataclasses.replace(model, num_layers=config.critic.num_layers or model.num_layers)
+    return model.with_layers(config.critic.num_layers or model.num_layers)
 
 
 def critic_directory(config: Config) -> Path:

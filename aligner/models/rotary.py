@@ -3,6 +3,22 @@
 import torch
 from torch import Tensor
 
+from aligner.models.shape import Rope
+
+
+def compute_rotation(angles: Tensor, rope: Rope, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the cosines and sines of angles, times the attention factor, for `rotate`.
+
+    Args:
+        angles: Angles in radians, float32 [N, 1, rotated / 2].
+        rope: Rotary positions.
+        dtype: Dtype of queries and keys.
+    """
+    cosine, sine = angles.cos(), angles.sin()
+    if rope.attention_factor != 1:
+        cosine, sine = cosine * rope.attention_factor, sine * rope.attention_factor
+    return cosine.to(dtype), sine.to(dtype)
+
 
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     """Rotate the first `rotated` dimensions of each head by the angles of the token's position.

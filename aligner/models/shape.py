@@ -1,5 +1,10 @@
-"""Dimensions and architecture of a transformer, and the frequencies of its rotary embeddings."""
+"""Dimensions and parts of a decoder-only transformer, and the frequencies of its rotary embeddings.
 
+A model is described by its parts, not by its family: `ModelShape` has what all layers share, and
+one `LayerShape` for each layer, because the layers of many models differ.
+"""
+
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Literal
@@ -9,7 +14,9 @@ from typing import Literal
 class RopeScaling:
     """Scaling of the rotary frequencies for contexts longer than those of pretraining."""
 
-    kind: Literal["linear", "llama3"]
+    kind: Literal["linear", "dynamic", "llama3", "yarn"]
+    """dynamic: frequencies are scaled beyond the model's context only, so they are never scaled
+    here."""
     factor: float
     """Number by which scaled frequencies are divided."""
     low_frequency_factor: float = 1.0
@@ -17,14 +24,50 @@ class RopeScaling:
     high_frequency_factor: float = 4.0
     """llama3: frequencies with more turns within the original context are not scaled."""
     original_positions: int = 8192
-    """llama3: context length of pretraining, in tokens."""
+    """llama3, yarn: context length of pretraining, in tokens."""
+    beta_fast: float = 32.0
+    """yarn: frequencies with more turns within the original context are not scaled."""
+    beta_slow: float = 1.0
+    """yarn: frequencies with fewer turns within the original context are scaled fully."""
+    truncate: bool = True
+    """yarn: whether both limits are rounded to whole dimensions."""
+    attention_factor: float = 1.0
+    """yarn: factor of the rotated queries and keys."""
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary position embeddings of a layer (Su et al. 2021, "RoFormer")."""
+
+    theta: float
+    """Base of the frequencies."""
+    fraction: float = 1.0
+    """Fraction of a head's dimensions that is rotated."""
+    scaling: RopeScaling | None = None
+
+    @property
+    def attention_factor(self) -> float:
+        """Factor of the rotated dimensions of queries and keys."""
+        return 1.0 if self.scaling is None else self.scaling.attention_factor
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """Parts of one decoder layer in which the layers of a model may differ."""
+
+    rope: Rope | None = None
+    """Rotary positions; None for a layer without them."""
+    sliding_window: int | None = None
+    """Number of tokens to which a token attends, including itself; None for all tokens before it.
+    """
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Dimensions and architecture of a decoder-only transformer, independent of any framework."""
+    """Dimensions and parts of a decoder-only transformer, independent of any framework."""
 
-    num_layers: int
+    layers: tuple[LayerShape, ...]
+    """The decoder layers."""
     hidden_size: int
     num_heads: int
     num_kv_heads: int
@@ -34,7 +77,6 @@ class ModelShape:
     vocab_size: int
     max_positions: int
     norm_epsilon: float
-    rope_theta: float
     tied_embeddings: bool
     eos_token_ids: tuple[int, ...]
     pad_token_id: int
@@ -52,30 +94,52 @@ class ModelShape:
     """Whether the queries and keys of each head are normalized."""
     parallel_residual: bool = False
     """Whether the feed-forward network reads the layer's input instead of attention's output."""
-    position: Literal["rotary", "learned"] = "rotary"
-    rotary_fraction: float = 1.0
-    """Fraction of a head's dimensions that is rotated."""
-    rope_scaling: RopeScaling | None = None
-    sliding_window: int | None = None
-    """Number of tokens to which a token attends, including itself; None for all tokens before it.
-    """
+    learned_positions: bool = False
+    """Whether the model adds learned position embeddings to the token embeddings."""
     num_experts: int = 0
     """Number of experts per layer; 0 for a dense model."""
     experts_per_token: int = 0
     normalize_expert_weights: bool = True
     """Whether the weights of a token's experts are scaled to sum to one."""
 
+    @property
+    def num_layers(self) -> int:
+        """Number of decoder layers."""
+        return len(self.layers)
 
-def compute_inverse_frequencies(shape: ModelShape) -> list[float]:
+    @property
+    def has_windows(self) -> bool:
+        """Whether a layer has a sliding window."""
+        return any(layer.sliding_window is not None for layer in self.layers)
+
+    @property
+    def common_layer(self) -> LayerShape | None:
+        """The shape of all layers; None if they differ."""
+        return self.layers[0] if len(set(self.layers)) == 1 else None
+
+    def with_layers(self, count: int) -> "ModelShape":
+        """Return the shape of the model's first `count` layers.
+
+        A count above the number of layers repeats the layers.
+        """
+        repeats = -(-count // self.num_layers)
+        return dataclasses.replace(self, layers=(self.layers * repeats)[:count])
+
+
+def compute_inverse_frequencies(rope: Rope, head_dim: int) -> list[float]:
     """Return the frequency of each rotated pair of a head's dimensions, in radians per position.
 
     See Su et al. 2021, "RoFormer", section 3.2.2.
     """
-    rotated = int(shape.head_dim * shape.rotary_fraction)
+    rotated = int(head_dim * rope.fraction)
     # theta_i = base^(-2i / d)
-    frequencies = [shape.rope_theta ** (-pair / rotated) for pair in range(0, rotated, 2)]
-    scaling = shape.rope_scaling
-    return frequencies if scaling is None else [_scale(item, scaling) for item in frequencies]
+    frequencies = [rope.theta ** (-pair / rotated) for pair in range(0, rotated, 2)]
+    scaling = rope.scaling
+    if scaling is None or scaling.kind == "dynamic":
+        return frequencies
+    if scaling.kind == "yarn":
+        return _scale_yarn(frequencies, rope.theta, scaling)
+    return [_scale(item, scaling) for item in frequencies]
 
 
 def _scale(frequency: float, scaling: RopeScaling) -> float:
@@ -92,3 +156,29 @@ def _scale(frequency: float, scaling: RopeScaling) -> float:
     high = scaling.high_frequency_factor
     unscaled_weight = min(1.0, max(0.0, (turns - low) / (high - low)))
     return unscaled_weight * frequency + (1 - unscaled_weight) * scaled
+
+
+def _scale_yarn(frequencies: list[float], theta: float, scaling: RopeScaling) -> list[float]:
+    """Return the frequencies of YaRN (Peng et al. 2023, "YaRN", section 3.2).
+
+    The share of the scaled frequency rises linearly with the index of the pair, from 0 at the pair
+    that makes `beta_fast` turns within the original context to 1 at the pair that makes
+    `beta_slow` turns.
+    """
+    rotated = 2 * len(frequencies)
+
+    def find_pair(turns: float) -> float:
+        # Solved for i: original_positions * theta^(-2i / d) / (2 pi) = turns.
+        ratio = scaling.original_positions / (turns * 2 * math.pi)
+        return rotated * math.log(ratio) / (2 * math.log(theta))
+
+    first, last = find_pair(scaling.beta_fast), find_pair(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, rotated - 1)
+    span = last - first or 0.001
+    shares = [min(1.0, max(0.0, (pair - first) / span)) for pair in range(len(frequencies))]
+    return [
+        share * frequency / scaling.factor + (1 - share) * frequency
+        for share, frequency in zip(shares, frequencies, strict=True)
+    ]

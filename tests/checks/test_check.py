@@ -342,7 +342,12 @@ def test_gguf_shape_is_read_from_header(tmp_path: Path) -> None:
         shape.num_kv_heads,
         shape.head_dim,
     ) == (30, 576, 9, 3, 64)
-    assert (shape.ffn_hidden_size, shape.vocab_size, shape.rope_theta, shape.tied_embeddings) == (
+    assert (
+        shape.ffn_hidden_size,
+        shape.vocab_size,
+        shape.layers[0].rope.theta,
+        shape.tied_embeddings,
+    ) == (
         1536,
         49152,
         1e5,

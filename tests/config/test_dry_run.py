@@ -23,7 +23,7 @@ from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError
 from aligner.models.hugging_face import hugging_face_config, read_config
 from aligner.models.model_source import NOTHING_EXPECTED, absent_inputs, package_directory
-from aligner.models.shape import ModelShape, RopeScaling
+from aligner.models.shape import LayerShape, ModelShape, Rope, RopeScaling
 from aligner.paths import get_cache_directory, get_run_paths
 from aligner.placement.memory.role_memory import compute_role_memory
 from aligner.placement.roles import count_role_ranks
@@ -430,22 +430,57 @@ SHAPES = {
 } | {
     "linear": dataclasses.replace(
         read_config({"architectures": ["LlamaForCausalLM"], **CONFIGS["LlamaForCausalLM"]}, "test"),
-        rope_scaling=RopeScaling("linear", 4.0),
+        layers=(LayerShape(Rope(10000.0, scaling=RopeScaling("linear", 4.0))),) * 2,
         tied_embeddings=True,
     ),
     "llama3": dataclasses.replace(
         read_config(
             {"architectures": ["MistralForCausalLM"], **CONFIGS["MistralForCausalLM"]}, "test"
         ),
-        rope_scaling=RopeScaling("llama3", 8.0, 1.0, 4.0, 32),
-        sliding_window=32,
+        layers=(
+            LayerShape(
+                Rope(
+                    500.0,
+                    scaling=RopeScaling(
+                        "llama3",
+                        8.0,
+                        low_frequency_factor=1.0,
+                        high_frequency_factor=4.0,
+                        original_positions=32,
+                    ),
+                ),
+                sliding_window=32,
+            ),
+        )
+        * 2,
         eos_token_ids=(3, 4),
     ),
     "half": dataclasses.replace(
         read_config(
             {"architectures": ["GPTNeoXForCausalLM"], **CONFIGS["GPTNeoXForCausalLM"]}, "test"
         ),
-        rotary_fraction=0.5,
+        layers=(LayerShape(Rope(10000.0, fraction=0.5)),) * 2,
+    ),
+    "windows": dataclasses.replace(
+        read_config({"architectures": ["Qwen3ForCausalLM"], **CONFIGS["Qwen3ForCausalLM"]}, "test"),
+        layers=tuple(
+            LayerShape(
+                Rope(
+                    10000.0,
+                    scaling=RopeScaling(
+                        "yarn",
+                        4.0,
+                        original_positions=16,
+                        beta_fast=16.0,
+                        beta_slow=2.0,
+                        truncate=False,
+                        attention_factor=1.2,
+                    ),
+                ),
+                window,
+            )
+            for window in (None, 8, None)
+        ),
     ),
 }
 
@@ -490,8 +525,7 @@ def runs(draw: st.DrawFn) -> tuple[Config, ModelShape | None]:
     unit = math.lcm(*(layout.pipeline * layout.virtual_pipeline for layout in (actor, critic)))
     total = unit * draw(st.sampled_from([1, 2]))
     shape = dataclasses.replace(
-        SHAPES[name],
-        num_layers=total,
+        SHAPES[name].with_layers(total),
         num_heads=48,
         num_kv_heads=24 if SHAPES[name].num_kv_heads < SHAPES[name].num_heads else 48,
         ffn_hidden_size=96,
@@ -556,7 +590,7 @@ def runs(draw: st.DrawFn) -> tuple[Config, ModelShape | None]:
             ffn_hidden_size=96,
             vocab_size=480,
         )
-        return with_values(config, values), dataclasses.replace(trunk, num_layers=layers)
+        return with_values(config, values), trunk.with_layers(layers)
     return with_values(config, values), None
 
 

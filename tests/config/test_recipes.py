@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 
@@ -153,7 +152,7 @@ def test_reward_model_shape_defaults_to_policy() -> None:
     assert policy == reward
     assert policy_and_reward_shapes("llama3_8b_ppo", "+reward.config.num_hidden_layers=16") == (
         policy,
-        dataclasses.replace(policy, num_layers=16),
+        policy.with_layers(16),
     )
     policy, reward = policy_and_reward_shapes("llama3_405b_ppo")
     assert (policy.num_layers, reward.num_layers) == (126, 80)

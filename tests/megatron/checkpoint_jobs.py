@@ -122,7 +122,7 @@ def save_critic(directory: str, layout: dict[str, Any], num_layers: int, checkpo
     """Save a critic of the first layers after two updates; return its values."""
     world = worlds.initialize(ParallelConfig(**layout), seed=1, timeout_s=120)
     path = Path(directory)
-    shape = dataclasses.replace(read_shape(path), num_layers=num_layers)
+    shape = read_shape(path).with_layers(num_layers)
     settings = CriticConfig(parallel=world.layout, optimizer=OPTIMIZER, micro_batch_tokens=24)
     critic = ValueModel(
         shape, world, path, settings, total_updates=4, loss=functools.partial(value_loss, clip=0.2)

@@ -69,6 +69,19 @@ def _llama_linear(t: Any) -> Any:
     return t.LlamaConfig(**_GROUPED, **_rope("linear", factor=4.0))
 
 
+def _llama_yarn(t: Any) -> Any:
+    # Some frequencies turn too rarely in the original context to be scaled, others too often.
+    stretched = _rope(
+        "yarn", factor=4.0, original_max_position_embeddings=16, beta_fast=4.0, beta_slow=0.5
+    )
+    return t.LlamaConfig(**_GROUPED, **stretched)
+
+
+def _qwen3_windows(t: Any) -> Any:
+    windows = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2}
+    return t.Qwen3Config(**_GROUPED, **_rope(), **windows, head_dim=32)
+
+
 def _qwen3_moe(t: Any, *, normalized: bool) -> Any:
     experts = {
         "num_experts": 4,
@@ -98,8 +111,10 @@ CONFIGS: Mapping[str, Callable[[Any], Any]] = {
     "llama2": _llama2,
     "llama3": _llama3,
     "llama-linear": _llama_linear,
+    "llama-yarn": _llama_yarn,
     "qwen2": lambda t: t.Qwen2Config(**_GROUPED, **_rope()),
     "qwen3": lambda t: t.Qwen3Config(**_GROUPED, **_rope(), head_dim=32),
+    "qwen3-windows": _qwen3_windows,
     "mistral": lambda t: t.MistralConfig(**_GROUPED, **_rope(), sliding_window=5),
     "gpt2": _gpt2,
     "pythia": lambda t: t.GPTNeoXConfig(**_SIZES, **_rope(partial_rotary_factor=0.25)),

@@ -20,6 +20,7 @@ from aligner.megatron.packing import PackedBatch, PackingLayout, pack
 from aligner.megatron.policy import Policy
 from aligner.megatron.runner import ModelRunner
 from aligner.megatron.value_model import ValueModel, build_critic
+from aligner.models.shape import LayerShape
 from aligner.models.weight_slices import Coordinates, Slice
 from aligner.schema import (
     ActorConfig,
@@ -244,7 +245,7 @@ def critic_step(
     """Return a critic's values before and after two updates, and their statistics."""
     world = worlds.initialize(ParallelConfig(**layout), seed=1, timeout_s=120)
     path = Path(directory)
-    shape = dataclasses.replace(read_shape(path), num_layers=num_layers)
+    shape = read_shape(path).with_layers(num_layers)
     section = CriticConfig(parallel=world.layout, **_chosen(settings))
     critic = ValueModel(
         shape, world, path, section, total_updates=4, loss=functools.partial(value_loss, clip=0.2)
@@ -393,10 +394,10 @@ def attend(
         num_layers=1,
         hidden_size=32,
         num_attention_heads=4,
-        window_size=None if window is None else (window, 0),
     )
+    layer = LayerShape(sliding_window=None if window is None else window + 1)
     attended = batch.unpack_tokens(
-        PackedAttention(config)(*packed, None, packed_seq_params=batch.sequences)
+        PackedAttention(config, layer=layer)(*packed, None, packed_seq_params=batch.sequences)
     )
     (attended * attention_weights(attended)).sum().backward()
     gradients = {name: world.all_reduce_sum(leaf.grad) for name, leaf in leaves.items()}

@@ -41,7 +41,11 @@ MIXTURE_LAYOUTS: Mapping[str, Mapping[str, Any]] = {
 }
 # These variants of a family differ only in parts that no layout splits, so layouts that split
 # tokens in the most ways are sufficient.
-VARIANTS = {"llama-linear": ("single", "CP2"), "qwen3_moe-raw": ("single", "EP2", "TP2+SPxEP2")}
+VARIANTS = {
+    "llama-linear": ("single", "CP2"),
+    "llama-yarn": ("single", "CP2"),
+    "qwen3_moe-raw": ("single", "EP2", "TP2+SPxEP2"),
+}
 
 
 def layouts(family: str) -> Iterable[str]:

@@ -31,18 +31,20 @@ def test_transformer_engine_is_used_only_where_supported(monkeypatch: pytest.Mon
         ActorConfig(),
         ActorConfig(lora=LoraConfig(rank=8)),
     )
-    assert not layers.uses_transformer_engine(plain, bf16), "it is not here"
+    shape = read_config(families.CONFIGS["llama2"](transformers).to_dict(), "test")
+
+    def uses(settings: MegatronModelConfig, dtype: torch.dtype) -> bool:
+        return layers.uses_transformer_engine(shape, settings, dtype)
+
+    assert not uses(plain, bf16), "it is not here"
     monkeypatch.setattr(layers, "HAVE_TE", True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert layers.uses_transformer_engine(plain, bf16) and layers.uses_transformer_engine(
-        MegatronModelConfig(), bf16
-    )
-    assert not layers.uses_transformer_engine(adapted, bf16), (
-        "a norm inside a linear layer changes what goes into an adapter"
-    )
-    assert not layers.uses_transformer_engine(plain, fp32), (
-        "its attention over packed sequences takes 16 bits"
-    )
+    assert uses(plain, bf16) and uses(MegatronModelConfig(), bf16)
+    assert not uses(adapted, bf16), "a norm inside a linear layer changes what goes into an adapter"
+    assert not uses(plain, fp32), "its attention over packed sequences takes 16 bits"
+    for family in ("llama-yarn", "qwen3-windows"):
+        shape = read_config(families.CONFIGS[family](transformers).to_dict(), "test")
+        assert not uses(plain, bf16), "its attention has no such layers"
 
 
 def test_transformer_engine_enables_fused_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

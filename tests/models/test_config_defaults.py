@@ -25,15 +25,16 @@ from aligner.models.hugging_face import (
 )
 from aligner.models.model_source import directory_config, directory_shape
 from aligner.models.shape import ModelShape
-from tests.models.test_families import CONFIGS, LLAMA3, SIZES
+from tests.models.test_families import CONFIGS, LLAMA3, SIZES, frequencies
 
 GPT2 = "GPT2LMHeadModel"
 NAMES = [architecture.causal_name for architecture in _ARCHITECTURES]
 BY_NAME = {architecture.causal_name: architecture for architecture in _ARCHITECTURES}
-ROTARY = [name for name in NAMES if BY_NAME[name].is_rotary]
+ROTARY = [name for name in NAMES if BY_NAME[name].rope]
 ENTRIES = [(name, entry.key) for name in NAMES for entry in BY_NAME[name].entries.values()] + [
     (name, key) for name in NAMES for key in ("eos_token_id", "pad_token_id")
 ]
+WINDOWED = [name for name in NAMES if BY_NAME[name].window != "none"]
 
 
 def full(name: str) -> dict[str, Any]:
@@ -50,7 +51,7 @@ def full(name: str) -> dict[str, Any]:
     config |= {"hidden_size": 64, "head_dim": 16, "sliding_window": 48}
     config |= {"num_experts": 16, "num_local_experts": 16}
     config |= {"n_embd": 64, "n_inner": 40, "vocab_size": 60000} if name == GPT2 else {}
-    unread = {"hidden_size", "head_dim", "sliding_window", "num_key_value_heads"}
+    unread = {"hidden_size", "head_dim", "num_key_value_heads"}
     unread |= {"num_experts", "num_local_experts"}
     read = {entry.key for entry in architecture.entries.values()}
     config = {key: value for key, value in config.items() if key in read or key not in unread}
@@ -81,15 +82,32 @@ def transformers_shape(config: dict[str, Any]) -> dict[str, Any]:
     eos = read.eos_token_id
     values["eos_token_ids"] = tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
     values["pad_token_id"] = read.pad_token_id or 0
-    if architecture.is_rotary:
+    layers = range(values["num_layers"])
+    if architecture.rope is not None:
         rope = read.rope_parameters
-        values["rope_theta"] = rope["rope_theta"]
-        values["rotary_fraction"] = rope.get("partial_rotary_factor", 1.0)
+        values["rotary"] = [(rope["rope_theta"], rope.get("partial_rotary_factor", 1.0))] * len(
+            layers
+        )
+    values["windows"] = [transformers_window(architecture, read, layer) for layer in layers]
     return values
 
 
+def transformers_window(architecture: Architecture, read: Any, layer: int) -> int | None:
+    if architecture.window == "none":
+        return None
+    if architecture.window == "layered" and read.layer_types[layer] == "full_attention":
+        return None
+    return read.sliding_window
+
+
 def shape_values(shape: ModelShape, names: Any) -> dict[str, Any]:
-    values = dataclasses.asdict(shape)
+    values = dataclasses.asdict(shape) | {
+        "num_layers": shape.num_layers,
+        "rotary": [
+            layer.rope and (layer.rope.theta, layer.rope.fraction) for layer in shape.layers
+        ],
+        "windows": [layer.sliding_window for layer in shape.layers],
+    }
     return {name: values[name] for name in names}
 
 
@@ -138,8 +156,8 @@ def test_every_field_of_the_transformers_class_is_known(name):
         }.items()
         if (alias, name) != ("num_experts", "Qwen3MoeForCausalLM")
     }
-    if architecture.is_rotary:
-        assert config_class.default_theta == architecture.rope_theta
+    if architecture.rope is not None:
+        assert config_class.default_theta == architecture.rope.theta
 
 
 def test_generation_entries_equal_transformers():
@@ -197,9 +215,9 @@ def test_null_entry_is_read_or_refused_as_transformers_does(name, key):
 def test_rotary_entries_of_both_forms_are_read_alike(name, entries):
     config = full(name) | entries
     if "theta" in config:
-        config[BY_NAME[name].theta_key] = config.pop("theta")
+        config[BY_NAME[name].rope.theta_key] = config.pop("theta")
     assert_read_alike(config)
-    is_linear = read_config(config, "test").rope_scaling is not None
+    is_linear = read_config(config, "test").layers[0].rope.scaling is not None
     kind = transformers_config(config).rope_parameters["rope_type"]
     assert is_linear == (kind == "linear")
 
@@ -210,13 +228,13 @@ def test_rotary_entries_of_both_forms_are_read_alike(name, entries):
 def test_gpt_neox_rotary_fraction_equals_transformers(entries):
     config = full("GPTNeoXForCausalLM") | entries
     assert_read_alike(config)
-    assert read_config(config, "test").rotary_fraction == (0.5 if entries else 0.25)
+    assert read_config(config, "test").layers[0].rope.fraction == (0.5 if entries else 0.25)
 
 
 def test_gpt_neox_rotary_fraction_defaults_to_a_quarter():
     rope = {"rope_type": "default", "rope_theta": 10000.0}
     config = full("GPTNeoXForCausalLM") | {"rope_parameters": rope}
-    assert read_config(config, "test").rotary_fraction == 0.25
+    assert read_config(config, "test").layers[0].rope.fraction == 0.25
 
 
 @pytest.mark.parametrize("outside", [{}, {"original_max_position_embeddings": 8}])
@@ -225,25 +243,54 @@ def test_llama3_original_positions_equal_transformers(outside, inside):
     import torch
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    from aligner.models.shape import compute_inverse_frequencies
-
     rope = {key: value for key, value in LLAMA3.items() if inside or not key.startswith("orig")}
     config = full("LlamaForCausalLM") | {"rope_parameters": rope, **outside}
     torch.testing.assert_close(
-        torch.tensor(compute_inverse_frequencies(read_config(config, "test"))),
+        torch.tensor(frequencies(read_config(config, "test"))),
         LlamaRotaryEmbedding(transformers_config(config)).inv_freq,
     )
 
 
 def test_mixtral_without_eps_and_theta_has_class_defaults():
     shape = read_config(SIZES | {"architectures": ["MixtralForCausalLM"]}, "test")
-    assert (shape.norm_epsilon, shape.rope_theta) == (1e-5, 1e6)
+    assert (shape.norm_epsilon, shape.layers[0].rope.theta) == (1e-5, 1e6)
 
 
 def test_mistral_sliding_window_defaults_to_4096():
     config = SIZES | {"architectures": ["MistralForCausalLM"]}
-    assert read_config(config, "test").sliding_window == 4096
-    assert read_config(config | {"sliding_window": None}, "test").sliding_window is None
+    assert windows(config) == [4096, 4096]
+    assert windows(config | {"sliding_window": None}) == [None, None]
+
+
+def windows(config: dict[str, Any]) -> list[int | None]:
+    return [layer.sliding_window for layer in read_config(config, "test").layers]
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {},
+        {"use_sliding_window": True},
+        {"use_sliding_window": True, "max_window_layers": 1},
+        {"use_sliding_window": True, "max_window_layers": 0, "sliding_window": 7},
+        {"use_sliding_window": True, "sliding_window": None},
+        {"use_sliding_window": False, "max_window_layers": 0},
+    ],
+    ids=str,
+)
+def test_windows_of_layers_equal_transformers(name, entries):
+    config = CONFIGS[name] | {"architectures": [name]}
+    assert_read_alike(config | entries)
+    assert_read_alike(config | {"sliding_window": 5} | entries)
+
+
+@pytest.mark.parametrize("name", ["Qwen2ForCausalLM", "Qwen3ForCausalLM"])
+def test_layer_types_choose_layers_with_windows(name):
+    config = CONFIGS[name] | {"architectures": [name], "use_sliding_window": True}
+    config |= {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
+    assert windows(config) == [6, None]
+    assert_read_alike(config)
 
 
 LLAMA = SIZES | {"architectures": ["LlamaForCausalLM"]}
@@ -274,7 +321,7 @@ DEFAULT = {"rope_type": "default", "rope_theta": 10000.0}
         ("Llama", {"rope_scaling": {"rope_type": "linear", "factor": None}}, ["factor=None"]),
         *(
             ("Llama", {form: {"rope_type": kind, "factor": 4.0}}, [f"rope scaling '{kind}'"])
-            for kind in ("yarn", "dynamic", "longrope", "su", "mrope", "proportional")
+            for kind in ("longrope", "su", "mrope", "proportional")
             for form in ("rope_parameters", "rope_scaling")
         ),
         (
@@ -285,13 +332,33 @@ DEFAULT = {"rope_type": "default", "rope_theta": 10000.0}
         ("Mistral", {"layer_types": ["full_attention"] * 2, "sliding_window": 8}, ["layer_types="]),
         ("Llama", {"layer_types": ["sliding_attention"] * 2}, ["layer_types="]),
         ("Llama", {"layer_types": ["full_attention"]}, ["layer_types="]),
+        ("Qwen2", {"use_sliding_window": "yes"}, ["use_sliding_window='yes'"]),
         (
             "Qwen2",
-            {"use_sliding_window": True, "max_window_layers": 1},
-            ["use_sliding_window=True"],
+            {"use_sliding_window": True, "sliding_window": 1.5},
+            ["sliding_window=1.5"],
+        ),
+        (
+            "Qwen2",
+            {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8},
+            ["layer_types="],
         ),
         ("Qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, ["layer_types="]),
-        ("Qwen3Moe", {"use_sliding_window": True}, ["use_sliding_window=True"]),
+        (
+            "Llama",
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 1}},
+            ["beta_fast=1: must be above beta_slow=1"],
+        ),
+        (
+            "Llama",
+            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "truncate": 1}},
+            ["truncate=1"],
+        ),
+        (
+            "Llama",
+            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "attention_factor": -1}},
+            ["attention_factor=-1"],
+        ),
         *(
             (name, {"is_causal": False}, ["is_causal=False"])
             for name in ("Llama", "Qwen2", "GPT2LMHead", "GPTNeoX")

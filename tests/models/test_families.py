@@ -10,7 +10,7 @@ import torch
 
 from aligner.errors import ConfigError
 from aligner.models.hugging_face import ARCHITECTURES, read_config
-from aligner.models.shape import compute_inverse_frequencies
+from aligner.models.shape import ModelShape, compute_inverse_frequencies
 from aligner.models.weight_slices import weight_table
 
 SIZES = {
@@ -70,14 +70,38 @@ def test_weight_table_equals_saved_transformers_model(architecture, tmp_path):
     } == saved
 
 
+def frequencies(shape: ModelShape) -> list[float]:
+    """Return the rotary frequencies of the first layer."""
+    rope = shape.layers[0].rope
+    assert rope is not None
+    return compute_inverse_frequencies(rope, shape.head_dim)
+
+
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+
+
 @pytest.mark.parametrize(
     "rope",
     [
         {"rope_type": "default", "rope_theta": 10000.0},
         {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+        {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
         LLAMA3,
+        YARN,
+        # the entries of Qwen3 and of gpt-oss, and those of DeepSeek-V3
+        YARN | {"original_max_position_embeddings": 32768, "rope_theta": 1e6},
+        YARN | {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False, "rope_theta": 150000.0},
+        YARN | {"factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0},
+        YARN | {"factor": 40, "mscale": 0.707, "mscale_all_dim": 1.0, "beta_fast": None},
+        YARN | {"attention_factor": 1.5, "beta_fast": 8, "beta_slow": 2},
+        YARN | {"factor": 1.0},
     ],
-    ids=lambda rope: rope["rope_type"],
+    ids=str,
 )
 def test_rotary_frequencies_equal_transformers(rope):
     from transformers import LlamaConfig
@@ -85,9 +109,10 @@ def test_rotary_frequencies_equal_transformers(rope):
 
     config = LlamaConfig(**(SIZES | {"hidden_size": 256}), rope_parameters=rope)
     shape = read_config(config.to_dict() | {"architectures": ["LlamaForCausalLM"]}, "test")
-    torch.testing.assert_close(
-        torch.tensor(compute_inverse_frequencies(shape)), LlamaRotaryEmbedding(config).inv_freq
-    )
+    expected = LlamaRotaryEmbedding(config)
+    torch.testing.assert_close(torch.tensor(frequencies(shape)), expected.inv_freq)
+    assert shape.layers[0].rope is not None
+    assert shape.layers[0].rope.attention_factor == pytest.approx(expected.attention_scaling)
 
 
 def test_old_rope_entries_are_read_like_new_ones():
@@ -99,8 +124,9 @@ def test_old_rope_entries_are_read_like_new_ones():
     new = SIZES | {"architectures": ["LlamaForCausalLM"], "rope_parameters": LLAMA3}
     assert read_config(old, "test") == read_config(new, "test")
     pythia = SIZES | {"architectures": ["GPTNeoXForCausalLM"], "hidden_act": "gelu"}
-    assert read_config(pythia | {"rotary_pct": 0.5}, "test").rotary_fraction == 0.5
-    assert read_config(pythia, "test").rotary_fraction == 0.25
+    for entries, fraction in (({"rotary_pct": 0.5}, 0.5), ({}, 0.25)):
+        rope = read_config(pythia | entries, "test").layers[0].rope
+        assert rope is not None and rope.fraction == fraction
 
 
 @pytest.mark.parametrize(
@@ -117,8 +143,9 @@ def test_old_rope_entries_are_read_like_new_ones():
         ),
         ({"attention_bias": True}, "attention_bias=True is not supported; supported: False"),
         (
-            {"rope_parameters": {"rope_type": "yarn"}},
-            "rope scaling 'yarn' is not supported; supported: default, linear, llama3",
+            {"rope_parameters": {"rope_type": "mrope"}},
+            "rope scaling 'mrope' is not supported; supported: default, linear, dynamic, llama3,"
+            " yarn",
         ),
         (
             {"rope_parameters": {"rope_type": "llama3"}},

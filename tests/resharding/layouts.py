@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from aligner.models.shape import ModelShape
+from aligner.models.shape import LayerShape, ModelShape, Rope
 from aligner.models.weight_slices import Slice, TensorSpec
 
 LAYERS = 4
@@ -14,7 +14,7 @@ LAYERS = 4
 def tiny_shape(family: str = "llama", tied: bool = True, qkv_bias: bool = False) -> ModelShape:
     """Return a shape with four layers and sizes divisible by 4; four experts for mixtures."""
     return ModelShape(
-        num_layers=LAYERS,
+        (LayerShape(Rope(10000.0)),) * LAYERS,
         hidden_size=16,
         num_heads=4,
         num_kv_heads=4,
@@ -23,7 +23,6 @@ def tiny_shape(family: str = "llama", tied: bool = True, qkv_bias: bool = False)
         vocab_size=32,
         max_positions=64,
         norm_epsilon=1e-5,
-        rope_theta=10000.0,
         tied_embeddings=tied,
         eos_token_ids=(),
         pad_token_id=0,

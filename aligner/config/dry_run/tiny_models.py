@@ -12,7 +12,7 @@ from itertools import count, product
 from typing import Any
 
 from aligner.errors import ConfigError
-from aligner.models.shape import ModelShape
+from aligner.models.shape import LayerShape, ModelShape
 from aligner.placement.roles import count_role_ranks, has_generator
 from aligner.schema import Config, EngineParallelConfig, ParallelConfig
 from aligner.schema.keys import get_value, with_values
@@ -246,7 +246,7 @@ def with_tiny_models(config: Config, run_config: Config, models: Models) -> tupl
     # All models have the same vocabulary, because a reward model reads the policy's tokens.
     vocabulary = _round_up_to_multiple(_MIN_VOCABULARY, all_tensor_sizes)
     policy = _make_narrow(
-        dataclasses.replace(models.policy, num_layers=layers),
+        models.policy.with_layers(layers),
         trained_layouts,
         tensor_sizes,
         vocabulary,
@@ -260,9 +260,7 @@ def with_tiny_models(config: Config, run_config: Config, models: Models) -> tupl
         )
         config = with_values(config, {f"{key}.last_stage_layers": last_stage_layers})
     rewards = {
-        source: _make_narrow(
-            dataclasses.replace(shape, num_layers=depth), [layout], {layout.tensor}, vocabulary
-        )
+        source: _make_narrow(shape.with_layers(depth), [layout], {layout.tensor}, vocabulary)
         for source, shape in models.rewards.items()
     }
     return config, Models(policy, rewards)
@@ -379,10 +377,11 @@ def _make_narrow(
     num_heads = num_kv_heads * min(shape.num_heads // shape.num_kv_heads, 2)
     # The smallest head dimension from 8 whose rotary part has an even number of elements, since
     # rotary position embeddings rotate pairs.
+    rotary_fractions = {layer.rope.fraction for layer in shape.layers if layer.rope is not None}
     head_dim = next(
         size
         for size in count(8, 8)
-        if size == shape.head_dim or (size * shape.rotary_fraction) % 2 == 0
+        if size == shape.head_dim or all((size * part) % 2 == 0 for part in rotary_fractions)
     )
     # The hidden size keeps its relation to the total size of the heads: equal, larger or smaller.
     hidden_size = num_heads * head_dim
@@ -432,11 +431,15 @@ def with_positions(models: Models, max_length: int, run_max_length: int) -> Mode
     """
 
     def with_shorter_sequences(shape: ModelShape) -> ModelShape:
+        layers = tuple(map(with_shorter_window, shape.layers))
+        return dataclasses.replace(shape, max_positions=max_length, layers=layers)
+
+    def with_shorter_window(layer: LayerShape) -> LayerShape:
         # The window must still exclude tokens, or the dry run would not test it.
-        window = shape.sliding_window
+        window = layer.sliding_window
         if window is not None and window < run_max_length:
-            window = max(1, max_length // 2)
-        return dataclasses.replace(shape, max_positions=max_length, sliding_window=window)
+            return dataclasses.replace(layer, sliding_window=max(1, max_length // 2))
+        return layer
 
     return Models(
         with_shorter_sequences(models.policy),

@@ -6,7 +6,7 @@ the tokens of the decoding rows first and the prompts' tokens after them; only a
 two kinds separately.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -20,8 +20,8 @@ from aligner.engines.embedded.cache import KVCache
 from aligner.engines.embedded.matmuls import Matmuls
 from aligner.engines.embedded.sliced_attention import Spans
 from aligner.models import batch_invariant
-from aligner.models.rotary import rotate
-from aligner.models.shape import ModelShape, compute_inverse_frequencies
+from aligner.models.rotary import compute_rotation, rotate
+from aligner.models.shape import ModelShape, Rope, compute_inverse_frequencies
 from aligner.models.weight_slices import weight_table
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -103,17 +103,16 @@ class Step:
 class _AttentionMetadata:
     """Rotations, cache rows and attention masks of a step, which all layers share."""
 
-    rotary_cos_sin: tuple[Tensor, Tensor] | None
-    """Cosine and sine of the rotary angles of every token, [N, 1, rotated dims / 2] each.
-
-    None if the model has no rotary position embedding.
-    """
+    rotations: Mapping[Rope, tuple[Tensor, Tensor]]
+    """Cosine and sine of the rotary angles of every token, [N, 1, rotated dims / 2] each, for each
+    of the rotary position embeddings of the layers."""
     cache_rows: Tensor
     """Row of the KV cache of each decoding token, int64 [R]."""
     row_runs: list[tuple[int, int]]
     """Runs of consecutive cache rows in the step, as pairs of first row and number of rows."""
-    cache_mask: Tensor | None
-    """Attention mask of the decoding rows over the KV cache; None if `spans` replaces it.
+    cache_masks: Mapping[int | None, Tensor]
+    """Attention mask of the decoding rows over the KV cache, by the sliding window of the layer;
+    empty if `spans` replaces it.
 
     It is added to the scores, [rows, 1, queries of a KV head, columns]. With `engine.exact` it is
     bool [rows, tokens per row, columns] instead, and True marks the keys to which a query attends.
@@ -125,8 +124,9 @@ class _AttentionMetadata:
 
     None if the step has no prompts.
     """
-    prompt_mask: Tensor | None
-    """Attention mask of the prompts, bool [P, P]; True marks the keys to which a query attends.
+    prompt_masks: Mapping[int | None, Tensor | None]
+    """Attention mask of the prompts, bool [P, P], by the sliding window of the layer; True marks
+    the keys to which a query attends. Empty if the step has no prompts.
 
     None means a causal mask, which the fused kernel applies without a tensor.
     """
@@ -183,10 +183,14 @@ class Decoder:
         self._is_qkv_interleaved = any(
             "linear_qkv" in spec.parameter and spec.part == "whole" for spec in weight_table(shape)
         )
-        has_rotary = shape.position == "rotary"
-        self._inverse_frequencies = (
-            torch.tensor(compute_inverse_frequencies(shape), device=device) if has_rotary else None
-        )
+        self._inverse_frequencies = {
+            layer.rope: torch.tensor(
+                compute_inverse_frequencies(layer.rope, shape.head_dim), device=device
+            )
+            for layer in shape.layers
+            if layer.rope is not None
+        }
+        self._windows = {layer.sliding_window for layer in shape.layers}
         self._weights: dict[str, Tensor] = {}
 
     def set_weights(self, weights: dict[str, Tensor]) -> None:
@@ -272,7 +276,7 @@ class Decoder:
         prompts = step.prompts
 
         token_indices = None
-        prompt_mask = None
+        prompt_masks = {}
         if prompts is not None:
             # Index of the first token of each prompt in the packed tensor, [U].
             starts = prompts.lengths.cumsum(0) - prompts.lengths
@@ -285,20 +289,17 @@ class Decoder:
             positions = torch.cat((positions, prompt_positions))
             token_indices = (prompt_indices, prompt_positions)
 
-            window = self._shape.sliding_window
-            if self.is_exact or (window is not None and window < prompts.max_length):
-                prompt_mask = torch.ones(
-                    prompts.max_length, prompts.max_length, dtype=torch.bool, device=tokens.device
-                )
-                # A query attends to itself and to the `window` - 1 tokens before it.
-                prompt_mask = prompt_mask.tril().triu(1 - (window or prompts.max_length))
+            prompt_masks = {
+                window: self._build_prompt_mask(prompts.max_length, window, tokens.device)
+                for window in self._windows
+            }
 
-        rotary_cos_sin = None
-        if self._inverse_frequencies is not None:
-            # Angles need float32: bfloat16 cannot represent large positions exactly.
-            angles = positions[:, None, None].float() * self._inverse_frequencies
-            dtype = self._weights["embedding.word_embeddings.weight"].dtype
-            rotary_cos_sin = (angles.cos().to(dtype), angles.sin().to(dtype))
+        dtype = self._weights["embedding.word_embeddings.weight"].dtype
+        # Angles need float32: bfloat16 cannot represent large positions exactly.
+        rotations = {
+            rope: compute_rotation(positions[:, None, None].float() * frequencies, rope, dtype)
+            for rope, frequencies in self._inverse_frequencies.items()
+        }
 
         row_count = len(step.tokens) // step.tokens_per_row
         cache_rows = torch.arange(row_count, device=tokens.device)
@@ -308,34 +309,47 @@ class Decoder:
             row_runs = _find_row_runs(step.rows)
 
         spans = None
-        cache_mask = None
+        cache_masks = {}
         if self.is_sliced and step.tokens_per_row == 1:
             lengths = (step.positions + 1).int() if step.lengths is None else step.lengths
             spans = sliced_attention.compute_spans(cache_rows, lengths, cache.size.columns)
         else:
-            cache_mask = self._build_cache_mask(step)
+            cache_masks = {window: self._build_cache_mask(step, window) for window in self._windows}
 
         metadata = _AttentionMetadata(
-            rotary_cos_sin,
+            rotations,
             cache_rows.repeat_interleave(step.tokens_per_row),
             row_runs,
-            cache_mask,
+            cache_masks,
             spans,
             token_indices,
-            prompt_mask,
+            prompt_masks,
         )
         return tokens, positions, metadata
 
-    def _build_cache_mask(self, step: Step) -> Tensor:
+    def _build_prompt_mask(
+        self, length: int, window: int | None, device: torch.device
+    ) -> Tensor | None:
+        """Return the mask of prompts of up to `length` tokens.
+
+        See `_AttentionMetadata.prompt_masks`.
+        """
+        if not self.is_exact and (window is None or window >= length):
+            return None
+        mask = torch.ones(length, length, dtype=torch.bool, device=device)
+        # A query attends to itself and to the `window` - 1 tokens before it.
+        return mask.tril().triu(1 - (window or length))
+
+    def _build_cache_mask(self, step: Step, window: int | None) -> Tensor:
         """Return the mask of the decoding rows over the KV cache.
 
-        See `_AttentionMetadata.cache_mask`.
+        See `_AttentionMetadata.cache_masks`.
         """
         columns = torch.arange(step.columns, device=step.positions.device)
         positions = step.positions[:, None]
         is_masked = columns > positions
-        if self._shape.sliding_window is not None:
-            is_masked |= columns <= positions - self._shape.sliding_window
+        if window is not None:
+            is_masked |= columns <= positions - window
         is_masked = is_masked.view(-1, step.tokens_per_row, step.columns)
         if self.is_exact:
             return ~is_masked
@@ -359,7 +373,7 @@ class Decoder:
             is_local = (local_tokens >= 0) & (local_tokens < len(table))
             partial = F.embedding(local_tokens.where(is_local, 0), table) * is_local[:, None]
             x = self._all_reduce(partial)
-        if self._shape.position == "learned":
+        if self._shape.learned_positions:
             x = x + F.embedding(positions, self._weights["embedding.position_embeddings.weight"])
         return x
 
@@ -369,9 +383,9 @@ class Decoder:
         """Compute one transformer layer, from x [N, hidden] to [N, hidden]."""
         prefix = f"decoder.layers.{layer}."
         normed = self._apply_norm(x, prefix + "input_layernorm")
-        query, key, value = self._compute_qkv(
-            normed, prefix + "self_attention.", metadata.rotary_cos_sin
-        )
+        rope = self._shape.layers[layer].rope
+        rotation = None if rope is None else metadata.rotations[rope]
+        query, key, value = self._compute_qkv(normed, prefix + "self_attention.", rotation)
 
         # The decoding rows attend to the KV cache, the prompts to themselves; the two kinds need
         # different masks and kernels.
@@ -413,7 +427,7 @@ class Decoder:
         )
 
     def _compute_qkv(
-        self, x: Tensor, prefix: str, rotary_cos_sin: tuple[Tensor, Tensor] | None
+        self, x: Tensor, prefix: str, rotation: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute the queries, keys and values of x [N, hidden].
 
@@ -442,8 +456,8 @@ class Decoder:
             query = self._apply_norm(query, prefix + "q_layernorm")
             key = self._apply_norm(key, prefix + "k_layernorm")
             query_key = torch.cat((query, key), 1)
-        if rotary_cos_sin is not None:
-            query_key = rotate(query_key, *rotary_cos_sin)
+        if rotation is not None:
+            query_key = rotate(query_key, *rotation)
 
         query, key = query_key.split((self._heads, self._kv_heads), 1)
         return query, key, value
@@ -470,20 +484,18 @@ class Decoder:
         keys[token_index] = key
         values[token_index] = value
 
+        window = self._shape.layers[layer].sliding_window
         if metadata.spans is not None:
-            return sliced_attention.attend(
-                query, keys, values, metadata.spans, self._shape.sliding_window
-            )
+            return sliced_attention.attend(query, keys, values, metadata.spans, window)
 
         # Slices of consecutive rows are views. Indexing with a list of rows would copy the cache.
-        assert metadata.cache_mask is not None
         counts = [count for _, count in metadata.row_runs]
         queries = query.unflatten(0, (-1, step.tokens_per_row)).split(counts)
         cache_slices = [
             (slice(first, first + count), slice(None), slice(step.columns))
             for first, count in metadata.row_runs
         ]
-        masks = metadata.cache_mask.split(counts)
+        masks = metadata.cache_masks[window].split(counts)
         attention = [
             self._attend_rows(run_queries, keys[cache_slice], values[cache_slice], mask)
             for run_queries, cache_slice, mask in zip(queries, cache_slices, masks, strict=True)
@@ -497,7 +509,7 @@ class Decoder:
             query: [B, W, heads, head dim], where W is `Step.tokens_per_row`.
             keys: [B, KV heads, columns, head dim].
             values: [B, KV heads, columns, head dim].
-            mask: These rows' part of `_AttentionMetadata.cache_mask`.
+            mask: These rows' part of an `_AttentionMetadata.cache_masks`.
 
         Returns:
             The attention output [B * W, heads * head dim].
@@ -545,16 +557,17 @@ class Decoder:
         queries = pad(query)
         keys = pad(key)
         values = pad(value)
+        mask = metadata.prompt_masks[self._shape.layers[layer].sliding_window]
         if self.is_exact:
-            assert metadata.prompt_mask is not None
-            attention = batch_invariant.attend(queries, keys, values, metadata.prompt_mask)
+            assert mask is not None
+            attention = batch_invariant.attend(queries, keys, values, mask)
         else:
             attention = F.scaled_dot_product_attention(
                 queries,
                 keys,
                 values,
-                attn_mask=metadata.prompt_mask,
-                is_causal=metadata.prompt_mask is None,
+                attn_mask=mask,
+                is_causal=mask is None,
                 enable_gqa=True,
             )
         # Prompts that are only scored have no rows.

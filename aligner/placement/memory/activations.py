@@ -88,7 +88,7 @@ class Layer:
         if context_ranks > 1:  # each rank gathers the keys and values of all context ranks
             width = queries + 2 * keys * context_ranks
         else:
-            rotated_width = queries + keys if self.shape.position == "rotary" else 0
+            rotated_width = queries + keys if any(layer.rope for layer in self.shape.layers) else 0
             width = queries + 2 * keys + rotated_width
         if not self._uses_tree_attention:
             width += 2 * queries + 2 * keys * context_ranks + self._mask_width
@@ -101,7 +101,7 @@ class Layer:
         return (
             not self.device.is_gpu
             and self.layout.context == 1
-            and shape.sliding_window is None
+            and not shape.has_windows
             and not shape.num_experts
         )
 
@@ -131,12 +131,11 @@ class Layer:
         """
         if self.layout.context > 1:
             return self.longest_tokens
-        window = self.shape.sliding_window
-        return (
-            self.longest_tokens**2 / self.tokens
-            if window is not None and window < self.longest_tokens
-            else 0
+        has_mask = any(
+            layer.sliding_window is not None and layer.sliding_window < self.longest_tokens
+            for layer in self.shape.layers
         )
+        return self.longest_tokens**2 / self.tokens if has_mask else 0
 
     @property
     def _activation_width(self) -> int:

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from aligner.engines.engine_protocol import (
 )
 from aligner.engines.vllm.vllm_engine import VLLMEngine
 from aligner.errors import AlignerError, EngineExited
+from aligner.models.shape import ModelShape
 from aligner.models.weight_slices import group_by_stored_tensor, weight_table
 from aligner.schema import EngineParallelConfig
 from tests.engines import engines
@@ -60,10 +61,15 @@ def scored(directory: str, samples: list[Sample], tensor: int) -> torch.Tensor:
     )
 
 
-def assert_refused(engine: VLLMEngine, message: str, value: float = 0.5, **other: int) -> None:
+def assert_refused(
+    engine: VLLMEngine,
+    message: str,
+    value: float = 0.5,
+    change: Callable[[ModelShape], ModelShape] = lambda shape: shape,
+) -> None:
     """Check that an update with another model's parameters, or with NaN weights, raises."""
     table = engine._weight_table
-    engine._weight_table = weight_table(dataclasses.replace(engine._shape, **other))
+    engine._weight_table = weight_table(change(engine._shape))
     update = engine.begin_update(7)
     try:
         with pytest.raises(AlignerError, match=message):
@@ -94,11 +100,11 @@ def generate_then_kill_workers(directories: list[Path]) -> list[list[Sample]]:
             message = (
                 r"vLLM's model received no weights for model\.layers\.3\.input_layernorm\.weight, "
             )
-            assert_refused(engine, message, num_layers=3)
+            assert_refused(engine, message, change=lambda shape: shape.with_layers(3))
             assert_refused(
                 engine,
                 r"vLLM's model has no parameter for model\.layers\.0\.self_attn\.q_proj\.bias",
-                qkv_bias=True,
+                change=lambda shape: dataclasses.replace(shape, qkv_bias=True),
             )
             assert_refused(engine, r"NaN weights in .*model\.norm\.weight", torch.nan)
             engines.publish(engine, directory, version)

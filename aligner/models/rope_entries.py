@@ -1,0 +1,314 @@
+"""Rotary entries of config.json, as transformers reads them.
+
+transformers 5 moved the base, the rotated fraction and the scaling into `rope_parameters`; older
+files have `rope_theta`, `partial_rotary_factor` and `rope_scaling`. Both forms are read. Models
+whose layers with a sliding window have rotary positions of their own have one object for each type
+of layer in `rope_parameters`.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from aligner.errors import ConfigError
+from aligner.models.shape import Rope, RopeScaling
+
+FULL = "full_attention"
+SLIDING = "sliding_attention"
+ROPE_ENTRIES = ("rope_parameters", "rope_scaling", "original_max_position_embeddings")
+"""Entries of every architecture with rotary embeddings."""
+
+_THETA = "rope_theta"
+_FRACTION = "partial_rotary_factor"
+_POSITIONS = "original_max_position_embeddings"
+# Required entries of each kind of scaling.
+_REQUIRED: Mapping[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", _POSITIONS),
+    "yarn": ("factor", _POSITIONS),
+}
+# Further entries of YaRN, which may be null.
+_YARN = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+
+
+@dataclass(frozen=True)
+class RopeFormat:
+    """Names and defaults of the rotary entries of an architecture."""
+
+    theta: float = 10000.0
+    """Default base of the transformers class."""
+    theta_key: str = _THETA
+    """Entry of the base outside `rope_parameters`."""
+    fraction: float | None = None
+    """Default fraction of a head's dimensions that is rotated; None if the architecture rotates all
+    dimensions and has no such entry."""
+    fraction_key: str = _FRACTION
+    """Entry of the rotated fraction outside `rope_parameters`."""
+
+    @property
+    def entries(self) -> tuple[str, ...]:
+        """All rotary entries of the architecture in config.json."""
+        return (*ROPE_ENTRIES, self.theta_key, self.fraction_key)
+
+
+def read_rope(
+    entries: RopeFormat,
+    config: Mapping[str, Any],
+    head_dim: int,
+    max_positions: int,
+    origin: str,
+) -> Rope:
+    """Return the rotary positions that a configuration describes.
+
+    transformers lets `rope_scaling` replace all of `rope_parameters`, which other programs do not
+    do. If the two differ, they are refused.
+
+    Args:
+        entries: The entries of the architecture.
+        config: Content of config.json.
+        head_dim: Number of dimensions of a head.
+        max_positions: Context length of the model, in tokens.
+        origin: Path or key, which errors begin with.
+
+    Raises:
+        ConfigError: An entry is missing, invalid or not supported, or two entries contradict each
+            other.
+    """
+    newer = config.get("rope_parameters")
+    older = config.get("rope_scaling")
+    for key, value in (("rope_parameters", newer), ("rope_scaling", older)):
+        if value is not None and not isinstance(value, Mapping):
+            raise ConfigError(f"{origin}: {key}={value!r}: must be an object or null")
+
+    reader = _Reader(entries, config, head_dim, max_positions, origin)
+    rope = reader.read(*_find_entry(config))
+    if newer and older and reader.read("rope_parameters", newer) != rope:
+        raise ConfigError(
+            f"{origin}: rope_scaling={dict(older)!r} contradicts"
+            f" rope_parameters={dict(newer)!r}; remove one of them"
+        )
+    return rope
+
+
+def find_unknown_entries(config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the names of rotary entries that transformers does not know.
+
+    `read_rope` must have accepted the configuration.
+    """
+    key, rope = _find_entry(config)
+    kind = _get_kind(rope)
+    known = (_THETA, _FRACTION, "rope_type", "type", *_REQUIRED[kind])
+    if kind == "yarn":
+        known = (*known, *_YARN, "truncate")
+    yield from (f"{key}.{name}" for name in rope if name not in known)
+
+
+def write_rope(entries: RopeFormat, rope: Rope) -> dict[str, Any]:
+    """Return the entry `rope_parameters` from which `read_rope` reads the given positions."""
+    result: dict[str, Any] = {"rope_type": "default", _THETA: rope.theta}
+    if entries.fraction is not None:
+        result[_FRACTION] = rope.fraction
+    scaling = rope.scaling
+    if scaling is None:
+        return result
+    result |= {"rope_type": scaling.kind, "factor": scaling.factor}
+    if scaling.kind in ("llama3", "yarn"):
+        result[_POSITIONS] = scaling.original_positions
+    if scaling.kind == "llama3":
+        result |= {
+            "low_freq_factor": scaling.low_frequency_factor,
+            "high_freq_factor": scaling.high_frequency_factor,
+        }
+    elif scaling.kind == "yarn":
+        result |= {
+            "beta_fast": scaling.beta_fast,
+            "beta_slow": scaling.beta_slow,
+            "truncate": scaling.truncate,
+            "attention_factor": scaling.attention_factor,
+        }
+    return result
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a value is a finite number, and not a boolean."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _find_entry(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """Return the name and content of the rotary entry that transformers reads.
+
+    If config.json has neither entry, return the newer name and an empty object.
+    """
+    if config.get("rope_scaling"):
+        return "rope_scaling", config["rope_scaling"]
+    return "rope_parameters", config.get("rope_parameters") or {}
+
+
+def _get_kind(rope: Mapping[str, Any]) -> Any:
+    return rope.get("rope_type", rope.get("type", "default"))
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Reads one object with rotary entries; the attributes are the arguments of `read_rope`."""
+
+    entries: RopeFormat
+    config: Mapping[str, Any]
+    head_dim: int
+    max_positions: int
+    origin: str
+
+    def read(self, key: str, rope: Mapping[str, Any]) -> Rope:
+        """Return the rotary positions that an object describes; `key` is its name."""
+        kind = _get_kind(rope)
+        nested = [name for name, value in rope.items() if isinstance(value, Mapping)]
+        if nested:
+            raise ConfigError(
+                f"{self.origin}: {key} of single kinds of layers is not supported:"
+                f" {', '.join(nested)}"
+            )
+        if not isinstance(kind, str) or kind not in _REQUIRED:
+            raise ConfigError(
+                f"{self.origin}: rope scaling {kind!r} is not supported; supported:"
+                f" {', '.join(_REQUIRED)}"
+            )
+        return Rope(
+            self._read_number(rope, _THETA, self.entries.theta_key, self.entries.theta),
+            self._read_fraction(rope),
+            self._read_scaling(key, kind, rope),
+        )
+
+    def _read_scaling(self, key: str, kind: str, rope: Mapping[str, Any]) -> RopeScaling | None:
+        # original_max_position_embeddings: an entry outside of rope_parameters takes precedence. If
+        # there is neither, the model's context was not extended.
+        values = {_POSITIONS: self.max_positions, **rope}
+        if _POSITIONS in self.config:
+            values[_POSITIONS] = self.config[_POSITIONS]
+        required = _REQUIRED[kind]
+        if missing := [name for name in required if name not in values]:
+            raise ConfigError(
+                f"{self.origin}: rope scaling {kind}: required entries are missing:"
+                f" {', '.join(missing)}"
+            )
+        optional = [name for name in _YARN if kind == "yarn" and values.get(name) is not None]
+        for name in (*required, *optional):
+            if not is_number(values[name]) or values[name] <= 0:
+                raise ConfigError(
+                    f"{self.origin}: {key}: {name}={values[name]!r}: must be a number > 0"
+                )
+
+        if kind == "linear":
+            return RopeScaling("linear", float(values["factor"]))
+        if kind == "dynamic":
+            return RopeScaling("dynamic", float(values["factor"]))
+        if kind == "llama3":
+            low, high = values["low_freq_factor"], values["high_freq_factor"]
+            if high <= low:
+                raise ConfigError(
+                    f"{self.origin}: {key}: high_freq_factor={high!r}: must be above"
+                    f" low_freq_factor={low!r}"
+                )
+            return RopeScaling(
+                "llama3",
+                float(values["factor"]),
+                low_frequency_factor=float(low),
+                high_frequency_factor=float(high),
+                original_positions=int(values[_POSITIONS]),
+            )
+        return self._read_yarn(key, values) if kind == "yarn" else None
+
+    def _read_yarn(self, key: str, values: Mapping[str, Any]) -> RopeScaling:
+        """Return the scaling of YaRN; null and missing entries have transformers' defaults."""
+        fast = float(values.get("beta_fast") or 32)
+        slow = float(values.get("beta_slow") or 1)
+        if fast <= slow:
+            raise ConfigError(
+                f"{self.origin}: {key}: beta_fast={fast:g}: must be above beta_slow={slow:g}"
+            )
+        truncate = values.get("truncate", True)
+        if not isinstance(truncate, bool):
+            raise ConfigError(f"{self.origin}: {key}: truncate={truncate!r}: must be true or false")
+        factor = float(values["factor"])
+        attention_factor = values.get("attention_factor")
+        if attention_factor is None:
+            attention_factor = _compute_attention_factor(
+                factor, values.get("mscale"), values.get("mscale_all_dim")
+            )
+        return RopeScaling(
+            "yarn",
+            factor,
+            original_positions=int(values[_POSITIONS]),
+            beta_fast=fast,
+            beta_slow=slow,
+            truncate=truncate,
+            attention_factor=float(attention_factor),
+        )
+
+    def _read_number(
+        self, rope: Mapping[str, Any], name: str, outer_name: str, default: float
+    ) -> float:
+        """Return a number above 0.
+
+        Args:
+            rope: Content of `rope_parameters` or `rope_scaling`.
+            name: Name of the number in `rope`.
+            outer_name: Other name of the number in config.json. If the file contains the number
+                too, both must be equal.
+            default: Value if neither contains the number.
+        """
+        value = rope.get(name, self.config.get(outer_name, default))
+        if not is_number(value) or value <= 0:
+            raise ConfigError(f"{self.origin}: {name}={value!r}: must be a number > 0")
+        for other in dict.fromkeys((outer_name, name)):
+            if self.config.get(other) not in (None, value):
+                raise ConfigError(
+                    f"{self.origin}: {other}={self.config[other]!r} contradicts {name}={value!r},"
+                    " which transformers reads; remove the former"
+                )
+        return float(value)
+
+    def _read_fraction(self, rope: Mapping[str, Any]) -> float:
+        """Return the fraction of a head's dimensions that is rotated."""
+        outer_name = self.entries.fraction_key
+        if self.entries.fraction is None:
+            for value in (rope.get(_FRACTION), self.config.get(outer_name)):
+                if value not in (None, 1.0):
+                    raise ConfigError(
+                        f"{self.origin}: {_FRACTION}={value!r} is not supported; supported: 1.0"
+                    )
+            fraction = 1.0
+        else:
+            fraction = self._read_number(rope, _FRACTION, outer_name, self.entries.fraction)
+        rotated = int(self.head_dim * fraction)
+        if fraction > 1 or rotated < 1:
+            raise ConfigError(
+                f"{self.origin}: {_FRACTION}={fraction:g} with head_dim={self.head_dim}: must"
+                f" rotate at least 1 and at most {self.head_dim} dimensions"
+            )
+        # Dimensions are rotated in pairs. An odd number is rounded up, which exceeds an odd head
+        # size.
+        if self.head_dim % 2 and rotated == self.head_dim:
+            raise ConfigError(
+                f"{self.origin}: head_dim={self.head_dim}: must be even, because all dimensions are"
+                " rotated in pairs"
+            )
+        return fraction
+
+
+def _compute_attention_factor(
+    factor: float, mscale: float | None, mscale_all_dim: float | None
+) -> float:
+    """Return YaRN's factor of queries and keys (Peng et al. 2023, "YaRN", section 3.4).
+
+    `mscale` and `mscale_all_dim` are entries of DeepSeek-V2's configurations.
+    """
+
+    def compute_scale(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    if mscale and mscale_all_dim:
+        return compute_scale(mscale) / compute_scale(mscale_all_dim)
+    return compute_scale(1.0)
