@@ -152,7 +152,10 @@ class PackedAttention(nn.Module):
             )
             packed.rotations[rope] = compute_rotation(angles, rope, query.dtype)
         cosine, sine = packed.rotations[rope]
-        return _Rotate.apply(query, cosine, sine), _Rotate.apply(key, cosine, sine)
+        return (
+            _Rotate.apply(query, cosine, sine, rope.is_interleaved),
+            _Rotate.apply(key, cosine, sine, rope.is_interleaved),
+        )
 
     def _build_mask(self, packed: PackedSequences, device: torch.device) -> Tensor | None:
         """Return which keys each query attends to.
@@ -196,12 +199,16 @@ class _Rotate(Function):
     """Autograd function of `rotate`, whose gradient is the inverse rotation."""
 
     @staticmethod
-    def forward(context: Any, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    def forward(
+        context: Any, x: Tensor, cosine: Tensor, sine: Tensor, is_interleaved: bool
+    ) -> Tensor:
         context.save_for_backward(cosine, sine)
-        return rotate(x, cosine, sine)
+        context.is_interleaved = is_interleaved
+        return rotate(x, cosine, sine, is_interleaved=is_interleaved)
 
     @staticmethod
     @once_differentiable
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         cosine, sine = context.saved_tensors
-        return rotate(gradient, cosine, -sine), None, None
+        rotated = rotate(gradient, cosine, -sine, is_interleaved=context.is_interleaved)
+        return rotated, None, None, None

@@ -87,7 +87,8 @@ def _architecture_settings(shape: ModelShape) -> dict[str, Any]:
         "ffn_hidden_size": shape.ffn_hidden_size,
         "normalization": {"rms": "RMSNorm", "layer": "LayerNorm"}[shape.normalization],
         "layernorm_epsilon": shape.norm_epsilon,
-        "qk_layernorm": shape.qk_norm,
+        "qk_layernorm": shape.qk_norm is not None,
+        "softmax_scale": shape.attention_scale,
         "gated_linear_unit": shape.gated,
         "activation_func": _ACTIVATIONS[shape.activation],
         "add_bias_linear": shape.linear_bias,
@@ -321,7 +322,11 @@ def _build_chunk(
     _mark_tensor_parallel(model)
     _mark_experts(model)
     if has_head:
-        install_head(model, head, shape.vocab_size)
+        install_head(model, head, shape.vocab_size, shape.logit_scale)
+    if model.pre_process and shape.embedding_scale != 1:
+        model.embedding.register_forward_hook(
+            lambda module, inputs, embedded: embedded * shape.embedding_scale
+        )
     # megatron-core creates its layers in the configured dtype, but our norms and heads are created
     # in float32.
     model = model.to(device=world.device, dtype=config.params_dtype)

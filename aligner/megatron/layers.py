@@ -9,10 +9,12 @@
 - Heads: `VocabularyHead` for log-probs and `ScalarHead` for values and rewards.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.extensions.transformer_engine import HAVE_TE, TENorm
 from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
@@ -21,11 +23,16 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.parallel_state import get_tensor_model_parallel_group
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -288,10 +295,124 @@ class LayerNorm(nn.LayerNorm):
         _mark_for_sequence_parallelism(self, config)
 
 
-_NORMS: Mapping[str, type[nn.Module]] = {"rms": RMSNorm, "layer": LayerNorm}
+class ZeroCenteredRMSNorm(RMSNorm):
+    """Root-mean-square norm that multiplies by 1 + weight, as in Gemma."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the norm of x [..., H], in its shape and dtype."""
+        weight = self.weight + 1
+        if x.is_cuda:
+            return F.rms_norm(x, weight.shape, weight, self.eps)
+        return _RmsNorm.apply(x, weight, self.eps)
 
 
-class ParallelResidualLayer(TransformerLayer):
+class ProjectionNorm(nn.Module):
+    """Root-mean-square norm of the queries or keys of all heads of a token together, as in OLMo 2.
+
+    Each tensor rank has the weights of its own heads.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, heads: int, eps: float = 1e-5
+    ) -> None:
+        """Create a norm.
+
+        Args:
+            config: Configuration of the model.
+            hidden_size: Number of dimensions of a head.
+            heads: Number of heads on all tensor ranks together.
+            eps: Epsilon of the norm.
+        """
+        super().__init__()
+        self._size = heads * hidden_size
+        self._epsilon = eps
+        self._group = get_tensor_model_parallel_group()
+        self.weight = nn.Parameter(torch.ones(self._size // config.tensor_model_parallel_size))
+        set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the norm of this rank's heads [..., heads / TP, head dim], in their shape and
+        dtype."""
+        flat = x.flatten(-2).float()
+        total = _SumOverRanks.apply(flat.square().sum(-1, keepdim=True), self._group)
+        normed = flat * torch.rsqrt(total / self._size + self._epsilon)
+        return (normed * self.weight).to(x.dtype).view(x.shape)
+
+
+class _SumOverRanks(Function):
+    """Sum over the ranks of a group, on each of which a part of the loss depends on the sum."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        context.group = group
+        return _sum_over_ranks(x, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _sum_over_ranks(gradient, context.group), None
+
+
+def _sum_over_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    if group.size() == 1:
+        return x
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
+
+
+class ResidualAdd(nn.Module):
+    """Residual connection: the residual stream plus the scaled norm of a module's output.
+
+    It replaces megatron-core's bias-dropout-add.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, norm: type[nn.Module] | None, scale: float
+    ) -> None:
+        """Create the connection.
+
+        Args:
+            config: Configuration of the model.
+            norm: Class of the norm after the module; None if there is none.
+            scale: Factor of the module's output.
+        """
+        super().__init__()
+        self.norm = (
+            None if norm is None else norm(config, config.hidden_size, eps=config.layernorm_epsilon)
+        )
+        self._scale = scale
+
+    def forward(
+        self, is_training: bool, is_fused: bool
+    ) -> Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]:
+        """Return the function that megatron-core calls with (output, bias), residual and
+        dropout."""
+        return self._add
+
+    def _add(
+        self, output_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float
+    ) -> Tensor:
+        """Return the new residual stream [T, 1, H]; there is no dropout."""
+        output, bias = output_with_bias
+        if bias is not None:
+            output = output + bias
+        if self.norm is not None:
+            output = self.norm(output)
+        return residual + output if self._scale == 1 else residual + output * self._scale
+
+
+class DecoderLayer(TransformerLayer):
+    """megatron-core's layer, without its gradients in passes that need none."""
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        # megatron-core enables gradients for its fused bias-dropout-add. The norm in `ResidualAdd`
+        # would then build a graph in every inference.
+        self.bias_dropout_add_exec_handler = nullcontext
+
+
+class ParallelResidualLayer(DecoderLayer):
     """Layer with a parallel residual: x + attention(norm(x)) + mlp(other norm(x)).
 
     GPT-NeoX uses it (Black et al. 2022, section 2.1).
@@ -355,7 +476,7 @@ class _RouterReplay:
         return scores.gather(1, expert_ids), expert_ids
 
 
-class ExpertsLayer(TransformerLayer):
+class ExpertsLayer(DecoderLayer):
     """Layer with experts that replays the routing that a micro-batch contains.
 
     The micro-batch is an argument of every forward pass, including passes that recompute
@@ -397,18 +518,31 @@ def uses_transformer_engine(
     Otherwise, the model uses megatron-core's local layers with our norms and our attention.
     transformer-engine is not used with LoRA, since its linear layers may contain the preceding
     norm. It is not used in float32 either, since its attention over packed sequences has no float32
-    kernel in releases up to 2.10. Its attention has neither layers with different windows or rotary
-    positions, nor a factor of queries and keys.
+    kernel in releases up to 2.10. It is used for models only whose layers are all equal and have
+    no parts that it lacks.
     """
     has_adapters = isinstance(settings, ActorConfig) and settings.lora.rank > 0
-    layer = shape.common_layer
-    is_uniform = layer is not None and (layer.rope is None or layer.rope.attention_factor == 1)
     return (
         HAVE_TE
         and torch.cuda.is_available()
         and dtype == torch.bfloat16
         and not has_adapters
-        and is_uniform
+        and _has_plain_layers(shape)
+    )
+
+
+def _has_plain_layers(shape: ModelShape) -> bool:
+    """Return whether transformer-engine's layers have all parts of the model's layers."""
+    layer = shape.common_layer
+    if layer is None:
+        return False
+    rope = layer.rope
+    return (
+        (rope is None or (rope.attention_factor == 1 and not rope.is_interleaved))
+        and shape.qk_norm != "projection"
+        and shape.norm_placement == "before"
+        and not shape.zero_centered_norms
+        and shape.residual_scale == 1
     )
 
 
@@ -429,15 +563,15 @@ def decoder_submodules(
         exact: `engine.exact`: use batch-invariant kernels.
         transformer_engine: Whether to use transformer-engine's modules.
     """
-    norm = TENorm if transformer_engine else _NORMS[shape.normalization]
+    norm = TENorm if transformer_engine else _choose_norm(shape)
     layer_specs = []
     for layer in layers:
         if transformer_engine:
             spec = get_gpt_layer_with_transformer_engine_spec(
-                num_experts=shape.num_experts or None, qk_layernorm=shape.qk_norm
+                num_experts=shape.num_experts or None, qk_layernorm=shape.qk_norm is not None
             )
         else:
-            spec = _local_layer_spec(shape, shape.layers[layer], exact)
+            spec = _local_layer_spec(shape, config, shape.layers[layer], exact)
         if shape.parallel_residual:
             spec.module = ParallelResidualLayer
         if shape.num_experts:
@@ -448,21 +582,42 @@ def decoder_submodules(
     return TransformerBlockSubmodules(layer_specs=layer_specs, layer_norm=norm)
 
 
-def _local_layer_spec(shape: ModelShape, layer_shape: LayerShape, exact: bool) -> ModuleSpec:
+def _choose_norm(shape: ModelShape) -> type[nn.Module]:
+    """Return the class of a model's norms."""
+    if shape.normalization == "layer":
+        return LayerNorm
+    return ZeroCenteredRMSNorm if shape.zero_centered_norms else RMSNorm
+
+
+def _local_layer_spec(
+    shape: ModelShape, config: TransformerConfig, layer_shape: LayerShape, exact: bool
+) -> ModuleSpec:
     """Return megatron-core's local layer spec with our norms and attention."""
-    norm = _NORMS[shape.normalization]
+    norm = _choose_norm(shape)
     layer = get_gpt_layer_local_spec(
         num_experts=shape.num_experts or None,
-        qk_layernorm=shape.qk_norm,
+        qk_layernorm=shape.qk_norm is not None,
         normalization={"rms": "RMSNorm", "layer": "LayerNorm"}[shape.normalization],
     )
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
+    layer.module = DecoderLayer
+    norm_before = IdentityOp if shape.norm_placement == "after" else norm
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm_before
+    if shape.norm_placement != "before" or shape.residual_scale != 1:
+        norm_after = None if shape.norm_placement == "before" else norm
+        add = ModuleSpec(
+            ResidualAdd,
+            params={"config": config, "norm": norm_after, "scale": shape.residual_scale},
+        )
+        layer.submodules.self_attn_bda = layer.submodules.mlp_bda = add
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = ModuleSpec(
         PackedAttention, params={"exact": exact, "layer": layer_shape}
     )
-    if shape.qk_norm:
+    if shape.qk_norm == "head":
         attention.q_layernorm = attention.k_layernorm = norm
+    elif shape.qk_norm == "projection":
+        attention.q_layernorm = ModuleSpec(ProjectionNorm, params={"heads": shape.num_heads})
+        attention.k_layernorm = ModuleSpec(ProjectionNorm, params={"heads": shape.num_kv_heads})
     # The router of megatron-core 0.16 tests whether this name is None, but defines it only if
     # transformer-engine is installed.
     moe_utils.te_general_gemm = None
@@ -482,6 +637,7 @@ class VocabularyHead(ColumnParallelLinear):
         replaced: ColumnParallelLinear,
         tied_weight: nn.Parameter | None = None,
         vocab_size: int | None = None,
+        logit_scale: float = 1.0,
     ) -> None:
         """Take over the weight of an output layer.
 
@@ -490,6 +646,7 @@ class VocabularyHead(ColumnParallelLinear):
             tied_weight: Weight of the embedding if the head has none of its own.
             vocab_size: Number of tokens in the vocabulary. The weights of all ranks together may
                 have more rows, which are padding; None means that all rows are tokens.
+            logit_scale: Factor of the logits.
         """
         super().__init__(
             replaced.input_size,
@@ -502,6 +659,7 @@ class VocabularyHead(ColumnParallelLinear):
         )
         self.weight = replaced.weight
         self._vocab_size = vocab_size
+        self._logit_scale = logit_scale
         # A tuple hides a tied embedding from torch, which would register it as a parameter of this
         # module too.
         self._projection = (replaced.weight if tied_weight is None else tied_weight,)
@@ -604,19 +762,21 @@ class VocabularyHead(ColumnParallelLinear):
         )
 
     def _select_hidden(self, hidden: Tensor, index: Tensor) -> Tensor:
-        """Return the hidden states [M, H] of the tokens at `index`, int64 [M].
+        """Return the hidden states [M, H] of the tokens at `index`, int64 [M], times the factor of
+        the logits.
 
         Each tensor rank computes the part of the gradients that results from its part of the
         vocabulary. The backward pass sums these parts over the tensor ranks, by a reduce-scatter
         with sequence parallelism and by an all-reduce without it.
         """
         if self.sequence_parallel:
-            return gather_from_sequence_parallel_region(hidden, group=self.tp_group).index_select(
-                0, index
+            gathered = gather_from_sequence_parallel_region(hidden, group=self.tp_group)
+            selected = gathered.index_select(0, index)
+        else:
+            selected = copy_to_tensor_model_parallel_region(
+                hidden.index_select(0, index), group=self.tp_group
             )
-        return copy_to_tensor_model_parallel_region(
-            hidden.index_select(0, index), group=self.tp_group
-        )
+        return selected if self._logit_scale == 1 else selected * self._logit_scale
 
 
 class ScalarHead(nn.Module):
@@ -654,7 +814,9 @@ class ScalarHead(nn.Module):
         return values, None
 
 
-def install_head(model: GPTModel, head: Head, vocab_size: int | None = None) -> None:
+def install_head(
+    model: GPTModel, head: Head, vocab_size: int | None = None, logit_scale: float = 1.0
+) -> None:
     """Replace the output layer of a last pipeline stage by one of our heads.
 
     Call it before the model is wrapped for training.
@@ -663,6 +825,7 @@ def install_head(model: GPTModel, head: Head, vocab_size: int | None = None) -> 
         model: Model chunk of the last stage.
         head: Vocabulary head or scalar head.
         vocab_size: Number of tokens without padding; None means that all rows are tokens.
+        logit_scale: Factor of the logits.
     """
     if head == "vocabulary":
         is_tied = model.output_layer.weight is None
@@ -670,6 +833,7 @@ def install_head(model: GPTModel, head: Head, vocab_size: int | None = None) -> 
             model.output_layer,
             model.embedding.word_embeddings.weight if is_tied else None,
             vocab_size,
+            logit_scale,
         )
     else:
         model.output_layer = ScalarHead(

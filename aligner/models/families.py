@@ -12,6 +12,10 @@ Part = Literal["whole", "query", "key", "value", "gate", "up"]
 """Part of a fused parameter of megatron-core."""
 
 
+FUSED_PARTS: tuple[tuple[Part, ...], ...] = (("query", "key", "value"), ("gate", "up"))
+"""Parts of the fused parameters, in the order in which files store them."""
+
+
 @dataclass(frozen=True)
 class Weight:
     """A kind of weight: a Hugging Face tensor, or a part of one, and megatron-core's parameter.
@@ -36,8 +40,8 @@ class Weight:
     is_transposed: bool = False
     """Whether the file stores the matrix with the inputs first."""
     fused_in: str | None = None
-    """Name of the file's tensor that contains query, key and value one after another; None if the
-    weight is a tensor of its own."""
+    """Name of the file's tensor that contains the parts of the parameter one after another, in the
+    order of `FUSED_PARTS`; None if the weight is a tensor of its own."""
     requires: str | None = None
     """Attribute of `ModelShape` that must be true for the weight to exist; None for a weight that
     always exists."""
@@ -71,27 +75,49 @@ _PROJECTIONS: tuple[tuple[str, str, Part], ...] = (
     ("v", "key", "value"),
 )
 
+_PROJECTED = tuple(
+    _linear(f"{_LAYER}self_attn.{prefix}_proj", _QKV, size, "hidden", 0, part=part)
+    for prefix, size, part in _PROJECTIONS
+)
+_FUSED_PROJECTIONS = tuple(
+    replace(weight, fused_in=f"{_LAYER}self_attn.qkv_proj.weight") for weight in _PROJECTED
+)
+_QKV_BIASES = tuple(
+    _bias(f"{_LAYER}self_attn.{prefix}_proj", _QKV, size, 0, part=part, requires="qkv_bias")
+    for prefix, size, part in _PROJECTIONS
+)
+_HEAD_NORMS = tuple(
+    Weight(
+        f"{_LAYER}self_attn.{prefix}_norm.weight",
+        f"{_ATTENTION}{prefix}_layernorm.weight",
+        ("head",),
+        requires="qk_norm",
+    )
+    for prefix in ("q", "k")
+)
+_PROJECTION_NORMS = tuple(
+    Weight(
+        f"{_LAYER}self_attn.{prefix}_norm.weight",
+        f"{_ATTENTION}{prefix}_layernorm.weight",
+        (size,),
+        0,
+    )
+    for prefix, size in (("q", "query"), ("k", "key"))
+)
+_OUTPUT = _linear(_LAYER + "self_attn.o_proj", _ATTENTION + "linear_proj", "hidden", "query", 1)
+# Norms of a layer: before attention and feed-forward network, and after them.
+_BEFORE_ATTENTION = _CORE + "input_layernorm"
+_BEFORE_MLP = _CORE + "pre_mlp_layernorm"
+_AFTER_ATTENTION = _CORE + "self_attn_bda.norm"
+_AFTER_MLP = _CORE + "mlp_bda.norm"
+
 _LLAMA_ATTENTION = (
-    *_norm(_LAYER + "input_layernorm", _CORE + "input_layernorm"),
-    *(
-        _linear(f"{_LAYER}self_attn.{prefix}_proj", _QKV, size, "hidden", 0, part=part)
-        for prefix, size, part in _PROJECTIONS
-    ),
-    *(
-        _bias(f"{_LAYER}self_attn.{prefix}_proj", _QKV, size, 0, part=part, requires="qkv_bias")
-        for prefix, size, part in _PROJECTIONS
-    ),
-    *(
-        Weight(
-            f"{_LAYER}self_attn.{prefix}_norm.weight",
-            f"{_CORE}self_attention.{prefix}_layernorm.weight",
-            ("head",),
-            requires="qk_norm",
-        )
-        for prefix in ("q", "k")
-    ),
-    _linear(_LAYER + "self_attn.o_proj", _ATTENTION + "linear_proj", "hidden", "query", 1),
-    *_norm(_LAYER + "post_attention_layernorm", _CORE + "pre_mlp_layernorm"),
+    *_norm(_LAYER + "input_layernorm", _BEFORE_ATTENTION),
+    *_PROJECTED,
+    *_QKV_BIASES,
+    *_HEAD_NORMS,
+    _OUTPUT,
+    *_norm(_LAYER + "post_attention_layernorm", _BEFORE_MLP),
 )
 
 
@@ -118,15 +144,59 @@ _EMBEDDING = "embedding.word_embeddings.weight"
 _HEAD = "output_layer.weight"
 
 
-def _llama_like(*mlp: Weight) -> tuple[Weight, ...]:
+_FUSED_MLP = tuple(
+    weight
+    if weight.part == "whole"
+    else replace(weight, fused_in=f"{_LAYER}mlp.gate_up_proj.weight")
+    for weight in _LLAMA_MLP
+)
+
+
+def _model(*layer: Weight) -> tuple[Weight, ...]:
+    """Return the weights of a model with these weights in each layer, and Llama's other names."""
     return (
         Weight("model.embed_tokens.weight", _EMBEDDING, ("vocabulary", "hidden"), 0),
-        *_LLAMA_ATTENTION,
-        *mlp,
+        *layer,
         *_norm("model.norm", "decoder.final_layernorm"),
         Weight("lm_head.weight", _HEAD, ("vocabulary", "hidden"), 0),
     )
 
+
+_PHI3 = _model(
+    *_norm(_LAYER + "input_layernorm", _BEFORE_ATTENTION),
+    *_FUSED_PROJECTIONS,
+    _OUTPUT,
+    *_norm(_LAYER + "post_attention_layernorm", _BEFORE_MLP),
+    *_FUSED_MLP,
+)
+_OLMO2 = _model(
+    *_PROJECTED,
+    *_PROJECTION_NORMS,
+    _OUTPUT,
+    *_norm(_LAYER + "post_attention_layernorm", _AFTER_ATTENTION),
+    *_LLAMA_MLP,
+    *_norm(_LAYER + "post_feedforward_layernorm", _AFTER_MLP),
+)
+_GEMMA3 = _model(
+    *_norm(_LAYER + "input_layernorm", _BEFORE_ATTENTION),
+    *_PROJECTED,
+    *_HEAD_NORMS,
+    _OUTPUT,
+    *_norm(_LAYER + "post_attention_layernorm", _AFTER_ATTENTION),
+    *_norm(_LAYER + "pre_feedforward_layernorm", _BEFORE_MLP),
+    *_LLAMA_MLP,
+    *_norm(_LAYER + "post_feedforward_layernorm", _AFTER_MLP),
+)
+_GLM4 = _model(
+    *_norm(_LAYER + "input_layernorm", _BEFORE_ATTENTION),
+    *_PROJECTED,
+    *_QKV_BIASES,
+    _OUTPUT,
+    *_norm(_LAYER + "post_self_attn_layernorm", _AFTER_ATTENTION),
+    *_norm(_LAYER + "post_attention_layernorm", _BEFORE_MLP),
+    *_FUSED_MLP,
+    *_norm(_LAYER + "post_mlp_layernorm", _AFTER_MLP),
+)
 
 _GPT2_LAYER = "transformer.h.{layer}."
 _GPT2_PARTS: tuple[Part, ...] = ("query", "key", "value")
@@ -194,9 +264,13 @@ SCALAR_HEAD = Weight("score.weight", _HEAD, ("one", "hidden"))
 """Head of a reward model or critic, in every family."""
 
 WEIGHTS: Mapping[str, tuple[Weight, ...]] = {
-    "llama": _llama_like(*_LLAMA_MLP),
-    "mixtral": _llama_like(*_experts("block_sparse_moe", "w1", "w3", "w2")),
-    "qwen3_moe": _llama_like(*_experts("mlp", "gate_proj", "up_proj", "down_proj")),
+    "llama": _model(*_LLAMA_ATTENTION, *_LLAMA_MLP),
+    "mixtral": _model(*_LLAMA_ATTENTION, *_experts("block_sparse_moe", "w1", "w3", "w2")),
+    "qwen3_moe": _model(*_LLAMA_ATTENTION, *_experts("mlp", "gate_proj", "up_proj", "down_proj")),
+    "phi3": _PHI3,
+    "olmo2": _OLMO2,
+    "gemma3": _GEMMA3,
+    "glm4": _GLM4,
     "gpt2": _GPT2,
     "gpt_neox": _NEOX,
 }

@@ -10,7 +10,7 @@ the installed classes. Entries are read in one of these ways:
 - entries that transformers does not know are ignored; `config_notes` lists them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -21,8 +21,8 @@ from aligner.models.rope_entries import (
     RopeFormat,
     find_unknown_entries,
     is_number,
-    read_rope,
-    write_rope,
+    read_ropes,
+    write_ropes,
 )
 from aligner.models.shape import LayerShape, ModelShape
 from aligner.models.weight_slices import Head
@@ -40,6 +40,12 @@ class Entry:
     """Value of the transformers class if config.json lacks the entry."""
     nullable: bool = False
     """Whether the entry may be null. Then it has another meaning than a missing entry."""
+    is_positive: bool = False
+    """Whether a number must not be 0."""
+    to_shape: Callable[[Any], Any] = lambda value: value
+    """Function from the entry's value to the attribute of the shape."""
+    to_config: Callable[[Any], Any] = lambda value: value
+    """Function from the attribute of the shape to the entry's value."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +61,8 @@ class Architecture:
     entries: Mapping[str, Entry]
     """Entries of the shape, by the shape's attribute."""
     implied: Mapping[str, Any] = field(default_factory=dict)
-    """Attributes that all models of the architecture have."""
+    """Attributes that all models of the architecture have; a function computes the value from the
+    attributes of the entries."""
     supported: Mapping[str, Any] = field(default_factory=dict)
     """Default of each entry for which only the default is implemented."""
     without_effect: tuple[str, ...] = ()
@@ -64,16 +71,27 @@ class Architecture:
     """Dropout probabilities, which are not applied."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Names of entries in the table, by their other names in config.json."""
-    eos_token_id: int | None = 2
-    """Default EOS id of the transformers class; None if it has none."""
-    window: Literal["none", "always", "switched", "layered"] = "none"
+    eos_token_id: int | tuple[int, ...] | None = 2
+    """Default EOS ids of the transformers class; None if it has none."""
+    pad_token_id: int | None = None
+    """Default padding token of the transformers class; None if it has none."""
+    window: Literal["none", "always", "switched", "layered", "typed", "without_rope"] = "none"
     """Layers with a sliding window. "none": no layer; "always": all layers if the window is not
     null; "switched": all layers if `use_sliding_window` is true; "layered": the layers that
-    `layer_types` names, else those from `max_window_layers` on, if `use_sliding_window` is true."""
+    `layer_types` names, else those from `max_window_layers` on, if `use_sliding_window` is true;
+    "typed": the layers that `layer_types` names, else all layers except each
+    `full_attention_interval`th one; "without_rope": the layers that `layer_types` names, else those
+    without rotary positions, if `use_sliding_window` is true."""
+    full_attention_interval: int = 0
+    """Default interval of the layers without a window, with window="typed"."""
+    interval_key: str | None = None
+    """Entry of this interval; None if there is none."""
     window_size: int | None = 4096
     """Default of the entry `sliding_window`."""
     rope: RopeFormat | None = field(default_factory=RopeFormat)
     """Rotary entries; None for learned positions."""
+    scalar_prefix: str | None = None
+    """Prefix of the name of the class with a scalar head, if it is not `name`."""
     causal_suffix: str = "ForCausalLM"
     """Suffix of the name of the class with a language model's head."""
 
@@ -85,7 +103,7 @@ class Architecture:
     @property
     def scalar_name(self) -> str:
         """Name of the class with a head of one number per token."""
-        return f"{self.name}ForSequenceClassification"
+        return f"{self.scalar_prefix or self.name}ForSequenceClassification"
 
     @property
     def known_entries(self) -> frozenset[str]:
@@ -100,6 +118,7 @@ class Architecture:
                 *self.aliases,
                 *rotary,
                 *_WINDOW_ENTRIES[self.window],
+                *(() if self.interval_key is None else (self.interval_key,)),
                 *_COMMON_SUPPORTED,
                 *_COMMON_WITHOUT_EFFECT,
                 "eos_token_id",
@@ -193,6 +212,13 @@ _WINDOW_ENTRIES: Mapping[str, tuple[str, ...]] = {
     "always": ("sliding_window",),
     "switched": ("use_sliding_window", "sliding_window"),
     "layered": ("use_sliding_window", "sliding_window", "max_window_layers"),
+    "typed": ("sliding_window",),
+    "without_rope": (
+        "use_sliding_window",
+        "sliding_window",
+        "no_rope_layers",
+        "no_rope_layer_interval",
+    ),
 }
 
 # Attributes of models with layer norms, and biases in all linear layers.
@@ -213,6 +239,7 @@ def _decoder(
     head_dim: Entry,
     positions: int,
     epsilon: float = 1e-6,
+    is_tied: bool = False,
 ) -> dict[str, Entry]:
     """Return the entries that the architectures like Llama have, with their defaults."""
     return {
@@ -225,8 +252,12 @@ def _decoder(
         "vocab_size": Entry("vocab_size", vocabulary),
         "max_positions": Entry("max_position_embeddings", positions),
         "norm_epsilon": Entry("rms_norm_eps", epsilon),
-        "tied_embeddings": Entry("tie_word_embeddings", False),
+        "tied_embeddings": Entry("tie_word_embeddings", is_tied),
     }
+
+
+def _invert(value: float) -> float:
+    return 1.0 / value
 
 
 def _key_value_heads(default: int | None) -> Entry:
@@ -292,7 +323,7 @@ _ARCHITECTURES = (
             head_dim=Entry("head_dim", 128),
             positions=32768,
         ),
-        {"qk_norm": True},
+        {"qk_norm": "head"},
         {"attention_bias": False, **_SILU},
         eos_token_id=None,
         window="layered",
@@ -338,13 +369,182 @@ _ARCHITECTURES = (
             "experts_per_token": Entry("num_experts_per_tok", 8),
             "normalize_expert_weights": Entry("norm_topk_prob", False),
         },
-        {"qk_norm": True},
+        {"qk_norm": "head"},
         {"attention_bias": False, "decoder_sparse_step": 1, "mlp_only_layers": [], **_SILU},
         # intermediate_size is the size of dense layers, which the supported models do not have.
         without_effect=("intermediate_size", *_LOAD_BALANCING_LOSS),
         aliases={"num_local_experts": "num_experts"},
         eos_token_id=None,
         window="switched",
+    ),
+    Architecture(
+        "SmolLM3",
+        "smollm3",
+        "llama",
+        _decoder(
+            vocabulary=128256,
+            hidden=2048,
+            feed_forward=Entry("intermediate_size", 11008),
+            layers=36,
+            heads=16,
+            key_value_heads=_key_value_heads(4),
+            head_dim=_HEAD_DIM,
+            positions=32768,
+            is_tied=True,
+        ),
+        supported={"attention_bias": False, "mlp_bias": False, **_SILU},
+        eos_token_id=128001,
+        pad_token_id=128004,
+        window="without_rope",
+        window_size=None,
+        rope=RopeFormat(theta=2000000.0),
+    ),
+    Architecture(
+        "Granite",
+        "granite",
+        "llama",
+        {
+            **_decoder(
+                vocabulary=32000,
+                feed_forward=Entry("intermediate_size", 11008),
+                key_value_heads=_key_value_heads(None),
+                head_dim=_HEAD_DIM,
+                positions=2048,
+            ),
+            "embedding_scale": Entry("embedding_multiplier", 1.0),
+            "attention_scale": Entry("attention_multiplier", 1.0),
+            "residual_scale": Entry("residual_multiplier", 1.0),
+            "logit_scale": Entry(
+                "logits_scaling", 1.0, is_positive=True, to_shape=_invert, to_config=_invert
+            ),
+        },
+        supported={"attention_bias": False, "mlp_bias": False, **_SILU},
+    ),
+    Architecture(
+        "Phi3",
+        "phi3",
+        "phi3",
+        _decoder(
+            vocabulary=32064,
+            hidden=3072,
+            feed_forward=Entry("intermediate_size", 8192),
+            key_value_heads=_key_value_heads(None),
+            head_dim=_HEAD_DIM,
+            positions=4096,
+            epsilon=1e-5,
+        ),
+        supported=_SILU,
+        dropouts=("resid_pdrop", "embd_pdrop", "attention_dropout"),
+        eos_token_id=32000,
+        pad_token_id=32000,
+        window="always",
+        window_size=None,
+        # transformers reads "yarn" as "longrope"
+        rope=RopeFormat(fraction=1.0, kinds=("default",)),
+    ),
+    Architecture(
+        "Olmo2",
+        "olmo2",
+        "olmo2",
+        _decoder(
+            vocabulary=50304,
+            feed_forward=Entry("intermediate_size", 11008),
+            key_value_heads=_key_value_heads(None),
+            head_dim=_HEAD_DIM,
+            positions=2048,
+            epsilon=1e-5,
+        ),
+        {"qk_norm": "projection", "norm_placement": "after"},
+        {"attention_bias": False, **_SILU},
+        eos_token_id=50279,
+        pad_token_id=1,
+    ),
+    Architecture(
+        "Olmo3",
+        "olmo3",
+        "olmo2",
+        _decoder(
+            vocabulary=50304,
+            feed_forward=Entry("intermediate_size", 11008),
+            key_value_heads=_key_value_heads(None),
+            head_dim=_HEAD_DIM,
+            positions=2048,
+            epsilon=1e-5,
+        ),
+        {"qk_norm": "projection", "norm_placement": "after"},
+        {"attention_bias": False, **_SILU},
+        eos_token_id=50279,
+        pad_token_id=1,
+        window="typed",
+        full_attention_interval=4,
+        rope=RopeFormat(theta=500000.0, local_theta=500000.0),
+    ),
+    Architecture(
+        "Gemma3",
+        "gemma3_text",
+        "gemma3",
+        {
+            **_decoder(
+                vocabulary=262208,
+                hidden=2304,
+                feed_forward=Entry("intermediate_size", 9216),
+                layers=26,
+                heads=8,
+                key_value_heads=Entry("num_key_value_heads", 4),
+                head_dim=Entry("head_dim", 256),
+                positions=131072,
+                is_tied=True,
+            ),
+            "activation": Entry("hidden_activation", "gelu_pytorch_tanh"),
+            "attention_scale": Entry(
+                "query_pre_attn_scalar",
+                256,
+                to_shape=lambda scalar: scalar**-0.5,
+                to_config=lambda scale: round(scale**-2),
+            ),
+        },
+        {
+            "qk_norm": "head",
+            "norm_placement": "both",
+            "zero_centered_norms": True,
+            "embedding_scale": lambda values: values["hidden_size"] ** 0.5,
+        },
+        {
+            "attention_bias": False,
+            "final_logit_softcapping": None,
+            "attn_logit_softcapping": None,
+            "use_bidirectional_attention": False,
+        },
+        eos_token_id=1,
+        window="typed",
+        full_attention_interval=6,
+        interval_key="sliding_window_pattern",
+        rope=RopeFormat(
+            theta=1000000.0, local_theta=10000.0, local_theta_key="rope_local_base_freq"
+        ),
+        scalar_prefix="Gemma3Text",
+    ),
+    Architecture(
+        "Glm4",
+        "glm4",
+        "glm4",
+        {
+            **_decoder(
+                vocabulary=151552,
+                feed_forward=Entry("intermediate_size", 13696),
+                layers=40,
+                key_value_heads=Entry("num_key_value_heads", 2),
+                head_dim=Entry("head_dim", 128),
+                positions=131072,
+                epsilon=1.5625e-7,
+            ),
+            "qkv_bias": Entry("attention_bias", True),
+        },
+        {"norm_placement": "both"},
+        _SILU,
+        eos_token_id=(151329, 151336, 151338),
+        pad_token_id=151329,
+        rope=RopeFormat(fraction=0.5, is_interleaved=True),
     ),
     Architecture(
         "GPTNeoX",
@@ -525,7 +725,7 @@ def config_notes(config: Mapping[str, Any]) -> list[str]:
     architecture = ARCHITECTURES[with_architecture(config)["architectures"][0]]
     unknown = [key for key in config if key not in architecture.known_entries]
     if architecture.rope is not None:
-        unknown += find_unknown_entries(config)
+        unknown += find_unknown_entries(architecture.rope, config)
     notes = []
     if unknown:
         notes.append(
@@ -590,7 +790,8 @@ def _read_shape(architecture: Architecture, config: Mapping[str, Any], origin: s
 
     table = architecture.entries
     values: dict[str, Any] = {
-        attribute: _entry_value(entry, config, origin) for attribute, entry in table.items()
+        attribute: entry.to_shape(_entry_value(entry, config, origin))
+        for attribute, entry in table.items()
     }
     if "activation" in values:
         values["activation"] = _activation(
@@ -616,22 +817,19 @@ def _read_shape(architecture: Architecture, config: Mapping[str, Any], origin: s
             f" by the number of attention heads, {values['head_dim']}"
         )
 
-    num_layers = values.pop("num_layers")
-    rope = None
-    if architecture.rope is not None:
-        rope = read_rope(
-            architecture.rope, config, values["head_dim"], values["max_positions"], origin
-        )
+    implied = {
+        name: value(values) if callable(value) else value
+        for name, value in architecture.implied.items()
+    }
+    layers = _read_layers(architecture, config, values, origin)
+    del values["num_layers"]
     return ModelShape(
-        tuple(
-            LayerShape(rope, window)
-            for window in _read_windows(architecture, config, num_layers, origin)
-        ),
+        layers,
         **values,
-        **architecture.implied,
+        **implied,
         family=architecture.family,
         eos_token_ids=_eos_token_ids(architecture, config, values["vocab_size"], origin),
-        pad_token_id=_pad_token_id(config, values["vocab_size"], origin),
+        pad_token_id=_pad_token_id(architecture, config, values["vocab_size"], origin),
     )
 
 
@@ -675,6 +873,8 @@ def _entry_value(entry: Entry, config: Mapping[str, Any], origin: str) -> Any:
         is_valid, allowed = isinstance(value, bool), "true or false"
     elif isinstance(entry.default, float):
         is_valid, allowed = is_number(value) and value >= 0, "a number >= 0"
+        if entry.is_positive:
+            is_valid, allowed = is_valid and value > 0, "a number > 0"
     elif isinstance(entry.default, str):
         is_valid, allowed = isinstance(value, str), "a name"
     else:
@@ -693,33 +893,92 @@ def _activation(name: Any, entry: str) -> Literal["silu", "gelu", "gelu_tanh"]:
     return _ACTIVATIONS[name]
 
 
+def _read_layers(
+    architecture: Architecture, config: Mapping[str, Any], values: Mapping[str, Any], origin: str
+) -> tuple[LayerShape, ...]:
+    """Return the parts in which layers differ: their rotary positions and windows."""
+    count = values["num_layers"]
+    if architecture.rope is None:
+        return (LayerShape(),) * count
+    has_rope = [True] * count
+    if architecture.window == "without_rope":
+        has_rope = _read_rope_layers(config, count, origin)
+    windows = _read_windows(architecture, config, has_rope, origin)
+    full, sliding = read_ropes(
+        architecture.rope, config, values["head_dim"], values["max_positions"], origin
+    )
+    return tuple(
+        LayerShape((full if window is None else sliding) if rotates else None, window)
+        for rotates, window in zip(has_rope, windows, strict=True)
+    )
+
+
+def _read_rope_layers(config: Mapping[str, Any], count: int, origin: str) -> list[bool]:
+    """Return whether each layer has rotary positions, from the entries of SmolLM3."""
+    flags = config.get("no_rope_layers")
+    if flags is None:
+        interval = config.get("no_rope_layer_interval", 4)
+        if not isinstance(interval, int) or isinstance(interval, bool) or interval < 1:
+            raise ConfigError(
+                f"{origin}: no_rope_layer_interval={interval!r}: must be an integer > 0"
+            )
+        return [(layer + 1) % interval != 0 for layer in range(count)]
+    # despite the name of the entry, 1 means a layer with rotary positions
+    if not isinstance(flags, list) or len(flags) < count or not all(f in (0, 1) for f in flags):
+        raise ConfigError(
+            f"{origin}: no_rope_layers={flags!r}: must be a list of 0 and 1 for {count} layers"
+        )
+    return [bool(flag) for flag in flags[:count]]
+
+
 def _read_windows(
-    architecture: Architecture, config: Mapping[str, Any], layers: int, origin: str
+    architecture: Architecture, config: Mapping[str, Any], has_rope: Sequence[bool], origin: str
 ) -> list[int | None]:
-    """Return the sliding window of each layer, None for a layer without one."""
+    """Return the sliding window of each layer, None for a layer without one.
+
+    `has_rope` tells which layers have rotary positions.
+    """
     kind = architecture.window
+    layers = len(has_rope)
     size = config.get("sliding_window", architecture.window_size)
     is_size = isinstance(size, int) and not isinstance(size, bool) and size > 0
-    if kind != "none" and size is not None and not is_size:
-        raise ConfigError(f"{origin}: sliding_window={size!r}: must be an integer > 0 or null")
-    is_used = kind == "always"
-    if kind in ("switched", "layered"):
+    may_be_null = kind != "typed"
+    if kind != "none" and not is_size and (size is not None or not may_be_null):
+        allowed = "an integer > 0" + " or null" * may_be_null
+        raise ConfigError(f"{origin}: sliding_window={size!r}: must be {allowed}")
+    is_used = kind in ("always", "typed")
+    if kind in ("switched", "layered", "without_rope"):
         is_used = config.get("use_sliding_window", False)
         if not isinstance(is_used, bool):
             raise ConfigError(f"{origin}: use_sliding_window={is_used!r}: must be true or false")
     if not is_used:
         size = None
 
-    # In transformers, layers from max_window_layers on have a window, unless layer_types is set.
+    # In transformers, these layers have a window unless layer_types is set.
     first = config.get("max_window_layers", 28) if kind == "layered" else 0
-    default = [FULL if size is None or layer < first else SLIDING for layer in range(layers)]
+    has_window = [layer >= first for layer in range(layers)]
+    if kind == "typed":
+        interval = architecture.full_attention_interval
+        if architecture.interval_key is not None:
+            interval = config.get(architecture.interval_key, interval)
+            if not isinstance(interval, int) or isinstance(interval, bool) or interval < 1:
+                raise ConfigError(
+                    f"{origin}: {architecture.interval_key}={interval!r}: must be an integer > 0"
+                )
+        has_window = [(layer + 1) % interval != 0 for layer in range(layers)]
+    elif kind == "without_rope":
+        has_window = [not rotates for rotates in has_rope]
+    default = [FULL if size is None or not each else SLIDING for each in has_window]
     types = config.get("layer_types")
     # Other architectures ignore layer_types in transformers; a contradiction is an error here.
-    allowed = [FULL, SLIDING] if kind == "layered" and size is not None else []
+    is_read = kind in ("layered", "typed", "without_rope") and size is not None
+    read_types = [FULL, SLIDING] if is_read else []
     if types is None or types == default:
         types = default
     elif not (
-        isinstance(types, list) and len(types) == layers and all(each in allowed for each in types)
+        isinstance(types, list)
+        and len(types) == layers
+        and all(each in read_types for each in types)
     ):
         raise ConfigError(
             f"{origin}: layer_types={types!r} with sliding_window={size!r} is not supported;"
@@ -733,9 +992,14 @@ def _eos_token_ids(
 ) -> tuple[int, ...]:
     default = architecture.eos_token_id
     # The default of the class belongs to a larger vocabulary.
-    if default is not None and default >= vocabulary:
+    if default is not None and max(default if isinstance(default, tuple) else (default,)) >= (
+        vocabulary
+    ):
         default = None
     value = config.get("eos_token_id", default)
+    # a class with several ids replaces null by them
+    if value is None and isinstance(default, tuple):
+        value = default
     if value is None:
         return ()
     ids = tuple(value) if isinstance(value, list | tuple) else (value,)
@@ -744,12 +1008,18 @@ def _eos_token_ids(
     return ids
 
 
-def _pad_token_id(config: Mapping[str, Any], vocabulary: int, origin: str) -> int:
+def _pad_token_id(
+    architecture: Architecture, config: Mapping[str, Any], vocabulary: int, origin: str
+) -> int:
     """Return the padding token, which no computation reads; 0 if the model has none.
 
     Conversions of the first Llama models have the id -1, which also means no padding token.
     """
-    value = config.get("pad_token_id")
+    default = architecture.pad_token_id
+    # The default of the class belongs to a larger vocabulary.
+    if default is not None and default >= vocabulary:
+        default = None
+    value = config.get("pad_token_id", default)
     if value is None or (value == -1 and isinstance(value, int)):
         return 0
     _check_token(value, "pad_token_id", value, vocabulary, origin)
@@ -785,18 +1055,16 @@ def _to_config(architecture: Architecture, shape: ModelShape, head: Head) -> dic
     The shape may have attributes that the architecture cannot represent.
     """
     config = {
-        entry.key: getattr(shape, attribute) for attribute, entry in architecture.entries.items()
+        entry.key: entry.to_config(getattr(shape, attribute))
+        for attribute, entry in architecture.entries.items()
     }
     if "activation" in architecture.entries:
         names = [
             name for name, activation in _ACTIVATIONS.items() if activation == shape.activation
         ]
         config[architecture.entries["activation"].key] = names[0]
-    layer = shape.layers[-1]
-    if architecture.rope is not None and layer.rope is not None:
-        config["rope_parameters"] = write_rope(architecture.rope, layer.rope)
-    if architecture.window != "none":
-        config |= _write_windows(architecture, shape)
+    if architecture.rope is not None:
+        config |= _write_layers(architecture, architecture.rope, shape)
     return {
         "architectures": [
             architecture.causal_name if head == "vocabulary" else architecture.scalar_name
@@ -809,15 +1077,30 @@ def _to_config(architecture: Architecture, shape: ModelShape, head: Head) -> dic
     }
 
 
-def _write_windows(architecture: Architecture, shape: ModelShape) -> dict[str, Any]:
-    """Return the entries from which `_read_windows` reads the windows of a shape's layers."""
+def _write_layers(
+    architecture: Architecture, rope: RopeFormat, shape: ModelShape
+) -> dict[str, Any]:
+    """Return the entries from which `_read_layers` reads the layers of a shape."""
+    rotary = [layer for layer in shape.layers if layer.rope is not None]
+    sliding = [layer.rope for layer in rotary if layer.sliding_window is not None]
+    full = [layer.rope for layer in rotary if layer.sliding_window is None]
+    entries: dict[str, Any] = {}
+    if rotary:
+        # without a layer of a type, its positions have no effect
+        entries["rope_parameters"] = write_ropes(
+            rope, *((full or sliding)[0], (sliding or full)[0])
+        )
+    kind = architecture.window
+    if kind == "none":
+        return entries
     windows = [layer.sliding_window for layer in shape.layers]
     size = next((window for window in windows if window is not None), None)
-    if architecture.window == "always":
-        return {"sliding_window": size}
-    if size is None:
-        return {"use_sliding_window": False}
-    entries: dict[str, Any] = {"use_sliding_window": True, "sliding_window": size}
-    if architecture.window == "layered":
+    if kind == "without_rope":
+        entries["no_rope_layers"] = [int(layer.rope is not None) for layer in shape.layers]
+    if kind in ("layered", "typed", "without_rope"):
         entries["layer_types"] = [FULL if window is None else SLIDING for window in windows]
-    return entries
+    if kind in ("always", "typed"):
+        return {**entries, "sliding_window": size}
+    if size is None:
+        return {**entries, "use_sliding_window": False}
+    return {**entries, "use_sliding_window": True, "sliding_window": size}

@@ -8,7 +8,7 @@ of layer in `rope_parameters`.
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from aligner.errors import ConfigError
@@ -47,21 +47,31 @@ class RopeFormat:
     dimensions and has no such entry."""
     fraction_key: str = _FRACTION
     """Entry of the rotated fraction outside `rope_parameters`."""
+    is_interleaved: bool = False
+    """Whether the rotated pairs are adjacent dimensions."""
+    kinds: tuple[str, ...] = tuple(_REQUIRED)
+    """Supported kinds of scaling."""
+    local_theta: float | None = None
+    """Default base of layers with a sliding window, if they have rotary positions of their own:
+    `rope_parameters` then contains an object for each type of layer. Otherwise None."""
+    local_theta_key: str | None = None
+    """Entry of this base outside `rope_parameters`; None if there is none."""
 
     @property
     def entries(self) -> tuple[str, ...]:
         """All rotary entries of the architecture in config.json."""
-        return (*ROPE_ENTRIES, self.theta_key, self.fraction_key)
+        local = () if self.local_theta_key is None else (self.local_theta_key,)
+        return (*ROPE_ENTRIES, self.theta_key, self.fraction_key, *local)
 
 
-def read_rope(
+def read_ropes(
     entries: RopeFormat,
     config: Mapping[str, Any],
     head_dim: int,
     max_positions: int,
     origin: str,
-) -> Rope:
-    """Return the rotary positions that a configuration describes.
+) -> tuple[Rope, Rope]:
+    """Return the rotary positions of layers without and with a sliding window.
 
     transformers lets `rope_scaling` replace all of `rope_parameters`, which other programs do not
     do. If the two differ, they are refused.
@@ -84,30 +94,70 @@ def read_rope(
             raise ConfigError(f"{origin}: {key}={value!r}: must be an object or null")
 
     reader = _Reader(entries, config, head_dim, max_positions, origin)
+    if entries.local_theta is not None:
+        return _read_nested_ropes(reader, newer or {}, older or {})
     rope = reader.read(*_find_entry(config))
     if newer and older and reader.read("rope_parameters", newer) != rope:
         raise ConfigError(
             f"{origin}: rope_scaling={dict(older)!r} contradicts"
             f" rope_parameters={dict(newer)!r}; remove one of them"
         )
-    return rope
+    return rope, rope
 
 
-def find_unknown_entries(config: Mapping[str, Any]) -> Iterator[str]:
+def _read_nested_ropes(
+    reader: "_Reader", newer: Mapping[str, Any], older: Mapping[str, Any]
+) -> tuple[Rope, Rope]:
+    """Return the positions of both types of layers; `rope_scaling` is that of full attention."""
+    if unknown := [
+        name
+        for name, value in newer.items()
+        if name not in (FULL, SLIDING) or not isinstance(value, Mapping | None)
+    ]:
+        raise ConfigError(
+            f"{reader.origin}: rope_parameters={dict(newer)!r}: must contain objects for {FULL} and"
+            f" {SLIDING}, got {', '.join(unknown)}"
+        )
+    full = {**(newer.get(FULL) or {}), **older}
+    local_format = replace(
+        reader.entries,
+        theta=reader.entries.local_theta or reader.entries.theta,
+        theta_key=reader.entries.local_theta_key or _THETA,
+    )
+    # the base outside of rope_parameters is that of full attention
+    local_config = {key: value for key, value in reader.config.items() if key != _THETA}
+    local_reader = replace(reader, entries=local_format, config=local_config)
+    return (
+        reader.read(f"rope_parameters.{FULL}", full),
+        local_reader.read(f"rope_parameters.{SLIDING}", newer.get(SLIDING) or {}),
+    )
+
+
+def find_unknown_entries(entries: RopeFormat, config: Mapping[str, Any]) -> Iterator[str]:
     """Yield the names of rotary entries that transformers does not know.
 
-    `read_rope` must have accepted the configuration.
+    `read_ropes` must have accepted the configuration.
     """
-    key, rope = _find_entry(config)
-    kind = _get_kind(rope)
-    known = (_THETA, _FRACTION, "rope_type", "type", *_REQUIRED[kind])
-    if kind == "yarn":
-        known = (*known, *_YARN, "truncate")
-    yield from (f"{key}.{name}" for name in rope if name not in known)
+    key, content = _find_entry(config)
+    objects = {key: content}
+    if entries.local_theta is not None and key == "rope_parameters":
+        objects = {f"{key}.{name}": value for name, value in content.items() if value}
+    for name, rope in objects.items():
+        kind = _get_kind(rope)
+        known = (_THETA, _FRACTION, "rope_type", "type", *_REQUIRED[kind])
+        if kind == "yarn":
+            known = (*known, *_YARN, "truncate")
+        yield from (f"{name}.{entry}" for entry in rope if entry not in known)
 
 
-def write_rope(entries: RopeFormat, rope: Rope) -> dict[str, Any]:
-    """Return the entry `rope_parameters` from which `read_rope` reads the given positions."""
+def write_ropes(entries: RopeFormat, full: Rope, sliding: Rope) -> dict[str, Any]:
+    """Return the entry `rope_parameters` from which `read_ropes` reads the given positions."""
+    if entries.local_theta is None:
+        return _write_rope(entries, full)
+    return {FULL: _write_rope(entries, full), SLIDING: _write_rope(entries, sliding)}
+
+
+def _write_rope(entries: RopeFormat, rope: Rope) -> dict[str, Any]:
     result: dict[str, Any] = {"rope_type": "default", _THETA: rope.theta}
     if entries.fraction is not None:
         result[_FRACTION] = rope.fraction
@@ -153,7 +203,7 @@ def _get_kind(rope: Mapping[str, Any]) -> Any:
 
 @dataclass(frozen=True)
 class _Reader:
-    """Reads one object with rotary entries; the attributes are the arguments of `read_rope`."""
+    """Reads one object with rotary entries; the attributes are the arguments of `read_ropes`."""
 
     entries: RopeFormat
     config: Mapping[str, Any]
@@ -170,15 +220,16 @@ class _Reader:
                 f"{self.origin}: {key} of single kinds of layers is not supported:"
                 f" {', '.join(nested)}"
             )
-        if not isinstance(kind, str) or kind not in _REQUIRED:
+        if kind not in self.entries.kinds:
             raise ConfigError(
                 f"{self.origin}: rope scaling {kind!r} is not supported; supported:"
-                f" {', '.join(_REQUIRED)}"
+                f" {', '.join(self.entries.kinds)}"
             )
         return Rope(
             self._read_number(rope, _THETA, self.entries.theta_key, self.entries.theta),
             self._read_fraction(rope),
             self._read_scaling(key, kind, rope),
+            self.entries.is_interleaved,
         )
 
     def _read_scaling(self, key: str, kind: str, rope: Mapping[str, Any]) -> RopeScaling | None:

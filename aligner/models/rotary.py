@@ -20,16 +20,17 @@ def compute_rotation(angles: Tensor, rope: Rope, dtype: torch.dtype) -> tuple[Te
     return cosine.to(dtype), sine.to(dtype)
 
 
-def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+def rotate(x: Tensor, cosine: Tensor, sine: Tensor, *, is_interleaved: bool = False) -> Tensor:
     """Rotate the first `rotated` dimensions of each head by the angles of the token's position.
 
-    Pair i consists of the dimensions i and i + rotated / 2, as in Llama. The other dimensions are
-    copied.
+    Pair i consists of the dimensions i and i + rotated / 2, as in Llama, or, if interleaved, of the
+    dimensions 2i and 2i + 1. The other dimensions are copied.
 
     Args:
         x: Queries or keys [N, heads, head dim] with any memory layout.
         cosine: Cosines of the angles [N, 1, rotated / 2].
         sine: Sines of the angles [N, 1, rotated / 2].
+        is_interleaved: Whether pairs are adjacent dimensions.
 
     Returns:
         A new tensor with the shape of `x`.
@@ -37,9 +38,12 @@ def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     half = cosine.shape[-1]
     rotated = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rotated[..., 2 * half :] = x[..., 2 * half :]
-    first = x[..., :half]
-    second = x[..., half : 2 * half]
+    firsts, seconds = slice(half), slice(half, 2 * half)
+    if is_interleaved:
+        firsts, seconds = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
+    first = x[..., firsts]
+    second = x[..., seconds]
     # (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin)
-    torch.mul(first, cosine, out=rotated[..., :half]).sub_(second * sine)
-    torch.mul(second, cosine, out=rotated[..., half : 2 * half]).add_(first * sine)
+    torch.mul(first, cosine, out=rotated[..., firsts]).sub_(second * sine)
+    torch.mul(second, cosine, out=rotated[..., seconds]).add_(first * sine)
     return rotated

@@ -44,6 +44,8 @@ class Rope:
     fraction: float = 1.0
     """Fraction of a head's dimensions that is rotated."""
     scaling: RopeScaling | None = None
+    is_interleaved: bool = False
+    """Whether the rotated pairs are adjacent dimensions, not one of each half."""
 
     @property
     def attention_factor(self) -> float:
@@ -90,10 +92,23 @@ class ModelShape:
     """Whether every linear layer of a decoder layer has a bias."""
     qkv_bias: bool = False
     """Whether the query, key and value projections have a bias."""
-    qk_norm: bool = False
-    """Whether the queries and keys of each head are normalized."""
+    qk_norm: Literal["head", "projection"] | None = None
+    """Normalization of queries and keys: each head, or all heads of a token together."""
+    norm_placement: Literal["before", "after", "both"] = "before"
+    """Norms before attention and feed-forward network, after them (before their output is added to
+    the residual stream), or both."""
+    zero_centered_norms: bool = False
+    """Whether norms multiply by 1 + weight."""
     parallel_residual: bool = False
     """Whether the feed-forward network reads the layer's input instead of attention's output."""
+    embedding_scale: float = 1.0
+    """Factor of the token embeddings in the first layer's input."""
+    residual_scale: float = 1.0
+    """Factor of the outputs of attention and feed-forward network."""
+    attention_scale: float | None = None
+    """Factor of the attention scores; None for 1 / sqrt(head_dim)."""
+    logit_scale: float = 1.0
+    """Factor of the logits."""
     learned_positions: bool = False
     """Whether the model adds learned position embeddings to the token embeddings."""
     num_experts: int = 0

@@ -16,10 +16,18 @@ from fnmatch import fnmatchcase
 from typing import Literal
 
 from aligner.errors import ConfigError
-from aligner.models.families import SCALAR_HEAD, WEIGHTS, Part, Weight
+from aligner.models.families import FUSED_PARTS, SCALAR_HEAD, WEIGHTS, Part, Weight
 from aligner.models.shape import ModelShape
 from aligner.schema import EngineParallelConfig, LoraConfig, ParallelConfig
 
+# Size of each part of a fused parameter, by the names of `weight_table`.
+_PART_SIZES: Mapping[Part, str] = {
+    "query": "query",
+    "key": "key",
+    "value": "key",
+    "gate": "ffn",
+    "up": "ffn",
+}
 Head = Literal["vocabulary", "scalar"]
 """Head of a model: `vocabulary` is a language model's head, `scalar` returns one number per token.
 """
@@ -216,15 +224,14 @@ def _spec(
     fused_range = None
     if weight.fused_in is not None:
         assert axis is not None
-        parts = ("query", "key", "value")
+        parts = next(parts for parts in FUSED_PARTS if weight.part in parts)
+        part_sizes = [sizes[_PART_SIZES[part]] for part in parts]
+        index = parts.index(weight.part)
         fused_shape = tuple(
-            size * len(parts) if dimension == axis else size for dimension, size in enumerate(shape)
+            sum(part_sizes) if dimension == axis else size for dimension, size in enumerate(shape)
         )
         fused_range = StoredRange(
-            weight.fused_in.format(layer=layer),
-            fused_shape,
-            axis,
-            parts.index(weight.part) * shape[axis],
+            weight.fused_in.format(layer=layer), fused_shape, axis, sum(part_sizes[:index])
         )
     return TensorSpec(
         name=weight.name.format(layer=layer, expert=expert),

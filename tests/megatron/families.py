@@ -82,6 +82,46 @@ def _qwen3_windows(t: Any) -> Any:
     return t.Qwen3Config(**_GROUPED, **_rope(), **windows, head_dim=32)
 
 
+def _smollm3(t: Any) -> Any:
+    windows = {"use_sliding_window": True, "sliding_window": 5}
+    return t.SmolLM3Config(**_GROUPED, **_rope(), **windows, no_rope_layer_interval=2)
+
+
+def _granite(t: Any) -> Any:
+    factors = {
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.4,
+        "residual_multiplier": 0.7,
+        "logits_scaling": 2.5,
+    }
+    return t.GraniteConfig(**_GROUPED, **_rope(), **factors)
+
+
+def _olmo3(t: Any) -> Any:
+    stretched = _rope("yarn", factor=4.0, original_max_position_embeddings=16, beta_fast=4.0)
+    ropes = {
+        "full_attention": stretched["rope_parameters"],
+        "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
+    }
+    return t.Olmo3Config(**_GROUPED, rope_parameters=ropes, sliding_window=5)
+
+
+def _gemma3(t: Any) -> Any:
+    ropes = {
+        "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+    }
+    return t.Gemma3TextConfig(
+        **_GROUPED,
+        rope_parameters=ropes,
+        sliding_window=5,
+        sliding_window_pattern=2,
+        query_pre_attn_scalar=20,
+        head_dim=32,
+        hidden_activation="gelu_pytorch_tanh",
+    )
+
+
 def _qwen3_moe(t: Any, *, normalized: bool) -> Any:
     experts = {
         "num_experts": 4,
@@ -117,6 +157,13 @@ CONFIGS: Mapping[str, Callable[[Any], Any]] = {
     "qwen3-windows": _qwen3_windows,
     "mistral": lambda t: t.MistralConfig(**_GROUPED, **_rope(), sliding_window=5),
     "gpt2": _gpt2,
+    "smollm3": _smollm3,
+    "granite": _granite,
+    "phi3": lambda t: t.Phi3Config(**_GROUPED, **_rope(partial_rotary_factor=0.5)),
+    "olmo2": lambda t: t.Olmo2Config(**_GROUPED, **_rope()),
+    "olmo3": _olmo3,
+    "gemma3": _gemma3,
+    "glm4": lambda t: t.Glm4Config(**_GROUPED, **_rope(partial_rotary_factor=0.5), head_dim=32),
     "pythia": lambda t: t.GPTNeoXConfig(**_SIZES, **_rope(partial_rotary_factor=0.25)),
     "mixtral": lambda t: t.MixtralConfig(
         **_GROUPED, **_rope(), num_local_experts=4, num_experts_per_tok=2

@@ -3,6 +3,7 @@ refusal of unsupported entries."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import json
@@ -30,7 +31,8 @@ from tests.models.test_families import CONFIGS, LLAMA3, SIZES, frequencies
 GPT2 = "GPT2LMHeadModel"
 NAMES = [architecture.causal_name for architecture in _ARCHITECTURES]
 BY_NAME = {architecture.causal_name: architecture for architecture in _ARCHITECTURES}
-ROTARY = [name for name in NAMES if BY_NAME[name].rope]
+ROTARY = [name for name in NAMES if BY_NAME[name].rope and not BY_NAME[name].rope.local_theta]
+NESTED = [name for name in NAMES if BY_NAME[name].rope and BY_NAME[name].rope.local_theta]
 ENTRIES = [(name, entry.key) for name in NAMES for entry in BY_NAME[name].entries.values()] + [
     (name, key) for name in NAMES for key in ("eos_token_id", "pad_token_id")
 ]
@@ -62,7 +64,8 @@ def transformers_config(config: dict[str, Any]) -> Any:
     import transformers
 
     model_class = getattr(transformers, config["architectures"][0])
-    return model_class.config_class.from_dict(config)
+    # the class changes objects inside its argument
+    return model_class.config_class.from_dict(copy.deepcopy(config))
 
 
 def transformers_shape(config: dict[str, Any]) -> dict[str, Any]:
@@ -72,30 +75,47 @@ def transformers_shape(config: dict[str, Any]) -> dict[str, Any]:
         attribute: getattr(read, entry.key, None)
         for attribute, entry in architecture.entries.items()
     }
-    values["activation"] = {"gelu_fast": "gelu_tanh", "gelu_new": "gelu_tanh"}.get(
-        values.get("activation"), values.get("activation", "silu")
-    )
+    for attribute, entry in architecture.entries.items():
+        values[attribute] = entry.to_shape(values[attribute])
+    tanh = ("gelu_fast", "gelu_new", "gelu_pytorch_tanh")
+    activation = values.get("activation", "silu")
+    values["activation"] = "gelu_tanh" if activation in tanh else activation
     heads, hidden = values["num_heads"], values["hidden_size"]
     values["head_dim"] = values.get("head_dim") or hidden // heads
     values["num_kv_heads"] = values.get("num_kv_heads") or heads
     values["ffn_hidden_size"] = values["ffn_hidden_size"] or 4 * hidden
     eos = read.eos_token_id
     values["eos_token_ids"] = tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
-    values["pad_token_id"] = read.pad_token_id or 0
-    layers = range(values["num_layers"])
-    if architecture.rope is not None:
-        rope = read.rope_parameters
-        values["rotary"] = [(rope["rope_theta"], rope.get("partial_rotary_factor", 1.0))] * len(
-            layers
+    # defaults of the class that belong to a larger vocabulary
+    if architecture.eos_token_id and config.get("eos_token_id") is None:
+        values["eos_token_ids"] = tuple(
+            token for token in values["eos_token_ids"] if token < values["vocab_size"]
         )
+    pad = read.pad_token_id or 0
+    values["pad_token_id"] = pad if pad < values["vocab_size"] else 0
+    layers = range(values["num_layers"])
     values["windows"] = [transformers_window(architecture, read, layer) for layer in layers]
+    if architecture.rope is not None:
+        values["rotary"] = [transformers_rope(read, layer) for layer in layers]
     return values
+
+
+def transformers_rope(read: Any, layer: int) -> tuple[float, float] | None:
+    """Return base and rotated fraction of a layer."""
+    if hasattr(read, "no_rope_layers") and not read.no_rope_layers[layer]:
+        return None
+    rope = read.rope_parameters
+    types = getattr(read, "layer_types", None)
+    if types and types[layer] in rope:
+        rope = rope[types[layer]]
+    return rope["rope_theta"], rope.get("partial_rotary_factor", 1.0)
 
 
 def transformers_window(architecture: Architecture, read: Any, layer: int) -> int | None:
     if architecture.window == "none":
         return None
-    if architecture.window == "layered" and read.layer_types[layer] == "full_attention":
+    types = getattr(read, "layer_types", None)
+    if architecture.window != "always" and types and types[layer] == "full_attention":
         return None
     return read.sliding_window
 
@@ -133,12 +153,15 @@ def test_default_values_equal_transformers_class(name):
     entries = {entry.key: entry.default for entry in architecture.entries.values()}
     expected = {**architecture.supported, **entries, "eos_token_id": architecture.eos_token_id}
     expected.pop("mlp_only_layers", None)  # the class replaces its default null by an empty list
+    if name.startswith("Glm4"):
+        expected["eos_token_id"] = None  # replaced too
     assert {key: fields[key] for key in expected if key in fields} == {
         key: value for key, value in expected.items() if key in fields
     }
     # Attributes that the models read although their configuration classes do not declare them.
     undeclared = {key for key in expected if key not in fields}
-    assert undeclared == ({"head_dim"} if name.startswith(("Qwen2", "Qwen3Moe")) else set())
+    reads_head_dim = ("Qwen2", "Qwen3Moe", "SmolLM3", "Granite", "Phi3", "Olmo2", "Olmo3")
+    assert undeclared == ({"head_dim"} if name.startswith(reads_head_dim) else set())
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -157,7 +180,11 @@ def test_every_field_of_the_transformers_class_is_known(name):
         if (alias, name) != ("num_experts", "Qwen3MoeForCausalLM")
     }
     if architecture.rope is not None:
-        assert config_class.default_theta == architecture.rope.theta
+        rope = architecture.rope
+        theta = rope.theta
+        if name.startswith("Gemma3"):
+            theta = {"global": rope.theta, "local": rope.local_theta}
+        assert config_class.default_theta == theta
 
 
 def test_generation_entries_equal_transformers():
@@ -216,10 +243,50 @@ def test_rotary_entries_of_both_forms_are_read_alike(name, entries):
     config = full(name) | entries
     if "theta" in config:
         config[BY_NAME[name].rope.theta_key] = config.pop("theta")
+    if name.startswith("Phi3") and "linear" in str(entries):
+        with pytest.raises(ConfigError, match="rope scaling 'linear' is not supported"):
+            read_config(config, "test")
+        return
     assert_read_alike(config)
     is_linear = read_config(config, "test").layers[0].rope.scaling is not None
     kind = transformers_config(config).rope_parameters["rope_type"]
     assert is_linear == (kind == "linear")
+
+
+@pytest.mark.parametrize("name", NESTED)
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {},
+        {"rope_parameters": None},
+        {"rope_theta": 500000.0},
+        {"rope_theta": 777.0},
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        {"rope_theta": 777.0, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 5.0}}},
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 6.0},
+            }
+        },
+    ],
+    ids=str,
+)
+def test_rotary_entries_of_both_types_of_layers_are_read_alike(name, entries):
+    config = full(name) | {"num_hidden_layers": 12} | entries
+    assert_read_alike(config)
+    shape = read_config(config, "test")
+    scaled = [layer.rope and layer.rope.scaling is not None for layer in shape.layers]
+    assert any(scaled) == ("linear" in str(entries))
+    assert not all(scaled)
+    assert len(set(shape.layers)) == 2
+
+
+@pytest.mark.parametrize("local", [{}, {"rope_local_base_freq": 300.0}])
+def test_gemma3_local_base_outside_of_rope_parameters_is_read(local):
+    config = full("Gemma3ForCausalLM") | {"rope_theta": 777.0} | local
+    assert_read_alike(config)
 
 
 @pytest.mark.parametrize(
@@ -280,9 +347,13 @@ def windows(config: dict[str, Any]) -> list[int | None]:
     ids=str,
 )
 def test_windows_of_layers_equal_transformers(name, entries):
-    config = CONFIGS[name] | {"architectures": [name]}
-    assert_read_alike(config | entries)
-    assert_read_alike(config | {"sliding_window": 5} | entries)
+    config = CONFIGS[name] | {"architectures": [name]} | entries
+    if BY_NAME[name].window == "typed" and config.get("sliding_window", 1) is None:
+        with pytest.raises(ConfigError, match=r"sliding_window=None: must be an integer > 0$"):
+            read_config(config, "test")
+        return
+    assert_read_alike(config)
+    assert_read_alike({"sliding_window": 5} | config)
 
 
 @pytest.mark.parametrize("name", ["Qwen2ForCausalLM", "Qwen3ForCausalLM"])

@@ -43,6 +43,13 @@ CONFIGS = {
     "Qwen3ForCausalLM": SIZES | {"head_dim": 8},
     "MixtralForCausalLM": SIZES | EXPERTS,
     "Qwen3MoeForCausalLM": SIZES | EXPERTS | {"head_dim": 8},
+    "SmolLM3ForCausalLM": SIZES,
+    "GraniteForCausalLM": SIZES,
+    "Phi3ForCausalLM": SIZES,
+    "Olmo2ForCausalLM": SIZES,
+    "Olmo3ForCausalLM": SIZES,
+    "Gemma3ForCausalLM": SIZES | {"head_dim": 8},
+    "Glm4ForCausalLM": SIZES | {"head_dim": 8},
     "GPTNeoXForCausalLM": SIZES,
     "GPT2LMHeadModel": {
         "n_layer": 2,
@@ -50,7 +57,6 @@ CONFIGS = {
         "n_head": 4,
         "vocab_size": 32,
         "n_positions": 64,
-        "eos_token_id": 1,
     },
 }
 
@@ -61,7 +67,8 @@ def test_weight_table_equals_saved_transformers_model(architecture, tmp_path):
     from safetensors import safe_open
 
     model_class = getattr(transformers, architecture)
-    model_class(model_class.config_class(**CONFIGS[architecture])).save_pretrained(tmp_path)
+    config = model_class.config_class(**CONFIGS[architecture], eos_token_id=1, pad_token_id=0)
+    model_class(config).save_pretrained(tmp_path)
     shape = read_config(json.loads((tmp_path / "config.json").read_text()), "test")
     with safe_open(str(tmp_path / "model.safetensors"), framework="pt") as file:
         saved = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118

@@ -240,6 +240,8 @@ class Decoder:
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """Compute this rank's shard of the logits, [N, V / TP], of hidden states [N, hidden]."""
         normed = self._apply_norm(hidden_states, "decoder.final_layernorm")
+        if self._shape.logit_scale != 1:
+            normed = normed * self._shape.logit_scale
         head = "embedding.word_embeddings" if self._shape.tied_embeddings else "output_layer"
         return self._matmuls.linear(normed, head)
 
@@ -375,17 +377,19 @@ class Decoder:
             x = self._all_reduce(partial)
         if self._shape.learned_positions:
             x = x + F.embedding(positions, self._weights["embedding.position_embeddings.weight"])
-        return x
+        scale = self._shape.embedding_scale
+        return x if scale == 1 else x * scale
 
     def _apply_layer(
         self, layer: int, x: Tensor, step: Step, metadata: _AttentionMetadata, cache: KVCache
     ) -> Tensor:
         """Compute one transformer layer, from x [N, hidden] to [N, hidden]."""
         prefix = f"decoder.layers.{layer}."
-        normed = self._apply_norm(x, prefix + "input_layernorm")
+        has_norm_before = self._shape.norm_placement != "after"
+        normed = self._apply_norm(x, prefix + "input_layernorm") if has_norm_before else x
         rope = self._shape.layers[layer].rope
         rotation = None if rope is None else metadata.rotations[rope]
-        query, key, value = self._compute_qkv(normed, prefix + "self_attention.", rotation)
+        query, key, value = self._compute_qkv(normed, prefix + "self_attention.", rope, rotation)
 
         # The decoding rows attend to the KV cache, the prompts to themselves; the two kinds need
         # different masks and kernels.
@@ -412,22 +416,40 @@ class Decoder:
             normed = self._apply_norm(x, prefix + "pre_mlp_layernorm")
             return residual + self._apply_mlp(normed, prefix + "mlp.", step)
 
-        x = x + attention
-        normed = self._apply_norm(x, prefix + "pre_mlp_layernorm")
+        x = x + self._prepare_output(attention, prefix + "self_attn_bda.norm")
+        normed = self._apply_norm(x, prefix + "pre_mlp_layernorm") if has_norm_before else x
+        output = self._apply_mlp(normed, prefix + "mlp.", step)
         # The sum above is a new tensor, so the in-place addition overwrites nothing else.
-        return x.add_(self._apply_mlp(normed, prefix + "mlp.", step))
+        return x.add_(self._prepare_output(output, prefix + "mlp_bda.norm"))
+
+    def _prepare_output(self, x: Tensor, norm: str) -> Tensor:
+        """Return an output of attention or MLP as it is added to the residual stream."""
+        if self._shape.norm_placement != "before":
+            x = self._apply_norm(x, norm)
+        scale = self._shape.residual_scale
+        return x if scale == 1 else x * scale
 
     def _apply_norm(self, x: Tensor, name: str) -> Tensor:
         """Normalize x over its last dimension, with RMSNorm or LayerNorm."""
         weight = self._weights[name + ".weight"]
+        if self._shape.zero_centered_norms:
+            weight = weight + 1
         if self._shape.normalization == "rms":
             return F.rms_norm(x, weight.shape, weight, self._shape.norm_epsilon)
         return F.layer_norm(
             x, weight.shape, weight, self._weights[name + ".bias"], self._shape.norm_epsilon
         )
 
+    def _normalize_projection(self, x: Tensor, name: str) -> Tensor:
+        """Normalize queries or keys [N, heads, head dim] over the heads of all ranks together."""
+        flat = x.flatten(1).float()
+        total = self._all_reduce(flat.square().sum(-1, keepdim=True))
+        size = flat.shape[1] * self._tensor_parallel_size
+        normed = flat * torch.rsqrt(total / size + self._shape.norm_epsilon)
+        return (normed * self._weights[name + ".weight"]).to(x.dtype).view(x.shape)
+
     def _compute_qkv(
-        self, x: Tensor, prefix: str, rotation: tuple[Tensor, Tensor] | None
+        self, x: Tensor, prefix: str, rope: Rope | None, rotation: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute the queries, keys and values of x [N, hidden].
 
@@ -451,13 +473,14 @@ class Decoder:
             heads = fused.view(len(x), self._heads + 2 * self._kv_heads, shape.head_dim)
             query_key, value = heads.split((self._heads + self._kv_heads, self._kv_heads), 1)
 
-        if shape.qk_norm:
+        if shape.qk_norm is not None:
             query, key = query_key.split((self._heads, self._kv_heads), 1)
-            query = self._apply_norm(query, prefix + "q_layernorm")
-            key = self._apply_norm(key, prefix + "k_layernorm")
+            normalize = self._apply_norm if shape.qk_norm == "head" else self._normalize_projection
+            query = normalize(query, prefix + "q_layernorm")
+            key = normalize(key, prefix + "k_layernorm")
             query_key = torch.cat((query, key), 1)
-        if rotation is not None:
-            query_key = rotate(query_key, *rotation)
+        if rope is not None and rotation is not None:
+            query_key = rotate(query_key, *rotation, is_interleaved=rope.is_interleaved)
 
         query, key = query_key.split((self._heads, self._kv_heads), 1)
         return query, key, value
@@ -486,7 +509,9 @@ class Decoder:
 
         window = self._shape.layers[layer].sliding_window
         if metadata.spans is not None:
-            return sliced_attention.attend(query, keys, values, metadata.spans, window)
+            return sliced_attention.attend(
+                query, keys, values, metadata.spans, window, self._shape.attention_scale
+            )
 
         # Slices of consecutive rows are views. Indexing with a list of rows would copy the cache.
         counts = [count for _, count in metadata.row_runs]
@@ -516,14 +541,18 @@ class Decoder:
         """
         rows, tokens_per_row, _, head_dim = query.shape
         if self.is_exact:
-            attention = batch_invariant.attend(query.transpose(1, 2), keys, values, mask)
+            attention = batch_invariant.attend(
+                query.transpose(1, 2), keys, values, mask, self._shape.attention_scale
+            )
             return attention.transpose(1, 2).reshape(rows * tokens_per_row, -1)
 
         # Stack the queries that share a KV head, so that the kernel reads each key once. The shape
         # is [B, KV heads, W * queries of a KV head, head dim].
         grouped = query.reshape(rows, tokens_per_row, self._kv_heads, -1, head_dim)
         stacked = grouped.transpose(1, 2).flatten(2, 3)
-        attention = F.scaled_dot_product_attention(stacked, keys, values, attn_mask=mask)
+        attention = F.scaled_dot_product_attention(
+            stacked, keys, values, attn_mask=mask, scale=self._shape.attention_scale
+        )
         # [B, KV heads, W, queries of a KV head, head dim] -> [B * W, heads * head dim]
         unstacked = attention.unflatten(2, (tokens_per_row, -1))
         return unstacked.transpose(1, 2).reshape(rows * tokens_per_row, -1)
@@ -560,7 +589,9 @@ class Decoder:
         mask = metadata.prompt_masks[self._shape.layers[layer].sliding_window]
         if self.is_exact:
             assert mask is not None
-            attention = batch_invariant.attend(queries, keys, values, mask)
+            attention = batch_invariant.attend(
+                queries, keys, values, mask, self._shape.attention_scale
+            )
         else:
             attention = F.scaled_dot_product_attention(
                 queries,
@@ -568,6 +599,7 @@ class Decoder:
                 values,
                 attn_mask=mask,
                 is_causal=mask is None,
+                scale=self._shape.attention_scale,
                 enable_gqa=True,
             )
         # Prompts that are only scored have no rows.

@@ -64,7 +64,14 @@ def compute_spans(rows: Tensor, lengths: Tensor, columns: int) -> Spans:
     return Spans(starts.int(), lengths, queries, columns)
 
 
-def attend(query: Tensor, keys: Tensor, values: Tensor, spans: Spans, window: int | None) -> Tensor:
+def attend(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    spans: Spans,
+    window: int | None,
+    scale: float | None = None,
+) -> Tensor:
     """Compute the attention of one query per row over the row's tokens.
 
     A query attends to its own token, which is the last one of its row, and to the tokens before it.
@@ -76,6 +83,7 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, spans: Spans, window: in
         spans: Spans of the step.
         window: Number of tokens of the sliding window, including the query's own; None means no
             window.
+        scale: Factor of the scores; None means 1/√dim.
 
     Returns:
         The attention output [R, heads * head dim].
@@ -92,6 +100,7 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, spans: Spans, window: in
         0.0,  # dropout_p
         False,  # is_causal: a row's only query is its last token, so no key comes after it
         False,  # return_debug_mask
+        scale=scale,
         seqused_k=spans.lengths,
         # The kernel's window excludes the query's own token, and no token comes after it.
         window_size_left=None if window is None else window - 1,
