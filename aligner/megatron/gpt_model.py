@@ -323,9 +323,9 @@ def _build_chunk(
     _mark_experts(model)
     if has_head:
         install_head(model, head, shape.vocab_size, shape.logit_scale)
-    if model.pre_process and shape.embedding_scale != 1:
+    if model.pre_process and shape.embedding_factor != 1:
         model.embedding.register_forward_hook(
-            lambda module, inputs, embedded: embedded * shape.embedding_scale
+            lambda module, inputs, embedded: embedded * shape.embedding_factor
         )
     # megatron-core creates its layers in the configured dtype, but our norms and heads are created
     # in float32.

@@ -267,6 +267,8 @@ WEIGHTS: Mapping[str, tuple[Weight, ...]] = {
     "llama": _model(*_LLAMA_ATTENTION, *_LLAMA_MLP),
     "mixtral": _model(*_LLAMA_ATTENTION, *_experts("block_sparse_moe", "w1", "w3", "w2")),
     "qwen3_moe": _model(*_LLAMA_ATTENTION, *_experts("mlp", "gate_proj", "up_proj", "down_proj")),
+    "granite": _model(*_LLAMA_ATTENTION, *_LLAMA_MLP),
+    "smollm3": _model(*_LLAMA_ATTENTION, *_LLAMA_MLP),
     "phi3": _PHI3,
     "olmo2": _OLMO2,
     "gemma3": _GEMMA3,

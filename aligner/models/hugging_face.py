@@ -61,8 +61,7 @@ class Architecture:
     entries: Mapping[str, Entry]
     """Entries of the shape, by the shape's attribute."""
     implied: Mapping[str, Any] = field(default_factory=dict)
-    """Attributes that all models of the architecture have; a function computes the value from the
-    attributes of the entries."""
+    """Attributes that all models of the architecture have."""
     supported: Mapping[str, Any] = field(default_factory=dict)
     """Default of each entry for which only the default is implemented."""
     without_effect: tuple[str, ...] = ()
@@ -380,7 +379,7 @@ _ARCHITECTURES = (
     Architecture(
         "SmolLM3",
         "smollm3",
-        "llama",
+        "smollm3",
         _decoder(
             vocabulary=128256,
             hidden=2048,
@@ -402,7 +401,7 @@ _ARCHITECTURES = (
     Architecture(
         "Granite",
         "granite",
-        "llama",
+        "granite",
         {
             **_decoder(
                 vocabulary=32000,
@@ -439,8 +438,12 @@ _ARCHITECTURES = (
         pad_token_id=32000,
         window="always",
         window_size=None,
-        # transformers reads "yarn" as "longrope"
-        rope=RopeFormat(fraction=1.0, kinds=("default",)),
+        rope=RopeFormat(
+            fraction=1.0,
+            kinds=("default", "longrope"),
+            aliases={"su": "longrope", "yarn": "longrope"},
+            original_positions=4096,
+        ),
     ),
     Architecture(
         "Olmo2",
@@ -507,7 +510,7 @@ _ARCHITECTURES = (
             "qk_norm": "head",
             "norm_placement": "both",
             "zero_centered_norms": True,
-            "embedding_scale": lambda values: values["hidden_size"] ** 0.5,
+            "embedding_scale": None,
         },
         {
             "attention_bias": False,
@@ -817,16 +820,17 @@ def _read_shape(architecture: Architecture, config: Mapping[str, Any], origin: s
             f" by the number of attention heads, {values['head_dim']}"
         )
 
-    implied = {
-        name: value(values) if callable(value) else value
-        for name, value in architecture.implied.items()
-    }
     layers = _read_layers(architecture, config, values, origin)
     del values["num_layers"]
+    for layer in layers:
+        scaling = None if layer.rope is None else layer.rope.scaling
+        if scaling is not None and scaling.kind == "longrope":
+            # longer contexts have other frequencies, which depend on the length of the sequence
+            values["max_positions"] = min(values["max_positions"], scaling.original_positions)
     return ModelShape(
         layers,
         **values,
-        **implied,
+        **architecture.implied,
         family=architecture.family,
         eos_token_ids=_eos_token_ids(architecture, config, values["vocab_size"], origin),
         pad_token_id=_pad_token_id(architecture, config, values["vocab_size"], origin),
@@ -1081,15 +1085,13 @@ def _write_layers(
     architecture: Architecture, rope: RopeFormat, shape: ModelShape
 ) -> dict[str, Any]:
     """Return the entries from which `_read_layers` reads the layers of a shape."""
-    rotary = [layer for layer in shape.layers if layer.rope is not None]
-    sliding = [layer.rope for layer in rotary if layer.sliding_window is not None]
-    full = [layer.rope for layer in rotary if layer.sliding_window is None]
+    rotary = [(layer.rope, layer.sliding_window) for layer in shape.layers if layer.rope]
+    full = [rope for rope, window in rotary if window is None]
+    sliding = [rope for rope, window in rotary if window is not None]
     entries: dict[str, Any] = {}
     if rotary:
         # without a layer of a type, its positions have no effect
-        entries["rope_parameters"] = write_ropes(
-            rope, *((full or sliding)[0], (sliding or full)[0])
-        )
+        entries["rope_parameters"] = write_ropes(rope, (full or sliding)[0], (sliding or full)[0])
     kind = architecture.window
     if kind == "none":
         return entries

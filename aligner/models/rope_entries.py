@@ -8,7 +8,7 @@ of layer in `rope_parameters`.
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from aligner.errors import ConfigError
@@ -22,6 +22,8 @@ ROPE_ENTRIES = ("rope_parameters", "rope_scaling", "original_max_position_embedd
 _THETA = "rope_theta"
 _FRACTION = "partial_rotary_factor"
 _POSITIONS = "original_max_position_embeddings"
+_SHORT = "short_factor"
+_LONG = "long_factor"
 # Required entries of each kind of scaling.
 _REQUIRED: Mapping[str, tuple[str, ...]] = {
     "default": (),
@@ -29,9 +31,13 @@ _REQUIRED: Mapping[str, tuple[str, ...]] = {
     "dynamic": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", _POSITIONS),
     "yarn": ("factor", _POSITIONS),
+    "longrope": (_SHORT, _LONG, _POSITIONS),
 }
-# Further entries of YaRN, which may be null.
-_YARN = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+# Further entries, which may be null.
+_OPTIONAL: Mapping[str, tuple[str, ...]] = {
+    "yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
+    "longrope": ("attention_factor", "factor"),
+}
 
 
 @dataclass(frozen=True)
@@ -49,8 +55,12 @@ class RopeFormat:
     """Entry of the rotated fraction outside `rope_parameters`."""
     is_interleaved: bool = False
     """Whether the rotated pairs are adjacent dimensions."""
-    kinds: tuple[str, ...] = tuple(_REQUIRED)
+    kinds: tuple[str, ...] = ("default", "linear", "dynamic", "llama3", "yarn")
     """Supported kinds of scaling."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Kinds of scaling by their other names."""
+    original_positions: int | None = None
+    """Default of the entry `original_max_position_embeddings` outside of `rope_parameters`."""
     local_theta: float | None = None
     """Default base of layers with a sliding window, if they have rotary positions of their own:
     `rope_parameters` then contains an object for each type of layer. Otherwise None."""
@@ -143,10 +153,9 @@ def find_unknown_entries(entries: RopeFormat, config: Mapping[str, Any]) -> Iter
     if entries.local_theta is not None and key == "rope_parameters":
         objects = {f"{key}.{name}": value for name, value in content.items() if value}
     for name, rope in objects.items():
-        kind = _get_kind(rope)
+        kind = entries.aliases.get(_get_kind(rope), _get_kind(rope))
         known = (_THETA, _FRACTION, "rope_type", "type", *_REQUIRED[kind])
-        if kind == "yarn":
-            known = (*known, *_YARN, "truncate")
+        known = (*known, *_OPTIONAL.get(kind, ()), *(("truncate",) if kind == "yarn" else ()))
         yield from (f"{name}.{entry}" for entry in rope if entry not in known)
 
 
@@ -165,7 +174,7 @@ def _write_rope(entries: RopeFormat, rope: Rope) -> dict[str, Any]:
     if scaling is None:
         return result
     result |= {"rope_type": scaling.kind, "factor": scaling.factor}
-    if scaling.kind in ("llama3", "yarn"):
+    if scaling.kind in ("llama3", "yarn", "longrope"):
         result[_POSITIONS] = scaling.original_positions
     if scaling.kind == "llama3":
         result |= {
@@ -179,6 +188,10 @@ def _write_rope(entries: RopeFormat, rope: Rope) -> dict[str, Any]:
             "truncate": scaling.truncate,
             "attention_factor": scaling.attention_factor,
         }
+    elif scaling.kind == "longrope":
+        factors = list(scaling.short_factors)
+        # the factors of longer contexts have no effect
+        result |= {_SHORT: factors, _LONG: factors, "attention_factor": scaling.attention_factor}
     return result
 
 
@@ -214,6 +227,8 @@ class _Reader:
     def read(self, key: str, rope: Mapping[str, Any]) -> Rope:
         """Return the rotary positions that an object describes; `key` is its name."""
         kind = _get_kind(rope)
+        if isinstance(kind, str):
+            kind = self.entries.aliases.get(kind, kind)
         nested = [name for name, value in rope.items() if isinstance(value, Mapping)]
         if nested:
             raise ConfigError(
@@ -236,16 +251,18 @@ class _Reader:
         # original_max_position_embeddings: an entry outside of rope_parameters takes precedence. If
         # there is neither, the model's context was not extended.
         values = {_POSITIONS: self.max_positions, **rope}
-        if _POSITIONS in self.config:
-            values[_POSITIONS] = self.config[_POSITIONS]
+        outer = self.config.get(_POSITIONS, self.entries.original_positions)
+        if outer is not None or _POSITIONS in self.config:
+            values[_POSITIONS] = outer
         required = _REQUIRED[kind]
         if missing := [name for name in required if name not in values]:
             raise ConfigError(
                 f"{self.origin}: rope scaling {kind}: required entries are missing:"
                 f" {', '.join(missing)}"
             )
-        optional = [name for name in _YARN if kind == "yarn" and values.get(name) is not None]
-        for name in (*required, *optional):
+        optional = [name for name in _OPTIONAL.get(kind, ()) if values.get(name) is not None]
+        numbers = [name for name in (*required, *optional) if name not in (_SHORT, _LONG)]
+        for name in numbers:
             if not is_number(values[name]) or values[name] <= 0:
                 raise ConfigError(
                     f"{self.origin}: {key}: {name}={values[name]!r}: must be a number > 0"
@@ -269,7 +286,41 @@ class _Reader:
                 high_frequency_factor=float(high),
                 original_positions=int(values[_POSITIONS]),
             )
+        if kind == "longrope":
+            return self._read_longrope(key, rope, values)
         return self._read_yarn(key, values) if kind == "yarn" else None
+
+    def _read_longrope(
+        self, key: str, rope: Mapping[str, Any], values: Mapping[str, Any]
+    ) -> RopeScaling:
+        """Return the scaling of LongRoPE within the context of pretraining."""
+        pairs = int(self.head_dim * self._read_fraction(rope)) // 2
+        for name in (_SHORT, _LONG):
+            factors = values[name]
+            if (
+                not isinstance(factors, list)
+                or len(factors) != pairs
+                or not all(is_number(factor) and factor > 0 for factor in factors)
+            ):
+                raise ConfigError(
+                    f"{self.origin}: {key}: {name}: must be a list of {pairs} numbers > 0, one for"
+                    " each pair of rotated dimensions"
+                )
+        positions = int(values[_POSITIONS])
+        factor = float(values.get("factor") or self.max_positions / positions)
+        attention_factor = values.get("attention_factor")
+        if attention_factor is None:
+            # Ding et al. 2024, "LongRoPE", as in the model code of Phi-3
+            attention_factor = (
+                1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(positions))
+            )
+        return RopeScaling(
+            "longrope",
+            factor,
+            original_positions=positions,
+            attention_factor=float(attention_factor),
+            short_factors=tuple(map(float, values[_SHORT])),
+        )
 
     def _read_yarn(self, key: str, values: Mapping[str, Any]) -> RopeScaling:
         """Return the scaling of YaRN; null and missing entries have transformers' defaults."""

@@ -14,17 +14,17 @@ from typing import Literal
 class RopeScaling:
     """Scaling of the rotary frequencies for contexts longer than those of pretraining."""
 
-    kind: Literal["linear", "dynamic", "llama3", "yarn"]
+    kind: Literal["linear", "dynamic", "llama3", "yarn", "longrope"]
     """dynamic: frequencies are scaled beyond the model's context only, so they are never scaled
     here."""
     factor: float
-    """Number by which scaled frequencies are divided."""
+    """Number by which scaled frequencies are divided; longrope: extension of the context."""
     low_frequency_factor: float = 1.0
     """llama3: frequencies with fewer turns within the original context are scaled fully."""
     high_frequency_factor: float = 4.0
     """llama3: frequencies with more turns within the original context are not scaled."""
     original_positions: int = 8192
-    """llama3, yarn: context length of pretraining, in tokens."""
+    """llama3, yarn, longrope: context length of pretraining, in tokens."""
     beta_fast: float = 32.0
     """yarn: frequencies with more turns within the original context are not scaled."""
     beta_slow: float = 1.0
@@ -32,7 +32,10 @@ class RopeScaling:
     truncate: bool = True
     """yarn: whether both limits are rounded to whole dimensions."""
     attention_factor: float = 1.0
-    """yarn: factor of the rotated queries and keys."""
+    """yarn, longrope: factor of the rotated queries and keys."""
+    short_factors: tuple[float, ...] = ()
+    """longrope: number by which the frequency of each pair is divided, within the context of
+    pretraining. Longer contexts have other factors and are not supported."""
 
 
 @dataclass(frozen=True)
@@ -101,8 +104,8 @@ class ModelShape:
     """Whether norms multiply by 1 + weight."""
     parallel_residual: bool = False
     """Whether the feed-forward network reads the layer's input instead of attention's output."""
-    embedding_scale: float = 1.0
-    """Factor of the token embeddings in the first layer's input."""
+    embedding_scale: float | None = 1.0
+    """Factor of the token embeddings in the first layer's input; None for sqrt(hidden_size)."""
     residual_scale: float = 1.0
     """Factor of the outputs of attention and feed-forward network."""
     attention_scale: float | None = None
@@ -121,6 +124,11 @@ class ModelShape:
     def num_layers(self) -> int:
         """Number of decoder layers."""
         return len(self.layers)
+
+    @property
+    def embedding_factor(self) -> float:
+        """Factor of the token embeddings in the first layer's input."""
+        return self.hidden_size**0.5 if self.embedding_scale is None else self.embedding_scale
 
     @property
     def has_windows(self) -> bool:
@@ -154,6 +162,10 @@ def compute_inverse_frequencies(rope: Rope, head_dim: int) -> list[float]:
         return frequencies
     if scaling.kind == "yarn":
         return _scale_yarn(frequencies, rope.theta, scaling)
+    if scaling.kind == "longrope":
+        # Ding et al. 2024, "LongRoPE", section 3
+        pairs = zip(frequencies, scaling.short_factors, strict=True)
+        return [frequency / factor for frequency, factor in pairs]
     return [_scale(item, scaling) for item in frequencies]
 
 

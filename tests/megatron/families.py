@@ -97,6 +97,18 @@ def _granite(t: Any) -> Any:
     return t.GraniteConfig(**_GROUPED, **_rope(), **factors)
 
 
+def _phi3_longrope(t: Any) -> Any:
+    factors = [1.0, 1.2, 1.5, 2.0, 3.0, 4.0]
+    stretched = _rope(
+        "longrope", partial_rotary_factor=0.75, short_factor=factors, long_factor=factors
+    )
+    return t.Phi3Config(
+        **{**_GROUPED, "max_position_embeddings": 512},
+        **stretched,
+        original_max_position_embeddings=64,
+    )
+
+
 def _olmo3(t: Any) -> Any:
     stretched = _rope("yarn", factor=4.0, original_max_position_embeddings=16, beta_fast=4.0)
     ropes = {
@@ -160,6 +172,7 @@ CONFIGS: Mapping[str, Callable[[Any], Any]] = {
     "smollm3": _smollm3,
     "granite": _granite,
     "phi3": lambda t: t.Phi3Config(**_GROUPED, **_rope(partial_rotary_factor=0.5)),
+    "phi3-longrope": _phi3_longrope,
     "olmo2": lambda t: t.Olmo2Config(**_GROUPED, **_rope()),
     "olmo3": _olmo3,
     "gemma3": _gemma3,

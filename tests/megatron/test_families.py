@@ -44,6 +44,7 @@ MIXTURE_LAYOUTS: Mapping[str, Mapping[str, Any]] = {
 VARIANTS = {
     "llama-linear": ("single", "CP2"),
     "llama-yarn": ("single", "CP2"),
+    "phi3-longrope": ("single", "CP2"),
     "qwen3_moe-raw": ("single", "EP2", "TP2+SPxEP2"),
 }
 

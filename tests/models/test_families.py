@@ -3,6 +3,7 @@ configurations are refused."""
 
 from __future__ import annotations
 
+import copy
 import json
 
 import pytest
@@ -120,6 +121,41 @@ def test_rotary_frequencies_equal_transformers(rope):
     torch.testing.assert_close(torch.tensor(frequencies(shape)), expected.inv_freq)
     assert shape.layers[0].rope is not None
     assert shape.layers[0].rope.attention_factor == pytest.approx(expected.attention_scaling)
+
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.5, 2.0, 3.0],
+    "long_factor": [2.0, 4.0, 8.0, 16.0],
+    "original_max_position_embeddings": 32,
+}
+
+
+@pytest.mark.parametrize("name", ["longrope", "su", "yarn"])
+@pytest.mark.parametrize("more", [{}, {"factor": 4.0}, {"attention_factor": 1.25}], ids=str)
+@pytest.mark.parametrize("outer", [{}, {"original_max_position_embeddings": 16}], ids=str)
+def test_longrope_equals_transformers_within_the_original_context(name, more, outer):
+    """Phi-3 has other names for this scaling, and a default of 4096 original positions."""
+    from transformers import Phi3Config
+    from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
+
+    sizes = SIZES | {"hidden_size": 32, "max_position_embeddings": 8192}
+    config = sizes | {"rope_parameters": LONGROPE | {"rope_type": name} | more} | outer
+    shape = read_config(copy.deepcopy(config) | {"architectures": ["Phi3ForCausalLM"]}, "test")
+    rotary = Phi3RotaryEmbedding(Phi3Config(**copy.deepcopy(config)))
+    assert shape.layers[0].rope is not None
+    torch.testing.assert_close(torch.tensor(frequencies(shape)), rotary.inv_freq)
+    assert shape.layers[0].rope.attention_factor == pytest.approx(rotary.attention_scaling)
+    assert shape.max_positions == outer.get("original_max_position_embeddings", 4096)
+
+
+@pytest.mark.parametrize("factors", [[1.0], [1.0] * 5, [1.0, 2.0, 0.0, 1.0], None, ["1"] * 4])
+def test_longrope_with_wrong_factors_is_refused(factors):
+    config = SIZES | {"hidden_size": 32, "architectures": ["Phi3ForCausalLM"]}
+    rope = LONGROPE | {"short_factor": factors}
+    with pytest.raises(ConfigError, match="short_factor: must be a list of 4 numbers > 0"):
+        read_config(config | {"rope_parameters": rope}, "test")
 
 
 def test_old_rope_entries_are_read_like_new_ones():

@@ -246,7 +246,7 @@ def with_tiny_models(config: Config, run_config: Config, models: Models) -> tupl
     # All models have the same vocabulary, because a reward model reads the policy's tokens.
     vocabulary = _round_up_to_multiple(_MIN_VOCABULARY, all_tensor_sizes)
     policy = _make_narrow(
-        models.policy.with_layers(layers),
+        _with_few_layers(models.policy, layers),
         trained_layouts,
         tensor_sizes,
         vocabulary,
@@ -260,10 +260,16 @@ def with_tiny_models(config: Config, run_config: Config, models: Models) -> tupl
         )
         config = with_values(config, {f"{key}.last_stage_layers": last_stage_layers})
     rewards = {
-        source: _make_narrow(shape.with_layers(depth), [layout], {layout.tensor}, vocabulary)
+        source: _make_narrow(_with_few_layers(shape, depth), [layout], {layout.tensor}, vocabulary)
         for source, shape in models.rewards.items()
     }
     return config, Models(policy, rewards)
+
+
+def _with_few_layers(shape: ModelShape, count: int) -> ModelShape:
+    """Return a shape with `count` layers, of as many different kinds as possible."""
+    kinds = tuple(dict.fromkeys(shape.layers))
+    return dataclasses.replace(shape, layers=(kinds * count)[:count])
 
 
 def _choose_policy_layers(
@@ -401,6 +407,7 @@ def _make_narrow(
         }
     return dataclasses.replace(
         shape,
+        layers=tuple(_with_head_dim(layer, head_dim) for layer in shape.layers),
         hidden_size=hidden_size,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -411,6 +418,16 @@ def _make_narrow(
         pad_token_id=0,
         **experts,
     )
+
+
+def _with_head_dim(layer: LayerShape, head_dim: int) -> LayerShape:
+    """Return the layer with as many factors of rotary frequencies as heads of this size need."""
+    rope = layer.rope
+    if rope is None or rope.scaling is None or rope.scaling.kind != "longrope":
+        return layer
+    factors = rope.scaling.short_factors[: int(head_dim * rope.fraction) // 2]
+    scaling = dataclasses.replace(rope.scaling, short_factors=factors)
+    return dataclasses.replace(layer, rope=dataclasses.replace(rope, scaling=scaling))
 
 
 def _round_up_to_multiple(minimum: int, sizes: set[int]) -> int:

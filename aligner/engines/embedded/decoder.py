@@ -377,7 +377,7 @@ class Decoder:
             x = self._all_reduce(partial)
         if self._shape.learned_positions:
             x = x + F.embedding(positions, self._weights["embedding.position_embeddings.weight"])
-        scale = self._shape.embedding_scale
+        scale = self._shape.embedding_factor
         return x if scale == 1 else x * scale
 
     def _apply_layer(

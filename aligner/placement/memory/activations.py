@@ -51,7 +51,9 @@ class Layer:
         activations.
         """
         # With a parallel residual, attention and feed-forward network have one norm in common.
-        norm_inputs = 1 if self.shape.parallel_residual else 2
+        norm_inputs = 4 if self.shape.norm_placement == "both" else 2
+        if self.shape.parallel_residual:
+            norm_inputs = 1
         # A feed-forward network saves the input of the activation function and its output.
         dense = self.device.itemsize * self._activation_width / self.layout.tensor
         network = self._expert_bytes if self.shape.num_experts else dense
