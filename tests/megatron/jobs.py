@@ -223,6 +223,7 @@ def policy_logits(actor: Policy, experience: Experience) -> Tensor:
         head = runner.chunks[-1].output_layer
         return batch.unpack_tokens(
             ColumnParallelLinear.forward(head, output[0], weight=head.projection)[0].float()
+            * runner.shape.logit_scale
         )
 
     batches = runner.pack(
