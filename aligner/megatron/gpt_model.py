@@ -87,7 +87,9 @@ def _architecture_settings(shape: ModelShape) -> dict[str, Any]:
         "ffn_hidden_size": shape.ffn_hidden_size,
         "normalization": {"rms": "RMSNorm", "layer": "LayerNorm"}[shape.normalization],
         "layernorm_epsilon": shape.norm_epsilon,
-        "qk_layernorm": shape.qk_norm is not None,
+        # With this setting, megatron-core sums the gradients of norms of single heads, which all
+        # tensor ranks hold. A norm of all heads is split over the ranks.
+        "qk_layernorm": shape.qk_norm == "head",
         "softmax_scale": shape.attention_scale,
         "gated_linear_unit": shape.gated,
         "activation_func": _ACTIVATIONS[shape.activation],
