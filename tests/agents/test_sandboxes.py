@@ -289,6 +289,8 @@ def test_remote_failures_are_infrastructure_failures():
         process.kill()
         with pytest.raises(InfrastructureError, match="connection is lost"):
             await running
+        # the port is open until the process has ended
+        process.wait(30)
         with pytest.raises(InfrastructureError, match="cannot be reached"):
             await sandbox.exec(["true"])
 
