@@ -174,6 +174,7 @@ def main(role: str, config: Path, behavior: str) -> None:
             wait()
         case "ignore_sigterm":
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            (run / f"{role}_ignores_sigterm").touch()
             serve(role, run)
         case "drain_with_helper":
             drain_with_helper(role, run)

@@ -223,6 +223,7 @@ def test_processes_that_ignore_sigterm_are_killed(run: Path) -> None:
         "trainer": "train_slowly",
     }
     launcher = start(run, behaviors)
+    wait_for((run / "critic_ignores_sigterm").exists, "critic")
     # Five processes: launcher, critic, reward, trainer, and the orphaned grandchild of reward.
     wait_for(lambda: (run / "metrics.jsonl").exists() and len(processes_of(run)) == 5, "grandchild")
     started = time.monotonic()
