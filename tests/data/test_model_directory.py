@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
 import subprocess
@@ -18,6 +17,7 @@ from aligner.config.compose import compose_config
 from aligner.data.model_directory import prepare_model, read_shape
 from aligner.data.tokenizer import CHARACTERS, Tokenizer
 from aligner.errors import AlignerError, ConfigError
+from aligner.models.shape import LayerShape, Rope
 from aligner.models.weight_slices import weight_table
 from aligner.paths import get_cache_directory
 from aligner.schema import Config
@@ -287,13 +287,13 @@ def test_smollm2_is_converted_once_and_answers_correctly(tmp_path, monkeypatch):
     directory = prepare_model(config)
     assert tmp_path in directory.parents
     expected = {
-        "rope_theta": 100000.0,
+        "layers": (LayerShape(Rope(100000.0)),) * 30,
         "tied_embeddings": True,
         "eos_token_ids": (2,),
         "pad_token_id": 0,
-        "num_layers": 30,
     }
-    assert expected.items() <= dataclasses.asdict(read_shape(directory)).items()
+    shape = read_shape(directory)
+    assert {name: getattr(shape, name) for name in expected} == expected
     tokenizer = Tokenizer(directory)
     text = "The movie was great, naïve 3 times."
     assert tokenizer.decode(tokenizer.encode(text)) == text
