@@ -306,8 +306,12 @@ def test_request_of_another_thread_wakes_the_waiting_engine(engine, models, monk
     requests: list[Any] = []
     thread = threading.Thread(target=submit)
     thread.start()
+    has_returned_early = False
     while not (requests and requests[0].future.done()):
         engine.step()
+        # On a busy machine, vLLM may complete the long response before it gets the short request.
+        has_request = bool(requests or engine._arrivals)
+        has_returned_early |= has_request and not long.future.done()
     thread.join()
-    assert not long.future.done()
+    assert has_returned_early
     engine.interrupt()

@@ -41,6 +41,10 @@ from tests.engines.vllm.shared_clients import NEEDED
 pytestmark = [*NEEDED, pytest.mark.timeout(600)]
 
 
+INTERRUPTED = 24
+"""Number of responses that a weight sync interrupts, or that wait for other responses then."""
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("model"))
@@ -73,7 +77,8 @@ def test_interrupted_guided_responses_of_vllm_continue_their_text(pool, engine, 
     """A weight sync interrupts the responses. It sends the same weights again, so that the trainer
     has the log-probs of all tokens."""
     monkeypatch.setattr(external_engine, "_MAX_WAIT_S", 0.01)
-    # vLLM is a separate process, and may finish the responses before the weight sync
+    # vLLM is a separate process, and may be ahead of the responses that this process has received;
+    # most requests therefore wait until others are complete
     samples = next(filter(None, (interrupt(engine, model, at) for at in range(10, 20, 2))))
     for sample in samples:
         (span,) = sample.grammar_spans
@@ -91,7 +96,7 @@ def interrupt(engine: VLLMEngine, model: Path, version: int) -> list[Sample] | N
     engines.publish(engine, model, version)
     options = replace(OPTIONS, max_new_tokens=LENGTH - 10, grammar="start: /[a-f]{120}/")
     loop = EngineLoop(engine)
-    for index in range(3):
+    for index in range(INTERRUPTED):
         request = GenerationRequest(Prompt(index, "", torch.tensor([40, 50 + index])), 0)
         loop.spawn(index, complete_response(loop, request, options))
     found: dict[int, Sample] = {}
@@ -104,7 +109,7 @@ def interrupt(engine: VLLMEngine, model: Path, version: int) -> list[Sample] | N
     while not loop.is_done:
         found |= dict(loop.step())
     loop.close()
-    samples = [found[index] for index in range(3)]
+    samples = [found[index] for index in range(INTERRUPTED)]
     if any(len(sample.weight_versions.unique()) == 2 for sample in samples):
         return samples
     return None
