@@ -27,6 +27,7 @@ from aligner.agents.answers import (
     begin_conversation,
     build_length_error,
     check_prompt_tokens,
+    find_prompt_problem,
     prepare,
     with_call_id_key,
 )
@@ -390,19 +391,7 @@ class AgentSession:
             setting = self.context.sampling_settings.get(name)
             advice = "" if setting is None else f"; set {setting} instead"
             _log.warning("agent requests set %s, which is ignored%s", name, advice)
-        problem = None
-        if request.top_logprobs:
-            problem = f"top_logprobs={request.top_logprobs}: must be 0"
-        elif isinstance(request, TextRequest) and request.echo:
-            problem = "echo=true: must be false"
-        elif isinstance(request, TextRequest) and len(request.prompts) > 1:
-            problem = "prompt: must be one text or one list of token ids"
-        elif request.min_tokens:
-            problem = f"min_tokens={request.min_tokens}: must be 0; set rollout.min_response_tokens"
-        elif request.stop_token_ids:
-            problem = "stop_token_ids: must be empty; use stop"
-        elif request.ignore_eos:
-            problem = "ignore_eos: must be false"
+        problem = find_prompt_problem(request) or _find_distribution_problem(request)
         if problem is not None:
             raise RequestError(
                 400, f"{problem}; other values are not supported in training", "unsupported"
@@ -668,6 +657,17 @@ class AgentSession:
         return tuple(
             build_comparison_key(message, rules, compares_ids=compares_ids) for message in messages
         )
+
+
+def _find_distribution_problem(request: ModelRequest) -> str | None:
+    """Return which parameter of a request would change the distribution of turns; None if none."""
+    if request.min_tokens:
+        return f"min_tokens={request.min_tokens}: must be 0; set rollout.min_response_tokens"
+    if request.stop_token_ids:
+        return "stop_token_ids: must be empty; use stop"
+    if request.ignore_eos:
+        return "ignore_eos: must be false"
+    return None
 
 
 _ROOT = "/episodes/{episode}"

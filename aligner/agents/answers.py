@@ -151,6 +151,18 @@ def with_call_id_key(
     return replace(conversation, call_id_key=f"{digest.hexdigest()} {repeats}")
 
 
+def find_prompt_problem(request: ModelRequest) -> str | None:
+    """Return why a request is only for a stored model: it needs log-probs of tokens that are not
+    generated, or has several prompts. None if it is not."""
+    if request.top_logprobs:
+        return f"top_logprobs={request.top_logprobs}: must be 0"
+    if isinstance(request, TextRequest) and request.echo:
+        return "echo=true: must be false"
+    if isinstance(request, TextRequest) and len(request.prompts) > 1:
+        return "prompt: must be one text or one list of token ids"
+    return None
+
+
 def check_prompt_tokens(prompt: Sequence[int], vocab_size: int) -> Tensor:
     """Return the token ids of a text request, int64 [T].
 

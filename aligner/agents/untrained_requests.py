@@ -17,6 +17,7 @@ from aligner.agents.answers import (
     begin_conversation,
     build_length_error,
     check_prompt_tokens,
+    find_prompt_problem,
     prepare,
     with_call_id_key,
 )
@@ -185,14 +186,7 @@ class UntrainedRequests:
 def _check_supported(request: ModelRequest) -> None:
     """Raise RequestError if a request needs the log-probs of tokens that are not generated, or has
     several prompts."""
-    problem = None
-    if request.top_logprobs:
-        problem = f"top_logprobs={request.top_logprobs}: must be 0"
-    elif isinstance(request, TextRequest) and request.echo:
-        problem = "echo=true: must be false"
-    elif isinstance(request, TextRequest) and len(request.prompts) > 1:
-        problem = "prompt: must be one text or one list of token ids"
-    if problem is not None:
+    if (problem := find_prompt_problem(request)) is not None:
         raise RequestError(
             400, f"{problem}; aligner serve-model supports other values", "unsupported"
         )

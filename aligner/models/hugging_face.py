@@ -264,6 +264,15 @@ def _key_value_heads(default: int | None) -> Entry:
 
 
 _HEAD_DIM = Entry("head_dim", None, nullable=True)
+# OLMo 3 has the same entries.
+_OLMO2 = _decoder(
+    vocabulary=50304,
+    feed_forward=Entry("intermediate_size", 11008),
+    key_value_heads=_key_value_heads(None),
+    head_dim=_HEAD_DIM,
+    positions=2048,
+    epsilon=1e-5,
+)
 
 _ARCHITECTURES = (
     Architecture(
@@ -449,14 +458,7 @@ _ARCHITECTURES = (
         "Olmo2",
         "olmo2",
         "olmo2",
-        _decoder(
-            vocabulary=50304,
-            feed_forward=Entry("intermediate_size", 11008),
-            key_value_heads=_key_value_heads(None),
-            head_dim=_HEAD_DIM,
-            positions=2048,
-            epsilon=1e-5,
-        ),
+        _OLMO2,
         {"qk_norm": "projection", "norm_placement": "after"},
         {"attention_bias": False, **_SILU},
         eos_token_id=50279,
@@ -466,14 +468,7 @@ _ARCHITECTURES = (
         "Olmo3",
         "olmo3",
         "olmo2",
-        _decoder(
-            vocabulary=50304,
-            feed_forward=Entry("intermediate_size", 11008),
-            key_value_heads=_key_value_heads(None),
-            head_dim=_HEAD_DIM,
-            positions=2048,
-            epsilon=1e-5,
-        ),
+        _OLMO2,
         {"qk_norm": "projection", "norm_placement": "after"},
         {"attention_bias": False, **_SILU},
         eos_token_id=50279,

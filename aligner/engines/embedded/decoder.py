@@ -183,12 +183,10 @@ class Decoder:
         self._is_qkv_interleaved = any(
             "linear_qkv" in spec.parameter and spec.part == "whole" for spec in weight_table(shape)
         )
+        ropes = {layer.rope for layer in shape.layers if layer.rope is not None}
         self._inverse_frequencies = {
-            layer.rope: torch.tensor(
-                compute_inverse_frequencies(layer.rope, shape.head_dim), device=device
-            )
-            for layer in shape.layers
-            if layer.rope is not None
+            rope: torch.tensor(compute_inverse_frequencies(rope, shape.head_dim), device=device)
+            for rope in ropes
         }
         self._windows = {layer.sliding_window for layer in shape.layers}
         self._weights: dict[str, Tensor] = {}
