@@ -24,7 +24,8 @@ from aligner.data.checksums import DamagedError, FileRecord, find_damage, read_s
 from aligner.data.collectives import gather_json, shard_across_ranks
 from aligner.data.model_directory import DTYPES
 from aligner.errors import AlignerError
-from aligner.models.hugging_face import ARCHITECTURES, read_config, with_architecture
+from aligner.models.architectures import ARCHITECTURES_BY_CLASS
+from aligner.models.hugging_face import read_config, with_architecture
 from aligner.models.shape import ModelShape
 from aligner.models.weight_slices import Head, Slice, cut_shape
 from aligner.paths import CHECKPOINT_MANIFEST
@@ -54,7 +55,7 @@ def derive_model_config(directory: Path, head: Head, num_layers: int) -> dict[st
     )
     if head == "scalar":
         config |= {
-            "architectures": [ARCHITECTURES[config["architectures"][0]].scalar_name],
+            "architectures": [ARCHITECTURES_BY_CLASS[config["architectures"][0]].scalar_name],
             "num_labels": 1,
         }
         config = {

@@ -35,8 +35,8 @@ from aligner.data.tokenizer_files import find_tokenizer_problem
 from aligner.errors import ConfigError
 from aligner.extras import describe_missing_modules
 from aligner.files import create_directory, name_file_in_errors, open_new_file
+from aligner.models.architectures import ARCHITECTURES_BY_CLASS
 from aligner.models.hugging_face import (
-    ARCHITECTURES,
     config_notes,
     read_described_config,
     with_architecture,
@@ -332,7 +332,7 @@ def _write_random(
     read_described_config(entries, "model.config")
     # transformers chooses the class by model_type.
     entries = with_architecture(entries)
-    model_type = ARCHITECTURES[entries["architectures"][0]].model_type
+    model_type = ARCHITECTURES_BY_CLASS[entries["architectures"][0]].model_type
     content = {"model_type": model_type, "dtype": "float32"} | dict(entries)
     shape = _write_config(content, directory)
     tokenizer = build_character_tokenizer(shape)

@@ -39,7 +39,7 @@ from aligner.megatron.layers import (
     uses_transformer_engine,
 )
 from aligner.megatron.world import World
-from aligner.models.shape import ModelShape, compute_inverse_frequencies
+from aligner.models.shape import Experts, ModelShape, compute_inverse_frequencies
 from aligner.models.weight_slices import Head, compute_shard_size, stage_layers
 from aligner.schema import MegatronModelConfig, OptimizerConfig, ParallelConfig, TrainedModelConfig
 
@@ -100,19 +100,19 @@ def _architecture_settings(shape: ModelShape) -> dict[str, Any]:
         "window_size": None if window is None else (window - 1, 0),
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
-        **(_expert_settings(shape) if shape.num_experts else {}),
+        **({} if shape.experts is None else _expert_settings(shape.experts)),
     }
 
 
-def _expert_settings(shape: ModelShape) -> dict[str, Any]:
+def _expert_settings(experts: Experts) -> dict[str, Any]:
     """Return the arguments of a TransformerConfig for a model with experts."""
     return {
-        "num_moe_experts": shape.num_experts,
-        "moe_router_topk": shape.experts_per_token,
-        "moe_ffn_hidden_size": shape.ffn_hidden_size,
+        "num_moe_experts": experts.count,
+        "moe_router_topk": experts.per_token,
+        "moe_ffn_hidden_size": experts.ffn_hidden_size,
         # A softmax over the selected experts equals a softmax over all experts, followed by a
         # normalization of the selected weights to a sum of one.
-        "moe_router_pre_softmax": not shape.normalize_expert_weights,
+        "moe_router_pre_softmax": not experts.normalizes_weights,
         # The choice of experts is sensitive to rounding, so the router computes in fp32 whatever
         # the dtype of the layers.
         "moe_router_dtype": "fp32",

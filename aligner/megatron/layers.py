@@ -566,15 +566,17 @@ def decoder_submodules(
     norm = TENorm if transformer_engine else _choose_norm(shape)
     layer_specs = []
     for layer in layers:
+        has_experts = shape.layers[layer].has_experts
         if transformer_engine:
             spec = get_gpt_layer_with_transformer_engine_spec(
-                num_experts=shape.num_experts or None, qk_layernorm=shape.qk_norm is not None
+                num_experts=shape.num_experts if has_experts else None,
+                qk_layernorm=shape.qk_norm is not None,
             )
         else:
             spec = _local_layer_spec(shape, config, shape.layers[layer], exact)
         if shape.parallel_residual:
             spec.module = ParallelResidualLayer
-        if shape.num_experts:
+        if has_experts:
             spec.module = ExpertsLayer
             if supports_grouped_gemm(config):
                 spec.submodules.mlp.submodules.experts.module = GroupedExperts
@@ -595,7 +597,7 @@ def _local_layer_spec(
     """Return megatron-core's local layer spec with our norms and attention."""
     norm = _choose_norm(shape)
     layer = get_gpt_layer_local_spec(
-        num_experts=shape.num_experts or None,
+        num_experts=shape.num_experts if layer_shape.has_experts else None,
         qk_layernorm=shape.qk_norm is not None,
         normalization={"rms": "RMSNorm", "layer": "LayerNorm"}[shape.normalization],
     )

@@ -276,14 +276,15 @@ class ModelRunner:
         Every rank checks the whole batch. Otherwise, an unknown expert would raise an error on one
         rank only, while the other ranks wait in a collective.
         """
-        shape = self.shape
-        expected = (shape.num_layers, shape.experts_per_token)
+        experts = self.shape.experts
+        assert experts is not None
+        expected = (self.shape.num_layers, experts.per_token)
         max_expert = int(expert_routing.max()) if expert_routing.numel() else 0
-        if expert_routing.shape[2:] != expected or not 0 <= max_expert < shape.num_experts:
+        if expert_routing.shape[2:] != expected or not 0 <= max_expert < experts.count:
             raise AlignerError(
                 "expert routing replay: the recorded routing has (layers, experts per token)="
                 f"{tuple(expert_routing.shape[2:])} and expert ids up to {max_expert}; the model"
-                f" has (layers, experts per token)={expected} and {shape.num_experts} experts"
+                f" has (layers, experts per token)={expected} and {experts.count} experts"
             )
 
     def compute_rows(

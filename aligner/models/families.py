@@ -45,6 +45,9 @@ class Weight:
     requires: str | None = None
     """Attribute of `ModelShape` that must be true for the weight to exist; None for a weight that
     always exists."""
+    layer_requires: str | None = None
+    """Attribute of `LayerShape` that must be true for a layer to have the weight; None for a weight
+    of all layers."""
 
 
 def _linear(
@@ -121,23 +124,45 @@ _LLAMA_ATTENTION = (
 )
 
 
-def _gated(prefix: str, parameter: str, gate: str, up: str, down: str) -> tuple[Weight, ...]:
+def _gated(
+    prefix: str, parameter: str, gate: str, up: str, down: str, size: str = "ffn", **options: Any
+) -> tuple[Weight, ...]:
+    inputs, outputs = parameter + "linear_fc1", parameter + "linear_fc2"
     return (
-        _linear(prefix + gate, parameter + "linear_fc1", "ffn", "hidden", 0, part="gate"),
-        _linear(prefix + up, parameter + "linear_fc1", "ffn", "hidden", 0, part="up"),
-        _linear(prefix + down, parameter + "linear_fc2", "hidden", "ffn", 1),
+        _linear(prefix + gate, inputs, size, "hidden", 0, part="gate", **options),
+        _linear(prefix + up, inputs, size, "hidden", 0, part="up", **options),
+        _linear(prefix + down, outputs, "hidden", size, 1, **options),
     )
 
 
-_LLAMA_MLP = _gated(_LAYER + "mlp.", _CORE + "mlp.", "gate_proj", "up_proj", "down_proj")
+_LLAMA_MLP = _gated(
+    _LAYER + "mlp.",
+    _CORE + "mlp.",
+    "gate_proj",
+    "up_proj",
+    "down_proj",
+    layer_requires="is_dense",
+)
 _EXPERT = _CORE + "mlp.experts.local_experts.{expert}."
 
 
 def _experts(block: str, gate: str, up: str, down: str) -> tuple[Weight, ...]:
     router = Weight(
-        _LAYER + block + ".gate.weight", _CORE + "mlp.router.weight", ("experts", "hidden")
+        _LAYER + block + ".gate.weight",
+        _CORE + "mlp.router.weight",
+        ("experts", "hidden"),
+        layer_requires="has_experts",
     )
-    return (router, *_gated(_LAYER + block + ".experts.{expert}.", _EXPERT, gate, up, down))
+    experts = _gated(
+        _LAYER + block + ".experts.{expert}.",
+        _EXPERT,
+        gate,
+        up,
+        down,
+        "expert_ffn",
+        layer_requires="has_experts",
+    )
+    return (router, *experts)
 
 
 _EMBEDDING = "embedding.word_embeddings.weight"

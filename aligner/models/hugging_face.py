@@ -1,20 +1,19 @@
 """Conversion between Hugging Face's config.json and a `ModelShape`, as transformers reads it.
 
-Each supported architecture has a table of the entries that its transformers 5 configuration class
-knows, with the class's defaults. `tests/models/test_config_defaults.py` compares the tables with
-the installed classes. Entries are read in one of these ways:
-
-- entries of the shape, and the rotary entries, are read;
-- entries that change the forward pass and are not implemented must have the class's default;
-- entries without an effect on log-probs are accepted;
-- entries that transformers does not know are ignored; `config_notes` lists them.
+`architectures.py` has the entries of each supported architecture.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from aligner.errors import ConfigError
+from aligner.models.architectures import (
+    ARCHITECTURES,
+    ARCHITECTURES_BY_CLASS,
+    COMMON_SUPPORTED,
+    Architecture,
+    Entry,
+)
 from aligner.models.rope_entries import (
     FULL,
     SLIDING,
@@ -24,597 +23,8 @@ from aligner.models.rope_entries import (
     read_ropes,
     write_ropes,
 )
-from aligner.models.shape import LayerShape, ModelShape
+from aligner.models.shape import Experts, LayerShape, ModelShape
 from aligner.models.weight_slices import Head
-
-
-@dataclass(frozen=True)
-class Entry:
-    """An entry of config.json that a `ModelShape` is read from.
-
-    The default's type is the entry's type; an entry whose default is None is a whole number.
-    """
-
-    key: str
-    default: bool | int | float | str | None
-    """Value of the transformers class if config.json lacks the entry."""
-    nullable: bool = False
-    """Whether the entry may be null. Then it has another meaning than a missing entry."""
-    is_positive: bool = False
-    """Whether a number must not be 0."""
-    to_shape: Callable[[Any], Any] = lambda value: value
-    """Function from the entry's value to the attribute of the shape."""
-    to_config: Callable[[Any], Any] = lambda value: value
-    """Function from the attribute of the shape to the entry's value."""
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """The entries of an architecture's config.json, as its transformers class reads them."""
-
-    name: str
-    """Prefix of the names of the transformers classes."""
-    model_type: str
-    """Value of the entry `model_type`."""
-    family: str
-    """Model family, a key of `families.WEIGHTS`."""
-    entries: Mapping[str, Entry]
-    """Entries of the shape, by the shape's attribute."""
-    implied: Mapping[str, Any] = field(default_factory=dict)
-    """Attributes that all models of the architecture have."""
-    supported: Mapping[str, Any] = field(default_factory=dict)
-    """Default of each entry for which only the default is implemented."""
-    without_effect: tuple[str, ...] = ()
-    """Entries of the class that do not change log-probs."""
-    dropouts: tuple[str, ...] = ("attention_dropout",)
-    """Dropout probabilities, which are not applied."""
-    aliases: Mapping[str, str] = field(default_factory=dict)
-    """Names of entries in the table, by their other names in config.json."""
-    eos_token_id: int | tuple[int, ...] | None = 2
-    """Default EOS ids of the transformers class; None if it has none."""
-    pad_token_id: int | None = None
-    """Default padding token of the transformers class; None if it has none."""
-    window: Literal["none", "always", "switched", "layered", "typed", "without_rope"] = "none"
-    """Layers with a sliding window. "none": no layer; "always": all layers if the window is not
-    null; "switched": all layers if `use_sliding_window` is true; "layered": the layers that
-    `layer_types` names, else those from `max_window_layers` on, if `use_sliding_window` is true;
-    "typed": the layers that `layer_types` names, else all layers except each
-    `full_attention_interval`th one; "without_rope": the layers that `layer_types` names, else those
-    without rotary positions, if `use_sliding_window` is true."""
-    full_attention_interval: int = 0
-    """Default interval of the layers without a window, with window="typed"."""
-    interval_key: str | None = None
-    """Entry of this interval; None if there is none."""
-    window_size: int | None = 4096
-    """Default of the entry `sliding_window`."""
-    rope: RopeFormat | None = field(default_factory=RopeFormat)
-    """Rotary entries; None for learned positions."""
-    scalar_prefix: str | None = None
-    """Prefix of the name of the class with a scalar head, if it is not `name`."""
-    causal_suffix: str = "ForCausalLM"
-    """Suffix of the name of the class with a language model's head."""
-
-    @property
-    def causal_name(self) -> str:
-        """Name of the class with a language model's head."""
-        return self.name + self.causal_suffix
-
-    @property
-    def scalar_name(self) -> str:
-        """Name of the class with a head of one number per token."""
-        return f"{self.scalar_prefix or self.name}ForSequenceClassification"
-
-    @property
-    def known_entries(self) -> frozenset[str]:
-        """All entries that transformers knows for this architecture."""
-        rotary = () if self.rope is None else self.rope.entries
-        return frozenset(
-            (
-                *(entry.key for entry in self.entries.values()),
-                *self.supported,
-                *self.without_effect,
-                *self.dropouts,
-                *self.aliases,
-                *rotary,
-                *_WINDOW_ENTRIES[self.window],
-                *(() if self.interval_key is None else (self.interval_key,)),
-                *_COMMON_SUPPORTED,
-                *_COMMON_WITHOUT_EFFECT,
-                "eos_token_id",
-                "pad_token_id",
-                "layer_types",
-                "quantization_config",
-                "compression_config",
-            )
-        )
-
-
-# Entries that transformers reads for every architecture, and of which only the default is
-# implemented.
-_COMMON_SUPPORTED: Mapping[str, Any] = {
-    "is_causal": True,
-    "is_encoder_decoder": False,
-    "per_layer_config": None,
-    "transformers_weights": None,
-}
-
-# Generation options, which transformers drops from config.json.
-_GENERATION_ENTRIES = (
-    "assistant_confidence_threshold",
-    "assistant_lookbehind",
-    "bad_words_ids",
-    "begin_suppress_tokens",
-    "diversity_penalty",
-    "do_sample",
-    "early_stopping",
-    "encoder_no_repeat_ngram_size",
-    "encoder_repetition_penalty",
-    "epsilon_cutoff",
-    "eta_cutoff",
-    "exponential_decay_length_penalty",
-    "forced_bos_token_id",
-    "forced_eos_token_id",
-    "length_penalty",
-    "max_length",
-    "min_length",
-    "no_repeat_ngram_size",
-    "num_assistant_tokens",
-    "num_assistant_tokens_schedule",
-    "num_beam_groups",
-    "num_beams",
-    "num_return_sequences",
-    "output_scores",
-    "remove_invalid_values",
-    "repetition_penalty",
-    "return_dict_in_generate",
-    "suppress_tokens",
-    "target_lookbehind",
-    "temperature",
-    "top_k",
-    "top_p",
-    "typical_p",
-    "use_cache",
-)
-
-# Entries that transformers reads for every architecture, and that do not change log-probs.
-_COMMON_WITHOUT_EFFECT = (
-    *_GENERATION_ENTRIES,
-    "architectures",
-    "model_type",
-    "transformers_version",
-    "_name_or_path",
-    "name_or_path",
-    "_commit_hash",
-    "dtype",
-    "torch_dtype",
-    "output_hidden_states",
-    "output_attentions",
-    "return_dict",
-    "attn_implementation",
-    "_attn_implementation",
-    "experts_implementation",
-    "gradient_checkpointing",
-    "chunk_size_feed_forward",
-    "initializer_range",
-    "id2label",
-    "label2id",
-    "num_labels",
-    "problem_type",
-    "tie_last_hidden_states",
-    "bos_token_id",
-    "sep_token_id",
-)
-
-# Entries of the sliding window, by `Architecture.window`.
-_WINDOW_ENTRIES: Mapping[str, tuple[str, ...]] = {
-    "none": (),
-    "always": ("sliding_window",),
-    "switched": ("use_sliding_window", "sliding_window"),
-    "layered": ("use_sliding_window", "sliding_window", "max_window_layers"),
-    "typed": ("sliding_window",),
-    "without_rope": (
-        "use_sliding_window",
-        "sliding_window",
-        "no_rope_layers",
-        "no_rope_layer_interval",
-    ),
-}
-
-# Attributes of models with layer norms, and biases in all linear layers.
-_BIASED = {"normalization": "layer", "gated": False, "linear_bias": True, "qkv_bias": True}
-_SILU = {"hidden_act": "silu"}
-# Entries of the load-balancing loss, which the trainer does not use.
-_LOAD_BALANCING_LOSS = ("output_router_logits", "router_aux_loss_coef")
-
-
-def _decoder(
-    *,
-    vocabulary: int,
-    hidden: int = 4096,
-    feed_forward: Entry,
-    layers: int = 32,
-    heads: int = 32,
-    key_value_heads: Entry,
-    head_dim: Entry,
-    positions: int,
-    epsilon: float = 1e-6,
-    is_tied: bool = False,
-) -> dict[str, Entry]:
-    """Return the entries that the architectures like Llama have, with their defaults."""
-    return {
-        "num_layers": Entry("num_hidden_layers", layers),
-        "hidden_size": Entry("hidden_size", hidden),
-        "num_heads": Entry("num_attention_heads", heads),
-        "num_kv_heads": key_value_heads,
-        "head_dim": head_dim,
-        "ffn_hidden_size": feed_forward,
-        "vocab_size": Entry("vocab_size", vocabulary),
-        "max_positions": Entry("max_position_embeddings", positions),
-        "norm_epsilon": Entry("rms_norm_eps", epsilon),
-        "tied_embeddings": Entry("tie_word_embeddings", is_tied),
-    }
-
-
-def _invert(value: float) -> float:
-    return 1.0 / value
-
-
-def _key_value_heads(default: int | None) -> Entry:
-    return Entry("num_key_value_heads", default, nullable=True)
-
-
-_HEAD_DIM = Entry("head_dim", None, nullable=True)
-# OLMo 3 has the same entries.
-_OLMO2 = _decoder(
-    vocabulary=50304,
-    feed_forward=Entry("intermediate_size", 11008),
-    key_value_heads=_key_value_heads(None),
-    head_dim=_HEAD_DIM,
-    positions=2048,
-    epsilon=1e-5,
-)
-
-_ARCHITECTURES = (
-    Architecture(
-        "Llama",
-        "llama",
-        "llama",
-        _decoder(
-            vocabulary=32000,
-            feed_forward=Entry("intermediate_size", 11008),
-            key_value_heads=_key_value_heads(None),
-            head_dim=_HEAD_DIM,
-            positions=2048,
-        ),
-        supported={"attention_bias": False, "mlp_bias": False, **_SILU},
-        # The entry only splits matmuls, and transformers 5 no longer reads it.
-        without_effect=("pretraining_tp",),
-    ),
-    Architecture(
-        "Mistral",
-        "mistral",
-        "llama",
-        _decoder(
-            vocabulary=32000,
-            feed_forward=Entry("intermediate_size", 14336),
-            key_value_heads=Entry("num_key_value_heads", 8),
-            head_dim=_HEAD_DIM,
-            positions=131072,
-        ),
-        supported=_SILU,
-        window="always",
-    ),
-    Architecture(
-        "Qwen2",
-        "qwen2",
-        "llama",
-        _decoder(
-            vocabulary=151936,
-            feed_forward=Entry("intermediate_size", 22016),
-            key_value_heads=_key_value_heads(32),
-            head_dim=_HEAD_DIM,
-            positions=32768,
-        ),
-        {"qkv_bias": True},
-        _SILU,
-        eos_token_id=None,
-        window="layered",
-    ),
-    Architecture(
-        "Qwen3",
-        "qwen3",
-        "llama",
-        _decoder(
-            vocabulary=151936,
-            feed_forward=Entry("intermediate_size", 22016),
-            key_value_heads=_key_value_heads(32),
-            head_dim=Entry("head_dim", 128),
-            positions=32768,
-        ),
-        {"qk_norm": "head"},
-        {"attention_bias": False, **_SILU},
-        eos_token_id=None,
-        window="layered",
-    ),
-    Architecture(
-        "Mixtral",
-        "mixtral",
-        "mixtral",
-        {
-            **_decoder(
-                vocabulary=32000,
-                feed_forward=Entry("intermediate_size", 14336),
-                key_value_heads=Entry("num_key_value_heads", 8),
-                head_dim=_HEAD_DIM,
-                positions=131072,
-                epsilon=1e-5,
-            ),
-            "num_experts": Entry("num_local_experts", 8),
-            "experts_per_token": Entry("num_experts_per_tok", 2),
-        },
-        supported={"router_jitter_noise": 0.0, **_SILU},
-        without_effect=_LOAD_BALANCING_LOSS,
-        aliases={"num_experts": "num_local_experts"},
-        window="always",
-        window_size=None,
-        rope=RopeFormat(theta=1000000.0),
-    ),
-    Architecture(
-        "Qwen3Moe",
-        "qwen3_moe",
-        "qwen3_moe",
-        {
-            **_decoder(
-                vocabulary=151936,
-                hidden=2048,
-                feed_forward=Entry("moe_intermediate_size", 768),
-                layers=24,
-                key_value_heads=Entry("num_key_value_heads", 4),
-                head_dim=_HEAD_DIM,
-                positions=32768,
-            ),
-            "num_experts": Entry("num_experts", 128),
-            "experts_per_token": Entry("num_experts_per_tok", 8),
-            "normalize_expert_weights": Entry("norm_topk_prob", False),
-        },
-        {"qk_norm": "head"},
-        {"attention_bias": False, "decoder_sparse_step": 1, "mlp_only_layers": [], **_SILU},
-        # intermediate_size is the size of dense layers, which the supported models do not have.
-        without_effect=("intermediate_size", *_LOAD_BALANCING_LOSS),
-        aliases={"num_local_experts": "num_experts"},
-        eos_token_id=None,
-        window="switched",
-    ),
-    Architecture(
-        "SmolLM3",
-        "smollm3",
-        "smollm3",
-        _decoder(
-            vocabulary=128256,
-            hidden=2048,
-            feed_forward=Entry("intermediate_size", 11008),
-            layers=36,
-            heads=16,
-            key_value_heads=_key_value_heads(4),
-            head_dim=_HEAD_DIM,
-            positions=32768,
-            is_tied=True,
-        ),
-        supported={"attention_bias": False, "mlp_bias": False, **_SILU},
-        eos_token_id=128001,
-        pad_token_id=128004,
-        window="without_rope",
-        window_size=None,
-        rope=RopeFormat(theta=2000000.0),
-    ),
-    Architecture(
-        "Granite",
-        "granite",
-        "granite",
-        {
-            **_decoder(
-                vocabulary=32000,
-                feed_forward=Entry("intermediate_size", 11008),
-                key_value_heads=_key_value_heads(None),
-                head_dim=_HEAD_DIM,
-                positions=2048,
-            ),
-            "embedding_scale": Entry("embedding_multiplier", 1.0),
-            "attention_scale": Entry("attention_multiplier", 1.0),
-            "residual_scale": Entry("residual_multiplier", 1.0),
-            "logit_scale": Entry(
-                "logits_scaling", 1.0, is_positive=True, to_shape=_invert, to_config=_invert
-            ),
-        },
-        supported={"attention_bias": False, "mlp_bias": False, **_SILU},
-    ),
-    Architecture(
-        "Phi3",
-        "phi3",
-        "phi3",
-        _decoder(
-            vocabulary=32064,
-            hidden=3072,
-            feed_forward=Entry("intermediate_size", 8192),
-            key_value_heads=_key_value_heads(None),
-            head_dim=_HEAD_DIM,
-            positions=4096,
-            epsilon=1e-5,
-        ),
-        supported=_SILU,
-        dropouts=("resid_pdrop", "embd_pdrop", "attention_dropout"),
-        eos_token_id=32000,
-        pad_token_id=32000,
-        window="always",
-        window_size=None,
-        rope=RopeFormat(
-            fraction=1.0,
-            kinds=("default", "longrope"),
-            aliases={"su": "longrope", "yarn": "longrope"},
-            original_positions=4096,
-        ),
-    ),
-    Architecture(
-        "Olmo2",
-        "olmo2",
-        "olmo2",
-        _OLMO2,
-        {"qk_norm": "projection", "norm_placement": "after"},
-        {"attention_bias": False, **_SILU},
-        eos_token_id=50279,
-        pad_token_id=1,
-    ),
-    Architecture(
-        "Olmo3",
-        "olmo3",
-        "olmo2",
-        _OLMO2,
-        {"qk_norm": "projection", "norm_placement": "after"},
-        {"attention_bias": False, **_SILU},
-        eos_token_id=50279,
-        pad_token_id=1,
-        window="typed",
-        full_attention_interval=4,
-        rope=RopeFormat(theta=500000.0, local_theta=500000.0),
-    ),
-    Architecture(
-        "Gemma3",
-        "gemma3_text",
-        "gemma3",
-        {
-            **_decoder(
-                vocabulary=262208,
-                hidden=2304,
-                feed_forward=Entry("intermediate_size", 9216),
-                layers=26,
-                heads=8,
-                key_value_heads=Entry("num_key_value_heads", 4),
-                head_dim=Entry("head_dim", 256),
-                positions=131072,
-                is_tied=True,
-            ),
-            "activation": Entry("hidden_activation", "gelu_pytorch_tanh"),
-            "attention_scale": Entry(
-                "query_pre_attn_scalar",
-                256,
-                to_shape=lambda scalar: scalar**-0.5,
-                to_config=lambda scale: round(scale**-2),
-            ),
-        },
-        {
-            "qk_norm": "head",
-            "norm_placement": "both",
-            "zero_centered_norms": True,
-            "embedding_scale": None,
-        },
-        {
-            "attention_bias": False,
-            "final_logit_softcapping": None,
-            "attn_logit_softcapping": None,
-            "use_bidirectional_attention": False,
-        },
-        eos_token_id=1,
-        window="typed",
-        full_attention_interval=6,
-        interval_key="sliding_window_pattern",
-        rope=RopeFormat(
-            theta=1000000.0, local_theta=10000.0, local_theta_key="rope_local_base_freq"
-        ),
-        scalar_prefix="Gemma3Text",
-    ),
-    Architecture(
-        "Glm4",
-        "glm4",
-        "glm4",
-        {
-            **_decoder(
-                vocabulary=151552,
-                feed_forward=Entry("intermediate_size", 13696),
-                layers=40,
-                key_value_heads=Entry("num_key_value_heads", 2),
-                head_dim=Entry("head_dim", 128),
-                positions=131072,
-                epsilon=1.5625e-7,
-            ),
-            "qkv_bias": Entry("attention_bias", True),
-        },
-        {"norm_placement": "both"},
-        _SILU,
-        eos_token_id=(151329, 151336, 151338),
-        pad_token_id=151329,
-        rope=RopeFormat(fraction=0.5, is_interleaved=True),
-    ),
-    Architecture(
-        "GPTNeoX",
-        "gpt_neox",
-        "gpt_neox",
-        {
-            "num_layers": Entry("num_hidden_layers", 44),
-            "hidden_size": Entry("hidden_size", 6144),
-            "num_heads": Entry("num_attention_heads", 64),
-            "ffn_hidden_size": Entry("intermediate_size", 24576),
-            "vocab_size": Entry("vocab_size", 50432),
-            "max_positions": Entry("max_position_embeddings", 2048),
-            "norm_epsilon": Entry("layer_norm_eps", 1e-5),
-            "activation": Entry("hidden_act", "gelu"),
-            "tied_embeddings": Entry("tie_word_embeddings", False),
-            "parallel_residual": Entry("use_parallel_residual", True),
-        },
-        _BIASED,
-        {"attention_bias": True},
-        # classifier_dropout belongs to token classification, not to sequence classification.
-        without_effect=("classifier_dropout", "is_decoder"),
-        dropouts=("attention_dropout", "hidden_dropout"),
-        rope=RopeFormat(theta_key="rotary_emb_base", fraction=0.25, fraction_key="rotary_pct"),
-    ),
-    Architecture(
-        "GPT2",
-        "gpt2",
-        "gpt2",
-        {
-            "num_layers": Entry("n_layer", 12),
-            "hidden_size": Entry("n_embd", 768),
-            "num_heads": Entry("n_head", 12),
-            "ffn_hidden_size": Entry("n_inner", None, nullable=True),
-            "vocab_size": Entry("vocab_size", 50257),
-            "max_positions": Entry("n_positions", 1024),
-            "norm_epsilon": Entry("layer_norm_epsilon", 1e-5),
-            "activation": Entry("activation_function", "gelu_new"),
-            "tied_embeddings": Entry("tie_word_embeddings", True),
-        },
-        {**_BIASED, "learned_positions": True},
-        {
-            "scale_attn_weights": True,
-            "scale_attn_by_inverse_layer_idx": False,
-            "add_cross_attention": False,
-        },
-        # The summary is part of a head that aligner does not support.
-        without_effect=(
-            "reorder_and_upcast_attn",
-            "summary_type",
-            "summary_use_proj",
-            "summary_activation",
-            "summary_proj_to_labels",
-            "summary_first_dropout",
-        ),
-        dropouts=("resid_pdrop", "embd_pdrop", "attn_pdrop"),
-        aliases={
-            "hidden_size": "n_embd",
-            "max_position_embeddings": "n_positions",
-            "num_attention_heads": "n_head",
-            "num_hidden_layers": "n_layer",
-        },
-        eos_token_id=50256,
-        rope=None,
-        causal_suffix="LMHeadModel",
-    ),
-)
-
-ARCHITECTURES: Mapping[str, Architecture] = {
-    **{architecture.causal_name: architecture for architecture in _ARCHITECTURES},
-    **{architecture.scalar_name: architecture for architecture in _ARCHITECTURES},
-}
-"""Architectures by the class name in config.json, with a language model's head or a scalar head."""
 
 # Activation of a `ModelShape`, by its name in config.json.
 _ACTIVATIONS: Mapping[str, Literal["silu", "gelu", "gelu_tanh"]] = {
@@ -629,10 +39,10 @@ _SIZES = (
     "num_layers",
     "hidden_size",
     "num_heads",
-    "ffn_hidden_size",
     "vocab_size",
-    "num_experts",
 )
+# Attributes of `Experts` that `read_described_config` requires.
+_EXPERT_SIZES = ("count", "ffn_hidden_size")
 
 
 def read_config(config: Any, origin: str) -> ModelShape:
@@ -661,15 +71,16 @@ def read_config(config: Any, origin: str) -> ModelShape:
             f"{origin}: the number of attention heads, {shape.num_heads}, must be a multiple of"
             f" the number of key-value heads, {shape.num_kv_heads}"
         )
-    if shape.num_experts and shape.experts_per_token == 1 and shape.normalize_expert_weights:
+    experts = shape.experts
+    if experts is not None and experts.per_token == 1 and experts.normalizes_weights:
         raise ConfigError(
             f"{origin}: one expert per token with normalized expert weights is not supported,"
             " because the router would get no gradient"
         )
-    if shape.num_experts and shape.experts_per_token > shape.num_experts:
+    if experts is not None and experts.per_token > experts.count:
         raise ConfigError(
-            f"{origin}: {shape.experts_per_token} experts per token are more than the model's"
-            f" {shape.num_experts} experts"
+            f"{origin}: {experts.per_token} experts per token are more than the model's"
+            f" {experts.count} experts"
         )
     return shape
 
@@ -684,7 +95,7 @@ def with_architecture(config: Any) -> Any:
         return config
     names = [
         architecture.causal_name
-        for architecture in _ARCHITECTURES
+        for architecture in ARCHITECTURES
         if architecture.model_type == config.get("model_type")
     ]
     return {**config, "architectures": names} if names else config
@@ -704,7 +115,11 @@ def read_described_config(config: Any, origin: str) -> ModelShape:
         ConfigError: A size is missing, or `read_config` raises the error.
     """
     architecture, entries = _check_entries(with_architecture(config), origin)
-    sizes = [entry for name, entry in architecture.entries.items() if name in _SIZES]
+    sizes = [architecture.entries[name] for name in _SIZES]
+    if architecture.expert_entries:
+        sizes += [architecture.expert_entries[name] for name in _EXPERT_SIZES]
+    else:
+        sizes.append(architecture.entries["ffn_hidden_size"])
     missing = [
         entry.key for entry in sizes if not entry.nullable and entries.get(entry.key) is None
     ]
@@ -720,7 +135,7 @@ def config_notes(config: Mapping[str, Any]) -> list[str]:
 
     There is at most one note about entries that transformers does not know, and one about dropout.
     """
-    architecture = ARCHITECTURES[with_architecture(config)["architectures"][0]]
+    architecture = ARCHITECTURES_BY_CLASS[with_architecture(config)["architectures"][0]]
     unknown = [key for key in config if key not in architecture.known_entries]
     if architecture.rope is not None:
         unknown += find_unknown_entries(architecture.rope, config)
@@ -749,11 +164,11 @@ def _check_entries(config: Any, origin: str) -> tuple[Architecture, dict[str, An
     names = config.get("architectures") or ["<none>"]
     if not isinstance(names, list) or not isinstance(names[0], str):
         raise ConfigError(f"{origin}: architectures={names!r}: must be a list of names")
-    architecture = ARCHITECTURES.get(names[0])
+    architecture = ARCHITECTURES_BY_CLASS.get(names[0])
     if architecture is None:
         raise ConfigError(
             f"{origin}: architecture {names[0]} is not supported; supported:"
-            f" {', '.join(ARCHITECTURES)}"
+            f" {', '.join(ARCHITECTURES_BY_CLASS)}"
         )
     # transformers chooses the class by this entry, not by `architectures`.
     model_type = config.get("model_type", architecture.model_type)
@@ -815,6 +230,7 @@ def _read_shape(architecture: Architecture, config: Mapping[str, Any], origin: s
             f" by the number of attention heads, {values['head_dim']}"
         )
 
+    values["experts"] = _read_experts(architecture, config, origin)
     layers = _read_layers(architecture, config, values, origin)
     del values["num_layers"]
     for layer in layers:
@@ -845,7 +261,7 @@ def _refuse_quantization(config: Mapping[str, Any], origin: str) -> None:
 
 
 def _refuse_unsupported(architecture: Architecture, config: Mapping[str, Any], origin: str) -> None:
-    for key, supported in {**_COMMON_SUPPORTED, **architecture.supported}.items():
+    for key, supported in {**COMMON_SUPPORTED, **architecture.supported}.items():
         value = config.get(key, supported)
         if key == "mlp_only_layers" and value is None:
             continue
@@ -892,13 +308,28 @@ def _activation(name: Any, entry: str) -> Literal["silu", "gelu", "gelu_tanh"]:
     return _ACTIVATIONS[name]
 
 
+def _read_experts(
+    architecture: Architecture, config: Mapping[str, Any], origin: str
+) -> Experts | None:
+    """Return the mixture of experts; None for an architecture without experts."""
+    if not architecture.expert_entries:
+        return None
+    return Experts(
+        **{
+            attribute: entry.to_shape(_entry_value(entry, config, origin))
+            for attribute, entry in architecture.expert_entries.items()
+        }
+    )
+
+
 def _read_layers(
     architecture: Architecture, config: Mapping[str, Any], values: Mapping[str, Any], origin: str
 ) -> tuple[LayerShape, ...]:
-    """Return the parts in which layers differ: their rotary positions and windows."""
+    """Return the parts in which layers differ: rotary positions, windows and experts."""
     count = values["num_layers"]
     if architecture.rope is None:
         return (LayerShape(),) * count
+    has_experts = values["experts"] is not None
     has_rope = [True] * count
     if architecture.window == "without_rope":
         has_rope = _read_rope_layers(config, count, origin)
@@ -907,7 +338,11 @@ def _read_layers(
         architecture.rope, config, values["head_dim"], values["max_positions"], origin
     )
     return tuple(
-        LayerShape((full if window is None else sliding) if rotates else None, window)
+        LayerShape(
+            rope=(full if window is None else sliding) if rotates else None,
+            sliding_window=window,
+            has_experts=has_experts,
+        )
         for rotates, window in zip(has_rope, windows, strict=True)
     )
 
@@ -1040,7 +475,7 @@ def hugging_face_config(shape: ModelShape, head: Head = "vocabulary") -> dict[st
         shape: The model's shape.
         head: Head of the model.
     """
-    for architecture in _ARCHITECTURES:
+    for architecture in ARCHITECTURES:
         if architecture.family == shape.family:
             config = _to_config(architecture, shape, head)
             if read_config(config, "shape") == shape:
@@ -1056,6 +491,9 @@ def _to_config(architecture: Architecture, shape: ModelShape, head: Head) -> dic
     config = {
         entry.key: entry.to_config(getattr(shape, attribute))
         for attribute, entry in architecture.entries.items()
+    } | {
+        entry.key: entry.to_config(getattr(shape.experts, attribute))
+        for attribute, entry in architecture.expert_entries.items()
     }
     if "activation" in architecture.entries:
         names = [

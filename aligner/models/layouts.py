@@ -40,9 +40,10 @@ def engine_problems(layout: EngineParallelConfig, shape: ModelShape) -> Iterator
     Unlike in the trainer, tensor parallelism also splits experts.
     """
     yield from tensor_problems("engine.parallel", layout.tensor, shape)
-    if shape.num_experts and shape.ffn_hidden_size % layout.tensor:
+    experts = shape.experts
+    if experts is not None and experts.ffn_hidden_size % layout.tensor:
         yield (
-            f"engine.parallel.tensor={layout.tensor}: must divide the {shape.ffn_hidden_size}"
+            f"engine.parallel.tensor={layout.tensor}: must divide the {experts.ffn_hidden_size}"
             " feed-forward rows of each expert"
         )
 
@@ -72,11 +73,9 @@ def _split_dimensions(shape: ModelShape) -> dict[str, int]:
         "key-value heads": shape.num_kv_heads,
     }
     # Experts have a tensor-parallel size of their own.
-    return (
-        dimensions
-        if shape.num_experts
-        else dimensions | {"feed-forward rows": shape.ffn_hidden_size}
-    )
+    if any(layer.is_dense for layer in shape.layers):
+        dimensions["feed-forward rows"] = shape.ffn_hidden_size
+    return dimensions
 
 
 def tensor_problems(key: str, size: int, shape: ModelShape) -> Iterator[str]:
@@ -136,7 +135,8 @@ def _pipeline_problems(key: str, layout: ParallelConfig, shape: ModelShape) -> I
 
 
 def _expert_problems(key: str, layout: ParallelConfig, shape: ModelShape) -> Iterator[str]:
-    if not shape.num_experts:
+    experts = shape.experts
+    if experts is None:
         for name in ("expert", "expert_tensor"):
             if (size := getattr(layout, name) or 1) > 1:
                 yield (
@@ -146,11 +146,11 @@ def _expert_problems(key: str, layout: ParallelConfig, shape: ModelShape) -> Ite
         return
     size = layout.expert
     tensor_size = layout.expert_tensor_size
-    if shape.num_experts % size:
-        yield f"{key}.expert={size}: must divide the model's {shape.num_experts} experts"
-    if shape.ffn_hidden_size % tensor_size:
+    if experts.count % size:
+        yield f"{key}.expert={size}: must divide the model's {experts.count} experts"
+    if experts.ffn_hidden_size % tensor_size:
         yield (
-            f"{key}.expert_tensor={tensor_size}: must divide the {shape.ffn_hidden_size}"
+            f"{key}.expert_tensor={tensor_size}: must divide the {experts.ffn_hidden_size}"
             " feed-forward rows of each expert"
         )
     ranks = layout.tensor * layout.context * layout.data

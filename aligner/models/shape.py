@@ -65,6 +65,27 @@ class LayerShape:
     sliding_window: int | None = None
     """Number of tokens to which a token attends, including itself; None for all tokens before it.
     """
+    has_experts: bool = False
+    """Whether the feed-forward network is the model's mixture of experts."""
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether the feed-forward network has no experts."""
+        return not self.has_experts
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Mixture of experts, in the layers with `LayerShape.has_experts` (Shazeer et al. 2017)."""
+
+    count: int
+    """Number of experts."""
+    per_token: int
+    """Number of experts that the router chooses for a token."""
+    ffn_hidden_size: int
+    """Hidden size of each expert."""
+    normalizes_weights: bool = True
+    """Whether the weights of a token's experts are scaled to sum to one."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +99,7 @@ class ModelShape:
     num_kv_heads: int
     head_dim: int
     ffn_hidden_size: int
-    """Hidden size of the feed-forward network; in a mixture of experts, of each expert."""
+    """Hidden size of the feed-forward network in layers without experts."""
     vocab_size: int
     max_positions: int
     norm_epsilon: float
@@ -114,16 +135,18 @@ class ModelShape:
     """Factor of the logits."""
     learned_positions: bool = False
     """Whether the model adds learned position embeddings to the token embeddings."""
-    num_experts: int = 0
-    """Number of experts per layer; 0 for a dense model."""
-    experts_per_token: int = 0
-    normalize_expert_weights: bool = True
-    """Whether the weights of a token's experts are scaled to sum to one."""
+    experts: Experts | None = None
+    """Mixture of experts of the layers that have one; None if no layer has one."""
 
     @property
     def num_layers(self) -> int:
         """Number of decoder layers."""
         return len(self.layers)
+
+    @property
+    def num_experts(self) -> int:
+        """Number of experts of a layer that has experts; 0 for a dense model."""
+        return 0 if self.experts is None else self.experts.count
 
     @property
     def embedding_factor(self) -> float:

@@ -17,7 +17,7 @@ from typing import Literal
 
 from aligner.errors import ConfigError
 from aligner.models.families import FUSED_PARTS, SCALAR_HEAD, WEIGHTS, Part, Weight
-from aligner.models.shape import ModelShape
+from aligner.models.shape import LayerShape, ModelShape
 from aligner.schema import EngineParallelConfig, LoraConfig, ParallelConfig
 
 # Size of each part of a fused parameter, by the names of `weight_table`.
@@ -140,6 +140,7 @@ def weight_table(shape: ModelShape, head: Head = "vocabulary") -> tuple[TensorSp
         "key": shape.num_kv_heads * shape.head_dim,
         "qkv": (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim,
         "ffn": shape.ffn_hidden_size,
+        "expert_ffn": 0 if shape.experts is None else shape.experts.ffn_hidden_size,
         "vocabulary": shape.vocab_size,
         "positions": shape.max_positions,
         "experts": shape.num_experts,
@@ -175,10 +176,20 @@ def weight_table(shape: ModelShape, head: Head = "vocabulary") -> tuple[TensorSp
         *(
             spec
             for layer in range(shape.num_layers)
-            for spec in _layer_specs(layer_weights, sizes, layer, shape.num_experts)
+            for spec in _layer_specs(
+                [weight for weight in layer_weights if _is_in_layer(weight, shape.layers[layer])],
+                sizes,
+                layer,
+                shape.num_experts,
+            )
         ),
         *(_spec(weight, sizes, stages=("last",)) for weight in final_weights),
     )
+
+
+def _is_in_layer(weight: Weight, layer: LayerShape) -> bool:
+    """Return whether a layer has a weight of the family's table."""
+    return weight.layer_requires is None or bool(getattr(layer, weight.layer_requires))
 
 
 def _layer_specs(

@@ -13,7 +13,7 @@ from aligner.data.tokenizer import Tokenizer
 from aligner.data.tokenizer_classes import CLASSES, OVERRULED, REGISTERED, UNSUPPORTED
 from aligner.data.tokenizer_files import read_chat_templates, read_tokenizer_files
 from aligner.errors import ConfigError
-from aligner.models.hugging_face import _ARCHITECTURES as ARCHITECTURES
+from aligner.models.architectures import ARCHITECTURES
 from aligner.models.vocabulary import read_vocabulary
 from tests.data.tokenizer_kinds import KINDS, TEXTS, write_kind
 

@@ -13,27 +13,29 @@ import pytest
 
 from aligner.data.checkpoint_files import derive_model_config
 from aligner.errors import ConfigError
-from aligner.models.hugging_face import (
-    _ARCHITECTURES,
-    _COMMON_SUPPORTED,
-    _COMMON_WITHOUT_EFFECT,
-    _GENERATION_ENTRIES,
+from aligner.models.architectures import (
+    ARCHITECTURES,
+    COMMON_SUPPORTED,
+    COMMON_WITHOUT_EFFECT,
+    GENERATION_ENTRIES,
     Architecture,
+)
+from aligner.models.hugging_face import (
     config_notes,
     hugging_face_config,
     read_config,
     read_described_config,
 )
 from aligner.models.model_source import directory_config, directory_shape
-from aligner.models.shape import ModelShape
+from aligner.models.shape import Experts, ModelShape
 from tests.models.test_families import CONFIGS, LLAMA3, SIZES, frequencies
 
 GPT2 = "GPT2LMHeadModel"
-NAMES = [architecture.causal_name for architecture in _ARCHITECTURES]
-BY_NAME = {architecture.causal_name: architecture for architecture in _ARCHITECTURES}
+NAMES = [architecture.causal_name for architecture in ARCHITECTURES]
+BY_NAME = {architecture.causal_name: architecture for architecture in ARCHITECTURES}
 ROTARY = [name for name in NAMES if BY_NAME[name].rope and not BY_NAME[name].rope.local_theta]
 NESTED = [name for name in NAMES if BY_NAME[name].rope and BY_NAME[name].rope.local_theta]
-ENTRIES = [(name, entry.key) for name in NAMES for entry in BY_NAME[name].entries.values()] + [
+ENTRIES = [(name, entry.key) for name in NAMES for entry in BY_NAME[name].shape_entries] + [
     (name, key) for name in NAMES for key in ("eos_token_id", "pad_token_id")
 ]
 WINDOWED = [name for name in NAMES if BY_NAME[name].window != "none"]
@@ -43,7 +45,7 @@ def full(name: str) -> dict[str, Any]:
     """Return a configuration in which no entry of the shape has the class's default."""
     architecture = BY_NAME[name]
     config = dict(CONFIGS[name])
-    for entry in architecture.entries.values():
+    for entry in architecture.shape_entries:
         if isinstance(entry.default, bool):
             config[entry.key] = not entry.default
         elif isinstance(entry.default, float):
@@ -55,7 +57,7 @@ def full(name: str) -> dict[str, Any]:
     config |= {"n_embd": 64, "n_inner": 40, "vocab_size": 60000} if name == GPT2 else {}
     unread = {"hidden_size", "head_dim", "num_key_value_heads"}
     unread |= {"num_experts", "num_local_experts"}
-    read = {entry.key for entry in architecture.entries.values()}
+    read = {entry.key for entry in architecture.shape_entries}
     config = {key: value for key, value in config.items() if key in read or key not in unread}
     return {**config, "architectures": [name], "eos_token_id": [3, 4], "pad_token_id": 5}
 
@@ -77,6 +79,13 @@ def transformers_shape(config: dict[str, Any]) -> dict[str, Any]:
     }
     for attribute, entry in architecture.entries.items():
         values[attribute] = entry.to_shape(values[attribute])
+    values["experts"] = None
+    if architecture.expert_entries:
+        experts = {
+            attribute: entry.to_shape(getattr(read, entry.key))
+            for attribute, entry in architecture.expert_entries.items()
+        }
+        values["experts"] = dataclasses.asdict(Experts(**experts))
     tanh = ("gelu_fast", "gelu_new", "gelu_pytorch_tanh")
     activation = values.get("activation", "silu")
     values["activation"] = "gelu_tanh" if activation in tanh else activation
@@ -150,7 +159,7 @@ def class_fields(name: str) -> dict[str, Any]:
 @pytest.mark.parametrize("name", NAMES)
 def test_default_values_equal_transformers_class(name):
     architecture, fields = BY_NAME[name], class_fields(name)
-    entries = {entry.key: entry.default for entry in architecture.entries.values()}
+    entries = {entry.key: entry.default for entry in architecture.shape_entries}
     expected = {**architecture.supported, **entries, "eos_token_id": architecture.eos_token_id}
     expected.pop("mlp_only_layers", None)  # the class replaces its default null by an empty list
     if name.startswith("Glm4"):
@@ -190,7 +199,7 @@ def test_every_field_of_the_transformers_class_is_known(name):
 def test_generation_entries_equal_transformers():
     from transformers import GenerationConfig
 
-    assert set(_GENERATION_ENTRIES) == set(GenerationConfig._get_default_generation_params())
+    assert set(GENERATION_ENTRIES) == set(GenerationConfig._get_default_generation_params())
 
 
 @pytest.mark.promise("config-defaults-equal-transformers")
@@ -211,7 +220,7 @@ def test_missing_entry_has_the_transformers_default(name, key):
 @pytest.mark.parametrize(("name", "key"), ENTRIES)
 def test_null_entry_is_read_or_refused_as_transformers_does(name, key):
     config = full(name) | {key: None}
-    entry = next((entry for entry in BY_NAME[name].entries.values() if entry.key == key), None)
+    entry = next((entry for entry in BY_NAME[name].shape_entries if entry.key == key), None)
     if entry is None or entry.nullable:
         assert_read_alike(config)
         return
@@ -564,8 +573,8 @@ def test_written_configuration_is_read_alike_by_transformers(name, caplog):
 
 
 def test_supported_and_ineffective_entries_are_disjoint():
-    assert not set(_COMMON_SUPPORTED) & set(_COMMON_WITHOUT_EFFECT)
-    assert all(isinstance(architecture, Architecture) for architecture in _ARCHITECTURES)
+    assert not set(COMMON_SUPPORTED) & set(COMMON_WITHOUT_EFFECT)
+    assert all(isinstance(architecture, Architecture) for architecture in ARCHITECTURES)
 
 
 @pytest.mark.parametrize(

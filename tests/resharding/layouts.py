@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from aligner.models.shape import LayerShape, ModelShape, Rope
+from aligner.models.shape import Experts, LayerShape, ModelShape, Rope
 from aligner.models.weight_slices import Slice, TensorSpec
 
 LAYERS = 4
@@ -13,8 +13,9 @@ LAYERS = 4
 
 def tiny_shape(family: str = "llama", tied: bool = True, qkv_bias: bool = False) -> ModelShape:
     """Return a shape with four layers and sizes divisible by 4; four experts for mixtures."""
+    has_experts = family in ("mixtral", "qwen3_moe")
     return ModelShape(
-        (LayerShape(Rope(10000.0)),) * LAYERS,
+        (LayerShape(Rope(10000.0), has_experts=has_experts),) * LAYERS,
         hidden_size=16,
         num_heads=4,
         num_kv_heads=4,
@@ -28,7 +29,7 @@ def tiny_shape(family: str = "llama", tied: bool = True, qkv_bias: bool = False)
         pad_token_id=0,
         family=family,
         qkv_bias=qkv_bias,
-        num_experts=4 if family in ("mixtral", "qwen3_moe") else 0,
+        experts=Experts(count=4, per_token=2, ffn_hidden_size=24) if has_experts else None,
     )
 
 

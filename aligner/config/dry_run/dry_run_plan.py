@@ -189,7 +189,9 @@ def _describe_replacements(
 
 def _describe_shape(shape: ModelShape) -> str:
     """Return the dimensions of a model, in words."""
-    experts = f", {shape.num_experts} experts" if shape.num_experts else ""
+    experts = ""
+    if shape.experts is not None:
+        experts = f", {shape.experts.count} experts of size {shape.experts.ffn_hidden_size}"
     return (
         f"{shape.num_layers} layers, hidden size {shape.hidden_size}, {shape.num_heads} heads,"
         f" {shape.num_kv_heads} key-value heads, feed-forward size"

@@ -394,17 +394,18 @@ def _make_narrow(
     attention_size = shape.num_heads * shape.head_dim
     if shape.hidden_size != attention_size:
         hidden_size = hidden_size * 2 if shape.hidden_size > attention_size else hidden_size // 2
-    experts: dict[str, Any] = {}
-    if shape.num_experts:
+    ffn_hidden_size = _round_up_to_multiple(2 * hidden_size, tensor_sizes | expert_tensor)
+    experts = shape.experts
+    if experts is not None:
         # Some experts stay inactive for a token if that is so in the run.
-        active_experts = min(shape.experts_per_token, 2)
-        min_experts = active_experts + (shape.experts_per_token < shape.num_experts)
-        experts = {
-            "experts_per_token": active_experts,
-            "num_experts": _round_up_to_multiple(
-                min_experts, {layout.expert for layout in layouts}
-            ),
-        }
+        active_experts = min(experts.per_token, 2)
+        min_experts = active_experts + (experts.per_token < experts.count)
+        experts = dataclasses.replace(
+            experts,
+            count=_round_up_to_multiple(min_experts, {layout.expert for layout in layouts}),
+            per_token=active_experts,
+            ffn_hidden_size=ffn_hidden_size,
+        )
     return dataclasses.replace(
         shape,
         layers=tuple(_with_head_dim(layer, head_dim) for layer in shape.layers),
@@ -412,11 +413,11 @@ def _make_narrow(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        ffn_hidden_size=_round_up_to_multiple(2 * hidden_size, tensor_sizes | expert_tensor),
+        ffn_hidden_size=ffn_hidden_size,
         vocab_size=vocabulary,
         eos_token_ids=(1,),
         pad_token_id=0,
-        **experts,
+        experts=experts,
     )
 
 

@@ -21,7 +21,7 @@ from aligner.engines.embedded.matmuls import Matmuls
 from aligner.engines.embedded.sliced_attention import Spans
 from aligner.models import batch_invariant
 from aligner.models.rotary import compute_rotation, rotate
-from aligner.models.shape import ModelShape, Rope, compute_inverse_frequencies
+from aligner.models.shape import Experts, ModelShape, Rope, compute_inverse_frequencies
 from aligner.models.weight_slices import weight_table
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -412,11 +412,15 @@ class Decoder:
         if self._shape.parallel_residual:
             residual = x + attention
             normed = self._apply_norm(x, prefix + "pre_mlp_layernorm")
-            return residual + self._apply_mlp(normed, prefix + "mlp.", step)
+            return residual + self._apply_mlp(normed, prefix + "mlp.")
 
         x = x + self._prepare_output(attention, prefix + "self_attn_bda.norm")
         normed = self._apply_norm(x, prefix + "pre_mlp_layernorm") if has_norm_before else x
-        output = self._apply_mlp(normed, prefix + "mlp.", step)
+        experts = self._shape.experts if self._shape.layers[layer].has_experts else None
+        if experts is None:
+            output = self._apply_mlp(normed, prefix + "mlp.")
+        else:
+            output = self._apply_experts(normed, prefix + "mlp.", experts, step)
         # The sum above is a new tensor, so the in-place addition overwrites nothing else.
         return x.add_(self._prepare_output(output, prefix + "mlp_bda.norm"))
 
@@ -605,10 +609,8 @@ class Decoder:
             cache.write_prompts(layer, prompts.rows, prompts.prompt_indices, keys, values)
         return attention.transpose(1, 2)[token_indices].flatten(1)
 
-    def _apply_mlp(self, x: Tensor, prefix: str, step: Step) -> Tensor:
-        """Compute the feed-forward network of x [N, hidden], dense or mixture of experts."""
-        if self._shape.num_experts:
-            return self._all_reduce(self._apply_experts(x, prefix, step))
+    def _apply_mlp(self, x: Tensor, prefix: str) -> Tensor:
+        """Compute the feed-forward network of x [N, hidden]."""
         hidden = self._matmuls.linear(x, prefix + "linear_fc1")
         return self._apply_row_parallel(self._apply_activation(hidden), prefix + "linear_fc2")
 
@@ -619,29 +621,28 @@ class Decoder:
         gate, up = x.chunk(2, -1)
         return self._activation(gate).mul_(up)
 
-    def _apply_experts(self, x: Tensor, prefix: str, step: Step) -> Tensor:
-        """Compute this rank's partial result of the weighted sum of each token's experts.
+    def _apply_experts(self, x: Tensor, prefix: str, experts: Experts, step: Step) -> Tensor:
+        """Compute the weighted sum of each token's experts.
 
         Every rank has a slice of each expert's intermediate dimension; an all-reduce over the ranks
         completes the sum.
 
         Source: Shazeer et al. 2017, "Outrageously Large Neural Networks", section 2.1.
         """
-        shape = self._shape
         # The choice of experts is sensitive to rounding, so softmax and top-k run in float32.
         probabilities = self._matmuls.linear(x, prefix + "router").float().softmax(-1)
         # [N, K] each
-        weights, experts = probabilities.topk(shape.experts_per_token, -1)
+        weights, chosen = probabilities.topk(experts.per_token, -1)
         if step.expert_routing is not None:
-            index_dtype = torch.uint8 if shape.num_experts <= 256 else torch.int16
-            step.expert_routing.append(experts.to(index_dtype))
-        if shape.normalize_expert_weights:
+            index_dtype = torch.uint8 if experts.count <= 256 else torch.int16
+            step.expert_routing.append(chosen.to(index_dtype))
+        if experts.normalizes_weights:
             weights = weights / weights.sum(-1, keepdim=True)
 
         output = torch.zeros_like(x)
         # `slot` is the index of the expert among the K experts of a token; it selects the weight.
-        for expert in range(shape.num_experts):
-            token_indices, slot = (experts == expert).nonzero(as_tuple=True)
+        for expert in range(experts.count):
+            token_indices, slot = (chosen == expert).nonzero(as_tuple=True)
             if len(token_indices):
                 hidden = self._matmuls.expert_linear(
                     x[token_indices], prefix + "experts.linear_fc1", expert
@@ -651,7 +652,7 @@ class Decoder:
                 )
                 expert_weights = weights[token_indices, slot, None].to(x.dtype)
                 output.index_add_(0, token_indices, expert_output * expert_weights)
-        return output
+        return self._all_reduce(output)
 
     def _apply_row_parallel(self, x: Tensor, name: str) -> Tensor:
         """Compute a layer whose inputs are split over the ranks.

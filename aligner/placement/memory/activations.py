@@ -55,7 +55,8 @@ class Layer:
         if self.shape.parallel_residual:
             norm_inputs = 1
         # A feed-forward network saves the input of the activation function and its output.
-        dense = self.device.itemsize * self._activation_width / self.layout.tensor
+        width = self._activation_parts * self.shape.ffn_hidden_size
+        dense = self.device.itemsize * width / self.layout.tensor
         network = self._expert_bytes if self.shape.num_experts else dense
         attention_output = self.device.itemsize * self._head_widths[0]
         return (
@@ -140,8 +141,8 @@ class Layer:
         return self.longest_tokens**2 / self.tokens if has_mask else 0
 
     @property
-    def _activation_width(self) -> int:
-        """Elements that a feed-forward network saves around its activation function.
+    def _activation_parts(self) -> int:
+        """Tensors that a feed-forward network saves around its activation function.
 
         A gated network has two inputs, gate and up. On GPUs, the activated gate is saved, too.
         """
@@ -152,20 +153,22 @@ class Layer:
             and not self.device.is_gpu
         )
         gated_parts = 3 if is_fused else 4
-        parts = gated_parts if self.shape.gated else 2
-        return parts * self.shape.ffn_hidden_size
+        return gated_parts if self.shape.gated else 2
 
     @property
     def _expert_bytes(self) -> float:
         """Bytes of a mixture-of-experts network, if the experts are used evenly."""
+        experts = self.shape.experts
+        assert experts is not None
         tensor_ranks = self.layout.expert_tensor_size
         # Each token is copied for each of its experts.
-        copies = self.shape.experts_per_token * tensor_ranks / self.layout.tensor
-        weighted_width = self.shape.ffn_hidden_size if self.device.is_gpu else 0
-        width = self.shape.hidden_size + (self._activation_width + weighted_width) / tensor_ranks
+        copies = experts.per_token * tensor_ranks / self.layout.tensor
+        weighted_width = experts.ffn_hidden_size if self.device.is_gpu else 0
+        saved_width = self._activation_parts * experts.ffn_hidden_size + weighted_width
+        width = self.shape.hidden_size + saved_width / tensor_ranks
         # The router saves an fp32 probability and a boolean for each expert, and four numbers of
         # 4 bytes for each expert that it has selected.
-        router_bytes = (FP32 + 1) * self.shape.num_experts + 4 * FP32 * self.shape.experts_per_token
+        router_bytes = (FP32 + 1) * experts.count + 4 * FP32 * experts.per_token
         return self.device.itemsize * copies * width + router_bytes / self.layout.tensor
 
 
@@ -347,10 +350,12 @@ class StageActivations:
         matrix, and the matrix's gradient.
         """
         inner_width = _feed_forward_width(self.shape) / self._layout.tensor
-        shards = self._layout.expert_tensor_size if self.shape.num_experts else self._layout.tensor
+        experts = self.shape.experts
+        rows = self.shape.ffn_hidden_size if experts is None else experts.ffn_hidden_size
+        shards = self._layout.tensor if experts is None else self._layout.expert_tensor_size
         # Gate and up projections are one matrix.
         projections = 2 if self.shape.gated else 1
-        matrix = self.shape.hidden_size * projections * self.shape.ffn_hidden_size / shards
+        matrix = self.shape.hidden_size * projections * rows / shards
         token_width = 2 * self.shape.hidden_size + 1.5 * inner_width
         return self.device.itemsize * (self._tokens * token_width + matrix)
 
@@ -370,4 +375,6 @@ def _feed_forward_width(shape: ModelShape) -> int:
     For a mixture of experts, this is the sum over all experts of the token.
     """
     projections = 2 if shape.gated else 1
-    return projections * shape.ffn_hidden_size * max(1, shape.experts_per_token)
+    if shape.experts is None:
+        return projections * shape.ffn_hidden_size
+    return projections * shape.experts.ffn_hidden_size * shape.experts.per_token
