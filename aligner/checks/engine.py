@@ -279,6 +279,7 @@ def find_engine_kind_problems(engine: EngineConfig, shape: ModelShape) -> Iterat
                 "engine.kind=vllm: weight sync is not supported for the model family"
                 f" {shape.family}; supported: {families}; {_EMBEDDED_ADVICE}"
             )
+        yield from _find_part_problems(engine, shape)
         if engine.update != "in_place":
             yield f"engine.update={engine.update}: must be in_place with engine.kind=vllm"
         return
@@ -291,6 +292,7 @@ def find_engine_kind_problems(engine: EngineConfig, shape: ModelShape) -> Iterat
             f" {', '.join(TENSORRT_LLM_FAMILIES)} (Llama, Mistral, Qwen2, Qwen3, Mixtral,"
             f" Qwen3-MoE); {_EMBEDDED_ADVICE}"
         )
+    yield from _find_part_problems(engine, shape)
     if engine.precision == "fp32":
         yield (
             "engine.precision=fp32: must be auto or bf16 with engine.kind=tensorrt_llm, which"
@@ -303,6 +305,17 @@ def find_engine_kind_problems(engine: EngineConfig, shape: ModelShape) -> Iterat
             f"engine.parallel.tensor={engine.parallel.tensor}: must divide the model's"
             f" {shape.vocab_size} vocabulary entries with engine.kind=tensorrt_llm;"
             f" {_EMBEDDED_ADVICE}"
+        )
+
+
+def _find_part_problems(engine: EngineConfig, shape: ModelShape) -> Iterator[str]:
+    """Yield a line for each part of the model that an external engine may lack."""
+    # vLLM's Qwen3 has no bias in the output projection, for example. The families with layer norms
+    # always have biases.
+    if shape.normalization == "rms" and (shape.attention_output_bias or shape.ffn_bias):
+        yield (
+            f"engine.kind={engine.kind}: does not support the biases of attention_bias or mlp_bias"
+            f" in config.json; {_EMBEDDED_ADVICE}"
         )
 
 

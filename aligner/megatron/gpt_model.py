@@ -93,7 +93,9 @@ def _architecture_settings(shape: ModelShape) -> dict[str, Any]:
         "softmax_scale": shape.attention_scale,
         "gated_linear_unit": shape.gated,
         "activation_func": _ACTIVATIONS[shape.activation],
-        "add_bias_linear": shape.linear_bias,
+        # megatron-core's setting of the biases of all linear layers, including routers. A model
+        # with some of the biases has `BiasedRowParallelLinear` and `BiasedColumnParallelLinear`.
+        "add_bias_linear": shape.qkv_bias and shape.attention_output_bias and shape.ffn_bias,
         "add_qkv_bias": shape.qkv_bias,
         # Hugging Face's window includes the token itself; megatron-core's window counts the tokens
         # before and after the token. `PackedAttention` has the window of its own layer instead.
@@ -164,7 +166,7 @@ def transformer_config(
         transformer_engine: Whether the model uses transformer-engine's layers.
         fp8_recipe: Scaling recipe of fp8 GEMMs; None means GEMMs in `dtype`.
     """
-    is_plain_swiglu = shape.gated and shape.activation == "silu" and not shape.linear_bias
+    is_plain_swiglu = shape.gated and shape.activation == "silu" and not shape.ffn_bias
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return TransformerConfig(

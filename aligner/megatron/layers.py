@@ -26,6 +26,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parallel_state import get_tensor_model_parallel_group
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
+    RowParallelLinear,
     set_tensor_model_parallel_attributes,
 )
 from megatron.core.tensor_parallel.mappings import (
@@ -361,6 +362,23 @@ def _sum_over_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return total
 
 
+class BiasedColumnParallelLinear(ColumnParallelLinear):
+    """megatron-core's column-parallel layer, with a bias whatever `add_bias_linear` is.
+
+    megatron-core has one setting for the biases of all layers, but many models have only some.
+    """
+
+    def __init__(self, *arguments: Any, bias: bool, **keywords: Any) -> None:
+        super().__init__(*arguments, bias=True, **keywords)
+
+
+class BiasedRowParallelLinear(RowParallelLinear):
+    """megatron-core's row-parallel layer, with a bias whatever `add_bias_linear` is."""
+
+    def __init__(self, *arguments: Any, bias: bool, **keywords: Any) -> None:
+        super().__init__(*arguments, bias=True, **keywords)
+
+
 class ResidualAdd(nn.Module):
     """Residual connection: the residual stream plus the scaled norm of a module's output.
 
@@ -543,6 +561,8 @@ def _has_plain_layers(shape: ModelShape) -> bool:
         and shape.norm_placement == "before"
         and not shape.zero_centered_norms
         and shape.residual_scale == 1
+        # transformer-engine's layers have biases in all linear layers, or in none of these two
+        and shape.attention_output_bias == shape.ffn_bias
     )
 
 
@@ -615,6 +635,12 @@ def _local_layer_spec(
     attention.core_attention = ModuleSpec(
         PackedAttention, params={"exact": exact, "layer": layer_shape}
     )
+    if shape.attention_output_bias:
+        attention.linear_proj = BiasedRowParallelLinear
+    if shape.ffn_bias and layer_shape.is_dense:
+        mlp = layer.submodules.mlp.submodules
+        mlp.linear_fc1 = BiasedColumnParallelLinear
+        mlp.linear_fc2 = BiasedRowParallelLinear
     if shape.qk_norm == "head":
         attention.q_layernorm = attention.k_layernorm = norm
     elif shape.qk_norm == "projection":

@@ -216,11 +216,17 @@ _WINDOW_ENTRIES: Mapping[str, tuple[str, ...]] = {
     ),
 }
 
-# Attributes of models with layer norms, and biases in all linear layers.
-_BIASED = {"normalization": "layer", "gated": False, "linear_bias": True, "qkv_bias": True}
+# Attributes of models with layer norms, and biases in the feed-forward network.
+_BIASED = {"normalization": "layer", "gated": False, "ffn_bias": True}
 _SILU = {"hidden_act": "silu"}
 # Entries of the load-balancing loss, which the trainer does not use.
 _LOAD_BALANCING_LOSS = ("output_router_logits", "router_aux_loss_coef")
+
+
+def _attention_biases(default: bool) -> dict[str, Entry]:
+    """Return the entry `attention_bias`, for classes in which it adds all biases of attention."""
+    entry = Entry("attention_bias", default)
+    return {"qkv_bias": entry, "attention_output_bias": entry}
 
 
 def _decoder(
@@ -235,8 +241,14 @@ def _decoder(
     positions: int,
     epsilon: float = 1e-6,
     is_tied: bool = False,
+    has_attention_bias: bool = False,
+    has_mlp_bias: bool = False,
 ) -> dict[str, Entry]:
-    """Return the entries that the architectures like Llama have, with their defaults."""
+    """Return the entries that the architectures like Llama have, with their defaults.
+
+    `has_attention_bias` and `has_mlp_bias` tell whether the class has the entries `attention_bias`,
+    for all biases of attention, and `mlp_bias`.
+    """
     return {
         "num_layers": Entry("num_hidden_layers", layers),
         "hidden_size": Entry("hidden_size", hidden),
@@ -248,6 +260,8 @@ def _decoder(
         "max_positions": Entry("max_position_embeddings", positions),
         "norm_epsilon": Entry("rms_norm_eps", epsilon),
         "tied_embeddings": Entry("tie_word_embeddings", is_tied),
+        **(_attention_biases(False) if has_attention_bias else {}),
+        **({"ffn_bias": Entry("mlp_bias", False)} if has_mlp_bias else {}),
     }
 
 
@@ -268,6 +282,7 @@ _OLMO2 = _decoder(
     head_dim=_HEAD_DIM,
     positions=2048,
     epsilon=1e-5,
+    has_attention_bias=True,
 )
 
 ARCHITECTURES = (
@@ -281,8 +296,10 @@ ARCHITECTURES = (
             key_value_heads=_key_value_heads(None),
             head_dim=_HEAD_DIM,
             positions=2048,
+            has_attention_bias=True,
+            has_mlp_bias=True,
         ),
-        supported={"attention_bias": False, "mlp_bias": False, **_SILU},
+        supported=_SILU,
         # The entry only splits matmuls, and transformers 5 no longer reads it.
         without_effect=("pretraining_tp",),
     ),
@@ -326,9 +343,10 @@ ARCHITECTURES = (
             key_value_heads=_key_value_heads(32),
             head_dim=Entry("head_dim", 128),
             positions=32768,
+            has_attention_bias=True,
         ),
         implied={"qk_norm": "head"},
-        supported={"attention_bias": False, **_SILU},
+        supported=_SILU,
         eos_token_id=None,
         window="layered",
     ),
@@ -368,6 +386,7 @@ ARCHITECTURES = (
             key_value_heads=Entry("num_key_value_heads", 4),
             head_dim=_HEAD_DIM,
             positions=32768,
+            has_attention_bias=True,
         ),
         expert_entries={
             "count": Entry("num_experts", 128),
@@ -377,7 +396,6 @@ ARCHITECTURES = (
         },
         implied={"qk_norm": "head"},
         supported={
-            "attention_bias": False,
             "decoder_sparse_step": 1,
             "mlp_only_layers": [],
             **_SILU,
@@ -401,8 +419,10 @@ ARCHITECTURES = (
             head_dim=_HEAD_DIM,
             positions=32768,
             is_tied=True,
+            has_attention_bias=True,
+            has_mlp_bias=True,
         ),
-        supported={"attention_bias": False, "mlp_bias": False, **_SILU},
+        supported=_SILU,
         eos_token_id=128001,
         pad_token_id=128004,
         window="without_rope",
@@ -420,6 +440,8 @@ ARCHITECTURES = (
                 key_value_heads=_key_value_heads(None),
                 head_dim=_HEAD_DIM,
                 positions=2048,
+                has_attention_bias=True,
+                has_mlp_bias=True,
             ),
             "embedding_scale": Entry("embedding_multiplier", 1.0),
             "attention_scale": Entry("attention_multiplier", 1.0),
@@ -428,7 +450,7 @@ ARCHITECTURES = (
                 "logits_scaling", 1.0, is_positive=True, to_shape=_invert, to_config=_invert
             ),
         },
-        supported={"attention_bias": False, "mlp_bias": False, **_SILU},
+        supported=_SILU,
     ),
     Architecture(
         "Phi3",
@@ -462,7 +484,7 @@ ARCHITECTURES = (
         "olmo2",
         _OLMO2,
         implied={"qk_norm": "projection", "norm_placement": "after"},
-        supported={"attention_bias": False, **_SILU},
+        supported=_SILU,
         eos_token_id=50279,
         pad_token_id=1,
     ),
@@ -472,7 +494,7 @@ ARCHITECTURES = (
         "olmo2",
         _OLMO2,
         implied={"qk_norm": "projection", "norm_placement": "after"},
-        supported={"attention_bias": False, **_SILU},
+        supported=_SILU,
         eos_token_id=50279,
         pad_token_id=1,
         window="typed",
@@ -494,6 +516,7 @@ ARCHITECTURES = (
                 head_dim=Entry("head_dim", 256),
                 positions=131072,
                 is_tied=True,
+                has_attention_bias=True,
             ),
             "activation": Entry("hidden_activation", "gelu_pytorch_tanh"),
             "attention_scale": Entry(
@@ -510,7 +533,6 @@ ARCHITECTURES = (
             "embedding_scale": None,
         },
         supported={
-            "attention_bias": False,
             "final_logit_softcapping": None,
             "attn_logit_softcapping": None,
             "use_bidirectional_attention": False,
@@ -561,9 +583,9 @@ ARCHITECTURES = (
             "activation": Entry("hidden_act", "gelu"),
             "tied_embeddings": Entry("tie_word_embeddings", False),
             "parallel_residual": Entry("use_parallel_residual", True),
+            **_attention_biases(True),
         },
         implied=_BIASED,
-        supported={"attention_bias": True},
         # classifier_dropout belongs to token classification, not to sequence classification.
         without_effect=("classifier_dropout", "is_decoder"),
         dropouts=("attention_dropout", "hidden_dropout"),
@@ -584,7 +606,12 @@ ARCHITECTURES = (
             "activation": Entry("activation_function", "gelu_new"),
             "tied_embeddings": Entry("tie_word_embeddings", True),
         },
-        implied={**_BIASED, "learned_positions": True},
+        implied={
+            **_BIASED,
+            "qkv_bias": True,
+            "attention_output_bias": True,
+            "learned_positions": True,
+        },
         supported={
             "scale_attn_weights": True,
             "scale_attn_by_inverse_layer_idx": False,

@@ -108,6 +108,13 @@ _PROJECTION_NORMS = tuple(
     for prefix, size in (("q", "query"), ("k", "key"))
 )
 _OUTPUT = _linear(_LAYER + "self_attn.o_proj", _ATTENTION + "linear_proj", "hidden", "query", 1)
+_OUTPUT_BIAS = _bias(
+    _LAYER + "self_attn.o_proj",
+    _ATTENTION + "linear_proj",
+    "hidden",
+    None,
+    requires="attention_output_bias",
+)
 # Norms of a layer: before attention and feed-forward network, and after them.
 _BEFORE_ATTENTION = _CORE + "input_layernorm"
 _BEFORE_MLP = _CORE + "pre_mlp_layernorm"
@@ -120,6 +127,7 @@ _LLAMA_ATTENTION = (
     *_QKV_BIASES,
     *_HEAD_NORMS,
     _OUTPUT,
+    _OUTPUT_BIAS,
     *_norm(_LAYER + "post_attention_layernorm", _BEFORE_MLP),
 )
 
@@ -135,6 +143,13 @@ def _gated(
     )
 
 
+# Hugging Face's prefix, megatron-core's parameter, the name and the split of the output dimension,
+# and the part of the fused parameter.
+_MLP_PROJECTIONS: tuple[tuple[str, str, str, int | None, Part], ...] = (
+    ("gate", "mlp.linear_fc1", "ffn", 0, "gate"),
+    ("up", "mlp.linear_fc1", "ffn", 0, "up"),
+    ("down", "mlp.linear_fc2", "hidden", None, "whole"),
+)
 _LLAMA_MLP = _gated(
     _LAYER + "mlp.",
     _CORE + "mlp.",
@@ -142,6 +157,18 @@ _LLAMA_MLP = _gated(
     "up_proj",
     "down_proj",
     layer_requires="is_dense",
+)
+_MLP_BIASES = tuple(
+    _bias(
+        f"{_LAYER}mlp.{name}_proj",
+        _CORE + parameter,
+        size,
+        split_axis,
+        part=part,
+        requires="ffn_bias",
+        layer_requires="is_dense",
+    )
+    for name, parameter, size, split_axis, part in _MLP_PROJECTIONS
 )
 _EXPERT = _CORE + "mlp.experts.local_experts.{expert}."
 
@@ -196,8 +223,10 @@ _PHI3 = _model(
 )
 _OLMO2 = _model(
     *_PROJECTED,
+    *_QKV_BIASES,
     *_PROJECTION_NORMS,
     _OUTPUT,
+    _OUTPUT_BIAS,
     *_norm(_LAYER + "post_attention_layernorm", _AFTER_ATTENTION),
     *_LLAMA_MLP,
     *_norm(_LAYER + "post_feedforward_layernorm", _AFTER_MLP),
@@ -205,8 +234,10 @@ _OLMO2 = _model(
 _GEMMA3 = _model(
     *_norm(_LAYER + "input_layernorm", _BEFORE_ATTENTION),
     *_PROJECTED,
+    *_QKV_BIASES,
     *_HEAD_NORMS,
     _OUTPUT,
+    _OUTPUT_BIAS,
     *_norm(_LAYER + "post_attention_layernorm", _AFTER_ATTENTION),
     *_norm(_LAYER + "pre_feedforward_layernorm", _BEFORE_MLP),
     *_LLAMA_MLP,
@@ -273,9 +304,15 @@ _NEOX = (
     *_norm(_NEOX_LAYER + "input_layernorm", _CORE + "input_layernorm", has_bias=True),
     # The tensor interleaves query, key and value by head, as megatron-core's parameter does.
     _linear(_NEOX_LAYER + "attention.query_key_value", _QKV, "qkv", "hidden", 0),
-    _bias(_NEOX_LAYER + "attention.query_key_value", _QKV, "qkv", 0),
+    _bias(_NEOX_LAYER + "attention.query_key_value", _QKV, "qkv", 0, requires="qkv_bias"),
     _linear(_NEOX_LAYER + "attention.dense", _ATTENTION + "linear_proj", "hidden", "query", 1),
-    _bias(_NEOX_LAYER + "attention.dense", _ATTENTION + "linear_proj", "hidden", None),
+    _bias(
+        _NEOX_LAYER + "attention.dense",
+        _ATTENTION + "linear_proj",
+        "hidden",
+        None,
+        requires="attention_output_bias",
+    ),
     *_norm(_NEOX_LAYER + "post_attention_layernorm", _CORE + "pre_mlp_layernorm", has_bias=True),
     _linear(_NEOX_LAYER + "mlp.dense_h_to_4h", _CORE + "mlp.linear_fc1", "ffn", "hidden", 0),
     _bias(_NEOX_LAYER + "mlp.dense_h_to_4h", _CORE + "mlp.linear_fc1", "ffn", 0),
@@ -289,11 +326,11 @@ SCALAR_HEAD = Weight("score.weight", _HEAD, ("one", "hidden"))
 """Head of a reward model or critic, in every family."""
 
 WEIGHTS: Mapping[str, tuple[Weight, ...]] = {
-    "llama": _model(*_LLAMA_ATTENTION, *_LLAMA_MLP),
+    "llama": _model(*_LLAMA_ATTENTION, *_LLAMA_MLP, *_MLP_BIASES),
     "mixtral": _model(*_LLAMA_ATTENTION, *_experts("block_sparse_moe", "w1", "w3", "w2")),
     "qwen3_moe": _model(*_LLAMA_ATTENTION, *_experts("mlp", "gate_proj", "up_proj", "down_proj")),
-    "granite": _model(*_LLAMA_ATTENTION, *_LLAMA_MLP),
-    "smollm3": _model(*_LLAMA_ATTENTION, *_LLAMA_MLP),
+    "granite": _model(*_LLAMA_ATTENTION, *_LLAMA_MLP, *_MLP_BIASES),
+    "smollm3": _model(*_LLAMA_ATTENTION, *_LLAMA_MLP, *_MLP_BIASES),
     "phi3": _PHI3,
     "olmo2": _OLMO2,
     "gemma3": _GEMMA3,

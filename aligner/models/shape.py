@@ -112,10 +112,12 @@ class ModelShape:
     activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
     gated: bool = True
     """Whether the feed-forward network multiplies an activated gate by a second projection."""
-    linear_bias: bool = False
-    """Whether every linear layer of a decoder layer has a bias."""
     qkv_bias: bool = False
     """Whether the query, key and value projections have a bias."""
+    attention_output_bias: bool = False
+    """Whether the output projection of attention has a bias."""
+    ffn_bias: bool = False
+    """Whether both linear layers of a feed-forward network without experts have a bias."""
     qk_norm: Literal["head", "projection"] | None = None
     """Normalization of queries and keys: each head, or all heads of a token together."""
     norm_placement: Literal["before", "after", "both"] = "before"

@@ -98,6 +98,10 @@ def test_tensorrt_llm_accepts_supported_models() -> None:
             {"shape": dataclasses.replace(DENSE, family="gpt2")},
             "does not support the model family gpt2; supported: llama,",
         ),
+        (
+            {"shape": dataclasses.replace(DENSE, qkv_bias=True, attention_output_bias=True)},
+            "engine.kind=tensorrt_llm: does not support the biases of attention_bias or mlp_bias",
+        ),
     ],
 )
 def test_unsupported_tensorrt_llm_key_is_refused(changes, message) -> None:

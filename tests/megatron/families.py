@@ -134,14 +134,19 @@ def _gemma3(t: Any) -> Any:
     )
 
 
-def _qwen3_moe(t: Any, *, normalized: bool) -> Any:
+def _qwen3_moe(t: Any, *, normalized: bool = True, **more: Any) -> Any:
     experts = {
         "num_experts": 4,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 48,
         "norm_topk_prob": normalized,
     }
-    return t.Qwen3MoeConfig(**_GROUPED, **_rope(), **experts, head_dim=32)
+    return t.Qwen3MoeConfig(**_GROUPED, **_rope(), **experts, **more, head_dim=32)
+
+
+def _granite_bias(t: Any) -> Any:
+    biases = {"attention_bias": True, "mlp_bias": True}
+    return t.GraniteConfig(**_GROUPED, **_rope(), **biases, residual_multiplier=0.7)
 
 
 def _gpt2(t: Any) -> Any:
@@ -164,27 +169,37 @@ CONFIGS: Mapping[str, Callable[[Any], Any]] = {
     "llama3": _llama3,
     "llama-linear": _llama_linear,
     "llama-yarn": _llama_yarn,
+    "llama-bias": lambda t: t.LlamaConfig(
+        **_GROUPED, **_rope(), attention_bias=True, mlp_bias=True
+    ),
     "qwen2": lambda t: t.Qwen2Config(**_GROUPED, **_rope()),
     "qwen3": lambda t: t.Qwen3Config(**_GROUPED, **_rope(), head_dim=32),
+    "qwen3-bias": lambda t: t.Qwen3Config(**_GROUPED, **_rope(), head_dim=32, attention_bias=True),
     "qwen3-windows": _qwen3_windows,
     "mistral": lambda t: t.MistralConfig(**_GROUPED, **_rope(), sliding_window=5),
     "gpt2": _gpt2,
     "smollm3": _smollm3,
     "granite": _granite,
+    "granite-bias": _granite_bias,
     "phi3": lambda t: t.Phi3Config(**_GROUPED, **_rope(partial_rotary_factor=0.5)),
     "phi3-longrope": _phi3_longrope,
     "olmo2": lambda t: t.Olmo2Config(**_GROUPED, **_rope()),
+    "olmo2-bias": lambda t: t.Olmo2Config(**_GROUPED, **_rope(), attention_bias=True),
     "olmo3": _olmo3,
     "gemma3": _gemma3,
     "glm4": lambda t: t.Glm4Config(**_GROUPED, **_rope(partial_rotary_factor=0.5), head_dim=32),
     "pythia": lambda t: t.GPTNeoXConfig(**_SIZES, **_rope(partial_rotary_factor=0.25)),
+    "pythia-no-bias": lambda t: t.GPTNeoXConfig(
+        **_SIZES, **_rope(partial_rotary_factor=0.25), attention_bias=False
+    ),
     "mixtral": lambda t: t.MixtralConfig(
         **_GROUPED, **_rope(), num_local_experts=4, num_experts_per_tok=2
     ),
-    "qwen3_moe": lambda t: _qwen3_moe(t, normalized=True),
+    "qwen3_moe": _qwen3_moe,
+    "qwen3_moe-bias": lambda t: _qwen3_moe(t, attention_bias=True),
     "qwen3_moe-raw": lambda t: _qwen3_moe(t, normalized=False),
 }
-MIXTURES = ("mixtral", "qwen3_moe", "qwen3_moe-raw")
+MIXTURES = ("mixtral", "qwen3_moe", "qwen3_moe-bias", "qwen3_moe-raw")
 
 
 def save(family: str, directory: Path) -> Path:

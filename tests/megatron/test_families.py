@@ -45,6 +45,12 @@ VARIANTS = {
     "llama-linear": ("single", "CP2"),
     "llama-yarn": ("single", "CP2"),
     "phi3-longrope": ("single", "CP2"),
+    "llama-bias": ("single", "TP2+SP", "TP2xPP2", "CP2"),
+    "qwen3-bias": ("single", "TP2xPP2"),
+    "granite-bias": ("single", "TP2xPP2"),
+    "olmo2-bias": ("single", "TP2+SP", "TP2xPP2"),
+    "pythia-no-bias": ("single", "TP2xPP2"),
+    "qwen3_moe-bias": ("single", "TP2+SPxEP2", "ETP2 over DP2"),
     "qwen3_moe-raw": ("single", "EP2", "TP2+SPxEP2"),
 }
 

@@ -32,10 +32,10 @@ CASES = [
     ),
     ("llama3", SEQUENCE, {"recompute": "full"}),
     ("llama3", DP, {"optimizer": {"distributed": True}}),
-    *((family, SEQUENCE, {}) for family in ("qwen2", "gpt2", "pythia")),
+    *((family, SEQUENCE, {}) for family in ("qwen2", "gpt2", "pythia", "llama-bias")),
     ("mixtral", {"expert": 2, "data": 2}, {}),
 ]
-TYPICAL = (0, 5, 8, 10, 12)
+TYPICAL = (0, 5, 8, 10, 13)
 """Indices of the cases that the first round of tests runs."""
 IDS = [
     "-".join([family, *(f"{key}{value}" for key, value in (layout | more).items())])

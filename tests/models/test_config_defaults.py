@@ -444,8 +444,8 @@ DEFAULT = {"rope_type": "default", "rope_theta": 10000.0}
             for name in ("Llama", "Qwen2", "GPT2LMHead", "GPTNeoX")
         ),
         ("Llama", {"is_causal": None}, ["is_causal=None"]),
-        ("Llama", {"mlp_bias": True}, ["mlp_bias=True"]),
-        ("Qwen3", {"attention_bias": True}, ["attention_bias=True"]),
+        ("Llama", {"mlp_bias": 1}, ["mlp_bias=1: must be true or false"]),
+        ("Qwen3", {"attention_bias": None}, ["missing: attention_bias"]),
         ("Mixtral", {"router_jitter_noise": 0.1}, ["router_jitter_noise=0.1"]),
         ("Qwen3Moe", {"mlp_only_layers": [0]}, ["mlp_only_layers=[0]"]),
         (

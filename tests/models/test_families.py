@@ -185,7 +185,7 @@ def test_old_rope_entries_are_read_like_new_ones():
             {"architectures": ["BertForMaskedLM"]},
             "BertForMaskedLM is not supported; supported: LlamaForCausalLM, Mistral",
         ),
-        ({"attention_bias": True}, "attention_bias=True is not supported; supported: False"),
+        ({"is_causal": False}, "is_causal=False is not supported; supported: True"),
         (
             {"rope_parameters": {"rope_type": "mrope"}},
             "rope scaling 'mrope' is not supported; supported: default, linear, dynamic, llama3,"

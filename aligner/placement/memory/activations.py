@@ -148,9 +148,7 @@ class Layer:
         """
         # The CPU backend fuses SwiGLU without biases, and recomputes the activated gate.
         is_fused = (
-            self.shape.activation == "silu"
-            and not self.shape.linear_bias
-            and not self.device.is_gpu
+            self.shape.activation == "silu" and not self.shape.ffn_bias and not self.device.is_gpu
         )
         gated_parts = 3 if is_fused else 4
         return gated_parts if self.shape.gated else 2
