@@ -156,7 +156,12 @@ def _find_exact_problems(config: Config, model: ModelShape | None) -> Iterator[s
             f"cluster.threads_per_rank={threads}: must be 1 or null with {key}, which uses one"
             " thread per rank"
         )
-    if model is not None and model.num_experts:
+    if model is not None and not (model.has_plain_scores and model.logit_softcap is None):
+        yield (
+            f"{key}: is not supported for models with soft caps or attention sinks, which have no"
+            " batch-invariant kernels; set engine.exact=false"
+        )
+    elif model is not None and model.num_experts:
         yield (
             f"{key}: is not supported for mixture-of-experts models, whose experts may receive too"
             " few tokens for batch-invariant matmuls; set engine.exact=false"

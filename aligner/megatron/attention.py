@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from aligner.megatron import shared_prefixes
 from aligner.megatron.packing import PackedSequences
-from aligner.models import batch_invariant
+from aligner.models import batch_invariant, score_attention
 from aligner.models.rotary import compute_rotation, rotate
 from aligner.models.shape import LayerShape, Rope, compute_inverse_frequencies
 
@@ -29,7 +30,7 @@ class PackedAttention(nn.Module):
 
     Our layers use it as their `core_attention` module. It uses PyTorch's fused kernels, or, with
     `engine.exact`, the batch-invariant kernel. If rows share prefixes, it uses the kernels of
-    `shared_prefixes`.
+    `shared_prefixes`, and for soft caps and sinks those of `score_attention`.
     """
 
     def __init__(
@@ -38,6 +39,8 @@ class PackedAttention(nn.Module):
         *_: Any,
         layer: LayerShape,
         exact: bool = False,
+        softcap: float | None = None,
+        has_sinks: bool = False,
         **__: Any,
     ) -> None:
         """Create the attention of a layer.
@@ -48,8 +51,19 @@ class PackedAttention(nn.Module):
                 keys itself, because megatron-core would compute the cosines and sines again in
                 every layer.
             exact: `engine.exact`: use the batch-invariant kernel.
+            softcap: Soft cap of the scores; None means no cap.
+            has_sinks: Whether each head has a sink.
         """
         super().__init__()
+        self._softcap = softcap
+        self.softmax_offset: nn.Parameter | None = None
+        """Sinks of this rank's heads, [heads / TP], with megatron-core's name."""
+        if has_sinks:
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            self.softmax_offset = nn.Parameter(torch.zeros(heads))
+            set_tensor_model_parallel_attributes(
+                self.softmax_offset, is_parallel=True, dim=0, stride=1
+            )
         self.exact = exact
         self.scale = config.softmax_scale
         self._rope = layer.rope
@@ -101,8 +115,9 @@ class PackedAttention(nn.Module):
         is_grouped = query.shape[1] != key.shape[1]
         if self._rope is not None:
             query, key = self._apply_rotation(query, key, self._rope, packed)
-        # Rows share prefixes only without a sliding window, without `engine.exact` and without
-        # context parallelism (see `runner`), so this path need not support them.
+        # Rows share prefixes only without sliding windows, soft caps and sinks, without
+        # `engine.exact` and without context parallelism (see `runner`), so this path need not
+        # support them.
         if packed.attention_tree is not None:
             return shared_prefixes.attend(
                 query, key, value, packed.attention_tree, self.scale
@@ -126,6 +141,16 @@ class PackedAttention(nn.Module):
                 else mask[:, 0]
             )
             attended = batch_invariant.attend(query, key, value, visible, self.scale)
+        elif self._softcap is not None or self.softmax_offset is not None:
+            attended = score_attention.attend(
+                query,
+                key,
+                value,
+                None if mask is None else mask[:, 0],
+                scale=self.scale,
+                softcap=self._softcap,
+                sinks=self.softmax_offset,
+            )
         else:
             attended = F.scaled_dot_product_attention(
                 query,

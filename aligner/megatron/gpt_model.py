@@ -326,7 +326,7 @@ def _build_chunk(
     _mark_tensor_parallel(model)
     _mark_experts(model)
     if has_head:
-        install_head(model, head, shape.vocab_size, shape.logit_scale)
+        install_head(model, head, shape.vocab_size, shape.logit_scale, shape.logit_softcap)
     if model.pre_process and shape.embedding_factor != 1:
         model.embedding.register_forward_hook(
             lambda module, inputs, embedded: embedded * shape.embedding_factor

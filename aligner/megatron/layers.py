@@ -558,6 +558,7 @@ def _has_plain_layers(shape: ModelShape) -> bool:
     return (
         (rope is None or (rope.attention_factor == 1 and not rope.is_interleaved))
         and shape.qk_norm != "projection"
+        and shape.has_plain_scores
         and shape.norm_placement == "before"
         and not shape.zero_centered_norms
         and shape.residual_scale == 1
@@ -633,7 +634,13 @@ def _local_layer_spec(
         layer.submodules.self_attn_bda = layer.submodules.mlp_bda = add
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = ModuleSpec(
-        PackedAttention, params={"exact": exact, "layer": layer_shape}
+        PackedAttention,
+        params={
+            "exact": exact,
+            "layer": layer_shape,
+            "softcap": shape.attention_softcap,
+            "has_sinks": shape.attention_sinks,
+        },
     )
     if shape.attention_output_bias:
         attention.linear_proj = BiasedRowParallelLinear
@@ -666,6 +673,7 @@ class VocabularyHead(ColumnParallelLinear):
         tied_weight: nn.Parameter | None = None,
         vocab_size: int | None = None,
         logit_scale: float = 1.0,
+        logit_softcap: float | None = None,
     ) -> None:
         """Take over the weight of an output layer.
 
@@ -675,6 +683,7 @@ class VocabularyHead(ColumnParallelLinear):
             vocab_size: Number of tokens in the vocabulary. The weights of all ranks together may
                 have more rows, which are padding; None means that all rows are tokens.
             logit_scale: Factor of the logits.
+            logit_softcap: Soft cap of the logits; None means no cap.
         """
         super().__init__(
             replaced.input_size,
@@ -688,6 +697,7 @@ class VocabularyHead(ColumnParallelLinear):
         self.weight = replaced.weight
         self._vocab_size = vocab_size
         self._logit_scale = logit_scale
+        self._logit_softcap = logit_softcap
         # A tuple hides a tied embedding from torch, which would register it as a parameter of this
         # module too.
         self._projection = (replaced.weight if tied_weight is None else tied_weight,)
@@ -750,6 +760,7 @@ class VocabularyHead(ColumnParallelLinear):
             candidates=candidates,
             vocab_size=self._vocab_size,
             token_masks=token_masks,
+            softcap=self._logit_softcap,
         )
 
     def top_ids(
@@ -785,6 +796,7 @@ class VocabularyHead(ColumnParallelLinear):
             "group": self.tp_group,
             "token_masks": token_masks,
         }
+        # a soft cap does not change the order of the logits
         return vocab_parallel_top_ids(
             self._select_hidden(hidden, index), self.projection, count, **options
         )
@@ -843,7 +855,11 @@ class ScalarHead(nn.Module):
 
 
 def install_head(
-    model: GPTModel, head: Head, vocab_size: int | None = None, logit_scale: float = 1.0
+    model: GPTModel,
+    head: Head,
+    vocab_size: int | None = None,
+    logit_scale: float = 1.0,
+    logit_softcap: float | None = None,
 ) -> None:
     """Replace the output layer of a last pipeline stage by one of our heads.
 
@@ -854,6 +870,7 @@ def install_head(
         head: Vocabulary head or scalar head.
         vocab_size: Number of tokens without padding; None means that all rows are tokens.
         logit_scale: Factor of the logits.
+        logit_softcap: Soft cap of the logits; None means no cap.
     """
     if head == "vocabulary":
         is_tied = model.output_layer.weight is None
@@ -862,6 +879,7 @@ def install_head(
             model.embedding.word_embeddings.weight if is_tied else None,
             vocab_size,
             logit_scale,
+            logit_softcap,
         )
     else:
         model.output_layer = ScalarHead(

@@ -71,6 +71,7 @@ class _VocabParallelLogprobs(Function):
         candidates: Tensor | None,
         vocab_size: int | None,
         token_masks: TokenMasks | None,
+        softcap: float | None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return log-probs and entropies; see `vocab_parallel_logprobs`."""
         local_vocab = _local_vocab_size(vocab_size, len(weight), group)
@@ -85,14 +86,14 @@ class _VocabParallelLogprobs(Function):
         scored = hidden.new_zeros(local.shape, dtype=torch.float32)
         rows = max(min(chunk_tokens, len(targets)), batch_invariant.ROWS)
         buffer = hidden.new_empty(rows, len(weight), dtype=torch.float32)
-        is_fused = score_passes.should_fuse(buffer) and candidates is None
+        is_fused = score_passes.should_fuse(buffer) and candidates is None and softcap is None
         spare = (
             buffer.new_empty(_block_rows(buffer), len(weight))
             if with_entropy and not is_fused
             else None
         )
         for tokens in _split_range(len(targets), chunk_tokens):
-            scores = _compute_scores(hidden[tokens], weight, temperature, buffer)
+            scores = _compute_scores(hidden[tokens], weight, temperature, buffer, softcap)
             scores[:, local_vocab:] = _MASKED_SCORE
             _mask_scores(scores, sampling_support, token_masks, tokens, group)
             if is_fused:
@@ -136,6 +137,7 @@ class _VocabParallelLogprobs(Function):
 
         context.save_for_backward(hidden, weight, local, is_local, peak, *scales, entropy, buffer)
         context.temperature = temperature
+        context.softcap = softcap
         context.chunk_tokens = chunk_tokens
         context.sampling_support = sampling_support
         context.token_masks = token_masks
@@ -168,6 +170,7 @@ class _VocabParallelLogprobs(Function):
             context.saved_tensors
         )
         temperature = context.temperature
+        softcap = context.softcap
         has_candidates = context.has_candidates
         upstream = hidden.new_zeros(len(peak), local.shape[1] + has_candidates, dtype=torch.float32)
         if for_logprobs is not None:
@@ -188,13 +191,15 @@ class _VocabParallelLogprobs(Function):
         grad_hidden = torch.empty_like(hidden)
         grad_weight = total = getattr(context.weight, "main_grad", None)  # DDP's gradient buffer
         chunks = _split_range(len(local), context.chunk_tokens)
-        is_fused = score_passes.should_fuse(buffer) and not has_candidates
+        is_fused = score_passes.should_fuse(buffer) and not has_candidates and softcap is None
         for tokens in reversed(chunks):
-            if tokens is chunks[-1]:
-                # The buffer still contains the last chunk of the forward pass.
+            # The buffer still contains the last chunk of the forward pass, as exponentials. With a
+            # soft cap, the gradient needs the scores.
+            is_kept = tokens is chunks[-1] and softcap is None
+            if is_kept:
                 gradient = buffer[: tokens.stop - tokens.start]
             else:
-                gradient = _compute_scores(hidden[tokens], weight, temperature, buffer)
+                gradient = _compute_scores(hidden[tokens], weight, temperature, buffer, softcap)
                 gradient[:, context.local_vocab :] = _MASKED_SCORE
                 _mask_scores(
                     gradient, context.sampling_support, context.token_masks, tokens, context.group
@@ -209,7 +214,8 @@ class _VocabParallelLogprobs(Function):
                 )
             else:
                 for part, block in _split_blocks(gradient, tokens.start):
-                    if tokens is not chunks[-1]:
+                    slope = None if softcap is None else _cap_slope(block, temperature, softcap)
+                    if not is_kept:
                         block.sub_(peak[part, None]).exp_()
                     # e log(e), which is 0 where e is 0.
                     entropy_term = None if for_entropy is None else torch.xlogy(block, block)
@@ -223,16 +229,18 @@ class _VocabParallelLogprobs(Function):
                     if entropy_term is not None:
                         block.addcmul_(entropy_term, entropy_factor[part, None])
                     block.scatter_add_(-1, local[part], upstream[part])
+                    if slope is not None:
+                        block.mul_(slope)
             gradient = gradient.to(hidden.dtype)
             grad_hidden[tokens] = gradient @ weight
             if context.needs_input_grad[1]:
                 grad_weight = _accumulate(grad_weight, gradient.t(), hidden[tokens])
         if total is not None or not context.needs_input_grad[1]:
-            return grad_hidden, mark_gradient_accumulated(context.weight), *[None] * 9
+            return grad_hidden, mark_gradient_accumulated(context.weight), *[None] * 10
         grad_weight = (
             torch.zeros_like(weight) if grad_weight is None else grad_weight.to(weight.dtype)
         )
-        return grad_hidden, grad_weight, *[None] * 9
+        return grad_hidden, grad_weight, *[None] * 10
 
 
 def _split_range(count: int, size: int) -> list[slice]:
@@ -254,7 +262,13 @@ def _split_blocks(matrix: Tensor, first: int) -> Iterator[tuple[slice, Tensor]]:
         yield slice(first + piece.start, first + piece.stop), matrix[piece]
 
 
-def _compute_scores(hidden: Tensor, weight: Tensor, temperature: float, buffer: Tensor) -> Tensor:
+def _compute_scores(
+    hidden: Tensor,
+    weight: Tensor,
+    temperature: float,
+    buffer: Tensor,
+    softcap: float | None = None,
+) -> Tensor:
     """Return logits divided by the temperature, in the first rows of the buffer, float32 [m, V/TP].
 
     The GEMM runs in the weight's precision.
@@ -264,7 +278,12 @@ def _compute_scores(hidden: Tensor, weight: Tensor, temperature: float, buffer: 
         weight: This rank's part of the vocabulary projection, [V/TP, H].
         temperature: Temperature of the distribution.
         buffer: float32 [at least m, V/TP].
+        softcap: Soft cap of the logits; None means no cap.
     """
+    if softcap is not None:
+        # c tanh(logit / c) / temperature
+        scores = _compute_scores(hidden, weight, softcap, buffer)
+        return scores.tanh_().mul_(softcap / temperature)
     scores = buffer[: len(hidden)]
     # A GEMM with a float32 output of bf16 operands exists since torch 2.8.
     if hidden.is_cuda and hidden.dtype != torch.float32 and hasattr(torch.ops.aten.mm, "dtype_out"):
@@ -277,6 +296,14 @@ def _compute_scores(hidden: Tensor, weight: Tensor, temperature: float, buffer: 
     padded = batch_invariant.pad_rows(hidden)
     torch.mm(padded, weight.t(), out=buffer[: len(padded)])
     return scores if temperature == 1 else scores.mul_(1 / temperature)
+
+
+def _cap_slope(scores: Tensor, temperature: float, softcap: float) -> Tensor:
+    """Return the derivative of the soft cap, 1 - (logit / c)^2, of scores [m, V/TP].
+
+    The derivative of a masked score is 0.
+    """
+    return (scores * (temperature / softcap)).square_().neg_().add_(1).clamp_(min=0)
 
 
 def _mask_scores(
@@ -389,6 +416,7 @@ def vocab_parallel_logprobs(
     candidates: Tensor | None = None,
     vocab_size: int | None = None,
     token_masks: TokenMasks | None = None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the log-prob of each target and, optionally, the entropy of each distribution.
 
@@ -411,6 +439,8 @@ def vocab_parallel_logprobs(
             the rows from this index on are padding; None means that there is no padding.
         token_masks: Allowed tokens of each target. Log-probs and entropies are normalized over
             them; None means the whole vocabulary.
+        softcap: Soft cap c of the logits, c tanh(logit / c), before the temperature (Gemma Team
+            2024, "Gemma 2", section 2); None means no cap.
 
     Returns:
         The log-probs, float32 [M], or [M, 2 + k] with candidates: of the target, of its candidates,
@@ -429,6 +459,7 @@ def vocab_parallel_logprobs(
         candidates,
         vocab_size,
         token_masks,
+        softcap,
     )
 
 

@@ -530,10 +530,12 @@ def _supports_shared_prefixes(shape: ModelShape, world: World) -> bool:
     """Return whether rows may share prefixes.
 
     Attention over prefix trees exists on CPUs only. It supports neither context parallelism nor
-    sliding windows. Experts are excluded, because each row has its own recorded routing.
+    sliding windows, soft caps and sinks. Experts are excluded, because each row has its own
+    recorded routing.
     """
     on_cpu = world.device.type == "cpu"
-    return on_cpu and world.layout.context == 1 and not shape.has_windows and not shape.num_experts
+    has_plain_attention = shape.has_plain_scores and not shape.has_windows
+    return on_cpu and world.layout.context == 1 and has_plain_attention and not shape.num_experts
 
 
 def _apply_model(model: Any, batch: PackedBatch) -> Tensor:

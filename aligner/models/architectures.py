@@ -21,7 +21,7 @@ from aligner.models.rope_entries import RopeFormat
 class Entry:
     """An entry of config.json that a `ModelShape` is read from.
 
-    The default's type is the entry's type; an entry whose default is None is a whole number.
+    The default's type is the entry's type; an entry whose default is None is a number.
     """
 
     key: str
@@ -31,6 +31,8 @@ class Entry:
     """Whether the entry may be null. Then it has another meaning than a missing entry."""
     is_positive: bool = False
     """Whether a number must not be 0."""
+    is_fractional: bool = False
+    """Whether a number with the default None need not be whole."""
     to_shape: Callable[[Any], Any] = lambda value: value
     """Function from the entry's value to the attribute of the shape."""
     to_config: Callable[[Any], Any] = lambda value: value
@@ -274,6 +276,21 @@ def _key_value_heads(default: int | None) -> Entry:
 
 
 _HEAD_DIM = Entry("head_dim", None, nullable=True)
+_GEMMA_SCORES = {
+    "activation": Entry("hidden_activation", "gelu_pytorch_tanh"),
+    "attention_scale": Entry(
+        "query_pre_attn_scalar",
+        256,
+        to_shape=lambda scalar: scalar**-0.5,
+        to_config=lambda scale: round(scale**-2),
+    ),
+}
+
+
+def _softcap(key: str, default: float | None) -> Entry:
+    return Entry(key, default, nullable=True, is_positive=True, is_fractional=True)
+
+
 # OLMo 3 has the same entries.
 _OLMO2 = _decoder(
     vocabulary=50304,
@@ -502,6 +519,38 @@ ARCHITECTURES = (
         rope=RopeFormat(theta=500000.0, local_theta=500000.0),
     ),
     Architecture(
+        "Gemma2",
+        "gemma2",
+        "gemma2",
+        {
+            **_decoder(
+                vocabulary=256000,
+                hidden=2304,
+                feed_forward=Entry("intermediate_size", 9216),
+                layers=26,
+                heads=8,
+                key_value_heads=Entry("num_key_value_heads", 4),
+                head_dim=Entry("head_dim", 256),
+                positions=8192,
+                is_tied=True,
+                has_attention_bias=True,
+            ),
+            **_GEMMA_SCORES,
+            "attention_softcap": _softcap("attn_logit_softcapping", 50.0),
+            "logit_softcap": _softcap("final_logit_softcapping", 30.0),
+        },
+        implied={
+            "norm_placement": "both",
+            "zero_centered_norms": True,
+            "embedding_scale": None,
+        },
+        supported={"use_bidirectional_attention": None},
+        eos_token_id=1,
+        pad_token_id=0,
+        window="typed",
+        full_attention_interval=2,
+    ),
+    Architecture(
         "Gemma3",
         "gemma3_text",
         "gemma3",
@@ -518,13 +567,8 @@ ARCHITECTURES = (
                 is_tied=True,
                 has_attention_bias=True,
             ),
-            "activation": Entry("hidden_activation", "gelu_pytorch_tanh"),
-            "attention_scale": Entry(
-                "query_pre_attn_scalar",
-                256,
-                to_shape=lambda scalar: scalar**-0.5,
-                to_config=lambda scale: round(scale**-2),
-            ),
+            **_GEMMA_SCORES,
+            "logit_softcap": _softcap("final_logit_softcapping", None),
         },
         implied={
             "qk_norm": "head",
@@ -532,11 +576,8 @@ ARCHITECTURES = (
             "zero_centered_norms": True,
             "embedding_scale": None,
         },
-        supported={
-            "final_logit_softcapping": None,
-            "attn_logit_softcapping": None,
-            "use_bidirectional_attention": False,
-        },
+        # The class has the soft cap of the scores, but does not apply it.
+        supported={"attn_logit_softcapping": None, "use_bidirectional_attention": False},
         eos_token_id=1,
         window="typed",
         full_attention_interval=6,

@@ -231,7 +231,8 @@ _OLMO2 = _model(
     *_LLAMA_MLP,
     *_norm(_LAYER + "post_feedforward_layernorm", _AFTER_MLP),
 )
-_GEMMA3 = _model(
+# Gemma 2 has no norms of queries and keys.
+_GEMMA = _model(
     *_norm(_LAYER + "input_layernorm", _BEFORE_ATTENTION),
     *_PROJECTED,
     *_QKV_BIASES,
@@ -333,7 +334,8 @@ WEIGHTS: Mapping[str, tuple[Weight, ...]] = {
     "smollm3": _model(*_LLAMA_ATTENTION, *_LLAMA_MLP, *_MLP_BIASES),
     "phi3": _PHI3,
     "olmo2": _OLMO2,
-    "gemma3": _GEMMA3,
+    "gemma2": _GEMMA,
+    "gemma3": _GEMMA,
     "glm4": _GLM4,
     "gpt2": _GPT2,
     "gpt_neox": _NEOX,

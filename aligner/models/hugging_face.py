@@ -286,7 +286,7 @@ def _entry_value(entry: Entry, config: Mapping[str, Any], origin: str) -> Any:
         )
     if isinstance(entry.default, bool):
         is_valid, allowed = isinstance(value, bool), "true or false"
-    elif isinstance(entry.default, float):
+    elif isinstance(entry.default, float) or entry.is_fractional:
         is_valid, allowed = is_number(value) and value >= 0, "a number >= 0"
         if entry.is_positive:
             is_valid, allowed = is_valid and value > 0, "a number > 0"

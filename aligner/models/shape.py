@@ -133,8 +133,14 @@ class ModelShape:
     """Factor of the outputs of attention and feed-forward network."""
     attention_scale: float | None = None
     """Factor of the attention scores; None for 1 / sqrt(head_dim)."""
+    attention_softcap: float | None = None
+    """Soft cap c of the attention scores, c tanh(score / c); None for no cap."""
+    attention_sinks: bool = False
+    """Whether each head has a learned score that is added to the denominator of its softmax."""
     logit_scale: float = 1.0
     """Factor of the logits."""
+    logit_softcap: float | None = None
+    """Soft cap of the logits, after their factor; None for no cap."""
     learned_positions: bool = False
     """Whether the model adds learned position embeddings to the token embeddings."""
     experts: Experts | None = None
@@ -154,6 +160,11 @@ class ModelShape:
     def embedding_factor(self) -> float:
         """Factor of the token embeddings in the first layer's input."""
         return self.hidden_size**0.5 if self.embedding_scale is None else self.embedding_scale
+
+    @property
+    def has_plain_scores(self) -> bool:
+        """Whether attention is a softmax of scaled scores, which fused kernels compute."""
+        return self.attention_softcap is None and not self.attention_sinks
 
     @property
     def has_windows(self) -> bool:

@@ -192,6 +192,8 @@ def test_exact_uses_one_thread_and_checks_shape(tmp_path) -> None:
     assert roles.compute_threads_per_rank(config) == 1
     shapes = (
         (EXPERTS, "mixture-of-experts"),
+        (dataclasses.replace(DENSE, attention_softcap=50.0), "soft caps or attention sinks"),
+        (dataclasses.replace(DENSE, logit_softcap=30.0), "soft caps or attention sinks"),
         (
             dataclasses.replace(DENSE, ffn_hidden_size=40),
             "multiple of 32, but the model has 40",

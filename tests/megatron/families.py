@@ -118,7 +118,20 @@ def _olmo3(t: Any) -> Any:
     return t.Olmo3Config(**_GROUPED, rope_parameters=ropes, sliding_window=5)
 
 
-def _gemma3(t: Any) -> Any:
+def _gemma2(t: Any, **more: Any) -> Any:
+    # Most scores and logits of this model are in the curved part of the caps.
+    softcaps = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
+    return t.Gemma2Config(
+        **_GROUPED,
+        **_rope(),
+        **(softcaps | more),
+        sliding_window=5,
+        query_pre_attn_scalar=20,
+        head_dim=32,
+    )
+
+
+def _gemma3(t: Any, **more: Any) -> Any:
     ropes = {
         "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5000.0},
         "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
@@ -131,6 +144,7 @@ def _gemma3(t: Any) -> Any:
         query_pre_attn_scalar=20,
         head_dim=32,
         hidden_activation="gelu_pytorch_tanh",
+        **more,
     )
 
 
@@ -186,7 +200,9 @@ CONFIGS: Mapping[str, Callable[[Any], Any]] = {
     "olmo2": lambda t: t.Olmo2Config(**_GROUPED, **_rope()),
     "olmo2-bias": lambda t: t.Olmo2Config(**_GROUPED, **_rope(), attention_bias=True),
     "olmo3": _olmo3,
+    "gemma2": _gemma2,
     "gemma3": _gemma3,
+    "gemma3-softcap": lambda t: _gemma3(t, final_logit_softcapping=3.0, attention_bias=True),
     "glm4": lambda t: t.Glm4Config(**_GROUPED, **_rope(partial_rotary_factor=0.5), head_dim=32),
     "pythia": lambda t: t.GPTNeoXConfig(**_SIZES, **_rope(partial_rotary_factor=0.25)),
     "pythia-no-bias": lambda t: t.GPTNeoXConfig(

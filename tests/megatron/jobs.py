@@ -221,10 +221,11 @@ def policy_logits(actor: Policy, experience: Experience) -> Tensor:
 
     def read(output: Tensor, batch: PackedBatch) -> Tensor:
         head = runner.chunks[-1].output_layer
-        return batch.unpack_tokens(
-            ColumnParallelLinear.forward(head, output[0], weight=head.projection)[0].float()
-            * runner.shape.logit_scale
-        )
+        logits = ColumnParallelLinear.forward(head, output[0], weight=head.projection)[0].float()
+        logits = logits * runner.shape.logit_scale
+        if (softcap := runner.shape.logit_softcap) is not None:
+            logits = softcap * (logits / softcap).tanh()
+        return batch.unpack_tokens(logits)
 
     batches = runner.pack(
         experience.tokens, experience.lengths, expert_routing=experience.expert_routing

@@ -48,6 +48,7 @@ VARIANTS = {
     "llama-bias": ("single", "TP2+SP", "TP2xPP2", "CP2"),
     "qwen3-bias": ("single", "TP2xPP2"),
     "granite-bias": ("single", "TP2xPP2"),
+    "gemma3-softcap": ("single", "TP2xPP2"),
     "olmo2-bias": ("single", "TP2+SP", "TP2xPP2"),
     "pythia-no-bias": ("single", "TP2xPP2"),
     "qwen3_moe-bias": ("single", "TP2+SPxEP2", "ETP2 over DP2"),

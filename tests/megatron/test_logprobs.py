@@ -78,7 +78,7 @@ def objective(logprobs: Tensor, entropy: Tensor | None) -> Tensor:
 
 
 def dense(
-    with_entropy: bool, *, kept: bool = False, candidates: int = 0
+    with_entropy: bool, *, kept: bool = False, candidates: int = 0, softcap: float | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return log-probs, entropies, and gradients of hidden states and weight, in float64 rounded to
     float32.
@@ -88,9 +88,10 @@ def dense(
     hidden, weight, index, targets = inputs()
     hidden, weight = (tensor.double().requires_grad_() for tensor in (hidden, weight))
     left = outside() if kept else torch.zeros(7, VOCABULARY, dtype=torch.bool)
-    scores = (
-        (hidden[index] @ weight.t() / TEMPERATURE).masked_fill(left, -torch.inf).log_softmax(-1)
-    )
+    logits = hidden[index] @ weight.t()
+    if softcap is not None:
+        logits = softcap * (logits / softcap).tanh()
+    scores = (logits / TEMPERATURE).masked_fill(left, -torch.inf).log_softmax(-1)
     logprobs, entropy = (
         scores.gather(-1, targets[:, None])[:, 0],
         -(scores.exp() * scores.masked_fill(left, 0)).sum(-1),
@@ -128,7 +129,12 @@ def token_masks() -> TokenMasks:
 
 
 def head_results(
-    sequence: bool, with_entropy: bool, kept: bool, candidates: int = 0, masked: bool = False
+    sequence: bool,
+    with_entropy: bool,
+    kept: bool,
+    candidates: int = 0,
+    masked: bool = False,
+    softcap: float | None = None,
 ) -> list[tuple[Tensor, Tensor | None, Tensor, Tensor]]:
     """Return the results of this rank's vocabulary-parallel head at every chunk size."""
     import torch.distributed as dist
@@ -157,7 +163,7 @@ def head_results(
         HIDDEN, VOCABULARY, config=config, init_method=config.init_method, bias=False
     )
     replaced.weight.data.copy_(weight.chunk(size)[world.rank])
-    head = VocabularyHead(replaced)
+    head = VocabularyHead(replaced, logit_softcap=softcap)
     results = []
     for chunk in CHUNKS:
         head.weight.grad, states = None, hidden.clone().requires_grad_()
@@ -218,6 +224,22 @@ def test_logprobs_over_masked_tokens_equal_dense_logprobs(pool, size, sequence, 
         sequence,
         with_entropy,
     )
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["all", "kept"])
+@LAYOUTS
+def test_logprobs_with_softcap_equal_dense_logprobs(pool, size, sequence, kept):
+    check(
+        pool.run(head_results, size, sequence, True, kept, 0, False, 2.0),
+        dense(True, kept=kept, softcap=2.0),
+        sequence,
+        True,
+    )
+
+
+def test_candidate_logprobs_with_softcap_equal_unsharded_reference(pool):
+    ranks = pool.run(head_results, 2, False, True, False, 5, False, 2.0)
+    check(ranks, dense(True, candidates=5, softcap=2.0), False, True)
 
 
 @LAYOUTS

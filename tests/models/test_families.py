@@ -50,6 +50,7 @@ CONFIGS = {
     "Phi3ForCausalLM": SIZES,
     "Olmo2ForCausalLM": SIZES,
     "Olmo3ForCausalLM": SIZES,
+    "Gemma2ForCausalLM": SIZES | {"head_dim": 8},
     "Gemma3ForCausalLM": SIZES | {"head_dim": 8},
     "Glm4ForCausalLM": SIZES | {"head_dim": 8},
     "GPTNeoXForCausalLM": SIZES,

@@ -19,7 +19,7 @@ from aligner.engines.embedded import sliced_attention
 from aligner.engines.embedded.cache import KVCache
 from aligner.engines.embedded.matmuls import Matmuls
 from aligner.engines.embedded.sliced_attention import Spans
-from aligner.models import batch_invariant
+from aligner.models import batch_invariant, score_attention
 from aligner.models.rotary import compute_rotation, rotate
 from aligner.models.shape import Experts, ModelShape, Rope, compute_inverse_frequencies
 from aligner.models.weight_slices import weight_table
@@ -114,8 +114,9 @@ class _AttentionMetadata:
     """Attention mask of the decoding rows over the KV cache, by the sliding window of the layer;
     empty if `spans` replaces it.
 
-    It is added to the scores, [rows, 1, queries of a KV head, columns]. With `engine.exact` it is
-    bool [rows, tokens per row, columns] instead, and True marks the keys to which a query attends.
+    It is added to the scores, [rows, 1, queries of a KV head, columns]. With `engine.exact`, soft
+    caps or sinks it is bool [rows, tokens per row, columns] instead, and True marks the keys to
+    which a query attends.
     """
     spans: Spans | None
     """Part of the KV cache that each row reads; None unless the decoder is sliced."""
@@ -241,7 +242,9 @@ class Decoder:
         if self._shape.logit_scale != 1:
             normed = normed * self._shape.logit_scale
         head = "embedding.word_embeddings" if self._shape.tied_embeddings else "output_layer"
-        return self._matmuls.linear(normed, head)
+        logits = self._matmuls.linear(normed, head)
+        softcap = self._shape.logit_softcap
+        return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
 
     def gather_logits(self, logits_shard: Tensor) -> Tensor | None:
         """Gather the shards of the logits on the replica's first rank. Collective.
@@ -351,7 +354,7 @@ class Decoder:
         if window is not None:
             is_masked |= columns <= positions - window
         is_masked = is_masked.view(-1, step.tokens_per_row, step.columns)
-        if self.is_exact:
+        if self.is_exact or not self._shape.has_plain_scores:
             return ~is_masked
 
         # `_attend_rows` stacks the queries that share a KV head, so the mask of a token is repeated
@@ -524,15 +527,18 @@ class Decoder:
         ]
         masks = metadata.cache_masks[window].split(counts)
         attention = [
-            self._attend_rows(run_queries, keys[cache_slice], values[cache_slice], mask)
+            self._attend_rows(layer, run_queries, keys[cache_slice], values[cache_slice], mask)
             for run_queries, cache_slice, mask in zip(queries, cache_slices, masks, strict=True)
         ]
         return attention[0] if len(attention) == 1 else torch.cat(attention)
 
-    def _attend_rows(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    def _attend_rows(
+        self, layer: int, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor
+    ) -> Tensor:
         """Compute the attention of decoding rows over a contiguous slice of the KV cache.
 
         Args:
+            layer: Index of the layer.
             query: [B, W, heads, head dim], where W is `Step.tokens_per_row`.
             keys: [B, KV heads, columns, head dim].
             values: [B, KV heads, columns, head dim].
@@ -542,10 +548,8 @@ class Decoder:
             The attention output [B * W, heads * head dim].
         """
         rows, tokens_per_row, _, head_dim = query.shape
-        if self.is_exact:
-            attention = batch_invariant.attend(
-                query.transpose(1, 2), keys, values, mask, self._shape.attention_scale
-            )
+        if self.is_exact or not self._shape.has_plain_scores:
+            attention = self._attend_scores(layer, query.transpose(1, 2), keys, values, mask)
             return attention.transpose(1, 2).reshape(rows * tokens_per_row, -1)
 
         # Stack the queries that share a KV head, so that the kernel reads each key once. The shape
@@ -589,11 +593,8 @@ class Decoder:
         keys = pad(key)
         values = pad(value)
         mask = metadata.prompt_masks[self._shape.layers[layer].sliding_window]
-        if self.is_exact:
-            assert mask is not None
-            attention = batch_invariant.attend(
-                queries, keys, values, mask, self._shape.attention_scale
-            )
+        if self.is_exact or not self._shape.has_plain_scores:
+            attention = self._attend_scores(layer, queries, keys, values, mask)
         else:
             attention = F.scaled_dot_product_attention(
                 queries,
@@ -608,6 +609,37 @@ class Decoder:
         if prompts.rows:
             cache.write_prompts(layer, prompts.rows, prompts.prompt_indices, keys, values)
         return attention.transpose(1, 2)[token_indices].flatten(1)
+
+    def _attend_scores(
+        self, layer: int, query: Tensor, keys: Tensor, values: Tensor, visible: Tensor | None
+    ) -> Tensor:
+        """Compute attention with separate operations, batch-invariant or with caps or sinks.
+
+        Args:
+            layer: Index of the layer.
+            query: [B, heads, L, head dim].
+            keys: [B, KV heads, W, head dim].
+            values: [B, KV heads, W, head dim].
+            visible: Keys to which a query attends, bool [B, L, W] or [L, W]; None means a causal
+                mask.
+
+        Returns:
+            The attention output [B, heads, L, head dim].
+        """
+        shape = self._shape
+        if self.is_exact:
+            assert visible is not None
+            return batch_invariant.attend(query, keys, values, visible, shape.attention_scale)
+        prefix = f"decoder.layers.{layer}.self_attention.core_attention."
+        return score_attention.attend(
+            query,
+            keys,
+            values,
+            visible,
+            scale=shape.attention_scale,
+            softcap=shape.attention_softcap,
+            sinks=self._weights[prefix + "softmax_offset"] if shape.attention_sinks else None,
+        )
 
     def _apply_mlp(self, x: Tensor, prefix: str) -> Tensor:
         """Compute the feed-forward network of x [N, hidden]."""

@@ -21,6 +21,10 @@ from aligner.schema import MegatronModelConfig, ParallelConfig, TrainedModelConf
 FP32 = 4
 # Number of logits that a CPU processes at a time (`megatron/logprobs.py`).
 _CPU_BLOCK = 1 << 21
+# Number of attention scores of a block, and of the float32 tensors with these scores, in models
+# with soft caps or sinks (`models/score_attention.py`).
+_SCORE_BLOCK = 1 << 22
+_SCORE_TENSORS = 3
 
 
 @dataclass(frozen=True)
@@ -104,6 +108,7 @@ class Layer:
         return (
             not self.device.is_gpu
             and self.layout.context == 1
+            and shape.has_plain_scores
             and not shape.has_windows
             and not shape.num_experts
         )
@@ -232,7 +237,7 @@ class StageActivations:
         layer_count = sum(map(len, stage_layers(self.shape.num_layers, self._layout, self.stage)))
         saved = in_flight * saved_bytes[recompute] * layer_count
 
-        work = self._backward_work_bytes
+        work = self._backward_work_bytes + self._score_work_bytes
         sent_chunks = self._layout.virtual_pipeline
         if self.stage == 0:
             work = max(work, self._embedding_elements * self.device.itemsize)  # a dense gradient
@@ -248,7 +253,7 @@ class StageActivations:
 
     def scoring_bytes(self) -> int:
         """Return the bytes of a forward pass without gradients."""
-        work = compute_forward_work_bytes(
+        work = self._score_work_bytes + compute_forward_work_bytes(
             self.shape, self._layout.tensor, self._tokens, self.device.itemsize
         )
         if self._is_last and self.head == "vocabulary":
@@ -334,11 +339,22 @@ class StageActivations:
             if self.device.is_gpu
             else min(self._chunk_logit_count, _CPU_BLOCK)
         )
+        # A soft cap has a derivative for each logit.
+        slope_itemsize = 0 if self.shape.logit_softcap is None else FP32
         return (
             self._hidden_bytes
             + self._embedding_elements * narrow_itemsize
-            + logits * (FP32 + narrow_itemsize)
+            + logits * (FP32 + narrow_itemsize + slope_itemsize)
         )
+
+    @property
+    def _score_work_bytes(self) -> float:
+        """Bytes of a block of attention scores, in models whose attention has separate scores."""
+        if self.shape.has_plain_scores:
+            return 0
+        heads = self.shape.num_heads / self._layout.tensor
+        scores = heads * self._tokens * self.load.longest_tokens
+        return FP32 * _SCORE_TENSORS * min(_SCORE_BLOCK, scores)
 
     @property
     def _backward_work_bytes(self) -> float:
