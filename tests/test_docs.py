@@ -67,6 +67,7 @@ ELSEWHERE = {
         "its options are parsed here; tests/cli, tests/engines, tests/data, tests/observability and"
         " tests/planner run it"
     ),
+    r"aligner prove ": "tests/proof runs it",
     r"aligner:? ": "what it prints",
 }
 """Commands that no test runs unchanged: a pattern of their start, and the reason."""

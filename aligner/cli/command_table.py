@@ -524,6 +524,13 @@ most used keys (`aligner keys PATTERN` finds others):
   evaluation.every               steps between evaluations
 """
 
+_PROVE_EXAMPLES = """\
+examples:
+  aligner prove MODEL_DIRECTORY
+  aligner prove MODEL_DIRECTORY --layout tensor=2 pipeline=2 data=2
+  aligner prove MODEL_DIRECTORY --layout tensor=2,sequence=true,data=2,expert=2 --json
+"""
+
 COMMANDS = {
     "launch": Command(
         "aligner.cli.runs:launch",
@@ -572,6 +579,31 @@ COMMANDS = {
         "check a configuration and print the placement and memory of the roles, without starting a"
         " run",
         _OVERRIDES,
+    ),
+    "prove": Command(
+        "aligner.cli.prove_command:prove_model",
+        "compare a model's training, generation and export with transformers, on a small random"
+        " model with the quirks of its config.json, on the CPU",
+        (
+            _add(
+                "model",
+                type=Path,
+                metavar="MODEL_DIRECTORY",
+                help="Hugging Face model directory; only config.json is read",
+            ),
+            _add(
+                "--layout",
+                nargs="+",
+                default=[""],
+                metavar="KEY=N[,KEY=N]",
+                help=(
+                    "one or more parallel layouts with the keys of actor.parallel, such as"
+                    " tensor=2,pipeline=2 (default: one rank)"
+                ),
+            ),
+            _add("--json", action="store_true", help="print one JSON object instead of a table"),
+        ),
+        epilog=_PROVE_EXAMPLES,
     ),
     "data": Command(
         "aligner.cli.data_command:show_data",

@@ -62,7 +62,7 @@ def _global_parameters(
     return parameters
 
 
-def _part_view(tensor: Tensor, part: Part, shape: ModelShape) -> Tensor:
+def select_part(tensor: Tensor, part: Part, shape: ModelShape) -> Tensor:
     """Return a view of one part of a fused tensor, which has the shape of its parameter."""
     if part == "whole":
         return tensor
@@ -131,7 +131,7 @@ class NamedWeights:
         otherwise it is a view.
         """
         local = self.local_shape(name)
-        view = self._without_padding(name, _part_view(tensor, self.specs[name].part, self._shape))
+        view = self._without_padding(name, select_part(tensor, self.specs[name].part, self._shape))
         return (
             view.reshape(local[::-1]).T if self.specs[name].is_transposed else view.reshape(local)
         )
@@ -144,7 +144,7 @@ class NamedWeights:
             tensor: Destination in the parameter's shape.
             piece: Slice in Hugging Face orientation, of shape `local_shape(name)`.
         """
-        view = self._without_padding(name, _part_view(tensor, self.specs[name].part, self._shape))
+        view = self._without_padding(name, select_part(tensor, self.specs[name].part, self._shape))
         view.copy_((piece.T if self.specs[name].is_transposed else piece).reshape(view.shape))
 
     def _without_padding(self, name: str, tensor: Tensor) -> Tensor:

@@ -20,14 +20,14 @@ from aligner.megatron import gpt_model, layers
 from aligner.megatron import optimizer as megatron_optimizer
 from aligner.megatron import world as worlds
 from aligner.models.model_source import directory_shape
-from aligner.models.weight_slices import Slice, weight_table
-from tests.megatron import jobs, reference
+from aligner.models.weight_slices import Slice
+from aligner.proof.comparison import compute_slice_errors
+from aligner.proof.comparison import relative_error as relative_error
+from aligner.proof.reference import STEPS, load_reference, train_reference, with_changes
+from tests.megatron import jobs
 
-# Some gradients are rounding noise, such as those of key biases. With its usual epsilon, Adam turns
-# the noise into full steps, so that different summation orders give different weights. An epsilon
-# above the noise and below the other gradients avoids this.
+# The optimizer of `aligner.proof`, without clipping.
 OPTIMIZER: Mapping[str, Any] = {"epsilon": 1e-5, "clip_grad_norm": 1e9, "schedule": "constant"}
-STEPS = 3
 
 _SIZES: Mapping[str, Any] = {
     "num_hidden_layers": 4,
@@ -239,42 +239,12 @@ def reference_steps(directory: Path, routes: Tensor | None = None) -> dict[str, 
 
     With `routes` [B, S-1, L, K], tokens use these experts.
     """
-    import transformers
-    from transformers.core_model_loading import revert_weight_conversion
-
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        directory, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
-    ).eval()
+    model = load_reference(directory)
     if routes is not None:
         force_routes(model, routes)
-    adam = dataclasses.replace(jobs.OPTIMIZER, **OPTIMIZER)
-    optimizer = torch.optim.AdamW(
-        model.parameters(),
-        lr=adam.learning_rate,
-        betas=(adam.beta1, adam.beta2),
-        eps=adam.epsilon,
-        weight_decay=0.0,
-    )
     experience = jobs.make_experience(model.config.vocab_size)
-    result: dict[str, Any] = {"logits": _logits(model, experience.tokens, experience.lengths)}
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        logprobs = reference.logprobs(model, experience.tokens, experience.lengths)
-        loss, _ = jobs.loss(logprobs, logprobs, experience, float(experience.mask.sum()))
-        loss.backward()
-        if step == 0:
-            gradients = {
-                name: parameter.grad.clone() for name, parameter in model.named_parameters()
-            }
-            norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
-            result |= {
-                "loss": loss.item(),
-                "grad_norm": norm.item(),
-                "gradients": revert_weight_conversion(model, gradients),
-            }
-        optimizer.step()
-    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    return result | {"weights": revert_weight_conversion(model, weights)}
+    logits = _logits(model, experience.tokens, experience.lengths)
+    return train_reference(model, experience, with_changes(OPTIMIZER)) | {"logits": logits}
 
 
 def force_routes(model: Any, routes: Tensor) -> None:
@@ -433,34 +403,11 @@ def _arrays(slices: jobs.Slices) -> dict[str, tuple[Slice, Any]]:
     return {name: (cut, tensor.cpu().float().numpy()) for name, (cut, tensor) in slices.items()}
 
 
-def relative_error(found: Tensor, expected: Tensor, scale: Tensor) -> float:
-    """Return the largest difference, relative to the largest element of `scale`."""
-    return float((found - expected).abs().max() / scale.abs().max())
-
-
 def slice_errors(
     directory: Path, parts: Sequence[Mapping[str, Any]], tensors: Mapping[str, Tensor]
 ) -> dict[str, float]:
-    """Return the relative error of each tensor of a file over all ranks' slices; assert that every
-    tensor occurs."""
-    table = {spec.name: spec for spec in weight_table(directory_shape(directory, "model.path"))}
-    errors: dict[str, float] = {}
-    for part in parts:
-        for name, (cut, found) in part.items():
-            stored = table[name].stored_range
-            whole = tensors[stored.name]
-            expected = (
-                whole
-                if stored.axis is None
-                else whole.narrow(stored.axis, stored.start, table[name].shape[stored.axis])
-            )
-            if cut.axis is not None:
-                expected = expected.narrow(cut.axis, cut.start, cut.stop - cut.start)
-            assert found.shape == expected.shape, name
-            error = relative_error(torch.from_numpy(found), expected, whole)
-            errors[stored.name] = max(errors.get(stored.name, 0.0), error)
-    assert set(errors) == {spec.stored_range.name for spec in table.values()}
-    return errors
+    """Return the relative error of each tensor of a file over all ranks' slices."""
+    return compute_slice_errors(directory_shape(directory, "model.path"), parts, tensors)
 
 
 def grouped_steps(

@@ -8,20 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from aligner.algorithms.policy_losses import policy_loss, value_loss
+from aligner.algorithms.policy_losses import value_loss
 from aligner.data.model_directory import read_shape
-from aligner.data.types import Experience, build_response_mask
+from aligner.data.types import Experience
 from aligner.megatron import world as worlds
 from aligner.megatron.named_weights import NamedWeights
 from aligner.megatron.packing import PackedBatch, PackingLayout, pack
 from aligner.megatron.policy import Policy
-from aligner.megatron.runner import ModelRunner
 from aligner.megatron.value_model import ValueModel, build_critic
 from aligner.models.shape import LayerShape
-from aligner.models.weight_slices import Coordinates, Slice
+from aligner.models.weight_slices import Coordinates
+from aligner.proof.rank_jobs import Slices
+from aligner.proof.rank_jobs import train_and_observe as observed_train
+from aligner.proof.reference import TEMPERATURE, make_experience
+from aligner.proof.reference import compute_loss as loss
 from aligner.schema import (
     ActorConfig,
     Config,
@@ -32,57 +34,9 @@ from aligner.schema import (
 )
 from aligner.schema.keys import with_values
 
-# A rank's part of named tensors: the slice and its values.
-Slices = dict[str, tuple[Slice, Tensor]]
-
-TEMPERATURE = 0.7
 # Epsilon is about the size of the smallest gradients: with a smaller one, Adam would turn their
 # rounding errors into full steps.
 OPTIMIZER = OptimizerConfig(learning_rate=1e-3, beta2=0.95, epsilon=1e-6, clip_grad_norm=0.5)
-
-
-def make_experience(vocab_size: int, batch: int = 6, seed: int = 3) -> Experience:
-    """Return random experience over sequences of different lengths."""
-    generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(6, 15, (batch,), generator=generator)
-    prompt_lengths = torch.randint(1, 5, (batch,), generator=generator)
-    width = int(lengths.max())
-    tokens = torch.randint(2, vocab_size, (batch, width), generator=generator)
-    tokens = torch.where(torch.arange(width) < lengths[:, None], tokens, 0)
-    mask = build_response_mask(lengths, prompt_lengths, width)
-    old = -4 + 0.1 * torch.randn(batch, width - 1, generator=generator)
-    reference, values, rewards, advantages, returns = (
-        torch.where(mask, torch.randn(batch, width - 1, generator=generator), 0.0) for _ in range(5)
-    )
-    return Experience(
-        tokens=tokens,
-        lengths=lengths,
-        mask=mask,
-        prompt_lengths=prompt_lengths,
-        engine_logprobs=old,
-        weight_versions=torch.zeros_like(mask, dtype=torch.int64),
-        finish_reasons=torch.zeros_like(lengths),
-        groups=torch.arange(batch) // 2,
-        scores=rewards.sum(1),
-        rewards=rewards,
-        values=values,
-        old_logprobs=torch.where(mask, old, 0.0),
-        reference_logprobs=reference,
-        advantages=advantages,
-        returns=returns,
-    )
-
-
-def loss(
-    logprobs: Tensor, entropy: Tensor, experience: Experience, denominator: float
-) -> tuple[Tensor, dict[str, Tensor]]:
-    return policy_loss(
-        logprobs,
-        experience.old_logprobs,
-        experience.advantages,
-        experience.mask,
-        denominator=denominator,
-    )
 
 
 def policy(
@@ -114,44 +68,6 @@ def slices(weights: NamedWeights) -> Slices:
             == weights.parameter(name).untyped_storage().data_ptr()
         ), name
     return {name: (weights.slices[name], weights.read(name).clone()) for name in weights}
-
-
-def gradients(runner: ModelRunner) -> Slices:
-    """Return this rank's slices of the gradients, summed over all ranks; call it between the
-    backward pass and the optimizer step."""
-    for chunk in runner.ddp:
-        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
-            for bucket in buffer.buckets if chunk.ddp_config.use_distributed_optimizer else ():
-                group = buffer.data_parallel_group  # each rank has only its own shard of the sum
-                dist.all_gather_into_tensor(
-                    bucket.grad_data,
-                    bucket.grad_data.chunk(group.size())[group.rank()].clone(),
-                    group=group,
-                )
-    weights = runner.trained_weights
-    return {
-        name: (
-            weights.slices[name],
-            weights.gather(name, weights.parameter(name).main_grad).clone(),
-        )
-        for name in weights
-    }
-
-
-def observed_train(actor: Policy, experience: Experience) -> tuple[dict[str, float], Slices]:
-    """Run an update; return its statistics and the gradients that the optimizer received."""
-    seen: Slices = {}
-    optimizer, prepare = actor.runner.optimizer, actor.runner.optimizer.prepare_grads
-
-    def observed_prepare() -> Any:
-        seen.update(gradients(actor.runner))
-        return prepare()
-
-    optimizer.prepare_grads = observed_prepare
-    try:
-        return actor.train(experience, loss), seen
-    finally:
-        del optimizer.prepare_grads
 
 
 def policy_step(

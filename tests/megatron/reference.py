@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from tests.megatron.jobs import OPTIMIZER, TEMPERATURE, loss, make_experience
+from aligner.proof.reference import compute_logprobs as logprobs
+from tests.megatron.jobs import OPTIMIZER, loss, make_experience
 
 
 def llama_config(tied: bool, vocab_size: int = 72, **more: Any) -> Any:
@@ -51,16 +51,6 @@ def save_reward_llama(directory: Path) -> Path:
         directory
     )
     return directory
-
-
-def logprobs(model: Any, tokens: Tensor, lengths: Tensor) -> Tensor:
-    """Return log-probs [B, S-1] at the test temperature, row by row; zeros past each sequence."""
-    rows = []
-    for row, length in zip(tokens, lengths.tolist(), strict=True):
-        logits = model(row[None, :length]).logits[0, :-1]
-        chosen = (logits / TEMPERATURE).log_softmax(-1).gather(-1, row[1:length, None])[:, 0]
-        rows.append(torch.nn.functional.pad(chosen, (0, tokens.shape[1] - length)))
-    return torch.stack(rows)
 
 
 def policy_steps(directory: Path, steps: int = 2) -> dict[str, Any]:

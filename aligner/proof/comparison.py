@@ -1,0 +1,94 @@
+"""Errors of the trainer's and the engine's results, relative to the results of transformers."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aligner.models.shape import ModelShape
+from aligner.models.weight_slices import weight_table
+
+
+@dataclass(frozen=True)
+class Check:
+    """One row of a proof: the largest error of a kind of result at a layout."""
+
+    name: str
+    error: float
+    tolerance: float
+    worst: str = ""
+    """Name of the tensor with the largest error; empty if the result is not a set of tensors."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether the error is within the tolerance; false for NaN."""
+        return self.error <= self.tolerance
+
+
+def relative_error(found: Tensor, expected: Tensor, scale: Tensor) -> float:
+    """Return the largest difference, relative to the largest element of `scale`."""
+    largest = scale.abs().max().clamp_min(torch.finfo(torch.float32).tiny)
+    return float((found - expected).abs().max() / largest)
+
+
+def compute_slice_errors(
+    shape: ModelShape, parts: Sequence[Mapping[str, Any]], tensors: Mapping[str, Tensor]
+) -> dict[str, float]:
+    """Return the relative error of each tensor of a model's files over all ranks' slices.
+
+    Args:
+        shape: The model's shape.
+        parts: For each rank, its slices and their values by the name of the weight.
+        tensors: Expected tensors, by their names in the files.
+
+    Raises:
+        ValueError: A tensor is in no rank's slices, or a slice has a wrong shape.
+    """
+    table = {spec.name: spec for spec in weight_table(shape)}
+    errors: dict[str, float] = {}
+    for part in parts:
+        for name, (cut, found) in part.items():
+            stored = table[name].stored_range
+            whole = tensors[stored.name]
+            expected = (
+                whole
+                if stored.axis is None
+                else whole.narrow(stored.axis, stored.start, table[name].shape[stored.axis])
+            )
+            if cut.axis is not None:
+                expected = expected.narrow(cut.axis, cut.start, cut.stop - cut.start)
+            if found.shape != expected.shape:
+                raise ValueError(f"{name}: has shape {found.shape}, expected {expected.shape}")
+            error = relative_error(torch.from_numpy(found), expected, whole)
+            errors[stored.name] = max(errors.get(stored.name, 0.0), error)
+    if missing := {spec.stored_range.name for spec in table.values()} - errors.keys():
+        raise ValueError(f"no rank has a slice of {', '.join(sorted(missing))}")
+    return errors
+
+
+def check_tensors(name: str, errors: Mapping[str, float], tolerance: float) -> Check:
+    """Return the check of a set of tensors, with the name of the worst one."""
+    worst = max(errors, key=lambda tensor: errors[tensor])
+    return Check(name, errors[worst], tolerance, worst)
+
+
+def find_first_wrong_layer(
+    found: Tensor, expected: Tensor, tolerance: float
+) -> tuple[int, float] | None:
+    """Return the first layer whose output deviates, and the error relative to its largest value.
+
+    Args:
+        found: Outputs of the layers [layers, B, S, H].
+        expected: Outputs of the layers of transformers, of the same shape.
+        tolerance: Largest relative error of an output that agrees.
+
+    Returns:
+        The index of the layer and its error; None if all layers agree.
+    """
+    for layer, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+        error = relative_error(ours, theirs, theirs)
+        if not error <= tolerance:
+            return layer, error
+    return None

@@ -1,0 +1,266 @@
+"""A small config.json with every quirk of a model's config.json.
+
+The entries themselves are edited, not the shape that `read_config` reads: an entry that
+`read_config` reads wrongly or ignores stays in the small config.json, so that the comparison with
+transformers finds the error.
+"""
+
+import copy
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from aligner.errors import ConfigError
+from aligner.models.architectures import ARCHITECTURES_BY_CLASS, Architecture
+from aligner.models.hugging_face import read_config, with_architecture
+from aligner.models.shape import LayerShape, ModelShape
+from aligner.schema import ParallelConfig
+
+MAX_LENGTH = 32
+"""Length of the longest sequence of a proof, in tokens."""
+_VOCABULARY = 73  # tensor parallelism does not divide it, so it is padded
+_HEAD_DIM = 16
+_MAX_QUERIES_PER_GROUP = 8
+_WINDOW = 5  # shorter than most sequences of a proof
+_MIN_LAYERS = 4
+_MAX_PREFIX = 8
+_MIN_POSITIONS = 2 * MAX_LENGTH
+# Original context of a scaled rotary embedding. It is close to the length of the sequences, so that
+# all frequency bands occur: unchanged, blended and scaled.
+_ORIGINAL_POSITIONS = 16
+_ORIGINAL_KEY = "original_max_position_embeddings"
+# Attributes of a shape that a small model changes.
+_SIZES = (
+    "layers",
+    "hidden_size",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "ffn_hidden_size",
+    "vocab_size",
+    "max_positions",
+    "attention_scale",
+    "eos_token_ids",
+    "pad_token_id",
+    "experts",
+)
+
+
+def shrink_config(
+    config: Mapping[str, Any], layouts: Sequence[ParallelConfig], origin: str
+) -> dict[str, Any]:
+    """Return a config.json with small sizes and all other entries of the given one.
+
+    The small model has each kind of layer of the model. It keeps the number of query heads per
+    key-value head (up to 8), whether the hidden size is the total size of the heads, and whether
+    windows and the original context of scaled rotary embeddings are shorter than the context.
+
+    Args:
+        config: Content of config.json. `quantization_config` is dropped: a proof writes float32
+            weights.
+        layouts: Layouts at which the small model must run.
+        origin: Path or key, which errors begin with.
+
+    Raises:
+        ConfigError: The model is not supported, or the small model would lack one of its parts.
+    """
+    whole = {
+        key: copy.deepcopy(value)
+        for key, value in with_architecture(dict(config)).items()
+        if key not in ("quantization_config", "compression_config")
+    }
+    shape = read_config(whole, origin)
+    (name,) = whole["architectures"]
+    architecture = ARCHITECTURES_BY_CLASS[name]
+    for alias, key in architecture.aliases.items():
+        if alias in whole:
+            whole.setdefault(key, whole.pop(alias))
+    whole["architectures"] = [architecture.causal_name]
+
+    layers = _choose_layers(shape, layouts)
+    small = _select_layers(whole, shape.num_layers, layers)
+    small |= _choose_sizes(architecture, whole, shape, layouts)
+    small |= {architecture.entries["num_layers"].key: len(layers)}
+    small |= {"eos_token_id": 1, "pad_token_id": 0, "bos_token_id": 1, "dtype": "float32"}
+    small.pop("torch_dtype", None)
+    _shrink_positions(architecture, small, shape)
+    # Activations keep their size over the layers with this deviation of the weights.
+    hidden = small[architecture.entries["hidden_size"].key]
+    small["initializer_range"] = 1 / math.sqrt(hidden)
+    small |= dict.fromkeys(architecture.dropouts, 0.0)
+
+    if lost := _find_lost_parts(shape, read_config(small, origin)):
+        raise ConfigError(f"{origin}: the small model would lack parts of the model: {lost}")
+    return small
+
+
+def _choose_layers(shape: ModelShape, layouts: Sequence[ParallelConfig]) -> list[int]:
+    """Return the indices of the layers of the small model, with every kind of layer.
+
+    They are the first layers if these have every kind, because some entries name layers by an
+    interval.
+    """
+    multiple = math.lcm(*(layout.pipeline * layout.virtual_pipeline for layout in layouts))
+    count = math.ceil(min(_MIN_LAYERS, shape.num_layers) / multiple) * multiple
+    kinds = list(map(_describe_kind, shape.layers))
+    wanted = set(kinds)
+    for size in range(count, _MAX_PREFIX + multiple, multiple):
+        indices = [index % shape.num_layers for index in range(size)]
+        if {kinds[index] for index in indices} == wanted:
+            return indices
+    first = sorted(kinds.index(kind) for kind in dict.fromkeys(kinds))
+    size = math.ceil(max(count, len(first)) / multiple) * multiple
+    return sorted((first * size)[:size])
+
+
+def _select_layers(config: dict[str, Any], total: int, layers: list[int]) -> dict[str, Any]:
+    """Return the entries of a model with only some of the layers."""
+    small = dict(config)
+    for key, value in config.items():
+        if isinstance(value, list) and len(value) >= total and key != "architectures":
+            small[key] = [value[layer] for layer in layers]
+    if config.get("mlp_only_layers"):
+        dense = config["mlp_only_layers"]
+        small["mlp_only_layers"] = [new for new, old in enumerate(layers) if old in dense]
+    for key in ("max_window_layers", "first_k_dense_replace"):
+        if isinstance(config.get(key), int):
+            small[key] = sum(old < config[key] for old in layers)
+    return small
+
+
+def _choose_sizes(
+    architecture: Architecture,
+    config: Mapping[str, Any],
+    shape: ModelShape,
+    layouts: Sequence[ParallelConfig],
+) -> dict[str, Any]:
+    """Return the entries of the sizes of the small model, except those of layers and positions."""
+    tensor = math.lcm(*(layout.tensor for layout in layouts))
+    kv_heads = math.lcm(tensor, 2) if shape.num_kv_heads > 1 else 1
+    heads = kv_heads * min(shape.num_heads // shape.num_kv_heads, _MAX_QUERIES_PER_GROUP)
+    heads = math.lcm(heads, tensor)
+    hidden = heads * _HEAD_DIM
+    total = shape.num_heads * shape.head_dim
+    if shape.hidden_size != total:
+        hidden = hidden * 2 if shape.hidden_size > total else hidden // 2
+    # A multiple of all tensor-parallel sizes; the dense network and the experts differ in size.
+    unit = math.lcm(tensor, *(layout.expert_tensor_size for layout in layouts)) * 8
+    values: dict[str, Any] = {
+        "hidden_size": hidden,
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+        "head_dim": _HEAD_DIM,
+        "ffn_hidden_size": math.ceil(1.5 * hidden / unit) * unit,
+        "vocab_size": _VOCABULARY,
+    }
+    sizes = {
+        entry.key: values[attribute]
+        for attribute, entry in architecture.entries.items()
+        # null means a size that follows from others
+        if attribute in values
+        and not (entry.nullable and config.get(entry.key, entry.default) is None)
+    }
+    experts = shape.experts
+    if experts is not None:
+        groups = config.get("n_group") or 1
+        per_token = min(experts.per_token, 4)
+        # At least two experts in each group, and some experts that no token of a group chooses.
+        multiple = math.lcm(2 * groups if groups > 1 else 1, *(each.expert for each in layouts))
+        chosen = per_token + (experts.per_token < experts.count) * per_token
+        expert_values = {
+            "count": math.ceil(chosen / multiple) * multiple,
+            "per_token": per_token,
+            "ffn_hidden_size": math.ceil(0.75 * hidden / unit) * unit,
+        }
+        sizes |= {
+            entry.key: expert_values[attribute]
+            for attribute, entry in architecture.expert_entries.items()
+            if attribute in expert_values
+        }
+        if config.get("shared_expert_intermediate_size"):
+            sizes["shared_expert_intermediate_size"] = hidden
+    return sizes
+
+
+def _shrink_positions(
+    architecture: Architecture, config: dict[str, Any], shape: ModelShape
+) -> None:
+    """Set the context, the original context of scaled rotary embeddings, and windows in place.
+
+    They keep their order.
+    """
+    key = architecture.entries["max_positions"].key
+    total = int(config.get(key) or shape.max_positions)
+    ropes = [
+        each
+        for entry in ("rope_parameters", "rope_scaling")
+        for each in _iterate_ropes(config.get(entry))
+    ]
+    originals = [each[_ORIGINAL_KEY] for each in (*ropes, config) if each.get(_ORIGINAL_KEY)]
+    if originals:
+        ratio = total / max(originals)
+        is_long = any(each.get("short_factor") for each in ropes)
+        is_short = ratio * _ORIGINAL_POSITIONS < _MIN_POSITIONS
+        original = _MIN_POSITIONS if is_long or is_short else _ORIGINAL_POSITIONS
+        config[key] = max(round(ratio * original), _MIN_POSITIONS)
+        for each in (*ropes, config):
+            if each.get(_ORIGINAL_KEY):
+                each[_ORIGINAL_KEY] = original
+    else:
+        config[key] = _MIN_POSITIONS
+    for each in ropes:
+        for name in ("short_factor", "long_factor"):
+            if isinstance(each.get(name), list):
+                each[name] = _thin_out(each[name], _count_pairs(shape))
+    window = config.get("sliding_window")
+    if isinstance(window, int) and not isinstance(window, bool):
+        config["sliding_window"] = _WINDOW if window < total else config[key]
+
+
+def _iterate_ropes(entry: Any) -> list[dict[str, Any]]:
+    """Return the objects with rotary entries in `rope_parameters` or `rope_scaling`."""
+    if not isinstance(entry, dict):
+        return []
+    nested = [value for value in entry.values() if isinstance(value, dict)]
+    return nested or [entry]
+
+
+def _count_pairs(shape: ModelShape) -> int:
+    """Return the number of rotated pairs of a head of the small model."""
+    rope = next(layer.rope for layer in shape.layers if layer.rope is not None)
+    return int(_HEAD_DIM * rope.fraction) // 2
+
+
+def _thin_out(factors: list[float], count: int) -> list[float]:
+    """Return `count` of the factors, at equal distances, with the first and the last."""
+    last = len(factors) - 1
+    return [factors[round(index * last / max(1, count - 1))] for index in range(count)]
+
+
+def _describe_kind(layer: LayerShape) -> tuple[Any, ...]:
+    """Return the parts of a layer without their sizes."""
+    values: list[Any] = []
+    for field in dataclasses.fields(layer):
+        value = getattr(layer, field.name)
+        if field.name == "rope" and value is not None:
+            scaling = None if value.scaling is None else value.scaling.kind
+            value = (value.theta, value.fraction, value.is_interleaved, scaling)
+        elif field.name == "sliding_window":
+            value = value is not None
+        values.append(value)
+    return tuple(values)
+
+
+def _find_lost_parts(shape: ModelShape, small: ModelShape) -> str:
+    """Return the attributes that a small model does not have in common with the model."""
+    lost = [
+        field.name
+        for field in dataclasses.fields(shape)
+        if field.name not in _SIZES and getattr(shape, field.name) != getattr(small, field.name)
+    ]
+    if set(map(_describe_kind, shape.layers)) != set(map(_describe_kind, small.layers)):
+        lost.append("layers")
+    if (shape.experts is None) != (small.experts is None):
+        lost.append("experts")
+    return ", ".join(lost)

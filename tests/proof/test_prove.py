@@ -1,0 +1,128 @@
+"""`aligner prove`: small models keep the quirks of a configuration, and the command reports each
+check."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from aligner.errors import ConfigError
+from aligner.models.hugging_face import read_config
+from aligner.proof.run_proof import format_layout, parse_layout
+from aligner.proof.shrink import shrink_config
+from aligner.schema import ParallelConfig
+
+LLAMA31: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rope_theta": 500000.0,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+}
+GEMMA3 = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "hidden_size": 1152,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 256,
+    "intermediate_size": 6912,
+    "vocab_size": 262144,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+}
+
+
+def test_small_model_keeps_scaled_rope_and_ratio_of_heads():
+    small = shrink_config(LLAMA31, [ParallelConfig()], "here")
+    assert small["num_attention_heads"] == 4 * small["num_key_value_heads"]
+    assert small["hidden_size"] < 256 and small["num_hidden_layers"] == 4
+    (rope,) = {layer.rope for layer in read_config(small, "here").layers}
+    assert rope is not None and rope.scaling is not None
+    assert (rope.scaling.kind, rope.scaling.factor, rope.theta) == ("llama3", 8.0, 500000.0)
+    # The context stays 16 times as long as the context of pretraining.
+    assert small["max_position_embeddings"] == 16 * rope.scaling.original_positions
+
+
+def test_small_model_has_each_kind_of_layer():
+    small = read_config(shrink_config(GEMMA3, [ParallelConfig()], "here"), "here")
+    windows = [layer.sliding_window is not None for layer in small.layers]
+    assert windows == [True] * 5 + [False]
+    assert (small.num_heads, small.num_kv_heads) == (4, 1)
+    assert small.zero_centered_norms and small.tied_embeddings
+
+
+def test_small_model_fits_the_layouts():
+    layouts = [parse_layout("tensor=4"), parse_layout("pipeline=3")]
+    small = shrink_config(LLAMA31, layouts, "here")
+    assert small["num_key_value_heads"] % 4 == 0 and small["num_hidden_layers"] % 3 == 0
+
+
+def test_unknown_entries_stay_in_small_model():
+    small = shrink_config(LLAMA31 | {"my_entry": 3}, [ParallelConfig()], "here")
+    assert small["my_entry"] == 3
+
+
+def test_unsupported_model_is_refused_with_entry():
+    with pytest.raises(ConfigError, match=r"here: hidden_act='relu' is not supported"):
+        shrink_config(LLAMA31 | {"hidden_act": "relu"}, [ParallelConfig()], "here")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("tensors=2", "unknown key 'tensors'; allowed: tensor, sequence"),
+        ("tensor=0", "tensor=0: must be an integer > 0"),
+        ("sequence=1", "sequence=1: must be true or false"),
+    ],
+)
+def test_wrong_layout_is_refused(text, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_layout(text)
+
+
+def test_layout_is_printed_as_written():
+    text = "tensor=2,sequence=true,pipeline=2"
+    assert format_layout(parse_layout(text)) == text
+    assert format_layout(parse_layout("")) == "one rank"
+
+
+def prove(directory: Any, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "aligner", "prove", str(directory), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.slow
+def test_command_reports_each_layout(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA31))
+    result = prove(tmp_path, "--layout", "tensor=2", "data=2", "--json")
+    assert result.returncode == 0, result.stderr
+    report = json.loads(result.stdout)
+    assert [layout["layout"] for layout in report["layouts"]] == ["tensor=2", "data=2"]
+    assert report["passed"] and len(report["layouts"][0]["checks"]) == 7
+    assert report["small_config"]["rope_scaling"]["rope_type"] == "llama3"
+
+
+def test_directory_without_config_is_refused(tmp_path):
+    result = prove(tmp_path)
+    assert result.returncode and "config.json" in result.stderr and not result.stdout
