@@ -156,6 +156,12 @@ def _find_exact_problems(config: Config, model: ModelShape | None) -> Iterator[s
             f"cluster.threads_per_rank={threads}: must be 1 or null with {key}, which uses one"
             " thread per rank"
         )
+    if model is not None and model.latent_attention is not None:
+        yield (
+            f"{key}: is not supported for models with latent attention, because the engine attends"
+            " to the compressed KV cache, and the trainer to uncompressed keys and values; set"
+            " engine.exact=false"
+        )
     if model is not None and not (model.has_plain_scores and model.logit_softcap is None):
         yield (
             f"{key}: is not supported for models with soft caps or attention sinks, which have no"

@@ -49,7 +49,8 @@ class PackedAttention(nn.Module):
             config: Configuration of the model.
             layer: Rotary positions and sliding window of the layer. The module rotates queries and
                 keys itself, because megatron-core would compute the cosines and sines again in
-                every layer.
+                every layer. Latent attention, which rotates a part of them, has a layer without
+                rotary positions here.
             exact: `engine.exact`: use the batch-invariant kernel.
             softcap: Soft cap of the scores; None means no cap.
             has_sinks: Whether each head has a sink.
@@ -114,7 +115,8 @@ class PackedAttention(nn.Module):
         packed = packed_seq_params
         is_grouped = query.shape[1] != key.shape[1]
         if self._rope is not None:
-            query, key = self._apply_rotation(query, key, self._rope, packed)
+            query = apply_rotation(query, self._rope, self._head_dim, packed)
+            key = apply_rotation(key, self._rope, self._head_dim, packed)
         # Rows share prefixes only without sliding windows, soft caps and sinks, without
         # `engine.exact` and without context parallelism (see `runner`), so this path need not
         # support them.
@@ -165,23 +167,6 @@ class PackedAttention(nn.Module):
         # backward pass of indexing.
         return attended.transpose(1, 2).flatten(2).flatten(0, 1).index_select(0, packed.query_index)
 
-    def _apply_rotation(
-        self, query: Tensor, key: Tensor, rope: Rope, packed: PackedSequences
-    ) -> tuple[Tensor, Tensor]:
-        """Return queries and keys [T/C, heads, dim] with rotary positions (Su et al. 2021)."""
-        if rope not in packed.rotations:
-            # Angles are computed in float32, since bf16 cannot represent the positions of long
-            # contexts. The first layer of a micro-batch computes them for all layers.
-            angles = packed.positions[:, None, None].float() * torch.tensor(
-                compute_inverse_frequencies(rope, self._head_dim), device=query.device
-            )
-            packed.rotations[rope] = compute_rotation(angles, rope, query.dtype)
-        cosine, sine = packed.rotations[rope]
-        return (
-            _Rotate.apply(query, cosine, sine, rope.is_interleaved),
-            _Rotate.apply(key, cosine, sine, rope.is_interleaved),
-        )
-
     def _build_mask(self, packed: PackedSequences, device: torch.device) -> Tensor | None:
         """Return which keys each query attends to.
 
@@ -203,6 +188,26 @@ class PackedAttention(nn.Module):
         if window is not None:
             visible &= keys >= queries - window
         return visible[:, None]
+
+
+def apply_rotation(x: Tensor, rope: Rope, rotary_dim: int, packed: PackedSequences) -> Tensor:
+    """Return queries or keys [T/C, heads, dim] with rotary positions (Su et al. 2021).
+
+    Args:
+        x: Queries or keys, [T/C, heads, dim].
+        rope: Rotary positions.
+        rotary_dim: Number of dimensions of which `rope.fraction` is rotated.
+        packed: Description of the packed micro-batch.
+    """
+    if rope not in packed.rotations:
+        # Angles are computed in float32, since bf16 cannot represent the positions of long
+        # contexts. The first layer of a micro-batch computes them for all layers.
+        angles = packed.positions[:, None, None].float() * torch.tensor(
+            compute_inverse_frequencies(rope, rotary_dim), device=x.device
+        )
+        packed.rotations[rope] = compute_rotation(angles, rope, x.dtype)
+    rotated: Tensor = _Rotate.apply(x, *packed.rotations[rope], rope.is_interleaved)
+    return rotated
 
 
 def _to_rows(tensor: Tensor, index: Tensor, shape: tuple[int, int]) -> Tensor:

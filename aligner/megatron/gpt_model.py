@@ -90,7 +90,7 @@ def _architecture_settings(shape: ModelShape) -> dict[str, Any]:
         # With this setting, megatron-core sums the gradients of norms of single heads, which all
         # tensor ranks hold. A norm of all heads is split over the ranks.
         "qk_layernorm": shape.qk_norm == "head",
-        "softmax_scale": shape.attention_scale,
+        "softmax_scale": shape.softmax_scale,
         "gated_linear_unit": shape.gated,
         "activation_func": _ACTIVATIONS[shape.activation],
         # megatron-core's setting of the biases of all linear layers, including routers. A model

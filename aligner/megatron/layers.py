@@ -9,6 +9,7 @@
 - Heads: `VocabularyHead` for log-probs and `ScalarHead` for values and rewards.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -49,9 +50,10 @@ from torch.autograd.function import once_differentiable
 from aligner.data.types import SamplingSupport
 from aligner.megatron.attention import PackedAttention
 from aligner.megatron.cpu_backend import mark_gradient_accumulated
+from aligner.megatron.latent_attention import LatentSelfAttention
 from aligner.megatron.logprobs import TokenMasks, vocab_parallel_logprobs, vocab_parallel_top_ids
 from aligner.megatron.packing import PackedSequences, RoutingReplay
-from aligner.models.shape import LayerShape, ModelShape
+from aligner.models.shape import LatentAttention, LayerShape, ModelShape
 from aligner.models.weight_slices import Head
 from aligner.schema import ActorConfig, MegatronModelConfig
 
@@ -557,6 +559,7 @@ def _has_plain_layers(shape: ModelShape) -> bool:
     rope = layer.rope
     return (
         (rope is None or (rope.attention_factor == 1 and not rope.is_interleaved))
+        and shape.latent_attention is None
         and shape.qk_norm != "projection"
         and shape.has_plain_scores
         and shape.norm_placement == "before"
@@ -648,6 +651,10 @@ def _local_layer_spec(
         mlp = layer.submodules.mlp.submodules
         mlp.linear_fc1 = BiasedColumnParallelLinear
         mlp.linear_fc2 = BiasedRowParallelLinear
+    if shape.latent_attention is not None:
+        layer.submodules.self_attention = _latent_attention_spec(
+            shape.latent_attention, layer_shape, norm, exact
+        )
     if shape.qk_norm == "head":
         attention.q_layernorm = attention.k_layernorm = norm
     elif shape.qk_norm == "projection":
@@ -657,6 +664,17 @@ def _local_layer_spec(
     # transformer-engine is installed.
     moe_utils.te_general_gemm = None
     return layer
+
+
+def _latent_attention_spec(
+    latent: LatentAttention, layer: LayerShape, norm: type[nn.Module], exact: bool
+) -> ModuleSpec:
+    """Return the spec of a layer's latent attention; see `_local_layer_spec`."""
+    # The core attends to queries and keys that are already rotated.
+    unrotated = dataclasses.replace(layer, rope=None)
+    core = ModuleSpec(PackedAttention, params={"exact": exact, "layer": unrotated})
+    params = {"latent": latent, "rope": layer.rope, "norm": norm, "core_attention": core}
+    return ModuleSpec(LatentSelfAttention, params=params)
 
 
 class VocabularyHead(ColumnParallelLinear):

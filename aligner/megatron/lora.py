@@ -23,6 +23,7 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor, nn
 
 from aligner.errors import AlignerError
+from aligner.megatron.latent_attention import ReplicatedLinear
 from aligner.megatron.named_weights import NamedWeights
 from aligner.megatron.world import World
 from aligner.models.shape import ModelShape
@@ -39,7 +40,7 @@ from aligner.models.weight_slices import (
 )
 from aligner.schema import LoraConfig
 
-Linear: TypeAlias = ColumnParallelLinear | RowParallelLinear
+Linear: TypeAlias = ColumnParallelLinear | RowParallelLinear | ReplicatedLinear
 
 
 class _LayerAdapter(nn.Module):
@@ -79,10 +80,14 @@ class _LayerAdapter(nn.Module):
         if linear.sequence_parallel:
             # These weights see only this tensor rank's part of the tokens. The attribute makes
             # megatron-core's finalize_model_grads sum their gradients over the tensor ranks.
-            for parameter in (
-                self.down if isinstance(linear, ColumnParallelLinear) else self.up
-            ).values():
-                parameter.sequence_parallel = True  # type: ignore[attr-defined]
+            partial_factors = []
+            if not isinstance(linear, RowParallelLinear):
+                partial_factors.append(self.down)
+            if not isinstance(linear, ColumnParallelLinear):
+                partial_factors.append(self.up)
+            for factor in partial_factors:
+                for parameter in factor.values():
+                    parameter.sequence_parallel = True  # type: ignore[attr-defined]
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Return the adapters' contribution to the layer's output, sharded like that output.
@@ -102,6 +107,8 @@ class _LayerAdapter(nn.Module):
             if linear.sequence_parallel:
                 reduce = reduce_scatter_to_sequence_parallel_region
             hidden = reduce(hidden, group=linear.tp_group)
+        elif isinstance(linear, ReplicatedLinear):
+            pass  # input and output are divided over the ranks in the same way
         elif linear.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, group=linear.tp_group)
         else:
@@ -228,7 +235,7 @@ class LoraWeights(NamedWeights):
         for identity, adapters in layer_adapters.items():
             linear = modules[identity]
             weight = adapters[0].weight
-            if not isinstance(linear, (ColumnParallelLinear, RowParallelLinear)):
+            if not isinstance(linear, Linear):
                 raise AlignerError(
                     f"{weight.name}: LoRA adapters require megatron-core's linear layers, got"
                     f" {type(linear).__name__}"

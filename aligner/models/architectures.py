@@ -53,6 +53,11 @@ class Architecture:
     """Entries of the shape, by the shape's attribute."""
     expert_entries: Mapping[str, Entry] = field(default_factory=dict)
     """Entries of a mixture of experts, by the attribute of `Experts`; empty without experts."""
+    latent_entries: Mapping[str, Entry] = field(default_factory=dict)
+    """Entries of latent attention, by the attribute of `LatentAttention`; empty without it."""
+    dense_layers: Entry | None = None
+    """Entry of the number of first layers without experts. Only models are supported in which all
+    layers are without experts."""
     implied: Mapping[str, Any] = field(default_factory=dict)
     """Attributes that all models of the architecture have."""
     supported: Mapping[str, Any] = field(default_factory=dict)
@@ -99,8 +104,9 @@ class Architecture:
 
     @property
     def shape_entries(self) -> tuple[Entry, ...]:
-        """All entries of the shape, including those of its experts."""
-        return (*self.entries.values(), *self.expert_entries.values())
+        """All entries of the shape, including those of its experts and of latent attention."""
+        tables = (self.entries, self.expert_entries, self.latent_entries)
+        return tuple(entry for table in tables for entry in table.values())
 
     @property
     def known_entries(self) -> frozenset[str]:
@@ -223,6 +229,8 @@ _BIASED = {"normalization": "layer", "gated": False, "ffn_bias": True}
 _SILU = {"hidden_act": "silu"}
 # Entries of the load-balancing loss, which the trainer does not use.
 _LOAD_BALANCING_LOSS = ("output_router_logits", "router_aux_loss_coef")
+# Entries that transformers computes from those of latent attention.
+_COMPUTED_HEAD_DIMS = ("head_dim", "qk_head_dim")
 
 
 def _attention_biases(default: bool) -> dict[str, Entry]:
@@ -239,7 +247,7 @@ def _decoder(
     layers: int = 32,
     heads: int = 32,
     key_value_heads: Entry,
-    head_dim: Entry,
+    head_dim: Entry | None = None,
     positions: int,
     epsilon: float = 1e-6,
     is_tied: bool = False,
@@ -256,7 +264,7 @@ def _decoder(
         "hidden_size": Entry("hidden_size", hidden),
         "num_heads": Entry("num_attention_heads", heads),
         "num_kv_heads": key_value_heads,
-        "head_dim": head_dim,
+        **({} if head_dim is None else {"head_dim": head_dim}),
         "ffn_hidden_size": feed_forward,
         "vocab_size": Entry("vocab_size", vocabulary),
         "max_positions": Entry("max_position_embeddings", positions),
@@ -265,6 +273,28 @@ def _decoder(
         **(_attention_biases(False) if has_attention_bias else {}),
         **({"ffn_bias": Entry("mlp_bias", False)} if has_mlp_bias else {}),
     }
+
+
+# Entries of the experts of DeepSeek-V2 and V3, which models without experts do not use.
+_DEEPSEEK_EXPERTS = (
+    "first_k_dense_replace",
+    "moe_intermediate_size",
+    "n_group",
+    "n_routed_experts",
+    "n_shared_experts",
+    "norm_topk_prob",
+    "num_experts_per_tok",
+    "routed_scaling_factor",
+    "topk_group",
+)
+# Latent attention, in DeepSeek-V2 and V3.
+_LATENT_ATTENTION = {
+    "q_lora_rank": Entry("q_lora_rank", 1536, nullable=True),
+    "kv_lora_rank": Entry("kv_lora_rank", 512),
+    "qk_nope_head_dim": Entry("qk_nope_head_dim", 128),
+    "qk_rope_head_dim": Entry("qk_rope_head_dim", 64),
+    "v_head_dim": Entry("v_head_dim", 128),
+}
 
 
 def _invert(value: float) -> float:
@@ -608,6 +638,59 @@ ARCHITECTURES = (
         eos_token_id=(151329, 151336, 151338),
         pad_token_id=151329,
         rope=RopeFormat(fraction=0.5, is_interleaved=True),
+    ),
+    Architecture(
+        "DeepseekV3",
+        "deepseek_v3",
+        "deepseek_v3",
+        _decoder(
+            vocabulary=129280,
+            hidden=7168,
+            feed_forward=Entry("intermediate_size", 18432),
+            layers=61,
+            heads=128,
+            key_value_heads=_key_value_heads(128),
+            positions=4096,
+        ),
+        latent_entries=_LATENT_ATTENTION,
+        dense_layers=Entry("first_k_dense_replace", 3),
+        supported={"attention_bias": False, **_SILU},
+        without_effect=(
+            *_LOAD_BALANCING_LOSS,
+            *_COMPUTED_HEAD_DIMS,
+            *_DEEPSEEK_EXPERTS,
+            "pretraining_tp",
+            "num_nextn_predict_layers",
+        ),
+        aliases={
+            "num_local_experts": "n_routed_experts",
+            "num_mtp_layers": "num_nextn_predict_layers",
+        },
+        eos_token_id=1,
+        rope=RopeFormat(is_interleaved=True, interleaved_key="rope_interleave", scales_scores=True),
+    ),
+    Architecture(
+        "DeepseekV2",
+        "deepseek_v2",
+        "deepseek_v2",
+        _decoder(
+            vocabulary=102400,
+            feed_forward=Entry("intermediate_size", 11008),
+            key_value_heads=_key_value_heads(None),
+            positions=2048,
+        ),
+        latent_entries=_LATENT_ATTENTION,
+        dense_layers=Entry("first_k_dense_replace", 0),
+        supported={"attention_bias": False, "mlp_bias": False, **_SILU},
+        without_effect=(
+            *_LOAD_BALANCING_LOSS,
+            *_COMPUTED_HEAD_DIMS,
+            *_DEEPSEEK_EXPERTS,
+            "topk_method",
+            "pretraining_tp",
+        ),
+        aliases={"num_experts": "n_routed_experts"},
+        rope=RopeFormat(is_interleaved=True, scales_scores=True),
     ),
     Architecture(
         "GPTNeoX",

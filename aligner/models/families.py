@@ -121,6 +121,54 @@ _BEFORE_MLP = _CORE + "pre_mlp_layernorm"
 _AFTER_ATTENTION = _CORE + "self_attn_bda.norm"
 _AFTER_MLP = _CORE + "mlp_bda.norm"
 
+
+def _latent_attention() -> tuple[Weight, ...]:
+    """Return the weights of multi-head latent attention.
+
+    Every tensor rank holds the whole projections to the latents, and its heads of the others.
+    """
+    name = _LAYER + "self_attn."
+    with_latent = {"requires": "has_query_latent"}
+
+    def replicated(kind: str, parameter: str, outputs: str, **options: Any) -> Weight:
+        return Weight(
+            f"{name}{kind}.weight",
+            f"{_ATTENTION}{parameter}.weight",
+            (outputs, "hidden"),
+            **options,
+        )
+
+    def norm(kind: str, parameter: str, size: str, **options: Any) -> Weight:
+        return Weight(f"{name}{kind}.weight", f"{_ATTENTION}{parameter}.weight", (size,), **options)
+
+    return (
+        _linear(
+            name + "q_proj",
+            _ATTENTION + "linear_q_proj",
+            "query",
+            "hidden",
+            0,
+            requires="lacks_query_latent",
+        ),
+        replicated("q_a_proj", "linear_q_down_proj", "query_latent", **with_latent),
+        norm("q_a_layernorm", "q_layernorm", "query_latent", **with_latent),
+        _linear(
+            name + "q_b_proj",
+            _ATTENTION + "linear_q_up_proj",
+            "query",
+            "query_latent",
+            0,
+            **with_latent,
+        ),
+        replicated("kv_a_proj_with_mqa", "linear_kv_down_proj", "key_latent_and_rope"),
+        norm("kv_a_layernorm", "kv_layernorm", "key_latent"),
+        _linear(
+            name + "kv_b_proj", _ATTENTION + "linear_kv_up_proj", "key_and_value", "key_latent", 0
+        ),
+        _linear(name + "o_proj", _ATTENTION + "linear_proj", "hidden", "attended", 1),
+    )
+
+
 _LLAMA_ATTENTION = (
     *_norm(_LAYER + "input_layernorm", _BEFORE_ATTENTION),
     *_PROJECTED,
@@ -255,6 +303,14 @@ _GLM4 = _model(
     *_norm(_LAYER + "post_mlp_layernorm", _AFTER_MLP),
 )
 
+# DeepSeek-V2 and V3
+_DEEPSEEK = _model(
+    *_norm(_LAYER + "input_layernorm", _BEFORE_ATTENTION),
+    *_latent_attention(),
+    *_norm(_LAYER + "post_attention_layernorm", _BEFORE_MLP),
+    *_LLAMA_MLP,
+)
+
 _GPT2_LAYER = "transformer.h.{layer}."
 _GPT2_PARTS: tuple[Part, ...] = ("query", "key", "value")
 
@@ -337,6 +393,8 @@ WEIGHTS: Mapping[str, tuple[Weight, ...]] = {
     "gemma2": _GEMMA,
     "gemma3": _GEMMA,
     "glm4": _GLM4,
+    "deepseek_v2": _DEEPSEEK,
+    "deepseek_v3": _DEEPSEEK,
     "gpt2": _GPT2,
     "gpt_neox": _NEOX,
 }

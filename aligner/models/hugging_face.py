@@ -23,7 +23,12 @@ from aligner.models.rope_entries import (
     read_ropes,
     write_ropes,
 )
-from aligner.models.shape import Experts, LayerShape, ModelShape
+from aligner.models.shape import (
+    Experts,
+    LatentAttention,
+    LayerShape,
+    ModelShape,
+)
 from aligner.models.weight_slices import Head
 
 # Activation of a `ModelShape`, by its name in config.json.
@@ -120,6 +125,7 @@ def read_described_config(config: Any, origin: str) -> ModelShape:
         sizes += [architecture.expert_entries[name] for name in _EXPERT_SIZES]
     else:
         sizes.append(architecture.entries["ffn_hidden_size"])
+    sizes += architecture.latent_entries.values()
     missing = [
         entry.key for entry in sizes if not entry.nullable and entries.get(entry.key) is None
     ]
@@ -215,7 +221,11 @@ def _read_shape(architecture: Architecture, config: Mapping[str, Any], origin: s
     # Null or missing entries have these defaults in the transformers classes.
     values["num_kv_heads"] = values.get("num_kv_heads") or heads
     values["ffn_hidden_size"] = values["ffn_hidden_size"] or 4 * hidden
-    if not values.get("head_dim"):
+    latent = _read_latent_attention(architecture, config, values, origin)
+    values["latent_attention"] = latent
+    if latent is not None:
+        values["head_dim"] = latent.head_dim
+    elif not values.get("head_dim"):
         if hidden % heads:
             raise ConfigError(
                 f"{origin}: the hidden size, {hidden}, must be a multiple of the number of"
@@ -224,12 +234,13 @@ def _read_shape(architecture: Architecture, config: Mapping[str, Any], origin: s
         values["head_dim"] = hidden // heads
     # Architectures without this entry ignore it in transformers; another value is an error here.
     head_dim = config.get("head_dim")
-    if head_dim not in (None, values["head_dim"]):
+    if latent is None and head_dim not in (None, values["head_dim"]):
         raise ConfigError(
             f"{origin}: head_dim={head_dim!r} is not supported; supported: the hidden size divided"
             f" by the number of attention heads, {values['head_dim']}"
         )
 
+    _refuse_layers_with_experts(architecture, config, values["num_layers"], origin)
     values["experts"] = _read_experts(architecture, config, origin)
     layers = _read_layers(architecture, config, values, origin)
     del values["num_layers"]
@@ -273,6 +284,20 @@ def _refuse_unsupported(architecture: Architecture, config: Mapping[str, Any], o
         probability = config.get(key, 0.0)
         if probability is not None and not is_number(probability):
             raise ConfigError(f"{origin}: {key}={probability!r}: must be a number")
+
+
+def _refuse_layers_with_experts(
+    architecture: Architecture, config: Mapping[str, Any], layers: int, origin: str
+) -> None:
+    entry = architecture.dense_layers
+    if entry is None:
+        return
+    count = config.get(entry.key, entry.default)
+    if not isinstance(count, int) or count < layers:
+        raise ConfigError(
+            f"{origin}: {entry.key}={count!r} is not supported; supported: models without experts,"
+            f" {entry.key}={layers}"
+        )
 
 
 def _entry_value(entry: Entry, config: Mapping[str, Any], origin: str) -> Any:
@@ -322,6 +347,51 @@ def _read_experts(
     )
 
 
+def _read_latent_attention(
+    architecture: Architecture, config: Mapping[str, Any], values: Mapping[str, Any], origin: str
+) -> LatentAttention | None:
+    """Return the latent attention; None for an architecture without it.
+
+    Args:
+        architecture: The architecture.
+        config: Content of config.json.
+        values: Attributes of the shape that have been read.
+        origin: Path or key, which errors begin with.
+    """
+    if not architecture.latent_entries:
+        return None
+    latent = LatentAttention(
+        **{
+            attribute: entry.to_shape(_entry_value(entry, config, origin))
+            for attribute, entry in architecture.latent_entries.items()
+        }
+    )
+    if values["num_kv_heads"] != values["num_heads"]:
+        raise ConfigError(
+            f"{origin}: {architecture.entries['num_kv_heads'].key}={values['num_kv_heads']!r} is"
+            " not supported; supported: the number of attention heads,"
+            f" {values['num_heads']}"
+        )
+    if latent.v_head_dim > latent.head_dim:
+        raise ConfigError(
+            f"{origin}: v_head_dim={latent.v_head_dim}: must be at most qk_nope_head_dim +"
+            f" qk_rope_head_dim, {latent.head_dim}"
+        )
+    # transformers computes these entries, and its configurations contain them.
+    for key, expected in (
+        ("head_dim", latent.qk_rope_head_dim),
+        ("qk_head_dim", latent.head_dim),
+    ):
+        value = config.get(key)
+        if value not in (None, expected):
+            raise ConfigError(
+                f"{origin}: {key}={value!r} is not supported; supported: {expected}, which follows"
+                f" from qk_nope_head_dim={latent.qk_nope_head_dim} and"
+                f" qk_rope_head_dim={latent.qk_rope_head_dim}"
+            )
+    return latent
+
+
 def _read_layers(
     architecture: Architecture, config: Mapping[str, Any], values: Mapping[str, Any], origin: str
 ) -> tuple[LayerShape, ...]:
@@ -334,8 +404,10 @@ def _read_layers(
     if architecture.window == "without_rope":
         has_rope = _read_rope_layers(config, count, origin)
     windows = _read_windows(architecture, config, has_rope, origin)
+    latent = values["latent_attention"]
+    rotary_dim = values["head_dim"] if latent is None else latent.qk_rope_head_dim
     full, sliding = read_ropes(
-        architecture.rope, config, values["head_dim"], values["max_positions"], origin
+        architecture.rope, config, rotary_dim, values["max_positions"], origin
     )
     return tuple(
         LayerShape(
@@ -495,6 +567,12 @@ def _to_config(architecture: Architecture, shape: ModelShape, head: Head) -> dic
         entry.key: entry.to_config(getattr(shape.experts, attribute))
         for attribute, entry in architecture.expert_entries.items()
     }
+    if architecture.dense_layers is not None:
+        config[architecture.dense_layers.key] = shape.num_layers
+    config |= {
+        entry.key: entry.to_config(getattr(shape.latent_attention, attribute))
+        for attribute, entry in architecture.latent_entries.items()
+    }
     if "activation" in architecture.entries:
         names = [
             name for name, activation in _ACTIVATIONS.items() if activation == shape.activation
@@ -525,6 +603,8 @@ def _write_layers(
     if rotary:
         # without a layer of a type, its positions have no effect
         entries["rope_parameters"] = write_ropes(rope, (full or sliding)[0], (sliding or full)[0])
+        if rope.interleaved_key is not None:
+            entries[rope.interleaved_key] = rotary[0][0].is_interleaved
     kind = architecture.window
     if kind == "none":
         return entries

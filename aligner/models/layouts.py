@@ -15,6 +15,9 @@ def cache_bytes_per_token(shape: ModelShape, tensor: int, itemsize: int) -> int:
         tensor: Tensor-parallel size.
         itemsize: Bytes per element of the cache.
     """
+    if shape.latent_attention is not None:
+        # Every rank caches the latent and the rotated key, which all heads share.
+        return shape.num_layers * shape.latent_attention.cached_dim * itemsize
     # The factor 2 counts keys and values.
     return 2 * shape.num_layers * (shape.num_kv_heads // tensor) * shape.head_dim * itemsize
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from aligner.errors import ConfigError
-from aligner.models.shape import Rope, RopeScaling
+from aligner.models.shape import Rope, RopeScaling, compute_mscale
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"
@@ -55,6 +55,11 @@ class RopeFormat:
     """Entry of the rotated fraction outside `rope_parameters`."""
     is_interleaved: bool = False
     """Whether the rotated pairs are adjacent dimensions."""
+    interleaved_key: str | None = None
+    """Entry of whether the rotated pairs are adjacent dimensions, whose default is
+    `is_interleaved`; None if there is none."""
+    scales_scores: bool = False
+    """Whether `mscale_all_dim` scales the attention scores too (DeepSeek-V2 and V3)."""
     kinds: tuple[str, ...] = ("default", "linear", "dynamic", "llama3", "yarn")
     """Supported kinds of scaling."""
     aliases: Mapping[str, str] = field(default_factory=dict)
@@ -70,8 +75,9 @@ class RopeFormat:
     @property
     def entries(self) -> tuple[str, ...]:
         """All rotary entries of the architecture in config.json."""
-        local = () if self.local_theta_key is None else (self.local_theta_key,)
-        return (*ROPE_ENTRIES, self.theta_key, self.fraction_key, *local)
+        others = (self.local_theta_key, self.interleaved_key)
+        named = tuple(key for key in others if key is not None)
+        return (*ROPE_ENTRIES, self.theta_key, self.fraction_key, *named)
 
 
 def read_ropes(
@@ -188,6 +194,8 @@ def _write_rope(entries: RopeFormat, rope: Rope) -> dict[str, Any]:
             "truncate": scaling.truncate,
             "attention_factor": scaling.attention_factor,
         }
+        if scaling.mscale_all_dim:
+            result["mscale_all_dim"] = scaling.mscale_all_dim
     elif scaling.kind == "longrope":
         factors = list(scaling.short_factors)
         # the factors of longer contexts have no effect
@@ -244,8 +252,19 @@ class _Reader:
             self._read_number(rope, _THETA, self.entries.theta_key, self.entries.theta),
             self._read_fraction(rope),
             self._read_scaling(key, kind, rope),
-            self.entries.is_interleaved,
+            self._read_interleaving(),
         )
+
+    def _read_interleaving(self) -> bool:
+        """Return whether the rotated pairs are adjacent dimensions."""
+        key = self.entries.interleaved_key
+        if key is None:
+            return self.entries.is_interleaved
+        value = self.config.get(key, self.entries.is_interleaved)
+        if not isinstance(value, bool | None):
+            raise ConfigError(f"{self.origin}: {key}={value!r}: must be true or false")
+        # null is false for transformers, although its default is true
+        return bool(value)
 
     def _read_scaling(self, key: str, kind: str, rope: Mapping[str, Any]) -> RopeScaling | None:
         # original_max_position_embeddings: an entry outside of rope_parameters takes precedence. If
@@ -254,6 +273,11 @@ class _Reader:
         outer = self.config.get(_POSITIONS, self.entries.original_positions)
         if outer is not None or _POSITIONS in self.config:
             values[_POSITIONS] = outer
+        if self.entries.scales_scores and kind != "yarn" and rope.get("mscale_all_dim"):
+            raise ConfigError(
+                f"{self.origin}: {key}: mscale_all_dim={rope['mscale_all_dim']!r} with rope scaling"
+                f" {kind!r} is not supported; supported: yarn"
+            )
         required = _REQUIRED[kind]
         if missing := [name for name in required if name not in values]:
             raise ConfigError(
@@ -347,6 +371,9 @@ class _Reader:
             beta_slow=slow,
             truncate=truncate,
             attention_factor=float(attention_factor),
+            mscale_all_dim=float(
+                (values.get("mscale_all_dim") or 0.0) if self.entries.scales_scores else 0.0
+            ),
         )
 
     def _read_number(
@@ -407,10 +434,6 @@ def _compute_attention_factor(
 
     `mscale` and `mscale_all_dim` are entries of DeepSeek-V2's configurations.
     """
-
-    def compute_scale(weight: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
-
     if mscale and mscale_all_dim:
-        return compute_scale(mscale) / compute_scale(mscale_all_dim)
-    return compute_scale(1.0)
+        return compute_mscale(factor, mscale) / compute_mscale(factor, mscale_all_dim)
+    return compute_mscale(factor, 1.0)

@@ -33,6 +33,9 @@ class RopeScaling:
     """yarn: whether both limits are rounded to whole dimensions."""
     attention_factor: float = 1.0
     """yarn, longrope: factor of the rotated queries and keys."""
+    mscale_all_dim: float = 0.0
+    """yarn with latent attention: weight of log(`factor`) in the factor of the attention scores
+    (see `compute_mscale`); 0 for none."""
     short_factors: tuple[float, ...] = ()
     """longrope: number by which the frequency of each pair is divided, within the context of
     pretraining. Longer contexts have other factors and are not supported."""
@@ -54,6 +57,39 @@ class Rope:
     def attention_factor(self) -> float:
         """Factor of the rotated dimensions of queries and keys."""
         return 1.0 if self.scaling is None else self.scaling.attention_factor
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """Multi-head latent attention (DeepSeek-AI 2024, "DeepSeek-V2", section 2.1), in all layers.
+
+    Keys and values of all heads are projections of one vector per token, the latent. A rotated key,
+    which all heads share, is appended to each head's key. `ModelShape.head_dim` is the size of a
+    head's queries and keys, and `num_kv_heads` equals `num_heads`.
+    """
+
+    q_lora_rank: int | None
+    """Size of the latent of the queries; None if queries are projections of the hidden states."""
+    kv_lora_rank: int
+    """Size of the latent of keys and values."""
+    qk_nope_head_dim: int
+    """Dimensions of a head's queries and keys without rotary positions, which come first."""
+    qk_rope_head_dim: int
+    """Dimensions of a head's queries and keys with rotary positions."""
+    v_head_dim: int
+    """Dimensions of a head's values."""
+    norm_epsilon: float = 1e-6
+    """Epsilon of the norms of the latents."""
+
+    @property
+    def head_dim(self) -> int:
+        """Dimensions of a head's queries and keys."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def cached_dim(self) -> int:
+        """Numbers per token and layer in a KV cache: the latent and the rotated key."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
 
 
 @dataclass(frozen=True)
@@ -132,7 +168,8 @@ class ModelShape:
     residual_scale: float = 1.0
     """Factor of the outputs of attention and feed-forward network."""
     attention_scale: float | None = None
-    """Factor of the attention scores; None for 1 / sqrt(head_dim)."""
+    """Factor of the attention scores; None for 1 / sqrt(head_dim). Latent attention ignores it; see
+    `softmax_scale`."""
     attention_softcap: float | None = None
     """Soft cap c of the attention scores, c tanh(score / c); None for no cap."""
     attention_sinks: bool = False
@@ -143,6 +180,8 @@ class ModelShape:
     """Soft cap of the logits, after their factor; None for no cap."""
     learned_positions: bool = False
     """Whether the model adds learned position embeddings to the token embeddings."""
+    latent_attention: LatentAttention | None = None
+    """Multi-head latent attention; None for multi-head or grouped-query attention."""
     experts: Experts | None = None
     """Mixture of experts of the layers that have one; None if no layer has one."""
 
@@ -165,6 +204,44 @@ class ModelShape:
     def has_plain_scores(self) -> bool:
         """Whether attention is a softmax of scaled scores, which fused kernels compute."""
         return self.attention_softcap is None and not self.attention_sinks
+
+    @property
+    def softmax_scale(self) -> float | None:
+        """Factor of the attention scores; None for 1 / sqrt(head_dim).
+
+        With latent attention, YaRN's `mscale_all_dim` scales queries and keys also in the
+        dimensions that are not rotated, as in the model code of DeepSeek-V2.
+        """
+        if self.latent_attention is None:
+            return self.attention_scale
+        rope = self.layers[0].rope
+        scaling = None if rope is None else rope.scaling
+        mscale = 1.0
+        if scaling is not None and scaling.mscale_all_dim:
+            mscale = compute_mscale(scaling.factor, scaling.mscale_all_dim)
+        return mscale**2 / self.head_dim**0.5
+
+    @property
+    def rotary_dim(self) -> int:
+        """Dimensions of a head in which `Rope.fraction` counts the rotated ones."""
+        latent = self.latent_attention
+        return self.head_dim if latent is None else latent.qk_rope_head_dim
+
+    @property
+    def value_dim(self) -> int:
+        """Dimensions of a head's values."""
+        latent = self.latent_attention
+        return self.head_dim if latent is None else latent.v_head_dim
+
+    @property
+    def has_query_latent(self) -> bool:
+        """Whether latent attention computes the queries from a latent of their own."""
+        return self.latent_attention is not None and self.latent_attention.q_lora_rank is not None
+
+    @property
+    def lacks_query_latent(self) -> bool:
+        """Whether the queries are projections of the hidden states."""
+        return not self.has_query_latent
 
     @property
     def has_windows(self) -> bool:
@@ -203,6 +280,15 @@ def compute_inverse_frequencies(rope: Rope, head_dim: int) -> list[float]:
         pairs = zip(frequencies, scaling.short_factors, strict=True)
         return [frequency / factor for frequency, factor in pairs]
     return [_scale(item, scaling) for item in frequencies]
+
+
+def compute_mscale(factor: float, weight: float) -> float:
+    """Return 0.1 w ln(factor) + 1, YaRN's factor of queries and keys for w = 1.
+
+    See Peng et al. 2023, "YaRN", section 3.4. Other weights w are the entries `mscale` and
+    `mscale_all_dim` of DeepSeek-V2's configurations.
+    """
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
 def _scale(frequency: float, scaling: RopeScaling) -> float:

@@ -145,6 +145,15 @@ def weight_table(shape: ModelShape, head: Head = "vocabulary") -> tuple[TensorSp
         "positions": shape.max_positions,
         "experts": shape.num_experts,
     }
+    latent = shape.latent_attention
+    if latent is not None:
+        sizes |= {
+            "query_latent": latent.q_lora_rank or 0,
+            "key_latent": latent.kv_lora_rank,
+            "key_latent_and_rope": latent.cached_dim,
+            "key_and_value": shape.num_heads * (latent.qk_nope_head_dim + latent.v_head_dim),
+            "attended": shape.num_heads * latent.v_head_dim,
+        }
     weights = [
         weight
         for weight in WEIGHTS[shape.family]
@@ -227,6 +236,9 @@ def _spec(
         "key": sizes["head"],
         "qkv": sizes["head"] * sizes["qkv"] // sizes["key"],
     }
+    heads = sizes["query"] // sizes["head"]
+    for name in ("key_and_value", "attended"):
+        units[name] = sizes.get(name, 0) // heads
     unit = 1 if axis is None else units.get(weight.sizes[axis], 1)
     if weight.is_transposed:
         shape = shape[::-1]
@@ -466,8 +478,9 @@ def build_adapter_table(adapters: Mapping[str, Adapter]) -> tuple[TensorSpec, ..
 def _adapter(weight: TensorSpec, rank: int) -> Adapter:
     outputs, inputs = weight.shape[::-1] if weight.is_transposed else weight.shape
     # A column-parallel layer splits its outputs, a row-parallel layer its inputs. The adapter
-    # splits the factor that has the same dimension.
+    # splits the factor that has the same dimension. A layer that is not split splits neither.
     splits_outputs = weight.axis == (1 if weight.is_transposed else 0)
+    splits_inputs = weight.axis == (0 if weight.is_transposed else 1)
     linear = weight.parameter.removesuffix(".weight")
     name = weight.name.removesuffix(".weight")
     stored_name = weight.stored_range.name.removesuffix(".weight")
@@ -480,7 +493,7 @@ def _adapter(weight: TensorSpec, rank: int) -> Adapter:
     down = TensorSpec(
         name=f"{stored_name}.lora_A.weight",
         shape=(rank, inputs),
-        axis=None if splits_outputs else 1,
+        axis=1 if splits_inputs else None,
         layer=weight.layer,
         parameter=f"{linear}.adapter.down.{stored_name.rsplit('.', 1)[-1]}",
     )

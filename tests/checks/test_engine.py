@@ -14,6 +14,7 @@ from aligner.checks.check import check
 from aligner.checks.engine import find_engine_kind_problems, find_engine_machine_problems
 from aligner.config.compose import compose_config
 from aligner.errors import ConfigError
+from aligner.models.shape import LatentAttention
 from aligner.placement import roles
 from aligner.placement.roles import get_device, uses_gpus
 from aligner.schema import EngineConfig, EngineParallelConfig
@@ -197,6 +198,12 @@ def test_exact_uses_one_thread_and_checks_shape(tmp_path) -> None:
         (
             dataclasses.replace(DENSE, ffn_hidden_size=40),
             "multiple of 32, but the model has 40",
+        ),
+        (
+            dataclasses.replace(
+                DENSE, ffn_hidden_size=64, latent_attention=LatentAttention(None, 8, 4, 4, 8)
+            ),
+            "not supported for models with latent attention",
         ),
     )
     for shape, message in shapes:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -16,7 +18,7 @@ from aligner.schema.keys import with_values
 from aligner.training.rollout_builder import RolloutBuilder
 from aligner.training.samplers import ColocatedSampler
 from tests.engines.engines import engine_bytes
-from tests.megatron.test_memory import GPT2, LLAMA, MIXTRAL, NEOX, QWEN3, TIED
+from tests.megatron.test_memory import DEEPSEEK, GPT2, LLAMA, MIXTRAL, NEOX, QWEN3, TIED
 from tests.training.fakes import Scorers, Stream
 
 MODELS = {
@@ -26,6 +28,7 @@ MODELS = {
     "neox": NEOX,
     "gpt2": GPT2,
     "mixtral": MIXTRAL,
+    "deepseek": DEEPSEEK,
 }
 PADDING = 0.01
 """Allowed padding as a fraction of the storage: every parameter is aligned."""
@@ -57,17 +60,20 @@ def test_shared_engine_stores_only_unshared_weights(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "rows"),
+    ("entries", "values", "rows"),
     [
-        ({}, 4),
-        ({"rollout.micro_batches": 1}, 8),
-        ({"rollout.spare_prompts": 1}, 6),
-        ({"engine.batch_size": 3}, 3),
+        (LLAMA, {}, 4),
+        (DEEPSEEK, {}, 4),
+        (LLAMA, {"rollout.micro_batches": 1}, 8),
+        (LLAMA, {"rollout.spare_prompts": 1}, 6),
+        (LLAMA, {"engine.batch_size": 3}, 3),
     ],
-    ids=["micro-batches", "at-once", "spare-prompts", "batch-size"],
+    ids=["micro-batches", "latents", "at-once", "spare-prompts", "batch-size"],
 )
-def test_kv_cache_bytes_equal_estimate(values: dict[str, int], rows: int) -> None:
-    shape = read_config(LLAMA, "test")
+def test_kv_cache_bytes_equal_estimate(
+    entries: dict[str, Any], values: dict[str, int], rows: int
+) -> None:
+    shape = read_config(entries, "test")
     sizes = {
         "rollout.prompts_per_step": 4,
         "rollout.samples_per_prompt": 2,
@@ -90,7 +96,8 @@ def test_kv_cache_bytes_equal_estimate(values: dict[str, int], rows: int) -> Non
     for _ in range(2):
         source.take()
     assert engine_bytes(engine) - empty == compute_engine_memory(config, shape).cache
-    assert (
-        compute_engine_memory(config, shape).cache
-        == rows * 5 * 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * 4
-    )
+    # the latent and the rotated key, or keys and values of all heads
+    width = 2 * shape.num_kv_heads * shape.head_dim
+    if shape.latent_attention is not None:
+        width = entries["kv_lora_rank"] + entries["qk_rope_head_dim"]
+    assert compute_engine_memory(config, shape).cache == rows * 5 * shape.num_layers * width * 4

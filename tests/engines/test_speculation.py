@@ -29,9 +29,20 @@ OPTIONS = {
 }
 
 
-@pytest.fixture(scope="module", params=["llama", "mistral"])
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "first_k_dense_replace": 3,
+}
+
+
+@pytest.fixture(scope="module", params=["llama", "mistral", "deepseek_v3"])
 def directory(request, tmp_path_factory) -> Path:
-    settings = {"sliding_window": 4} if request.param == "mistral" else {}
+    settings = {"mistral": {"sliding_window": 4}, "deepseek_v3": LATENT}.get(request.param, {})
     return save_model(
         tmp_path_factory.mktemp(request.param), request.param, tie_word_embeddings=True, **settings
     )

@@ -80,6 +80,12 @@ def directory(tmp_path_factory):
     return str(families.save("llama3", tmp_path_factory.mktemp("turns")))
 
 
+@pytest.fixture(scope="module")
+def latent_directory(tmp_path_factory):
+    """A model with latent attention, whose KV cache contains latents."""
+    return str(families.save("deepseek_v3", tmp_path_factory.mktemp("latents")))
+
+
 @pytest.mark.promise("episode-tokens-and-logprobs")
 def test_response_alternates_generated_and_observed_tokens(directory):
     for place, sample in enumerate(episodes(directory, 6)):
@@ -182,6 +188,18 @@ def largest_logprob_error(directory: str, exact: bool) -> float:
 @pytest.mark.parametrize(("exact", "bound"), [(True, 0.0), (False, 1e-5)])
 def test_trainer_logprobs_match_every_generated_token(pool, directory, exact, bound):
     assert pool.run(largest_logprob_error, 1, directory, exact)[0] <= bound
+
+
+@pytest.mark.promise("episode-tokens-and-logprobs")
+def test_trainer_logprobs_match_turns_with_cached_latents(pool, latent_directory):
+    assert pool.run(largest_logprob_error, 1, latent_directory, False)[0] <= 1e-5
+
+
+def test_cached_latents_are_reused_over_turns(latent_directory):
+    expected = episodes(latent_directory, 6, forgets=True, exact=False)
+    for one, other in zip(expected, episodes(latent_directory, 6, exact=False), strict=True):
+        assert torch.equal(one.tokens, other.tokens)
+        torch.testing.assert_close(one.engine_logprobs, other.engine_logprobs, atol=1e-5, rtol=0)
 
 
 def test_weight_update_evicts_kv_cache_between_turns(directory):

@@ -163,6 +163,36 @@ def _granite_bias(t: Any) -> Any:
     return t.GraniteConfig(**_GROUPED, **_rope(), **biases, residual_multiplier=0.7)
 
 
+_LATENT: Mapping[str, Any] = {
+    **_SIZES,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 28,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "first_k_dense_replace": 4,
+}
+
+
+def _deepseek_v3(t: Any) -> Any:
+    # mscale_all_dim scales all attention scores. The norms of the latents keep an epsilon of 1e-6.
+    stretched = _rope(
+        "yarn",
+        factor=4.0,
+        original_max_position_embeddings=16,
+        beta_fast=4.0,
+        beta_slow=0.5,
+        mscale=0.7,
+        mscale_all_dim=1.3,
+    )
+    return t.DeepseekV3Config(**_LATENT, **stretched, rms_norm_eps=1e-3)
+
+
+def _deepseek_v2(t: Any) -> Any:
+    return t.DeepseekV2Config(**{**_LATENT, "q_lora_rank": None}, **_rope())
+
+
 def _gpt2(t: Any) -> Any:
     sizes = {
         "n_layer": 4,
@@ -204,6 +234,9 @@ CONFIGS: Mapping[str, Callable[[Any], Any]] = {
     "gemma3": _gemma3,
     "gemma3-softcap": lambda t: _gemma3(t, final_logit_softcapping=3.0, attention_bias=True),
     "glm4": lambda t: t.Glm4Config(**_GROUPED, **_rope(partial_rotary_factor=0.5), head_dim=32),
+    "deepseek_v3": _deepseek_v3,
+    "deepseek_v3-halves": lambda t: t.DeepseekV3Config(**_LATENT, **_rope(), rope_interleave=False),
+    "deepseek_v2": _deepseek_v2,
     "pythia": lambda t: t.GPTNeoXConfig(**_SIZES, **_rope(partial_rotary_factor=0.25)),
     "pythia-no-bias": lambda t: t.GPTNeoXConfig(
         **_SIZES, **_rope(partial_rotary_factor=0.25), attention_bias=False
@@ -216,6 +249,8 @@ CONFIGS: Mapping[str, Callable[[Any], Any]] = {
     "qwen3_moe-raw": lambda t: _qwen3_moe(t, normalized=False),
 }
 MIXTURES = ("mixtral", "qwen3_moe", "qwen3_moe-bias", "qwen3_moe-raw")
+LATENT = ("deepseek_v3", "deepseek_v3-halves", "deepseek_v2")
+"""Families with latent attention."""
 
 
 def save(family: str, directory: Path) -> Path:

@@ -69,7 +69,12 @@ def test_exported_tensors_and_logits_equal_source_model(pool, model, tmp_path, f
 
 @pytest.mark.parametrize(
     ("family", "lora"),
-    [("qwen3", {}), ("llama3", {"rank": 4, "alpha": 6.0}), ("gpt2", {"rank": 4, "alpha": 6.0})],
+    [
+        ("qwen3", {}),
+        ("llama3", {"rank": 4, "alpha": 6.0}),
+        ("gpt2", {"rank": 4, "alpha": 6.0}),
+        ("deepseek_v3", {"rank": 4, "alpha": 6.0}),
+    ],
 )
 def test_exported_policy_logprobs_equal_transformers(pool, model, tmp_path, family, lora):
     from transformers import AutoModelForCausalLM
@@ -87,7 +92,7 @@ def test_exported_policy_logprobs_equal_transformers(pool, model, tmp_path, fami
     assert (expected - untrained).abs().max() > 0.01
 
 
-@pytest.mark.parametrize("family", ["llama2", "qwen3", "gpt2", "pythia", "mixtral"])
+@pytest.mark.parametrize("family", ["llama2", "qwen3", "gpt2", "pythia", "mixtral", "deepseek_v3"])
 def test_exported_critic_values_equal_transformers(pool, model, tmp_path, family):
     from transformers import AutoModelForSequenceClassification
 

@@ -52,6 +52,7 @@ VARIANTS = {
     "olmo2-bias": ("single", "TP2+SP", "TP2xPP2"),
     "pythia-no-bias": ("single", "TP2xPP2"),
     "qwen3_moe-bias": ("single", "TP2+SPxEP2", "ETP2 over DP2"),
+    "deepseek_v3-halves": ("single",),
     "qwen3_moe-raw": ("single", "EP2", "TP2+SPxEP2"),
 }
 
@@ -166,7 +167,14 @@ def test_rank_slices_equal_model_files_bit_for_bit(pool, model, family):
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 @pytest.mark.parametrize(
-    ("family", "name"), [("pythia", "TP2+SP"), ("pythia", "PP2"), ("mixtral", "EP2")]
+    ("family", "name"),
+    [
+        ("pythia", "TP2+SP"),
+        ("pythia", "PP2"),
+        ("mixtral", "EP2"),
+        ("deepseek_v3", "TP2+SP"),
+        slow("deepseek_v2", "CP2"),
+    ],
 )
 def test_recompute_training_equals_transformers(pool, model, family, name, recompute):
     directory, expected = model(family)

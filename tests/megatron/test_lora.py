@@ -34,8 +34,9 @@ CASES = [
     ("llama3", DP, {"optimizer": {"distributed": True}}),
     *((family, SEQUENCE, {}) for family in ("qwen2", "gpt2", "pythia", "llama-bias")),
     ("mixtral", {"expert": 2, "data": 2}, {}),
+    *(("deepseek_v3", layout, {}) for layout in (SEQUENCE, TP, {})),
 ]
-TYPICAL = (0, 5, 8, 10, 13)
+TYPICAL = (0, 5, 8, 10, 13, 14)
 """Indices of the cases that the first round of tests runs."""
 IDS = [
     "-".join([family, *(f"{key}{value}" for key, value in (layout | more).items())])

@@ -27,7 +27,7 @@ from aligner.models.hugging_face import (
     read_described_config,
 )
 from aligner.models.model_source import directory_config, directory_shape
-from aligner.models.shape import Experts, ModelShape
+from aligner.models.shape import Experts, LatentAttention, ModelShape
 from tests.models.test_families import CONFIGS, LLAMA3, SIZES, frequencies
 
 GPT2 = "GPT2LMHeadModel"
@@ -91,6 +91,16 @@ def transformers_shape(config: dict[str, Any]) -> dict[str, Any]:
     values["activation"] = "gelu_tanh" if activation in tanh else activation
     heads, hidden = values["num_heads"], values["hidden_size"]
     values["head_dim"] = values.get("head_dim") or hidden // heads
+    values["latent_attention"] = None
+    if architecture.latent_entries:
+        latent = LatentAttention(
+            **{
+                attribute: getattr(read, entry.key)
+                for attribute, entry in architecture.latent_entries.items()
+            }
+        )
+        values["latent_attention"] = dataclasses.asdict(latent)
+        values["head_dim"] = read.qk_head_dim
     values["num_kv_heads"] = values.get("num_kv_heads") or heads
     values["ffn_hidden_size"] = values["ffn_hidden_size"] or 4 * hidden
     eos = read.eos_token_id
@@ -214,6 +224,12 @@ def test_missing_entry_has_the_transformers_default(name, key):
         config["n_embd"] = 96  # divisible by the class's 12 heads
     if key in ("num_key_value_heads", "head_dim"):
         config |= {"num_attention_heads": 32, "hidden_size": 256}
+    if name == "DeepseekV3ForCausalLM" and key == "num_key_value_heads":
+        config["num_attention_heads"] = 128  # the class's number of key-value heads
+    if key == "v_head_dim":
+        config["qk_nope_head_dim"] = 128  # values must not be longer than keys
+    if BY_NAME[name].latent_entries and key == "num_attention_heads":
+        config["num_key_value_heads"] = None  # as many as attention heads
     assert_read_alike(config)
 
 
@@ -226,6 +242,8 @@ def test_null_entry_is_read_or_refused_as_transformers_does(name, key):
         return
     with pytest.raises(ConfigError, match=f"missing: {key}"):
         read_config(config, "test")
+    if (name, key) == ("DeepseekV3ForCausalLM", "v_head_dim"):
+        return  # the class accepts null, but its model cannot be built then
     with pytest.raises(Exception, match=key):
         transformers_config(config)
 

@@ -11,7 +11,7 @@ import torch
 
 from aligner.errors import ConfigError
 from aligner.models.architectures import ARCHITECTURES
-from aligner.models.hugging_face import read_config
+from aligner.models.hugging_face import hugging_face_config, read_config
 from aligner.models.shape import ModelShape, compute_inverse_frequencies
 from aligner.models.weight_slices import weight_table
 
@@ -38,6 +38,15 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 10,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "first_k_dense_replace": 64,
+}
 CONFIGS = {
     "LlamaForCausalLM": SIZES,
     "MistralForCausalLM": SIZES,
@@ -53,6 +62,8 @@ CONFIGS = {
     "Gemma2ForCausalLM": SIZES | {"head_dim": 8},
     "Gemma3ForCausalLM": SIZES | {"head_dim": 8},
     "Glm4ForCausalLM": SIZES | {"head_dim": 8},
+    "DeepseekV3ForCausalLM": SIZES | LATENT,
+    "DeepseekV2ForCausalLM": SIZES | LATENT,
     "GPTNeoXForCausalLM": SIZES,
     "GPT2LMHeadModel": {
         "n_layer": 2,
@@ -84,7 +95,7 @@ def frequencies(shape: ModelShape) -> list[float]:
     """Return the rotary frequencies of the first layer."""
     rope = shape.layers[0].rope
     assert rope is not None
-    return compute_inverse_frequencies(rope, shape.head_dim)
+    return compute_inverse_frequencies(rope, shape.rotary_dim)
 
 
 YARN = {
@@ -123,6 +134,58 @@ def test_rotary_frequencies_equal_transformers(rope):
     torch.testing.assert_close(torch.tensor(frequencies(shape)), expected.inv_freq)
     assert shape.layers[0].rope is not None
     assert shape.layers[0].rope.attention_factor == pytest.approx(expected.attention_scaling)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "default", "rope_theta": 10000.0},
+        YARN,
+        YARN | {"factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0},
+        YARN | {"factor": 40, "mscale": 0.707, "mscale_all_dim": 0.5},
+        YARN | {"factor": 1.0, "mscale_all_dim": 1.0},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("version", ["V2", "V3"])
+def test_latent_attention_scales_equal_transformers(version, rope):
+    import transformers
+    from transformers.models.deepseek_v2 import modeling_deepseek_v2 as v2
+    from transformers.models.deepseek_v3 import modeling_deepseek_v3 as v3
+
+    name = f"Deepseek{version}"
+    config = getattr(transformers, f"{name}Config")(**SIZES | LATENT, rope_parameters=rope)
+    module = {"V2": v2, "V3": v3}[version]
+    architecture = {"architectures": [f"{name}ForCausalLM"]}
+    shape = read_config(config.to_dict() | architecture, "test")
+    attention = getattr(module, f"{name}Attention")(config, 0)
+    assert shape.softmax_scale == pytest.approx(attention.scaling, rel=1e-12)
+    rotary = getattr(module, f"{name}RotaryEmbedding")(config)
+    torch.testing.assert_close(torch.tensor(frequencies(shape)), rotary.inv_freq)
+    assert shape.layers[0].rope is not None
+    assert shape.layers[0].rope.attention_factor == pytest.approx(rotary.attention_scaling)
+    assert read_config(hugging_face_config(shape), "test") == shape
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"head_dim": 6}, "head_dim=6 is not supported; supported: 4, which follows from"),
+        ({"num_key_value_heads": 2}, "num_key_value_heads=2 is not supported; supported: the"),
+        ({"v_head_dim": 11}, "v_head_dim=11: must be at most qk_nope_head_dim + qk_rope_head_dim"),
+        ({"first_k_dense_replace": 1}, "first_k_dense_replace=1 is not supported; supported: mod"),
+        ({"rope_interleave": 1}, "rope_interleave=1: must be true or false"),
+        (
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "mscale_all_dim": 1.0}},
+            "mscale_all_dim=1.0 with rope scaling 'linear' is not supported; supported: yarn",
+        ),
+    ],
+)
+def test_unsupported_latent_attention_is_refused(change, message):
+    config = SIZES | LATENT | {"architectures": ["DeepseekV3ForCausalLM"]} | change
+    with pytest.raises(ConfigError, match="origin: ") as caught:
+        read_config(config, "origin")
+    assert message in str(caught.value)
 
 
 LONGROPE = {

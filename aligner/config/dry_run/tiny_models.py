@@ -389,6 +389,17 @@ def _make_narrow(
         for size in count(8, 8)
         if size == shape.head_dim or all((size * part) % 2 == 0 for part in rotary_fractions)
     )
+    latent = shape.latent_attention
+    if latent is not None:
+        latent = dataclasses.replace(
+            latent,
+            q_lora_rank=None if latent.q_lora_rank is None else 24,
+            kv_lora_rank=16,
+            qk_nope_head_dim=8,
+            qk_rope_head_dim=8,
+            v_head_dim=8,
+        )
+        head_dim = latent.head_dim
     # The hidden size keeps its relation to the total size of the heads: equal, larger or smaller.
     hidden_size = num_heads * head_dim
     attention_size = shape.num_heads * shape.head_dim
@@ -417,6 +428,7 @@ def _make_narrow(
         vocab_size=vocabulary,
         eos_token_ids=(1,),
         pad_token_id=0,
+        latent_attention=latent,
         experts=experts,
     )
 

@@ -51,6 +51,9 @@ def compute_cache_size(
 class KVCache:
     """KV cache of one tensor-parallel rank: row r, column t holds token t of the sequence in row r.
 
+    With latent attention, a token has one key for all heads: its latent, followed by the rotated
+    key that all heads share. Its value is the latent, so values are a view of the keys.
+
     The memory is kept between generations. Each generation divides it into the rows and columns
     that it needs.
     """
@@ -77,12 +80,18 @@ class KVCache:
         # Keys and values are one tensor, so that they share an allocation.
         self._leading_dims = (2, shape.num_layers)
         self._head_dims = (shape.num_kv_heads // tensor_parallel_size, shape.head_dim)
+        latent = shape.latent_attention
+        self._latent_dim = None if latent is None else latent.kv_lora_rank
+        if latent is not None:
+            self._leading_dims = (1, shape.num_layers)
+            self._head_dims = (1, latent.cached_dim)
         self._is_token_major = token_major
         self._storage = torch.empty(0, device=device, dtype=dtype)
         self.size = CacheSize(0, 0)
         """Current number of rows and columns."""
         self.keys = self.values = torch.empty(0)
-        """Keys, [layers, rows, KV heads, columns, head dim]; `values` has the same shape.
+        """Keys, [layers, rows, KV heads, columns, head dim]; `values` has the same shape, but for
+        latent attention, whose values are the first `kv_lora_rank` dimensions of the keys.
 
         This is the shape in both memory layouts.
         """
@@ -114,7 +123,9 @@ class KVCache:
         keys_and_values = self._storage[:numel].view(shape)
         if self._is_token_major:
             keys_and_values = keys_and_values.transpose(3, 4)
-        self.keys, self.values = keys_and_values
+        self.keys, self.values = keys_and_values[0], keys_and_values[-1]
+        if self._latent_dim is not None:
+            self.values = self.keys[..., : self._latent_dim]
         self.size = size
         return True
 
@@ -135,15 +146,36 @@ class KVCache:
 
     def copy_rows(self, sources: list[int], targets: list[int], width: int) -> None:
         """Copy the first `width` columns of the rows `sources` to the rows `targets`."""
-        for tensor in (self.keys, self.values):
+        for tensor in (self.keys, self.values) if self._latent_dim is None else (self.keys,):
             # A single row is copied directly; indexing with lists makes a temporary copy.
             if len(sources) == 1:
                 tensor[:, targets[0], :, :width] = tensor[:, sources[0], :, :width]
             else:
                 tensor[:, targets, :, :width] = tensor[:, sources, :, :width]
 
+    def write_tokens(
+        self, layer: int, rows: Tensor, columns: Tensor, keys: Tensor, values: Tensor | None
+    ) -> None:
+        """Write the keys and values of single tokens.
+
+        Args:
+            layer: Index of the layer.
+            rows: Row of each token, int64 [R].
+            columns: Column of each token, int64 [R].
+            keys: Keys of the tokens, [R, KV heads, head dim].
+            values: Values of the tokens, [R, KV heads, head dim]; None with latent attention.
+        """
+        self.keys[layer][rows, :, columns] = keys
+        if values is not None:
+            self.values[layer][rows, :, columns] = values
+
     def write_prompts(
-        self, layer: int, rows: list[int], prompt_indices: Tensor, keys: Tensor, values: Tensor
+        self,
+        layer: int,
+        rows: list[int],
+        prompt_indices: Tensor,
+        keys: Tensor,
+        values: Tensor | None,
     ) -> None:
         """Write the keys and values of prompts at the start of their rows.
 
@@ -152,7 +184,8 @@ class KVCache:
             rows: Indices of the rows to write, of length C.
             prompt_indices: Index of the prompt of each row, int64 [C].
             keys: Keys of the prompts, [U, KV heads, P, head dim].
-            values: Values of the prompts, [U, KV heads, P, head dim].
+            values: Values of the prompts, [U, KV heads, P, head dim]; None with latent attention.
         """
         self.keys[layer, rows, :, : keys.shape[2]] = keys[prompt_indices]
-        self.values[layer, rows, :, : values.shape[2]] = values[prompt_indices]
+        if values is not None:
+            self.values[layer, rows, :, : values.shape[2]] = values[prompt_indices]

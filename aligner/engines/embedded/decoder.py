@@ -21,7 +21,13 @@ from aligner.engines.embedded.matmuls import Matmuls
 from aligner.engines.embedded.sliced_attention import Spans
 from aligner.models import batch_invariant, score_attention
 from aligner.models.rotary import compute_rotation, rotate
-from aligner.models.shape import Experts, ModelShape, Rope, compute_inverse_frequencies
+from aligner.models.shape import (
+    Experts,
+    LatentAttention,
+    ModelShape,
+    Rope,
+    compute_inverse_frequencies,
+)
 from aligner.models.weight_slices import weight_table
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -177,7 +183,9 @@ class Decoder:
         self._rank = rank
         self._group = group
         self._heads = shape.num_heads // tensor_parallel_size
-        self._kv_heads = shape.num_kv_heads // tensor_parallel_size
+        # All heads share the latents that latent attention caches.
+        has_latents = shape.latent_attention is not None
+        self._kv_heads = 1 if has_latents else shape.num_kv_heads // tensor_parallel_size
         self._activation = _ACTIVATIONS[shape.activation]
         # Some checkpoints store query, key and value in one tensor, interleaved by KV head. The
         # engine keeps the order of the checkpoint's file.
@@ -186,7 +194,7 @@ class Decoder:
         )
         ropes = {layer.rope for layer in shape.layers if layer.rope is not None}
         self._inverse_frequencies = {
-            rope: torch.tensor(compute_inverse_frequencies(rope, shape.head_dim), device=device)
+            rope: torch.tensor(compute_inverse_frequencies(rope, shape.rotary_dim), device=device)
             for rope in ropes
         }
         self._windows = {layer.sliding_window for layer in shape.layers}
@@ -388,27 +396,11 @@ class Decoder:
         prefix = f"decoder.layers.{layer}."
         has_norm_before = self._shape.norm_placement != "after"
         normed = self._apply_norm(x, prefix + "input_layernorm") if has_norm_before else x
-        rope = self._shape.layers[layer].rope
-        rotation = None if rope is None else metadata.rotations[rope]
-        query, key, value = self._compute_qkv(normed, prefix + "self_attention.", rope, rotation)
-
-        # The decoding rows attend to the KV cache, the prompts to themselves; the two kinds need
-        # different masks and kernels.
-        rows = len(step.tokens)
-        parts = []
-        if rows:
-            parts.append(
-                self._attend_cache(
-                    layer, query[:rows], key[:rows], value[:rows], step, metadata, cache
-                )
-            )
-        if step.prompts is not None:
-            parts.append(
-                self._attend_prompts(
-                    layer, query[rows:], key[rows:], value[rows:], step, metadata, cache
-                )
-            )
-        attention = parts[0] if len(parts) == 1 else torch.cat(parts)
+        latent = self._shape.latent_attention
+        if latent is None:
+            attention = self._attend(layer, normed, step, metadata, cache)
+        else:
+            attention = self._attend_latents(layer, normed, latent, step, metadata, cache)
         attention = self._apply_row_parallel(attention, prefix + "self_attention.linear_proj")
 
         # Parallel residual, as in GPT-NeoX: attention and MLP both read the layer's input.
@@ -434,16 +426,21 @@ class Decoder:
         scale = self._shape.residual_scale
         return x if scale == 1 else x * scale
 
-    def _apply_norm(self, x: Tensor, name: str) -> Tensor:
-        """Normalize x over its last dimension, with RMSNorm or LayerNorm."""
+    def _apply_norm(self, x: Tensor, name: str, epsilon: float | None = None) -> Tensor:
+        """Normalize x over its last dimension, with RMSNorm or LayerNorm.
+
+        Args:
+            x: Values of any shape.
+            name: Name of the norm's weights.
+            epsilon: Epsilon of the norm; None for the model's.
+        """
         weight = self._weights[name + ".weight"]
+        epsilon = self._shape.norm_epsilon if epsilon is None else epsilon
         if self._shape.zero_centered_norms:
             weight = weight + 1
         if self._shape.normalization == "rms":
-            return F.rms_norm(x, weight.shape, weight, self._shape.norm_epsilon)
-        return F.layer_norm(
-            x, weight.shape, weight, self._weights[name + ".bias"], self._shape.norm_epsilon
-        )
+            return F.rms_norm(x, weight.shape, weight, epsilon)
+        return F.layer_norm(x, weight.shape, weight, self._weights[name + ".bias"], epsilon)
 
     def _normalize_projection(self, x: Tensor, name: str) -> Tensor:
         """Normalize queries or keys [N, heads, head dim] over the heads of all ranks together."""
@@ -452,6 +449,142 @@ class Decoder:
         size = flat.shape[1] * self._tensor_parallel_size
         normed = flat * torch.rsqrt(total / size + self._shape.norm_epsilon)
         return (normed * self._weights[name + ".weight"]).to(x.dtype).view(x.shape)
+
+    def _attend(
+        self, layer: int, x: Tensor, step: Step, metadata: _AttentionMetadata, cache: KVCache
+    ) -> Tensor:
+        """Compute attention from x [N, hidden] to the outputs of this rank's heads.
+
+        Returns:
+            The attention output [N, heads * head dim].
+        """
+        prefix = f"decoder.layers.{layer}.self_attention."
+        rope = self._shape.layers[layer].rope
+        rotation = None if rope is None else metadata.rotations[rope]
+        query, key, value = self._compute_qkv(x, prefix, rope, rotation)
+
+        # The decoding rows attend to the KV cache, the prompts to themselves; the two kinds need
+        # different masks and kernels.
+        rows = len(step.tokens)
+        parts = []
+        if rows:
+            cache.write_tokens(layer, metadata.cache_rows, step.positions, key[:rows], value[:rows])
+            parts.append(self._attend_cache(layer, query[:rows], step, metadata, cache))
+        prompts = step.prompts
+        if prompts is not None:
+            keys, values = (self._pad_prompts(t[rows:], prompts, metadata) for t in (key, value))
+            # Prompts that are only scored have no rows.
+            if prompts.rows:
+                cache.write_prompts(layer, prompts.rows, prompts.prompt_indices, keys, values)
+            parts.append(self._attend_prompts(layer, query[rows:], keys, values, prompts, metadata))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _attend_latents(
+        self,
+        layer: int,
+        x: Tensor,
+        latent: LatentAttention,
+        step: Step,
+        metadata: _AttentionMetadata,
+        cache: KVCache,
+    ) -> Tensor:
+        """Compute multi-head latent attention, from x [N, hidden] to [N, heads * value dim].
+
+        Decoding rows attend to the cached latents themselves, as if these were the keys and values
+        of one KV head: `linear_kv_up_proj` is applied to their queries and outputs instead. For
+        prompts, it is cheaper to compute the keys and values of all heads.
+
+        Source: DeepSeek-AI 2024, "DeepSeek-V2", section 2.1.2.
+        """
+        prefix = f"decoder.layers.{layer}.self_attention."
+        rope = self._shape.layers[layer].rope
+        rotation = None if rope is None else metadata.rotations[rope]
+        query, cached = self._compute_latents(x, prefix, latent, rope, rotation)
+
+        rows = len(step.tokens)
+        parts = []
+        if rows:
+            cache.write_tokens(layer, metadata.cache_rows, step.positions, cached[:rows], None)
+            # Weights of keys and values, [heads, qk_nope_head_dim or v_head_dim, kv_lora_rank].
+            key_weights, value_weights = (
+                self._weights[prefix + "linear_kv_up_proj.weight"]
+                .view(self._heads, -1, latent.kv_lora_rank)
+                .split((latent.qk_nope_head_dim, latent.v_head_dim), 1)
+            )
+            unrotated, rotated = query[:rows].split(
+                (latent.qk_nope_head_dim, latent.qk_rope_head_dim), -1
+            )
+            # q · (W c) = (Wᵀ q) · c for a query q, the weights W of keys, and a latent c.
+            latent_query = (unrotated.transpose(0, 1) @ key_weights).transpose(0, 1)
+            attention = self._attend_cache(
+                layer, torch.cat((latent_query, rotated), -1), step, metadata, cache
+            )
+            latents = attention.view(rows, self._heads, latent.kv_lora_rank)
+            values = (latents.transpose(0, 1) @ value_weights.mT).transpose(0, 1)
+            parts.append(values.flatten(1))
+        prompts = step.prompts
+        if prompts is not None:
+            key_latent, shared_key = cached[rows:].split(
+                (latent.kv_lora_rank, latent.qk_rope_head_dim), -1
+            )
+            keys_and_values = self._matmuls.linear(key_latent[:, 0], prefix + "linear_kv_up_proj")
+            key, value = keys_and_values.unflatten(-1, (self._heads, -1)).split(
+                (latent.qk_nope_head_dim, latent.v_head_dim), -1
+            )
+            key = torch.cat((key, shared_key.expand(-1, self._heads, -1)), -1)
+            # Fused kernels require values as long as keys.
+            value = F.pad(value, (0, latent.head_dim - latent.v_head_dim))
+            keys, values = (self._pad_prompts(t, prompts, metadata) for t in (key, value))
+            if prompts.rows:
+                cache.write_prompts(
+                    layer,
+                    prompts.rows,
+                    prompts.prompt_indices,
+                    self._pad_prompts(cached[rows:], prompts, metadata),
+                    None,
+                )
+            attention = self._attend_prompts(layer, query[rows:], keys, values, prompts, metadata)
+            heads = attention.unflatten(-1, (self._heads, latent.head_dim))
+            parts.append(heads[..., : latent.v_head_dim].flatten(1))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _compute_latents(
+        self,
+        x: Tensor,
+        prefix: str,
+        latent: LatentAttention,
+        rope: Rope | None,
+        rotation: tuple[Tensor, Tensor] | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Compute the queries and the latents of x [N, hidden].
+
+        Returns:
+            Queries of this rank's heads, [N, heads, head dim], and the cached part of keys and
+            values, [N, 1, kv_lora_rank + qk_rope_head_dim], which is the same on all ranks.
+        """
+        if latent.q_lora_rank is None:
+            projected = self._matmuls.linear(x, prefix + "linear_q_proj")
+        else:
+            query_latent = self._matmuls.linear(x, prefix + "linear_q_down_proj")
+            query_latent = self._apply_norm(
+                query_latent, prefix + "q_layernorm", latent.norm_epsilon
+            )
+            projected = self._matmuls.linear(query_latent, prefix + "linear_q_up_proj")
+        query = projected.unflatten(-1, (self._heads, -1))
+
+        key_latent, shared_key = self._matmuls.linear(x, prefix + "linear_kv_down_proj").split(
+            (latent.kv_lora_rank, latent.qk_rope_head_dim), -1
+        )
+        key_latent = self._apply_norm(key_latent, prefix + "kv_layernorm", latent.norm_epsilon)
+        shared_key = shared_key[:, None]
+        if rope is not None and rotation is not None:
+            is_interleaved = rope.is_interleaved
+            unrotated, rotated = query.split((latent.qk_nope_head_dim, latent.qk_rope_head_dim), -1)
+            query = torch.cat(
+                (unrotated, rotate(rotated, *rotation, is_interleaved=is_interleaved)), -1
+            )
+            shared_key = rotate(shared_key, *rotation, is_interleaved=is_interleaved)
+        return query, torch.cat((key_latent[:, None], shared_key), -1)
 
     def _compute_qkv(
         self, x: Tensor, prefix: str, rope: Rope | None, rotation: tuple[Tensor, Tensor] | None
@@ -494,28 +627,28 @@ class Decoder:
         self,
         layer: int,
         query: Tensor,
-        key: Tensor,
-        value: Tensor,
         step: Step,
         metadata: _AttentionMetadata,
         cache: KVCache,
     ) -> Tensor:
-        """Write new tokens into the KV cache, and compute their attention over their rows.
+        """Compute the attention of decoding rows over the KV cache, which contains their tokens.
+
+        Args:
+            layer: Index of the layer.
+            query: [R, heads, head dim].
+            step: The step.
+            metadata: Attention metadata of the step.
+            cache: The KV cache. A query attends to its own token, too.
 
         Returns:
-            The attention output of the decoding rows, [R, heads * head dim].
+            The attention output of the decoding rows, [R, heads * value dim].
         """
         keys = cache.keys[layer]
         values = cache.values[layer]
-        token_index = (metadata.cache_rows, slice(None), step.positions)
-        # Write first: a query attends to its own token too.
-        keys[token_index] = key
-        values[token_index] = value
-
         window = self._shape.layers[layer].sliding_window
         if metadata.spans is not None:
             return sliced_attention.attend(
-                query, keys, values, metadata.spans, window, self._shape.attention_scale
+                query, keys, values, metadata.spans, window, self._shape.softmax_scale
             )
 
         # Slices of consecutive rows are views. Indexing with a list of rows would copy the cache.
@@ -541,11 +674,11 @@ class Decoder:
             layer: Index of the layer.
             query: [B, W, heads, head dim], where W is `Step.tokens_per_row`.
             keys: [B, KV heads, columns, head dim].
-            values: [B, KV heads, columns, head dim].
+            values: [B, KV heads, columns, value dim].
             mask: These rows' part of an `_AttentionMetadata.cache_masks`.
 
         Returns:
-            The attention output [B * W, heads * head dim].
+            The attention output [B * W, heads * value dim].
         """
         rows, tokens_per_row, _, head_dim = query.shape
         if self.is_exact or not self._shape.has_plain_scores:
@@ -557,7 +690,7 @@ class Decoder:
         grouped = query.reshape(rows, tokens_per_row, self._kv_heads, -1, head_dim)
         stacked = grouped.transpose(1, 2).flatten(2, 3)
         attention = F.scaled_dot_product_attention(
-            stacked, keys, values, attn_mask=mask, scale=self._shape.attention_scale
+            stacked, keys, values, attn_mask=mask, scale=self._shape.softmax_scale
         )
         # [B, KV heads, W, queries of a KV head, head dim] -> [B * W, heads * head dim]
         unstacked = attention.unflatten(2, (tokens_per_row, -1))
@@ -567,31 +700,27 @@ class Decoder:
         self,
         layer: int,
         query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        step: Step,
+        keys: Tensor,
+        values: Tensor,
+        prompts: Prompts,
         metadata: _AttentionMetadata,
-        cache: KVCache,
     ) -> Tensor:
-        """Compute the attention within each prompt, and write its keys and values into the cache.
+        """Compute the attention within each prompt.
+
+        Args:
+            layer: Index of the layer.
+            query: [N, heads, head dim].
+            keys: [U, KV heads, P, head dim].
+            values: [U, KV heads, P, value dim].
+            prompts: The prompts.
+            metadata: Attention metadata of the step.
 
         Returns:
-            The attention output of the prompt tokens, [N, heads * head dim].
+            The attention output of the prompt tokens, [N, heads * value dim].
         """
-        prompts = step.prompts
         token_indices = metadata.prompt_token_indices
-        assert prompts is not None and token_indices is not None
-        padded_size = (len(prompts.lengths), prompts.max_length)
-
-        def pad(packed: Tensor) -> Tensor:
-            # From [N, heads, head dim] to [U, heads, P, head dim]. The padding comes after the
-            # prompt, so a causal mask already hides it from the prompt's tokens.
-            padded = packed.new_zeros(*padded_size, *packed.shape[1:])
-            return padded.index_put_(token_indices, packed).transpose(1, 2)
-
-        queries = pad(query)
-        keys = pad(key)
-        values = pad(value)
+        assert token_indices is not None
+        queries = self._pad_prompts(query, prompts, metadata)
         mask = metadata.prompt_masks[self._shape.layers[layer].sliding_window]
         if self.is_exact or not self._shape.has_plain_scores:
             attention = self._attend_scores(layer, queries, keys, values, mask)
@@ -602,12 +731,9 @@ class Decoder:
                 values,
                 attn_mask=mask,
                 is_causal=mask is None,
-                scale=self._shape.attention_scale,
+                scale=self._shape.softmax_scale,
                 enable_gqa=True,
             )
-        # Prompts that are only scored have no rows.
-        if prompts.rows:
-            cache.write_prompts(layer, prompts.rows, prompts.prompt_indices, keys, values)
         return attention.transpose(1, 2)[token_indices].flatten(1)
 
     def _attend_scores(
@@ -629,17 +755,30 @@ class Decoder:
         shape = self._shape
         if self.is_exact:
             assert visible is not None
-            return batch_invariant.attend(query, keys, values, visible, shape.attention_scale)
+            return batch_invariant.attend(query, keys, values, visible, shape.softmax_scale)
         prefix = f"decoder.layers.{layer}.self_attention.core_attention."
         return score_attention.attend(
             query,
             keys,
             values,
             visible,
-            scale=shape.attention_scale,
+            scale=shape.softmax_scale,
             softcap=shape.attention_softcap,
             sinks=self._weights[prefix + "softmax_offset"] if shape.attention_sinks else None,
         )
+
+    def _pad_prompts(
+        self, packed: Tensor, prompts: Prompts, metadata: _AttentionMetadata
+    ) -> Tensor:
+        """Return values of the prompts' tokens [N, heads, dim] as rows [U, heads, P, dim].
+
+        The padding comes after the prompt, so a causal mask already hides it from the prompt's
+        tokens.
+        """
+        token_indices = metadata.prompt_token_indices
+        assert token_indices is not None
+        padded = packed.new_zeros(len(prompts.lengths), prompts.max_length, *packed.shape[1:])
+        return padded.index_put_(token_indices, packed).transpose(1, 2)
 
     def _apply_mlp(self, x: Tensor, prefix: str) -> Tensor:
         """Compute the feed-forward network of x [N, hidden]."""

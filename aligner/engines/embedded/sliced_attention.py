@@ -39,12 +39,17 @@ class Spans:
 
 
 def can_slice(shape: ModelShape, device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether the kernel supports the model's attention, the device and the data type."""
+    """Return whether the kernel supports the model's attention, the device and the data type.
+
+    The keys that latent attention caches are longer than its values, which the kernel does not
+    support.
+    """
     is_half = dtype in (torch.bfloat16, torch.float16)
     return (
         device.type == "cuda"
         and is_half
         and shape.has_plain_scores
+        and shape.latent_attention is None
         and shape.head_dim % 8 == 0
         and shape.head_dim <= _MAX_HEAD_DIM
     )

@@ -62,11 +62,13 @@ class Layer:
         width = self._activation_parts * self.shape.ffn_hidden_size
         dense = self.device.itemsize * width / self.layout.tensor
         network = self._expert_bytes if self.shape.num_experts else dense
-        attention_output = self.device.itemsize * self._head_widths[0]
+        value_share = self.shape.value_dim / self.shape.head_dim
+        attention_output = self.device.itemsize * self._head_widths[0] * value_share
         return (
             (norm_inputs + 2) * self.residual_bytes
             + self.core_input_bytes
             + self._norm_bytes
+            + self._latent_bytes
             + attention_output
             + network
         )
@@ -75,8 +77,13 @@ class Layer:
     def core_input_bytes(self) -> float:
         """Queries, keys and values, the output of one matmul.
 
-        Normalized or non-contiguous tensors are saved once more.
+        Normalized or non-contiguous tensors are saved once more. With latent attention, the core
+        begins with the latents, and has the gathered key of all heads as a further input.
         """
+        latent = self.shape.latent_attention
+        if latent is not None:
+            shared_key = latent.qk_rope_head_dim if self.layout.sequence else 0
+            return self.device.itemsize * shared_key
         queries, keys = self._head_widths
         needs_copy = self.shape.num_kv_heads > self.layout.tensor and not self.device.is_gpu
         copied_width = queries if needs_copy else 0
@@ -92,13 +99,18 @@ class Layer:
         """
         queries, keys = self._head_widths
         context_ranks = self.layout.context
+        has_latents = self.shape.latent_attention is not None
         if context_ranks > 1:  # each rank gathers the keys and values of all context ranks
             width = queries + 2 * keys * context_ranks
         else:
-            rotated_width = queries + keys if any(layer.rope for layer in self.shape.layers) else 0
+            # latent attention saves no queries and keys before their rotation
+            is_rotated = any(layer.rope for layer in self.shape.layers) and not has_latents
+            rotated_width = queries + keys if is_rotated else 0
             width = queries + 2 * keys + rotated_width
         if not self._uses_tree_attention:
             width += 2 * queries + 2 * keys * context_ranks + self._mask_width
+        elif has_latents:
+            width += queries  # the output, whose heads are longer than the values
         return self.device.itemsize * width + FP32 * self.shape.num_heads / self.layout.tensor
 
     @property
@@ -123,6 +135,16 @@ class Layer:
         """Widths of the rank's queries and of its keys; values are as wide as keys."""
         width = self.shape.head_dim / self.layout.tensor
         return self.shape.num_heads * width, self.shape.num_kv_heads * width
+
+    @property
+    def _latent_bytes(self) -> float:
+        """Bytes of the latents of latent attention, before and after their norms."""
+        latent = self.shape.latent_attention
+        if latent is None:
+            return 0
+        width = 2 * (latent.q_lora_rank or 0) + latent.cached_dim + latent.kv_lora_rank
+        shards = self.layout.tensor if self.layout.sequence else 1
+        return self.device.itemsize * width / shards
 
     @property
     def _norm_bytes(self) -> float:
@@ -377,9 +399,13 @@ class StageActivations:
 def compute_forward_work_bytes(shape: ModelShape, tensor: int, tokens: int, itemsize: int) -> float:
     """Return the bytes of temporary tensors of a layer's forward pass without gradients.
 
-    These are the residual stream, the output of a norm, and both sides of the activation function.
+    These are the residual stream, the output of a norm, and both sides of the activation function,
+    or the queries, keys and values of latent attention with their copies as rows.
     """
-    width = 4 * shape.hidden_size + 2 * _feed_forward_width(shape) / tensor
+    inner_width = 2 * _feed_forward_width(shape)
+    if shape.latent_attention is not None:
+        inner_width = max(inner_width, 7 * shape.num_heads * shape.head_dim)
+    width = 4 * shape.hidden_size + inner_width / tensor
     return tokens * itemsize * width
 
 
