@@ -772,7 +772,8 @@ COMMANDS = {
     ),
     "convert": Command(
         "aligner.cli.stored_models:convert",
-        "export a model of a checkpoint, or a Hugging Face model, to a Hugging Face directory",
+        "export a model of a checkpoint, a Hugging Face model or a Megatron-LM checkpoint"
+        " (torch_dist) to a Hugging Face directory, or to a Megatron-LM checkpoint",
         (
             _add(
                 "source",
@@ -793,6 +794,19 @@ COMMANDS = {
                 default="5GB",
                 metavar="SIZE",
                 help="maximum size of one weight file, such as 5GB or 500MiB (default: 5GB)",
+            ),
+            _add(
+                "--config",
+                type=Path,
+                metavar="DIRECTORY",
+                help="Hugging Face directory with the config.json and the tokenizer of a torch_dist"
+                " checkpoint, which has neither",
+            ),
+            _add(
+                "--format",
+                choices=("huggingface", "torch_dist"),
+                default="huggingface",
+                help="format of the output (default: huggingface)",
             ),
         ),
     ),

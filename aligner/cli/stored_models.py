@@ -29,7 +29,13 @@ from aligner.agents.generate import Progress as GenerationProgress
 from aligner.agents.generate import generate, plan_job
 from aligner.checks.environment import find_agent_key_problems
 from aligner.config.compose import compose_config, load_config
-from aligner.data.export import export, find_source, parse_size
+from aligner.data.export import (
+    Source,
+    export,
+    find_source,
+    find_torch_dist_checkpoint,
+    parse_size,
+)
 from aligner.data.hub_datasets import resolve_hub_path
 from aligner.data.prompts import read_prompts, read_suite
 from aligner.data.records import Record
@@ -633,19 +639,57 @@ def _show_progress(samples: int) -> Iterator[Callable[[GenerationProgress], None
 
 
 def convert(parsed: argparse.Namespace) -> None:
-    """Write a model as a Hugging Face directory, and print the path of the directory."""
+    """Write a model as a Hugging Face directory or a torch_dist checkpoint, and print the path."""
     terminate_with_launcher()
     max_shard_bytes = parse_size(parsed.max_shard_size)
-    source = find_source(parsed.source)
+    source = _find_conversion_source(parsed.source, parsed.config)
+    notices: list[str] = []
     with _make_progress(DownloadColumn()) as progress:
         task = progress.add_task("writing", total=None)
-        notices = export(
-            source,
-            parsed.output,
-            dtype=parsed.dtype,
-            max_shard_bytes=max_shard_bytes,
-            progress=lambda done, total: progress.update(task, completed=done, total=total),
-        )
+
+        def show(done: int, total: int) -> None:
+            progress.update(task, completed=done, total=total)
+
+        if parsed.format == "torch_dist":
+            from aligner.megatron.torch_dist import write_checkpoint
+
+            write_checkpoint(source, parsed.output, dtype=parsed.dtype, progress=show)
+        else:
+            notices = export(
+                source,
+                parsed.output,
+                dtype=parsed.dtype,
+                max_shard_bytes=max_shard_bytes,
+                progress=show,
+            )
     for notice in notices:
         print_note(notice)
     print(parsed.output)
+
+
+def _find_conversion_source(path: Path, config_directory: Path | None) -> Source:
+    """Return the model at a path.
+
+    Args:
+        path: A run, a checkpoint, a Hugging Face directory, or a Megatron-LM checkpoint.
+        config_directory: The argument `--config`.
+
+    Raises:
+        ConfigError: There is no model at the path, or `--config` is missing or has no effect.
+    """
+    checkpoint = find_torch_dist_checkpoint(path)
+    if checkpoint is None:
+        if config_directory is not None:
+            raise ConfigError(
+                f"--config {config_directory}: has no effect, because {path} is not a torch_dist"
+                " checkpoint of Megatron-LM; leave it out"
+            )
+        return find_source(path)
+    if config_directory is None:
+        raise ConfigError(
+            f"{path}: a torch_dist checkpoint contains no config.json and no tokenizer; add"
+            " --config with the Hugging Face directory of a model of the same shape"
+        )
+    from aligner.megatron.torch_dist import read_checkpoint
+
+    return read_checkpoint(checkpoint, config_directory)

@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -100,7 +101,7 @@ class Source:
         table = weight_table(read_config(self.config, "the model"), self.head)
         for name, specs in group_by_stored_tensor(table).items():
             stored = self.read(name)
-            yield {spec.name: _select_weight(stored, spec) for spec in specs}
+            yield {spec.name: select_weight(stored, spec) for spec in specs}
 
 
 def parse_size(text: str) -> int:
@@ -170,12 +171,30 @@ def find_source(path: Path, argument: str = "SOURCE") -> Source:
     return _directory_source(path, argument)
 
 
+def find_torch_dist_checkpoint(path: Path) -> Path | None:
+    """Return the directory of a torch_dist checkpoint at a path; None if there is none.
+
+    Args:
+        path: A checkpoint, such as `iter_0001000`, or Megatron-LM's directory of checkpoints, which
+            stands for the latest one.
+    """
+    with suppress(OSError, ValueError):
+        latest = (path / "latest_checkpointed_iteration.txt").read_text().strip()
+        path = path / (latest if latest == "release" else f"iter_{int(latest):07d}")
+    with suppress(OSError, ValueError):
+        content = json.loads((path / "metadata.json").read_bytes())
+        if content.get("sharded_backend") == "torch_dist":
+            return path
+    # NeMo stores the weights in a folder of their own.
+    return find_torch_dist_checkpoint(path / "weights") if (path / "weights").is_dir() else None
+
+
 def _check_files(directory: Path, files: Mapping[str, FileRecord]) -> None:
     if damaged := find_damaged_files(directory, files):
         raise AlignerError(f"{directory}: the checkpoint is damaged: {'; '.join(damaged)}")
 
 
-def _select_weight(stored: Tensor, spec: TensorSpec) -> Tensor:
+def select_weight(stored: Tensor, spec: TensorSpec) -> Tensor:
     """Return the weight that is stored as a range of a file's tensor."""
     axis, start = spec.stored_range.axis, spec.stored_range.start
     return stored if axis is None else stored.narrow(axis, start, spec.shape[axis])
