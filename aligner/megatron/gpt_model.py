@@ -33,6 +33,7 @@ from torch import Tensor
 
 from aligner.errors import ConfigError
 from aligner.megatron.layers import (
+    ExpertRouter,
     GroupedExperts,
     decoder_submodules,
     install_head,
@@ -112,14 +113,16 @@ def _expert_settings(experts: Experts) -> dict[str, Any]:
         "num_moe_experts": experts.count,
         "moe_router_topk": experts.per_token,
         "moe_ffn_hidden_size": experts.ffn_hidden_size,
-        # A softmax over the selected experts equals a softmax over all experts, followed by a
-        # normalization of the selected weights to a sum of one.
-        "moe_router_pre_softmax": not experts.normalizes_weights,
+        # `ExpertRouter` computes the weights; megatron-core requires this value for one expert per
+        # token.
+        "moe_router_pre_softmax": True,
         # The choice of experts is sensitive to rounding, so the router computes in fp32 whatever
         # the dtype of the layers.
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
+        "moe_shared_expert_intermediate_size": experts.shared_size or None,
+        "moe_shared_expert_gate": experts.has_shared_gate,
         # megatron-core's grouped GEMM stores all experts in one parameter or requires
         # transformer-engine; see `aligner.megatron.layers.GroupedExperts`.
         "moe_grouped_gemm": False,
@@ -334,8 +337,11 @@ def _build_chunk(
     # megatron-core creates its layers in the configured dtype, but our norms and heads are created
     # in float32.
     model = model.to(device=world.device, dtype=config.params_dtype)
-    for experts in (module for module in model.modules() if isinstance(module, GroupedExperts)):
-        experts.make_weights_contiguous()
+    for module in model.modules():
+        if isinstance(module, GroupedExperts):
+            module.make_weights_contiguous()
+        elif isinstance(module, ExpertRouter):
+            module.keep_bias_in_float32()
     return model
 
 

@@ -3,7 +3,8 @@
 - Expert layers: `GroupedExperts` computes a layer's experts with two grouped GEMMs, since single
   GEMMs for one expert after another would leave a GPU waiting for kernel launches. Each expert's
   weights stay separate parameters with megatron-core's names, so files, checkpoints, resharding and
-  gradient buffers do not depend on the grouping. `ExpertsLayer` adds routing replay.
+  gradient buffers do not depend on the grouping. `ExpertRouter` chooses the experts of a token, and
+  `ExpertsLayer` adds routing replay.
 - Norms: `RMSNorm` and `LayerNorm` with sequence parallelism.
 - `decoder_submodules`: layer specs of a stage, with transformer-engine's or our own modules.
 - Heads: `VocabularyHead` for log-probs and `ScalarHead` for values and rewards.
@@ -12,6 +13,7 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,6 +39,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
@@ -53,7 +56,8 @@ from aligner.megatron.cpu_backend import mark_gradient_accumulated
 from aligner.megatron.latent_attention import LatentSelfAttention
 from aligner.megatron.logprobs import TokenMasks, vocab_parallel_logprobs, vocab_parallel_top_ids
 from aligner.megatron.packing import PackedSequences, RoutingReplay
-from aligner.models.shape import LatentAttention, LayerShape, ModelShape
+from aligner.models.expert_choice import choose_experts, compute_scores, compute_weights
+from aligner.models.shape import Experts, LatentAttention, LayerShape, ModelShape
 from aligner.models.weight_slices import Head
 from aligner.schema import ActorConfig, MegatronModelConfig
 
@@ -450,58 +454,95 @@ class ParallelResidualLayer(DecoderLayer):
         return self._forward_post_mlp(mlp_output, attended), context
 
 
-class _RouterReplay:
-    """Routing replay of one layer and micro-batch, with the interface of megatron-core's
-    RouterReplay.
+class ExpertRouter(TopKRouter):
+    """Router that chooses and weighs experts as the embedded engine and transformers do.
 
-    megatron-core's RouterReplay keeps recorded routing in global lists of the process.
-    Micro-batches in flight, several models in a process, and passes without a backward pass would
-    mix up their entries.
+    megatron-core's own functions normalize all sigmoid scores, and rank groups of experts by
+    another number of scores than some models.
     """
 
-    def __init__(self, routing_replay: RoutingReplay, layer: int) -> None:
-        self._routing_replay = routing_replay
-        self._experts = routing_replay.experts[:, layer]
-
-    def get_replay_topk(
-        self,
-        scores: Tensor,
-        topk: int,
-        num_groups: int | None,
-        group_topk: int | None,
-        choose: Callable[..., Any],
-    ) -> tuple[Tensor, Tensor]:
-        """Return the scores and ids of each token's experts, using recorded ids where they exist.
-
-        The scores are differentiable, like the router's own. The method also counts the tokens for
-        which the router would have chosen other experts.
+    def __init__(self, *arguments: Any, experts: Experts, **keywords: Any) -> None:
+        """Create a router.
 
         Args:
-            scores: The router's scores, [T, experts].
-            topk: Number K of experts of a token.
-            num_groups: Number of expert groups of group-limited routing.
-            group_topk: Number of groups of a token.
-            choose: megatron-core's function that chooses the experts from the scores.
+            *arguments: Arguments of megatron-core's router.
+            experts: The mixture of experts.
+            **keywords: Keyword arguments of megatron-core's router.
+        """
+        super().__init__(*arguments, **keywords)
+        self._experts = experts
+        if experts.has_correction_bias:
+            # A parameter, unlike megatron-core's buffer of this name, has a place in the weight
+            # table. Without gradients it gets neither a gradient buffer nor an optimizer state.
+            self.expert_bias = nn.Parameter(torch.zeros(experts.count), requires_grad=False)
+        self.routing_replay: RoutingReplay | None = None
+        """Recorded routing of the micro-batch of the current pass."""
+        self.routing_index = 0
+        """Index of the layer among the layers with experts."""
+
+    def keep_bias_in_float32(self) -> None:
+        """Convert the correction bias to float32.
+
+        The differences of its values are small compared with the values.
+        """
+        if self.expert_bias is not None:
+            self.expert_bias.data = self.expert_bias.data.float()
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return the weights of the experts, and which experts each token has.
+
+        Args:
+            logits: Output of the router's matmul, [T, 1, experts].
+            padding_mask: Ignored.
 
         Returns:
-            Scores [T, K] and expert ids, int64 [T, K].
+            float32 [T, experts], zero for other experts than the token's, and bool [T, experts].
         """
-        _, expert_ids = choose(scores, topk, num_groups=num_groups, group_topk=group_topk)
-        token_index = self._routing_replay.token_index
-        recorded = self._experts.to(expert_ids)
-        # Only the set of experts matters, not their order.
-        is_mismatch = (expert_ids[token_index].sort(-1).values != recorded.sort(-1).values).any(-1)
-        self._routing_replay.mismatch_counts.append(is_mismatch.sum())
-        expert_ids = expert_ids.index_copy(0, token_index, recorded)
-        return scores.gather(1, expert_ids), expert_ids
+        scores = compute_scores(logits.flatten(0, 1), self._experts)
+        expert_ids = choose_experts(scores, self._experts, self.expert_bias)
+        if self.routing_replay is not None:
+            expert_ids = self._replay(expert_ids, self.routing_replay)
+        weights = compute_weights(scores, expert_ids, self._experts)
+        return (
+            torch.zeros_like(scores).scatter(1, expert_ids, weights),
+            torch.zeros_like(scores, dtype=torch.bool).scatter(1, expert_ids, True),
+        )
+
+    def _replay(self, expert_ids: Tensor, routing_replay: RoutingReplay) -> Tensor:
+        """Return the expert ids, int64 [T, K], with recorded ids where they exist.
+
+        The method also counts the tokens for which the router has chosen other experts.
+        """
+        token_index = routing_replay.token_index
+        recorded = routing_replay.experts[:, self.routing_index].to(expert_ids)
+        chosen = expert_ids[token_index]
+        # Only the set of experts matters. Keeping the router's order of an equal set also keeps the
+        # rounding of the sum of their weights.
+        is_mismatch = (chosen.sort(-1).values != recorded.sort(-1).values).any(-1)
+        routing_replay.mismatch_counts.append(is_mismatch.sum())
+        replayed = torch.where(is_mismatch[:, None], recorded, chosen)
+        return expert_ids.index_copy(0, token_index, replayed)
 
 
 class ExpertsLayer(DecoderLayer):
     """Layer with experts that replays the routing that a micro-batch contains.
 
     The micro-batch is an argument of every forward pass, including passes that recompute
-    activations, so the layer keeps no state between passes.
+    activations, so the layer keeps no state between passes. megatron-core's RouterReplay keeps
+    recorded routing in global lists of the process. Micro-batches in flight, several models in a
+    process, and passes without a backward pass would mix up their entries.
     """
+
+    def __init__(self, *arguments: Any, routing_index: int, **keywords: Any) -> None:
+        """Create a layer.
+
+        Args:
+            *arguments: Arguments of megatron-core's layer.
+            routing_index: Index of the layer among the layers with experts.
+            **keywords: Keyword arguments of megatron-core's layer.
+        """
+        super().__init__(*arguments, **keywords)
+        self.mlp.router.routing_index = routing_index
 
     def forward(
         self,
@@ -517,17 +558,15 @@ class ExpertsLayer(DecoderLayer):
             packed_seq_params: The micro-batch, with recorded routing or without.
             **kwargs: Other arguments of megatron-core's layer.
         """
-        routing_replay = None if packed_seq_params is None else packed_seq_params.routing_replay
-        self.mlp.router.router_replay = (
-            None if routing_replay is None else _RouterReplay(routing_replay, self.layer_number - 1)
-        )
+        if packed_seq_params is not None:
+            self.mlp.router.routing_replay = packed_seq_params.routing_replay
         try:
             output: tuple[Tensor, Tensor | None] = super().forward(
                 hidden_states, packed_seq_params=packed_seq_params, **kwargs
             )
             return output
         finally:
-            self.mlp.router.router_replay = None
+            self.mlp.router.routing_replay = None
 
 
 def uses_transformer_engine(
@@ -601,7 +640,10 @@ def decoder_submodules(
         if shape.parallel_residual:
             spec.module = ParallelResidualLayer
         if has_experts:
+            assert shape.experts is not None
             spec.module = ExpertsLayer
+            spec.params["routing_index"] = shape.expert_layers.index(layer)
+            spec.submodules.mlp.submodules.router = partial(ExpertRouter, experts=shape.experts)
             if supports_grouped_gemm(config):
                 spec.submodules.mlp.submodules.experts.module = GroupedExperts
         layer_specs.append(spec)

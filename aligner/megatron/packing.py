@@ -82,8 +82,8 @@ class RoutingReplay:
     """Indices of the tokens with recorded routing among this rank's tokens between attention and
     MLP, int64 [M]."""
     experts: Tensor
-    """Recorded expert ids, uint8 or int16 [M, L, K], in host memory; each pipeline stage copies
-    only the ids of its own layers to the device."""
+    """Recorded expert ids of the L layers with experts, uint8 or int16 [M, L, K], in host memory;
+    each pipeline stage copies only the ids of its own layers to the device."""
     mismatch_counts: list[Tensor] = field(default_factory=list)
     """For each forward pass of a layer, the number of the M tokens for which the layer's router
     would have chosen other experts, int64 []."""

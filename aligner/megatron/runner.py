@@ -278,13 +278,15 @@ class ModelRunner:
         """
         experts = self.shape.experts
         assert experts is not None
-        expected = (self.shape.num_layers, experts.per_token)
+        expected = (len(self.shape.expert_layers), experts.per_token)
         max_expert = int(expert_routing.max()) if expert_routing.numel() else 0
         if expert_routing.shape[2:] != expected or not 0 <= max_expert < experts.count:
             raise AlignerError(
-                "expert routing replay: the recorded routing has (layers, experts per token)="
+                "expert routing replay: the recorded routing has (layers with experts, experts per"
+                " token)="
                 f"{tuple(expert_routing.shape[2:])} and expert ids up to {max_expert}; the model"
-                f" has (layers, experts per token)={expected} and {experts.count} experts"
+                f" has (layers with experts, experts per token)={expected} and {experts.count}"
+                " experts"
             )
 
     def compute_rows(

@@ -60,6 +60,14 @@ class Architecture:
     layers are without experts."""
     implied: Mapping[str, Any] = field(default_factory=dict)
     """Attributes that all models of the architecture have."""
+    implied_experts: Mapping[str, Any] = field(default_factory=dict)
+    """Attributes of `Experts` that all models of the architecture have."""
+    expert_layers: Literal["all", "listed", "last"] = "all"
+    """Layers with experts, in an architecture with experts. "listed": the layers whose number is a
+    multiple of `decoder_sparse_step`, except for those in `mlp_only_layers`; "last": the layers
+    after the first `first_k_dense_replace` ones."""
+    dense_count: int = 0
+    """Default of the entry `first_k_dense_replace`."""
     supported: Mapping[str, Any] = field(default_factory=dict)
     """Default of each entry for which only the default is implemented."""
     without_effect: tuple[str, ...] = ()
@@ -121,6 +129,7 @@ class Architecture:
                 *self.aliases,
                 *rotary,
                 *_WINDOW_ENTRIES[self.window],
+                *_EXPERT_LAYER_ENTRIES[self.expert_layers],
                 *(() if self.interval_key is None else (self.interval_key,)),
                 *COMMON_SUPPORTED,
                 *COMMON_WITHOUT_EFFECT,
@@ -222,6 +231,13 @@ _WINDOW_ENTRIES: Mapping[str, tuple[str, ...]] = {
         "no_rope_layers",
         "no_rope_layer_interval",
     ),
+}
+
+# Entries of the layers with experts, by `Architecture.expert_layers`.
+_EXPERT_LAYER_ENTRIES: Mapping[str, tuple[str, ...]] = {
+    "all": (),
+    "listed": ("mlp_only_layers", "decoder_sparse_step"),
+    "last": ("first_k_dense_replace",),
 }
 
 # Attributes of models with layer norms, and biases in the feed-forward network.
@@ -331,6 +347,17 @@ _OLMO2 = _decoder(
     epsilon=1e-5,
     has_attention_bias=True,
 )
+
+# Entries of the experts of DeepSeek-V3 and GLM-4.5, except for those with other defaults.
+_SIGMOID_EXPERTS = {
+    "per_token": Entry("num_experts_per_tok", 8),
+    "normalizes_weights": Entry("norm_topk_prob", True),
+    "shared_count": Entry("n_shared_experts", 1),
+}
+# The router of these models.
+_SIGMOID_ROUTER = {"score_function": "sigmoid", "has_correction_bias": True}
+# transformers' other name for the number of layers of multi-token prediction.
+_MTP_ALIAS = {"num_mtp_layers": "num_nextn_predict_layers"}
 
 ARCHITECTURES = (
     Architecture(
@@ -442,15 +469,138 @@ ARCHITECTURES = (
             "normalizes_weights": Entry("norm_topk_prob", False),
         },
         implied={"qk_norm": "head"},
-        supported={
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-            **_SILU,
-        },
+        expert_layers="listed",
+        supported=_SILU,
         without_effect=_LOAD_BALANCING_LOSS,
         aliases={"num_local_experts": "num_experts"},
         eos_token_id=None,
         window="switched",
+    ),
+    Architecture(
+        "Qwen2Moe",
+        "qwen2_moe",
+        "qwen2_moe",
+        {
+            **_decoder(
+                vocabulary=151936,
+                hidden=2048,
+                feed_forward=Entry("intermediate_size", 5632),
+                layers=24,
+                heads=16,
+                key_value_heads=_key_value_heads(16),
+                head_dim=_HEAD_DIM,
+                positions=32768,
+            ),
+            "qkv_bias": Entry("qkv_bias", True),
+        },
+        expert_entries={
+            "count": Entry("num_experts", 60),
+            "per_token": Entry("num_experts_per_tok", 4),
+            "ffn_hidden_size": Entry("moe_intermediate_size", 1408),
+            "normalizes_weights": Entry("norm_topk_prob", False),
+            "shared_ffn_hidden_size": Entry("shared_expert_intermediate_size", 5632),
+        },
+        implied_experts={"shared_count": 1, "has_shared_gate": True},
+        expert_layers="listed",
+        supported={"use_sliding_window": False, **_SILU},
+        without_effect=("sliding_window", "max_window_layers", *_LOAD_BALANCING_LOSS),
+        eos_token_id=None,
+    ),
+    Architecture(
+        "Glm4Moe",
+        "glm4_moe",
+        "glm4_moe",
+        {
+            **_decoder(
+                vocabulary=151552,
+                feed_forward=Entry("intermediate_size", 10944),
+                layers=46,
+                heads=96,
+                key_value_heads=Entry("num_key_value_heads", 8),
+                head_dim=_HEAD_DIM,
+                positions=131072,
+                epsilon=1e-5,
+            ),
+            "qkv_bias": Entry("attention_bias", False),
+            "qk_norm": Entry(
+                "use_qk_norm",
+                False,
+                to_shape=lambda is_used: "head" if is_used else None,
+                to_config=lambda kind: kind is not None,
+            ),
+        },
+        expert_entries={
+            **_SIGMOID_EXPERTS,
+            "count": Entry("n_routed_experts", 128),
+            "ffn_hidden_size": Entry("moe_intermediate_size", 1408),
+            "weight_scale": Entry("routed_scaling_factor", 1.0),
+            "groups": Entry("n_group", 1),
+            "groups_per_token": Entry("topk_group", 1),
+        },
+        implied_experts=_SIGMOID_ROUTER,
+        expert_layers="last",
+        dense_count=1,
+        supported=_SILU,
+        without_effect=("output_router_logits", "num_nextn_predict_layers"),
+        aliases={"num_local_experts": "n_routed_experts", **_MTP_ALIAS},
+        eos_token_id=None,
+        rope=RopeFormat(fraction=0.5),
+    ),
+    Architecture(
+        "MiniMaxM2",
+        "minimax_m2",
+        "minimax_m2",
+        _decoder(
+            vocabulary=200064,
+            hidden=3072,
+            feed_forward=Entry("intermediate_size", 1536),
+            layers=62,
+            heads=48,
+            key_value_heads=Entry("num_key_value_heads", 8),
+            head_dim=Entry("head_dim", 128),
+            positions=196608,
+        ),
+        expert_entries={
+            "count": Entry("num_local_experts", 256),
+            "per_token": Entry("num_experts_per_tok", 8),
+            "ffn_hidden_size": Entry("intermediate_size", 1536),
+        },
+        implied={"qk_norm": "projection"},
+        implied_experts={"score_function": "sigmoid", "has_correction_bias": True},
+        supported={"router_jitter_noise": 0.0, **_SILU},
+        without_effect=_LOAD_BALANCING_LOSS,
+        aliases={"num_experts": "num_local_experts"},
+        eos_token_id=200020,
+        rope=RopeFormat(theta=5000000.0, fraction=1.0, size_key="rotary_dim"),
+    ),
+    Architecture(
+        "Olmoe",
+        "olmoe",
+        "olmoe",
+        _decoder(
+            vocabulary=50304,
+            hidden=2048,
+            feed_forward=Entry("intermediate_size", 2048),
+            layers=16,
+            heads=16,
+            key_value_heads=_key_value_heads(None),
+            head_dim=_HEAD_DIM,
+            positions=4096,
+            epsilon=1e-5,
+            has_attention_bias=True,
+        ),
+        expert_entries={
+            "count": Entry("num_experts", 64),
+            "per_token": Entry("num_experts_per_tok", 8),
+            "ffn_hidden_size": Entry("intermediate_size", 2048),
+            "normalizes_weights": Entry("norm_topk_prob", False),
+        },
+        implied={"qk_norm": "projection"},
+        supported={"clip_qkv": None, "sliding_window": None, **_SILU},
+        without_effect=_LOAD_BALANCING_LOSS,
+        aliases={"num_local_experts": "num_experts"},
+        eos_token_id=50279,
+        pad_token_id=1,
     ),
     Architecture(
         "SmolLM3",

@@ -48,6 +48,8 @@ class Weight:
     layer_requires: str | None = None
     """Attribute of `LayerShape` that must be true for a layer to have the weight; None for a weight
     of all layers."""
+    is_trained: bool = True
+    """Whether gradients train the weight."""
 
 
 def _linear(
@@ -240,6 +242,46 @@ def _experts(block: str, gate: str, up: str, down: str) -> tuple[Weight, ...]:
     return (router, *experts)
 
 
+def _shared_experts(name: str) -> tuple[Weight, ...]:
+    """Return the weights of the shared experts, whose module in the file has this name."""
+    return _gated(
+        f"{_LAYER}mlp.{name}.",
+        _CORE + "mlp.shared_experts.",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+        "shared_ffn",
+        layer_requires="has_experts",
+    )
+
+
+def _correction_bias(block: str) -> Weight:
+    return Weight(
+        f"{_LAYER}{block}.e_score_correction_bias",
+        _CORE + "mlp.router.expert_bias",
+        ("experts",),
+        layer_requires="has_experts",
+        is_trained=False,
+    )
+
+
+_SHARED_GATE = Weight(
+    _LAYER + "mlp.shared_expert_gate.weight",
+    _CORE + "mlp.shared_experts.gate_weight",
+    ("one", "hidden"),
+    layer_requires="has_experts",
+)
+# Most families have these names.
+_MLP_EXPERTS = _experts("mlp", "gate_proj", "up_proj", "down_proj")
+_MIXTRAL_EXPERTS = _experts("block_sparse_moe", "w1", "w3", "w2")
+DEEPSEEK_MLP = (
+    *_LLAMA_MLP,
+    *_MLP_EXPERTS,
+    _correction_bias("mlp.gate"),
+    *_shared_experts("shared_experts"),
+)
+"""Feed-forward networks of DeepSeek-V3, some of which have experts; also those of GLM-4.5."""
+
 _EMBEDDING = "embedding.word_embeddings.weight"
 _HEAD = "output_layer.weight"
 
@@ -310,6 +352,18 @@ _DEEPSEEK = _model(
     *_norm(_LAYER + "post_attention_layernorm", _BEFORE_MLP),
     *_LLAMA_MLP,
 )
+# Norms of all heads together, before attention and feed-forward network.
+_PROJECTION_NORMED = (
+    *_norm(_LAYER + "input_layernorm", _BEFORE_ATTENTION),
+    *_PROJECTED,
+    *_QKV_BIASES,
+    *_PROJECTION_NORMS,
+    _OUTPUT,
+    _OUTPUT_BIAS,
+    *_norm(_LAYER + "post_attention_layernorm", _BEFORE_MLP),
+)
+_MINIMAX_M2 = _model(*_PROJECTION_NORMED, *_MIXTRAL_EXPERTS, _correction_bias("block_sparse_moe"))
+_OLMOE = _model(*_PROJECTION_NORMED, *_MLP_EXPERTS)
 
 _GPT2_LAYER = "transformer.h.{layer}."
 _GPT2_PARTS: tuple[Part, ...] = ("query", "key", "value")
@@ -384,8 +438,18 @@ SCALAR_HEAD = Weight("score.weight", _HEAD, ("one", "hidden"))
 
 WEIGHTS: Mapping[str, tuple[Weight, ...]] = {
     "llama": _model(*_LLAMA_ATTENTION, *_LLAMA_MLP, *_MLP_BIASES),
-    "mixtral": _model(*_LLAMA_ATTENTION, *_experts("block_sparse_moe", "w1", "w3", "w2")),
-    "qwen3_moe": _model(*_LLAMA_ATTENTION, *_experts("mlp", "gate_proj", "up_proj", "down_proj")),
+    "mixtral": _model(*_LLAMA_ATTENTION, *_MIXTRAL_EXPERTS),
+    "qwen3_moe": _model(*_LLAMA_ATTENTION, *_LLAMA_MLP, *_MLP_EXPERTS),
+    "qwen2_moe": _model(
+        *_LLAMA_ATTENTION,
+        *_LLAMA_MLP,
+        *_MLP_EXPERTS,
+        *_shared_experts("shared_expert"),
+        _SHARED_GATE,
+    ),
+    "glm4_moe": _model(*_LLAMA_ATTENTION, *DEEPSEEK_MLP),
+    "minimax_m2": _MINIMAX_M2,
+    "olmoe": _OLMOE,
     "granite": _model(*_LLAMA_ATTENTION, *_LLAMA_MLP, *_MLP_BIASES),
     "smollm3": _model(*_LLAMA_ATTENTION, *_LLAMA_MLP, *_MLP_BIASES),
     "phi3": _PHI3,

@@ -82,12 +82,39 @@ def read_config(config: Any, origin: str) -> ModelShape:
             f"{origin}: one expert per token with normalized expert weights is not supported,"
             " because the router would get no gradient"
         )
-    if experts is not None and experts.per_token > experts.count:
+    if experts is not None:
+        _check_experts(experts, origin)
+    if experts is not None and not shape.expert_layers:
         raise ConfigError(
-            f"{origin}: {experts.per_token} experts per token are more than the model's"
-            f" {experts.count} experts"
+            f"{origin}: no layer of the model has experts, which is not supported; at least one of"
+            f" the {shape.num_layers} layers must have experts"
         )
     return shape
+
+
+def _check_experts(experts: Experts, origin: str) -> None:
+    """Raise ConfigError if the numbers of experts and groups contradict each other."""
+    if experts.count % experts.groups:
+        raise ConfigError(
+            f"{origin}: the number of experts, {experts.count}, must be a multiple of the number of"
+            f" groups, {experts.groups}"
+        )
+    if experts.groups_per_token > experts.groups:
+        raise ConfigError(
+            f"{origin}: {experts.groups_per_token} groups of experts per token are more than the"
+            f" model's {experts.groups} groups"
+        )
+    if experts.groups > 1 and experts.count // experts.groups < experts.scores_per_group:
+        raise ConfigError(
+            f"{origin}: {experts.groups} groups of {experts.count // experts.groups} experts are"
+            f" not supported; a group must have at least {experts.scores_per_group} experts"
+        )
+    candidates = experts.count // experts.groups * experts.groups_per_token
+    if experts.per_token > candidates:
+        raise ConfigError(
+            f"{origin}: {experts.per_token} experts per token are more than the {candidates}"
+            " experts from which the router chooses"
+        )
 
 
 def with_architecture(config: Any) -> Any:
@@ -133,7 +160,12 @@ def read_described_config(config: Any, origin: str) -> ModelShape:
         raise ConfigError(
             f"{origin}: required entries of config.json are missing: {', '.join(missing)}"
         )
-    return read_config(config, origin)
+    shape = read_config(config, origin)
+    ffn = architecture.entries["ffn_hidden_size"]
+    is_dense = any(layer.is_dense for layer in shape.layers)
+    if is_dense and not ffn.nullable and entries.get(ffn.key) is None:
+        raise ConfigError(f"{origin}: required entries of config.json are missing: {ffn.key}")
+    return shape
 
 
 def config_notes(config: Mapping[str, Any]) -> list[str]:
@@ -274,8 +306,6 @@ def _refuse_quantization(config: Mapping[str, Any], origin: str) -> None:
 def _refuse_unsupported(architecture: Architecture, config: Mapping[str, Any], origin: str) -> None:
     for key, supported in {**COMMON_SUPPORTED, **architecture.supported}.items():
         value = config.get(key, supported)
-        if key == "mlp_only_layers" and value is None:
-            continue
         if value != supported:
             raise ConfigError(
                 f"{origin}: {key}={value!r} is not supported; supported: {supported!r}"
@@ -318,11 +348,15 @@ def _entry_value(entry: Entry, config: Mapping[str, Any], origin: str) -> Any:
     elif isinstance(entry.default, str):
         is_valid, allowed = isinstance(value, str), "a name"
     else:
-        is_whole = isinstance(value, int) and not isinstance(value, bool)
-        is_valid, allowed = is_whole and value > 0, "an integer > 0"
+        is_valid, allowed = _is_whole(value) and value > 0, "an integer > 0"
     if not is_valid:
         raise ConfigError(f"{origin}: {entry.key}={value!r}: must be {allowed}")
     return value
+
+
+def _is_whole(value: Any) -> bool:
+    """Return whether a value is an integer, and not a boolean."""
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _activation(name: Any, entry: str) -> Literal["silu", "gelu", "gelu_tanh"]:
@@ -343,7 +377,8 @@ def _read_experts(
         **{
             attribute: entry.to_shape(_entry_value(entry, config, origin))
             for attribute, entry in architecture.expert_entries.items()
-        }
+        },
+        **architecture.implied_experts,
     )
 
 
@@ -392,6 +427,30 @@ def _read_latent_attention(
     return latent
 
 
+def _read_expert_layers(
+    architecture: Architecture, config: Mapping[str, Any], count: int, origin: str
+) -> list[bool]:
+    """Return whether each of the `count` layers has experts."""
+    if not architecture.expert_entries:
+        return [False] * count
+    if architecture.expert_layers == "listed":
+        interval = config.get("decoder_sparse_step", 1)
+        if not _is_whole(interval) or interval < 1:
+            raise ConfigError(f"{origin}: decoder_sparse_step={interval!r}: must be an integer > 0")
+        dense = config.get("mlp_only_layers") or []
+        if not isinstance(dense, list) or not all(map(_is_whole, dense)):
+            raise ConfigError(
+                f"{origin}: mlp_only_layers={dense!r}: must be a list of layer indices or null"
+            )
+        return [layer not in dense and (layer + 1) % interval == 0 for layer in range(count)]
+    first = 0
+    if architecture.expert_layers == "last":
+        first = config.get("first_k_dense_replace", architecture.dense_count)
+        if not _is_whole(first) or first < 0:
+            raise ConfigError(f"{origin}: first_k_dense_replace={first!r}: must be an integer >= 0")
+    return [layer >= first for layer in range(count)]
+
+
 def _read_layers(
     architecture: Architecture, config: Mapping[str, Any], values: Mapping[str, Any], origin: str
 ) -> tuple[LayerShape, ...]:
@@ -399,7 +458,7 @@ def _read_layers(
     count = values["num_layers"]
     if architecture.rope is None:
         return (LayerShape(),) * count
-    has_experts = values["experts"] is not None
+    has_experts = _read_expert_layers(architecture, config, count, origin)
     has_rope = [True] * count
     if architecture.window == "without_rope":
         has_rope = _read_rope_layers(config, count, origin)
@@ -413,9 +472,9 @@ def _read_layers(
         LayerShape(
             rope=(full if window is None else sliding) if rotates else None,
             sliding_window=window,
-            has_experts=has_experts,
+            has_experts=mixes,
         )
-        for rotates, window in zip(has_rope, windows, strict=True)
+        for rotates, window, mixes in zip(has_rope, windows, has_experts, strict=True)
     )
 
 
@@ -605,6 +664,11 @@ def _write_layers(
         entries["rope_parameters"] = write_ropes(rope, (full or sliding)[0], (sliding or full)[0])
         if rope.interleaved_key is not None:
             entries[rope.interleaved_key] = rotary[0][0].is_interleaved
+    dense = [index for index, layer in enumerate(shape.layers) if layer.is_dense]
+    if architecture.expert_layers == "listed":
+        entries |= {"mlp_only_layers": dense, "decoder_sparse_step": 1}
+    elif architecture.expert_layers == "last":
+        entries["first_k_dense_replace"] = len(dense)
     kind = architecture.window
     if kind == "none":
         return entries

@@ -78,6 +78,8 @@ def _split_dimensions(shape: ModelShape) -> dict[str, int]:
     # Experts have a tensor-parallel size of their own.
     if any(layer.is_dense for layer in shape.layers):
         dimensions["feed-forward rows"] = shape.ffn_hidden_size
+    if shape.experts is not None and shape.experts.shared_size:
+        dimensions["feed-forward rows of shared experts"] = shape.experts.shared_size
     return dimensions
 
 

@@ -53,6 +53,9 @@ class RopeFormat:
     dimensions and has no such entry."""
     fraction_key: str = _FRACTION
     """Entry of the rotated fraction outside `rope_parameters`."""
+    size_key: str | None = None
+    """Entry of the number of rotated dimensions of a head, which is used if the fraction is
+    missing; None if there is none."""
     is_interleaved: bool = False
     """Whether the rotated pairs are adjacent dimensions."""
     interleaved_key: str | None = None
@@ -75,7 +78,7 @@ class RopeFormat:
     @property
     def entries(self) -> tuple[str, ...]:
         """All rotary entries of the architecture in config.json."""
-        others = (self.local_theta_key, self.interleaved_key)
+        others = (self.local_theta_key, self.size_key, self.interleaved_key)
         named = tuple(key for key in others if key is not None)
         return (*ROPE_ENTRIES, self.theta_key, self.fraction_key, *named)
 
@@ -410,7 +413,16 @@ class _Reader:
                     )
             fraction = 1.0
         else:
-            fraction = self._read_number(rope, _FRACTION, outer_name, self.entries.fraction)
+            size_fraction = self._read_size_fraction()
+            default = self.entries.fraction if size_fraction is None else size_fraction
+            fraction = self._read_number(rope, _FRACTION, outer_name, default)
+            key = self.entries.size_key
+            if key is not None and size_fraction not in (None, fraction):
+                raise ConfigError(
+                    f"{self.origin}: {key}={self.config[key]!r} with head_dim={self.head_dim}"
+                    f" contradicts {_FRACTION}={fraction:g}, which transformers reads; remove the"
+                    " former"
+                )
         rotated = int(self.head_dim * fraction)
         if fraction > 1 or rotated < 1:
             raise ConfigError(
@@ -425,6 +437,16 @@ class _Reader:
                 " rotated in pairs"
             )
         return fraction
+
+    def _read_size_fraction(self) -> float | None:
+        """Return the fraction that follows from the number of rotated dimensions, if given."""
+        key = self.entries.size_key
+        size = None if key is None else self.config.get(key)
+        if size is None:
+            return None
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ConfigError(f"{self.origin}: {key}={size!r}: must be an integer > 0")
+        return size / self.head_dim
 
 
 def _compute_attention_factor(

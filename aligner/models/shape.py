@@ -122,6 +122,31 @@ class Experts:
     """Hidden size of each expert."""
     normalizes_weights: bool = True
     """Whether the weights of a token's experts are scaled to sum to one."""
+    score_function: Literal["softmax", "sigmoid"] = "softmax"
+    """Function from the router's logits to the scores of the experts; the scores of the chosen
+    experts are their weights."""
+    has_correction_bias: bool = False
+    """Whether the router adds a bias to the scores before it chooses experts. The bias balances the
+    load of the experts; it is not trained by gradients (DeepSeek-V3, section 2.1.2)."""
+    groups: int = 1
+    """Number of groups of experts."""
+    groups_per_token: int = 1
+    """Number of groups from which the router chooses a token's experts."""
+    scores_per_group: int = 2
+    """Number of best scores of a group whose sum ranks the group."""
+    weight_scale: float = 1.0
+    """Factor of the weights of a token's experts."""
+    shared_count: int = 0
+    """Number of shared experts, which process every token. Together they are one network."""
+    shared_ffn_hidden_size: int | None = None
+    """Hidden size of each shared expert; None for that of the other experts."""
+    has_shared_gate: bool = False
+    """Whether the output of the shared experts is multiplied by a sigmoid gate of each token."""
+
+    @property
+    def shared_size(self) -> int:
+        """Hidden size of all shared experts together; 0 without shared experts."""
+        return self.shared_count * (self.shared_ffn_hidden_size or self.ffn_hidden_size)
 
 
 @dataclass(frozen=True)
@@ -194,6 +219,14 @@ class ModelShape:
     def num_experts(self) -> int:
         """Number of experts of a layer that has experts; 0 for a dense model."""
         return 0 if self.experts is None else self.experts.count
+
+    @property
+    def expert_layers(self) -> tuple[int, ...]:
+        """Indices of the layers that have experts.
+
+        Recorded expert routing contains these layers, in this order.
+        """
+        return tuple(index for index, layer in enumerate(self.layers) if layer.has_experts)
 
     @property
     def embedding_factor(self) -> float:

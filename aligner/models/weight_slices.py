@@ -81,6 +81,8 @@ class TensorSpec:
     """Whether megatron-core stores the transposed matrix."""
     fused_range: StoredRange | None = None
     """Position in the file's tensor, if that tensor contains other weights too; otherwise None."""
+    is_trained: bool = True
+    """Whether gradients train the weight."""
 
     @property
     def numel(self) -> int:
@@ -141,6 +143,7 @@ def weight_table(shape: ModelShape, head: Head = "vocabulary") -> tuple[TensorSp
         "qkv": (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim,
         "ffn": shape.ffn_hidden_size,
         "expert_ffn": 0 if shape.experts is None else shape.experts.ffn_hidden_size,
+        "shared_ffn": 0 if shape.experts is None else shape.experts.shared_size,
         "vocabulary": shape.vocab_size,
         "positions": shape.max_positions,
         "experts": shape.num_experts,
@@ -268,6 +271,7 @@ def _spec(
         part=weight.part,
         is_transposed=weight.is_transposed,
         fused_range=fused_range,
+        is_trained=weight.is_trained,
     )
 
 
@@ -545,7 +549,7 @@ def frozen_names(
                 f" {_examples(specs)}"
             )
         frozen |= matches
-    if frozen and len(frozen) == len(specs):
+    if frozen and all(spec.name in frozen for spec in specs if spec.is_trained):
         raise ConfigError(
             f"{key}: {', '.join(patterns)} freeze all {len(specs)} weights of the model; at least"
             " one weight must be trained"

@@ -41,7 +41,8 @@ def compute_slice_errors(
     Args:
         shape: The model's shape.
         parts: For each rank, its slices and their values by the name of the weight.
-        tensors: Expected tensors, by their names in the files.
+        tensors: Expected tensors, by their names in the files. Weights that are not trained may be
+            missing.
 
     Raises:
         ValueError: A tensor is in no rank's slices, or a slice has a wrong shape.
@@ -63,7 +64,12 @@ def compute_slice_errors(
                 raise ValueError(f"{name}: has shape {found.shape}, expected {expected.shape}")
             error = relative_error(torch.from_numpy(found), expected, whole)
             errors[stored.name] = max(errors.get(stored.name, 0.0), error)
-    if missing := {spec.stored_range.name for spec in table.values()} - errors.keys():
+    required = {
+        spec.stored_range.name
+        for spec in table.values()
+        if spec.is_trained or spec.stored_range.name in tensors
+    }
+    if missing := required - errors.keys():
         raise ValueError(f"no rank has a slice of {', '.join(sorted(missing))}")
     return errors
 

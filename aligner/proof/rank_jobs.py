@@ -80,7 +80,8 @@ def collect_gradients(runner: ModelRunner) -> Slices:
         gradient: Tensor = weights.parameter(name).main_grad  # type: ignore[attr-defined]
         return weights.gather(name, gradient).clone()
 
-    return {name: (weights.slices[name], read(name)) for name in weights}
+    trained = [name for name in weights if weights.specs[name].is_trained]
+    return {name: (weights.slices[name], read(name)) for name in trained}
 
 
 def train_and_observe(policy: Policy, experience: Experience) -> tuple[dict[str, float], Slices]:

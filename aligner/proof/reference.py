@@ -39,6 +39,8 @@ def write_random_model(config: Mapping[str, Any], directory: Path, seed: int) ->
     for parameter in model.parameters():
         if parameter.ndim == 1:
             parameter.data += 0.1 * torch.randn_like(parameter)
+    for buffer in find_stored_buffers(model).values():
+        buffer += 0.1 * torch.randn_like(buffer)
     model.save_pretrained(directory)
 
 
@@ -50,6 +52,12 @@ def load_reference(directory: Path) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
     ).eval()
+
+
+def find_stored_buffers(model: Any) -> dict[str, Tensor]:
+    """Return the buffers that the model's files contain, such as correction biases of routers."""
+    stored = model.state_dict()
+    return {name: buffer for name, buffer in model.named_buffers() if name in stored}
 
 
 def make_experience(vocab_size: int, batch: int = 6, seed: int = 3) -> Experience:
@@ -153,6 +161,7 @@ def train_reference(
             }
         optimizer.step()
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    weights |= find_stored_buffers(model)
     return result | {"weights": revert_weight_conversion(model, weights)}
 
 

@@ -23,7 +23,13 @@ from aligner.models.model_source import directory_shape
 from aligner.models.weight_slices import Slice
 from aligner.proof.comparison import compute_slice_errors
 from aligner.proof.comparison import relative_error as relative_error
-from aligner.proof.reference import STEPS, load_reference, train_reference, with_changes
+from aligner.proof.reference import (
+    STEPS,
+    find_stored_buffers,
+    load_reference,
+    train_reference,
+    with_changes,
+)
 from tests.megatron import jobs
 
 # The optimizer of `aligner.proof`, without clipping.
@@ -193,6 +199,40 @@ def _deepseek_v2(t: Any) -> Any:
     return t.DeepseekV2Config(**{**_LATENT, "q_lora_rank": None}, **_rope())
 
 
+def _qwen3_moe_dense(t: Any) -> Any:
+    # With two pipeline stages, the first one has no experts; the last one has a dense layer too.
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+    return t.Qwen3MoeConfig(
+        **_GROUPED, **_rope(), **experts, mlp_only_layers=[0, 1, 3], head_dim=32
+    )
+
+
+def _qwen2_moe(t: Any) -> Any:
+    experts = {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "shared_expert_intermediate_size": 80,
+        "decoder_sparse_step": 2,
+    }
+    return t.Qwen2MoeConfig(**_GROUPED, **_rope(), **experts)
+
+
+def _glm4_moe(t: Any, *, groups: bool) -> Any:
+    experts = {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 48,
+        "n_shared_experts": 2,
+        "routed_scaling_factor": 2.5,
+    }
+    if groups:
+        experts |= {"n_group": 4, "topk_group": 2, "first_k_dense_replace": 2}
+    return t.Glm4MoeConfig(
+        **_GROUPED, **_rope(), **experts, head_dim=32, use_qk_norm=groups, attention_bias=not groups
+    )
+
+
 def _gpt2(t: Any) -> Any:
     sizes = {
         "n_layer": 4,
@@ -247,8 +287,32 @@ CONFIGS: Mapping[str, Callable[[Any], Any]] = {
     "qwen3_moe": _qwen3_moe,
     "qwen3_moe-bias": lambda t: _qwen3_moe(t, attention_bias=True),
     "qwen3_moe-raw": lambda t: _qwen3_moe(t, normalized=False),
+    "qwen3_moe-dense": _qwen3_moe_dense,
+    "qwen2_moe": _qwen2_moe,
+    "glm4_moe": lambda t: _glm4_moe(t, groups=False),
+    "glm4_moe-groups": lambda t: _glm4_moe(t, groups=True),
+    "minimax_m2": lambda t: t.MiniMaxM2Config(
+        **_GROUPED,
+        **_rope(),
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        head_dim=32,
+        rotary_dim=16,
+    ),
+    "olmoe": lambda t: t.OlmoeConfig(**_GROUPED, **_rope(), num_experts=4, num_experts_per_tok=2),
 }
-MIXTURES = ("mixtral", "qwen3_moe", "qwen3_moe-bias", "qwen3_moe-raw")
+MIXTURES = (
+    "mixtral",
+    "qwen3_moe",
+    "qwen3_moe-bias",
+    "qwen3_moe-raw",
+    "qwen3_moe-dense",
+    "qwen2_moe",
+    "glm4_moe",
+    "glm4_moe-groups",
+    "minimax_m2",
+    "olmoe",
+)
 LATENT = ("deepseek_v3", "deepseek_v3-halves", "deepseek_v2")
 """Families with latent attention."""
 
@@ -264,6 +328,8 @@ def save(family: str, directory: Path) -> Path:
     for parameter in model.parameters():
         if parameter.ndim == 1:
             parameter.data += 0.1 * torch.randn_like(parameter)
+    for buffer in find_stored_buffers(model).values():
+        buffer += 0.1 * torch.randn_like(buffer)
     model.save_pretrained(directory)
     return directory
 
@@ -294,15 +360,19 @@ def force_routes(model: Any, routes: Tensor) -> None:
         def chosen(gate: Any, _: Any, output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             logits, _, experts = output
             experts = torch.cat((next(rows)[: len(experts) - 1], experts[-1:]))
-            weights = logits.softmax(-1).gather(-1, experts)
+            # all routers with a correction bias have sigmoid scores
+            has_bias = bool(find_stored_buffers(model))
+            scores = logits.sigmoid() if has_bias else logits.softmax(-1)
+            weights = scores.gather(-1, experts)
             if getattr(gate, "norm_topk_prob", True):
                 weights = weights / weights.sum(-1, keepdim=True)
-            return logits, weights, experts
+            return logits, weights * getattr(gate, "routed_scaling_factor", 1.0), experts
 
         return chosen
 
-    for number, layer in enumerate(model.model.layers):
-        layer.mlp.gate.register_forward_hook(force(number))
+    mixtures = [layer.mlp for layer in model.model.layers if hasattr(layer.mlp, "gate")]
+    for number, mixture in enumerate(mixtures):
+        mixture.gate.register_forward_hook(force(number))
 
 
 @torch.no_grad()

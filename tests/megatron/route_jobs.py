@@ -46,7 +46,8 @@ def routing_of_tokens(
         seen.clear()
         return batch.unpack_targets(experts[batch.target_index])
 
-    routers = [layer.mlp.router for layer in actor.runner.chunks[0].decoder.layers]
+    layers = actor.runner.chunks[0].decoder.layers
+    routers = [layer.mlp.router for layer in layers if hasattr(layer.mlp, "router")]
     hooks = [router.register_forward_hook(observe) for router in routers]
     result = torch.zeros(
         len(tokens), tokens.shape[1] - 1, len(routers), routers[0].topk, dtype=torch.uint8

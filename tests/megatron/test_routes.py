@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from aligner.models.model_source import directory_shape
 from aligner.schema import ParallelConfig
 from tests.megatron import families, jobs, route_jobs
 from tests.megatron.families import MIXTURES
@@ -15,8 +16,22 @@ from tests.rounds import typical
 
 EXPERIENCE = jobs.make_experience(72)
 ROUTES = route_jobs.random_routes(len(EXPERIENCE.tokens), EXPERIENCE.tokens.shape[1] - 1)
+"""Routing of a model with four layers of four experts, two of which a token has."""
 LAYOUTS = ("single", "TP2+SPxEP2", "CP2xEP2", "PP2", "VPP2", "TP2+SPxPP2")
 TYPICAL = [(LAYOUTS[0], "none"), *((name, "full") for name in LAYOUTS[1:4])]
+
+
+def make_routes(directory):
+    """Return random routing for the layers with experts of a model."""
+    shape = directory_shape(directory, "model.path")
+    assert shape.experts is not None
+    return route_jobs.random_routes(
+        len(EXPERIENCE.tokens),
+        EXPERIENCE.tokens.shape[1] - 1,
+        layers=len(shape.expert_layers),
+        experts=shape.experts.count,
+        chosen=shape.experts.per_token,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +43,7 @@ def model(tmp_path_factory):
     def make(family):
         if family not in made:
             directory = families.save(family, tmp_path_factory.mktemp(family))
-            made[family] = directory, families.reference_steps(directory, ROUTES)
+            made[family] = directory, families.reference_steps(directory, make_routes(directory))
         return made[family]
 
     return make
@@ -54,7 +69,12 @@ def test_replayed_routing_trains_like_transformers(pool, model, family, name, re
     layout = dict(MIXTURE_LAYOUTS[name])
     ranks = ParallelConfig(**layout).ranks
     results = pool.run(
-        families.family_steps, ranks, str(directory), layout, routes=ROUTES, recompute=recompute
+        families.family_steps,
+        ranks,
+        str(directory),
+        layout,
+        routes=make_routes(directory),
+        recompute=recompute,
     )
     errors = largest_errors(directory, results, expected)
     assert {what: error for what, error in errors.items() if not error < TOLERANCE} == {}
@@ -118,17 +138,17 @@ def test_replaying_bf16_engine_routing_reduces_mismatch(pool, model, family):
         (
             ROUTES[:, :, :3],
             (
-                "expert routing replay: the recorded routing has (layers, experts per token)="
-                "(3, 2) and expert ids up to 3; the model has (layers, experts per"
-                " token)=(4, 2) and 4 experts"
+                "expert routing replay: the recorded routing has (layers with experts, experts"
+                " per token)=(3, 2) and expert ids up to 3; the model has (layers with"
+                " experts, experts per token)=(4, 2) and 4 experts"
             ),
         ),
         (
             ROUTES + 1,
             (
-                "expert routing replay: the recorded routing has (layers, experts per token)="
-                "(4, 2) and expert ids up to 4; the model has (layers, experts per"
-                " token)=(4, 2) and 4 experts"
+                "expert routing replay: the recorded routing has (layers with experts, experts"
+                " per token)=(4, 2) and expert ids up to 4; the model has (layers with"
+                " experts, experts per token)=(4, 2) and 4 experts"
             ),
         ),
     ],

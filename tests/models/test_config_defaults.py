@@ -57,6 +57,7 @@ def full(name: str) -> dict[str, Any]:
     config |= {"n_embd": 64, "n_inner": 40, "vocab_size": 60000} if name == GPT2 else {}
     unread = {"hidden_size", "head_dim", "num_key_value_heads"}
     unread |= {"num_experts", "num_local_experts"}
+    unread |= architecture.supported.keys()
     read = {entry.key for entry in architecture.shape_entries}
     config = {key: value for key, value in config.items() if key in read or key not in unread}
     return {**config, "architectures": [name], "eos_token_id": [3, 4], "pad_token_id": 5}
@@ -85,7 +86,8 @@ def transformers_shape(config: dict[str, Any]) -> dict[str, Any]:
             attribute: entry.to_shape(getattr(read, entry.key))
             for attribute, entry in architecture.expert_entries.items()
         }
-        values["experts"] = dataclasses.asdict(Experts(**experts))
+        implied = architecture.implied_experts
+        values["experts"] = dataclasses.asdict(Experts(**experts, **implied))
     tanh = ("gelu_fast", "gelu_new", "gelu_pytorch_tanh")
     activation = values.get("activation", "silu")
     values["activation"] = "gelu_tanh" if activation in tanh else activation
@@ -171,16 +173,18 @@ def test_default_values_equal_transformers_class(name):
     architecture, fields = BY_NAME[name], class_fields(name)
     entries = {entry.key: entry.default for entry in architecture.shape_entries}
     expected = {**architecture.supported, **entries, "eos_token_id": architecture.eos_token_id}
-    expected.pop("mlp_only_layers", None)  # the class replaces its default null by an empty list
-    if name.startswith("Glm4"):
-        expected["eos_token_id"] = None  # replaced too
+    if name == "Glm4ForCausalLM":
+        expected["eos_token_id"] = None  # the class replaces null
     assert {key: fields[key] for key in expected if key in fields} == {
         key: value for key, value in expected.items() if key in fields
     }
     # Attributes that the models read although their configuration classes do not declare them.
     undeclared = {key for key in expected if key not in fields}
-    reads_head_dim = ("Qwen2", "Qwen3Moe", "SmolLM3", "Granite", "Phi3", "Olmo2", "Olmo3")
-    assert undeclared == ({"head_dim"} if name.startswith(reads_head_dim) else set())
+    reads_head_dim = ("Qwen2", "Qwen3Moe", "Glm4Moe", "SmolLM3", "Granite", "Phi3", "Olmo")
+    expected_undeclared = {"head_dim"} if name.startswith(reads_head_dim) else set()
+    if name.startswith("Olmoe"):
+        expected_undeclared.add("sliding_window")
+    assert undeclared == expected_undeclared
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -325,6 +329,47 @@ def test_gpt_neox_rotary_fraction_equals_transformers(entries):
     assert read_config(config, "test").layers[0].rope.fraction == (0.5 if entries else 0.25)
 
 
+@pytest.mark.parametrize("entries", [{"rotary_dim": 8}, {"partial_rotary_factor": 0.5}, {}])
+def test_minimax_rotary_dim_equals_transformers(entries):
+    config = full("MiniMaxM2ForCausalLM") | entries
+    assert_read_alike(config)
+    assert read_config(config, "test").layers[0].rope.fraction == (0.5 if entries else 1.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "entries"),
+    [
+        *(
+            (name, entries)
+            for name in ("Qwen3MoeForCausalLM", "Qwen2MoeForCausalLM")
+            for entries in (
+                {},
+                {"mlp_only_layers": None},
+                {"mlp_only_layers": [1, 4]},
+                {"decoder_sparse_step": 2},
+                {"decoder_sparse_step": 3, "mlp_only_layers": [5]},
+            )
+        ),
+        *(
+            ("Glm4MoeForCausalLM", entries)
+            for entries in ({}, {"first_k_dense_replace": 0}, {"first_k_dense_replace": 3})
+        ),
+    ],
+    ids=str,
+)
+def test_layers_with_experts_equal_transformers(name, entries):
+    import torch
+    import transformers
+
+    config = CONFIGS[name] | {"architectures": [name], "num_hidden_layers": 6} | entries
+    with torch.device("meta"):
+        model = getattr(transformers, name)(transformers_config(config))
+    expected = [hasattr(layer.mlp, "experts") for layer in model.model.layers]
+    shape = read_config(config, "test")
+    assert [layer.has_experts for layer in shape.layers] == expected
+    assert read_config(hugging_face_config(shape), "test") == shape
+
+
 def test_gpt_neox_rotary_fraction_defaults_to_a_quarter():
     rope = {"rope_type": "default", "rope_theta": 10000.0}
     config = full("GPTNeoXForCausalLM") | {"rope_parameters": rope}
@@ -465,7 +510,19 @@ DEFAULT = {"rope_type": "default", "rope_theta": 10000.0}
         ("Llama", {"mlp_bias": 1}, ["mlp_bias=1: must be true or false"]),
         ("Qwen3", {"attention_bias": None}, ["missing: attention_bias"]),
         ("Mixtral", {"router_jitter_noise": 0.1}, ["router_jitter_noise=0.1"]),
-        ("Qwen3Moe", {"mlp_only_layers": [0]}, ["mlp_only_layers=[0]"]),
+        ("Qwen3Moe", {"mlp_only_layers": [0, 1]}, ["no layer of the model has experts"]),
+        ("Qwen3Moe", {"mlp_only_layers": ["0"]}, ["mlp_only_layers=['0']"]),
+        ("Qwen3Moe", {"decoder_sparse_step": 0}, ["decoder_sparse_step=0"]),
+        ("Qwen2Moe", {"use_sliding_window": True}, ["use_sliding_window=True"]),
+        ("Glm4Moe", {"first_k_dense_replace": -1}, ["first_k_dense_replace=-1"]),
+        ("Glm4Moe", {"first_k_dense_replace": 2}, ["no layer of the model has experts"]),
+        ("Glm4Moe", {"n_group": 5}, ["32", "multiple of the number of groups, 5"]),
+        ("Glm4Moe", {"topk_group": 3}, ["3 groups of experts per token"]),
+        ("Glm4Moe", {"num_experts_per_tok": 17}, ["17 experts per token", "16 experts"]),
+        ("Glm4Moe", {"n_group": 32}, ["32 groups of 1 experts are not supported"]),
+        ("MiniMaxM2", {"rotary_dim": 0}, ["rotary_dim=0"]),
+        ("MiniMaxM2", {"rotary_dim": 4, "partial_rotary_factor": 1.0}, ["rotary_dim=4"]),
+        ("Olmoe", {"clip_qkv": 8.0}, ["clip_qkv=8.0"]),
         (
             "GPT2LMHead",
             {"scale_attn_by_inverse_layer_idx": True},

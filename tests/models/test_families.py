@@ -30,6 +30,14 @@ EXPERTS = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 12,
 }
+GLM_EXPERTS = {
+    "n_routed_experts": 32,
+    "n_group": 2,
+    "topk_group": 1,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 12,
+}
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500.0,
@@ -54,6 +62,10 @@ CONFIGS = {
     "Qwen3ForCausalLM": SIZES | {"head_dim": 8},
     "MixtralForCausalLM": SIZES | EXPERTS,
     "Qwen3MoeForCausalLM": SIZES | EXPERTS | {"head_dim": 8},
+    "Qwen2MoeForCausalLM": SIZES | EXPERTS | {"shared_expert_intermediate_size": 20},
+    "Glm4MoeForCausalLM": SIZES | GLM_EXPERTS | {"head_dim": 8, "use_qk_norm": True},
+    "MiniMaxM2ForCausalLM": SIZES | EXPERTS | {"head_dim": 8},
+    "OlmoeForCausalLM": SIZES | EXPERTS,
     "SmolLM3ForCausalLM": SIZES,
     "GraniteForCausalLM": SIZES,
     "Phi3ForCausalLM": SIZES,

@@ -12,7 +12,7 @@ from itertools import count, product
 from typing import Any
 
 from aligner.errors import ConfigError
-from aligner.models.shape import LayerShape, ModelShape
+from aligner.models.shape import Experts, LayerShape, ModelShape
 from aligner.placement.roles import count_role_ranks, has_generator
 from aligner.schema import Config, EngineParallelConfig, ParallelConfig
 from aligner.schema.keys import get_value, with_values
@@ -269,7 +269,10 @@ def with_tiny_models(config: Config, run_config: Config, models: Models) -> tupl
 def _with_few_layers(shape: ModelShape, count: int) -> ModelShape:
     """Return a shape with `count` layers, of as many different kinds as possible."""
     kinds = tuple(dict.fromkeys(shape.layers))
-    return dataclasses.replace(shape, layers=(kinds * count)[:count])
+    repeated = tuple(kind for kind in kinds if kind.has_experts) or kinds
+    # In a model with experts, layers without them come first, and at least one layer has experts.
+    dense = tuple(kind for kind in kinds if kind not in repeated)[: count - 1]
+    return dataclasses.replace(shape, layers=(*dense, *repeated * count)[:count])
 
 
 def _choose_policy_layers(
@@ -408,15 +411,7 @@ def _make_narrow(
     ffn_hidden_size = _round_up_to_multiple(2 * hidden_size, tensor_sizes | expert_tensor)
     experts = shape.experts
     if experts is not None:
-        # Some experts stay inactive for a token if that is so in the run.
-        active_experts = min(experts.per_token, 2)
-        min_experts = active_experts + (experts.per_token < experts.count)
-        experts = dataclasses.replace(
-            experts,
-            count=_round_up_to_multiple(min_experts, {layout.expert for layout in layouts}),
-            per_token=active_experts,
-            ffn_hidden_size=ffn_hidden_size,
-        )
+        experts = _make_few(experts, ffn_hidden_size, {layout.expert for layout in layouts})
     return dataclasses.replace(
         shape,
         layers=tuple(_with_head_dim(layer, head_dim) for layer in shape.layers),
@@ -430,6 +425,32 @@ def _make_narrow(
         pad_token_id=0,
         latent_attention=latent,
         experts=experts,
+    )
+
+
+def _make_few(experts: Experts, ffn_hidden_size: int, expert_sizes: set[int]) -> Experts:
+    """Return a small mixture of experts with the parts of another one.
+
+    Args:
+        experts: Mixture of experts of the run.
+        ffn_hidden_size: Hidden size of each expert of the small one.
+        expert_sizes: Expert-parallel sizes, which must divide the number of experts.
+    """
+    active_experts = min(experts.per_token, 2)
+    # Some experts, and some groups, stay inactive for a token if that is so in the run.
+    min_experts = active_experts + (experts.per_token < experts.count)
+    groups = min(experts.groups, 2)
+    if groups > 1:
+        min_experts = groups * max(min_experts, experts.scores_per_group)
+    return dataclasses.replace(
+        experts,
+        count=_round_up_to_multiple(min_experts, expert_sizes | {groups}),
+        per_token=active_experts,
+        ffn_hidden_size=ffn_hidden_size,
+        groups=groups,
+        groups_per_token=1 if experts.groups_per_token < experts.groups else groups,
+        shared_count=min(experts.shared_count, 2),
+        shared_ffn_hidden_size=experts.shared_ffn_hidden_size and ffn_hidden_size,
     )
 
 

@@ -20,6 +20,7 @@ from aligner.engines.embedded.cache import KVCache
 from aligner.engines.embedded.matmuls import Matmuls
 from aligner.engines.embedded.sliced_attention import Spans
 from aligner.models import batch_invariant, score_attention
+from aligner.models.expert_choice import choose_experts, compute_scores, compute_weights
 from aligner.models.rotary import compute_rotation, rotate
 from aligner.models.shape import (
     Experts,
@@ -800,15 +801,13 @@ class Decoder:
 
         Source: Shazeer et al. 2017, "Outrageously Large Neural Networks", section 2.1.
         """
-        # The choice of experts is sensitive to rounding, so softmax and top-k run in float32.
-        probabilities = self._matmuls.linear(x, prefix + "router").float().softmax(-1)
+        scores = compute_scores(self._matmuls.linear(x, prefix + "router"), experts)
         # [N, K] each
-        weights, chosen = probabilities.topk(experts.per_token, -1)
+        chosen = choose_experts(scores, experts, self._weights.get(prefix + "router.expert_bias"))
+        weights = compute_weights(scores, chosen, experts)
         if step.expert_routing is not None:
             index_dtype = torch.uint8 if experts.count <= 256 else torch.int16
             step.expert_routing.append(chosen.to(index_dtype))
-        if experts.normalizes_weights:
-            weights = weights / weights.sum(-1, keepdim=True)
 
         output = torch.zeros_like(x)
         # `slot` is the index of the expert among the K experts of a token; it selects the weight.
@@ -823,7 +822,20 @@ class Decoder:
                 )
                 expert_weights = weights[token_indices, slot, None].to(x.dtype)
                 output.index_add_(0, token_indices, expert_output * expert_weights)
+        if experts.shared_size:
+            output += self._apply_shared_experts(x, prefix + "shared_experts.", experts)
         return self._all_reduce(output)
+
+    def _apply_shared_experts(self, x: Tensor, prefix: str, experts: Experts) -> Tensor:
+        """Compute this rank's part of the shared experts' output, which the ranks have to sum.
+
+        Source: Dai et al. 2024, "DeepSeekMoE", section 3.2.
+        """
+        hidden = self._matmuls.linear(x, prefix + "linear_fc1")
+        output = self._matmuls.linear(self._apply_activation(hidden), prefix + "linear_fc2")
+        if experts.has_shared_gate:
+            output = output * F.linear(x, self._weights[prefix + "gate_weight"]).sigmoid()
+        return output
 
     def _apply_row_parallel(self, x: Tensor, name: str) -> Tensor:
         """Compute a layer whose inputs are split over the ranks.

@@ -61,7 +61,12 @@ class Layer:
         # A feed-forward network saves the input of the activation function and its output.
         width = self._activation_parts * self.shape.ffn_hidden_size
         dense = self.device.itemsize * width / self.layout.tensor
-        network = self._expert_bytes if self.shape.num_experts else dense
+        # the mean of all layers, if only some have experts
+        expert_layers = len(self.shape.expert_layers)
+        network = dense
+        if expert_layers:
+            share = expert_layers / self.shape.num_layers
+            network = share * self._expert_bytes + (1 - share) * dense
         value_share = self.shape.value_dim / self.shape.head_dim
         attention_output = self.device.itemsize * self._head_widths[0] * value_share
         return (
@@ -194,7 +199,13 @@ class Layer:
         # The router saves an fp32 probability and a boolean for each expert, and four numbers of
         # 4 bytes for each expert that it has selected.
         router_bytes = (FP32 + 1) * experts.count + 4 * FP32 * experts.per_token
-        return self.device.itemsize * copies * width + router_bytes / self.layout.tensor
+        shared_width = self._activation_parts * experts.shared_size / self.layout.tensor
+        if experts.has_shared_gate:  # saves the network's output
+            shared_width += self._residual_width
+        return (
+            self.device.itemsize * (copies * width + shared_width)
+            + router_bytes / self.layout.tensor
+        )
 
 
 @dataclass(frozen=True)
@@ -387,11 +398,12 @@ class StageActivations:
         """
         inner_width = _feed_forward_width(self.shape) / self._layout.tensor
         experts = self.shape.experts
-        rows = self.shape.ffn_hidden_size if experts is None else experts.ffn_hidden_size
-        shards = self._layout.tensor if experts is None else self._layout.expert_tensor_size
+        rows = _dense_width(self.shape) / self._layout.tensor
+        if experts is not None:
+            rows = max(rows, experts.ffn_hidden_size / self._layout.expert_tensor_size)
         # Gate and up projections are one matrix.
         projections = 2 if self.shape.gated else 1
-        matrix = self.shape.hidden_size * projections * rows / shards
+        matrix = self.shape.hidden_size * projections * rows
         token_width = 2 * self.shape.hidden_size + 1.5 * inner_width
         return self.device.itemsize * (self._tokens * token_width + matrix)
 
@@ -412,9 +424,19 @@ def compute_forward_work_bytes(shape: ModelShape, tensor: int, tokens: int, item
 def _feed_forward_width(shape: ModelShape) -> int:
     """Return the elements per token after the first matrix of a feed-forward network.
 
-    For a mixture of experts, this is the sum over all experts of the token.
+    For a mixture of experts, this is the sum over all experts of the token. The largest network of
+    a model counts.
     """
-    projections = 2 if shape.gated else 1
-    if shape.experts is None:
-        return projections * shape.ffn_hidden_size
-    return projections * shape.experts.ffn_hidden_size * shape.experts.per_token
+    width = _dense_width(shape)
+    if shape.experts is not None:
+        width = max(width, shape.experts.ffn_hidden_size * shape.experts.per_token)
+    return (2 if shape.gated else 1) * width
+
+
+def _dense_width(shape: ModelShape) -> int:
+    """Return the hidden size of the largest feed-forward network that processes all tokens.
+
+    These are the networks of layers without experts, and shared experts.
+    """
+    dense = shape.ffn_hidden_size if any(layer.is_dense for layer in shape.layers) else 0
+    return max(dense, 0 if shape.experts is None else shape.experts.shared_size)
