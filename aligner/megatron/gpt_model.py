@@ -32,6 +32,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from aligner.errors import ConfigError
+from aligner.megatron.kv_head_copies import sum_gradients_of_copies
 from aligner.megatron.layers import (
     ExpertRouter,
     GroupedExperts,
@@ -73,17 +74,25 @@ def _finalize_gradients(
     # The losses are sums divided by a global denominator, so gradients are summed over ranks and
     # micro-batches and never divided by a number of tokens.
     finalize_model_grads(model, None)
+    sum_gradients_of_copies(model)
 
 
-def _architecture_settings(shape: ModelShape) -> dict[str, Any]:
-    """Return the arguments of a TransformerConfig that follow from the model's shape."""
+def _architecture_settings(shape: ModelShape, tensor: int) -> dict[str, Any]:
+    """Return the arguments of a TransformerConfig that follow from the model's shape.
+
+    Args:
+        shape: Dimensions of the model.
+        tensor: Number of tensor-parallel ranks.
+    """
     layer = shape.common_layer
     window = None if layer is None else layer.sliding_window
     return {
         "num_layers": shape.num_layers,
         "hidden_size": shape.hidden_size,
         "num_attention_heads": shape.num_heads,
-        "num_query_groups": shape.num_kv_heads,
+        # With fewer KV heads than tensor ranks, each rank has a copy of its KV head. megatron-core
+        # would split a KV head and all-gather the queries, keys and values of all heads instead.
+        "num_query_groups": shape.kv_heads_on_rank(tensor) * tensor,
         "kv_channels": shape.head_dim,
         "ffn_hidden_size": shape.ffn_hidden_size,
         "normalization": {"rms": "RMSNorm", "layer": "LayerNorm"}[shape.normalization],
@@ -173,7 +182,7 @@ def transformer_config(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return TransformerConfig(
-            **_architecture_settings(shape),
+            **_architecture_settings(shape, layout.tensor),
             params_dtype=dtype,
             pipeline_dtype=dtype,
             bf16=dtype == torch.bfloat16,

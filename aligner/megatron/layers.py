@@ -327,7 +327,8 @@ class ProjectionNorm(nn.Module):
         Args:
             config: Configuration of the model.
             hidden_size: Number of dimensions of a head.
-            heads: Number of heads on all tensor ranks together.
+            heads: Number of heads on all tensor ranks together. Copies of a KV head count as heads:
+                they do not change the mean of the squares.
             eps: Epsilon of the norm.
         """
         super().__init__()
@@ -701,7 +702,9 @@ def _local_layer_spec(
         attention.q_layernorm = attention.k_layernorm = norm
     elif shape.qk_norm == "projection":
         attention.q_layernorm = ModuleSpec(ProjectionNorm, params={"heads": shape.num_heads})
-        attention.k_layernorm = ModuleSpec(ProjectionNorm, params={"heads": shape.num_kv_heads})
+        attention.k_layernorm = ModuleSpec(
+            ProjectionNorm, params={"heads": config.num_query_groups}
+        )
     # The router of megatron-core 0.16 tests whether this name is None, but defines it only if
     # transformer-engine is installed.
     moe_utils.te_general_gemm = None

@@ -201,7 +201,7 @@ class LoraWeights(NamedWeights):
         for chunk in chunks:
             chunk.requires_grad_(False)
         self._layers = self._attach_adapters(
-            chunks, slices, lora, groups=shape.num_kv_heads // world.layout.tensor
+            chunks, slices, lora, groups=shape.kv_heads_on_rank(world.layout.tensor)
         )
         self.adapters = NamedWeights(chunks, shape, world, table)
         """The adapters' weights by their PEFT names, `<weight>.lora_A.weight` and

@@ -54,6 +54,9 @@ class _ParameterEntry:
     weights: NamedWeights
     names: tuple[str, ...]
     writer: int = 0
+    written_names: tuple[str, ...] = ()
+    """Names of the weights that the writer writes: all, except copies of KV heads that the writer
+    of another parameter writes."""
 
 
 @dataclass(frozen=True)
@@ -407,21 +410,25 @@ def _assign_writers(
             holders.setdefault(json.dumps(description), []).append(rank)
     written_elements = [0] * runner.world.size
     writers = {}
+    written_names: dict[str, list[str]] = {}
     index: dict[str, Entry] = {}
     for key, ranks in holders.items():
         writer = writers[key] = min(ranks, key=written_elements.__getitem__)
         state_count, slices = json.loads(key)
         for name, shape, axis, start, stop in slices:
             piece = Piece(writer, axis, start, stop)
-            previous = index.get(name)
-            index[name] = Entry(
-                tuple(shape), state_count > 0, (*(previous.pieces if previous else ()), piece)
-            )
+            previous = index[name].pieces if name in index else ()
+            # Different parameters of several tensor ranks may have copies of the same KV head.
+            if any((other.axis, other.start) == (axis, start) for other in previous):
+                continue
+            index[name] = Entry(tuple(shape), state_count > 0, (*previous, piece))
+            written_names.setdefault(key, []).append(name)
             elements = math.prod(cut_shape(tuple(shape), axis, start, stop))
             written_elements[writer] += elements * (1 + state_count)
+    keys = map(json.dumps, descriptions)
     assigned_entries = [
-        replace(entry, writer=writers[json.dumps(description)])
-        for entry, description in zip(entries, descriptions, strict=True)
+        replace(entry, writer=writers[key], written_names=tuple(written_names.get(key, ())))
+        for entry, key in zip(entries, keys, strict=True)
     ]
     return assigned_entries, index
 
@@ -452,7 +459,7 @@ def _copy_to_host(
         else:
             whole = {WEIGHT: entry.parameter.detach()} if entry.writer == rank else None
         for kind, tensor in (whole or {}).items():
-            for name in entry.names:
+            for name in entry.written_names:
                 piece = entry.weights.gather(name, tensor)
                 tensors[tensor_key(name, kind)] = torch.empty(piece.shape, dtype=piece.dtype).copy_(
                     piece

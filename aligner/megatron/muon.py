@@ -233,12 +233,14 @@ class Muon(torch.optim.Optimizer):
             *self._exchange(inputs, [shapes[rank]] * len(assigned_names)),
             strict=True,
         ):
-            axis = weights.specs[name].axis or 0
-            whole = orthogonalize(torch.cat(pieces, axis), steps)
-            for rank_outputs, piece in zip(
-                outputs, whole.chunk(len(assigned_names), axis), strict=True
-            ):
-                rank_outputs.append(piece)
+            spec = weights.specs[name]
+            axis = spec.axis or 0
+            # Consecutive ranks may have sent copies of the same part.
+            copies = spec.count_copies(len(assigned_names))
+            whole = orthogonalize(torch.cat(pieces[::copies], axis), steps)
+            parts_of_whole = whole.chunk(len(assigned_names) // copies, axis)
+            for target, rank_outputs in enumerate(outputs):
+                rank_outputs.append(parts_of_whole[target // copies])
 
         # Send each rank its parts of the results.
         for names, owner_outputs in zip(

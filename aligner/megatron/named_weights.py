@@ -62,14 +62,14 @@ def _global_parameters(
     return parameters
 
 
-def select_part(tensor: Tensor, part: Part, shape: ModelShape) -> Tensor:
+def select_part(tensor: Tensor, part: Part, shape: ModelShape, tensor_ranks: int = 1) -> Tensor:
     """Return a view of one part of a fused tensor, which has the shape of its parameter."""
     if part == "whole":
         return tensor
     if part in ("gate", "up"):
         return tensor.chunk(2)[part == "up"]
     # linear_qkv interleaves the key/value groups: the queries of a group, its key, its value.
-    queries = shape.num_heads // shape.num_kv_heads
+    queries = shape.num_heads // (tensor_ranks * shape.kv_heads_on_rank(tensor_ranks))
     groups = tensor.view(-1, queries + 2, shape.head_dim, *tensor.shape[1:])
     return {
         "query": groups[:, :queries],
@@ -97,6 +97,8 @@ class NamedWeights:
             table, shape.num_layers, world.layout, world.rank
         )
         self.specs = {spec.name: spec for spec in table}
+        self.tensor_ranks = world.layout.tensor
+        """Number of tensor-parallel ranks."""
         self._shape = shape
         self._parameters = _global_parameters(chunks, shape, world)
         self.finish_update: Callable[[], None] = lambda: None
@@ -131,7 +133,7 @@ class NamedWeights:
         otherwise it is a view.
         """
         local = self.local_shape(name)
-        view = self._without_padding(name, select_part(tensor, self.specs[name].part, self._shape))
+        view = self._view(name, tensor)
         return (
             view.reshape(local[::-1]).T if self.specs[name].is_transposed else view.reshape(local)
         )
@@ -144,8 +146,13 @@ class NamedWeights:
             tensor: Destination in the parameter's shape.
             piece: Slice in Hugging Face orientation, of shape `local_shape(name)`.
         """
-        view = self._without_padding(name, select_part(tensor, self.specs[name].part, self._shape))
+        view = self._view(name, tensor)
         view.copy_((piece.T if self.specs[name].is_transposed else piece).reshape(view.shape))
+
+    def _view(self, name: str, tensor: Tensor) -> Tensor:
+        """Return a view of a named weight in a tensor shaped like its parameter."""
+        part = select_part(tensor, self.specs[name].part, self._shape, self.tensor_ranks)
+        return self._without_padding(name, part)
 
     def _without_padding(self, name: str, tensor: Tensor) -> Tensor:
         """Return the rows of an embedding or head that are tokens, and any other tensor unchanged.

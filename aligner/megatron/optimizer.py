@@ -29,6 +29,7 @@ from torch import nn
 from aligner import schema
 from aligner.data.collectives import gather_json
 from aligner.errors import AlignerError
+from aligner.megatron.kv_head_copies import count_copies_once
 from aligner.megatron.muon import Muon, build_muon, layer_matrices
 from aligner.megatron.named_weights import NamedWeights
 from aligner.megatron.optimizer_state import optimizer_parts
@@ -148,6 +149,7 @@ def build_optimizer(
         else:
             optimizer = get_megatron_optimizer(options, chunks, overrides)
     _use_fused_kernels(optimizer)
+    count_copies_once(optimizer, chunks)
     scheduler = OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,

@@ -222,6 +222,26 @@ def _torch_optimizers(optimizer: Any) -> list[Any]:
     )
 
 
+def find_main_shard(
+    part: DistributedOptimizer, parameter: nn.Parameter
+) -> tuple[Tensor | None, int, int]:
+    """Return the tensor in which a distributed optimizer updates this rank's shard of a parameter.
+
+    Returns:
+        The tensor, and the range (start, stop) of the flattened parameter that it covers; None and
+        (0, 0) if the parameter lies outside this rank's range of the buffer.
+    """
+    if parameter not in part.model_param_group_index_map:
+        return None, 0, 0
+    group, position = part.model_param_group_index_map[parameter]
+    flat_range = part._get_model_param_range_map(parameter)["param"]
+    return (
+        part.optimizer.param_groups[group]["params"][position],
+        flat_range.start,
+        flat_range.end,
+    )
+
+
 def _distributed_shards(part: DistributedOptimizer) -> dict[nn.Parameter, _StateShard]:
     """Return this rank's shard of each parameter in the DDP buffers of a distributed optimizer."""
     optimizers = {
@@ -233,18 +253,9 @@ def _distributed_shards(part: DistributedOptimizer) -> dict[nn.Parameter, _State
     shards = {}
     for buffer in part.buffers:
         for parameter in buffer.params:
-            # A parameter that lies outside this rank's range of the buffer has an empty shard.
-            main = None
-            start = 0
-            stop = 0
-            if parameter in part.model_param_group_index_map:
-                group, position = part.model_param_group_index_map[parameter]
-                main = part.optimizer.param_groups[group]["params"][position]
-                if isinstance(part.optimizer, HybridDeviceOptimizer):
-                    main = part.optimizer.param_to_inner_param[main]
-                flat_range = part._get_model_param_range_map(parameter)["param"]
-                start = flat_range.start
-                stop = flat_range.end
+            main, start, stop = find_main_shard(part, parameter)
+            if main is not None and isinstance(part.optimizer, HybridDeviceOptimizer):
+                main = part.optimizer.param_to_inner_param[main]
             shards[parameter] = _StateShard(
                 optimizers.get(main), main, start, stop, part.data_parallel_group
             )

@@ -20,6 +20,7 @@ from aligner.data.collectives import broadcast_json
 from aligner.data.types import Stats
 from aligner.errors import AlignerError, ConfigError
 from aligner.megatron.gpt_model import build_model, drop_last_graph, wrap_for_training
+from aligner.megatron.kv_head_copies import mark_copies
 from aligner.megatron.lora import LoraWeights
 from aligner.megatron.named_weights import NamedWeights
 from aligner.megatron.optimizer import GuardedStep, ParameterGather, build_optimizer
@@ -141,6 +142,7 @@ class ModelRunner:
                 raise ConfigError("\n".join(problems))
             self.weights = LoraWeights(self.chunks, shape, world, head, settings.lora, world.seed)
             self.trained_weights = self.weights.adapters
+        mark_copies(self.trained_weights)
         self._total_steps = total_steps
         layout = world.layout
         self._packing_layout = PackingLayout(

@@ -19,7 +19,7 @@ def cache_bytes_per_token(shape: ModelShape, tensor: int, itemsize: int) -> int:
         # Every rank caches the latent and the rotated key, which all heads share.
         return shape.num_layers * shape.latent_attention.cached_dim * itemsize
     # The factor 2 counts keys and values.
-    return 2 * shape.num_layers * (shape.num_kv_heads // tensor) * shape.head_dim * itemsize
+    return 2 * shape.num_layers * shape.kv_heads_on_rank(tensor) * shape.head_dim * itemsize
 
 
 def layout_problems(key: str, layout: ParallelConfig, shape: ModelShape) -> Iterator[str]:
@@ -54,14 +54,22 @@ def engine_problems(layout: EngineParallelConfig, shape: ModelShape) -> Iterator
 def tensor_sizes(shape: ModelShape, limit: int) -> list[int]:
     """Return the tensor-parallel sizes up to `limit` with which the model can run.
 
-    They split every weight evenly, except the vocabulary, which is padded.
+    They split every weight evenly, except the vocabulary, which is padded, and KV heads, of which
+    several ranks may have a copy.
     """
     totals = _split_dimensions(shape).values()
     return [
         size
         for size in range(1, limit + 1)
-        if all(total % size == 0 for total in totals) and not _leaves_rank_empty(shape, size)
+        if all(total % size == 0 for total in totals)
+        and _splits_kv_heads(shape, size)
+        and not _leaves_rank_empty(shape, size)
     ]
+
+
+def _splits_kv_heads(shape: ModelShape, size: int) -> bool:
+    """Return whether each rank gets whole KV heads, or each KV head is on equally many ranks."""
+    return shape.num_kv_heads % size == 0 or size % shape.num_kv_heads == 0
 
 
 def _leaves_rank_empty(shape: ModelShape, size: int) -> bool:
@@ -71,10 +79,7 @@ def _leaves_rank_empty(shape: ModelShape, size: int) -> bool:
 
 def _split_dimensions(shape: ModelShape) -> dict[str, int]:
     """Return the dimensions that a tensor-parallel size must divide, by their names in messages."""
-    dimensions = {
-        "attention heads": shape.num_heads,
-        "key-value heads": shape.num_kv_heads,
-    }
+    dimensions = {"attention heads": shape.num_heads}
     # Experts have a tensor-parallel size of their own.
     if any(layer.is_dense for layer in shape.layers):
         dimensions["feed-forward rows"] = shape.ffn_hidden_size
@@ -102,6 +107,11 @@ def tensor_problems(key: str, size: int, shape: ModelShape) -> Iterator[str]:
         yield (
             f"{key}.tensor={size}: must divide the model's {', '.join(uneven)}; valid sizes:"
             f" {fitting}"
+        )
+    if not _splits_kv_heads(shape, size):
+        yield (
+            f"{key}.tensor={size}: must divide the model's {shape.num_kv_heads} key-value heads or"
+            f" be a multiple of them; valid sizes: {fitting}"
         )
 
 

@@ -286,6 +286,13 @@ class ModelShape:
         """The shape of all layers; None if they differ."""
         return self.layers[0] if len(set(self.layers)) == 1 else None
 
+    def kv_heads_on_rank(self, tensor: int) -> int:
+        """Return the number of KV heads that each of `tensor` tensor-parallel ranks holds.
+
+        With more ranks than KV heads, each head is on several consecutive ranks.
+        """
+        return max(1, self.num_kv_heads // tensor)
+
     def with_layers(self, count: int) -> "ModelShape":
         """Return the shape of the model's first `count` layers.
 

@@ -63,8 +63,8 @@ class TensorSpec:
     """Number of consecutive indices of that dimension that a split must not separate, such as the
     rows of an attention head.
 
-    `compute_tensor_slice` does not read it. A split respects it because `layouts.tensor_problems`
-    reports tensor-parallel sizes that do not divide the numbers of heads and key-value heads.
+    If there are more tensor-parallel ranks than units, several consecutive ranks hold the same
+    unit. `layouts.tensor_problems` reports sizes that do not divide the heads evenly.
     """
     layer: int | None = None
     """Index of the decoder layer; None for an embedding, final norm or head."""
@@ -93,6 +93,18 @@ class TensorSpec:
     def stored_range(self) -> StoredRange:
         """Position of the weight in the tensors of a file."""
         return self.fused_range or StoredRange(self.name, self.shape)
+
+    def count_copies(self, size: int) -> int:
+        """Return the number of tensor-parallel ranks that hold the same slice of a split weight.
+
+        It is above 1 only for the weights of KV heads, with more ranks than KV heads.
+
+        Args:
+            size: Number of tensor-parallel ranks.
+        """
+        if self.axis is None or self.unit == 1:
+            return 1
+        return max(1, size // (self.shape[self.axis] // self.unit))
 
 
 @dataclass(frozen=True)
@@ -329,6 +341,8 @@ def compute_shard_size(total: int, size: int, multiple: int = 1) -> int:
 def compute_tensor_slice(spec: TensorSpec, rank: int, size: int, multiple: int = 1) -> Slice:
     """Return the slice of a weight that a tensor-parallel rank holds.
 
+    With more ranks than KV heads, consecutive ranks hold the same slice of a KV head's weights.
+
     A rank whose shard is only padding gets the whole weight, because a slice is never empty.
     This can happen only if `multiple` exceeds 1 and the vocabulary is tiny; `layouts` reports the
     other cases.
@@ -343,11 +357,12 @@ def compute_tensor_slice(spec: TensorSpec, rank: int, size: int, multiple: int =
     if spec.axis is None or size == 1:
         return Slice(spec.name, None, 0, 0)
     total = spec.shape[spec.axis]
-    shard_size = compute_shard_size(total, size, multiple)
-    start, stop = (min(index * shard_size, total) for index in (rank, rank + 1))
-    return (
-        Slice(spec.name, None, 0, 0) if start == stop else Slice(spec.name, spec.axis, start, stop)
-    )
+    copies = spec.count_copies(size)
+    shard = rank // copies
+    shard_size = compute_shard_size(total, size // copies, multiple)
+    start, stop = (min(index * shard_size, total) for index in (shard, shard + 1))
+    is_whole = start == stop or (start, stop) == (0, total)
+    return Slice(spec.name, None, 0, 0) if is_whole else Slice(spec.name, spec.axis, start, stop)
 
 
 def stage_layers(num_layers: int, layout: ParallelConfig, stage: int) -> list[range]:
@@ -505,6 +520,7 @@ def _adapter(weight: TensorSpec, rank: int) -> Adapter:
         name=f"{name}.lora_B.weight",
         shape=(outputs, rank),
         axis=0 if splits_outputs else None,
+        unit=weight.unit if splits_outputs else 1,
         layer=weight.layer,
         parameter=f"{linear}.adapter.up.{name.rsplit('.', 1)[-1]}",
         fused_range=fused_range,

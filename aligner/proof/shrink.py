@@ -138,6 +138,9 @@ def _choose_sizes(
     """Return the entries of the sizes of the small model, except those of layers and positions."""
     tensor = math.lcm(*(layout.tensor for layout in layouts))
     kv_heads = math.lcm(tensor, 2) if shape.num_kv_heads > 1 else 1
+    # Tensor ranks have copies of KV heads if they have copies in the whole model.
+    if tensor > shape.num_kv_heads:
+        kv_heads = shape.num_kv_heads
     heads = kv_heads * min(shape.num_heads // shape.num_kv_heads, _MAX_QUERIES_PER_GROUP)
     heads = math.lcm(heads, tensor)
     hidden = heads * _HEAD_DIM

@@ -135,6 +135,26 @@ def test_dry_run_preserves_last_stage_imbalance(last, expected):
     ) == expected
 
 
+@pytest.mark.parametrize(
+    ("trainer", "engine", "expected"), [(8, 8, 2), (8, 2, 4), (2, 8, 4), (4, 4, 4), (1, 1, 2)]
+)
+def test_dry_run_has_copies_of_kv_heads_like_the_run(trainer, engine, expected):
+    config = with_values(
+        base("grpo"),
+        {
+            "model.config": LLAMA3 | {"num_key_value_heads": 4},
+            "engine.placement": "server",
+            "actor.parallel.tensor": trainer,
+            "engine.parallel.tensor": engine,
+        },
+    )
+    small = tiny(config)
+    heads = small.model.config["num_key_value_heads"]
+    sizes = {small.actor.parallel.tensor, small.engine.parallel.tensor}
+    assert heads == expected
+    assert (max(sizes) > heads) == (max(trainer, engine) > 4)
+
+
 def test_truncated_critic_stays_below_policy_layers():
     small = tiny(
         with_values(

@@ -16,7 +16,7 @@ from aligner.models.model_source import directory_shape
 from aligner.schema import EngineConfig, EngineParallelConfig
 from tests.engines.engines import generate, load_directory
 from tests.megatron import families, jobs
-from tests.rounds import typical
+from tests.rounds import slow, typical
 
 LENGTHS = (3, 9, 1, 9)
 NEW_TOKENS = (14, 9, 14, 5, 11, 14, 2, 14)
@@ -46,6 +46,18 @@ def sample_and_score(directory: str, tensor: int) -> tuple[list[Sample], float]:
     batch = collate(samples, pad_token_id=0)
     scored = jobs.policy(directory, {"data": tensor}).logprobs(batch.tokens, batch.lengths)
     return samples, float(torch.where(batch.mask, scored - batch.engine_logprobs, 0.0).abs().max())
+
+
+@pytest.mark.promise("engine-logprobs-equal-megatron")
+@pytest.mark.parametrize("family", ["qwen2", *map(slow, ("olmo2", "glm4", "qwen3_moe"))])
+def test_logprobs_of_more_ranks_than_kv_heads_equal_megatron(pool, tmp_path, family):
+    directory = str(families.save(family, tmp_path))
+    ((alone, _),) = pool.run(sample_and_score, 1, directory, 1)
+    for samples, error in pool.run(sample_and_score, 4, directory, 4):
+        assert error < 1e-4
+        assert [sample.tokens.tolist() for sample in samples] == [
+            sample.tokens.tolist() for sample in alone
+        ]
 
 
 def routes_of(sample: Sample) -> list[list[list[int]]] | None:

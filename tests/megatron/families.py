@@ -269,6 +269,9 @@ CONFIGS: Mapping[str, Callable[[Any], Any]] = {
     "phi3-longrope": _phi3_longrope,
     "olmo2": lambda t: t.Olmo2Config(**_GROUPED, **_rope()),
     "olmo2-bias": lambda t: t.Olmo2Config(**_GROUPED, **_rope(), attention_bias=True),
+    "olmo2-multi-query": lambda t: t.Olmo2Config(
+        **{**_GROUPED, "num_key_value_heads": 1}, **_rope()
+    ),
     "olmo3": _olmo3,
     "gemma2": _gemma2,
     "gemma3": _gemma3,

@@ -39,6 +39,31 @@ MIXTURE_LAYOUTS: Mapping[str, Mapping[str, Any]] = {
     "ETP1 over TP2": {"tensor": 2, "sequence": True, "expert_tensor": 1},
     "ETP2 over DP2": {"data": 2, "expert_tensor": 2},
 }
+# Layouts with more tensor ranks than the two KV heads.
+COPY_LAYOUTS: Mapping[str, Mapping[str, Any]] = {
+    "TP4": {"tensor": 4},
+    "TP4+SP": {"tensor": 4, "sequence": True},
+    "TP4+SPxPP2": {"tensor": 4, "sequence": True, "pipeline": 2},
+    "TP4+SPxDP2 distributed": {"tensor": 4, "sequence": True, "data": 2},
+    "EP4 over TP4": {"tensor": 4, "sequence": True, "expert": 4, "expert_tensor": 1},
+}
+# Families that have between them all parts of attention which depend on KV heads: biases, norms of
+# heads and of projections, fused tensors in files.
+COPY_CELLS = [
+    ("llama3", "TP4"),
+    ("qwen2", "TP4+SP"),
+    ("qwen3", "TP4"),
+    ("qwen3", "TP4+SPxPP2"),
+    ("qwen3", "TP4+SPxDP2 distributed"),
+    ("olmo2", "TP4"),
+    ("olmo3", "TP4+SP"),
+    ("phi3", "TP4+SP"),
+    ("gemma3", "TP4"),
+    ("glm4", "TP4+SP"),
+    ("mixtral", "TP4+SP"),
+    ("qwen3_moe", "EP4 over TP4"),
+]
+ALL_LAYOUTS = {**LAYOUTS, **MIXTURE_LAYOUTS, **COPY_LAYOUTS}
 # These variants of a family differ only in parts that no layout splits, so layouts that split
 # tokens in the most ways are sufficient.
 VARIANTS = {
@@ -54,6 +79,8 @@ VARIANTS = {
     "qwen3_moe-bias": ("single", "TP2+SPxEP2", "ETP2 over DP2"),
     "deepseek_v3-halves": ("single",),
     "qwen3_moe-raw": ("single", "EP2", "TP2+SPxEP2"),
+    # A single KV head, of which both tensor ranks have a copy.
+    "olmo2-multi-query": ("single", "TP2", "TP2+SP"),
 }
 
 
@@ -68,8 +95,10 @@ CELLS = [
     pytest.param(
         family, name, id=f"{family}-{name}", marks=() if name in TYPICAL else pytest.mark.slow
     )
-    for family in CONFIGS
-    for name in layouts(family)
+    for family, name in [
+        *((family, name) for family in CONFIGS for name in layouts(family)),
+        *COPY_CELLS,
+    ]
 ]
 
 
@@ -119,7 +148,7 @@ def print_table(errors: Errors) -> None:
 
 
 def run(pool, directory, name, **settings):
-    layout = dict({**LAYOUTS, **MIXTURE_LAYOUTS}[name])
+    layout = dict(ALL_LAYOUTS[name])
     settings["optimizer"] = {"distributed": "distributed" in name}
     return pool.run(
         families.family_steps, ParallelConfig(**layout).ranks, str(directory), layout, **settings
@@ -158,9 +187,7 @@ def test_training_equals_transformers(pool, model, table, family, name):
 def test_rank_slices_equal_model_files_bit_for_bit(pool, model, family):
     directory, _ = model(family)
     name = "TP2+SPxPP2" if family in MIXTURES else "TP2xPP2"
-    parts = pool.run(
-        families.read_slices, 4, str(directory), dict({**LAYOUTS, **MIXTURE_LAYOUTS}[name])
-    )
+    parts = pool.run(families.read_slices, 4, str(directory), dict(ALL_LAYOUTS[name]))
     errors = families.slice_errors(directory, parts, load_file(directory / "model.safetensors"))
     assert set(errors.values()) == {0.0}
 

@@ -31,6 +31,10 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "pp2-dp2": ({"pipeline": 2, "data": 2}, {}),
     "pp2-uneven": ({"pipeline": 2, "last_stage_layers": 1}, {}),
     "tp2-sp": ({"tensor": 2, "sequence": True}, {}),
+    # Two tensor ranks have a copy of each KV head.
+    "tp4-sp": ({"tensor": 4, "sequence": True}, {}),
+    "tp4-dp2-distributed": ({"tensor": 4, "data": 2}, DISTRIBUTED),
+    "tp4-dp2-overlap-distributed": ({"tensor": 4, "data": 2}, OVERLAP_DISTRIBUTED),
     "tp2-sp-pp2": ({"tensor": 2, "sequence": True, "pipeline": 2}, {}),
     "vpp2": ({"pipeline": 2, "virtual_pipeline": 2}, {}),
     "vpp2-dp2": ({"pipeline": 2, "virtual_pipeline": 2, "data": 2}, {}),

@@ -35,6 +35,9 @@ CASES = [
     *((family, SEQUENCE, {}) for family in ("qwen2", "gpt2", "pythia", "llama-bias")),
     ("mixtral", {"expert": 2, "data": 2}, {}),
     *(("deepseek_v3", layout, {}) for layout in (SEQUENCE, TP, {})),
+    # more tensor ranks than KV heads
+    ("llama3", {"tensor": 4}, {}),
+    ("qwen2", {"tensor": 4, "sequence": True}, {}),
 ]
 TYPICAL = (0, 5, 8, 10, 13, 14)
 """Indices of the cases that the first round of tests runs."""

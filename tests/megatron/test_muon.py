@@ -231,6 +231,8 @@ def alone(pool, family):
     [
         ("llama3", "tp2-sp"),
         ("llama3", "pp2-dp2"),
+        ("llama3", "tp4-sp"),
+        slow("llama3", "tp4-dp2-distributed"),
         slow("llama3", "tp2-pp2"),
         slow("llama3", "tp2-dp2"),
         slow("llama3", "vpp2-tp2-sp"),

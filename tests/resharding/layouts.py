@@ -11,14 +11,19 @@ from aligner.models.weight_slices import Slice, TensorSpec
 LAYERS = 4
 
 
-def tiny_shape(family: str = "llama", tied: bool = True, qkv_bias: bool = False) -> ModelShape:
-    """Return a shape with four layers and sizes divisible by 4; four experts for mixtures."""
+def tiny_shape(
+    family: str = "llama", tied: bool = True, qkv_bias: bool = False, kv_heads: int = 4
+) -> ModelShape:
+    """Return a shape with four layers and sizes divisible by 4; four experts for mixtures.
+
+    Families that never share KV heads have four KV heads.
+    """
     has_experts = family in ("mixtral", "qwen3_moe")
     return ModelShape(
         (LayerShape(Rope(10000.0), has_experts=has_experts),) * LAYERS,
         hidden_size=16,
         num_heads=4,
-        num_kv_heads=4,
+        num_kv_heads=4 if family in ("gpt2", "gpt_neox") else kv_heads,
         head_dim=4,
         ffn_hidden_size=24,
         vocab_size=32,

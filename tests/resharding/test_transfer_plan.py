@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from aligner.errors import AlignerError
 from aligner.models.weight_slices import Slice, TensorSpec
@@ -24,6 +25,7 @@ SHAPES = st.builds(
     family=st.sampled_from(["llama", "mixtral", "qwen3_moe", "gpt2", "gpt_neox"]),
     tied=st.booleans(),
     qkv_bias=st.booleans(),
+    kv_heads=st.sampled_from([1, 2, 4]),
 )
 
 
@@ -190,7 +192,8 @@ def test_indivisible_layout_is_refused_with_every_problem():
         )
     message = str(caught.value)
     for wanted in (
-        ("actor.parallel.tensor=3: must divide the model's 4 attention heads, 4 key-value heads"),
+        "actor.parallel.tensor=3: must divide the model's 4 attention heads",
+        "actor.parallel.tensor=3: must divide the model's 4 key-value heads or be a multiple of",
         ("actor.parallel.expert_tensor=5: must divide the 24 feed-forward rows of each expert"),
         "actor.parallel.pipeline=3: must divide the model's 4 layers",
         "actor.parallel.expert=3: must divide the model's 4 experts",
@@ -218,10 +221,49 @@ def test_tensor_size_that_splits_heads_is_refused(family, key_heads):
     )
     with pytest.raises(
         AlignerError,
-        match=rf"engine\.parallel\.tensor=2: .*9 attention heads, {key_heads} key-value heads",
+        match=r"engine\.parallel\.tensor=2: must divide the model's 9 attention heads",
     ):
         plan_resharding(shape, ParallelConfig(), EngineParallelConfig(tensor=2))
     plan_resharding(shape, ParallelConfig(), EngineParallelConfig(tensor=3))
+
+
+def test_tensor_size_that_splits_kv_heads_unevenly_is_refused():
+    shape = replace(tiny_shape(), num_heads=24, num_kv_heads=6, hidden_size=96)
+    message = (
+        r"engine\.parallel\.tensor=4: must divide the model's 6 key-value heads or be a multiple of"
+        r" them; valid sizes: 1, 2, 3, 6$"
+    )
+    with pytest.raises(AlignerError, match=message):
+        plan_resharding(shape, ParallelConfig(), EngineParallelConfig(tensor=4))
+
+
+@pytest.mark.parametrize("trainer", [1, 2, 4, 8])
+@pytest.mark.parametrize("engine", [1, 2, 4, 8])
+def test_engine_ranks_receive_the_kv_head_of_their_queries(trainer, engine):
+    shape = replace(tiny_shape(kv_heads=2), num_heads=8)
+    plan = plan_resharding(
+        shape, ParallelConfig(tensor=trainer), EngineParallelConfig(tensor=engine)
+    )
+    whole = whole_weights(plan.table)
+    heads_per_rank = 8 // engine
+    for rank in range(engine):
+        received: dict[str, list[Tensor]] = {}
+        for transfer in (one for one in plan.transfers if one.target == rank):
+            held = cut(whole[transfer.name], plan.source[transfer.source][transfer.name])
+            axis = transfer.axis
+            if axis is not None:
+                start, _ = extent(
+                    plan.specs[transfer.name],
+                    plan.source[transfer.source][transfer.name],
+                    axis,
+                )
+                held = held.narrow(axis, transfer.start - start, transfer.stop - transfer.start)
+            received.setdefault(transfer.name, []).append(held)
+        # Query head h reads KV head h // 4.
+        heads = range(rank * heads_per_rank, (rank + 1) * heads_per_rank)
+        key = torch.cat(received["model.layers.0.self_attn.k_proj.weight"])
+        rows = [4 * head + row for head in sorted({h // 4 for h in heads}) for row in range(4)]
+        assert torch.equal(key, whole["model.layers.0.self_attn.k_proj.weight"][rows])
 
 
 def table_of(rows: int) -> tuple[TensorSpec, ...]:

@@ -236,9 +236,7 @@ def with_tiny_models(config: Config, run_config: Config, models: Models) -> tupl
     trained_layouts = [config.actor.parallel]
     if config.algorithm.has_critic:
         trained_layouts.append(config.critic.parallel)
-    tensor_sizes = {layout.tensor for layout in trained_layouts}
-    if config.algorithm.generates_samples:
-        tensor_sizes.add(config.engine.parallel.tensor)
+    tensor_sizes = _policy_tensor_sizes(config)
     key = "critic.parallel" if config.critic_serves_reward else "reward.parallel"
     layout: ParallelConfig = get_value(config, key)
     all_tensor_sizes = tensor_sizes | ({layout.tensor} if models.rewards else set())
@@ -250,6 +248,7 @@ def with_tiny_models(config: Config, run_config: Config, models: Models) -> tupl
         trained_layouts,
         tensor_sizes,
         vocabulary,
+        copies_kv_heads=max(_policy_tensor_sizes(run_config)) > models.policy.num_kv_heads,
     )
     # In the critic's processes, a number of layers that fits the critic fits the reward model, too.
     depth = config.critic.num_layers or layers
@@ -259,11 +258,28 @@ def with_tiny_models(config: Config, run_config: Config, models: Models) -> tupl
             _iterate_depths(layout, run_config.reward.parallel, first_reward.num_layers)
         )
         config = with_values(config, {f"{key}.last_stage_layers": last_stage_layers})
+    run_layout: ParallelConfig = get_value(run_config, key)
     rewards = {
-        source: _make_narrow(_with_few_layers(shape, depth), [layout], {layout.tensor}, vocabulary)
+        source: _make_narrow(
+            _with_few_layers(shape, depth),
+            [layout],
+            {layout.tensor},
+            vocabulary,
+            copies_kv_heads=run_layout.tensor > shape.num_kv_heads,
+        )
         for source, shape in models.rewards.items()
     }
     return config, Models(policy, rewards)
+
+
+def _policy_tensor_sizes(config: Config) -> set[int]:
+    """Return the tensor-parallel sizes of the policy and the critic, and of the engine."""
+    sizes = {config.actor.parallel.tensor}
+    if config.algorithm.has_critic:
+        sizes.add(config.critic.parallel.tensor)
+    if config.algorithm.generates_samples:
+        sizes.add(config.engine.parallel.tensor)
+    return sizes
 
 
 def _with_few_layers(shape: ModelShape, count: int) -> ModelShape:
@@ -367,7 +383,12 @@ def _iterate_depths(
 
 
 def _make_narrow(
-    shape: ModelShape, layouts: Sequence[ParallelConfig], tensor_sizes: set[int], vocabulary: int
+    shape: ModelShape,
+    layouts: Sequence[ParallelConfig],
+    tensor_sizes: set[int],
+    vocabulary: int,
+    *,
+    copies_kv_heads: bool,
 ) -> ModelShape:
     """Return the shape with the smallest widths that all tensor-parallel sizes divide.
 
@@ -378,12 +399,17 @@ def _make_narrow(
         layouts: Layouts in which the model is trained or scores.
         tensor_sizes: Tensor-parallel sizes, including the engine's.
         vocabulary: Size of the vocabulary.
+        copies_kv_heads: Whether a layout of the run has more tensor ranks than KV heads.
     """
     expert_tensor = (
         {layout.expert_tensor_size for layout in layouts} if shape.num_experts else set()
     )
     num_kv_heads = _round_up_to_multiple(min(shape.num_kv_heads, 2), tensor_sizes)
-    num_heads = num_kv_heads * min(shape.num_heads // shape.num_kv_heads, 2)
+    if copies_kv_heads and max(tensor_sizes) > 1:
+        num_kv_heads = _count_copied_kv_heads(tensor_sizes)
+    num_heads = _round_up_to_multiple(
+        num_kv_heads * min(shape.num_heads // shape.num_kv_heads, 2), tensor_sizes | {num_kv_heads}
+    )
     # The smallest head dimension from 8 whose rotary part has an even number of elements, since
     # rotary position embeddings rotate pairs.
     rotary_fractions = {layer.rope.fraction for layer in shape.layers if layer.rope is not None}
@@ -451,6 +477,16 @@ def _make_few(experts: Experts, ffn_hidden_size: int, expert_sizes: set[int]) ->
         groups_per_token=1 if experts.groups_per_token < experts.groups else groups,
         shared_count=min(experts.shared_count, 2),
         shared_ffn_hidden_size=experts.shared_ffn_hidden_size and ffn_hidden_size,
+    )
+
+
+def _count_copied_kv_heads(tensor_sizes: set[int]) -> int:
+    """Return the largest number of KV heads that fits all tensor-parallel sizes and of which ranks
+    of the largest size have copies."""
+    return next(
+        heads
+        for heads in range(max(tensor_sizes) - 1, 0, -1)
+        if all(heads % size == 0 or size % heads == 0 for size in tensor_sizes)
     )
 
 

@@ -79,7 +79,7 @@ class KVCache:
         """
         # Keys and values are one tensor, so that they share an allocation.
         self._leading_dims = (2, shape.num_layers)
-        self._head_dims = (shape.num_kv_heads // tensor_parallel_size, shape.head_dim)
+        self._head_dims = (shape.kv_heads_on_rank(tensor_parallel_size), shape.head_dim)
         latent = shape.latent_attention
         self._latent_dim = None if latent is None else latent.kv_lora_rank
         if latent is not None:

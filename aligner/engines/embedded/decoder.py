@@ -186,7 +186,7 @@ class Decoder:
         self._heads = shape.num_heads // tensor_parallel_size
         # All heads share the latents that latent attention caches.
         has_latents = shape.latent_attention is not None
-        self._kv_heads = 1 if has_latents else shape.num_kv_heads // tensor_parallel_size
+        self._kv_heads = 1 if has_latents else shape.kv_heads_on_rank(tensor_parallel_size)
         self._activation = _ACTIVATIONS[shape.activation]
         # Some checkpoints store query, key and value in one tensor, interleaved by KV head. The
         # engine keeps the order of the checkpoint's file.
@@ -446,6 +446,7 @@ class Decoder:
     def _normalize_projection(self, x: Tensor, name: str) -> Tensor:
         """Normalize queries or keys [N, heads, head dim] over the heads of all ranks together."""
         flat = x.flatten(1).float()
+        # With more ranks than KV heads, `total` and `size` both count each copy of a key.
         total = self._all_reduce(flat.square().sum(-1, keepdim=True))
         size = flat.shape[1] * self._tensor_parallel_size
         normed = flat * torch.rsqrt(total / size + self._shape.norm_epsilon)

@@ -90,8 +90,7 @@ class Layer:
             shared_key = latent.qk_rope_head_dim if self.layout.sequence else 0
             return self.device.itemsize * shared_key
         queries, keys = self._head_widths
-        needs_copy = self.shape.num_kv_heads > self.layout.tensor and not self.device.is_gpu
-        copied_width = queries if needs_copy else 0
+        copied_width = 0 if self.device.is_gpu or self._has_one_group else queries
         extra = queries + keys if self.shape.qk_norm else copied_width
         return self.device.itemsize * (queries + 2 * keys + extra)
 
@@ -138,8 +137,16 @@ class Layer:
     @property
     def _head_widths(self) -> tuple[float, float]:
         """Widths of the rank's queries and of its keys; values are as wide as keys."""
-        width = self.shape.head_dim / self.layout.tensor
-        return self.shape.num_heads * width, self.shape.num_kv_heads * width
+        shape = self.shape
+        tensor = self.layout.tensor
+        keys = shape.kv_heads_on_rank(tensor) * shape.head_dim
+        return shape.num_heads * shape.head_dim / tensor, keys
+
+    @property
+    def _has_one_group(self) -> bool:
+        """Whether the rank has one KV head. The queries and the key are then contiguous in the
+        output of the matmul."""
+        return self.shape.kv_heads_on_rank(self.layout.tensor) == 1
 
     @property
     def _latent_bytes(self) -> float:
@@ -154,6 +161,9 @@ class Layer:
     @property
     def _norm_bytes(self) -> float:
         """Bytes that the norms of queries and keys save."""
+        # On CPUs, norms of heads save their inputs, which are views of the matmul's output.
+        if self.shape.qk_norm == "head" and self._has_one_group and not self.device.is_gpu:
+            return 0
         queries, keys = self._head_widths
         return self.device.itemsize * (queries + keys) if self.shape.qk_norm else 0
 

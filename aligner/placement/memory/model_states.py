@@ -20,6 +20,7 @@ from aligner.models.weight_slices import (
     build_adapter_map,
     build_adapter_table,
     compute_engine_slices,
+    cut_shape,
     frozen_names,
     is_layer_matrix,
     stage_layers,
@@ -39,7 +40,7 @@ class WeightCounts:
     """Number of weights in a part of a model, by their treatment in tensor parallelism."""
 
     sharded: int = 0
-    """Weights that are sharded over the tensor ranks."""
+    """Weights that are sharded over the tensor ranks, with their copies on several ranks."""
     replicated: int = 0
     """Weights that every tensor rank has."""
     expert: int = 0
@@ -100,8 +101,15 @@ class ModelCounts:
         return total
 
 
-def _count_table(table: Iterable[TensorSpec], num_layers: int) -> ModelCounts:
-    """Return the counts of the weights in a table."""
+def _count_table(table: Iterable[TensorSpec], num_layers: int, tensor: int) -> ModelCounts:
+    """Return the counts of the weights in a table.
+
+    Args:
+        table: The weights.
+        num_layers: Number of decoder layers.
+        tensor: Number of tensor ranks; some weights have copies if it exceeds the number of KV
+            heads.
+    """
     layers = [WeightCounts()] * num_layers
     first = WeightCounts()
     last = WeightCounts()
@@ -112,7 +120,7 @@ def _count_table(table: Iterable[TensorSpec], num_layers: int) -> ModelCounts:
         elif spec.axis is None:
             counts = WeightCounts(replicated=spec.numel)
         else:
-            counts = WeightCounts(sharded=spec.numel)
+            counts = WeightCounts(sharded=spec.numel * spec.count_copies(tensor))
         if spec.layer is not None:
             layers[spec.layer] += counts
             continue
@@ -127,7 +135,12 @@ def _count_table(table: Iterable[TensorSpec], num_layers: int) -> ModelCounts:
 
 @lru_cache(maxsize=64)
 def count_weights(
-    shape: ModelShape, head: Head, frozen: Collection[str] = (), *, only_matrices: bool = False
+    shape: ModelShape,
+    head: Head,
+    frozen: Collection[str] = (),
+    *,
+    only_matrices: bool = False,
+    tensor: int = 1,
 ) -> ModelCounts:
     """Return the counts of a model's weights.
 
@@ -136,21 +149,26 @@ def count_weights(
         head: Head of the model.
         frozen: Name patterns of weights to exclude.
         only_matrices: Whether to count only the matrices of decoder layers, which Muon trains.
+        tensor: Number of tensor ranks.
     """
     table = weight_table(shape, head)
     excluded = frozen_names(table, tuple(frozen)) if frozen else frozenset()
     included = (spec for spec in table if spec.name not in excluded)
     return _count_table(
-        (spec for spec in included if is_layer_matrix(spec) or not only_matrices), shape.num_layers
+        (spec for spec in included if is_layer_matrix(spec) or not only_matrices),
+        shape.num_layers,
+        tensor,
     )
 
 
 @lru_cache(maxsize=64)
-def _count_adapters(shape: ModelShape, rank: int, targets: tuple[str, ...]) -> ModelCounts:
+def _count_adapters(
+    shape: ModelShape, rank: int, targets: tuple[str, ...], tensor: int
+) -> ModelCounts:
     """Return the counts of a model's LoRA weights, all of which are matrices of layers."""
     lora = LoraConfig(rank=rank, targets=list(targets))
     return _count_table(
-        build_adapter_table(build_adapter_map(weight_table(shape), lora)), shape.num_layers
+        build_adapter_table(build_adapter_map(weight_table(shape), lora)), shape.num_layers, tensor
     )
 
 
@@ -171,9 +189,8 @@ def compute_frozen_weight_bytes(
     shape: ModelShape, head: Head, layout: ParallelConfig, stage: int, device: Device
 ) -> int:
     """Return the bytes of a frozen model's weights on a rank of a pipeline stage."""
-    return device.itemsize * _count_on_rank(
-        count_weights(shape, head).count_stage(layout, stage), layout
-    )
+    counts = count_weights(shape, head, tensor=layout.tensor)
+    return device.itemsize * _count_on_rank(counts.count_stage(layout, stage), layout)
 
 
 def compute_trained_states(
@@ -197,17 +214,18 @@ def compute_trained_states(
             and no checkpoints.
     """
     layout = settings.parallel
-    base = count_weights(shape, head)
+    tensor = layout.tensor
     frozen = tuple(settings.frozen)
-    weights = base.count_stage(layout, stage)
-    trained = count_weights(shape, head, frozen).count_stage(layout, stage)
-    matrices = count_weights(shape, head, frozen, only_matrices=True).count_stage(layout, stage)
+    weights = count_weights(shape, head, tensor=tensor).count_stage(layout, stage)
+    trained = count_weights(shape, head, frozen, tensor=tensor).count_stage(layout, stage)
+    matrices = count_weights(shape, head, frozen, only_matrices=True, tensor=tensor).count_stage(
+        layout, stage
+    )
     # Only the policy's section has the key `lora`. All base weights are frozen with it.
     lora = getattr(settings, "lora", None)
     if lora is not None and lora.rank:
-        trained = matrices = _count_adapters(shape, lora.rank, tuple(lora.targets)).count_stage(
-            layout, stage
-        )
+        adapters = _count_adapters(shape, lora.rank, tuple(lora.targets), tensor)
+        trained = matrices = adapters.count_stage(layout, stage)
         weights = weights + trained
 
     # fp32 weights are their own main copy.
@@ -258,8 +276,12 @@ def count_engine_weights(shape: ModelShape, tensor: int) -> int:
     """Return the number of weights on a rank of an engine with `tensor` tensor ranks."""
     table = weight_table(shape)
     slices = compute_engine_slices(table, EngineParallelConfig(tensor=tensor), 0)
-    # The engine may shard other axes than the trainer, and replicates tensors without an axis.
-    return sum(spec.numel // (1 if slices[spec.name].axis is None else tensor) for spec in table)
+
+    def count_on_rank(spec: TensorSpec) -> int:
+        piece = slices[spec.name]
+        return math.prod(cut_shape(spec.shape, piece.axis, piece.start, piece.stop))
+
+    return sum(map(count_on_rank, table))
 
 
 @lru_cache(maxsize=64)
@@ -282,7 +304,7 @@ def count_shared_weights(
         stage: Pipeline stage of the trainer's rank.
         engine_tensor: Tensor-parallel size of the engine.
     """
-    shareable = _count_shareable(shape).count_stage(layout, stage)
+    shareable = _count_shareable(shape, layout.tensor).count_stage(layout, stage)
     # With different tensor-parallel sizes, only replicated tensors have the same content.
     if layout.tensor == engine_tensor:
         return shareable.count_dense_on_rank(layout)
@@ -290,10 +312,12 @@ def count_shared_weights(
 
 
 @lru_cache(maxsize=64)
-def _count_shareable(shape: ModelShape) -> ModelCounts:
+def _count_shareable(shape: ModelShape, tensor: int) -> ModelCounts:
     """Return the counts of the weights that trainer and engine store in the same form."""
     parts = ("whole", "gate", "up")
     table = weight_table(shape)
     return _count_table(
-        (spec for spec in table if spec.part in parts and spec.expert is None), shape.num_layers
+        (spec for spec in table if spec.part in parts and spec.expert is None),
+        shape.num_layers,
+        tensor,
     )
