@@ -4,7 +4,13 @@ import importlib.util
 from collections.abc import Iterator
 
 from aligner.errors import ConfigError
-from aligner.models.layouts import cache_bytes_per_token, engine_problems, tensor_sizes
+from aligner.models.layouts import (
+    cache_bytes_per_token,
+    engine_problems,
+    speculation_problems,
+    state_bytes_per_row,
+    tensor_sizes,
+)
 from aligner.models.model_source import ExpectedInputs, read_architecture
 from aligner.models.shape import ModelShape
 from aligner.placement.roles import get_device, has_gpu, uses_gpus
@@ -34,6 +40,8 @@ def find_problems(
         return
     if model is not None:
         yield from engine_problems(config.engine.parallel, model)
+        if config.engine.kind == "embedded":
+            yield from speculation_problems(config.engine.speculation, model)
         yield from find_engine_kind_problems(config.engine, model)
         yield from _find_rank_problems(config, model)
         yield from _find_cache_problems(config, model)
@@ -84,7 +92,7 @@ def _find_cache_problems(config: Config, model: ModelShape) -> Iterator[str]:
     # The last token of a response is sampled, but never fed back into the model.
     needed_bytes = cache_bytes_per_token(model, config.engine.parallel.tensor, itemsize) * (
         max_length - 1
-    )
+    ) + state_bytes_per_row(model, config.engine.parallel.tensor, itemsize)
     if budget is not None and needed_bytes > budget << 20:
         yield (
             f"engine.kv_cache_mib={budget}: must be at least {needed_bytes / 2**20:.1f} MiB to hold"
@@ -171,6 +179,11 @@ def _find_exact_problems(config: Config, model: ModelShape | None) -> Iterator[s
         yield (
             f"{key}: is not supported for mixture-of-experts models, whose experts may receive too"
             " few tokens for batch-invariant matmuls; set engine.exact=false"
+        )
+    elif model is not None and model.delta_net is not None:
+        yield (
+            f"{key}: is not supported for models with gated delta nets, which the trainer computes"
+            " in chunks of tokens and the engine token by token; set engine.exact=false"
         )
     elif model is not None and model.ffn_hidden_size % _VECTOR_SIZE:
         yield (

@@ -101,6 +101,7 @@ def _architecture_settings(shape: ModelShape, tensor: int) -> dict[str, Any]:
         # tensor ranks hold. A norm of all heads is split over the ranks.
         "qk_layernorm": shape.qk_norm == "head",
         "softmax_scale": shape.softmax_scale,
+        "attention_output_gate": shape.attention_gate,
         "gated_linear_unit": shape.gated,
         "activation_func": _ACTIVATIONS[shape.activation],
         # megatron-core's setting of the biases of all linear layers, including routers. A model

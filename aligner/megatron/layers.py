@@ -36,6 +36,7 @@ from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
+from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.experts import SequentialMLP
@@ -53,6 +54,7 @@ from torch.autograd.function import once_differentiable
 from aligner.data.types import SamplingSupport
 from aligner.megatron.attention import PackedAttention
 from aligner.megatron.cpu_backend import mark_gradient_accumulated
+from aligner.megatron.gated_delta_net import GatedDeltaNet
 from aligner.megatron.latent_attention import LatentSelfAttention
 from aligner.megatron.logprobs import TokenMasks, vocab_parallel_logprobs, vocab_parallel_top_ids
 from aligner.megatron.packing import PackedSequences, RoutingReplay
@@ -607,6 +609,8 @@ def _has_plain_layers(shape: ModelShape) -> bool:
         and shape.residual_scale == 1
         # transformer-engine's layers have biases in all linear layers, or in none of these two
         and shape.attention_output_bias == shape.ffn_bias
+        and not shape.attention_gate
+        and shape.delta_net is None
     )
 
 
@@ -678,7 +682,34 @@ def _local_layer_spec(
             params={"config": config, "norm": norm_after, "scale": shape.residual_scale},
         )
         layer.submodules.self_attn_bda = layer.submodules.mlp_bda = add
-    attention = layer.submodules.self_attention.submodules
+    if layer_shape.has_delta_net:
+        layer.submodules.self_attention = ModuleSpec(GatedDeltaNet, params={"net": shape.delta_net})
+    elif shape.latent_attention is not None:
+        layer.submodules.self_attention = _latent_attention_spec(
+            shape.latent_attention, layer_shape, norm, exact
+        )
+    else:
+        attention = layer.submodules.self_attention.submodules
+        _set_attention(attention, shape, config, layer_shape, exact=exact)
+    if shape.ffn_bias and layer_shape.is_dense:
+        mlp = layer.submodules.mlp.submodules
+        mlp.linear_fc1 = BiasedColumnParallelLinear
+        mlp.linear_fc2 = BiasedRowParallelLinear
+    # The router of megatron-core 0.16 tests whether this name is None, but defines it only if
+    # transformer-engine is installed.
+    moe_utils.te_general_gemm = None
+    return layer
+
+
+def _set_attention(
+    attention: SelfAttentionSubmodules,
+    shape: ModelShape,
+    config: TransformerConfig,
+    layer_shape: LayerShape,
+    *,
+    exact: bool,
+) -> None:
+    """Set our attention and norms in megatron-core's spec of an attention module."""
     attention.core_attention = ModuleSpec(
         PackedAttention,
         params={
@@ -690,25 +721,13 @@ def _local_layer_spec(
     )
     if shape.attention_output_bias:
         attention.linear_proj = BiasedRowParallelLinear
-    if shape.ffn_bias and layer_shape.is_dense:
-        mlp = layer.submodules.mlp.submodules
-        mlp.linear_fc1 = BiasedColumnParallelLinear
-        mlp.linear_fc2 = BiasedRowParallelLinear
-    if shape.latent_attention is not None:
-        layer.submodules.self_attention = _latent_attention_spec(
-            shape.latent_attention, layer_shape, norm, exact
-        )
     if shape.qk_norm == "head":
-        attention.q_layernorm = attention.k_layernorm = norm
+        attention.q_layernorm = attention.k_layernorm = _choose_norm(shape)
     elif shape.qk_norm == "projection":
         attention.q_layernorm = ModuleSpec(ProjectionNorm, params={"heads": shape.num_heads})
         attention.k_layernorm = ModuleSpec(
             ProjectionNorm, params={"heads": config.num_query_groups}
         )
-    # The router of megatron-core 0.16 tests whether this name is None, but defines it only if
-    # transformer-engine is installed.
-    moe_utils.te_general_gemm = None
-    return layer
 
 
 def _latent_attention_spec(

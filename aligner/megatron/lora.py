@@ -53,6 +53,7 @@ class _LayerAdapter(nn.Module):
         slices: dict[str, Slice],
         lora: LoraConfig,
         groups: int,
+        gated_queries: int = 0,
     ) -> None:
         """Create the adapters' parameters, all zero.
 
@@ -63,6 +64,8 @@ class _LayerAdapter(nn.Module):
             lora: Configuration section of the adapters.
             groups: Number of times that the named weights repeat in the layer's output: the local
                 key/value groups for linear_qkv, otherwise 1.
+            gated_queries: Number of queries of a group if the first named weight has a gate behind
+                the query of each head; otherwise 0.
         """
         super().__init__()
         self.enabled = True
@@ -70,6 +73,7 @@ class _LayerAdapter(nn.Module):
         self._linear = (linear,)
         self._scale = lora.alpha / lora.rank
         self._groups = groups
+        self._gated_queries = gated_queries
         self._keys = [(_key(adapter.down), _key(adapter.up)) for adapter in adapters]
         self.down = nn.ParameterDict()
         self.up = nn.ParameterDict()
@@ -118,9 +122,12 @@ class _LayerAdapter(nn.Module):
         if len(outputs) == 1:
             return outputs[0]
         # Interleave the outputs as the fused layer does: group by group.
-        return torch.cat(
-            [output.unflatten(-1, (self._groups, -1)) for output in outputs], -1
-        ).flatten(-2)
+        parts = [output.unflatten(-1, (self._groups, -1)) for output in outputs]
+        if self._gated_queries:
+            # In the fused layer, the gates of a group follow all its queries.
+            heads = parts[0].unflatten(-1, (self._gated_queries, 2, -1))
+            parts[0] = heads.transpose(-3, -2).flatten(-3)
+        return torch.cat(parts, -1).flatten(-2)
 
     def add_to_output(
         self, _: nn.Module, inputs: tuple[Tensor, ...], output: tuple[Tensor, Any]
@@ -196,13 +203,15 @@ class LoraWeights(NamedWeights):
         super().__init__(chunks, shape, world, weight_table(shape, head))
         self._map = build_adapter_map(self.table, lora)
         self._scale = lora.alpha / lora.rank
+        groups = shape.kv_heads_on_rank(world.layout.tensor)
+        self._gated_queries = 0
+        if shape.attention_gate:
+            self._gated_queries = shape.num_heads // (world.layout.tensor * groups)
         table = build_adapter_table(self._map)
         slices = compute_trainer_slices(table, shape.num_layers, world.layout, world.rank)
         for chunk in chunks:
             chunk.requires_grad_(False)
-        self._layers = self._attach_adapters(
-            chunks, slices, lora, groups=shape.kv_heads_on_rank(world.layout.tensor)
-        )
+        self._layers = self._attach_adapters(chunks, slices, lora, groups=groups)
         self.adapters = NamedWeights(chunks, shape, world, table)
         """The adapters' weights by their PEFT names, `<weight>.lora_A.weight` and
         `<weight>.lora_B.weight`."""
@@ -240,8 +249,14 @@ class LoraWeights(NamedWeights):
                     f"{weight.name}: LoRA adapters require megatron-core's linear layers, got"
                     f" {type(linear).__name__}"
                 )
+            is_query = weight.part == "query"
             linear.adapter = _LayerAdapter(
-                linear, adapters, slices, lora, groups if weight.part == "query" else 1
+                linear,
+                adapters,
+                slices,
+                lora,
+                groups if is_query else 1,
+                self._gated_queries if is_query else 0,
             )
             linear.register_forward_hook(linear.adapter.add_to_output)
             layers.append(linear.adapter)

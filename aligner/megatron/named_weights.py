@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from aligner.data.model_directory import read_slices
 from aligner.megatron.world import World
-from aligner.models.families import Part
+from aligner.models.families import INTERLEAVED_PARTS, Part
 from aligner.models.shape import ModelShape
 from aligner.models.weight_slices import (
     Slice,
@@ -68,14 +68,41 @@ def select_part(tensor: Tensor, part: Part, shape: ModelShape, tensor_ranks: int
         return tensor
     if part in ("gate", "up"):
         return tensor.chunk(2)[part == "up"]
+    if part not in ("query", "key", "value"):
+        return _delta_net_view(tensor, part, shape)
     # linear_qkv interleaves the key/value groups: the queries of a group, its key, its value.
     queries = shape.num_heads // (tensor_ranks * shape.kv_heads_on_rank(tensor_ranks))
+    if shape.attention_gate:
+        # The gates of a group follow its queries. Files have the gate of a head after its query.
+        groups = tensor.view(-1, 2 * queries + 2, shape.head_dim, *tensor.shape[1:])
+        if part == "query":
+            return groups[:, : 2 * queries].unflatten(1, (2, queries)).transpose(1, 2)
+        return groups[:, 2 * queries + (part == "value")]
     groups = tensor.view(-1, queries + 2, shape.head_dim, *tensor.shape[1:])
     return {
         "query": groups[:, :queries],
         "key": groups[:, queries],
         "value": groups[:, queries + 1],
     }[part]
+
+
+def _delta_net_view(tensor: Tensor, part: Part, shape: ModelShape) -> Tensor:
+    """Return a view of one part of a parameter of a gated delta net (see `GatedDeltaNet`)."""
+    net = shape.delta_net
+    assert net is not None
+    values_per_key = net.value_heads // net.key_heads
+    key_rows, value_rows = net.key_dim, values_per_key * net.value_dim
+    if part in ("delta_beta", "delta_decay"):
+        return tensor.unflatten(0, (-1, 2, values_per_key))[:, int(part == "delta_decay")]
+    if part in ("conv_query", "conv_key", "conv_value"):
+        # the parts of all heads follow one another
+        heads = len(tensor) // (2 * key_rows + value_rows)
+        keys = heads * key_rows
+        parts = tensor.split((keys, keys, heads * value_rows))
+        return parts[("conv_query", "conv_key", "conv_value").index(part)]
+    groups = tensor.unflatten(0, (-1, 2 * (key_rows + value_rows)))
+    parts = groups.split((key_rows, key_rows, value_rows, value_rows), 1)
+    return parts[("delta_query", "delta_key", "delta_value", "delta_gate").index(part)]
 
 
 class NamedWeights:
@@ -171,9 +198,7 @@ class NamedWeights:
     @property
     def copied_names(self) -> frozenset[str]:
         """Names of the weights of which `read` returns a copy instead of the parameter's memory."""
-        return frozenset(
-            name for name in self if self.specs[name].part in ("query", "key", "value")
-        )
+        return frozenset(name for name in self if self.specs[name].part in INTERLEAVED_PARTS)
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Set this rank's slice of a weight."""

@@ -534,12 +534,18 @@ def _supports_shared_prefixes(shape: ModelShape, world: World) -> bool:
     """Return whether rows may share prefixes.
 
     Attention over prefix trees exists on CPUs only. It supports neither context parallelism nor
-    sliding windows, soft caps and sinks. Experts are excluded, because each row has its own
-    recorded routing.
+    sliding windows, soft caps, sinks and delta nets. Experts are excluded, because each row has its
+    own recorded routing.
     """
     on_cpu = world.device.type == "cpu"
     has_plain_attention = shape.has_plain_scores and not shape.has_windows
-    return on_cpu and world.layout.context == 1 and has_plain_attention and not shape.num_experts
+    return (
+        on_cpu
+        and world.layout.context == 1
+        and has_plain_attention
+        and not shape.num_experts
+        and shape.delta_net is None
+    )
 
 
 def _apply_model(model: Any, batch: PackedBatch) -> Tensor:

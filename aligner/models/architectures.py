@@ -58,6 +58,10 @@ class Architecture:
     dense_layers: Entry | None = None
     """Entry of the number of first layers without experts. Only models are supported in which all
     layers are without experts."""
+    delta_net_entries: Mapping[str, Entry] = field(default_factory=dict)
+    """Entries of gated delta nets, by the attribute of `DeltaNet`; empty without delta nets. The
+    layers with a delta net are those that `layer_types` names, else all layers except each
+    `full_attention_interval`th one."""
     implied: Mapping[str, Any] = field(default_factory=dict)
     """Attributes that all models of the architecture have."""
     implied_experts: Mapping[str, Any] = field(default_factory=dict)
@@ -88,7 +92,8 @@ class Architecture:
     `full_attention_interval`th one; "without_rope": the layers that `layer_types` names, else those
     without rotary positions, if `use_sliding_window` is true."""
     full_attention_interval: int = 0
-    """Default interval of the layers without a window, with window="typed"."""
+    """Default interval of the layers without a window, with window="typed", or of the layers
+    without a delta net."""
     interval_key: str | None = None
     """Entry of this interval; None if there is none."""
     window_size: int | None = 4096
@@ -112,8 +117,13 @@ class Architecture:
 
     @property
     def shape_entries(self) -> tuple[Entry, ...]:
-        """All entries of the shape, including those of its experts and of latent attention."""
-        tables = (self.entries, self.expert_entries, self.latent_entries)
+        """All entries of the shape, including those of experts, latent attention and delta nets."""
+        tables = (
+            self.entries,
+            self.expert_entries,
+            self.latent_entries,
+            self.delta_net_entries,
+        )
         return tuple(entry for table in tables for entry in table.values())
 
     @property
@@ -358,6 +368,13 @@ _SIGMOID_EXPERTS = {
 _SIGMOID_ROUTER = {"score_function": "sigmoid", "has_correction_bias": True}
 # transformers' other name for the number of layers of multi-token prediction.
 _MTP_ALIAS = {"num_mtp_layers": "num_nextn_predict_layers"}
+_DELTA_NET = {
+    "key_heads": Entry("linear_num_key_heads", 16),
+    "value_heads": Entry("linear_num_value_heads", 32),
+    "key_dim": Entry("linear_key_head_dim", 128),
+    "value_dim": Entry("linear_value_head_dim", 128),
+    "conv_width": Entry("linear_conv_kernel_dim", 4),
+}
 
 ARCHITECTURES = (
     Architecture(
@@ -841,6 +858,27 @@ ARCHITECTURES = (
         ),
         aliases={"num_experts": "n_routed_experts"},
         rope=RopeFormat(is_interleaved=True, scales_scores=True),
+    ),
+    Architecture(
+        "Qwen3_5",
+        "qwen3_5_text",
+        "qwen3_5",
+        _decoder(
+            vocabulary=248320,
+            feed_forward=Entry("intermediate_size", 12288),
+            heads=16,
+            key_value_heads=Entry("num_key_value_heads", 4),
+            head_dim=Entry("head_dim", 256),
+            positions=32768,
+        ),
+        delta_net_entries=_DELTA_NET,
+        implied={"qk_norm": "head", "zero_centered_norms": True, "attention_gate": True},
+        supported={"attention_bias": False, **_SILU},
+        eos_token_id=None,
+        full_attention_interval=4,
+        interval_key="full_attention_interval",
+        rope=RopeFormat(fraction=0.25),
+        scalar_prefix="Qwen3_5Text",
     ),
     Architecture(
         "GPTNeoX",

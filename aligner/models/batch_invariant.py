@@ -111,6 +111,11 @@ def require_batch_invariance(shape: ModelShape) -> None:
     The function compares results for batches and sequences of several sizes, with the dimensions of
     the model's matmuls.
     """
+    if shape.delta_net is not None:
+        raise ConfigError(
+            "engine.exact=true: is not supported for models with gated delta nets; set"
+            " engine.exact=false"
+        )
     if torch.get_num_threads() > 1:
         raise ConfigError(
             "engine.exact=true: requires one thread per rank, but torch uses"

@@ -8,12 +8,46 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-Part = Literal["whole", "query", "key", "value", "gate", "up"]
-"""Part of a fused parameter of megatron-core."""
+Part = Literal[
+    "whole",
+    "query",
+    "key",
+    "value",
+    "gate",
+    "up",
+    "delta_query",
+    "delta_key",
+    "delta_value",
+    "delta_gate",
+    "delta_beta",
+    "delta_decay",
+    "conv_query",
+    "conv_key",
+    "conv_value",
+]
+"""Part of a fused parameter of megatron-core or of `megatron/gated_delta_net.py`."""
 
 
-FUSED_PARTS: tuple[tuple[Part, ...], ...] = (("query", "key", "value"), ("gate", "up"))
+FUSED_PARTS: tuple[tuple[Part, ...], ...] = (
+    ("query", "key", "value"),
+    ("gate", "up"),
+    ("delta_query", "delta_key", "delta_value"),
+    ("conv_query", "conv_key", "conv_value"),
+)
 """Parts of the fused parameters, in the order in which files store them."""
+
+INTERLEAVED_PARTS: tuple[Part, ...] = (
+    "query",
+    "key",
+    "value",
+    "delta_query",
+    "delta_key",
+    "delta_value",
+    "delta_gate",
+    "delta_beta",
+    "delta_decay",
+)
+"""Parts that the trainer's parameters interleave by key head."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +70,8 @@ class Weight:
     tensor-parallel rank holds the whole weight."""
     part: Part = "whole"
     """Part of the fused parameter. Query, key and value are interleaved by KV group; the rows of
-    gate precede those of up."""
+    gate precede those of up. The projections of a delta net are interleaved by key head, in the
+    order of `Part`; the parts of its convolution follow one another."""
     is_transposed: bool = False
     """Whether the file stores the matrix with the inputs first."""
     fused_in: str | None = None
@@ -345,6 +380,75 @@ _GLM4 = _model(
     *_norm(_LAYER + "post_mlp_layernorm", _AFTER_MLP),
 )
 
+_GATED_ATTENTION = tuple(
+    replace(weight, layer_requires="has_attention")
+    for weight in (
+        # Each head of the file's tensor has the rows of its query, followed by those of its gate.
+        _linear(_LAYER + "self_attn.q_proj", _QKV, "gated_query", "hidden", 0, part="query"),
+        *(weight for weight in _PROJECTED if weight.part != "query"),
+        *_HEAD_NORMS,
+        _OUTPUT,
+    )
+)
+_DELTA_NET = _LAYER + "linear_attn."
+_DELTA_INPUT = _ATTENTION + "in_proj_qkvz"
+_DELTA_GATES = _ATTENTION + "in_proj_ba"
+# The part of the projection, the part of the convolution, and the name of the dimension.
+_DELTA_PARTS: tuple[tuple[Part, Part, str], ...] = (
+    ("delta_query", "conv_query", "delta_key"),
+    ("delta_key", "conv_key", "delta_key"),
+    ("delta_value", "conv_value", "delta_value"),
+)
+
+
+def _delta_net(*projections: Weight) -> tuple[Weight, ...]:
+    """Return the weights of a layer's gated delta net, with the given input projections."""
+    weights = (
+        *projections,
+        *(
+            Weight(
+                f"{_DELTA_NET}{part}.weight",
+                _ATTENTION + "conv_weight",
+                (size, "one", "delta_conv"),
+                0,
+                part=part,
+                fused_in=_DELTA_NET + "conv1d.weight",
+            )
+            for _, part, size in _DELTA_PARTS
+        ),
+        Weight(_DELTA_NET + "dt_bias", _ATTENTION + "dt_bias", ("delta_heads",), 0),
+        Weight(_DELTA_NET + "A_log", _ATTENTION + "a_log", ("delta_heads",), 0),
+        Weight(_DELTA_NET + "norm.weight", _ATTENTION + "norm_weight", ("delta_head",)),
+        _linear(_DELTA_NET + "out_proj", _ATTENTION + "out_proj", "hidden", "delta_value", 1),
+    )
+    return tuple(replace(weight, layer_requires="has_delta_net") for weight in weights)
+
+
+# Qwen3.5 stores queries, keys and values one after another, and the other projections separately.
+_QWEN3_5_DELTA_NET = _delta_net(
+    *(
+        _linear(
+            _DELTA_NET + part,
+            _DELTA_INPUT,
+            size,
+            "hidden",
+            0,
+            part=part,
+            fused_in=_DELTA_NET + "in_proj_qkv.weight",
+        )
+        for part, _, size in _DELTA_PARTS
+    ),
+    _linear(_DELTA_NET + "in_proj_z", _DELTA_INPUT, "delta_value", "hidden", 0, part="delta_gate"),
+    _linear(_DELTA_NET + "in_proj_b", _DELTA_GATES, "delta_heads", "hidden", 0, part="delta_beta"),
+    _linear(_DELTA_NET + "in_proj_a", _DELTA_GATES, "delta_heads", "hidden", 0, part="delta_decay"),
+)
+_QWEN3_5 = _model(
+    *_norm(_LAYER + "input_layernorm", _BEFORE_ATTENTION),
+    *_GATED_ATTENTION,
+    *_QWEN3_5_DELTA_NET,
+    *_norm(_LAYER + "post_attention_layernorm", _BEFORE_MLP),
+    *_LLAMA_MLP,
+)
 # DeepSeek-V2 and V3
 _DEEPSEEK = _model(
     *_norm(_LAYER + "input_layernorm", _BEFORE_ATTENTION),
@@ -459,6 +563,7 @@ WEIGHTS: Mapping[str, tuple[Weight, ...]] = {
     "glm4": _GLM4,
     "deepseek_v2": _DEEPSEEK,
     "deepseek_v3": _DEEPSEEK,
+    "qwen3_5": _QWEN3_5,
     "gpt2": _GPT2,
     "gpt_neox": _NEOX,
 }

@@ -24,6 +24,7 @@ from aligner.models.rope_entries import (
     write_ropes,
 )
 from aligner.models.shape import (
+    DeltaNet,
     Experts,
     LatentAttention,
     LayerShape,
@@ -39,6 +40,8 @@ _ACTIVATIONS: Mapping[str, Literal["silu", "gelu", "gelu_tanh"]] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_fast": "gelu_tanh",
 }
+# Type of a layer with a gated delta net, in `layer_types`.
+_DELTA_NET = "linear_attention"
 # Attributes of a shape that `read_described_config` requires.
 _SIZES = (
     "num_layers",
@@ -48,6 +51,8 @@ _SIZES = (
 )
 # Attributes of `Experts` that `read_described_config` requires.
 _EXPERT_SIZES = ("count", "ffn_hidden_size")
+# Attributes of `DeltaNet` that `read_described_config` requires.
+_DELTA_NET_SIZES = ("key_heads", "value_heads", "key_dim", "value_dim")
 
 
 def read_config(config: Any, origin: str) -> ModelShape:
@@ -75,6 +80,12 @@ def read_config(config: Any, origin: str) -> ModelShape:
         raise ConfigError(
             f"{origin}: the number of attention heads, {shape.num_heads}, must be a multiple of"
             f" the number of key-value heads, {shape.num_kv_heads}"
+        )
+    net = shape.delta_net
+    if net is not None and net.value_heads % net.key_heads:
+        raise ConfigError(
+            f"{origin}: linear_num_value_heads={net.value_heads}: must be a multiple of"
+            f" linear_num_key_heads={net.key_heads}"
         )
     experts = shape.experts
     if experts is not None and experts.per_token == 1 and experts.normalizes_weights:
@@ -153,6 +164,8 @@ def read_described_config(config: Any, origin: str) -> ModelShape:
     else:
         sizes.append(architecture.entries["ffn_hidden_size"])
     sizes += architecture.latent_entries.values()
+    if architecture.delta_net_entries:
+        sizes += [architecture.delta_net_entries[name] for name in _DELTA_NET_SIZES]
     missing = [
         entry.key for entry in sizes if not entry.nullable and entries.get(entry.key) is None
     ]
@@ -274,6 +287,7 @@ def _read_shape(architecture: Architecture, config: Mapping[str, Any], origin: s
 
     _refuse_layers_with_experts(architecture, config, values["num_layers"], origin)
     values["experts"] = _read_experts(architecture, config, origin)
+    values["delta_net"] = _read_delta_net(architecture, config, origin)
     layers = _read_layers(architecture, config, values, origin)
     del values["num_layers"]
     for layer in layers:
@@ -451,10 +465,24 @@ def _read_expert_layers(
     return [layer >= first for layer in range(count)]
 
 
+def _read_delta_net(
+    architecture: Architecture, config: Mapping[str, Any], origin: str
+) -> DeltaNet | None:
+    """Return the gated delta net; None for an architecture without it."""
+    if not architecture.delta_net_entries:
+        return None
+    return DeltaNet(
+        **{
+            attribute: _entry_value(entry, config, origin)
+            for attribute, entry in architecture.delta_net_entries.items()
+        }
+    )
+
+
 def _read_layers(
     architecture: Architecture, config: Mapping[str, Any], values: Mapping[str, Any], origin: str
 ) -> tuple[LayerShape, ...]:
-    """Return the parts in which layers differ: rotary positions, windows and experts."""
+    """Return the layers: their rotary positions, windows, experts and delta nets."""
     count = values["num_layers"]
     if architecture.rope is None:
         return (LayerShape(),) * count
@@ -462,7 +490,13 @@ def _read_layers(
     has_rope = [True] * count
     if architecture.window == "without_rope":
         has_rope = _read_rope_layers(config, count, origin)
-    windows = _read_windows(architecture, config, has_rope, origin)
+    windows: list[int | None] = [None] * count
+    has_delta_net = [False] * count
+    if architecture.delta_net_entries:
+        has_delta_net = _read_delta_net_layers(architecture, config, count, origin)
+        has_rope = [not has_net for has_net in has_delta_net]
+    else:
+        windows = _read_windows(architecture, config, has_rope, origin)
     latent = values["latent_attention"]
     rotary_dim = values["head_dim"] if latent is None else latent.qk_rope_head_dim
     full, sliding = read_ropes(
@@ -473,9 +507,45 @@ def _read_layers(
             rope=(full if window is None else sliding) if rotates else None,
             sliding_window=window,
             has_experts=mixes,
+            has_delta_net=has_net,
         )
-        for rotates, window, mixes in zip(has_rope, windows, has_experts, strict=True)
+        for rotates, window, mixes, has_net in zip(
+            has_rope, windows, has_experts, has_delta_net, strict=True
+        )
     )
+
+
+def _read_interval(architecture: Architecture, config: Mapping[str, Any], origin: str) -> int:
+    """Return the interval of the layers with full attention, which are named by no entry."""
+    interval = architecture.full_attention_interval
+    if architecture.interval_key is None:
+        return interval
+    interval = config.get(architecture.interval_key, interval)
+    if not isinstance(interval, int) or isinstance(interval, bool) or interval < 1:
+        raise ConfigError(
+            f"{origin}: {architecture.interval_key}={interval!r}: must be an integer > 0"
+        )
+    return interval
+
+
+def _read_delta_net_layers(
+    architecture: Architecture, config: Mapping[str, Any], count: int, origin: str
+) -> list[bool]:
+    """Return whether each layer has a gated delta net instead of attention."""
+    types = config.get("layer_types")
+    if types is None:
+        interval = _read_interval(architecture, config, origin)
+        return [(layer + 1) % interval != 0 for layer in range(count)]
+    if not (
+        isinstance(types, list)
+        and len(types) == count
+        and all(each in (FULL, _DELTA_NET) for each in types)
+    ):
+        raise ConfigError(
+            f"{origin}: layer_types={types!r}: must be a list of {FULL!r} and {_DELTA_NET!r} for"
+            f" {count} layers"
+        )
+    return [each == _DELTA_NET for each in types]
 
 
 def _read_rope_layers(config: Mapping[str, Any], count: int, origin: str) -> list[bool]:
@@ -523,13 +593,7 @@ def _read_windows(
     first = config.get("max_window_layers", 28) if kind == "layered" else 0
     has_window = [layer >= first for layer in range(layers)]
     if kind == "typed":
-        interval = architecture.full_attention_interval
-        if architecture.interval_key is not None:
-            interval = config.get(architecture.interval_key, interval)
-            if not isinstance(interval, int) or isinstance(interval, bool) or interval < 1:
-                raise ConfigError(
-                    f"{origin}: {architecture.interval_key}={interval!r}: must be an integer > 0"
-                )
+        interval = _read_interval(architecture, config, origin)
         has_window = [(layer + 1) % interval != 0 for layer in range(layers)]
     elif kind == "without_rope":
         has_window = [not rotates for rotates in has_rope]
@@ -632,6 +696,10 @@ def _to_config(architecture: Architecture, shape: ModelShape, head: Head) -> dic
         entry.key: entry.to_config(getattr(shape.latent_attention, attribute))
         for attribute, entry in architecture.latent_entries.items()
     }
+    config |= {
+        entry.key: getattr(shape.delta_net, attribute)
+        for attribute, entry in architecture.delta_net_entries.items()
+    }
     if "activation" in architecture.entries:
         names = [
             name for name, activation in _ACTIVATIONS.items() if activation == shape.activation
@@ -669,6 +737,10 @@ def _write_layers(
         entries |= {"mlp_only_layers": dense, "decoder_sparse_step": 1}
     elif architecture.expert_layers == "last":
         entries["first_k_dense_replace"] = len(dense)
+    if architecture.delta_net_entries:
+        entries["layer_types"] = [
+            _DELTA_NET if layer.has_delta_net else FULL for layer in shape.layers
+        ]
     kind = architecture.window
     if kind == "none":
         return entries

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from aligner.models.shape import ModelShape
 from aligner.models.weight_slices import compute_shard_size
-from aligner.schema import EngineParallelConfig, ParallelConfig
+from aligner.schema import EngineParallelConfig, ParallelConfig, SpeculationConfig
 
 
 def cache_bytes_per_token(shape: ModelShape, tensor: int, itemsize: int) -> int:
@@ -18,8 +18,27 @@ def cache_bytes_per_token(shape: ModelShape, tensor: int, itemsize: int) -> int:
     if shape.latent_attention is not None:
         # Every rank caches the latent and the rotated key, which all heads share.
         return shape.num_layers * shape.latent_attention.cached_dim * itemsize
+    layers = shape.num_attention_layers
     # The factor 2 counts keys and values.
-    return 2 * shape.num_layers * shape.kv_heads_on_rank(tensor) * shape.head_dim * itemsize
+    return 2 * layers * shape.kv_heads_on_rank(tensor) * shape.head_dim * itemsize
+
+
+def state_bytes_per_row(shape: ModelShape, tensor: int, itemsize: int) -> int:
+    """Return the size in bytes of a sequence's states of delta nets on a tensor-parallel rank.
+
+    Args:
+        shape: The model's shape.
+        tensor: Tensor-parallel size.
+        itemsize: Bytes per element of the cache.
+    """
+    net = shape.delta_net
+    if net is None:
+        return 0
+    # The last inputs of the convolution have the dtype of the cache, the other state is float32.
+    conv = net.channels * (net.conv_width - 1) * itemsize
+    recurrent = net.value_heads * net.key_dim * net.value_dim * 4
+    layers = shape.num_layers - shape.num_attention_layers
+    return layers * (conv + recurrent) // tensor
 
 
 def layout_problems(key: str, layout: ParallelConfig, shape: ModelShape) -> Iterator[str]:
@@ -33,6 +52,12 @@ def layout_problems(key: str, layout: ParallelConfig, shape: ModelShape) -> Iter
     yield from tensor_problems(key, layout.tensor, shape)
     if layout.sequence and layout.tensor == 1:
         yield f"{key}.sequence=true: requires {key}.tensor above 1"
+    if shape.delta_net is not None and layout.context > 1:
+        yield (
+            f"{key}.context={layout.context}: must be 1 for a model with gated delta nets, whose"
+            " states pass through all tokens of a sequence in order; use tensor, pipeline or data"
+            " parallelism instead"
+        )
     yield from _pipeline_problems(key, layout, shape)
     yield from _expert_problems(key, layout, shape)
 
@@ -48,6 +73,15 @@ def engine_problems(layout: EngineParallelConfig, shape: ModelShape) -> Iterator
         yield (
             f"engine.parallel.tensor={layout.tensor}: must divide the {experts.ffn_hidden_size}"
             " feed-forward rows of each expert"
+        )
+
+
+def speculation_problems(speculation: SpeculationConfig, shape: ModelShape) -> Iterator[str]:
+    """Yield a message if the embedded engine cannot verify draft tokens of a model."""
+    if speculation.tokens and shape.delta_net is not None:
+        yield (
+            f"engine.speculation.tokens={speculation.tokens}: must be 0 for a model with gated"
+            " delta nets, whose states would include rejected draft tokens"
         )
 
 
@@ -80,6 +114,8 @@ def _leaves_rank_empty(shape: ModelShape, size: int) -> bool:
 def _split_dimensions(shape: ModelShape) -> dict[str, int]:
     """Return the dimensions that a tensor-parallel size must divide, by their names in messages."""
     dimensions = {"attention heads": shape.num_heads}
+    if shape.delta_net is not None:
+        dimensions["key heads of delta nets"] = shape.delta_net.key_heads
     # Experts have a tensor-parallel size of their own.
     if any(layer.is_dense for layer in shape.layers):
         dimensions["feed-forward rows"] = shape.ffn_hidden_size

@@ -103,6 +103,13 @@ class LayerShape:
     """
     has_experts: bool = False
     """Whether the feed-forward network is the model's mixture of experts."""
+    has_delta_net: bool = False
+    """Whether the layer has the model's gated delta net instead of attention."""
+
+    @property
+    def has_attention(self) -> bool:
+        """Whether the layer has attention."""
+        return not self.has_delta_net
 
     @property
     def is_dense(self) -> bool:
@@ -147,6 +154,36 @@ class Experts:
     def shared_size(self) -> int:
         """Hidden size of all shared experts together; 0 without shared experts."""
         return self.shared_count * (self.shared_ffn_hidden_size or self.ffn_hidden_size)
+
+
+DELTA_NET_CHUNK_TOKENS = 64
+"""Tokens of a sequence that a gated delta net computes together. Larger chunks need fewer
+sequential steps, but more operations and memory."""
+
+
+@dataclass(frozen=True)
+class DeltaNet:
+    """Gated delta net, in the layers with `LayerShape.has_delta_net` (Yang et al. 2024).
+
+    Each query head is paired with a key head. `value_heads / key_heads` consecutive value heads use
+    the same query and key.
+    """
+
+    key_heads: int
+    """Number of key heads, and of query heads."""
+    value_heads: int
+    """Number of value heads, a multiple of `key_heads`. Each has a state of its own."""
+    key_dim: int
+    """Number of dimensions of a key head, and of a query head."""
+    value_dim: int
+    """Number of dimensions of a value head."""
+    conv_width: int
+    """Number of tokens that the convolution over queries, keys and values covers."""
+
+    @property
+    def channels(self) -> int:
+        """Number of channels of the convolution: those of queries, keys and values."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
 
 @dataclass(frozen=True)
@@ -209,6 +246,11 @@ class ModelShape:
     """Multi-head latent attention; None for multi-head or grouped-query attention."""
     experts: Experts | None = None
     """Mixture of experts of the layers that have one; None if no layer has one."""
+    delta_net: DeltaNet | None = None
+    """Gated delta net of the layers that have one; None if no layer has one."""
+    attention_gate: bool = False
+    """Whether each head's attention output is multiplied by the sigmoid of a gate, a second output
+    of the query projection."""
 
     @property
     def num_layers(self) -> int:
@@ -280,6 +322,11 @@ class ModelShape:
     def has_windows(self) -> bool:
         """Whether a layer has a sliding window."""
         return any(layer.sliding_window is not None for layer in self.layers)
+
+    @property
+    def num_attention_layers(self) -> int:
+        """Number of decoder layers with attention."""
+        return sum(layer.has_attention for layer in self.layers)
 
     @property
     def common_layer(self) -> LayerShape | None:

@@ -17,7 +17,7 @@ from typing import Literal
 
 from aligner.errors import ConfigError
 from aligner.models.families import FUSED_PARTS, SCALAR_HEAD, WEIGHTS, Part, Weight
-from aligner.models.shape import LayerShape, ModelShape
+from aligner.models.shape import DeltaNet, LayerShape, ModelShape
 from aligner.schema import EngineParallelConfig, LoraConfig, ParallelConfig
 
 # Size of each part of a fused parameter, by the names of `weight_table`.
@@ -27,6 +27,12 @@ _PART_SIZES: Mapping[Part, str] = {
     "value": "key",
     "gate": "ffn",
     "up": "ffn",
+    "delta_query": "delta_key",
+    "delta_key": "delta_key",
+    "delta_value": "delta_value",
+    "conv_query": "delta_key",
+    "conv_key": "delta_key",
+    "conv_value": "delta_value",
 }
 Head = Literal["vocabulary", "scalar"]
 """Head of a model: `vocabulary` is a language model's head, `scalar` returns one number per token.
@@ -151,6 +157,7 @@ def weight_table(shape: ModelShape, head: Head = "vocabulary") -> tuple[TensorSp
         "hidden": shape.hidden_size,
         "head": shape.head_dim,
         "query": shape.num_heads * shape.head_dim,
+        "gated_query": 2 * shape.num_heads * shape.head_dim,
         "key": shape.num_kv_heads * shape.head_dim,
         "qkv": (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim,
         "ffn": shape.ffn_hidden_size,
@@ -159,6 +166,7 @@ def weight_table(shape: ModelShape, head: Head = "vocabulary") -> tuple[TensorSp
         "vocabulary": shape.vocab_size,
         "positions": shape.max_positions,
         "experts": shape.num_experts,
+        **_delta_net_sizes(shape.delta_net),
     }
     latent = shape.latent_attention
     if latent is not None:
@@ -211,6 +219,22 @@ def weight_table(shape: ModelShape, head: Head = "vocabulary") -> tuple[TensorSp
     )
 
 
+def _delta_net_sizes(net: DeltaNet | None) -> dict[str, int]:
+    """Return the sizes of the dimensions of a gated delta net; none without one."""
+    if net is None:
+        return {}
+    return {
+        "delta_key": net.key_heads * net.key_dim,
+        "delta_value": net.value_heads * net.value_dim,
+        "delta_heads": net.value_heads,
+        "delta_head": net.value_dim,
+        "delta_conv": net.conv_width,
+        "delta_input": net.channels + net.value_heads * net.value_dim,
+        "delta_gates": 2 * net.value_heads,
+        "delta_groups": net.key_heads,
+    }
+
+
 def _is_in_layer(weight: Weight, layer: LayerShape) -> bool:
     """Return whether a layer has a weight of the family's table."""
     return weight.layer_requires is None or bool(getattr(layer, weight.layer_requires))
@@ -249,11 +273,16 @@ def _spec(
     units = {
         "query": sizes["head"],
         "key": sizes["head"],
+        "gated_query": 2 * sizes["head"],
         "qkv": sizes["head"] * sizes["qkv"] // sizes["key"],
     }
     heads = sizes["query"] // sizes["head"]
     for name in ("key_and_value", "attended"):
         units[name] = sizes.get(name, 0) // heads
+    # A unit of a delta net has the rows of a key head and of its value heads.
+    for size in ("delta_key", "delta_value", "delta_heads", "delta_input", "delta_gates"):
+        if size in sizes:
+            units[size] = sizes[size] // sizes["delta_groups"]
     unit = 1 if axis is None else units.get(weight.sizes[axis], 1)
     if weight.is_transposed:
         shape = shape[::-1]

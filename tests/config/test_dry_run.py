@@ -23,7 +23,7 @@ from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError
 from aligner.models.hugging_face import hugging_face_config, read_config
 from aligner.models.model_source import NOTHING_EXPECTED, absent_inputs, package_directory
-from aligner.models.shape import Experts, LayerShape, ModelShape, Rope, RopeScaling
+from aligner.models.shape import DeltaNet, Experts, LayerShape, ModelShape, Rope, RopeScaling
 from aligner.paths import get_cache_directory, get_run_paths
 from aligner.placement.memory.role_memory import compute_role_memory
 from aligner.placement.roles import count_role_ranks
@@ -552,6 +552,7 @@ def runs(draw: st.DrawFn) -> tuple[Config, ModelShape | None]:
         vocab_size=480,
         max_positions=4096,
         experts=Experts(8, 2, ffn_hidden_size=96) if experts else None,
+        delta_net=DeltaNet(24, 48, 8, 8, 4) if SHAPES[name].delta_net else None,
     )
     shape = dataclasses.replace(shape, hidden_size=48 * shape.head_dim)
     if (

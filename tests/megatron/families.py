@@ -233,6 +233,29 @@ def _glm4_moe(t: Any, *, groups: bool) -> Any:
     )
 
 
+def _qwen3_5(t: Any) -> Any:
+    # Keys and values have other numbers of heads and other sizes than in attention.
+    delta_net = {
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 12,
+        "linear_value_head_dim": 20,
+        "linear_conv_kernel_dim": 4,
+    }
+    # The second pipeline stage begins with attention.
+    types = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
+    return t.Qwen3_5TextConfig(
+        **_GROUPED,
+        **_rope(partial_rotary_factor=0.25),
+        **delta_net,
+        layer_types=types,
+        head_dim=32,
+        # With the usual epsilon, the norm behind the delta rule amplifies the rounding of outputs
+        # whose query and key are almost orthogonal. float32 and float64 then differ by 1e-4.
+        rms_norm_eps=1e-3,
+    )
+
+
 def _gpt2(t: Any) -> Any:
     sizes = {
         "n_layer": 4,
@@ -280,6 +303,7 @@ CONFIGS: Mapping[str, Callable[[Any], Any]] = {
     "deepseek_v3": _deepseek_v3,
     "deepseek_v3-halves": lambda t: t.DeepseekV3Config(**_LATENT, **_rope(), rope_interleave=False),
     "deepseek_v2": _deepseek_v2,
+    "qwen3_5": _qwen3_5,
     "pythia": lambda t: t.GPTNeoXConfig(**_SIZES, **_rope(partial_rotary_factor=0.25)),
     "pythia-no-bias": lambda t: t.GPTNeoXConfig(
         **_SIZES, **_rope(partial_rotary_factor=0.25), attention_bias=False

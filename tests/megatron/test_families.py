@@ -84,7 +84,13 @@ VARIANTS = {
 }
 
 
+# States of delta nets pass through all tokens in order, so these models have no CP.
+RECURRENT = ("qwen3_5",)
+
+
 def layouts(family: str) -> Iterable[str]:
+    if family in RECURRENT:
+        return [name for name in LAYOUTS if name != "CP2"]
     return VARIANTS.get(family, MIXTURE_LAYOUTS if family in MIXTURES else LAYOUTS)
 
 

@@ -38,6 +38,7 @@ CASES = [
     # more tensor ranks than KV heads
     ("llama3", {"tensor": 4}, {}),
     ("qwen2", {"tensor": 4, "sequence": True}, {}),
+    ("qwen3_5", SEQUENCE, {}),
 ]
 TYPICAL = (0, 5, 8, 10, 13, 14)
 """Indices of the cases that the first round of tests runs."""

@@ -27,6 +27,15 @@ LLAMA = SIZES | {"architectures": ["LlamaForCausalLM"]}
 TIED = LLAMA | {"tie_word_embeddings": True}
 QWEN3 = SIZES | {"architectures": ["Qwen3ForCausalLM"], "head_dim": 32}
 MISTRAL = SIZES | {"architectures": ["MistralForCausalLM"], "sliding_window": 8}
+QWEN3_5 = SIZES | {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "head_dim": 32,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "full_attention_interval": 2,
+}
 NEOX = SIZES | {"architectures": ["GPTNeoXForCausalLM"], "hidden_act": "gelu"}
 GPT2 = {
     "architectures": ["GPT2LMHeadModel"],
@@ -88,6 +97,10 @@ CASES = {
     "qwen3": (QWEN3, {}, "vocabulary", {}),
     "mistral": (MISTRAL, {}, "vocabulary", {}),
     "neox": (NEOX, {}, "vocabulary", {}),
+    "qwen3_5": (QWEN3_5, {}, "vocabulary", {}),
+    "qwen3_5-full": (QWEN3_5, {}, "vocabulary", {"recompute": "full"}),
+    "qwen3_5-tp2-sp": (QWEN3_5, SP, "vocabulary", {}),
+    "qwen3_5-bf16": (QWEN3_5, {}, "vocabulary", {"precision": "bf16"}),
     "gpt2": (GPT2, {}, "vocabulary", {}),
     "mixtral": (MIXTRAL, {}, "vocabulary", {}),
     "deepseek": (DEEPSEEK, {}, "vocabulary", {}),

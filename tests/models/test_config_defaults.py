@@ -80,6 +80,13 @@ def transformers_shape(config: dict[str, Any]) -> dict[str, Any]:
     }
     for attribute, entry in architecture.entries.items():
         values[attribute] = entry.to_shape(values[attribute])
+    values["delta_net"] = None
+    if architecture.delta_net_entries:
+        values["delta_net"] = {
+            attribute: getattr(read, entry.key)
+            for attribute, entry in architecture.delta_net_entries.items()
+        }
+        values["delta_net_layers"] = [kind == "linear_attention" for kind in read.layer_types]
     values["experts"] = None
     if architecture.expert_entries:
         experts = {
@@ -123,10 +130,12 @@ def transformers_shape(config: dict[str, Any]) -> dict[str, Any]:
 
 def transformers_rope(read: Any, layer: int) -> tuple[float, float] | None:
     """Return base and rotated fraction of a layer."""
+    types = getattr(read, "layer_types", None)
+    if types and types[layer] == "linear_attention":
+        return None
     if hasattr(read, "no_rope_layers") and not read.no_rope_layers[layer]:
         return None
     rope = read.rope_parameters
-    types = getattr(read, "layer_types", None)
     if types and types[layer] in rope:
         rope = rope[types[layer]]
     return rope["rope_theta"], rope.get("partial_rotary_factor", 1.0)
@@ -148,6 +157,7 @@ def shape_values(shape: ModelShape, names: Any) -> dict[str, Any]:
             layer.rope and (layer.rope.theta, layer.rope.fraction) for layer in shape.layers
         ],
         "windows": [layer.sliding_window for layer in shape.layers],
+        "delta_net_layers": [layer.has_delta_net for layer in shape.layers],
     }
     return {name: values[name] for name in names}
 
@@ -226,6 +236,8 @@ def test_missing_entry_has_the_transformers_default(name, key):
         config["hidden_size"] = 512  # divisible by the class's 64 heads
     if key == "n_head":
         config["n_embd"] = 96  # divisible by the class's 12 heads
+    if key == "linear_num_key_heads":
+        config["linear_num_value_heads"] = 32  # divisible by the class's 16 key heads
     if key in ("num_key_value_heads", "head_dim"):
         config |= {"num_attention_heads": 32, "hidden_size": 256}
     if name == "DeepseekV3ForCausalLM" and key == "num_key_value_heads":
@@ -279,7 +291,7 @@ def test_rotary_entries_of_both_forms_are_read_alike(name, entries):
             read_config(config, "test")
         return
     assert_read_alike(config)
-    is_linear = read_config(config, "test").layers[0].rope.scaling is not None
+    is_linear = read_config(config, "test").layers[-1].rope.scaling is not None
     kind = transformers_config(config).rope_parameters["rope_type"]
     assert is_linear == (kind == "linear")
 

@@ -76,6 +76,15 @@ CONFIGS = {
     "Glm4ForCausalLM": SIZES | {"head_dim": 8},
     "DeepseekV3ForCausalLM": SIZES | LATENT,
     "DeepseekV2ForCausalLM": SIZES | LATENT,
+    # the layer before the last one has a delta net, the last one has attention
+    "Qwen3_5ForCausalLM": SIZES
+    | {"head_dim": 8, "full_attention_interval": 2}
+    | {
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 6,
+        "linear_value_head_dim": 10,
+    },
     "GPTNeoXForCausalLM": SIZES,
     "GPT2LMHeadModel": {
         "n_layer": 2,

@@ -34,6 +34,15 @@ MIXTRAL = LLAMA | {
     "num_local_experts": 4,
     "hidden_act": "silu",
 }
+QWEN3_5 = LLAMA | {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "head_dim": 8,
+    "linear_num_key_heads": 3,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 4,
+    "linear_value_head_dim": 5,
+}
+DELTA_NETS = read_config(QWEN3_5, "test")
 DENSE, EXPERTS = read_config(LLAMA, "test"), read_config(MIXTRAL, "test")
 
 
@@ -68,6 +77,16 @@ DENSE, EXPERTS = read_config(LLAMA, "test"), read_config(MIXTRAL, "test")
             EXPERTS,
             {"tensor": 2, "sequence": True, "expert_tensor": 5},
             "expert_tensor=5: must divide the 24 feed-forward rows of each expert",
+        ),
+        (
+            DELTA_NETS,
+            {"tensor": 2},
+            "actor.parallel.tensor=2: must divide the model's 3 key heads of delta nets",
+        ),
+        (
+            DELTA_NETS,
+            {"context": 2},
+            "actor.parallel.context=2: must be 1 for a model with gated delta nets",
         ),
         (
             EXPERTS,

@@ -438,6 +438,17 @@ def _make_narrow(
     experts = shape.experts
     if experts is not None:
         experts = _make_few(experts, ffn_hidden_size, {layout.expert for layout in layouts})
+    delta_net = shape.delta_net
+    if delta_net is not None:
+        key_heads = _round_up_to_multiple(min(delta_net.key_heads, 2), tensor_sizes)
+        values_per_key = min(delta_net.value_heads // delta_net.key_heads, 2)
+        delta_net = dataclasses.replace(
+            delta_net,
+            key_heads=key_heads,
+            value_heads=key_heads * values_per_key,
+            key_dim=8,
+            value_dim=8 if delta_net.value_dim == delta_net.key_dim else 16,
+        )
     return dataclasses.replace(
         shape,
         layers=tuple(_with_head_dim(layer, head_dim) for layer in shape.layers),
@@ -451,6 +462,7 @@ def _make_narrow(
         pad_token_id=0,
         latent_attention=latent,
         experts=experts,
+        delta_net=delta_net,
     )
 
 

@@ -1,10 +1,12 @@
 """KV cache of the sequences that the embedded engine decodes, within a memory budget."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from aligner.engines.embedded.delta_net_states import DeltaNetStates
 from aligner.errors import AlignerError
 from aligner.models.shape import ModelShape
 
@@ -20,7 +22,7 @@ class CacheSize:
 
 
 def compute_cache_size(
-    token_bytes: int, columns: int, max_rows: int, budget_mib: int | None
+    token_bytes: int, columns: int, max_rows: int, budget_mib: int | None, state_bytes: int = 0
 ) -> CacheSize:
     """Compute the size of a KV cache within the memory budget.
 
@@ -29,6 +31,7 @@ def compute_cache_size(
         columns: Maximum number of tokens of a sequence.
         max_rows: Maximum number of sequences.
         budget_mib: Value of `engine.kv_cache_mib`; None means no limit.
+        state_bytes: Bytes of a sequence's states of delta nets on this rank.
 
     Returns:
         A size of `columns` columns and as many rows as the budget allows, at most `max_rows`.
@@ -38,9 +41,10 @@ def compute_cache_size(
     """
     if budget_mib is None:
         return CacheSize(max_rows, columns)
-    rows = min(max_rows, (budget_mib << 20) // (token_bytes * columns))
+    row_bytes = token_bytes * columns + state_bytes
+    rows = min(max_rows, (budget_mib << 20) // row_bytes)
     if rows == 0:
-        needed = token_bytes * columns / 2**20
+        needed = row_bytes / 2**20
         raise AlignerError(
             f"engine.kv_cache_mib={budget_mib}: the KV cache of one sequence of {columns} tokens"
             f" needs {needed:.1f} MiB; raise engine.kv_cache_mib, or shorten prompts or responses"
@@ -78,7 +82,7 @@ class KVCache:
                 `sliced_attention` requires. Otherwise all tokens of a head are contiguous.
         """
         # Keys and values are one tensor, so that they share an allocation.
-        self._leading_dims = (2, shape.num_layers)
+        self._leading_dims = (2, shape.num_attention_layers)
         self._head_dims = (shape.kv_heads_on_rank(tensor_parallel_size), shape.head_dim)
         latent = shape.latent_attention
         self._latent_dim = None if latent is None else latent.kv_lora_rank
@@ -89,9 +93,16 @@ class KVCache:
         self._storage = torch.empty(0, device=device, dtype=dtype)
         self.size = CacheSize(0, 0)
         """Current number of rows and columns."""
+        self.layer_indices = _count_by_kind([layer.has_attention for layer in shape.layers])
+        """Index of each layer among the layers of its kind, with attention or with a delta net."""
+        self.delta_nets: DeltaNetStates | None = None
+        """States of the layers with a delta net; None if the model has none."""
+        if shape.delta_net is not None:
+            self.delta_nets = DeltaNetStates(shape, tensor_parallel_size, device, dtype)
         self.keys = self.values = torch.empty(0)
-        """Keys, [layers, rows, KV heads, columns, head dim]; `values` has the same shape, but for
-        latent attention, whose values are the first `kv_lora_rank` dimensions of the keys.
+        """Keys, [layers with attention, rows, KV heads, columns, head dim]; `values` has the same
+        shape, but for latent attention, whose values are the first `kv_lora_rank` dimensions of the
+        keys.
 
         This is the shape in both memory layouts.
         """
@@ -126,12 +137,16 @@ class KVCache:
         self.keys, self.values = keys_and_values[0], keys_and_values[-1]
         if self._latent_dim is not None:
             self.values = self.keys[..., : self._latent_dim]
+        if self.delta_nets is not None:
+            self.delta_nets.resize(size.rows)
         self.size = size
         return True
 
     def free(self) -> None:
         """Free the memory of the cache."""
         self._storage = self._storage.new_empty(0)
+        if self.delta_nets is not None:
+            self.delta_nets.free()
         self.size = CacheSize(0, 0)
         self.keys = self.values = torch.empty(0)
 
@@ -145,7 +160,10 @@ class KVCache:
         self._storage.zero_()
 
     def copy_rows(self, sources: list[int], targets: list[int], width: int) -> None:
-        """Copy the first `width` columns of the rows `sources` to the rows `targets`."""
+        """Copy the first `width` columns of the rows `sources`, and their states of delta nets, to
+        the rows `targets`."""
+        if self.delta_nets is not None:
+            self.delta_nets.copy_rows(sources, targets)
         for tensor in (self.keys, self.values) if self._latent_dim is None else (self.keys,):
             # A single row is copied directly; indexing with lists makes a temporary copy.
             if len(sources) == 1:
@@ -165,9 +183,10 @@ class KVCache:
             keys: Keys of the tokens, [R, KV heads, head dim].
             values: Values of the tokens, [R, KV heads, head dim]; None with latent attention.
         """
-        self.keys[layer][rows, :, columns] = keys
+        index = self.layer_indices[layer]
+        self.keys[index][rows, :, columns] = keys
         if values is not None:
-            self.values[layer][rows, :, columns] = values
+            self.values[index][rows, :, columns] = values
 
     def write_prompts(
         self,
@@ -186,6 +205,12 @@ class KVCache:
             keys: Keys of the prompts, [U, KV heads, P, head dim].
             values: Values of the prompts, [U, KV heads, P, head dim]; None with latent attention.
         """
-        self.keys[layer, rows, :, : keys.shape[2]] = keys[prompt_indices]
+        index = self.layer_indices[layer]
+        self.keys[index, rows, :, : keys.shape[2]] = keys[prompt_indices]
         if values is not None:
-            self.values[layer, rows, :, : values.shape[2]] = values[prompt_indices]
+            self.values[index, rows, :, : values.shape[2]] = values[prompt_indices]
+
+
+def _count_by_kind(kinds: Sequence[bool]) -> list[int]:
+    """Return for each entry the number of equal entries before it."""
+    return [kinds[:index].count(kind) for index, kind in enumerate(kinds)]

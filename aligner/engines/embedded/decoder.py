@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 
 from aligner.engines.embedded import sliced_attention
 from aligner.engines.embedded.cache import KVCache
+from aligner.engines.embedded.delta_net_mixer import DeltaNetMixer
 from aligner.engines.embedded.matmuls import Matmuls
 from aligner.engines.embedded.sliced_attention import Spans
 from aligner.models import batch_invariant, score_attention
@@ -199,6 +200,9 @@ class Decoder:
             for rope in ropes
         }
         self._windows = {layer.sliding_window for layer in shape.layers}
+        self._delta_net = None
+        if shape.delta_net is not None:
+            self._delta_net = DeltaNetMixer(shape, tensor_parallel_size, self._matmuls)
         self._weights: dict[str, Tensor] = {}
 
     def set_weights(self, weights: dict[str, Tensor]) -> None:
@@ -398,19 +402,23 @@ class Decoder:
         has_norm_before = self._shape.norm_placement != "after"
         normed = self._apply_norm(x, prefix + "input_layernorm") if has_norm_before else x
         latent = self._shape.latent_attention
-        if latent is None:
-            attention = self._attend(layer, normed, step, metadata, cache)
+        output_layer = "linear_proj"
+        if self._shape.layers[layer].has_delta_net:
+            mixed = self._apply_delta_net(layer, normed, step, metadata, cache)
+            output_layer = "out_proj"
+        elif latent is None:
+            mixed = self._attend(layer, normed, step, metadata, cache)
         else:
-            attention = self._attend_latents(layer, normed, latent, step, metadata, cache)
-        attention = self._apply_row_parallel(attention, prefix + "self_attention.linear_proj")
+            mixed = self._attend_latents(layer, normed, latent, step, metadata, cache)
+        mixed = self._apply_row_parallel(mixed, f"{prefix}self_attention.{output_layer}")
 
         # Parallel residual, as in GPT-NeoX: attention and MLP both read the layer's input.
         if self._shape.parallel_residual:
-            residual = x + attention
+            residual = x + mixed
             normed = self._apply_norm(x, prefix + "pre_mlp_layernorm")
             return residual + self._apply_mlp(normed, prefix + "mlp.")
 
-        x = x + self._prepare_output(attention, prefix + "self_attn_bda.norm")
+        x = x + self._prepare_output(mixed, prefix + "self_attn_bda.norm")
         normed = self._apply_norm(x, prefix + "pre_mlp_layernorm") if has_norm_before else x
         experts = self._shape.experts if self._shape.layers[layer].has_experts else None
         if experts is None:
@@ -419,6 +427,51 @@ class Decoder:
             output = self._apply_experts(normed, prefix + "mlp.", experts, step)
         # The sum above is a new tensor, so the in-place addition overwrites nothing else.
         return x.add_(self._prepare_output(output, prefix + "mlp_bda.norm"))
+
+    def _apply_delta_net(
+        self, layer: int, x: Tensor, step: Step, metadata: _AttentionMetadata, cache: KVCache
+    ) -> Tensor:
+        """Compute a gated delta net from x [N, hidden] to the outputs of this rank's value heads.
+
+        The decoding rows continue their states, and prompts leave theirs in the rows of the cache.
+
+        Returns:
+            The outputs after the gated norm, [N, value heads * value dim].
+        """
+        assert self._delta_net is not None and cache.delta_nets is not None
+        assert step.tokens_per_row == 1, "a state of a delta net advances by one token"
+        prefix = f"decoder.layers.{layer}.self_attention."
+        index = cache.layer_indices[layer]
+        rows = len(step.tokens)
+        prompts = step.prompts
+        parts = []
+        if rows:
+            parts.append(
+                self._delta_net.mix_rows(
+                    x[:rows],
+                    prefix,
+                    self._weights,
+                    metadata.cache_rows,
+                    cache.delta_nets.histories[index],
+                    cache.delta_nets.states[index],
+                )
+            )
+        if prompts is not None:
+            assert metadata.prompt_token_indices is not None
+            mixed, histories, states = self._delta_net.mix_prompts(
+                x[rows:],
+                prefix,
+                self._weights,
+                prompts.lengths,
+                prompts.max_length,
+                metadata.prompt_token_indices,
+            )
+            parts.append(mixed)
+            # Prompts that are only scored have no rows.
+            if prompts.rows:
+                cache.delta_nets.histories[index, prompts.rows] = histories[prompts.prompt_indices]
+                cache.delta_nets.states[index, prompts.rows] = states[prompts.prompt_indices]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _prepare_output(self, x: Tensor, norm: str) -> Tensor:
         """Return an output of attention or MLP as it is added to the residual stream."""
@@ -463,7 +516,7 @@ class Decoder:
         prefix = f"decoder.layers.{layer}.self_attention."
         rope = self._shape.layers[layer].rope
         rotation = None if rope is None else metadata.rotations[rope]
-        query, key, value = self._compute_qkv(x, prefix, rope, rotation)
+        query, key, value, gate = self._compute_qkv(x, prefix, rope, rotation)
 
         # The decoding rows attend to the KV cache, the prompts to themselves; the two kinds need
         # different masks and kernels.
@@ -479,7 +532,8 @@ class Decoder:
             if prompts.rows:
                 cache.write_prompts(layer, prompts.rows, prompts.prompt_indices, keys, values)
             parts.append(self._attend_prompts(layer, query[rows:], keys, values, prompts, metadata))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        attention = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return attention if gate is None else attention * gate.sigmoid()
 
     def _attend_latents(
         self,
@@ -590,17 +644,25 @@ class Decoder:
 
     def _compute_qkv(
         self, x: Tensor, prefix: str, rope: Rope | None, rotation: tuple[Tensor, Tensor] | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the queries, keys and values of x [N, hidden].
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Compute the queries, keys and values of x [N, hidden], and the gates of the output.
 
         Queries and keys are normalized if the model does so, and rotated.
 
         Returns:
-            Queries [N, heads, head dim], keys and values [N, KV heads, head dim], all for this
-            rank's heads.
+            Queries [N, heads, head dim], keys and values [N, KV heads, head dim], and gates
+            [N, heads * head dim] or None if the model has none, all for this rank's heads.
         """
         shape = self._shape
         fused = self._matmuls.linear(x, prefix + "linear_qkv")
+        gate = None
+        if shape.attention_gate:
+            # The query projection has the query of each head, followed by its gate.
+            gated_width = 2 * self._heads * shape.head_dim
+            gated, key_value = fused.tensor_split((gated_width,), 1)
+            queries, gates = gated.unflatten(1, (self._heads, 2, shape.head_dim)).unbind(2)
+            fused = torch.cat((queries.flatten(1), key_value), 1)
+            gate = gates.flatten(1)
 
         # Queries and keys stay in one tensor, so that one kernel rotates both.
         if self._is_qkv_interleaved:
@@ -623,7 +685,7 @@ class Decoder:
             query_key = rotate(query_key, *rotation, is_interleaved=rope.is_interleaved)
 
         query, key = query_key.split((self._heads, self._kv_heads), 1)
-        return query, key, value
+        return query, key, value, gate
 
     def _attend_cache(
         self,
@@ -645,8 +707,8 @@ class Decoder:
         Returns:
             The attention output of the decoding rows, [R, heads * value dim].
         """
-        keys = cache.keys[layer]
-        values = cache.values[layer]
+        keys = cache.keys[cache.layer_indices[layer]]
+        values = cache.values[cache.layer_indices[layer]]
         window = self._shape.layers[layer].sliding_window
         if metadata.spans is not None:
             return sliced_attention.attend(

@@ -36,7 +36,12 @@ from aligner.engines.engine_protocol import (
 )
 from aligner.errors import AlignerError, ConfigError
 from aligner.models import batch_invariant
-from aligner.models.layouts import cache_bytes_per_token, engine_problems
+from aligner.models.layouts import (
+    cache_bytes_per_token,
+    engine_problems,
+    speculation_problems,
+    state_bytes_per_row,
+)
 from aligner.models.shape import ModelShape
 from aligner.schema import EngineConfig
 
@@ -88,7 +93,11 @@ class EmbeddedEngine(GenerationEngine):
                 kernels are not batch-invariant on this machine (`engine.exact`).
         """
         tensor_parallel_size = settings.parallel.tensor
-        if problems := list(engine_problems(settings.parallel, shape)):
+        problems = [
+            *engine_problems(settings.parallel, shape),
+            *speculation_problems(settings.speculation, shape),
+        ]
+        if problems:
             raise ConfigError("\n".join(problems))
         if tensor_parallel_size > 1 and group is None:
             raise ConfigError(
@@ -125,7 +134,10 @@ class EmbeddedEngine(GenerationEngine):
         # In a mixture-of-experts model, the experts that a step runs depend on its tokens, so that
         # the next step cannot replay a captured graph.
         is_on_gpu = self._device.type == "cuda"
-        uses_graphs = settings.cuda_graphs and is_on_gpu and not shape.num_experts
+        # The run before a capture would advance the states of delta nets by one token too many.
+        uses_graphs = (
+            settings.cuda_graphs and is_on_gpu and not shape.num_experts and shape.delta_net is None
+        )
         self._graphs = GraphedForward(decoder) if uses_graphs else None
         forward = self._graphs.forward if self._graphs else decoder.forward
 
@@ -140,6 +152,7 @@ class EmbeddedEngine(GenerationEngine):
             steps_per_sync=settings.steps_per_sync or default_steps,
         )
         self._token_bytes = cache_bytes_per_token(shape, tensor_parallel_size, self._dtype.itemsize)
+        self._state_bytes = state_bytes_per_row(shape, tensor_parallel_size, self._dtype.itemsize)
         self._group = group
         self._is_leader = tensor_rank == 0
         self._turn_message: Any = None
@@ -403,7 +416,11 @@ class EmbeddedEngine(GenerationEngine):
         """
         max_rows = min(self._settings.batch_size, sequences)
         return compute_cache_size(
-            self._token_bytes, tokens - 1, max_rows, self._settings.kv_cache_mib
+            self._token_bytes,
+            tokens - 1,
+            max_rows,
+            self._settings.kv_cache_mib,
+            self._state_bytes,
         )
 
     def _resize_cache(self, sequences: int, tokens: int) -> None:

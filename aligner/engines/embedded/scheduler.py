@@ -394,7 +394,10 @@ class Scheduler:
         cache = self._state.cache
         prefix_copies = list[DecodedResponse]()
         prefills = list[DecodedResponse]()
-        siblings = {response.prompt: response for response in self._running}
+        # The states of a delta net in a sibling's row are already behind the prompt.
+        siblings: dict[tuple[int, ...], DecodedResponse] = {}
+        if cache.delta_nets is None:
+            siblings = {response.prompt: response for response in self._running}
         contexts = set[tuple[int, ...]]()
         max_length = 0
         while self._waiting_responses:
@@ -634,8 +637,13 @@ class Scheduler:
         for response in completed:
             self._completed_responses.append(response)
             # With expert routing, the next turn prefills the whole sequence again, because its
-            # completion reports the routing of all tokens.
-            if response.request.is_continued and not self._batch_options.routes:
+            # completion reports the routing of all tokens. With delta nets, the state may already
+            # include tokens behind the end of the sequence.
+            if (
+                response.request.is_continued
+                and not self._batch_options.routes
+                and self._state.cache.delta_nets is None
+            ):
                 sequence = _ResidentSequence(
                     response.sample_key, [*response.prompt, *response.tokens]
                 )

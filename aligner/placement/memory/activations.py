@@ -13,7 +13,7 @@ micro-batches in flight follows their section 4.2.3: one per stage from this one
 import math
 from dataclasses import dataclass
 
-from aligner.models.shape import ModelShape
+from aligner.models.shape import DELTA_NET_CHUNK_TOKENS, DeltaNet, LayerShape, ModelShape
 from aligner.models.weight_slices import Head, stage_layers
 from aligner.placement.roles import Device
 from aligner.schema import MegatronModelConfig, ParallelConfig, TrainedModelConfig
@@ -35,6 +35,8 @@ class Layer:
     """
 
     shape: ModelShape
+    kind: LayerShape
+    """Parts of this layer."""
     layout: ParallelConfig
     device: Device
     longest_tokens: int
@@ -61,30 +63,27 @@ class Layer:
         # A feed-forward network saves the input of the activation function and its output.
         width = self._activation_parts * self.shape.ffn_hidden_size
         dense = self.device.itemsize * width / self.layout.tensor
-        # the mean of all layers, if only some have experts
-        expert_layers = len(self.shape.expert_layers)
-        network = dense
-        if expert_layers:
-            share = expert_layers / self.shape.num_layers
-            network = share * self._expert_bytes + (1 - share) * dense
-        value_share = self.shape.value_dim / self.shape.head_dim
-        attention_output = self.device.itemsize * self._head_widths[0] * value_share
-        return (
-            (norm_inputs + 2) * self.residual_bytes
-            + self.core_input_bytes
-            + self._norm_bytes
-            + self._latent_bytes
-            + attention_output
-            + network
-        )
+        network = self._expert_bytes if self.kind.has_experts else dense
+        if self.kind.has_delta_net:
+            mixer = self._delta_net_output_bytes
+        else:
+            value_share = self.shape.value_dim / self.shape.head_dim
+            attention_output = self.device.itemsize * self._head_widths[0] * value_share
+            mixer = self._norm_bytes + self._latent_bytes + attention_output + self._gate_bytes
+        return (norm_inputs + 2) * self.residual_bytes + self.core_input_bytes + mixer + network
 
     @property
     def core_input_bytes(self) -> float:
         """Queries, keys and values, the output of one matmul.
 
         Normalized or non-contiguous tensors are saved once more. With latent attention, the core
-        begins with the latents, and has the gathered key of all heads as a further input.
+        begins with the latents, and has the gathered key of all heads as a further input. The core
+        of a delta net begins with the inputs of the convolution and two numbers for each head.
         """
+        if self.kind.has_delta_net:
+            net = self._delta_net
+            width = net.channels + 2 * net.value_heads
+            return self.device.itemsize * width / self.layout.tensor
         latent = self.shape.latent_attention
         if latent is not None:
             shared_key = latent.qk_rope_head_dim if self.layout.sequence else 0
@@ -101,6 +100,9 @@ class Layer:
         These are rotated queries and keys, values, and one fp32 number per head. If sequences are
         rows of a batch, the rows and the output are saved, too.
         """
+        if self.kind.has_delta_net:
+            # the inputs, too, because their copy into rows saves them
+            return self.core_input_bytes + self._delta_rule_bytes
         queries, keys = self._head_widths
         context_ranks = self.layout.context
         has_latents = self.shape.latent_attention is not None
@@ -118,6 +120,58 @@ class Layer:
         return self.device.itemsize * width + FP32 * self.shape.num_heads / self.layout.tensor
 
     @property
+    def _delta_net(self) -> DeltaNet:
+        """The delta net of the model, which must have one."""
+        assert self.shape.delta_net is not None
+        return self.shape.delta_net
+
+    @property
+    def _delta_rule_bytes(self) -> float:
+        """Bytes that the convolution and the chunked rule of a delta net save, all of them fp32.
+
+        See `aligner.models.delta_net`.
+        """
+        net = self._delta_net
+        chunk = min(DELTA_NET_CHUNK_TOKENS, self.longest_tokens)
+        heads = net.value_heads
+        # The padded inputs of the convolution, its output before and after the activation.
+        padding = (net.conv_width - 1) / self.longest_tokens
+        channels = net.channels * (3 + padding)
+        # The keys, the queries, and the keys times beta. If there is more than one chunk, the
+        # products of queries and keys with the decays, the latter except in the last chunk.
+        chunks = math.ceil(self.longest_tokens / chunk)
+        decayed = 2 - 1 / chunks if chunks > 1 else 0
+        keys = (3 + decayed) * heads * net.key_dim
+        # Five matrices of a chunk: the scores, the system, and their factors.
+        matrices = 5 * heads * chunk
+        # Both sides of the system, and the corrections.
+        system = heads * (2 * (net.key_dim + net.value_dim) + net.value_dim)
+        states = heads * net.key_dim * net.value_dim / chunk
+        # The norms of queries and keys, the decays and betas.
+        scalars = 2 * net.key_heads + 6 * heads
+        width = channels + keys + matrices + system + states + scalars
+        return FP32 * width / self.layout.tensor
+
+    @property
+    def _delta_net_output_bytes(self) -> float:
+        """Bytes that the gated norm and the output projection of a delta net save."""
+        net = self._delta_net
+        values = net.value_heads * net.value_dim
+        # The output, the gate, and three products of the norm in fp32; the projection's input.
+        norm = FP32 * (5 * values + net.value_heads)
+        return (norm + self.device.itemsize * values) / self.layout.tensor
+
+    @property
+    def _gate_bytes(self) -> float:
+        """Bytes that the gate of the attention output saves.
+
+        These are the gate itself, its sigmoid in fp32, and the output without the gate.
+        """
+        if not self.shape.attention_gate:
+            return 0
+        return (FP32 + 2 * self.device.itemsize) * self._head_widths[0]
+
+    @property
     def _uses_tree_attention(self) -> bool:
         """Whether rows may share their common prefix in attention, see `megatron/runner.py`."""
         shape = self.shape
@@ -127,6 +181,7 @@ class Layer:
             and shape.has_plain_scores
             and not shape.has_windows
             and not shape.num_experts
+            and shape.delta_net is None
         )
 
     @property
@@ -261,24 +316,19 @@ class StageActivations:
     def training_activations(self) -> Activations:
         """Return the activation memory of a training update."""
         assert isinstance(self.settings, TrainedModelConfig)
-        layer = self._layer
-        recompute = self.settings.recompute
         in_flight = self._tokens_in_flight
         recomputed = 0.0
-        # The inputs of the core are saved for its recomputation only.
-        all_bytes = layer.outside_core_bytes - layer.core_input_bytes + layer.core_bytes
-        saved_bytes = {
-            "none": all_bytes,
-            "selective": layer.outside_core_bytes,
-            "full": layer.residual_bytes,
-        }
-        # Recomputed activations exist for one layer and one micro-batch at a time.
-        if recompute != "none":
-            recomputed = self._tokens * (
-                all_bytes - layer.residual_bytes if recompute == "full" else layer.core_bytes
-            )
-        layer_count = sum(map(len, stage_layers(self.shape.num_layers, self._layout, self.stage)))
-        saved = in_flight * saved_bytes[recompute] * layer_count
+        saved = 0.0
+        chunks = stage_layers(self.shape.num_layers, self._layout, self.stage)
+        layers = [self._build_layer(self.shape.layers[index]) for each in chunks for index in each]
+        freed = 0.0
+        for layer in reversed(layers):
+            saved_bytes, recomputed_bytes = self._compute_layer_bytes(layer)
+            saved += in_flight * saved_bytes
+            # Recomputed activations exist for one layer and one micro-batch at a time, after the
+            # backward pass has freed those of the later layers.
+            recomputed = max(recomputed, self._tokens * (recomputed_bytes - freed))
+            freed += saved_bytes
 
         work = self._backward_work_bytes + self._score_work_bytes
         sent_chunks = self._layout.virtual_pipeline
@@ -291,8 +341,22 @@ class StageActivations:
             # The last chunk's output goes to the head instead of another stage.
             sent_chunks = sent_chunks - 1
         return Activations(
-            int(saved + recomputed), int(in_flight * layer.residual_bytes * sent_chunks), int(work)
+            int(saved + recomputed),
+            int(in_flight * self._residual_bytes * sent_chunks),
+            int(work),
         )
+
+    def _compute_layer_bytes(self, layer: Layer) -> tuple[float, float]:
+        """Return the bytes per token that a layer saves in training, and those that the backward
+        pass computes again."""
+        # The inputs of the core are saved for its recomputation only.
+        all_bytes = layer.outside_core_bytes - layer.core_input_bytes + layer.core_bytes
+        assert isinstance(self.settings, TrainedModelConfig)
+        if self.settings.recompute == "full":
+            return layer.residual_bytes, all_bytes - layer.residual_bytes
+        if self.settings.recompute == "selective":
+            return layer.outside_core_bytes, layer.core_bytes
+        return all_bytes, 0.0
 
     def scoring_bytes(self) -> int:
         """Return the bytes of a forward pass without gradients."""
@@ -335,9 +399,15 @@ class StageActivations:
             / self._layout.context
         )
 
+    def _build_layer(self, kind: LayerShape) -> Layer:
+        return Layer(
+            self.shape, kind, self._layout, self.device, self.load.longest_tokens, self._tokens
+        )
+
     @property
-    def _layer(self) -> Layer:
-        return Layer(self.shape, self._layout, self.device, self.load.longest_tokens, self._tokens)
+    def _residual_bytes(self) -> float:
+        """Bytes per token of the residual stream."""
+        return self._build_layer(self.shape.layers[0]).residual_bytes
 
     @property
     def _hidden_bytes(self) -> float:
@@ -361,9 +431,9 @@ class StageActivations:
 
         These are the hidden states that are projected, and the logits of the last chunk.
         """
-        norm = self._tokens * self._layer.residual_bytes
+        norm = self._tokens * self._residual_bytes
         if self.head == "scalar":
-            return norm + self._tokens * self._layer.residual_bytes
+            return norm + self._tokens * self._residual_bytes
         return norm + self._hidden_bytes + FP32 * self._chunk_logit_count
 
     @property

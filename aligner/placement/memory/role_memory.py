@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from rich import box
 from rich.table import Table
 
-from aligner.models.layouts import cache_bytes_per_token
+from aligner.models.layouts import cache_bytes_per_token, state_bytes_per_row
 from aligner.models.model_source import (
     NOTHING_EXPECTED,
     ExpectedInputs,
@@ -349,7 +349,7 @@ def _compute_cache_bytes(config: Config, shape: ModelShape, itemsize: int, used_
     # The KV cache never contains the last token, whose successor is not generated.
     row_bytes = (get_max_sequence_length(config) - 1) * cache_bytes_per_token(
         shape, engine.parallel.tensor, itemsize
-    )
+    ) + state_bytes_per_row(shape, engine.parallel.tensor, itemsize)
     limit = None if engine.kv_cache_mib is None else engine.kv_cache_mib << 20
     if engine.kind != "embedded" and limit is not None:
         return limit
