@@ -11,7 +11,7 @@ from aligner.models.layouts import (
     state_bytes_per_row,
     tensor_sizes,
 )
-from aligner.models.model_source import ExpectedInputs, read_architecture
+from aligner.models.model_source import ExpectedInputs, read_architecture, read_quantization
 from aligner.models.shape import ModelShape
 from aligner.placement.roles import get_device, has_gpu, uses_gpus
 from aligner.schema import Config, EngineConfig
@@ -43,6 +43,8 @@ def find_problems(
         if config.engine.kind == "embedded":
             yield from speculation_problems(config.engine.speculation, model)
         yield from find_engine_kind_problems(config.engine, model)
+        if config.engine.kind in _EXTERNAL_ENGINES:
+            yield from _find_quantization_problems(config, expected)
         yield from _find_rank_problems(config, model)
         yield from _find_cache_problems(config, model)
         if (
@@ -328,6 +330,21 @@ def find_engine_kind_problems(engine: EngineConfig, shape: ModelShape) -> Iterat
         yield (
             f"engine.parallel.tensor={engine.parallel.tensor}: must divide the model's"
             f" {shape.vocab_size} vocabulary entries with engine.kind=tensorrt_llm;"
+            f" {_EMBEDDED_ADVICE}"
+        )
+
+
+def _find_quantization_problems(config: Config, expected: ExpectedInputs) -> Iterator[str]:
+    """Yield a problem if an external engine would have to load quantized weights.
+
+    It would build quantized layers, to which the trainer's weights cannot be sent.
+    """
+    method = read_quantization(config, expected)
+    if method is not None:
+        yield (
+            f"engine.kind={config.engine.kind}: does not support the quantized weights in"
+            f" model.path={config.model.path} (quant_method={method}); convert them to bf16 with"
+            f" `aligner convert {config.model.path} OUTPUT` and set model.path=OUTPUT, or"
             f" {_EMBEDDED_ADVICE}"
         )
 

@@ -26,6 +26,7 @@ from aligner.data.model_directory import DTYPES
 from aligner.errors import AlignerError
 from aligner.models.architectures import ARCHITECTURES_BY_CLASS
 from aligner.models.hugging_face import read_config, with_architecture
+from aligner.models.quantized_weights import without_quantization
 from aligner.models.shape import ModelShape
 from aligner.models.weight_slices import Head, Slice, cut_shape
 from aligner.paths import CHECKPOINT_MANIFEST
@@ -62,6 +63,7 @@ def derive_model_config(directory: Path, head: Head, num_layers: int) -> dict[st
             key: value for key, value in config.items() if key not in ("id2label", "label2id")
         }
     config["n_layer" if "n_layer" in config else "num_hidden_layers"] = num_layers
+    config = without_quantization(config)
     if config.get("layer_types"):
         config["layer_types"] = config["layer_types"][:num_layers]
     return config

@@ -4,6 +4,7 @@ The new directory may have shards of another size, or another dtype. Only one te
 memory. The directory appears under its final name only when it is complete.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -26,6 +27,7 @@ from aligner.data.checkpoint_files import (
     read_manifest_file,
 )
 from aligner.data.checksums import FileRecord
+from aligner.data.dequantization import read_range
 from aligner.data.model_directory import (
     DTYPES,
     TensorEntry,
@@ -36,8 +38,12 @@ from aligner.errors import AlignerError, ConfigError
 from aligner.files import convert_write_errors, create_directory
 from aligner.models.hugging_face import read_config
 from aligner.models.model_source import NORMALIZATION, directory_config
-from aligner.models.weight_headers import (
+from aligner.models.quantized_weights import (
+    find_stored_weight,
     name_in_files,
+    without_quantization,
+)
+from aligner.models.weight_headers import (
     tensor_files,
     tied_head_problems,
     weight_problems,
@@ -196,8 +202,7 @@ def _check_files(directory: Path, files: Mapping[str, FileRecord]) -> None:
 
 def select_weight(stored: Tensor, spec: TensorSpec) -> Tensor:
     """Return the weight that is stored as a range of a file's tensor."""
-    axis, start = spec.stored_range.axis, spec.stored_range.start
-    return stored if axis is None else stored.narrow(axis, start, spec.shape[axis])
+    return stored[spec.stored_range.locate(spec.shape)]
 
 
 def _checkpoint_source(directory: Path, argument: str) -> Source:
@@ -258,20 +263,48 @@ def _directory_source(directory: Path, argument: str) -> Source:
     if problems:
         raise ConfigError(f"{directory}: the files do not match config.json: {'; '.join(problems)}")
     files = tensor_files(directory)
+    shapes = {spec.stored_range.name: spec.stored_range.shape for spec in weight_table(shape, head)}
+    weights = {name: find_stored_weight(name, shapes[name], files) for name in shapes}
+    quantized = {
+        weight.name: (weight, shapes[name])
+        for name, weight in weights.items()
+        if weight.method != "plain"
+    }
+    # A quantized weight becomes one tensor.
+    parts = {part for weight, _ in quantized.values() for part in weight.names}
+    names = [*(name for name in files if name not in parts), *quantized]
 
     def entry(name: str) -> TensorEntry:
+        if name in quantized:
+            return TensorEntry(name, torch.bfloat16, quantized[name][1])
         with safe_open(str(files[name]), framework="pt") as tensors:
             piece = tensors.get_slice(name)
             return TensorEntry(name, DTYPES[piece.get_dtype()], tuple(piece.get_shape()))
 
     def read(name: str) -> Tensor:
-        name = name_in_files(name, files)
+        name = weights[name].name if name in weights else name_in_files(name, files)
+        if name in quantized:
+            weight, weight_shape = quantized[name]
+            with contextlib.ExitStack() as stack:
+                return read_range(
+                    weight,
+                    lambda part: stack.enter_context(
+                        safe_open(str(files[part]), framework="pt")
+                    ).get_slice(part),
+                    [slice(0, size) for size in weight_shape],
+                )
         with safe_open(str(files[name]), framework="pt") as tensors:
             return tensors.get_tensor(name)
 
     try:
         return Source(
-            config, tuple(entry(name) for name in files), read, directory, head, directory, argument
+            without_quantization(config),
+            tuple(entry(name) for name in names),
+            read,
+            directory,
+            head,
+            directory,
+            argument,
         )
     except (OSError, SafetensorError, KeyError) as error:
         raise ConfigError(f"{directory}: the tensors cannot be read: {error}") from error

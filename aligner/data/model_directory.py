@@ -25,6 +25,7 @@ from torch import Tensor
 
 from aligner.config.dry_run.tiny_settings import get_text_limit
 from aligner.data.checksums import FileRecord
+from aligner.data.dequantization import read_range
 from aligner.data.tokenizer import (
     build_character_tokenizer,
     build_lenient_tokenizer,
@@ -47,9 +48,9 @@ from aligner.models.model_source import (
     gguf_file,
     model_directory,
 )
+from aligner.models.quantized_weights import find_stored_weight
 from aligner.models.shape import ModelShape
 from aligner.models.weight_headers import (
-    name_in_files,
     tensor_files,
     tied_head_problems,
     weight_problems,
@@ -118,28 +119,22 @@ def read_slices(
     if problems := weight_problems(directory, table, optional=optional, partial=partial):
         raise ConfigError(f"{directory}: the files do not match config.json: {'; '.join(problems)}")
     files = tensor_files(directory)
-    by_file: dict[Path, list[TensorSpec]] = {}
-    for spec in table:
-        if spec.name in slices and (
-            file := files.get(name_in_files(spec.stored_range.name, files))
-        ):
-            by_file.setdefault(file, []).append(spec)
-    for file, specs in by_file.items():
-        with _open_safetensors(file) as tensors:
-            for spec in specs:
-                stored = tensors.get_slice(name_in_files(spec.stored_range.name, files))
-                yield spec.name, stored[_ranges(spec, slices[spec.name])]
+    # The scales of a quantized weight may be in another file than its values, so files stay open.
+    with contextlib.ExitStack() as stack:
+        handles: dict[Path, Any] = {}
 
+        def open_slice(name: str) -> Any:
+            file = files[name]
+            if file not in handles:
+                handles[file] = stack.enter_context(_open_safetensors(file))
+            return handles[file].get_slice(name)
 
-def _ranges(spec: TensorSpec, piece: Slice) -> tuple[slice, ...]:
-    """Return the index of a weight's slice in the file's tensor, which may contain more weights."""
-    ranges = [slice(0, size) for size in spec.shape]
-    if piece.axis is not None:
-        ranges[piece.axis] = slice(piece.start, piece.stop)
-    axis, offset = spec.stored_range.axis, spec.stored_range.start
-    if axis is not None:
-        ranges[axis] = slice(ranges[axis].start + offset, ranges[axis].stop + offset)
-    return tuple(ranges)
+        for spec in table:
+            position = spec.stored_range
+            stored = find_stored_weight(position.name, position.shape, files)
+            if spec.name in slices and stored.names[0] in files:
+                index = position.locate(spec.shape, slices[spec.name])
+                yield spec.name, read_range(stored, open_slice, index)
 
 
 def assemble_stored_tensors(
@@ -155,9 +150,26 @@ def assemble_stored_tensors(
         The name and the content of each tensor of the file.
     """
     for name, specs in group_by_stored_tensor(table).items():
+        stored = specs[0].stored_range
+        if stored.step > 1 or stored.expert is not None:
+            yield name, _interleave(specs, read)
+            continue
         parts = [read(spec) for spec in specs]
-        axis = specs[0].stored_range.axis
-        yield name, (parts[0] if axis is None else torch.cat(parts, axis)).contiguous()
+        yield (
+            name,
+            (parts[0] if stored.axis is None else torch.cat(parts, stored.axis)).contiguous(),
+        )
+
+
+def _interleave(specs: Sequence[TensorSpec], read: Callable[[TensorSpec], Tensor]) -> Tensor:
+    """Return a tensor of a file that stacks or alternates whole weights; see
+    `assemble_stored_tensors`."""
+    first = read(specs[0])
+    whole = first.new_empty(specs[0].stored_range.shape)
+    for spec in specs:
+        part = first if spec is specs[0] else read(spec)
+        whole[spec.stored_range.locate(spec.shape)] = part
+    return whole
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
@@ -49,6 +50,7 @@ _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "quick_gelu": quick_gelu,
 }
 _RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
@@ -104,6 +106,8 @@ def _architecture_settings(shape: ModelShape, tensor: int) -> dict[str, Any]:
         "attention_output_gate": shape.attention_gate,
         "gated_linear_unit": shape.gated,
         "activation_func": _ACTIVATIONS[shape.activation],
+        "activation_func_clamp_value": shape.gate_limit,
+        "glu_linear_offset": shape.projection_offset,
         # megatron-core's setting of the biases of all linear layers, including routers. A model
         # with some of the biases has `BiasedRowParallelLinear` and `BiasedColumnParallelLinear`.
         "add_bias_linear": shape.qkv_bias and shape.attention_output_bias and shape.ffn_bias,
@@ -397,6 +401,12 @@ def _mark_experts(model: GPTModel) -> None:
     for name, parameter in model.named_parameters():
         if ".local_experts." in name:
             parameter.allreduce = False  # type: ignore[attr-defined]
+        if name.endswith("linear_fc2.bias") and ".local_experts." in name:
+            # No other rank has this bias, since experts with biases have an expert-tensor-parallel
+            # size of 1 (see `layouts`). megatron-core would sum its gradient over the tensor ranks,
+            # and would count it in the gradient norm only on the first of them.
+            parameter.sequence_parallel = False  # type: ignore[attr-defined]
+            parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
 
 
 def wrap_for_training(

@@ -388,6 +388,16 @@ class BiasedRowParallelLinear(RowParallelLinear):
         super().__init__(*arguments, bias=True, **keywords)
 
 
+class BiasedExpertOutput(BiasedRowParallelLinear):
+    """Second linear layer of an expert with biases, which one rank holds as a whole."""
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        # No collective follows the layer. megatron-core adds the bias to the output in place, which
+        # autograd does not allow for the output of a collective, even of one rank.
+        self.explicit_expert_comm = True
+
+
 class ResidualAdd(nn.Module):
     """Residual connection: the residual stream plus the scaled norm of a module's output.
 
@@ -478,6 +488,9 @@ class ExpertRouter(TopKRouter):
             # A parameter, unlike megatron-core's buffer of this name, has a place in the weight
             # table. Without gradients it gets neither a gradient buffer nor an optimizer state.
             self.expert_bias = nn.Parameter(torch.zeros(experts.count), requires_grad=False)
+        if experts.has_router_bias:
+            self.bias = nn.Parameter(torch.zeros(experts.count))
+            self.bias.sequence_parallel = self.config.sequence_parallel  # type: ignore[attr-defined]
         self.routing_replay: RoutingReplay | None = None
         """Recorded routing of the micro-batch of the current pass."""
         self.routing_index = 0
@@ -604,6 +617,7 @@ def _has_plain_layers(shape: ModelShape) -> bool:
         and shape.latent_attention is None
         and shape.qk_norm != "projection"
         and shape.has_plain_scores
+        and not (shape.experts is not None and shape.experts.has_biases)
         and shape.norm_placement == "before"
         and not shape.zero_centered_norms
         and shape.residual_scale == 1
@@ -649,6 +663,10 @@ def decoder_submodules(
             spec.module = ExpertsLayer
             spec.params["routing_index"] = shape.expert_layers.index(layer)
             spec.submodules.mlp.submodules.router = partial(ExpertRouter, experts=shape.experts)
+            if shape.experts.has_biases:
+                linears = spec.submodules.mlp.submodules.experts.submodules
+                linears.linear_fc1 = BiasedColumnParallelLinear
+                linears.linear_fc2 = BiasedExpertOutput
             if supports_grouped_gemm(config):
                 spec.submodules.mlp.submodules.experts.module = GroupedExperts
         layer_specs.append(spec)

@@ -76,7 +76,10 @@ class Weight:
     """Whether the file stores the matrix with the inputs first."""
     fused_in: str | None = None
     """Name of the file's tensor that contains the parts of the parameter one after another, in the
-    order of `FUSED_PARTS`; None if the weight is a tensor of its own."""
+    order of `FUSED_PARTS`; for a weight of an expert, the tensor stacks those of all experts. None
+    if the weight is a tensor of its own."""
+    is_interleaved: bool = False
+    """Whether this tensor alternates the rows of the parts instead."""
     requires: str | None = None
     """Attribute of `ModelShape` that must be true for the weight to exist; None for a weight that
     always exists."""
@@ -317,6 +320,71 @@ DEEPSEEK_MLP = (
 )
 """Feed-forward networks of DeepSeek-V3, some of which have experts; also those of GLM-4.5."""
 
+# gpt-oss stacks the weights of all experts of a layer in one tensor, and alternates gate and up.
+_EXPERT_NAME = _LAYER + "mlp.experts.{expert}."
+_STACKED_NAME = _LAYER + "mlp.experts."
+_GATES: tuple[Part, ...] = ("gate", "up")
+_STACKED_EXPERTS = (
+    Weight(
+        _LAYER + "mlp.router.weight",
+        _CORE + "mlp.router.weight",
+        ("experts", "hidden"),
+        layer_requires="has_experts",
+    ),
+    Weight(
+        _LAYER + "mlp.router.bias",
+        _CORE + "mlp.router.bias",
+        ("experts",),
+        layer_requires="has_experts",
+    ),
+    *(
+        _linear(
+            f"{_EXPERT_NAME}{part}_proj",
+            _EXPERT + "linear_fc1",
+            "expert_ffn",
+            "hidden",
+            0,
+            part=part,
+            is_transposed=True,
+            fused_in=_STACKED_NAME + "gate_up_proj",
+            is_interleaved=True,
+            layer_requires="has_experts",
+        )
+        for part in _GATES
+    ),
+    *(
+        _bias(
+            f"{_EXPERT_NAME}{part}_proj",
+            _EXPERT + "linear_fc1",
+            "expert_ffn",
+            0,
+            part=part,
+            fused_in=_STACKED_NAME + "gate_up_proj_bias",
+            is_interleaved=True,
+            layer_requires="has_experts",
+        )
+        for part in _GATES
+    ),
+    _linear(
+        _EXPERT_NAME + "down_proj",
+        _EXPERT + "linear_fc2",
+        "hidden",
+        "expert_ffn",
+        1,
+        is_transposed=True,
+        fused_in=_STACKED_NAME + "down_proj",
+        layer_requires="has_experts",
+    ),
+    _bias(
+        _EXPERT_NAME + "down_proj",
+        _EXPERT + "linear_fc2",
+        "hidden",
+        None,
+        fused_in=_STACKED_NAME + "down_proj_bias",
+        layer_requires="has_experts",
+    ),
+)
+
 _EMBEDDING = "embedding.word_embeddings.weight"
 _HEAD = "output_layer.weight"
 
@@ -469,6 +537,18 @@ _PROJECTION_NORMED = (
 _MINIMAX_M2 = _model(*_PROJECTION_NORMED, *_MIXTRAL_EXPERTS, _correction_bias("block_sparse_moe"))
 _OLMOE = _model(*_PROJECTION_NORMED, *_MLP_EXPERTS)
 
+_GPT_OSS = _model(
+    *_LLAMA_ATTENTION,
+    Weight(
+        _LAYER + "self_attn.sinks",
+        _ATTENTION + "core_attention.softmax_offset",
+        ("heads",),
+        0,
+        requires="attention_sinks",
+    ),
+    *_STACKED_EXPERTS,
+)
+
 _GPT2_LAYER = "transformer.h.{layer}."
 _GPT2_PARTS: tuple[Part, ...] = ("query", "key", "value")
 
@@ -564,6 +644,7 @@ WEIGHTS: Mapping[str, tuple[Weight, ...]] = {
     "deepseek_v2": _DEEPSEEK,
     "deepseek_v3": _DEEPSEEK,
     "qwen3_5": _QWEN3_5,
+    "gpt_oss": _GPT_OSS,
     "gpt2": _GPT2,
     "gpt_neox": _NEOX,
 }

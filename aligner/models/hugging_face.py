@@ -14,6 +14,7 @@ from aligner.models.architectures import (
     Architecture,
     Entry,
 )
+from aligner.models.quantized_weights import check_quantization
 from aligner.models.rope_entries import (
     FULL,
     SLIDING,
@@ -249,7 +250,7 @@ def _without_aliases(
 
 
 def _read_shape(architecture: Architecture, config: Mapping[str, Any], origin: str) -> ModelShape:
-    _refuse_quantization(config, origin)
+    check_quantization(config, origin)
     _refuse_unsupported(architecture, config, origin)
 
     table = architecture.entries
@@ -303,18 +304,6 @@ def _read_shape(architecture: Architecture, config: Mapping[str, Any], origin: s
         eos_token_ids=_eos_token_ids(architecture, config, values["vocab_size"], origin),
         pad_token_id=_pad_token_id(architecture, config, values["vocab_size"], origin),
     )
-
-
-def _refuse_quantization(config: Mapping[str, Any], origin: str) -> None:
-    for key in ("quantization_config", "compression_config"):
-        value = config.get(key)
-        if value is None:
-            continue
-        method = value.get("quant_method") if isinstance(value, Mapping) else value
-        raise ConfigError(
-            f"{origin}: {key} with quant_method={method!r}: quantized weights are not supported;"
-            " set a directory with weights in float32, bfloat16 or float16"
-        )
 
 
 def _refuse_unsupported(architecture: Architecture, config: Mapping[str, Any], origin: str) -> None:

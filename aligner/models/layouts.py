@@ -204,6 +204,11 @@ def _expert_problems(key: str, layout: ParallelConfig, shape: ModelShape) -> Ite
             f"{key}.expert_tensor={tensor_size}: must divide the {experts.ffn_hidden_size}"
             " feed-forward rows of each expert"
         )
+    if experts.has_biases and tensor_size > 1:
+        yield (
+            f"{key}.expert_tensor={tensor_size}: must be 1 for a model whose experts have biases;"
+            f" set {key}.expert_tensor=1"
+        )
     ranks = layout.tensor * layout.context * layout.data
     if ranks % (size * tensor_size):
         yield (

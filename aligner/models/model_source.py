@@ -142,6 +142,21 @@ def read_architecture(
     return str(entries["architectures"][0])
 
 
+def read_quantization(config: Config, expected: ExpectedInputs = NOTHING_EXPECTED) -> str | None:
+    """Return the quantization method in the policy's config.json; None if there is none.
+
+    A model that does not exist yet has none.
+    """
+    model = config.model
+    if model.source in ("random", "gguf"):
+        return None
+    directory = _configured_directory(model)
+    if is_expected(directory, expected):
+        return None
+    quantization = directory_config(directory, "model.path").get("quantization_config")
+    return None if quantization is None else str(quantization["quant_method"])
+
+
 def critic_shape(
     config: Config, policy: ModelShape, expected: ExpectedInputs = NOTHING_EXPECTED
 ) -> ModelShape:

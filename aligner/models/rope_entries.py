@@ -67,6 +67,8 @@ class RopeFormat:
     """Supported kinds of scaling."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Kinds of scaling by their other names."""
+    default: Mapping[str, Any] = field(default_factory=dict)
+    """Content of `rope_parameters` if config.json has no rotary object."""
     original_positions: int | None = None
     """Default of the entry `original_max_position_embeddings` outside of `rope_parameters`."""
     local_theta: float | None = None
@@ -115,7 +117,7 @@ def read_ropes(
     reader = _Reader(entries, config, head_dim, max_positions, origin)
     if entries.local_theta is not None:
         return _read_nested_ropes(reader, newer or {}, older or {})
-    rope = reader.read(*_find_entry(config))
+    rope = reader.read(*_find_entry(entries, config))
     if newer and older and reader.read("rope_parameters", newer) != rope:
         raise ConfigError(
             f"{origin}: rope_scaling={dict(older)!r} contradicts"
@@ -157,7 +159,7 @@ def find_unknown_entries(entries: RopeFormat, config: Mapping[str, Any]) -> Iter
 
     `read_ropes` must have accepted the configuration.
     """
-    key, content = _find_entry(config)
+    key, content = _find_entry(entries, config)
     objects = {key: content}
     if entries.local_theta is not None and key == "rope_parameters":
         objects = {f"{key}.{name}": value for name, value in content.items() if value}
@@ -211,14 +213,15 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _find_entry(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+def _find_entry(entries: RopeFormat, config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     """Return the name and content of the rotary entry that transformers reads.
 
-    If config.json has neither entry, return the newer name and an empty object.
+    If config.json has neither entry, return the newer name and the default of the architecture.
     """
     if config.get("rope_scaling"):
         return "rope_scaling", config["rope_scaling"]
-    return "rope_parameters", config.get("rope_parameters") or {}
+    content = config.get("rope_parameters")
+    return "rope_parameters", entries.default if content is None else content
 
 
 def _get_kind(rope: Mapping[str, Any]) -> Any:

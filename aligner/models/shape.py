@@ -147,6 +147,10 @@ class Experts:
     """Number of shared experts, which process every token. Together they are one network."""
     shared_ffn_hidden_size: int | None = None
     """Hidden size of each shared expert; None for that of the other experts."""
+    has_biases: bool = False
+    """Whether both linear layers of an expert have biases."""
+    has_router_bias: bool = False
+    """Whether the router's linear layer has a bias, which is trained like its weight."""
     has_shared_gate: bool = False
     """Whether the output of the shared experts is multiplied by a sigmoid gate of each token."""
 
@@ -207,9 +211,15 @@ class ModelShape:
     family: str = "llama"
     """Key of `families.WEIGHTS`, which contains the names of the weights."""
     normalization: Literal["rms", "layer"] = "rms"
-    activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
+    activation: Literal["silu", "gelu", "gelu_tanh", "quick_gelu"] = "silu"
+    """quick_gelu: x sigmoid(1.702 x)."""
     gated: bool = True
     """Whether the feed-forward network multiplies an activated gate by a second projection."""
+    gate_limit: float | None = None
+    """Upper limit of the gate, and limit of the magnitude of the second projection, before the
+    activation; None for no limits."""
+    projection_offset: float = 0.0
+    """Number that is added to the second projection of a gated network."""
     qkv_bias: bool = False
     """Whether the query, key and value projections have a bias."""
     attention_output_bias: bool = False

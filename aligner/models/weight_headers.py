@@ -12,7 +12,7 @@ seconds: too long for a check of the configuration.
 import functools
 import json
 import struct
-from collections.abc import Collection, Container, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -20,6 +20,7 @@ from typing import Any, BinaryIO
 from aligner.errors import ConfigError
 from aligner.models.families import COMPUTED_BUFFERS, WEIGHTS
 from aligner.models.hugging_face import read_described_config
+from aligner.models.quantized_weights import find_stored_weight, name_in_files
 from aligner.models.shape import ModelShape
 from aligner.models.weight_slices import TensorSpec
 
@@ -31,8 +32,6 @@ INDEX = "model.safetensors.index.json"
 # Names of tensors that a file may contain although the model does not use them: another head, and
 # buffers that are computed.
 _UNUSED = ("lm_head.weight", "embed_out.weight", "score.weight", *COMPUTED_BUFFERS)
-# Supported dtypes of weights.
-_FLOATS = ("F64", "F32", "F16", "BF16")
 # Number of bytes of one read when two tensors are compared.
 _COMPARED_BYTES = 1 << 26
 
@@ -148,16 +147,6 @@ def _stored_tensors(files: Mapping[str, Path]) -> dict[str, StoredTensor]:
     return {name: headers[file][name] for name, file in files.items() if name in headers[file]}
 
 
-def name_in_files(name: str, files: Container[str]) -> str:
-    """Return the name of a tensor in the files of a directory.
-
-    Checkpoints of the base model without a head lack the first component of the name, such as
-    `transformer.`.
-    """
-    bare = name.partition(".")[2]
-    return bare if name not in files and bare in files else name
-
-
 def weight_problems(
     directory: Path,
     table: Sequence[TensorSpec],
@@ -183,12 +172,20 @@ def weight_problems(
     files = tensor_files(directory)
     stored = _stored_tensors(files)
     expected = {spec.stored_range.name: spec.stored_range.shape for spec in table}
-    expected_in_files = {name_in_files(name, files): shape for name, shape in expected.items()}
+    weights = {name: find_stored_weight(name, shape, files) for name, shape in expected.items()}
+    # shape and allowed dtypes of each tensor of the files
+    expected_in_files = {
+        name: tensor
+        for weight_name, weight in weights.items()
+        for name, tensor in weight.expect_tensors(expected[weight_name]).items()
+    }
 
     missing = [
-        f"tensor {name} {expected[name]} is missing"
-        for name in expected
-        if name_in_files(name, files) not in files and name not in optional
+        f"tensor {name if weight.method == 'plain' else stored_name}"
+        f" {expected_in_files[stored_name][0]} is missing"
+        for name, weight in weights.items()
+        for stored_name in weight.names
+        if stored_name not in files and name not in optional
     ]
     misplaced = [
         f"tensor {name} is not in {file.name}, which {INDEX} names"
@@ -197,13 +194,13 @@ def weight_problems(
     ]
     misshapen = [
         f"tensor {name} has shape {stored[name].shape}, expected {shape}"
-        for name, shape in expected_in_files.items()
+        for name, (shape, _) in expected_in_files.items()
         if name in stored and stored[name].shape != shape
     ]
     quantized = [
-        f"tensor {name} has type {stored[name].dtype}; supported: {', '.join(_FLOATS)}"
-        for name in expected_in_files
-        if name in stored and stored[name].dtype not in _FLOATS
+        f"tensor {name} has type {stored[name].dtype}; supported: {', '.join(dtypes)}"
+        for name, (_, dtypes) in expected_in_files.items()
+        if name in stored and stored[name].dtype not in dtypes
     ]
     unknown = [
         f"tensor {name} {tensor.shape} is not part of the model"

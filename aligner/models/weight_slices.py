@@ -11,7 +11,7 @@ freeze, and the weights that Muon updates.
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Literal
 
@@ -20,13 +20,12 @@ from aligner.models.families import FUSED_PARTS, SCALAR_HEAD, WEIGHTS, Part, Wei
 from aligner.models.shape import DeltaNet, LayerShape, ModelShape
 from aligner.schema import EngineParallelConfig, LoraConfig, ParallelConfig
 
-# Size of each part of a fused parameter, by the names of `weight_table`.
+# Sizes of the parts of a fused parameter whose parts differ in size, by the names of
+# `weight_table`.
 _PART_SIZES: Mapping[Part, str] = {
     "query": "query",
     "key": "key",
     "value": "key",
-    "gate": "ffn",
-    "up": "ffn",
     "delta_query": "delta_key",
     "delta_key": "delta_key",
     "delta_value": "delta_value",
@@ -41,9 +40,10 @@ Head = Literal["vocabulary", "scalar"]
 
 @dataclass(frozen=True)
 class StoredRange:
-    """Position of a weight in a tensor of a file: a range of one dimension, or the whole tensor.
+    """Position of a weight in a tensor of a file.
 
-    The length of the range is the weight's size along this dimension.
+    It is a range of one dimension of the tensor, or of one of the matrices or vectors that the
+    tensor stacks. The number of indices of the range is the weight's size along this dimension.
     """
 
     name: str
@@ -51,9 +51,30 @@ class StoredRange:
     shape: tuple[int, ...]
     """Shape of the file's tensor."""
     axis: int | None = None
-    """Dimension of the range; None if the weight is the whole tensor."""
+    """Dimension of the weight along which it is a range; None if it has all indices."""
     start: int = 0
     """First index of the range."""
+    step: int = 1
+    """Distance of consecutive indices of the range; above 1 if the tensor alternates weights."""
+    expert: int | None = None
+    """Index of the first dimension of a tensor that stacks the weights of all experts; None for
+    other tensors, which have the dimensions of the weight."""
+
+    def locate(self, shape: Sequence[int], piece: "Slice | None" = None) -> tuple[int | slice, ...]:
+        """Return the index of a weight in the file's tensor.
+
+        Args:
+            shape: Shape of the weight.
+            piece: Part of the weight; None for the whole weight.
+        """
+        ranges = [slice(0, size) for size in shape]
+        if piece is not None and piece.axis is not None:
+            ranges[piece.axis] = slice(piece.start, piece.stop)
+        if self.axis is not None:
+            start, stop = ranges[self.axis].start, ranges[self.axis].stop
+            last = self.start + self.step * (stop - 1)
+            ranges[self.axis] = slice(self.start + self.step * start, last + 1, self.step)
+        return tuple(ranges) if self.expert is None else (self.expert, *ranges)
 
 
 @dataclass(frozen=True)
@@ -156,6 +177,7 @@ def weight_table(shape: ModelShape, head: Head = "vocabulary") -> tuple[TensorSp
         "one": 1,
         "hidden": shape.hidden_size,
         "head": shape.head_dim,
+        "heads": shape.num_heads,
         "query": shape.num_heads * shape.head_dim,
         "gated_query": 2 * shape.num_heads * shape.head_dim,
         "key": shape.num_kv_heads * shape.head_dim,
@@ -290,16 +312,12 @@ def _spec(
 
     fused_range = None
     if weight.fused_in is not None:
-        assert axis is not None
-        parts = next(parts for parts in FUSED_PARTS if weight.part in parts)
-        part_sizes = [sizes[_PART_SIZES[part]] for part in parts]
-        index = parts.index(weight.part)
-        fused_shape = tuple(
-            sum(part_sizes) if dimension == axis else size for dimension, size in enumerate(shape)
-        )
-        fused_range = StoredRange(
-            weight.fused_in.format(layer=layer), fused_shape, axis, sum(part_sizes[:index])
-        )
+        name = weight.fused_in.format(layer=layer)
+        fused_range = _fuse(StoredRange(name, shape), weight, axis, sizes)
+        if expert is not None:
+            fused_range = replace(
+                fused_range, shape=(sizes["experts"], *fused_range.shape), expert=expert
+            )
     return TensorSpec(
         name=weight.name.format(layer=layer, expert=expert),
         shape=shape,
@@ -314,6 +332,32 @@ def _spec(
         fused_range=fused_range,
         is_trained=weight.is_trained,
     )
+
+
+def _fuse(
+    whole: StoredRange, weight: Weight, axis: int | None, sizes: Mapping[str, int]
+) -> StoredRange:
+    """Return the position of a part in a tensor that contains all parts of a fused parameter.
+
+    Args:
+        whole: The tensor, with the shape of the part.
+        weight: The kind of weight.
+        axis: Dimension along which the tensor contains the parts.
+        sizes: Size of each dimension of the weights in this model.
+    """
+    if weight.part == "whole":
+        return whole
+    assert axis is not None
+    parts = next(parts for parts in FUSED_PARTS if weight.part in parts)
+    own_size = whole.shape[axis]
+    part_sizes = [sizes[_PART_SIZES[part]] if part in _PART_SIZES else own_size for part in parts]
+    index = parts.index(weight.part)
+    shape = tuple(
+        sum(part_sizes) if dimension == axis else size for dimension, size in enumerate(whole.shape)
+    )
+    if weight.is_interleaved:
+        return replace(whole, shape=shape, axis=axis, start=index, step=len(parts))
+    return replace(whole, shape=shape, axis=axis, start=sum(part_sizes[:index]))
 
 
 @dataclass(frozen=True)

@@ -53,11 +53,7 @@ def compute_slice_errors(
         for name, (cut, found) in part.items():
             stored = table[name].stored_range
             whole = tensors[stored.name]
-            expected = (
-                whole
-                if stored.axis is None
-                else whole.narrow(stored.axis, stored.start, table[name].shape[stored.axis])
-            )
+            expected = whole[stored.locate(table[name].shape)]
             if cut.axis is not None:
                 expected = expected.narrow(cut.axis, cut.start, cut.stop - cut.start)
             if found.shape != expected.shape:

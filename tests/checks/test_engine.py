@@ -14,6 +14,8 @@ from aligner.checks.check import check
 from aligner.checks.engine import find_engine_kind_problems, find_engine_machine_problems
 from aligner.config.compose import compose_config
 from aligner.errors import ConfigError
+from aligner.models.hugging_face import read_config
+from aligner.models.model_source import NOTHING_EXPECTED
 from aligner.models.shape import LatentAttention
 from aligner.placement import roles
 from aligner.placement.roles import get_device, uses_gpus
@@ -144,6 +146,19 @@ def test_a_python_without_vllm_is_refused(tmp_path: Path) -> None:
                 [*VLLM, f"engine.vllm.python={sys.executable}", f"run.dir={tmp_path / 'run'}"]
             )
         )
+
+
+@pytest.mark.parametrize(("kind", "count"), [("vllm", 1), ("embedded", 0)])
+def test_external_engine_refuses_quantized_weights(tmp_path: Path, kind: str, count: int) -> None:
+    config = compose_config([*VLLM, f"run.dir={tmp_path / 'run'}"])
+    content = dict(config.model.config) | {"quantization_config": {"quant_method": "fp8"}}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    config.model = dataclasses.replace(config.model, source="directory", path=str(tmp_path))
+    config.engine = dataclasses.replace(config.engine, kind=kind)
+    shape = read_config(content, "model.path")
+    message = f"(quant_method=fp8); convert them to bf16 with `aligner convert {tmp_path} OUTPUT`"
+    found = engines.find_problems(config, shape, NOTHING_EXPECTED)
+    assert len([problem for problem in found if message in problem]) == count
 
 
 def test_embedded_engine_accepts_fp32_and_atomic() -> None:

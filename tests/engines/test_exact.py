@@ -21,9 +21,7 @@ from tests.engines.engines import generate, load_directory
 from tests.megatron import families, jobs
 from tests.rounds import typical
 
-DENSE = [
-    family for family in families.CONFIGS if family not in (*families.MIXTURES, *families.LATENT)
-]
+DENSE = [family for family in families.CONFIGS if family not in families.WITHOUT_EXACT]
 LENGTHS = (3, 9, 1, 20)
 NEW_TOKENS = (14, 9, 34, 5, 11, 14, 2, 30)
 OPTIONS = {

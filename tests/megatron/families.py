@@ -256,6 +256,27 @@ def _qwen3_5(t: Any) -> Any:
     )
 
 
+def _gpt_oss(t: Any) -> Any:
+    # With this limit and these initial values, the limits apply to some projections.
+    stretched = _rope(
+        "yarn",
+        factor=4.0,
+        original_max_position_embeddings=16,
+        beta_fast=4.0,
+        beta_slow=0.5,
+        truncate=False,
+    )
+    return t.GptOssConfig(
+        **_GROUPED,
+        **stretched,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=5,
+        head_dim=32,
+        swiglu_limit=1.5,
+    )
+
+
 def _gpt2(t: Any) -> Any:
     sizes = {
         "n_layer": 4,
@@ -304,6 +325,7 @@ CONFIGS: Mapping[str, Callable[[Any], Any]] = {
     "deepseek_v3-halves": lambda t: t.DeepseekV3Config(**_LATENT, **_rope(), rope_interleave=False),
     "deepseek_v2": _deepseek_v2,
     "qwen3_5": _qwen3_5,
+    "gpt-oss": _gpt_oss,
     "pythia": lambda t: t.GPTNeoXConfig(**_SIZES, **_rope(partial_rotary_factor=0.25)),
     "pythia-no-bias": lambda t: t.GPTNeoXConfig(
         **_SIZES, **_rope(partial_rotary_factor=0.25), attention_bias=False
@@ -339,9 +361,14 @@ MIXTURES = (
     "glm4_moe-groups",
     "minimax_m2",
     "olmoe",
+    "gpt-oss",
 )
 LATENT = ("deepseek_v3", "deepseek_v3-halves", "deepseek_v2")
 """Families with latent attention."""
+BIASED_EXPERTS = ("gpt-oss",)
+"""Families whose experts have biases, which require expert_tensor=1."""
+WITHOUT_EXACT = ("gemma2", "gemma3-softcap", *MIXTURES, *LATENT)
+"""Families that `engine.exact` does not support."""
 
 
 def save(family: str, directory: Path) -> Path:
@@ -352,8 +379,8 @@ def save(family: str, directory: Path) -> Path:
     transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(11)
     model = transformers.AutoModelForCausalLM.from_config(CONFIGS[family](transformers))
-    for parameter in model.parameters():
-        if parameter.ndim == 1:
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1 or name.endswith("bias"):
             parameter.data += 0.1 * torch.randn_like(parameter)
     for buffer in find_stored_buffers(model).values():
         buffer += 0.1 * torch.randn_like(buffer)
@@ -397,9 +424,12 @@ def force_routes(model: Any, routes: Tensor) -> None:
 
         return chosen
 
-    mixtures = [layer.mlp for layer in model.model.layers if hasattr(layer.mlp, "gate")]
-    for number, mixture in enumerate(mixtures):
-        mixture.gate.register_forward_hook(force(number))
+    gates = [
+        getattr(layer.mlp, "gate", getattr(layer.mlp, "router", None))
+        for layer in model.model.layers
+    ]
+    for number, gate in enumerate(filter(None, gates)):
+        gate.register_forward_hook(force(number))
 
 
 @torch.no_grad()

@@ -96,7 +96,7 @@ def transformers_shape(config: dict[str, Any]) -> dict[str, Any]:
         implied = architecture.implied_experts
         values["experts"] = dataclasses.asdict(Experts(**experts, **implied))
     tanh = ("gelu_fast", "gelu_new", "gelu_pytorch_tanh")
-    activation = values.get("activation", "silu")
+    activation = values.get("activation", architecture.implied.get("activation", "silu"))
     values["activation"] = "gelu_tanh" if activation in tanh else activation
     heads, hidden = values["num_heads"], values["hidden_size"]
     values["head_dim"] = values.get("head_dim") or hidden // heads
@@ -291,7 +291,8 @@ def test_rotary_entries_of_both_forms_are_read_alike(name, entries):
             read_config(config, "test")
         return
     assert_read_alike(config)
-    is_linear = read_config(config, "test").layers[-1].rope.scaling is not None
+    scaling = read_config(config, "test").layers[-1].rope.scaling
+    is_linear = scaling is not None and scaling.kind == "linear"
     kind = transformers_config(config).rope_parameters["rope_type"]
     assert is_linear == (kind == "linear")
 

@@ -85,6 +85,7 @@ CONFIGS = {
         "linear_key_head_dim": 6,
         "linear_value_head_dim": 10,
     },
+    "GptOssForCausalLM": SIZES | EXPERTS | {"head_dim": 8},
     "GPTNeoXForCausalLM": SIZES,
     "GPT2LMHeadModel": {
         "n_layer": 2,

@@ -44,6 +44,10 @@ QWEN3_5 = LLAMA | {
 }
 DELTA_NETS = read_config(QWEN3_5, "test")
 DENSE, EXPERTS = read_config(LLAMA, "test"), read_config(MIXTRAL, "test")
+assert EXPERTS.experts is not None
+BIASED_EXPERTS = dataclasses.replace(
+    EXPERTS, experts=dataclasses.replace(EXPERTS.experts, has_biases=True)
+)
 
 
 @pytest.mark.parametrize(
@@ -87,6 +91,12 @@ DENSE, EXPERTS = read_config(LLAMA, "test"), read_config(MIXTRAL, "test")
             DELTA_NETS,
             {"context": 2},
             "actor.parallel.context=2: must be 1 for a model with gated delta nets",
+        ),
+        (
+            BIASED_EXPERTS,
+            {"tensor": 2, "sequence": True},
+            "expert_tensor=2: must be 1 for a model whose experts have biases; set"
+            " actor.parallel.expert_tensor=1",
         ),
         (
             EXPERTS,

@@ -36,6 +36,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
 }
 
 
@@ -854,7 +855,12 @@ class Decoder:
         if not self._shape.gated:
             return self._activation(x)
         gate, up = x.chunk(2, -1)
-        return self._activation(gate).mul_(up)
+        limit = self._shape.gate_limit
+        if limit is not None:
+            gate = gate.clamp(max=limit)
+            up = up.clamp(-limit, limit)
+        offset = self._shape.projection_offset
+        return self._activation(gate).mul_(up + offset if offset else up)
 
     def _apply_experts(self, x: Tensor, prefix: str, experts: Experts, step: Step) -> Tensor:
         """Compute the weighted sum of each token's experts.
@@ -880,8 +886,12 @@ class Decoder:
                 hidden = self._matmuls.expert_linear(
                     x[token_indices], prefix + "experts.linear_fc1", expert
                 )
+                # The all-reduce sums the ranks' outputs, so one rank adds the bias.
                 expert_output = self._matmuls.expert_linear(
-                    self._apply_activation(hidden), prefix + "experts.linear_fc2", expert
+                    self._apply_activation(hidden),
+                    prefix + "experts.linear_fc2",
+                    expert,
+                    with_bias=self._rank == 0,
                 )
                 expert_weights = weights[token_indices, slot, None].to(x.dtype)
                 output.index_add_(0, token_indices, expert_output * expert_weights)

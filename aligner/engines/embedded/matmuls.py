@@ -74,7 +74,7 @@ class Matmuls:
         output: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed_weight, bias, "none", [], "")
         return output
 
-    def expert_linear(self, x: Tensor, name: str, index: int) -> Tensor:
+    def expert_linear(self, x: Tensor, name: str, index: int, *, with_bias: bool = True) -> Tensor:
         """Compute a linear layer of one expert, from x [N, inputs] to [N, outputs].
 
         The weights of all experts are stacked, [experts, outputs, inputs], and are never packed.
@@ -83,8 +83,11 @@ class Matmuls:
             x: Inputs [N, inputs].
             name: Name of the stacked weights.
             index: Index of the expert.
+            with_bias: Whether to add the expert's bias, if it has one.
         """
-        return self._unpacked_linear(x, self._weights[name + ".weight"][index], None)
+        biases = self._weights.get(name + ".bias") if with_bias else None
+        bias = None if biases is None else biases[index]
+        return self._unpacked_linear(x, self._weights[name + ".weight"][index], bias)
 
 
 def _packed_dtypes() -> tuple[torch.dtype, ...]:

@@ -248,6 +248,9 @@ class Layer:
             self.shape.activation == "silu" and not self.shape.ffn_bias and not self.device.is_gpu
         )
         gated_parts = 3 if is_fused else 4
+        if self.shape.gate_limit is not None:
+            # also both limited projections, the sigmoid and the weighted result
+            gated_parts = 8
         return gated_parts if self.shape.gated else 2
 
     @property
