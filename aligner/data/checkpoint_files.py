@@ -25,7 +25,11 @@ from aligner.data.collectives import gather_json, shard_across_ranks
 from aligner.data.model_directory import DTYPES
 from aligner.errors import AlignerError
 from aligner.models.architectures import ARCHITECTURES_BY_CLASS
-from aligner.models.hugging_face import read_config, with_architecture
+from aligner.models.hugging_face import (
+    read_config,
+    with_architecture,
+    without_prediction_layers,
+)
 from aligner.models.quantized_weights import without_quantization
 from aligner.models.shape import ModelShape
 from aligner.models.weight_slices import Head, Slice, cut_shape
@@ -51,9 +55,8 @@ def derive_model_config(directory: Path, head: Head, num_layers: int) -> dict[st
         num_layers: Number of decoder layers of the built model, the first layers of the initial
             model.
     """
-    config: dict[str, Any] = with_architecture(
-        json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    )
+    content = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    config = without_prediction_layers(with_architecture(content))
     if head == "scalar":
         config |= {
             "architectures": [ARCHITECTURES_BY_CLASS[config["architectures"][0]].scalar_name],

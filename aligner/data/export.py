@@ -323,8 +323,8 @@ def export(
     Args:
         source: The model to write.
         output: The directory to create.
-        dtype: One of EXPORT_DTYPES; None keeps the stored dtypes. Integer tensors are never
-            converted.
+        dtype: One of EXPORT_DTYPES; None keeps the stored dtypes. Integer tensors, and weights that
+            are not trained, are never converted.
         max_shard_bytes: Maximum size of a weight file in bytes; a larger tensor gets a file of its
             own.
         progress: Function that is called after each tensor with the number of bytes written and the
@@ -341,8 +341,13 @@ def export(
     entries = list(source.entries)
     if dtype is not None:
         kind = EXPORT_DTYPES[dtype]
+        table = weight_table(read_config(source.config, source.argument), source.head)
+        # transformers keeps correction biases of routers in float32, too
+        kept = {spec.stored_range.name for spec in table if not spec.is_trained}
         entries = [
-            replace(entry, dtype=kind) if entry.dtype.is_floating_point else entry
+            replace(entry, dtype=kind)
+            if entry.dtype.is_floating_point and entry.name not in kept
+            else entry
             for entry in entries
         ]
     config = {key: value for key, value in source.config.items() if key != "torch_dtype"}

@@ -50,6 +50,8 @@ _SIZES = (
     "num_heads",
     "vocab_size",
 )
+# Entry of the number of layers of multi-token prediction.
+_PREDICTION_LAYERS = "num_nextn_predict_layers"
 # Attributes of `Experts` that `read_described_config` requires.
 _EXPERT_SIZES = ("count", "ffn_hidden_size")
 # Attributes of `DeltaNet` that `read_described_config` requires.
@@ -182,10 +184,31 @@ def read_described_config(config: Any, origin: str) -> ModelShape:
     return shape
 
 
+def count_prediction_layers(config: Mapping[str, Any]) -> int:
+    """Return the number of layers of multi-token prediction in a model's files.
+
+    Their tensors have the indices after those of the model's layers. aligner does not read them.
+
+    Args:
+        config: The content of config.json.
+    """
+    count = config.get(_PREDICTION_LAYERS, config.get("num_mtp_layers", 0))
+    return count if _is_whole(count) else 0
+
+
+def without_prediction_layers(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content of config.json for files without layers of multi-token prediction."""
+    if not count_prediction_layers(config):
+        return dict(config)
+    entries = {key: value for key, value in config.items() if key != "num_mtp_layers"}
+    return entries | {_PREDICTION_LAYERS: 0}
+
+
 def config_notes(config: Mapping[str, Any]) -> list[str]:
     """Return notes about a configuration that `read_config` accepts, one line each.
 
-    There is at most one note about entries that transformers does not know, and one about dropout.
+    There is at most one note about entries that transformers does not know, one about dropout, and
+    one about layers of multi-token prediction.
     """
     architecture = ARCHITECTURES_BY_CLASS[with_architecture(config)["architectures"][0]]
     unknown = [key for key in config if key not in architecture.known_entries]
@@ -200,6 +223,11 @@ def config_notes(config: Mapping[str, Any]) -> list[str]:
     dropouts = [f"{key}={config[key]}" for key in architecture.dropouts if config.get(key)]
     if dropouts:
         notes.append(f"config.json: models train without dropout; ignored: {', '.join(dropouts)}")
+    if count := count_prediction_layers(config):
+        notes.append(
+            f"config.json: {_PREDICTION_LAYERS}={count}: layers of multi-token prediction are not"
+            " trained, and checkpoints and exported models do not contain them"
+        )
     return notes
 
 

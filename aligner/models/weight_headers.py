@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 from aligner.errors import ConfigError
 from aligner.models.families import COMPUTED_BUFFERS, WEIGHTS
-from aligner.models.hugging_face import read_described_config
+from aligner.models.hugging_face import count_prediction_layers, read_described_config
 from aligner.models.quantized_weights import find_stored_weight, name_in_files
 from aligner.models.shape import ModelShape
 from aligner.models.weight_slices import TensorSpec
@@ -157,8 +157,9 @@ def weight_problems(
     """Return the differences between a directory's files and a weight table, one line each.
 
     Reported are missing and unknown tensors, tensors that are not in the file that the index names,
-    and tensors of another shape or an unsupported dtype. A head that the model does not use, and
-    the buffers that older releases saved, are always allowed. Only headers are read.
+    and tensors of another shape or an unsupported dtype. A head that the model does not use, the
+    buffers that older releases saved, and the layers of multi-token prediction that config.json
+    counts are always allowed. Only headers are read.
 
     Args:
         directory: A Hugging Face directory.
@@ -202,12 +203,25 @@ def weight_problems(
         for name, (_, dtypes) in expected_in_files.items()
         if name in stored and stored[name].dtype not in dtypes
     ]
+    prediction_layers = _find_prediction_layers(directory, table)
     unknown = [
         f"tensor {name} {tensor.shape} is not part of the model"
         for name, tensor in stored.items()
-        if name not in expected_in_files and not name.endswith(_UNUSED)
+        if name not in expected_in_files
+        and not name.endswith(_UNUSED)
+        and not name.startswith(prediction_layers)
     ]
     return missing + misplaced + misshapen + quantized + ([] if partial else unknown)
+
+
+def _find_prediction_layers(directory: Path, table: Sequence[TensorSpec]) -> tuple[str, ...]:
+    """Return the prefixes of the tensors of multi-token prediction, which follow the layers."""
+    path = directory / "config.json"
+    if not path.is_file():
+        return ()
+    count = count_prediction_layers(json.loads(path.read_text(encoding="utf-8")))
+    layers = 1 + max((spec.layer for spec in table if spec.layer is not None), default=-1)
+    return tuple(f"model.layers.{layer}." for layer in range(layers, layers + count))
 
 
 def tied_head_problems(directory: Path, shape: ModelShape) -> list[str]:

@@ -27,6 +27,7 @@ from torch.distributed.distributed_c10d import Store
 
 from aligner.errors import AlignerError, UnansweredError
 from aligner.models.shape import ModelShape
+from aligner.resharding.float32_weights import view_bits
 from aligner.resharding.transfer_plan import TransferPlan, plan_to_engine
 from aligner.resharding.transport import (
     CachedReader,
@@ -134,7 +135,7 @@ class Publisher:
         self._plan = plan
         self._link = link
         self._dtype = dtype
-        self._read = read or _raise_no_weights
+        self._read = _read_bits(read or _raise_no_weights, plan, dtype)
         self._copied_names = copied_names
         self._begin_update = begin_update
         self._group_bytes = group_bytes
@@ -208,6 +209,12 @@ class Publisher:
                         update = self._begin_update(version)
                         undo.callback(update.abort)
                     views = {} if update is None else update.views(names)
+                    float32_names = [name for name in views if not group.specs[name].is_trained]
+                    if float32_names:
+                        views = {**views} | {
+                            name: view_bits(views[name], name, group.specs, self._dtype)
+                            for name in float32_names
+                        }
                     self._check_views(group, views)
                 with self._link.agreement(failure):
                     encoding = self._build_encoding(group, steps, read, sends_delta=sends_delta)
@@ -308,6 +315,11 @@ class Publisher:
             raise AlignerError(
                 "the engine does not match the transfer plan:\n" + "\n".join(problems)
             )
+
+
+def _read_bits(read: TensorReader, plan: TransferPlan, dtype: torch.dtype) -> TensorReader:
+    """Return a reader of the elements that are sent; see `view_bits`."""
+    return lambda name: view_bits(read(name), name, plan.specs, dtype)
 
 
 def _raise_no_weights(name: str) -> Tensor:
@@ -482,7 +494,9 @@ class RemotePublisher:
         self._run_on_rank0_and_share = run_on_rank0_and_share
         self._listener = listener
         self._timeout = timedelta(seconds=settings.update_timeout_s)
-        self._snapshots = Snapshots(read, plan.source.get(rank, {}), weight_format.dtype, device)
+        dtype = weight_format.dtype
+        source = _read_bits(read, plan, dtype)
+        self._snapshots = Snapshots(source, plan.source.get(rank, {}), dtype, device)
 
         store = None if calls is None else open_store(host, self._timeout)
         self._address: tuple[str, int] = (

@@ -18,6 +18,7 @@ from aligner.models.weight_slices import (
     compute_trainer_slices,
     weight_table,
 )
+from aligner.resharding.float32_weights import widen_specs
 from aligner.resharding.weight_update import WeightFormat
 from aligner.schema import EngineParallelConfig, ParallelConfig
 
@@ -197,7 +198,7 @@ def plan_resharding(
         raise AlignerError(
             "the weights cannot be split by these parallel layouts:\n" + "\n".join(problems)
         )
-    table = weight_table(shape)
+    table = widen_specs(weight_table(shape), itemsize)
     return plan_transfers(
         table,
         {

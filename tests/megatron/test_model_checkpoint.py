@@ -98,23 +98,24 @@ def test_resume_at_another_layout_equals_undisturbed_run(
 
 @pytest.mark.promise("checkpoint-resumes-at-another-layout")
 @pytest.mark.parametrize(
-    "settings",
+    ("family", "settings"),
     [
-        at(),
-        slow(TP2PP2),
-        slow(at(True, pipeline=2, data=2)),
-        {**ZERO, "precision": "bf16"},
-        slow(at(tensor=2, precision="bf16")),
-        at(kind="muon", tensor=2, precision="bf16"),
+        ("llama3", at()),
+        slow("llama3", TP2PP2),
+        slow("llama3", at(True, pipeline=2, data=2)),
+        ("llama3", {**ZERO, "precision": "bf16"}),
+        slow("llama3", at(tensor=2, precision="bf16")),
+        ("llama3", at(kind="muon", tensor=2, precision="bf16")),
+        ("glm4_moe", at(True, data=2, expert=2, precision="bf16")),
     ],
     ids=identity,
 )
-def test_resume_at_same_layout_is_bit_identical(pool, model, tmp_path, settings):
+def test_resume_at_same_layout_is_bit_identical(pool, model, tmp_path, family, settings):
     expected = pool.run(
-        jobs.save_and_continue, ranks(settings), model("llama3"), settings, str(tmp_path / "policy")
+        jobs.save_and_continue, ranks(settings), model(family), settings, str(tmp_path / "policy")
     )
     results = pool.run(
-        jobs.load_and_continue, ranks(settings), model("llama3"), settings, str(tmp_path / "policy")
+        jobs.load_and_continue, ranks(settings), model(family), settings, str(tmp_path / "policy")
     )
     for result, wanted in zip(results, expected, strict=True):
         assert result["different"] == []

@@ -14,10 +14,15 @@ from safetensors.torch import load_file, save_file
 
 from aligner.checks.check import check
 from aligner.config.compose import compose_config
+from aligner.data.checkpoint_files import derive_model_config
+from aligner.data.export import export, find_source
 from aligner.data.model_directory import prepare_model
 from aligner.errors import ConfigError
+from aligner.models.hugging_face import config_notes, read_config
 from aligner.models.model_source import stored_model_notes
-from aligner.models.weight_headers import read_header, tensor_files
+from aligner.models.weight_headers import read_header, tensor_files, weight_problems
+from aligner.models.weight_slices import weight_table
+from tests.models.test_families import CONFIGS
 
 INDEX = "model.safetensors.index.json"
 
@@ -202,3 +207,50 @@ def test_validate_lists_unknown_entries_of_a_random_model():
     composed = compose_config(["experiment=tiny_ppo", "+model.config.hiden_size=8"])
     (note,) = stored_model_notes(composed, {})
     assert note.startswith("model.config: ") and note.endswith("know: hiden_size")
+
+
+def test_layers_of_multi_token_prediction_are_allowed_and_named(tmp_path):
+    config = {
+        "architectures": ["Glm4MoeForCausalLM"],
+        "model_type": "glm4_moe",
+        **CONFIGS["Glm4MoeForCausalLM"],
+    }
+    table = weight_table(read_config(config, "test"))
+    tensors = {spec.stored_range.name: torch.zeros(spec.stored_range.shape) for spec in table}
+    save_file(
+        tensors | {"model.layers.2.eh_proj.weight": torch.zeros(2)}, tmp_path / "model.safetensors"
+    )
+    path = tmp_path / "config.json"
+
+    path.write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    assert weight_problems(tmp_path, table) == []
+    assert config_notes(json.loads(path.read_text())) == [
+        "config.json: num_nextn_predict_layers=1: layers of multi-token prediction are not trained,"
+        " and checkpoints and exported models do not contain them"
+    ]
+    assert derive_model_config(tmp_path, "vocabulary", 2)["num_nextn_predict_layers"] == 0
+
+    path.write_text(json.dumps(config | {"num_nextn_predict_layers": 0}))
+    assert weight_problems(tmp_path, table) == [
+        "tensor model.layers.2.eh_proj.weight (2,) is not part of the model"
+    ]
+
+
+def test_correction_biases_are_exported_in_float32(tmp_path):
+    config = {
+        "architectures": ["Glm4MoeForCausalLM"],
+        "model_type": "glm4_moe",
+        **CONFIGS["Glm4MoeForCausalLM"],
+    }
+    table = weight_table(read_config(config, "test"))
+    source = tmp_path / "source"
+    source.mkdir()
+    tensors = {spec.stored_range.name: torch.randn(spec.stored_range.shape) for spec in table}
+    save_file(tensors, source / "model.safetensors")
+    (source / "config.json").write_text(json.dumps(config))
+    export(find_source(source), tmp_path / "output", dtype="bfloat16")
+    exported = load_file(tmp_path / "output" / "model.safetensors")
+    for name, tensor in exported.items():
+        is_bias = name.endswith("e_score_correction_bias")
+        assert tensor.dtype == (torch.float32 if is_bias else torch.bfloat16), name
+        assert not is_bias or torch.equal(tensor, tensors[name])

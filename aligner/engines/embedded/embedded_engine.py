@@ -363,7 +363,7 @@ class EmbeddedEngine(GenerationEngine):
             target = self._spare
             # The update contains only the elements that differ from the current weights.
             if self._settings.publish == "changes":
-                target.storage.copy_(self._weights.storage)
+                target.copy_from(self._weights)
         elif self.version is not None:
             # The update overwrites the current weights from now on.
             self._finish_or_restart_requests()
@@ -479,7 +479,7 @@ class EmbeddedEngine(GenerationEngine):
         """Exchange the active weights and the spare weights."""
         # A captured graph contains the addresses of the weights, so the values have to be copied.
         if self._graphs is not None and self._graphs.has_graphs:
-            self._weights.storage.copy_(target.storage)
+            self._weights.copy_from(target)
             return
         previous = self._weights
         self._weights = target

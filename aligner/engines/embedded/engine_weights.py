@@ -64,6 +64,11 @@ class Parameter:
         return -(-self.numel // _ALIGNMENT) * _ALIGNMENT
 
     @property
+    def keeps_float32(self) -> bool:
+        """Whether the parameter is in float32 whatever the dtype of the others."""
+        return not self.parts[0].spec.is_trained
+
+    @property
     def has_padding(self) -> bool:
         """Whether the parameter has rows of vocabulary padding, which belong to no part."""
         last_part = self.parts[-1]
@@ -146,7 +151,8 @@ class EngineWeights:
     """Weights of one tensor-parallel rank: one block of memory, and named views of it.
 
     Attributes:
-        storage: Memory of all parameters that are not shared, in one dimension.
+        storage: Memory of all parameters that are not shared, in one dimension, except for those
+            that keep float32.
     """
 
     def __init__(
@@ -171,12 +177,18 @@ class EngineWeights:
             for parameter in layout
             if shared and parameter.has_megatron_layout and parameter.name in shared
         }
-        size = sum(
-            parameter.aligned_numel
-            for parameter in layout
-            if parameter.name not in shared_parameters
-        )
-        self.storage = torch.empty(size, device=device, dtype=dtype)
+        own_parameters = [each for each in layout if each.name not in shared_parameters]
+
+        def allocate(dtype: torch.dtype, *, keeps_float32: bool) -> Tensor:
+            sizes = (
+                parameter.aligned_numel
+                for parameter in own_parameters
+                if parameter.keeps_float32 is keeps_float32
+            )
+            return torch.empty(sum(sizes), device=device, dtype=dtype)
+
+        self.storage = allocate(dtype, keeps_float32=False)
+        self._float32_storage = allocate(torch.float32, keeps_float32=True)
         self.tensors: dict[str, Tensor] = {}
         """Parameters by their megatron-core names, in the decoder's shape."""
         self.views: dict[str, Tensor] = {}
@@ -185,12 +197,16 @@ class EngineWeights:
         Each view has the orientation of the Hugging Face tensor.
         """
 
-        offset = 0
+        # Number of elements that the parameters so far occupy, by whether they keep float32.
+        offsets = {False: 0, True: 0}
         for parameter in layout:
             tensor = shared_parameters.get(parameter.name)
             if tensor is None:
-                tensor = self.storage.narrow(0, offset, parameter.numel).view(parameter.shape)
-                offset += parameter.aligned_numel
+                keeps_float32 = parameter.keeps_float32
+                storage = self._float32_storage if keeps_float32 else self.storage
+                offset = offsets[keeps_float32]
+                tensor = storage.narrow(0, offset, parameter.numel).view(parameter.shape)
+                offsets[keeps_float32] += parameter.aligned_numel
                 # No weight update writes the padding, and uninitialized memory may contain NaN.
                 if parameter.has_padding:
                     tensor.zero_()
@@ -200,6 +216,11 @@ class EngineWeights:
                 matrix = tensor if part.spec.expert is None else tensor[part.spec.expert]
                 rows = matrix.narrow(0, part.start, part.shape[0])
                 self.views[part.spec.name] = rows.T if part.spec.is_transposed else rows
+
+    def copy_from(self, other: "EngineWeights") -> None:
+        """Copy the values of all parameters that are not shared from weights of the same layout."""
+        self.storage.copy_(other.storage)
+        self._float32_storage.copy_(other._float32_storage)
 
 
 class EmbeddedUpdate:
