@@ -1,0 +1,37 @@
+"""Published configurations are read, and unsupported ones are refused with the entry named."""
+
+from __future__ import annotations
+
+import pytest
+
+from aligner.errors import ConfigError
+from aligner.models.hugging_face import read_config
+from aligner.proof.shrink import shrink_config
+from aligner.schema import ParallelConfig
+from tests.models.published_configs import PUBLISHED, SUPPORTED
+
+
+def test_table_covers_every_supported_family():
+    assert len(SUPPORTED) >= 40
+    assert all(row["source"].startswith("https://") for row in PUBLISHED.values())
+
+
+@pytest.mark.parametrize("name", SUPPORTED)
+def test_published_config_is_read_and_shrunk(name):
+    config = SUPPORTED[name]
+    # MXFP4 and fp8 concern the files of the weights
+    entries = {key: value for key, value in config.items() if key != "quantization_config"}
+    shape = read_config(entries, name)
+    layers = config.get("num_hidden_layers", config.get("n_layer"))
+    assert (shape.num_layers, shape.vocab_size) == (layers, config["vocab_size"])
+    small = read_config(shrink_config(config, [ParallelConfig()], name), name)
+    assert small.num_layers <= 8 and small.hidden_size <= 1024
+
+
+@pytest.mark.parametrize("name", sorted(PUBLISHED.keys() - SUPPORTED.keys()))
+def test_unsupported_published_config_is_refused_with_entry(name):
+    row = PUBLISHED[name]
+    with pytest.raises(ConfigError) as caught:
+        read_config(row["config"], name)
+    expected = row.get("refused", row["config"]["architectures"][0])
+    assert str(caught.value).startswith(f"{name}: ") and expected in str(caught.value)
