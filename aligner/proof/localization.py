@@ -172,32 +172,37 @@ def trace_reference(model: Any, shape: ModelShape) -> Trace:
 
 
 def _record_reference_module(rows: dict[str, list[Tensor]], spec: TensorSpec) -> Any:
+    lengths = sequence_lengths()
+
     def record(module: Any, inputs: tuple[Any, ...], output: Any) -> None:
         # torch's hooks also see modules with other outputs, such as routers
         if not isinstance(output, Tensor) or not inputs:
             return
-        values = _as_tokens(output)
+        outputs = rows.setdefault(f"{spec.name} output", [])
+        length = lengths[len(outputs)]
+        values = _as_tokens(output, length)
         if (fused := spec.fused_range) is not None and fused.axis is not None:
             values = values[:, fused.start : fused.start + spec.shape[fused.axis]]
-        rows.setdefault(f"{spec.name} output", []).append(values)
+        outputs.append(values)
         if inputs[0].is_floating_point():
-            rows.setdefault(f"{spec.name} input", []).append(_as_tokens(inputs[0]))
+            tokens = _as_tokens(inputs[0], length)
+            rows.setdefault(f"{spec.name} input", []).append(tokens)
 
     return record
 
 
-def _as_tokens(values: Tensor) -> Tensor:
-    """Return values of one row of tokens as [tokens, features].
+def _as_tokens(values: Tensor, length: int) -> Tensor:
+    """Return values of one row of `length` tokens as [tokens, features].
 
     Norms of single heads get [1, tokens, heads, dim] or, after the transposition, [1, heads,
     tokens, dim].
     """
     values = values.detach()
-    if values.dim() == 2:
-        return values
-    if values.dim() == 4 and values.transpose(1, 2).is_contiguous() and not values.is_contiguous():
-        values = values.transpose(1, 2)
-    return values.flatten(0, 1).flatten(1)
+    if values.dim() == 4:
+        is_ambiguous = values.shape[1] == values.shape[2]
+        is_transposed = not values.is_contiguous() if is_ambiguous else values.shape[2] == length
+        values = values.transpose(1, 2) if is_transposed else values
+    return values.reshape(length, -1)
 
 
 def _record_reference_layer(rows: dict[str, list[Tensor]], layer: int, module: Any) -> Any:
@@ -224,8 +229,9 @@ def _record_reference_mixture(
 
     def mix(_: Any, inputs: tuple[Any, ...], output: Any) -> None:
         hidden = output[0] if isinstance(output, tuple) else output
-        rows.setdefault(f"layer {layer} mlp input", []).append(_as_tokens(inputs[0]))
-        rows.setdefault(f"layer {layer} mlp output", []).append(_as_tokens(hidden))
+        size = hidden.shape[-1]
+        rows.setdefault(f"layer {layer} mlp input", []).append(inputs[0].reshape(-1, size))
+        rows.setdefault(f"layer {layer} mlp output", []).append(hidden.reshape(-1, size))
 
     handles = (
         mixture.experts.register_forward_hook(route),

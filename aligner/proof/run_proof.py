@@ -43,7 +43,9 @@ from aligner.schema import ParallelConfig
 LOGPROB_TOLERANCE = 1e-5
 GRADIENT_TOLERANCE = 1e-5
 """Largest error of a gradient, relative to the largest element of its tensor."""
-_WEIGHT_TOLERANCE = 1e-5
+# Adam divides by the root of the second moment, which amplifies the rounding errors of gradients that
+# are almost zero. A wrong update changes a weight by 1e-2 of the largest one.
+_WEIGHT_TOLERANCE = 1e-4
 _NORM_TOLERANCE = 1e-5
 _LAYER_TOLERANCE = 3e-5
 _SEED = 11

@@ -30,6 +30,7 @@ _MIN_POSITIONS = 2 * MAX_LENGTH
 # all frequency bands occur: unchanged, blended and scaled.
 _ORIGINAL_POSITIONS = 16
 _ORIGINAL_KEY = "original_max_position_embeddings"
+_PARTS = ("experts", "latent_attention")
 # Attributes of a shape that a small model changes.
 _SIZES = (
     "layers",
@@ -44,7 +45,16 @@ _SIZES = (
     "eos_token_ids",
     "pad_token_id",
     "experts",
+    "latent_attention",
 )
+# Sizes of latent attention, by the attribute of `LatentAttention`. All differ.
+_LATENT_SIZES = {
+    "q_lora_rank": 40,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}
 
 
 def shrink_config(
@@ -84,6 +94,8 @@ def shrink_config(
     small |= {architecture.entries["num_layers"].key: len(layers)}
     small |= {"eos_token_id": 1, "pad_token_id": 0, "bos_token_id": 1, "dtype": "float32"}
     small.pop("torch_dtype", None)
+    for key in ("qk_head_dim", "head_dim") if architecture.latent_entries else ():
+        small.pop(key, None)  # they follow from the sizes of latent attention
     _shrink_positions(architecture, small, shape)
     # Activations keep their size over the layers with this deviation of the weights.
     hidden = small[architecture.entries["hidden_size"].key]
@@ -138,6 +150,8 @@ def _choose_sizes(
     """Return the entries of the sizes of the small model, except those of layers and positions."""
     tensor = math.lcm(*(layout.tensor for layout in layouts))
     kv_heads = math.lcm(tensor, 2) if shape.num_kv_heads > 1 else 1
+    if shape.num_heads == shape.num_kv_heads:
+        kv_heads *= 2
     # Tensor ranks have copies of KV heads if they have copies in the whole model.
     if tensor > shape.num_kv_heads:
         kv_heads = shape.num_kv_heads
@@ -164,9 +178,14 @@ def _choose_sizes(
         if attribute in values
         and not (entry.nullable and config.get(entry.key, entry.default) is None)
     }
+    sizes |= {
+        entry.key: _LATENT_SIZES[attribute]
+        for attribute, entry in architecture.latent_entries.items()
+        if attribute in _LATENT_SIZES and config.get(entry.key, entry.default) is not None
+    }
     experts = shape.experts
     if experts is not None:
-        groups = config.get("n_group") or 1
+        groups = experts.groups
         per_token = min(experts.per_token, 4)
         # At least two experts in each group, and some experts that no token of a group chooses.
         multiple = math.lcm(2 * groups if groups > 1 else 1, *(each.expert for each in layouts))
@@ -175,14 +194,13 @@ def _choose_sizes(
             "count": math.ceil(chosen / multiple) * multiple,
             "per_token": per_token,
             "ffn_hidden_size": math.ceil(0.75 * hidden / unit) * unit,
+            "shared_ffn_hidden_size": math.ceil(hidden / unit) * unit,
         }
         sizes |= {
             entry.key: expert_values[attribute]
             for attribute, entry in architecture.expert_entries.items()
             if attribute in expert_values
         }
-        if config.get("shared_expert_intermediate_size"):
-            sizes["shared_expert_intermediate_size"] = hidden
     return sizes
 
 
@@ -216,6 +234,8 @@ def _shrink_positions(
         for name in ("short_factor", "long_factor"):
             if isinstance(each.get(name), list):
                 each[name] = _thin_out(each[name], _count_pairs(shape))
+    if architecture.rope is not None and architecture.rope.size_key in config:
+        config[architecture.rope.size_key] = 2 * _count_pairs(shape)
     window = config.get("sliding_window")
     if isinstance(window, int) and not isinstance(window, bool):
         config["sliding_window"] = _WINDOW if window < total else config[key]
@@ -255,6 +275,18 @@ def _describe_kind(layer: LayerShape) -> tuple[Any, ...]:
     return tuple(values)
 
 
+def _describe_part(shape: ModelShape, name: str) -> dict[str, Any]:
+    """Return the attributes of a part of a shape; of sizes, only whether they exist."""
+    part = getattr(shape, name)
+    if part is None:
+        return {}
+    kept = ("groups", "groups_per_token", "scores_per_group", "shared_count")
+    return {
+        key: value if key in kept or isinstance(value, str | bool | float) else value is not None
+        for key, value in dataclasses.asdict(part).items()
+    }
+
+
 def _find_lost_parts(shape: ModelShape, small: ModelShape) -> str:
     """Return the attributes that a small model does not have in common with the model."""
     lost = [
@@ -264,6 +296,5 @@ def _find_lost_parts(shape: ModelShape, small: ModelShape) -> str:
     ]
     if set(map(_describe_kind, shape.layers)) != set(map(_describe_kind, small.layers)):
         lost.append("layers")
-    if (shape.experts is None) != (small.experts is None):
-        lost.append("experts")
+    lost += [name for name in _PARTS if _describe_part(shape, name) != _describe_part(small, name)]
     return ", ".join(lost)

@@ -2,7 +2,7 @@
 
 `published_configs.json` contains the entries of config.json that matter for a model's computation,
 written down by hand; token ids and sizes are the published ones. `refused` is a text of the error
-for a model that is not supported.
+for a model that is not supported, and `pending` one for a model that may be supported soon.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from aligner.errors import ConfigError
 from aligner.models.architectures import ARCHITECTURES_BY_CLASS
+from aligner.models.hugging_face import read_config
 
 PUBLISHED: dict[str, dict[str, Any]] = {
     row["name"]: row
@@ -19,9 +21,27 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 }
 
 
-def is_supported(row: dict[str, Any]) -> bool:
+def without_quantization(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the entries without those about the files of the weights."""
+    return {key: value for key, value in config.items() if key != "quantization_config"}
+
+
+def _is_supported(row: dict[str, Any]) -> bool:
     """Return whether aligner has the architecture of a model, which then must be accepted."""
-    return "refused" not in row and row["config"]["architectures"][0] in ARCHITECTURES_BY_CLASS
+    if "refused" in row or row["config"]["architectures"][0] not in ARCHITECTURES_BY_CLASS:
+        return False
+    if "pending" not in row:
+        return True
+    try:
+        read_config(without_quantization(row["config"]), row["name"])
+    except ConfigError:
+        return False
+    return True
 
 
-SUPPORTED = {name: row["config"] for name, row in PUBLISHED.items() if is_supported(row)}
+SUPPORTED = {
+    name: without_quantization(row["config"])
+    for name, row in PUBLISHED.items()
+    if _is_supported(row)
+}
+"""Entries of the supported models, by the name of the model."""
