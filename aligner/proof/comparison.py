@@ -1,5 +1,6 @@
 """Errors of the trainer's and the engine's results, relative to the results of transformers."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -70,10 +71,30 @@ def compute_slice_errors(
     return errors
 
 
-def check_tensors(name: str, errors: Mapping[str, float], tolerance: float) -> Check:
-    """Return the check of a set of tensors, with the name of the worst one."""
-    worst = max(errors, key=lambda tensor: errors[tensor])
-    return Check(name, errors[worst], tolerance, worst)
+def check_tensors(
+    name: str,
+    errors: Mapping[str, float],
+    tolerance: float,
+    noise: Mapping[str, float] | None = None,
+) -> Check:
+    """Return the check of a set of tensors, with the name of the worst one.
+
+    Args:
+        name: Name of the check.
+        errors: Relative error of each tensor.
+        tolerance: Tolerance of each tensor.
+        noise: Relative rounding errors of the tensors in transformers. Where twice the rounding
+            error is above the tolerance, it is the tolerance.
+    """
+    tolerances = {tensor: max(tolerance, 2 * (noise or {}).get(tensor, 0.0)) for tensor in errors}
+    # max of NaN would depend on the order
+    worst = max(
+        errors,
+        key=lambda tensor: (
+            math.inf if math.isnan(errors[tensor]) else errors[tensor] - tolerances[tensor]
+        ),
+    )
+    return Check(name, errors[worst], tolerances[worst], worst)
 
 
 def find_first_wrong_layer(

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from aligner.algorithms.policy_losses import policy_loss
 from aligner.data.types import Experience, build_response_mask
+from aligner.proof.comparison import relative_error
 from aligner.schema import OptimizerConfig
 
 TEMPERATURE = 0.7
@@ -163,6 +164,42 @@ def train_reference(
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
     weights |= find_stored_buffers(model)
     return result | {"weights": revert_weight_conversion(model, weights)}
+
+
+def estimate_rounding(
+    model: Any, experience: Experience, expected: Mapping[str, Any]
+) -> tuple[float, dict[str, float]]:
+    """Return the rounding errors of the results of transformers in float32.
+
+    They are the differences between float32 and float64. The model becomes a float64 model.
+
+    Args:
+        model: The model before its first update.
+        experience: The batch of the proof.
+        expected: Results of `train_reference`.
+
+    Returns:
+        The largest error of the log-probs, and the relative error of each gradient.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    model.double().zero_grad()
+    logprobs = compute_logprobs(model, experience.tokens, experience.lengths)
+    loss, _ = compute_loss(logprobs, logprobs, experience, float(experience.mask.sum()))
+    loss.backward()
+    gradients = revert_weight_conversion(
+        model,
+        {
+            name: parameter.grad
+            for name, parameter in model.named_parameters()
+            if parameter.grad is not None
+        },
+    )
+    errors = {
+        name: relative_error(gradient, gradients[name], gradient)
+        for name, gradient in expected["gradients"].items()
+    }
+    return float((logprobs - expected["logprobs"]).detach().abs().max()), errors
 
 
 def generate_greedily(model: Any, prompt: Tensor, count: int) -> list[int]:

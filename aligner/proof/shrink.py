@@ -30,7 +30,7 @@ _MIN_POSITIONS = 2 * MAX_LENGTH
 # all frequency bands occur: unchanged, blended and scaled.
 _ORIGINAL_POSITIONS = 16
 _ORIGINAL_KEY = "original_max_position_embeddings"
-_PARTS = ("experts", "latent_attention")
+_PARTS = ("experts", "latent_attention", "delta_net")
 # Attributes of a shape that a small model changes.
 _SIZES = (
     "layers",
@@ -46,6 +46,7 @@ _SIZES = (
     "pad_token_id",
     "experts",
     "latent_attention",
+    "delta_net",
 )
 # Sizes of latent attention, by the attribute of `LatentAttention`. All differ.
 _LATENT_SIZES = {
@@ -183,6 +184,22 @@ def _choose_sizes(
         for attribute, entry in architecture.latent_entries.items()
         if attribute in _LATENT_SIZES and config.get(entry.key, entry.default) is not None
     }
+    if (net := shape.delta_net) is not None:
+        key_heads = math.lcm(tensor, 2)
+        delta_values = {
+            "key_heads": key_heads,
+            "value_heads": key_heads * (net.value_heads // net.key_heads),
+            "key_dim": 12,
+            "value_dim": 20,
+        }
+        sizes |= {
+            entry.key: delta_values[attribute]
+            for attribute, entry in architecture.delta_net_entries.items()
+            if attribute in delta_values
+        }
+        # With the usual epsilon, the norm behind the delta rule amplifies the rounding of outputs
+        # whose query and key are almost orthogonal.
+        sizes[architecture.entries["norm_epsilon"].key] = 1e-3
     experts = shape.experts
     if experts is not None:
         groups = experts.groups
@@ -294,6 +311,8 @@ def _find_lost_parts(shape: ModelShape, small: ModelShape) -> str:
         for field in dataclasses.fields(shape)
         if field.name not in _SIZES and getattr(shape, field.name) != getattr(small, field.name)
     ]
+    if shape.delta_net is not None and "norm_epsilon" in lost:
+        lost.remove("norm_epsilon")
     if set(map(_describe_kind, shape.layers)) != set(map(_describe_kind, small.layers)):
         lost.append("layers")
     lost += [name for name in _PARTS if _describe_part(shape, name) != _describe_part(small, name)]
