@@ -44,8 +44,8 @@ from aligner.schema import ParallelConfig
 LOGPROB_TOLERANCE = 1e-5
 GRADIENT_TOLERANCE = 1e-5
 """Largest error of a gradient, relative to the largest element of its tensor."""
-# Adam divides by the root of the second moment, which amplifies the rounding errors of gradients that
-# are almost zero. A wrong update changes a weight by 1e-2 of the largest one.
+# Adam divides by the root of the second moment, which amplifies the rounding errors of gradients
+# that are almost zero. A wrong update changes a weight by 1e-2 of the largest one.
 _WEIGHT_TOLERANCE = 1e-4
 _NORM_TOLERANCE = 1e-5
 _LAYER_TOLERANCE = 3e-5
@@ -180,7 +180,7 @@ def prove(
     shape = read_config(small, name)
     for layout in layouts:
         if problems := list(layout_problems("--layout", layout, shape)):
-            raise ConfigError("\n".join(problems))
+            raise ConfigError("\n".join(problems).replace("--layout.", "--layout "))
 
     report("transformers")
     directory = workspace / "model"

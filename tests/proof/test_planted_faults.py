@@ -24,7 +24,7 @@ CASES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "KV head order": ("llama2-grouped", "llama", ("self_attn.k_proj.weight",)),
     "tied embedding": ("llama3", "llama", ("model.embed_tokens.weight", "gradient")),
     "router scaling": ("mixtral", "mixtral", ("gate.weight", "router's weights")),
-    "wrong sink": ("gpt_oss", "gpt_oss", ("self_attn.sinks",)),
+    "wrong sink": ("gpt-oss", "gpt_oss", ("self_attn.sinks",)),
     "shared expert gate": ("qwen2_moe", "qwen2_moe", ("mlp.shared_expert_gate.weight",)),
 }
 SUPPORTED = {architecture.model_type for architecture in ARCHITECTURES}
