@@ -37,8 +37,9 @@ def write_random_model(config: Mapping[str, Any], directory: Path, seed: int) ->
     config_class = transformers.CONFIG_MAPPING[config["model_type"]]
     model_class = getattr(transformers, config["architectures"][0])
     model = model_class(config_class.from_dict(dict(config))).float()
-    for parameter in model.parameters():
-        if parameter.ndim == 1:
+    for name, parameter in model.named_parameters():
+        # the biases of all experts of a layer are one matrix
+        if parameter.ndim == 1 or name.endswith("bias"):
             parameter.data += 0.1 * torch.randn_like(parameter)
     for buffer in find_stored_buffers(model).values():
         buffer += 0.1 * torch.randn_like(buffer)
