@@ -65,6 +65,9 @@ def derive_model_config(directory: Path, head: Head, num_layers: int) -> dict[st
         config = {
             key: value for key, value in config.items() if key not in ("id2label", "label2id")
         }
+    architecture = ARCHITECTURES_BY_CLASS[config["architectures"][0]]
+    if config.get("model_type") in architecture.other_model_types:
+        config["model_type"] = architecture.model_type  # the type that transformers knows
     config["n_layer" if "n_layer" in config else "num_hidden_layers"] = num_layers
     config = without_quantization(config)
     if config.get("layer_types"):

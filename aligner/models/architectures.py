@@ -47,6 +47,8 @@ class Architecture:
     """Prefix of the names of the transformers classes."""
     model_type: str
     """Value of the entry `model_type`."""
+    other_model_types: tuple[str, ...] = field(default=(), kw_only=True)
+    """Values of `model_type` in published files whose code is that of the class."""
     family: str
     """Model family, a key of `families.WEIGHTS`."""
     entries: Mapping[str, Entry]
@@ -55,9 +57,6 @@ class Architecture:
     """Entries of a mixture of experts, by the attribute of `Experts`; empty without experts."""
     latent_entries: Mapping[str, Entry] = field(default_factory=dict)
     """Entries of latent attention, by the attribute of `LatentAttention`; empty without it."""
-    dense_layers: Entry | None = None
-    """Entry of the number of first layers without experts. Only models are supported in which all
-    layers are without experts."""
     delta_net_entries: Mapping[str, Entry] = field(default_factory=dict)
     """Entries of gated delta nets, by the attribute of `DeltaNet`; empty without delta nets. The
     layers with a delta net are those that `layer_types` names, else all layers except each
@@ -72,6 +71,9 @@ class Architecture:
     after the first `first_k_dense_replace` ones."""
     dense_count: int = 0
     """Default of the entry `first_k_dense_replace`."""
+    group_key: str | None = None
+    """Entry that says whether the router chooses groups of experts first: "greedy", its default, or
+    "group_limited_greedy". None if the router always does so."""
     supported: Mapping[str, Any] = field(default_factory=dict)
     """Default of each entry for which only the default is implemented."""
     without_effect: tuple[str, ...] = ()
@@ -141,6 +143,7 @@ class Architecture:
                 *_WINDOW_ENTRIES[self.window],
                 *_EXPERT_LAYER_ENTRIES[self.expert_layers],
                 *(() if self.interval_key is None else (self.interval_key,)),
+                *(() if self.group_key is None else (self.group_key,)),
                 *COMMON_SUPPORTED,
                 *COMMON_WITHOUT_EFFECT,
                 "eos_token_id",
@@ -301,18 +304,6 @@ def _decoder(
     }
 
 
-# Entries of the experts of DeepSeek-V2 and V3, which models without experts do not use.
-_DEEPSEEK_EXPERTS = (
-    "first_k_dense_replace",
-    "moe_intermediate_size",
-    "n_group",
-    "n_routed_experts",
-    "n_shared_experts",
-    "norm_topk_prob",
-    "num_experts_per_tok",
-    "routed_scaling_factor",
-    "topk_group",
-)
 # Latent attention, in DeepSeek-V2 and V3.
 _LATENT_ATTENTION = {
     "q_lora_rank": Entry("q_lora_rank", 1536, nullable=True),
@@ -325,6 +316,10 @@ _LATENT_ATTENTION = {
 
 def _invert(value: float) -> float:
     return 1.0 / value
+
+
+def _one_if_null(value: int | None) -> int:
+    return 1 if value is None else value
 
 
 def _key_value_heads(default: int | None) -> Entry:
@@ -820,19 +815,26 @@ ARCHITECTURES = (
             positions=4096,
         ),
         latent_entries=_LATENT_ATTENTION,
-        dense_layers=Entry("first_k_dense_replace", 3),
+        expert_entries={
+            **_SIGMOID_EXPERTS,
+            "count": Entry("n_routed_experts", 256),
+            "ffn_hidden_size": Entry("moe_intermediate_size", 2048),
+            "weight_scale": Entry("routed_scaling_factor", 2.5),
+            "groups": Entry("n_group", 8),
+            "groups_per_token": Entry("topk_group", 4),
+        },
+        implied_experts=_SIGMOID_ROUTER,
+        expert_layers="last",
+        dense_count=3,
         supported={"attention_bias": False, **_SILU},
         without_effect=(
             *_LOAD_BALANCING_LOSS,
             *_COMPUTED_HEAD_DIMS,
-            *_DEEPSEEK_EXPERTS,
             "pretraining_tp",
             "num_nextn_predict_layers",
         ),
-        aliases={
-            "num_local_experts": "n_routed_experts",
-            "num_mtp_layers": "num_nextn_predict_layers",
-        },
+        aliases={"num_local_experts": "n_routed_experts", **_MTP_ALIAS},
+        other_model_types=("kimi_k2",),
         eos_token_id=1,
         rope=RopeFormat(is_interleaved=True, interleaved_key="rope_interleave", scales_scores=True),
     ),
@@ -847,15 +849,26 @@ ARCHITECTURES = (
             positions=2048,
         ),
         latent_entries=_LATENT_ATTENTION,
-        dense_layers=Entry("first_k_dense_replace", 0),
-        supported={"attention_bias": False, "mlp_bias": False, **_SILU},
-        without_effect=(
-            *_LOAD_BALANCING_LOSS,
-            *_COMPUTED_HEAD_DIMS,
-            *_DEEPSEEK_EXPERTS,
-            "topk_method",
-            "pretraining_tp",
-        ),
+        expert_entries={
+            "count": Entry("n_routed_experts", 64),
+            "per_token": Entry("num_experts_per_tok", None),
+            "ffn_hidden_size": Entry("moe_intermediate_size", 1407),
+            "shared_count": Entry("n_shared_experts", 2),
+            "weight_scale": Entry("routed_scaling_factor", 1.0),
+            "groups": Entry("n_group", None, nullable=True, to_shape=_one_if_null),
+            "groups_per_token": Entry("topk_group", None, nullable=True, to_shape=_one_if_null),
+        },
+        # transformers ignores norm_topk_prob; the model's own code does not.
+        implied_experts={"normalizes_weights": False, "scores_per_group": 1},
+        expert_layers="last",
+        group_key="topk_method",
+        supported={
+            "attention_bias": False,
+            "mlp_bias": False,
+            "norm_topk_prob": False,
+            **_SILU,
+        },
+        without_effect=(*_LOAD_BALANCING_LOSS, *_COMPUTED_HEAD_DIMS, "pretraining_tp"),
         aliases={"num_experts": "n_routed_experts"},
         rope=RopeFormat(is_interleaved=True, scales_scores=True),
     ),

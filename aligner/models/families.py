@@ -162,53 +162,39 @@ _AFTER_ATTENTION = _CORE + "self_attn_bda.norm"
 _AFTER_MLP = _CORE + "mlp_bda.norm"
 
 
-def _latent_attention() -> tuple[Weight, ...]:
-    """Return the weights of multi-head latent attention.
-
-    Every tensor rank holds the whole projections to the latents, and its heads of the others.
-    """
-    name = _LAYER + "self_attn."
-    with_latent = {"requires": "has_query_latent"}
-
-    def replicated(kind: str, parameter: str, outputs: str, **options: Any) -> Weight:
-        return Weight(
-            f"{name}{kind}.weight",
-            f"{_ATTENTION}{parameter}.weight",
-            (outputs, "hidden"),
-            **options,
-        )
-
-    def norm(kind: str, parameter: str, size: str, **options: Any) -> Weight:
-        return Weight(f"{name}{kind}.weight", f"{_ATTENTION}{parameter}.weight", (size,), **options)
-
-    return (
-        _linear(
-            name + "q_proj",
-            _ATTENTION + "linear_q_proj",
-            "query",
-            "hidden",
-            0,
-            requires="lacks_query_latent",
-        ),
-        replicated("q_a_proj", "linear_q_down_proj", "query_latent", **with_latent),
-        norm("q_a_layernorm", "q_layernorm", "query_latent", **with_latent),
-        _linear(
-            name + "q_b_proj",
-            _ATTENTION + "linear_q_up_proj",
-            "query",
-            "query_latent",
-            0,
-            **with_latent,
-        ),
-        replicated("kv_a_proj_with_mqa", "linear_kv_down_proj", "key_latent_and_rope"),
-        norm("kv_a_layernorm", "kv_layernorm", "key_latent"),
-        _linear(
-            name + "kv_b_proj", _ATTENTION + "linear_kv_up_proj", "key_and_value", "key_latent", 0
-        ),
-        _linear(name + "o_proj", _ATTENTION + "linear_proj", "hidden", "attended", 1),
+def _latent(
+    name: str,
+    parameter: str,
+    sizes: tuple[str, ...],
+    split_axis: int | None = None,
+    requires: str | None = None,
+) -> Weight:
+    return Weight(
+        f"{_LAYER}self_attn.{name}.weight",
+        f"{_ATTENTION}{parameter}.weight",
+        sizes,
+        split_axis,
+        requires=requires,
     )
 
 
+# Multi-head latent attention. Every tensor rank holds the whole projections to the latents, and its
+# heads of the projections from the latents.
+_LATENT_ATTENTION = (
+    _latent("q_proj", "linear_q_proj", ("query", "hidden"), 0, "lacks_query_latent"),
+    _latent(
+        "q_a_proj",
+        "linear_q_down_proj",
+        ("query_latent", "hidden"),
+        requires="has_query_latent",
+    ),
+    _latent("q_a_layernorm", "q_layernorm", ("query_latent",), requires="has_query_latent"),
+    _latent("q_b_proj", "linear_q_up_proj", ("query", "query_latent"), 0, "has_query_latent"),
+    _latent("kv_a_proj_with_mqa", "linear_kv_down_proj", ("key_latent_and_rope", "hidden")),
+    _latent("kv_a_layernorm", "kv_layernorm", ("key_latent",)),
+    _latent("kv_b_proj", "linear_kv_up_proj", ("key_and_value", "key_latent"), 0),
+    _latent("o_proj", "linear_proj", ("hidden", "attended"), 1),
+)
 _LLAMA_ATTENTION = (
     *_norm(_LAYER + "input_layernorm", _BEFORE_ATTENTION),
     *_PROJECTED,
@@ -517,12 +503,11 @@ _QWEN3_5 = _model(
     *_norm(_LAYER + "post_attention_layernorm", _BEFORE_MLP),
     *_LLAMA_MLP,
 )
-# DeepSeek-V2 and V3
-_DEEPSEEK = _model(
+# Attention and norms of DeepSeek-V2 and V3.
+_DEEPSEEK_ATTENTION = (
     *_norm(_LAYER + "input_layernorm", _BEFORE_ATTENTION),
-    *_latent_attention(),
+    *_LATENT_ATTENTION,
     *_norm(_LAYER + "post_attention_layernorm", _BEFORE_MLP),
-    *_LLAMA_MLP,
 )
 # Norms of all heads together, before attention and feed-forward network.
 _PROJECTION_NORMED = (
@@ -641,8 +626,10 @@ WEIGHTS: Mapping[str, tuple[Weight, ...]] = {
     "gemma2": _GEMMA,
     "gemma3": _GEMMA,
     "glm4": _GLM4,
-    "deepseek_v2": _DEEPSEEK,
-    "deepseek_v3": _DEEPSEEK,
+    "deepseek_v2": _model(
+        *_DEEPSEEK_ATTENTION, *_LLAMA_MLP, *_MLP_EXPERTS, *_shared_experts("shared_experts")
+    ),
+    "deepseek_v3": _model(*_DEEPSEEK_ATTENTION, *DEEPSEEK_MLP),
     "qwen3_5": _QWEN3_5,
     "gpt_oss": _GPT_OSS,
     "gpt2": _GPT2,

@@ -98,11 +98,6 @@ def read_config(config: Any, origin: str) -> ModelShape:
         )
     if experts is not None:
         _check_experts(experts, origin)
-    if experts is not None and not shape.expert_layers:
-        raise ConfigError(
-            f"{origin}: no layer of the model has experts, which is not supported; at least one of"
-            f" the {shape.num_layers} layers must have experts"
-        )
     return shape
 
 
@@ -162,7 +157,7 @@ def read_described_config(config: Any, origin: str) -> ModelShape:
     """
     architecture, entries = _check_entries(with_architecture(config), origin)
     sizes = [architecture.entries[name] for name in _SIZES]
-    if architecture.expert_entries:
+    if _has_experts(architecture, entries, origin):
         sizes += [architecture.expert_entries[name] for name in _EXPERT_SIZES]
     else:
         sizes.append(architecture.entries["ffn_hidden_size"])
@@ -252,7 +247,7 @@ def _check_entries(config: Any, origin: str) -> tuple[Architecture, dict[str, An
         )
     # transformers chooses the class by this entry, not by `architectures`.
     model_type = config.get("model_type", architecture.model_type)
-    if model_type != architecture.model_type:
+    if model_type not in (architecture.model_type, *architecture.other_model_types):
         raise ConfigError(
             f"{origin}: model_type={model_type!r} contradicts architectures={names!r}; set"
             f" model_type={architecture.model_type!r} or the architecture of that type"
@@ -314,7 +309,6 @@ def _read_shape(architecture: Architecture, config: Mapping[str, Any], origin: s
             f" by the number of attention heads, {values['head_dim']}"
         )
 
-    _refuse_layers_with_experts(architecture, config, values["num_layers"], origin)
     values["experts"] = _read_experts(architecture, config, origin)
     values["delta_net"] = _read_delta_net(architecture, config, origin)
     layers = _read_layers(architecture, config, values, origin)
@@ -345,20 +339,6 @@ def _refuse_unsupported(architecture: Architecture, config: Mapping[str, Any], o
         probability = config.get(key, 0.0)
         if probability is not None and not is_number(probability):
             raise ConfigError(f"{origin}: {key}={probability!r}: must be a number")
-
-
-def _refuse_layers_with_experts(
-    architecture: Architecture, config: Mapping[str, Any], layers: int, origin: str
-) -> None:
-    entry = architecture.dense_layers
-    if entry is None:
-        return
-    count = config.get(entry.key, entry.default)
-    if not isinstance(count, int) or count < layers:
-        raise ConfigError(
-            f"{origin}: {entry.key}={count!r} is not supported; supported: models without experts,"
-            f" {entry.key}={layers}"
-        )
 
 
 def _entry_value(entry: Entry, config: Mapping[str, Any], origin: str) -> Any:
@@ -401,16 +381,23 @@ def _activation(name: Any, entry: str) -> Literal["silu", "gelu", "gelu_tanh"]:
 def _read_experts(
     architecture: Architecture, config: Mapping[str, Any], origin: str
 ) -> Experts | None:
-    """Return the mixture of experts; None for an architecture without experts."""
-    if not architecture.expert_entries:
+    """Return the mixture of experts; None if no layer has experts."""
+    if not _has_experts(architecture, config, origin):
         return None
-    return Experts(
-        **{
-            attribute: entry.to_shape(_entry_value(entry, config, origin))
-            for attribute, entry in architecture.expert_entries.items()
-        },
-        **architecture.implied_experts,
-    )
+    values = {
+        attribute: entry.to_shape(_entry_value(entry, config, origin))
+        for attribute, entry in architecture.expert_entries.items()
+    }
+    if architecture.group_key is not None:
+        method = config.get(architecture.group_key, "greedy")
+        if method not in ("greedy", "group_limited_greedy"):
+            raise ConfigError(
+                f"{origin}: {architecture.group_key}={method!r} is not supported; supported:"
+                " greedy, group_limited_greedy"
+            )
+        if method == "greedy":
+            values |= {"groups": 1, "groups_per_token": 1}
+    return Experts(**values, **architecture.implied_experts)
 
 
 def _read_latent_attention(
@@ -456,6 +443,12 @@ def _read_latent_attention(
                 f" qk_rope_head_dim={latent.qk_rope_head_dim}"
             )
     return latent
+
+
+def _has_experts(architecture: Architecture, config: Mapping[str, Any], origin: str) -> bool:
+    """Return whether any layer has experts."""
+    count = _entry_value(architecture.entries["num_layers"], config, origin)
+    return any(_read_expert_layers(architecture, config, count, origin))
 
 
 def _read_expert_layers(
@@ -703,12 +696,14 @@ def _to_config(architecture: Architecture, shape: ModelShape, head: Head) -> dic
     config = {
         entry.key: entry.to_config(getattr(shape, attribute))
         for attribute, entry in architecture.entries.items()
-    } | {
-        entry.key: entry.to_config(getattr(shape.experts, attribute))
-        for attribute, entry in architecture.expert_entries.items()
     }
-    if architecture.dense_layers is not None:
-        config[architecture.dense_layers.key] = shape.num_layers
+    if shape.experts is not None:
+        config |= {
+            entry.key: entry.to_config(getattr(shape.experts, attribute))
+            for attribute, entry in architecture.expert_entries.items()
+        }
+        if architecture.group_key is not None and shape.experts.groups > 1:
+            config[architecture.group_key] = "group_limited_greedy"
     config |= {
         entry.key: entry.to_config(getattr(shape.latent_attention, attribute))
         for attribute, entry in architecture.latent_entries.items()

@@ -88,6 +88,9 @@ def shrink_config(
         if alias in whole:
             whole.setdefault(key, whole.pop(alias))
     whole["architectures"] = [architecture.causal_name]
+    # transformers chooses its own class by this entry, and others by auto_map
+    whole["model_type"] = architecture.model_type
+    whole.pop("auto_map", None)
 
     layers = _choose_layers(shape, layouts)
     small = _select_layers(whole, shape.num_layers, layers)

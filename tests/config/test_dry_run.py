@@ -23,7 +23,7 @@ from aligner.data.tokenizer import Tokenizer
 from aligner.errors import ConfigError
 from aligner.models.hugging_face import hugging_face_config, read_config
 from aligner.models.model_source import NOTHING_EXPECTED, absent_inputs, package_directory
-from aligner.models.shape import DeltaNet, Experts, LayerShape, ModelShape, Rope, RopeScaling
+from aligner.models.shape import DeltaNet, LayerShape, ModelShape, Rope, RopeScaling
 from aligner.paths import get_cache_directory, get_run_paths
 from aligner.placement.memory.role_memory import compute_role_memory
 from aligner.placement.roles import count_role_ranks
@@ -544,14 +544,25 @@ def runs(draw: st.DrawFn) -> tuple[Config, ModelShape | None]:
     actor, critic, judge = draw(layouts(experts)), draw(layouts(experts)), draw(layouts(False))
     unit = math.lcm(*(layout.pipeline * layout.virtual_pipeline for layout in (actor, critic)))
     total = unit * draw(st.sampled_from([1, 2]))
+    # Layers without experts come first in some architectures.
+    layers = sorted(SHAPES[name].with_layers(total).layers, key=lambda layer: layer.has_experts)
+    mixture = SHAPES[name].experts if layers[-1].has_experts else None
     shape = dataclasses.replace(
-        SHAPES[name].with_layers(total),
+        SHAPES[name],
+        layers=tuple(layers),
         num_heads=48,
         num_kv_heads=24 if SHAPES[name].num_kv_heads < SHAPES[name].num_heads else 48,
         ffn_hidden_size=96,
         vocab_size=480,
         max_positions=4096,
-        experts=Experts(8, 2, ffn_hidden_size=96) if experts else None,
+        experts=mixture
+        and dataclasses.replace(
+            mixture,
+            count=8,
+            per_token=2,
+            ffn_hidden_size=96,
+            shared_ffn_hidden_size=mixture.shared_ffn_hidden_size and 96,
+        ),
         delta_net=DeltaNet(24, 48, 8, 8, 4) if SHAPES[name].delta_net else None,
     )
     shape = dataclasses.replace(shape, hidden_size=48 * shape.head_dim)

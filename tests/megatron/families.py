@@ -177,11 +177,18 @@ _LATENT: Mapping[str, Any] = {
     "qk_nope_head_dim": 12,
     "qk_rope_head_dim": 8,
     "v_head_dim": 16,
-    "first_k_dense_replace": 4,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
 }
 
 
-def _deepseek_v3(t: Any) -> Any:
+def _deepseek_v3(t: Any, **more: Any) -> Any:
     # mscale_all_dim scales all attention scores. The norms of the latents keep an epsilon of 1e-6.
     stretched = _rope(
         "yarn",
@@ -192,11 +199,18 @@ def _deepseek_v3(t: Any) -> Any:
         mscale=0.7,
         mscale_all_dim=1.3,
     )
-    return t.DeepseekV3Config(**_LATENT, **stretched, rms_norm_eps=1e-3)
+    return t.DeepseekV3Config(**{**_LATENT, **more}, **stretched, rms_norm_eps=1e-3)
 
 
-def _deepseek_v2(t: Any) -> Any:
-    return t.DeepseekV2Config(**{**_LATENT, "q_lora_rank": None}, **_rope())
+def _moonlight(t: Any) -> Any:
+    # also the parts of Kimi K2, except for its latent of the queries
+    parts = {"q_lora_rank": None, "n_group": 1, "topk_group": 1}
+    return t.DeepseekV3Config(**{**_LATENT, **parts}, **_rope(), rms_norm_eps=1e-5)
+
+
+def _deepseek_v2_lite(t: Any) -> Any:
+    # The greedy method ignores groups.
+    return t.DeepseekV2Config(**{**_LATENT, "q_lora_rank": None}, **_rope(), topk_method="greedy")
 
 
 def _qwen3_moe_dense(t: Any) -> Any:
@@ -321,9 +335,7 @@ CONFIGS: Mapping[str, Callable[[Any], Any]] = {
     "gemma3": _gemma3,
     "gemma3-softcap": lambda t: _gemma3(t, final_logit_softcapping=3.0, attention_bias=True),
     "glm4": lambda t: t.Glm4Config(**_GROUPED, **_rope(partial_rotary_factor=0.5), head_dim=32),
-    "deepseek_v3": _deepseek_v3,
-    "deepseek_v3-halves": lambda t: t.DeepseekV3Config(**_LATENT, **_rope(), rope_interleave=False),
-    "deepseek_v2": _deepseek_v2,
+    "deepseek_v3-dense": lambda t: _deepseek_v3(t, first_k_dense_replace=4),
     "qwen3_5": _qwen3_5,
     "gpt-oss": _gpt_oss,
     "pythia": lambda t: t.GPTNeoXConfig(**_SIZES, **_rope(partial_rotary_factor=0.25)),
@@ -348,6 +360,13 @@ CONFIGS: Mapping[str, Callable[[Any], Any]] = {
         head_dim=32,
         rotary_dim=16,
     ),
+    "deepseek_v3": _deepseek_v3,
+    "deepseek_v3-halves": lambda t: _deepseek_v3(t, rope_interleave=False),
+    "moonlight": _moonlight,
+    "deepseek_v2": lambda t: t.DeepseekV2Config(
+        **_LATENT, **_rope(), topk_method="group_limited_greedy"
+    ),
+    "deepseek_v2-lite": _deepseek_v2_lite,
     "olmoe": lambda t: t.OlmoeConfig(**_GROUPED, **_rope(), num_experts=4, num_experts_per_tok=2),
 }
 MIXTURES = (
@@ -360,14 +379,17 @@ MIXTURES = (
     "glm4_moe",
     "glm4_moe-groups",
     "minimax_m2",
+    "deepseek_v3",
+    "deepseek_v3-halves",
+    "moonlight",
+    "deepseek_v2",
+    "deepseek_v2-lite",
     "olmoe",
     "gpt-oss",
 )
-LATENT = ("deepseek_v3", "deepseek_v3-halves", "deepseek_v2")
-"""Families with latent attention."""
 BIASED_EXPERTS = ("gpt-oss",)
 """Families whose experts have biases, which require expert_tensor=1."""
-WITHOUT_EXACT = ("gemma2", "gemma3-softcap", *MIXTURES, *LATENT)
+WITHOUT_EXACT = ("gemma2", "gemma3-softcap", *MIXTURES, "deepseek_v3-dense")
 """Families that `engine.exact` does not support."""
 
 
@@ -418,7 +440,7 @@ def force_routes(model: Any, routes: Tensor) -> None:
             has_bias = bool(find_stored_buffers(model))
             scores = logits.sigmoid() if has_bias else logits.softmax(-1)
             weights = scores.gather(-1, experts)
-            if getattr(gate, "norm_topk_prob", True):
+            if getattr(gate, "norm_topk_prob", model.config.model_type != "deepseek_v2"):
                 weights = weights / weights.sum(-1, keepdim=True)
             return logits, weights * getattr(gate, "routed_scaling_factor", 1.0), experts
 

@@ -73,7 +73,7 @@ def test_exported_tensors_and_logits_equal_source_model(pool, model, tmp_path, f
         ("qwen3", {}),
         ("llama3", {"rank": 4, "alpha": 6.0}),
         ("gpt2", {"rank": 4, "alpha": 6.0}),
-        ("deepseek_v3", {"rank": 4, "alpha": 6.0}),
+        ("deepseek_v3-dense", {"rank": 4, "alpha": 6.0}),
     ],
 )
 def test_exported_policy_logprobs_equal_transformers(pool, model, tmp_path, family, lora):

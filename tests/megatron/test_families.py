@@ -90,7 +90,10 @@ VARIANTS = {
         "ETP1 over TP2",
     ),
     "qwen3_moe-bias": ("single", "TP2+SPxEP2", "ETP2 over DP2"),
+    "deepseek_v3-dense": ("single", "TP2", "TP2+SP", "TP2xPP2", "CP2"),
     "deepseek_v3-halves": ("single",),
+    "moonlight": ("single", "TP2+SPxEP2"),
+    "deepseek_v2-lite": ("single", "TP2+SPxEP2"),
     "qwen3_moe-raw": ("single", "EP2", "TP2+SPxEP2"),
     # A single KV head, of which both tensor ranks have a copy.
     "olmo2-multi-query": ("single", "TP2", "TP2+SP"),
@@ -222,7 +225,7 @@ def test_rank_slices_equal_model_files_bit_for_bit(pool, model, family):
         ("pythia", "PP2"),
         ("mixtral", "EP2"),
         ("deepseek_v3", "TP2+SP"),
-        slow("deepseek_v2", "CP2"),
+        slow("deepseek_v2", "CP2xEP2"),
     ],
 )
 def test_recompute_training_equals_transformers(pool, model, family, name, recompute):

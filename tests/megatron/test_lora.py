@@ -34,7 +34,7 @@ CASES = [
     ("llama3", DP, {"optimizer": {"distributed": True}}),
     *((family, SEQUENCE, {}) for family in ("qwen2", "gpt2", "pythia", "llama-bias")),
     ("mixtral", {"expert": 2, "data": 2}, {}),
-    *(("deepseek_v3", layout, {}) for layout in (SEQUENCE, TP, {})),
+    *(("deepseek_v3-dense", layout, {}) for layout in (SEQUENCE, TP, {})),
     # more tensor ranks than KV heads
     ("llama3", {"tensor": 4}, {}),
     ("qwen2", {"tensor": 4, "sequence": True}, {}),

@@ -242,11 +242,28 @@ def test_missing_entry_has_the_transformers_default(name, key):
         config |= {"num_attention_heads": 32, "hidden_size": 256}
     if name == "DeepseekV3ForCausalLM" and key == "num_key_value_heads":
         config["num_attention_heads"] = 128  # the class's number of key-value heads
+    if (name, key) == ("DeepseekV3ForCausalLM", "topk_group"):
+        config["n_group"] = 8  # the default are 4 groups of a token
+    if (name, key) == ("DeepseekV2ForCausalLM", "num_experts_per_tok"):
+        with pytest.raises(ConfigError, match="missing: num_experts_per_tok"):
+            read_config(config, "test")  # the class has null, with which no model computes
+        return
     if key == "v_head_dim":
         config["qk_nope_head_dim"] = 128  # values must not be longer than keys
     if BY_NAME[name].latent_entries and key == "num_attention_heads":
         config["num_key_value_heads"] = None  # as many as attention heads
     assert_read_alike(config)
+
+
+# Entries that the class accepts as null, although no such model has been published, and most of
+# them cannot be computed.
+NULL_WITHOUT_MODEL = {
+    ("DeepseekV2ForCausalLM", "num_experts_per_tok"),
+    *(
+        ("DeepseekV3ForCausalLM", key)
+        for key in ("v_head_dim", "num_experts_per_tok", "norm_topk_prob", "n_group", "topk_group")
+    ),
+}
 
 
 @pytest.mark.parametrize(("name", "key"), ENTRIES)
@@ -258,10 +275,31 @@ def test_null_entry_is_read_or_refused_as_transformers_does(name, key):
         return
     with pytest.raises(ConfigError, match=f"missing: {key}"):
         read_config(config, "test")
-    if (name, key) == ("DeepseekV3ForCausalLM", "v_head_dim"):
-        return  # the class accepts null, but its model cannot be built then
+    if (name, key) in NULL_WITHOUT_MODEL:
+        return
     with pytest.raises(Exception, match=key):
         transformers_config(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "entries"),
+    [
+        ("DeepseekV2ForCausalLM", {"first_k_dense_replace": 2}),
+        ("DeepseekV3ForCausalLM", {"first_k_dense_replace": 5}),
+        ("Qwen3MoeForCausalLM", {"mlp_only_layers": [0, 1]}),
+    ],
+)
+def test_model_with_dense_layers_only_has_no_experts(name, entries):
+    shape = read_config(full(name) | entries, "test")
+    assert shape.experts is None and not shape.expert_layers
+    assert read_config(hugging_face_config(shape), "test") == shape
+
+
+def test_groups_of_deepseek_v2_need_their_method():
+    config = full("DeepseekV2ForCausalLM")
+    assert read_config(config, "test").experts.groups == 2
+    assert read_config(config | {"topk_method": "greedy"}, "test").experts.groups == 1
+    assert read_config(config | {"n_group": None, "topk_group": None}, "test").experts.groups == 1
 
 
 @pytest.mark.parametrize("name", ROTARY)
@@ -523,12 +561,12 @@ DEFAULT = {"rope_type": "default", "rope_theta": 10000.0}
         ("Llama", {"mlp_bias": 1}, ["mlp_bias=1: must be true or false"]),
         ("Qwen3", {"attention_bias": None}, ["missing: attention_bias"]),
         ("Mixtral", {"router_jitter_noise": 0.1}, ["router_jitter_noise=0.1"]),
-        ("Qwen3Moe", {"mlp_only_layers": [0, 1]}, ["no layer of the model has experts"]),
         ("Qwen3Moe", {"mlp_only_layers": ["0"]}, ["mlp_only_layers=['0']"]),
         ("Qwen3Moe", {"decoder_sparse_step": 0}, ["decoder_sparse_step=0"]),
         ("Qwen2Moe", {"use_sliding_window": True}, ["use_sliding_window=True"]),
         ("Glm4Moe", {"first_k_dense_replace": -1}, ["first_k_dense_replace=-1"]),
-        ("Glm4Moe", {"first_k_dense_replace": 2}, ["no layer of the model has experts"]),
+        ("DeepseekV2", {"topk_method": "noaux_tc"}, ["topk_method='noaux_tc' is not supported"]),
+        ("DeepseekV2", {"norm_topk_prob": True}, ["norm_topk_prob=True is not supported"]),
         ("Glm4Moe", {"n_group": 5}, ["32", "multiple of the number of groups, 5"]),
         ("Glm4Moe", {"topk_group": 3}, ["3 groups of experts per token"]),
         ("Glm4Moe", {"num_experts_per_tok": 17}, ["17 experts per token", "16 experts"]),

@@ -53,7 +53,7 @@ LATENT = {
     "qk_nope_head_dim": 6,
     "qk_rope_head_dim": 4,
     "v_head_dim": 8,
-    "first_k_dense_replace": 64,
+    "first_k_dense_replace": 1,
 }
 CONFIGS = {
     "LlamaForCausalLM": SIZES,
@@ -74,8 +74,8 @@ CONFIGS = {
     "Gemma2ForCausalLM": SIZES | {"head_dim": 8},
     "Gemma3ForCausalLM": SIZES | {"head_dim": 8},
     "Glm4ForCausalLM": SIZES | {"head_dim": 8},
-    "DeepseekV3ForCausalLM": SIZES | LATENT,
-    "DeepseekV2ForCausalLM": SIZES | LATENT,
+    "DeepseekV3ForCausalLM": SIZES | LATENT | GLM_EXPERTS,
+    "DeepseekV2ForCausalLM": SIZES | LATENT | GLM_EXPERTS | {"topk_method": "group_limited_greedy"},
     # the layer before the last one has a delta net, the last one has attention
     "Qwen3_5ForCausalLM": SIZES
     | {"head_dim": 8, "full_attention_interval": 2}
@@ -176,7 +176,8 @@ def test_latent_attention_scales_equal_transformers(version, rope):
     from transformers.models.deepseek_v3 import modeling_deepseek_v3 as v3
 
     name = f"Deepseek{version}"
-    config = getattr(transformers, f"{name}Config")(**SIZES | LATENT, rope_parameters=rope)
+    sizes = SIZES | LATENT | GLM_EXPERTS
+    config = getattr(transformers, f"{name}Config")(**sizes, rope_parameters=rope)
     module = {"V2": v2, "V3": v3}[version]
     architecture = {"architectures": [f"{name}ForCausalLM"]}
     shape = read_config(config.to_dict() | architecture, "test")
@@ -195,7 +196,6 @@ def test_latent_attention_scales_equal_transformers(version, rope):
         ({"head_dim": 6}, "head_dim=6 is not supported; supported: 4, which follows from"),
         ({"num_key_value_heads": 2}, "num_key_value_heads=2 is not supported; supported: the"),
         ({"v_head_dim": 11}, "v_head_dim=11: must be at most qk_nope_head_dim + qk_rope_head_dim"),
-        ({"first_k_dense_replace": 1}, "first_k_dense_replace=1 is not supported; supported: mod"),
         ({"rope_interleave": 1}, "rope_interleave=1: must be true or false"),
         (
             {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "mscale_all_dim": 1.0}},
@@ -290,6 +290,14 @@ def test_unsupported_config_is_refused_with_entry_name(change, message):
     with pytest.raises(ConfigError, match="origin: ") as caught:
         read_config(config, "origin")
     assert message in str(caught.value)
+
+
+def test_kimi_k2_is_read_as_deepseek_v3():
+    config = SIZES | LATENT | GLM_EXPERTS | {"architectures": ["DeepseekV3ForCausalLM"]}
+    expected = read_config(config, "test")
+    assert read_config(config | {"model_type": "kimi_k2"}, "test") == expected
+    with pytest.raises(ConfigError, match="model_type='kimi_linear' contradicts architectures="):
+        read_config(config | {"model_type": "kimi_linear"}, "test")
 
 
 @pytest.mark.parametrize("content", [[], "llama", 3, None])

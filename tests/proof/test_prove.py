@@ -64,6 +64,44 @@ def test_small_model_keeps_scaled_rope_and_ratio_of_heads():
     assert small["max_position_embeddings"] == 16 * rope.scaling.original_positions
 
 
+KIMI_K2 = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "kimi_k2",
+    "auto_map": {"AutoModel": "modeling_deepseek.DeepseekV3Model"},
+    "hidden_size": 7168,
+    "head_dim": 64,
+    "num_hidden_layers": 61,
+    "first_k_dense_replace": 1,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "kv_lora_rank": 512,
+    "n_group": 1,
+    "topk_group": 1,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 32.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+    },
+    "max_position_embeddings": 131072,
+    "vocab_size": 163840,
+    "eos_token_id": 163585,
+}
+
+
+@pytest.mark.parametrize("rank", [1536, None])
+def test_small_model_keeps_latent_attention(rank):
+    small = shrink_config(KIMI_K2 | {"q_lora_rank": rank}, [ParallelConfig()], "here")
+    assert small["model_type"] == "deepseek_v3" and "auto_map" not in small
+    shape = read_config(small, "here")
+    assert shape.latent_attention is not None and shape.latent_attention.kv_lora_rank < 64
+    assert shape.has_query_latent == (rank is not None)
+    assert [layer.has_experts for layer in shape.layers] == [False, True, True, True]
+    # mscale_all_dim still scales the scores
+    assert shape.softmax_scale is not None and shape.softmax_scale > shape.head_dim**-0.5
+
+
 def test_small_model_has_each_kind_of_layer():
     small = read_config(shrink_config(GEMMA3, [ParallelConfig()], "here"), "here")
     windows = [layer.sliding_window is not None for layer in small.layers]
