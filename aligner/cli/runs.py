@@ -40,7 +40,11 @@ from aligner.models.shape import ModelShape
 from aligner.observability.console import OutputMode, RunConsole, print_table
 from aligner.paths import get_run_paths
 from aligner.placement.memory.role_memory import build_memory_table, compute_role_memory
-from aligner.placement.placement_table import build_placement_table, find_layer_notes
+from aligner.placement.placement_table import (
+    build_placement_table,
+    find_layer_notes,
+    find_stage_notes,
+)
 from aligner.placement.roles import describe_model, has_gpu
 from aligner.placement.slurm_layout import compute_slurm_layout
 from aligner.rewards.input_checks import check_inputs
@@ -228,6 +232,7 @@ def validate(parsed: argparse.Namespace) -> None:
     for line in (
         describe_model(plan.config, shape, expected),
         *_end_token_lines(plan.config, shape),
+        *find_stage_notes(plan.config, shape, expected),
         *find_layer_notes(plan.config),
         *stored_model_notes(plan.config, expected),
     ):

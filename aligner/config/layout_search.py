@@ -186,7 +186,7 @@ def _iterate_model_parallelism(situation: Situation, devices: int) -> Iterator[t
         for size in tensor_sizes(situation.shape, situation.machine.gpus)
         if devices % size == 0
     ]
-    pipeline_sizes = [size for size in (1, 2, 4, 8, 16) if situation.shape.num_layers % size == 0]
+    pipeline_sizes = [size for size in (1, 2, 4, 8, 16) if size <= situation.shape.num_layers]
     size_pairs = [
         (tensor, pipeline)
         for tensor in tensor_parallel_sizes

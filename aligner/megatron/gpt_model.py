@@ -42,8 +42,9 @@ from aligner.megatron.layers import (
     uses_transformer_engine,
 )
 from aligner.megatron.world import World
+from aligner.models.pipeline_stages import count_part_layers, name_parts, stage_layers
 from aligner.models.shape import Experts, ModelShape, compute_inverse_frequencies
-from aligner.models.weight_slices import Head, compute_shard_size, stage_layers
+from aligner.models.weight_slices import Head, compute_shard_size
 from aligner.schema import MegatronModelConfig, OptimizerConfig, ParallelConfig, TrainedModelConfig
 
 _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
@@ -143,16 +144,17 @@ def _expert_settings(experts: Experts) -> dict[str, Any]:
     }
 
 
-def _layout_settings(layout: ParallelConfig) -> dict[str, Any]:
+def _layout_settings(shape: ModelShape, layout: ParallelConfig) -> dict[str, Any]:
     """Return the arguments of a TransformerConfig that follow from the parallel layout."""
     is_interleaved = layout.virtual_pipeline > 1
+    part_layers = count_part_layers(shape, layout)
     return {
         "tensor_model_parallel_size": layout.tensor,
         "sequence_parallel": layout.sequence,
         "pipeline_model_parallel_size": layout.pipeline,
         "virtual_pipeline_model_parallel_size": layout.virtual_pipeline if is_interleaved else None,
-        "num_layers_in_last_pipeline_stage": (
-            layout.last_stage_layers if layout.pipeline > 1 and not is_interleaved else None
+        "pipeline_model_parallel_layout": (
+            name_parts(part_layers) if layout.pipeline > 1 else None
         ),
         "context_parallel_size": layout.context,
         "expert_model_parallel_size": layout.expert,
@@ -212,7 +214,7 @@ def transformer_config(
             # The unfused rotary embedding synchronizes with the GPU in every layer of a packed
             # micro-batch.
             apply_rope_fusion=transformer_engine and not shape.learned_positions,
-            **_layout_settings(layout),
+            **_layout_settings(shape, layout),
             **_RECOMPUTE[recompute],
             **({} if fp8_recipe is None else _FP8[fp8_recipe]),
         )
@@ -313,7 +315,7 @@ def _build_chunk(
     chunks = world.layout.virtual_pipeline
     has_head = world.is_last_stage and chunk == chunks - 1
     stage = chunk if chunks > 1 else None
-    layers = stage_layers(shape.num_layers, world.layout, world.coordinates.pipeline)[chunk]
+    layers = stage_layers(shape, world.layout, world.coordinates.pipeline)[chunk]
     # the rotary positions of all layers; only transformer-engine's layers use it
     rope = None if shape.common_layer is None else shape.common_layer.rope
     tensor_ranks = world.layout.tensor

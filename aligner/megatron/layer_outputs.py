@@ -11,7 +11,7 @@ from torch import Tensor
 
 from aligner.megatron.packing import PackedBatch
 from aligner.megatron.runner import ModelRunner
-from aligner.models.weight_slices import stage_layers
+from aligner.models.pipeline_stages import stage_layers
 
 
 @torch.no_grad()
@@ -56,7 +56,7 @@ def _recorded_outputs(runner: ModelRunner) -> Iterator[dict[int, list[Tensor]]]:
 
     layout, stage = runner.world.layout, runner.world.coordinates.pipeline
     for chunk, indices in zip(
-        runner.chunks, stage_layers(runner.shape.num_layers, layout, stage), strict=True
+        runner.chunks, stage_layers(runner.shape, layout, stage), strict=True
     ):
         for module, layer in zip(chunk.decoder.layers, indices, strict=True):
             outputs[layer] = []

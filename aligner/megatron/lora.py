@@ -208,7 +208,7 @@ class LoraWeights(NamedWeights):
         if shape.attention_gate:
             self._gated_queries = shape.num_heads // (world.layout.tensor * groups)
         table = build_adapter_table(self._map)
-        slices = compute_trainer_slices(table, shape.num_layers, world.layout, world.rank)
+        slices = compute_trainer_slices(table, shape, world.layout, world.rank)
         for chunk in chunks:
             chunk.requires_grad_(False)
         self._layers = self._attach_adapters(chunks, slices, lora, groups=groups)

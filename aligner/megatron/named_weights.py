@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from aligner.data.model_directory import read_slices
 from aligner.megatron.world import World
 from aligner.models.families import INTERLEAVED_PARTS, Part
+from aligner.models.pipeline_stages import stage_layers
 from aligner.models.shape import ModelShape
 from aligner.models.weight_slices import (
     Slice,
     TensorSpec,
     compute_trainer_slices,
     cut_shape,
-    stage_layers,
 )
 
 # transformer-engine's linear layers contain the preceding norm. Each pair is the name prefix of the
@@ -46,7 +46,7 @@ def _global_parameters(
     megatron-core counts layers from the first layer of a chunk, and experts from the first expert
     of the rank.
     """
-    layers = stage_layers(shape.num_layers, world.layout, world.coordinates.pipeline)
+    layers = stage_layers(shape, world.layout, world.coordinates.pipeline)
     first_expert = world.coordinates.expert * (shape.num_experts // world.layout.expert)
     parameters = {}
     for chunk, chunk_layers in zip(chunks, layers, strict=True):
@@ -121,7 +121,7 @@ class NamedWeights:
     ) -> None:
         self.table = table
         self.slices: dict[str, Slice] = compute_trainer_slices(
-            table, shape.num_layers, world.layout, world.rank
+            table, shape, world.layout, world.rank
         )
         self.specs = {spec.name: spec for spec in table}
         self.tensor_ranks = world.layout.tensor

@@ -155,33 +155,58 @@ def _pipeline_problems(key: str, layout: ParallelConfig, shape: ModelShape) -> I
     layers = shape.num_layers
     stages = layout.pipeline
     chunks = layout.virtual_pipeline
-    if chunks > 1:
-        if stages == 1:
+    if stages == 1:
+        if chunks > 1:
             yield f"{key}.virtual_pipeline={chunks}: requires {key}.pipeline above 1"
-        elif layers % (stages * chunks):
-            yield (
-                f"{key}.virtual_pipeline={chunks}: the model's {layers} layers must be a multiple"
-                f" of {stages} stages x {chunks} chunks"
-            )
-        if layout.last_stage_layers is not None:
-            yield (
-                f"{key}.last_stage_layers={layout.last_stage_layers}: is not supported with"
-                f" {key}.virtual_pipeline={chunks}, which requires chunks of equal size"
-            )
-    elif layout.last_stage_layers is not None and stages > 1:
-        before = layers - layout.last_stage_layers
-        earlier = stages - 1
-        if before < earlier or before % earlier:
-            yield (
-                f"{key}.last_stage_layers={layout.last_stage_layers}: leaves {before} of the"
-                f" model's {layers} layers, which cannot be split evenly over the {earlier}"
-                " earlier stages"
-            )
-    elif layers % stages:
-        fitting = ", ".join(str(size) for size in range(1, layers + 1) if layers % size == 0)
+        return
+    parts = stages * chunks
+    if parts > layers:
+        stages_text = f"{key}.pipeline={stages}"
+        if chunks > 1:
+            stages_text += f" x virtual_pipeline={chunks}"
         yield (
-            f"{key}.pipeline={stages}: must divide the model's {layers} layers; valid sizes:"
-            f" {fitting}"
+            f"{stages_text}: must be at most the model's {layers} layers, because each stage or"
+            " chunk needs at least one layer"
+        )
+    if layout.stage_layers is not None:
+        yield from _stage_layers_problems(key, layout, layers)
+    elif layout.last_stage_layers is not None:
+        yield from _last_stage_problems(key, layout, layers)
+
+
+def _stage_layers_problems(key: str, layout: ParallelConfig, layers: int) -> Iterator[str]:
+    """Yield a message for each reason why `stage_layers` does not fit the model."""
+    sizes = layout.stage_layers or []
+    text = f"{key}.stage_layers={sizes}"
+    parts = layout.pipeline * layout.virtual_pipeline
+    if layout.last_stage_layers is not None:
+        yield (
+            f"{text}: cannot be combined with {key}.last_stage_layers={layout.last_stage_layers};"
+            " remove one of them"
+        )
+    if len(sizes) != parts:
+        chunks = f" x {layout.virtual_pipeline} chunks" if layout.virtual_pipeline > 1 else ""
+        yield f"{text}: must have {parts} numbers, for {layout.pipeline} stages{chunks}"
+    if any(size < 1 for size in sizes):
+        yield f"{text}: each number must be at least 1"
+    if sum(sizes) != layers:
+        yield f"{text}: the sum is {sum(sizes)}, but must be the model's {layers} layers"
+
+
+def _last_stage_problems(key: str, layout: ParallelConfig, layers: int) -> Iterator[str]:
+    """Yield a message for each reason why `last_stage_layers` does not fit the model."""
+    last = layout.last_stage_layers or 0
+    text = f"{key}.last_stage_layers={last}"
+    earlier = layout.pipeline - 1
+    if layout.virtual_pipeline > 1:
+        yield (
+            f"{text}: is not supported with {key}.virtual_pipeline={layout.virtual_pipeline}; set"
+            f" {key}.stage_layers instead"
+        )
+    elif layers - last < earlier:
+        yield (
+            f"{text}: leaves {layers - last} of the model's {layers} layers, but each of the"
+            f" {earlier} earlier stages needs at least one; must be at most {layers - earlier}"
         )
 
 

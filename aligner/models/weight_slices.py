@@ -17,6 +17,7 @@ from typing import Literal
 
 from aligner.errors import ConfigError
 from aligner.models.families import FUSED_PARTS, SCALAR_HEAD, WEIGHTS, Part, Weight
+from aligner.models.pipeline_stages import stage_layers
 from aligner.models.shape import DeltaNet, LayerShape, ModelShape
 from aligner.schema import EngineParallelConfig, LoraConfig, ParallelConfig
 
@@ -438,37 +439,20 @@ def compute_tensor_slice(spec: TensorSpec, rank: int, size: int, multiple: int =
     return Slice(spec.name, None, 0, 0) if is_whole else Slice(spec.name, spec.axis, start, stop)
 
 
-def stage_layers(num_layers: int, layout: ParallelConfig, stage: int) -> list[range]:
-    """Return the decoder layers of a pipeline stage, one range for each of its model chunks.
-
-    A plain pipeline has one chunk per stage, and its last stage may have fewer layers. With
-    `virtual_pipeline` chunks per stage, the layers are divided into equal parts, and chunk c of
-    stage s is part c × stages + s (Narayanan et al. 2021, section 2.2).
-    """
-    stages = layout.pipeline
-    chunks = layout.virtual_pipeline
-    if chunks > 1:
-        size = num_layers // (stages * chunks)
-        return [
-            range((chunk * stages + stage) * size, (chunk * stages + stage + 1) * size)
-            for chunk in range(chunks)
-        ]
-    if stages == 1:
-        return [range(num_layers)]
-    last = num_layers // stages if layout.last_stage_layers is None else layout.last_stage_layers
-    size = (num_layers - last) // (stages - 1)
-    return [range(stage * size, num_layers if stage == stages - 1 else (stage + 1) * size)]
-
-
 def compute_trainer_slices(
-    table: tuple[TensorSpec, ...], num_layers: int, layout: ParallelConfig, rank: int
+    table: tuple[TensorSpec, ...], shape: ModelShape, layout: ParallelConfig, rank: int
 ) -> dict[str, Slice]:
-    """Return the slices that a rank of the trainer holds, by the name of the weight."""
+    """Return the slices that a rank of the trainer holds, by the name of the weight.
+
+    Args:
+        table: The weights of the model or of its adapters.
+        shape: The model's shape.
+        layout: Layout of the trainer.
+        rank: Rank of the trainer.
+    """
     rank_coordinates = compute_coordinates(rank, layout)
     layers = {
-        layer
-        for chunk in stage_layers(num_layers, layout, rank_coordinates.pipeline)
-        for layer in chunk
+        layer for chunk in stage_layers(shape, layout, rank_coordinates.pipeline) for layer in chunk
     }
     # A pipeline with one stage is both first and last.
     stage_names = {

@@ -5,6 +5,9 @@ from dataclasses import astuple, dataclass
 
 from rich.table import Table
 
+from aligner.models.model_source import NOTHING_EXPECTED, ExpectedInputs, critic_shape
+from aligner.models.pipeline_stages import count_part_layers
+from aligner.models.shape import ModelShape
 from aligner.placement.local_devices import assign_local_devices, describe_devices
 from aligner.placement.roles import (
     compute_threads_per_rank,
@@ -145,6 +148,24 @@ def build_placement_table(config: Config) -> Table:
     for placement in build_placements(config):
         table.add_row(*("-" if value is None else str(value) for value in astuple(placement)))
     return table
+
+
+def find_stage_notes(
+    config: Config, shape: ModelShape, expected: ExpectedInputs = NOTHING_EXPECTED
+) -> Iterator[str]:
+    """Yield a note for each trained model whose pipeline stages were chosen with unequal sizes."""
+    models = {"actor": (config.actor.parallel, shape)}
+    if config.algorithm.has_critic:
+        models["critic"] = (config.critic.parallel, critic_shape(config, shape, expected))
+    for section, (layout, model) in models.items():
+        sizes = count_part_layers(model, layout)
+        if layout.stage_layers is None and len(set(sizes)) > 1:
+            parts = "chunks" if layout.virtual_pipeline > 1 else "stages"
+            yield (
+                f"note: {section}.parallel: the {parts} of the pipeline have"
+                f" {', '.join(map(str, sizes))} layers; set {section}.parallel.stage_layers to"
+                " choose other numbers"
+            )
 
 
 def find_layer_notes(config: Config) -> Iterator[str]:

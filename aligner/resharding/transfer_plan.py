@@ -202,7 +202,7 @@ def plan_resharding(
     return plan_transfers(
         table,
         {
-            rank: compute_trainer_slices(table, shape.num_layers, trainer, rank)
+            rank: compute_trainer_slices(table, shape, trainer, rank)
             for rank in range(trainer.ranks)
         },
         {

@@ -23,11 +23,20 @@ class ParallelConfig:
         " 1F1B schedule.",
         minimum=1,
     )
+    stage_layers: list[int] | None = option(
+        None,
+        "Number of decoder layers of each pipeline stage, such as `[16, 16, 15, 14]`. With"
+        " `virtual_pipeline`, of each chunk in the order of the layers: first chunk of each stage,"
+        " second chunk of each stage, and so on. Null: equal numbers if possible; otherwise the"
+        " stages have about equal times, and the last stage, which also computes the head, has"
+        " fewer layers.",
+        read_if=".pipeline>1",
+    )
     last_stage_layers: int | None = option(
         None,
         "Number of decoder layers of the last pipeline stage, which also computes the head. The"
-        " remaining layers are distributed evenly over the other stages. Null means that all"
-        " stages have the same number of layers.",
+        " remaining layers are distributed over the other stages as evenly as possible. Null"
+        " means `stage_layers`.",
         minimum=1,
         read_if=".pipeline>1",
     )

@@ -142,38 +142,47 @@ def tiny(directory: Path, *overrides: str) -> list[str]:
             "actor.parallel.tensor=3: must divide the model's 4 attention heads",
         ),
         (
-            ["actor.parallel.tensor=4"],
-            "must divide the model's 2 key-value heads; valid sizes: 1, 2",
+            [
+                "model.config.num_attention_heads=12",
+                "model.config.num_key_value_heads=6",
+                "model.config.hidden_size=96",
+                "actor.parallel.tensor=4",
+            ],
+            "must divide the model's 6 key-value heads or be a multiple of them; valid sizes: 1, 2",
         ),
         (
-            ["model.config.vocab_size=63", "critic.parallel.tensor=4"],
-            "critic.parallel.tensor=4: must divide the model's 2 key-value heads",
+            ["model.config.vocab_size=63", "critic.parallel.tensor=8"],
+            "critic.parallel.tensor=8: must divide the model's 4 attention heads",
         ),
         (
-            ["actor.parallel.pipeline=3"],
-            "actor.parallel.pipeline=3: must divide the model's 4 layers; valid sizes: 1, 2, 4",
+            ["actor.parallel.pipeline=5"],
+            "actor.parallel.pipeline=5: must be at most the model's 4 layers",
+        ),
+        (
+            ["actor.parallel.pipeline=3", "actor.parallel.stage_layers=[2,1,2]"],
+            "actor.parallel.stage_layers=[2, 1, 2]: the sum is 5, but must be the model's 4 layers",
         ),
         (
             ["actor.parallel.pipeline=2", "actor.parallel.last_stage_layers=4"],
             "actor.parallel.last_stage_layers=4: leaves 0 of the model's 4 layers",
         ),
         (
-            ["critic.num_layers=3", "critic.parallel.pipeline=2"],
-            "critic.parallel.pipeline=2: must divide the model's 3 layers",
+            ["critic.num_layers=3", "critic.parallel.pipeline=4"],
+            "critic.parallel.pipeline=4: must be at most the model's 3 layers",
         ),
         (
             ["critic.num_layers=9"],
             "critic.num_layers=9: must be at most 4, the number of layers of the model",
         ),
         (
-            ["engine.parallel.tensor=4", "actor.parallel.data=4"],
-            "engine.parallel.tensor=4: must divide the model's 2 key-value heads",
+            ["engine.parallel.tensor=8", "actor.parallel.data=8"],
+            "engine.parallel.tensor=8: must divide the model's 4 attention heads",
         ),
         (
             ["actor.parallel.data=4", "engine.parallel.tensor=2", "engine.parallel.data=1"],
             (
                 "tensor=2 x data=1 is 2 ranks, but a colocated engine must use all 4 ranks of the"
-                " trainer; tensor x data can be 1x4 or 2x2"
+                " trainer; tensor x data can be 1x4 or 2x2 or 4x1"
             ),
         ),
         (
@@ -258,7 +267,7 @@ def test_invalid_value_is_refused_with_its_key(
 def test_all_problems_are_reported_together(tmp_path: Path) -> None:
     overrides = tiny(
         tmp_path,
-        "actor.parallel.pipeline=3",
+        "actor.parallel.pipeline=5",
         "engine.parallel.data=1",
         "run.stop_after=99",
         "data.prompts=[]",

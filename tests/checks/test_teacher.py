@@ -169,8 +169,8 @@ def test_future_initial_model_may_be_the_teacher(tmp_path: Path) -> None:
         ),
         (
             "deeper-model",
-            ["teacher.parallel.pipeline=3"],
-            r"teacher\.parallel\.pipeline=3: must divide the model's 8 layers",
+            ["teacher.parallel.pipeline=9"],
+            r"teacher\.parallel\.pipeline=9: must be at most the model's 8 layers",
         ),
         (
             "deeper-model",

@@ -114,25 +114,64 @@ def test_fewer_ranks_than_roles_are_refused():
 
 
 def test_check_reports_original_layout_of_dry_run():
-    wrong = with_values(base(), {**SEVENTY, "actor.parallel.pipeline": 7, "dry_run.scale": "tiny"})
+    wrong = with_values(base(), {**SEVENTY, "actor.parallel.pipeline": 81, "dry_run.scale": "tiny"})
     with pytest.raises(
-        ConfigError, match=r"actor.parallel.pipeline=7: must divide the model's 80 layers"
+        ConfigError, match=r"actor.parallel.pipeline=81: must be at most the model's 80 layers"
     ):
         tiny(wrong, read_config(LLAMA3, "test"))
 
 
-@pytest.mark.parametrize(("last", "expected"), [(4, (7, 1)), (10, (4, 1)), (16, (5, 2))])
-def test_dry_run_preserves_last_stage_imbalance(last, expected):
+@pytest.mark.parametrize(
+    ("layers", "layout", "expected"),
+    [
+        (40, {"last_stage_layers": 4}, (7, [2, 2, 2, 1])),
+        (40, {"last_stage_layers": 10}, (4, None)),
+        (40, {"last_stage_layers": 16}, (5, [1, 1, 1, 2])),
+        (40, {"stage_layers": [12, 12, 9, 7]}, (9, [3, 3, 2, 1])),
+        (40, {}, (4, None)),
+        (94, {}, (7, [2, 2, 2, 1])),
+    ],
+)
+def test_dry_run_preserves_imbalance_of_stages(layers, layout, expected):
     config = with_values(
-        base(), {"model.config": LLAMA3 | {"num_hidden_layers": 40}, "engine.parallel.data": 4}
+        base(), {"model.config": LLAMA3 | {"num_hidden_layers": layers}, "engine.parallel.data": 4}
     )
-    small = tiny(
-        with_values(config, {"actor.parallel": ParallelConfig(pipeline=4, last_stage_layers=last)})
+    small = tiny(with_values(config, {"actor.parallel": ParallelConfig(pipeline=4, **layout)}))
+    assert (small.model.config["num_hidden_layers"], small.actor.parallel.stage_layers) == expected
+
+
+def test_dry_run_of_critic_with_other_stages_has_as_many_layers():
+    config = with_values(
+        base(),
+        {
+            "model.config": LLAMA3 | {"num_hidden_layers": 94},
+            "engine.parallel.data": 4,
+            # stages of 24, 24, 24 and 22 layers, and of 47 and 47
+            "actor.parallel": ParallelConfig(pipeline=4),
+            "critic.parallel": ParallelConfig(pipeline=2),
+        },
     )
-    assert (
-        small.model.config["num_hidden_layers"],
-        small.actor.parallel.last_stage_layers,
-    ) == expected
+    small = tiny(config)
+    assert small.model.config["num_hidden_layers"] == 10
+    assert small.actor.parallel.stage_layers == [3, 3, 3, 1]
+    assert small.critic.parallel.stage_layers is None
+
+
+def test_dry_run_with_fewer_stages_keeps_first_and_last():
+    layout = ParallelConfig(pipeline=8, data=8, stage_layers=[10, 10, 10, 10, 10, 10, 10, 4])
+    config = with_values(
+        base(),
+        {
+            "model.config": LLAMA3 | {"num_hidden_layers": 74},
+            "actor.parallel": layout,
+            "engine.placement": "server",
+            "engine.parallel.data": 4,
+        },
+    )
+    small = tiny(config, max_ranks=8)
+    assert small.actor.parallel.pipeline < 8
+    sizes = small.actor.parallel.stage_layers
+    assert sizes == [2] * (small.actor.parallel.pipeline - 1) + [1]
 
 
 @pytest.mark.parametrize(
@@ -543,7 +582,8 @@ def runs(draw: st.DrawFn) -> tuple[Config, ModelShape | None]:
     config = base(draw(st.sampled_from(ALGORITHMS)))
     actor, critic, judge = draw(layouts(experts)), draw(layouts(experts)), draw(layouts(False))
     unit = math.lcm(*(layout.pipeline * layout.virtual_pipeline for layout in (actor, critic)))
-    total = unit * draw(st.sampled_from([1, 2]))
+    # one layer more: stages of different sizes
+    total = unit * draw(st.sampled_from([1, 2])) + draw(st.integers(0, 1))
     # Layers without experts come first in some architectures.
     layers = sorted(SHAPES[name].with_layers(total).layers, key=lambda layer: layer.has_experts)
     mixture = SHAPES[name].experts if layers[-1].has_experts else None

@@ -298,6 +298,12 @@ IDLE: tuple[tuple[str, str, str, str], ...] = (
     ("tiny_ppo", "actor.lora.targets=[mlp]", "actor.lora.rank=0", "actor.lora.rank above 0"),
     (
         "tiny_ppo",
+        "actor.parallel.stage_layers=[2,2]",
+        "actor.parallel.pipeline=1",
+        "actor.parallel.pipeline above 1",
+    ),
+    (
+        "tiny_ppo",
         "actor.parallel.last_stage_layers=1",
         "actor.parallel.pipeline=1",
         "actor.parallel.pipeline above 1",

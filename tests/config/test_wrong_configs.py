@@ -67,7 +67,16 @@ WRONG: tuple[tuple[str, ...], ...] = (
     ("engine.kind=sglang", "engine.kind=sglang: allowed: embedded, tensorrt_llm, vllm"),
     ("run.name=a/b", "run.name=a/b: must consist of letters, digits"),
     # Incompatible layouts and sizes.
-    ("actor.parallel.pipeline=3", "actor.parallel.pipeline=3", "must divide the model's 4 layers"),
+    (
+        "actor.parallel.pipeline=5",
+        "actor.parallel.pipeline=5",
+        "must be at most the model's 4 layers",
+    ),
+    (
+        "actor.parallel.pipeline=2 actor.parallel.stage_layers=[5]",
+        "actor.parallel.stage_layers=[5]",
+        "must have 2 numbers, for 2 stages",
+    ),
     (
         "actor.parallel.tensor=3",
         "actor.parallel.tensor=3",

@@ -315,11 +315,12 @@ def test_engine_without_weights_refuses_generation(tied_directory):
 
 
 def test_indivisible_key_value_heads_are_refused(tied_directory):
+    shape = dataclasses.replace(shape_of(tied_directory), num_heads=12, num_kv_heads=6)
     with pytest.raises(
         ConfigError,
-        match=r"engine.parallel.tensor=4: must divide the model's 2 key-value heads",
+        match=r"engine.parallel.tensor=4: must divide the model's 6 key-value heads or be a",
     ):
-        EmbeddedEngine(shape_of(tied_directory), settings_of(tensor=4), 0, 1)
+        EmbeddedEngine(shape, settings_of(tensor=4), 0, 1)
 
 
 def test_directory_of_other_shape_is_refused(tied_directory, tmp_path):

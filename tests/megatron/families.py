@@ -88,9 +88,9 @@ def _qwen3_windows(t: Any) -> Any:
     return t.Qwen3Config(**_GROUPED, **_rope(), **windows, head_dim=32)
 
 
-def _smollm3(t: Any) -> Any:
+def _smollm3(t: Any, **sizes: Any) -> Any:
     windows = {"use_sliding_window": True, "sliding_window": 5}
-    return t.SmolLM3Config(**_GROUPED, **_rope(), **windows, no_rope_layer_interval=2)
+    return t.SmolLM3Config(**{**_GROUPED, **sizes}, **_rope(), **windows, no_rope_layer_interval=2)
 
 
 def _granite(t: Any) -> Any:
@@ -321,6 +321,7 @@ CONFIGS: Mapping[str, Callable[[Any], Any]] = {
     "mistral": lambda t: t.MistralConfig(**_GROUPED, **_rope(), sliding_window=5),
     "gpt2": _gpt2,
     "smollm3": _smollm3,
+    "smollm3-six": lambda t: _smollm3(t, num_hidden_layers=6),
     "granite": _granite,
     "granite-bias": _granite_bias,
     "phi3": lambda t: t.Phi3Config(**_GROUPED, **_rope(partial_rotary_factor=0.5)),

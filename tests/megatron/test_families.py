@@ -62,8 +62,27 @@ COPY_CELLS = [
     ("glm4", "TP4+SP"),
     ("mixtral", "TP4+SP"),
     ("qwen3_moe", "EP4 over TP4"),
+    ("gpt-oss", "EP4 over TP4"),
 ]
-ALL_LAYOUTS = {**LAYOUTS, **MIXTURE_LAYOUTS, **COPY_LAYOUTS}
+# Layouts whose pipeline stages or chunks have different numbers of layers.
+UNEVEN_LAYOUTS: Mapping[str, Mapping[str, Any]] = {
+    "PP3": {"pipeline": 3},
+    "PP2 1+3": {"pipeline": 2, "stage_layers": [1, 3]},
+    "VPP2 of 6": {"pipeline": 2, "virtual_pipeline": 2},
+    "VPP2 1+2+1+2": {"pipeline": 2, "virtual_pipeline": 2, "stage_layers": [1, 2, 1, 2]},
+    "PP3xTP2+SPxEP2": {"pipeline": 3, "tensor": 2, "sequence": True, "expert": 2}
+    | {"expert_tensor": 1},
+}
+# Families with a tied embedding, with layers of several kinds, and with experts.
+UNEVEN_CELLS = [
+    ("llama3", "PP3"),
+    ("smollm3", "PP2 1+3"),
+    ("gemma3", "PP3"),
+    ("glm4_moe", "PP3"),
+    ("qwen3_moe", "PP3xTP2+SPxEP2"),
+    ("qwen3_5", "PP3"),
+]
+ALL_LAYOUTS = {**LAYOUTS, **MIXTURE_LAYOUTS, **COPY_LAYOUTS, **UNEVEN_LAYOUTS}
 # These variants of a family differ only in parts that no layout splits, so layouts that split
 # tokens in the most ways are sufficient.
 VARIANTS = {
@@ -97,6 +116,8 @@ VARIANTS = {
     "qwen3_moe-raw": ("single", "EP2", "TP2+SPxEP2"),
     # A single KV head, of which both tensor ranks have a copy.
     "olmo2-multi-query": ("single", "TP2", "TP2+SP"),
+    # Six layers, which four chunks do not divide.
+    "smollm3-six": ("single", "VPP2 of 6", "VPP2 1+2+1+2"),
 }
 
 
@@ -120,6 +141,7 @@ CELLS = [
     for family, name in [
         *((family, name) for family in CONFIGS for name in layouts(family)),
         *COPY_CELLS,
+        *UNEVEN_CELLS,
     ]
 ]
 

@@ -30,6 +30,11 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "tp2-dp2": ({"tensor": 2, "data": 2}, {}),
     "pp2-dp2": ({"pipeline": 2, "data": 2}, {}),
     "pp2-uneven": ({"pipeline": 2, "last_stage_layers": 1}, {}),
+    "pp3": ({"pipeline": 3}, {}),
+    "pp2-stages-dp2-distributed": (
+        {"pipeline": 2, "stage_layers": [3, 1], "data": 2},
+        DISTRIBUTED,
+    ),
     "tp2-sp": ({"tensor": 2, "sequence": True}, {}),
     # Two tensor ranks have a copy of each KV head.
     "tp4-sp": ({"tensor": 4, "sequence": True}, {}),

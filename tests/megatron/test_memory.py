@@ -118,6 +118,13 @@ CASES = {
     "pp2": (LLAMA, {"pipeline": 2}, "vocabulary", {}),
     "pp2-full": (LLAMA, {"pipeline": 2}, "vocabulary", {"recompute": "full"}),
     "pp2-tied-last1": (TIED, {"pipeline": 2, "last_stage_layers": 1}, "vocabulary", {}),
+    "pp3": (LLAMA, {"pipeline": 3}, "vocabulary", {}),
+    "pp2-vpp2-uneven": (
+        LLAMA | {"num_hidden_layers": 6},
+        {"pipeline": 2, "virtual_pipeline": 2, "stage_layers": [1, 2, 1, 2]},
+        "vocabulary",
+        {},
+    ),
     "pp2-vpp2": (LLAMA, {"pipeline": 2, "virtual_pipeline": 2}, "vocabulary", {}),
     "cp2": (LLAMA, {"context": 2}, "vocabulary", {}),
     "dp2-distributed": (LLAMA, {"data": 2}, "vocabulary", DISTRIBUTED),

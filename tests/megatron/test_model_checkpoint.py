@@ -62,6 +62,7 @@ LORA = {"lora": {"rank": 4, "alpha": 6.0}}
         slow("llama3", at(tensor=2, sequence=True), ZERO),
         ("llama3", at(True, pipeline=2, virtual_pipeline=2, data=2), at(True, context=2)),
         slow("gpt2", ZERO, at(tensor=2)),
+        ("llama3", at(pipeline=3), at(pipeline=2, stage_layers=[3, 1])),
         # Two of the four tensor ranks have a copy of each KV head.
         ("qwen2", at(True, tensor=4, data=2), at(pipeline=2)),
         slow("olmo2", ZERO, at(True, tensor=4, sequence=True)),

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
 from aligner.models.hugging_face import read_config
 from aligner.models.layouts import layout_problems
+from aligner.models.pipeline_stages import count_part_layers, stage_layers
 from aligner.models.weight_slices import (
     Slice,
     compute_coordinates,
     compute_engine_slices,
     compute_trainer_slices,
-    stage_layers,
     weight_table,
 )
 from aligner.placement.placement_table import describe_layout
@@ -66,13 +68,45 @@ BIASED_EXPERTS = dataclasses.replace(
         ),
         (
             DENSE,
-            {"pipeline": 2, "virtual_pipeline": 3},
-            "8 layers must be a multiple of 2 stages x 3 chunks",
+            {"pipeline": 3, "virtual_pipeline": 3},
+            "actor.parallel.pipeline=3 x virtual_pipeline=3: must be at most the model's 8 layers",
+        ),
+        (DENSE, {"pipeline": 9}, "actor.parallel.pipeline=9: must be at most the model's 8 layers"),
+        (
+            DENSE,
+            {"pipeline": 2, "last_stage_layers": 8},
+            "last_stage_layers=8: leaves 0 of the model's 8 layers, but each of the 1 earlier stages"
+            " needs at least one; must be at most 7",
+        ),
+        (
+            DENSE,
+            {"pipeline": 2, "stage_layers": [3, 3, 2]},
+            "stage_layers=[3, 3, 2]: must have 2 numbers, for 2 stages",
+        ),
+        (
+            DENSE,
+            {"pipeline": 2, "virtual_pipeline": 2, "stage_layers": [4, 4]},
+            "stage_layers=[4, 4]: must have 4 numbers, for 2 stages x 2 chunks",
+        ),
+        (
+            DENSE,
+            {"pipeline": 2, "stage_layers": [8, 0]},
+            "stage_layers=[8, 0]: each number must be at least 1",
+        ),
+        (
+            DENSE,
+            {"pipeline": 2, "stage_layers": [4, 3]},
+            "stage_layers=[4, 3]: the sum is 7, but must be the model's 8 layers",
+        ),
+        (
+            DENSE,
+            {"pipeline": 2, "stage_layers": [4, 4], "last_stage_layers": 4},
+            "stage_layers=[4, 4]: cannot be combined with actor.parallel.last_stage_layers=4",
         ),
         (
             DENSE,
             {"pipeline": 2, "virtual_pipeline": 2, "last_stage_layers": 2},
-            "which requires chunks of equal size",
+            "set actor.parallel.stage_layers instead",
         ),
         (DENSE, {"expert": 2, "data": 2}, "expert=2: requires a mixture-of-experts model"),
         (EXPERTS, {"expert": 3, "data": 3}, "expert=3: must divide the model's 4 experts"),
@@ -141,7 +175,7 @@ def test_all_ranks_hold_each_weight_equally_often(layout):
     table = weight_table(EXPERTS)
     held = {spec.name: 0 for spec in table}
     for rank in range(layout.ranks):
-        for name, piece in compute_trainer_slices(table, EXPERTS.num_layers, layout, rank).items():
+        for name, piece in compute_trainer_slices(table, EXPERTS, layout, rank).items():
             spec = next(spec for spec in table if spec.name == name)
             held[name] += (
                 spec.numel
@@ -164,6 +198,11 @@ def test_all_ranks_hold_each_weight_equally_often(layout):
     [
         ({"pipeline": 2}, [[range(4)], [range(4, 8)]]),
         ({"pipeline": 2, "last_stage_layers": 2}, [[range(6)], [range(6, 8)]]),
+        ({"pipeline": 2, "stage_layers": [5, 3]}, [[range(5)], [range(5, 8)]]),
+        (
+            {"pipeline": 2, "virtual_pipeline": 2, "stage_layers": [3, 2, 2, 1]},
+            [[range(3), range(5, 7)], [range(3, 5), range(7, 8)]],
+        ),
         (
             {"pipeline": 2, "virtual_pipeline": 2},
             [[range(2), range(4, 6)], [range(2, 4), range(6, 8)]],
@@ -171,7 +210,75 @@ def test_all_ranks_hold_each_weight_equally_often(layout):
     ],
 )
 def test_pipeline_stages_hold_expected_layers(layout, expected):
-    assert [stage_layers(8, ParallelConfig(**layout), stage) for stage in range(2)] == expected
+    assert [stage_layers(DENSE, ParallelConfig(**layout), stage) for stage in range(2)] == expected
+
+
+QWEN3_235B = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_hidden_layers": 94,
+    "hidden_size": 4096,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "intermediate_size": 12288,
+    "moe_intermediate_size": 1536,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "vocab_size": 151936,
+}
+LLAMA_61 = LLAMA | {
+    "num_hidden_layers": 61,
+    "hidden_size": 8192,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "intermediate_size": 28672,
+    "vocab_size": 128256,
+}
+
+
+@pytest.mark.parametrize(
+    ("entries", "layout", "expected"),
+    [
+        # The head takes the time of 3 of the small layers, and of 1.2 of the large layers.
+        (QWEN3_235B, {"pipeline": 4}, (24, 24, 24, 22)),
+        (QWEN3_235B, {"pipeline": 8}, (12, 12, 12, 12, 12, 12, 12, 10)),
+        (QWEN3_235B, {"pipeline": 2, "virtual_pipeline": 2}, (24, 24, 24, 22)),
+        (LLAMA_61, {"pipeline": 4}, (15, 16, 16, 14)),
+        (LLAMA_61, {"pipeline": 4, "last_stage_layers": 16}, (15, 15, 15, 16)),
+        (LLAMA_61, {"pipeline": 4, "last_stage_layers": 14}, (15, 16, 16, 14)),
+        # Equal stages stay equal.
+        (QWEN3_235B, {"pipeline": 2}, (47, 47)),
+        (LLAMA | {"vocab_size": 320000}, {"pipeline": 4}, (2, 2, 2, 2)),
+        # A head that takes longer than all layers leaves one layer for the last stage.
+        (LLAMA | {"vocab_size": 320000}, {"pipeline": 3}, (3, 4, 1)),
+    ],
+)
+def test_stages_have_about_equal_times(entries, layout, expected):
+    shape = read_config(entries, "test")
+    assert count_part_layers(shape, ParallelConfig(**layout)) == expected
+
+
+@settings(max_examples=80, deadline=None)
+@given(data=st.data(), layers=st.integers(2, 40), pipeline=st.integers(2, 6))
+def test_every_layer_is_in_one_chunk_of_one_stage(data, layers, pipeline):
+    chunks = data.draw(st.integers(1, 3))
+    parts = pipeline * chunks
+    assume(parts <= layers)
+    layout = ParallelConfig(pipeline=pipeline, virtual_pipeline=chunks)
+    if data.draw(st.booleans()):
+        edges = data.draw(
+            st.lists(
+                st.integers(1, layers - 1), min_size=parts - 1, max_size=parts - 1, unique=True
+            )
+        )
+        edges = [0, *sorted(edges), layers]
+        layout.stage_layers = [stop - start for start, stop in pairwise(edges)]
+    shape = DENSE.with_layers(layers)
+    assert not list(layout_problems("actor.parallel", layout, shape))
+    stages = [stage_layers(shape, layout, stage) for stage in range(pipeline)]
+    in_order = [layer for chunk in zip(*stages, strict=True) for part in chunk for layer in part]
+    assert in_order == list(range(layers))
+    assert all(part for stage in stages for part in stage)
 
 
 def test_rank_coordinates_follow_default_order():
@@ -193,7 +300,7 @@ def test_first_and_last_stage_hold_tied_embedding():
     assert all(spec.name != "lm_head.weight" for spec in table)
     for rank in range(2):
         assert "model.embed_tokens.weight" in compute_trainer_slices(
-            table, 8, ParallelConfig(pipeline=2), rank
+            table, tied, ParallelConfig(pipeline=2), rank
         )
 
 

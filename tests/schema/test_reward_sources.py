@@ -441,11 +441,12 @@ def test_reward_model_may_use_layout_of_critic(tmp_path, reward_model):
     )
     with pytest.raises(
         ConfigError,
-        match=r"reward\.parallel\.tensor=4: must divide the model's 2 key-value heads",
+        match=r"reward\.parallel\.tensor=8: must divide the model's 4 attention heads",
     ):
-        check(compose(tmp_path, *model, "reward.parallel.tensor=4"))
+        check(compose(tmp_path, *model, "reward.parallel.tensor=8"))
     with pytest.raises(
-        ConfigError, match=r"critic\.parallel\.pipeline=3: must divide the model's 4 layers"
+        ConfigError,
+        match=r"critic\.parallel\.stage_layers=.*: the sum is 3, but must be the model's 4",
     ):
         check(
             compose(
@@ -454,6 +455,7 @@ def test_reward_model_may_use_layout_of_critic(tmp_path, reward_model):
                 "critic.with_reward=true",
                 "critic.num_layers=3",
                 "critic.parallel.pipeline=3",
+                "critic.parallel.stage_layers=[1,1,1]",
             )
         )
     with pytest.raises(

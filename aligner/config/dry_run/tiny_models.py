@@ -12,6 +12,7 @@ from itertools import count, product
 from typing import Any
 
 from aligner.errors import ConfigError
+from aligner.models.pipeline_stages import count_part_layers
 from aligner.models.shape import Experts, LayerShape, ModelShape
 from aligner.placement.roles import count_role_ranks, has_generator
 from aligner.schema import Config, EngineParallelConfig, ParallelConfig
@@ -223,8 +224,8 @@ def with_tiny_models(config: Config, run_config: Config, models: Models) -> tupl
 
     The tiny models keep the structure of the models of the run. If a model has more than one of
     them, its tiny model has more than one, too: layers of a stage or chunk, heads, groups of heads,
-    experts. The critic has fewer layers than the policy if it has fewer in the run, and the last
-    stage has more or fewer layers than the other stages if it has in the run.
+    experts. The critic has fewer layers than the policy if it has fewer in the run, and a pipeline
+    stage has more or fewer layers than another stage if it has in the run.
 
     Args:
         config: Configuration with the layouts of the dry run.
@@ -254,10 +255,10 @@ def with_tiny_models(config: Config, run_config: Config, models: Models) -> tupl
     depth = config.critic.num_layers or layers
     if models.rewards and not config.critic_serves_reward:
         first_reward = next(iter(models.rewards.values()))
-        depth, last_stage_layers = next(
-            _iterate_depths(layout, run_config.reward.parallel, first_reward.num_layers)
+        depth, stage_layers = next(
+            _iterate_depths(layout, run_config.reward.parallel, first_reward)
         )
-        config = with_values(config, {f"{key}.last_stage_layers": last_stage_layers})
+        config = with_values(config, _get_stage_values(key, stage_layers))
     run_layout: ParallelConfig = get_value(run_config, key)
     rewards = {
         source: _make_narrow(
@@ -302,84 +303,109 @@ def _choose_policy_layers(
         shape: Shape of the policy of the run.
 
     Returns:
-        The number of layers, and the values of `critic.num_layers` and of the layers of the last
+        The number of layers, and the values of `critic.num_layers` and of the layers of the
         stages that fit this number.
     """
     total = shape.num_layers
     critic_num_layers = run_config.critic.num_layers
     partial_layers = total if critic_num_layers is None else critic_num_layers
+    partial_shape = shape.with_layers(partial_layers)
     trains_reward_model = config.algorithm.trainer == "reward_model"
     policy_layouts = (
         config.actor.parallel,
         run_config.actor.parallel,
-        partial_layers if trains_reward_model else total,
+        partial_shape if trains_reward_model else shape,
     )
-    critic_layouts = (config.critic.parallel, run_config.critic.parallel, partial_layers)
+    critic_layouts = (config.critic.parallel, run_config.critic.parallel, partial_shape)
 
     # Take the smallest number of layers with which the policy and the critic fit their layouts,
-    # and with which the critic has fewer layers than the policy if it has fewer in the run.
-    for layers, last_layers in _iterate_depths(*policy_layouts):
-        values = {"actor.parallel.last_stage_layers": last_layers}
-        if trains_reward_model:
-            if critic_num_layers is not None:
-                values["critic.num_layers"] = layers
-            # The initial model has one more layer if the reward model drops some.
-            return layers + (partial_layers < total), values
-        if not config.algorithm.has_critic:
-            return layers, values
-        for depth, critic_last_layers in _iterate_depths(*critic_layouts, max_depth=layers):
-            if (depth < layers) == (partial_layers < total):
-                values["critic.parallel.last_stage_layers"] = critic_last_layers
+    # and with which the critic has fewer layers than the policy if it has fewer in the run. If no
+    # number keeps the relations of the stages of both models, the stages are chosen anew.
+    for keeps_stages in (True, False):
+        for layers, stage_layers in _iterate_depths(*policy_layouts, keeps_stages=keeps_stages):
+            values = _get_stage_values("actor.parallel", stage_layers)
+            if trains_reward_model:
                 if critic_num_layers is not None:
-                    values["critic.num_layers"] = depth
+                    values["critic.num_layers"] = layers
+                # The initial model has one more layer if the reward model drops some.
+                return layers + (partial_layers < total), values
+            if not config.algorithm.has_critic:
                 return layers, values
+            for depth, critic_stage_layers in _iterate_depths(
+                *critic_layouts, keeps_stages=keeps_stages
+            ):
+                if depth <= layers and (depth < layers) == (partial_layers < total):
+                    values |= _get_stage_values("critic.parallel", critic_stage_layers)
+                    if critic_num_layers is not None:
+                        values["critic.num_layers"] = depth
+                    return layers, values
+                if depth > layers:
+                    break
     raise AssertionError(f"no number of layers fits {policy_layouts[0]} and {critic_layouts[0]}")
 
 
-def _iterate_depths(
-    layout: ParallelConfig, run_layout: ParallelConfig, layers: int, max_depth: int = _MAX_LAYERS
-) -> Iterator[tuple[int, int | None]]:
-    """Yield numbers of layers that fit a layout, in increasing order.
+def _get_stage_values(key: str, stage_layers: list[int] | None) -> dict[str, Any]:
+    """Return the values of a layout that set the layers of its pipeline stages.
 
-    The last stage has more, fewer, or as many layers as the other stages, like the last stage in
-    the layout of the run.
+    Args:
+        key: Dotted key of the layout.
+        stage_layers: Number of layers of each stage or chunk; None if they are equal.
+    """
+    return {f"{key}.stage_layers": stage_layers, f"{key}.last_stage_layers": None}
+
+
+def _iterate_depths(
+    layout: ParallelConfig,
+    run_layout: ParallelConfig,
+    shape: ModelShape,
+    *,
+    keeps_stages: bool = True,
+) -> Iterator[tuple[int, list[int] | None]]:
+    """Yield numbers of layers that fit a layout, in increasing order.
 
     Args:
         layout: Layout of the dry run.
         run_layout: Layout of the run.
-        layers: Number of layers in the run.
-        max_depth: Maximum number of layers.
+        shape: Shape of the model in the run.
+        keeps_stages: Whether a stage has more, fewer, or as many layers as another stage, like in
+            the layout of the run.
 
     Yields:
-        Pairs of the number of layers and of the layers of the last stage. The latter is None if all
-        stages have the same number.
+        Pairs of the number of layers and of the layers of each stage or chunk. The latter is None
+        if the layers are divided automatically.
     """
-    stages = layout.pipeline
-    min_depth = min(layers, 2)
-    if stages == 1:
-        yield from ((depth, None) for depth in range(min_depth, max_depth + 1))
-    elif (
-        run_layout.last_stage_layers is None
-        or run_layout.pipeline == 1
-        or run_layout.virtual_pipeline > 1
-    ):
-        chunks = stages * layout.virtual_pipeline
-        yield from (
-            (depth, None)
-            for depth in range(max(chunks, min_depth), max_depth + 1)
-            if depth % chunks == 0
-        )
-    else:
-        # With an uneven last stage, try all sizes of the last stage for each depth.
-        run_stage_layers = (layers - run_layout.last_stage_layers) // (run_layout.pipeline - 1)
-        for depth in range(stages, max_depth + 1):
-            for last_stage_layers in range(1, depth - stages + 2):
-                stage_layers, remainder = divmod(depth - last_stage_layers, stages - 1)
-                if not remainder and (last_stage_layers > stage_layers) - (
-                    last_stage_layers < stage_layers
-                ) == _compare(run_layout.last_stage_layers, run_stage_layers):
-                    yield depth, last_stage_layers
-                    break
+    parts = layout.pipeline * layout.virtual_pipeline
+    min_depth = min(shape.num_layers, 2)
+    if layout.pipeline == 1 or not keeps_stages:
+        yield from ((depth, None) for depth in range(max(parts, min_depth), _MAX_LAYERS + 1))
+        return
+    sizes = _select_evenly(count_part_layers(shape, run_layout), parts)
+    is_even = len(set(sizes)) == 1
+    for depth, stage_layers in sorted(_find_similar_parts(sizes).items()):
+        if depth >= min_depth:
+            yield depth, None if is_even else stage_layers
+
+
+def _find_similar_parts(sizes: Sequence[int]) -> dict[int, list[int]]:
+    """Return numbers of layers of parts whose order by size is that of `sizes`, by their sum."""
+    different_sizes = sorted(set(sizes))
+    smallest = [1 + different_sizes.index(size) for size in sizes]
+    found = {sum(smallest): smallest}
+    for depth in range(sum(smallest), _MAX_LAYERS):
+        if depth not in found:
+            continue
+        # One more layer for all parts from a size on keeps the order.
+        for limit in different_sizes:
+            larger = [
+                layers + (size >= limit) for layers, size in zip(found[depth], sizes, strict=True)
+            ]
+            found.setdefault(sum(larger), larger)
+    return found
+
+
+def _select_evenly(sizes: Sequence[int], count: int) -> list[int]:
+    """Return `count` of the sizes at equal distances, with the first and the last of them."""
+    return [sizes[round(index * (len(sizes) - 1) / max(1, count - 1))] for index in range(count)]
 
 
 def _make_narrow(

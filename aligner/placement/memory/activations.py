@@ -13,8 +13,9 @@ micro-batches in flight follows their section 4.2.3: one per stage from this one
 import math
 from dataclasses import dataclass
 
+from aligner.models.pipeline_stages import stage_layers
 from aligner.models.shape import DELTA_NET_CHUNK_TOKENS, DeltaNet, LayerShape, ModelShape
-from aligner.models.weight_slices import Head, stage_layers
+from aligner.models.weight_slices import Head
 from aligner.placement.roles import Device
 from aligner.schema import MegatronModelConfig, ParallelConfig, TrainedModelConfig
 
@@ -322,7 +323,7 @@ class StageActivations:
         in_flight = self._tokens_in_flight
         recomputed = 0.0
         saved = 0.0
-        chunks = stage_layers(self.shape.num_layers, self._layout, self.stage)
+        chunks = stage_layers(self.shape, self._layout, self.stage)
         layers = [self._build_layer(self.shape.layers[index]) for each in chunks for index in each]
         freed = 0.0
         for layer in reversed(layers):

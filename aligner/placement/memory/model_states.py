@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
+from aligner.models.pipeline_stages import stage_layers
 from aligner.models.shape import ModelShape
 from aligner.models.weight_slices import (
     Head,
@@ -23,7 +24,6 @@ from aligner.models.weight_slices import (
     cut_shape,
     frozen_names,
     is_layer_matrix,
-    stage_layers,
     weight_table,
 )
 from aligner.placement.roles import Device
@@ -66,6 +66,7 @@ class WeightCounts:
 class ModelCounts:
     """Number of weights of a model by decoder layer, and outside of the layers."""
 
+    shape: ModelShape
     layers: tuple[WeightCounts, ...]
     """Weights of each decoder layer."""
     first: WeightCounts
@@ -87,7 +88,7 @@ class ModelCounts:
         """
         total = WeightCounts()
         # A stage has several chunks of layers with the interleaved schedule.
-        for chunk in stage_layers(len(self.layers), layout, stage):
+        for chunk in stage_layers(self.shape, layout, stage):
             total = sum((self.layers[layer] for layer in chunk), total)
         if stage == 0:
             total = total + self.first
@@ -101,16 +102,16 @@ class ModelCounts:
         return total
 
 
-def _count_table(table: Iterable[TensorSpec], num_layers: int, tensor: int) -> ModelCounts:
+def _count_table(table: Iterable[TensorSpec], shape: ModelShape, tensor: int) -> ModelCounts:
     """Return the counts of the weights in a table.
 
     Args:
         table: The weights.
-        num_layers: Number of decoder layers.
+        shape: Dimensions of the model.
         tensor: Number of tensor ranks; some weights have copies if it exceeds the number of KV
             heads.
     """
-    layers = [WeightCounts()] * num_layers
+    layers = [WeightCounts()] * shape.num_layers
     first = WeightCounts()
     last = WeightCounts()
     tied = WeightCounts()
@@ -130,7 +131,7 @@ def _count_table(table: Iterable[TensorSpec], num_layers: int, tensor: int) -> M
             last = last + counts
         if len(spec.stages) > 1:
             tied = tied + counts
-    return ModelCounts(tuple(layers), first, last, tied)
+    return ModelCounts(shape, tuple(layers), first, last, tied)
 
 
 @lru_cache(maxsize=64)
@@ -156,7 +157,7 @@ def count_weights(
     included = (spec for spec in table if spec.name not in excluded)
     return _count_table(
         (spec for spec in included if is_layer_matrix(spec) or not only_matrices),
-        shape.num_layers,
+        shape,
         tensor,
     )
 
@@ -168,7 +169,7 @@ def _count_adapters(
     """Return the counts of a model's LoRA weights, all of which are matrices of layers."""
     lora = LoraConfig(rank=rank, targets=list(targets))
     return _count_table(
-        build_adapter_table(build_adapter_map(weight_table(shape), lora)), shape.num_layers, tensor
+        build_adapter_table(build_adapter_map(weight_table(shape), lora)), shape, tensor
     )
 
 
@@ -318,6 +319,6 @@ def _count_shareable(shape: ModelShape, tensor: int) -> ModelCounts:
     table = weight_table(shape)
     return _count_table(
         (spec for spec in table if spec.part in parts and spec.expert is None),
-        shape.num_layers,
+        shape,
         tensor,
     )
