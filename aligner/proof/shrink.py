@@ -210,12 +210,18 @@ def _choose_sizes(
         # At least two experts in each group, and some experts that no token of a group chooses.
         multiple = math.lcm(2 * groups if groups > 1 else 1, *(each.expert for each in layouts))
         chosen = per_token + (experts.per_token < experts.count) * per_token
-        expert_values = {
-            "count": math.ceil(chosen / multiple) * multiple,
+        count = math.ceil(chosen / multiple) * multiple
+        expert_values: dict[str, float] = {
+            "count": count,
             "per_token": per_token,
             "ffn_hidden_size": math.ceil(0.75 * hidden / unit) * unit,
             "shared_ffn_hidden_size": math.ceil(hidden / unit) * unit,
         }
+        sums_to_one = experts.score_function == "softmax" and not experts.normalizes_weights
+        if sums_to_one and experts.weight_scale != 1:
+            # Each of fewer experts has a larger score. With the whole factor, the experts would
+            # amplify the activations, and with them rounding errors.
+            expert_values["weight_scale"] = experts.weight_scale * count / experts.count
         sizes |= {
             entry.key: expert_values[attribute]
             for attribute, entry in architecture.expert_entries.items()
@@ -301,10 +307,13 @@ def _describe_part(shape: ModelShape, name: str) -> dict[str, Any]:
     if part is None:
         return {}
     kept = ("groups", "groups_per_token", "scores_per_group", "shared_count")
-    return {
+    values = {
         key: value if key in kept or isinstance(value, str | bool | float) else value is not None
         for key, value in dataclasses.asdict(part).items()
     }
+    if name == "experts":
+        values["weight_scale"] = part.weight_scale != 1
+    return values
 
 
 def _find_lost_parts(shape: ModelShape, small: ModelShape) -> str:

@@ -40,6 +40,7 @@ CASES = [
     ("qwen2", {"tensor": 4, "sequence": True}, {}),
     ("qwen3_5", SEQUENCE, {}),
     ("gpt-oss", {"tensor": 2, "sequence": True, "expert": 2, "expert_tensor": 1}, {}),
+    ("deepseek_v3", {"tensor": 2, "sequence": True, "expert": 2, "expert_tensor": 1}, {}),
 ]
 TYPICAL = (0, 5, 8, 10, 13, 14)
 """Indices of the cases that the first round of tests runs."""

@@ -63,6 +63,14 @@ DEEPSEEK = SIZES | {
     "first_k_dense_replace": 4,
 }
 
+DEEPSEEK_EXPERTS = DEEPSEEK | {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 160,
+}
+
 ROWS, LENGTH, MICRO_BATCH = 12, 32, 96
 SP = {"tensor": 2, "sequence": True}
 DISTRIBUTED = {"optimizer": {"distributed": True}}
@@ -131,6 +139,7 @@ CASES = {
     "dp2-distributed-bf16": (LLAMA, {"data": 2}, "vocabulary", DISTRIBUTED | {"precision": "bf16"}),
     "tp2-pp2": (LLAMA, SP | {"pipeline": 2}, "vocabulary", {}),
     "ep2": (MIXTRAL, {"data": 2, "expert": 2}, "vocabulary", DISTRIBUTED),
+    "ep2-deepseek": (DEEPSEEK_EXPERTS, {"data": 2, "expert": 2}, "vocabulary", {}),
     "tp2-sp-deepseek": (DEEPSEEK, SP, "vocabulary", {}),
     "tp2-sp-deepseek-selective": (DEEPSEEK, SP, "vocabulary", {"recompute": "selective"}),
     "cp2-deepseek": (DEEPSEEK, {"context": 2}, "vocabulary", {}),

@@ -102,6 +102,19 @@ def test_small_model_keeps_latent_attention(rank):
     assert shape.softmax_scale is not None and shape.softmax_scale > shape.head_dim**-0.5
 
 
+def test_small_model_divides_the_factor_of_softmax_scores():
+    config = KIMI_K2 | {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "n_routed_experts": 160,
+        "num_experts_per_tok": 6,
+        "routed_scaling_factor": 16.0,
+    }
+    small = read_config(shrink_config(config, [ParallelConfig()], "here"), "here")
+    assert small.experts is not None
+    assert small.experts.weight_scale == 16 * small.experts.count / 160
+
+
 def test_small_model_has_each_kind_of_layer():
     small = read_config(shrink_config(GEMMA3, [ParallelConfig()], "here"), "here")
     windows = [layer.sliding_window is not None for layer in small.layers]
