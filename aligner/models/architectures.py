@@ -363,6 +363,10 @@ _SIGMOID_EXPERTS = {
 _SIGMOID_ROUTER = {"score_function": "sigmoid", "has_correction_bias": True}
 # transformers' other name for the number of layers of multi-token prediction.
 _MTP_ALIAS = {"num_mtp_layers": "num_nextn_predict_layers"}
+# The shared expert of Qwen's models.
+_GATED_SHARED_EXPERT = {"shared_count": 1, "has_shared_gate": True}
+# Attributes of models with gated delta nets.
+_HYBRID = {"qk_norm": "head", "zero_centered_norms": True, "attention_gate": True}
 _DELTA_NET = {
     "key_heads": Entry("linear_num_key_heads", 16),
     "value_heads": Entry("linear_num_value_heads", 32),
@@ -512,7 +516,7 @@ ARCHITECTURES = (
             "normalizes_weights": Entry("norm_topk_prob", False),
             "shared_ffn_hidden_size": Entry("shared_expert_intermediate_size", 5632),
         },
-        implied_experts={"shared_count": 1, "has_shared_gate": True},
+        implied_experts=_GATED_SHARED_EXPERT,
         expert_layers="listed",
         supported={"use_sliding_window": False, **_SILU},
         without_effect=("sliding_window", "max_window_layers", *_LOAD_BALANCING_LOSS),
@@ -873,6 +877,69 @@ ARCHITECTURES = (
         rope=RopeFormat(is_interleaved=True, scales_scores=True),
     ),
     Architecture(
+        "Qwen3Next",
+        "qwen3_next",
+        "qwen3_next",
+        _decoder(
+            vocabulary=151936,
+            hidden=2048,
+            feed_forward=Entry("intermediate_size", 5632),
+            layers=48,
+            heads=16,
+            key_value_heads=Entry("num_key_value_heads", 2),
+            head_dim=Entry("head_dim", 256),
+            positions=32768,
+        ),
+        expert_entries={
+            "count": Entry("num_experts", 512),
+            "per_token": Entry("num_experts_per_tok", 10),
+            "ffn_hidden_size": Entry("moe_intermediate_size", 512),
+            "normalizes_weights": Entry("norm_topk_prob", True),
+            "shared_ffn_hidden_size": Entry("shared_expert_intermediate_size", 512),
+        },
+        implied_experts=_GATED_SHARED_EXPERT,
+        expert_layers="listed",
+        delta_net_entries=_DELTA_NET,
+        implied=_HYBRID,
+        supported={"attention_bias": False, **_SILU},
+        without_effect=_LOAD_BALANCING_LOSS,
+        eos_token_id=None,
+        full_attention_interval=4,
+        interval_key="full_attention_interval",
+        rope=RopeFormat(fraction=0.25),
+    ),
+    Architecture(
+        "Qwen3_5Moe",
+        "qwen3_5_moe_text",
+        "qwen3_5_moe",
+        _decoder(
+            vocabulary=248320,
+            hidden=2048,
+            # no layer has a network without experts
+            feed_forward=Entry("moe_intermediate_size", 512),
+            layers=40,
+            heads=16,
+            key_value_heads=Entry("num_key_value_heads", 2),
+            head_dim=Entry("head_dim", 256),
+            positions=32768,
+        ),
+        expert_entries={
+            "count": Entry("num_experts", 256),
+            "per_token": Entry("num_experts_per_tok", 8),
+            "ffn_hidden_size": Entry("moe_intermediate_size", 512),
+            "shared_ffn_hidden_size": Entry("shared_expert_intermediate_size", 512),
+        },
+        implied_experts=_GATED_SHARED_EXPERT,
+        delta_net_entries=_DELTA_NET,
+        implied=_HYBRID,
+        supported={"attention_bias": False, **_SILU},
+        without_effect=_LOAD_BALANCING_LOSS,
+        eos_token_id=None,
+        full_attention_interval=4,
+        interval_key="full_attention_interval",
+        rope=RopeFormat(fraction=0.25),
+    ),
+    Architecture(
         "Qwen3_5",
         "qwen3_5_text",
         "qwen3_5",
@@ -885,7 +952,7 @@ ARCHITECTURES = (
             positions=32768,
         ),
         delta_net_entries=_DELTA_NET,
-        implied={"qk_norm": "head", "zero_centered_norms": True, "attention_gate": True},
+        implied=_HYBRID,
         supported={"attention_bias": False, **_SILU},
         eos_token_id=None,
         full_attention_interval=4,

@@ -297,6 +297,7 @@ _SHARED_GATE = Weight(
 )
 # Most families have these names.
 _MLP_EXPERTS = _experts("mlp", "gate_proj", "up_proj", "down_proj")
+_QWEN_EXPERTS = (*_MLP_EXPERTS, *_shared_experts("shared_expert"), _SHARED_GATE)
 _MIXTRAL_EXPERTS = _experts("block_sparse_moe", "w1", "w3", "w2")
 DEEPSEEK_MLP = (
     *_LLAMA_MLP,
@@ -496,13 +497,24 @@ _QWEN3_5_DELTA_NET = _delta_net(
     _linear(_DELTA_NET + "in_proj_b", _DELTA_GATES, "delta_heads", "hidden", 0, part="delta_beta"),
     _linear(_DELTA_NET + "in_proj_a", _DELTA_GATES, "delta_heads", "hidden", 0, part="delta_decay"),
 )
-_QWEN3_5 = _model(
-    *_norm(_LAYER + "input_layernorm", _BEFORE_ATTENTION),
-    *_GATED_ATTENTION,
-    *_QWEN3_5_DELTA_NET,
-    *_norm(_LAYER + "post_attention_layernorm", _BEFORE_MLP),
-    *_LLAMA_MLP,
+# Qwen3-Next interleaves all projections by key head, as the trainer's parameters do.
+_QWEN3_NEXT_DELTA_NET = _delta_net(
+    _linear(_DELTA_NET + "in_proj_qkvz", _DELTA_INPUT, "delta_input", "hidden", 0),
+    _linear(_DELTA_NET + "in_proj_ba", _DELTA_GATES, "delta_gates", "hidden", 0),
 )
+
+
+def _hybrid(delta_net: tuple[Weight, ...], *feed_forward: Weight) -> tuple[Weight, ...]:
+    """Return the weights of a model whose layers have attention with a gate, or delta nets."""
+    return _model(
+        *_norm(_LAYER + "input_layernorm", _BEFORE_ATTENTION),
+        *_GATED_ATTENTION,
+        *delta_net,
+        *_norm(_LAYER + "post_attention_layernorm", _BEFORE_MLP),
+        *feed_forward,
+    )
+
+
 # Attention and norms of DeepSeek-V2 and V3.
 _DEEPSEEK_ATTENTION = (
     *_norm(_LAYER + "input_layernorm", _BEFORE_ATTENTION),
@@ -612,9 +624,7 @@ WEIGHTS: Mapping[str, tuple[Weight, ...]] = {
     "qwen2_moe": _model(
         *_LLAMA_ATTENTION,
         *_LLAMA_MLP,
-        *_MLP_EXPERTS,
-        *_shared_experts("shared_expert"),
-        _SHARED_GATE,
+        *_QWEN_EXPERTS,
     ),
     "glm4_moe": _model(*_LLAMA_ATTENTION, *DEEPSEEK_MLP),
     "minimax_m2": _MINIMAX_M2,
@@ -630,7 +640,9 @@ WEIGHTS: Mapping[str, tuple[Weight, ...]] = {
         *_DEEPSEEK_ATTENTION, *_LLAMA_MLP, *_MLP_EXPERTS, *_shared_experts("shared_experts")
     ),
     "deepseek_v3": _model(*_DEEPSEEK_ATTENTION, *DEEPSEEK_MLP),
-    "qwen3_5": _QWEN3_5,
+    "qwen3_next": _hybrid(_QWEN3_NEXT_DELTA_NET, *_LLAMA_MLP, *_QWEN_EXPERTS),
+    "qwen3_5": _hybrid(_QWEN3_5_DELTA_NET, *_LLAMA_MLP),
+    "qwen3_5_moe": _hybrid(_QWEN3_5_DELTA_NET, *_QWEN_EXPERTS),
     "gpt_oss": _GPT_OSS,
     "gpt2": _GPT2,
     "gpt_neox": _NEOX,

@@ -19,7 +19,7 @@ from tests.engines.engines import Turns, generate, load_directory
 from tests.engines.test_turns import episodes
 from tests.megatron import families, jobs
 
-FAMILIES = ("qwen3_5",)
+FAMILIES = ("qwen3_5", "qwen3_next")
 BOUND = 1e-5
 LIMIT = 14
 LENGTHS = (3, 9, 1, 17, 9)

@@ -247,27 +247,36 @@ def _glm4_moe(t: Any, *, groups: bool) -> Any:
     )
 
 
-def _qwen3_5(t: Any) -> Any:
-    # Keys and values have other numbers of heads and other sizes than in attention.
-    delta_net = {
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 12,
-        "linear_value_head_dim": 20,
-        "linear_conv_kernel_dim": 4,
-    }
+_HYBRID: Mapping[str, Any] = {
+    **_GROUPED,
+    **_rope(partial_rotary_factor=0.25),
+    "head_dim": 32,
+    # Delta nets have other numbers and sizes of heads than attention.
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 20,
     # The second pipeline stage begins with attention.
-    types = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
-    return t.Qwen3_5TextConfig(
-        **_GROUPED,
-        **_rope(partial_rotary_factor=0.25),
-        **delta_net,
-        layer_types=types,
-        head_dim=32,
-        # With the usual epsilon, the norm behind the delta rule amplifies the rounding of outputs
-        # whose query and key are almost orthogonal. float32 and float64 then differ by 1e-4.
-        rms_norm_eps=1e-3,
-    )
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    # With the usual epsilon, the norm behind the delta rule amplifies the rounding of outputs whose
+    # query and key are almost orthogonal. float32 and float64 then differ by 1e-4.
+    "rms_norm_eps": 1e-3,
+}
+_HYBRID_EXPERTS: Mapping[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 80,
+}
+
+
+def _qwen3_next(t: Any) -> Any:
+    return t.Qwen3NextConfig(**_HYBRID, **_HYBRID_EXPERTS, mlp_only_layers=[1])
+
+
+def _qwen3_5_moe(t: Any) -> Any:
+    hybrid = {key: value for key, value in _HYBRID.items() if key != "intermediate_size"}
+    return t.Qwen3_5MoeTextConfig(**hybrid, **_HYBRID_EXPERTS)
 
 
 def _gpt_oss(t: Any) -> Any:
@@ -337,7 +346,9 @@ CONFIGS: Mapping[str, Callable[[Any], Any]] = {
     "gemma3-softcap": lambda t: _gemma3(t, final_logit_softcapping=3.0, attention_bias=True),
     "glm4": lambda t: t.Glm4Config(**_GROUPED, **_rope(partial_rotary_factor=0.5), head_dim=32),
     "deepseek_v3-dense": lambda t: _deepseek_v3(t, first_k_dense_replace=4),
-    "qwen3_5": _qwen3_5,
+    "qwen3_5": lambda t: t.Qwen3_5TextConfig(**_HYBRID),
+    "qwen3_next": _qwen3_next,
+    "qwen3_5_moe": _qwen3_5_moe,
     "gpt-oss": _gpt_oss,
     "pythia": lambda t: t.GPTNeoXConfig(**_SIZES, **_rope(partial_rotary_factor=0.25)),
     "pythia-no-bias": lambda t: t.GPTNeoXConfig(
@@ -377,6 +388,8 @@ MIXTURES = (
     "qwen3_moe-raw",
     "qwen3_moe-dense",
     "qwen2_moe",
+    "qwen3_next",
+    "qwen3_5_moe",
     "glm4_moe",
     "glm4_moe-groups",
     "minimax_m2",
@@ -390,7 +403,7 @@ MIXTURES = (
 )
 BIASED_EXPERTS = ("gpt-oss",)
 """Families whose experts have biases, which require expert_tensor=1."""
-WITHOUT_EXACT = ("gemma2", "gemma3-softcap", *MIXTURES, "deepseek_v3-dense")
+WITHOUT_EXACT = ("gemma2", "gemma3-softcap", *MIXTURES, "deepseek_v3-dense", "qwen3_5")
 """Families that `engine.exact` does not support."""
 
 

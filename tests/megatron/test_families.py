@@ -122,13 +122,12 @@ VARIANTS = {
 
 
 # States of delta nets pass through all tokens in order, so these models have no CP.
-RECURRENT = ("qwen3_5",)
+RECURRENT = ("qwen3_5", "qwen3_next", "qwen3_5_moe")
 
 
 def layouts(family: str) -> Iterable[str]:
-    if family in RECURRENT:
-        return [name for name in LAYOUTS if name != "CP2"]
-    return VARIANTS.get(family, MIXTURE_LAYOUTS if family in MIXTURES else LAYOUTS)
+    names = VARIANTS.get(family, MIXTURE_LAYOUTS if family in MIXTURES else LAYOUTS)
+    return [name for name in names if family not in RECURRENT or "CP2" not in name]
 
 
 Errors = dict[tuple[str, str], float]

@@ -55,6 +55,15 @@ LATENT = {
     "v_head_dim": 8,
     "first_k_dense_replace": 1,
 }
+HYBRID = {
+    "head_dim": 8,
+    # the layer before the last one has a delta net, the last one has attention
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 10,
+}
 CONFIGS = {
     "LlamaForCausalLM": SIZES,
     "MistralForCausalLM": SIZES,
@@ -76,15 +85,9 @@ CONFIGS = {
     "Glm4ForCausalLM": SIZES | {"head_dim": 8},
     "DeepseekV3ForCausalLM": SIZES | LATENT | GLM_EXPERTS,
     "DeepseekV2ForCausalLM": SIZES | LATENT | GLM_EXPERTS | {"topk_method": "group_limited_greedy"},
-    # the layer before the last one has a delta net, the last one has attention
-    "Qwen3_5ForCausalLM": SIZES
-    | {"head_dim": 8, "full_attention_interval": 2}
-    | {
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 6,
-        "linear_value_head_dim": 10,
-    },
+    "Qwen3NextForCausalLM": SIZES | HYBRID | EXPERTS,
+    "Qwen3_5ForCausalLM": SIZES | HYBRID,
+    "Qwen3_5MoeForCausalLM": SIZES | HYBRID | EXPERTS,
     "GptOssForCausalLM": SIZES | EXPERTS | {"head_dim": 8},
     "GPTNeoXForCausalLM": SIZES,
     "GPT2LMHeadModel": {
