@@ -135,7 +135,7 @@ def test_layer_activations_equal_table_2_of_paper(layout: ParallelConfig, publis
     """Korthikanti et al. 2022, table 2, selective recomputation, in bytes per token and hidden
     unit."""
     masks = MASKS / 8 if layout.sequence else MASKS
-    layer = Layer(GPT_22B, layout, BF16, longest_tokens=2048, tokens=2048)
+    layer = Layer(GPT_22B, GPT_22B.layers[0], layout, BF16, longest_tokens=2048, tokens=2048)
     assert layer.outside_core_bytes / GPT_22B.hidden_size == pytest.approx(published - masks)
     assert layer.residual_bytes / GPT_22B.hidden_size == (2 / 8 if layout.sequence else 2)
 
@@ -148,7 +148,7 @@ def test_interleaved_activations_equal_paper() -> None:
     stage = StageActivations(
         GPT_175B, "vocabulary", settings, 0, BatchLoad(2048, 64 * 2048, 2048), BF16
     )
-    layer = Layer(GPT_175B, layout, BF16, longest_tokens=2048, tokens=2048)
+    layer = Layer(GPT_175B, GPT_175B.layers[0], layout, BF16, longest_tokens=2048, tokens=2048)
     per_layer = 2048 * 12288 * (34 - MASKS) / 8
     published = 96 * per_layer * (1 + (8 - 1) / (8 * 3))
     assert stage.training_activations().saved == pytest.approx(
