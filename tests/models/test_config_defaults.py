@@ -487,6 +487,48 @@ def test_layer_types_choose_layers_with_windows(name):
     assert_read_alike(config)
 
 
+HYBRIDS = [name for name in NAMES if BY_NAME[name].delta_net_entries]
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+@pytest.mark.parametrize(
+    ("entries", "expected"),
+    [
+        ({}, [True, False] * 3),
+        ({"full_attention_interval": 3}, [True, True, False] * 2),
+        ({"full_attention_interval": None, "layer_types": ["linear_attention"] * 6}, [True] * 6),
+        (
+            {"layer_types": ["full_attention"] * 2 + ["linear_attention"] * 4},
+            [False] * 2 + [True] * 4,
+        ),
+    ],
+    ids=str,
+)
+def test_layers_with_delta_nets_equal_transformers(name, entries, expected):
+    config = CONFIGS[name] | {"architectures": [name], "num_hidden_layers": 6} | entries
+    shape = read_config(config, "test")
+    assert [layer.has_delta_net for layer in shape.layers] == expected
+    assert_read_alike(config)
+    assert read_config(hugging_face_config(shape), "test") == shape
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"layer_types": ["sliding_attention"] * 2}, "layer_types=.*: must be a list of"),
+        ({"layer_types": ["full_attention"]}, "for 2 layers"),
+        ({"full_attention_interval": 0}, "full_attention_interval=0: must be an integer > 0"),
+        ({"linear_num_value_heads": 3}, "must be a multiple of linear_num_key_heads=2"),
+        ({"linear_key_head_dim": 0}, "linear_key_head_dim=0: must be an integer > 0"),
+    ],
+    ids=str,
+)
+def test_wrong_entries_of_delta_nets_are_refused(entries, message):
+    name = "Qwen3_5ForCausalLM"
+    with pytest.raises(ConfigError, match=message):
+        read_config(CONFIGS[name] | {"architectures": [name]} | entries, "test")
+
+
 LLAMA = SIZES | {"architectures": ["LlamaForCausalLM"]}
 LINEAR = {"rope_type": "linear", "factor": 4.0}
 DEFAULT = {"rope_type": "default", "rope_theta": 10000.0}
