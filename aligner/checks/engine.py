@@ -358,6 +358,11 @@ def _find_part_problems(engine: EngineConfig, shape: ModelShape) -> Iterator[str
             f"engine.kind={engine.kind}: does not support the biases of attention_bias or mlp_bias"
             f" in config.json; {_EMBEDDED_ADVICE}"
         )
+    if shape.num_experts and len(shape.expert_layers) < shape.num_layers:
+        yield (
+            f"engine.kind={engine.kind}: does not support layers without experts in a"
+            f" mixture-of-experts model; {_EMBEDDED_ADVICE}"
+        )
 
 
 def find_engine_machine_problems(

@@ -105,6 +105,19 @@ def test_tensorrt_llm_accepts_supported_models() -> None:
             {"shape": dataclasses.replace(DENSE, qkv_bias=True, attention_output_bias=True)},
             "engine.kind=tensorrt_llm: does not support the biases of attention_bias or mlp_bias",
         ),
+        (
+            {
+                "shape": dataclasses.replace(
+                    EXPERTS,
+                    family="qwen3_moe",
+                    layers=(
+                        dataclasses.replace(EXPERTS.layers[0], has_experts=False),
+                        *EXPERTS.layers[1:],
+                    ),
+                )
+            },
+            "engine.kind=tensorrt_llm: does not support layers without experts in a mixture-of",
+        ),
     ],
 )
 def test_unsupported_tensorrt_llm_key_is_refused(changes, message) -> None:
