@@ -8,6 +8,7 @@
 
 import ctypes
 import ipaddress
+import math
 import os
 import socket
 import struct
@@ -174,10 +175,13 @@ def checksum(tensor: Tensor, shape: tuple[int, ...], axis: int | None, start: in
 
     Args:
         tensor: The slice, which begins at `start` along `axis` of the whole tensor.
-        shape: Shape of the whole tensor, of one or two dimensions.
-        axis: Dimension along which the slice is cut; None means the whole tensor.
+        shape: Shape of the whole tensor.
+        axis: Dimension along which the slice is cut, the first one if there are more than two; None
+            means the whole tensor.
         start: First index of the slice along `axis`.
     """
+    if len(shape) > 2:
+        tensor, shape = tensor.flatten(1), (shape[0], math.prod(shape[1:]))
     bits = (tensor if tensor.dim() == 2 else tensor[None]).view(_BITS_DTYPES[tensor.element_size()])
     columns = shape[-1]
     first_row, first_column = (

@@ -198,9 +198,9 @@ def test_local_copy_skips_views_of_the_source():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("axis", [0, 1])
-def test_checksums_of_disjoint_slices_add_up(dtype, axis):
-    whole = torch.randn(37, 53).to(dtype)
+@pytest.mark.parametrize(("shape", "axis"), [((37, 53), 0), ((37, 53), 1), ((37, 1, 4), 0)])
+def test_checksums_of_disjoint_slices_add_up(dtype, shape, axis):
+    whole = torch.randn(shape).to(dtype)
     total = checksum(whole, whole.shape, None, 0)
     size = whole.shape[axis]
     parts = [
