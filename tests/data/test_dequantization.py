@@ -173,11 +173,12 @@ def test_fp8_slices_equal_transformers(tmp_path):
     """The slices of 4 ranks, 96 rows of the feed-forward network, divide the blocks."""
     directory = save_wide_model(tmp_path)
     expected = pack_linear(directory)
-    table = weight_table(directory_shape(directory, "model.path"))
+    shape = directory_shape(directory, "model.path")
+    table = weight_table(shape)
     specs = {spec.name: spec for spec in table}
     found_names = set()
     for rank in range(4):
-        slices = compute_trainer_slices(table, 1, ParallelConfig(tensor=4), rank)
+        slices = compute_trainer_slices(table, shape, ParallelConfig(tensor=4), rank)
         for name, found in read_slices(directory, table, slices):
             if name in expected:
                 wanted = expected[name][
