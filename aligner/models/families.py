@@ -631,6 +631,7 @@ WEIGHTS: Mapping[str, tuple[Weight, ...]] = {
     "olmoe": _OLMOE,
     "granite": _model(*_LLAMA_ATTENTION, *_LLAMA_MLP, *_MLP_BIASES),
     "smollm3": _model(*_LLAMA_ATTENTION, *_LLAMA_MLP, *_MLP_BIASES),
+    "seed_oss": _model(*_LLAMA_ATTENTION, *_LLAMA_MLP, *_MLP_BIASES),
     "phi3": _PHI3,
     "olmo2": _OLMO2,
     "gemma2": _GEMMA,

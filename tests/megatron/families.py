@@ -345,6 +345,9 @@ CONFIGS: Mapping[str, Callable[[Any], Any]] = {
     "gemma3": _gemma3,
     "gemma3-softcap": lambda t: _gemma3(t, final_logit_softcapping=3.0, attention_bias=True),
     "glm4": lambda t: t.Glm4Config(**_GROUPED, **_rope(partial_rotary_factor=0.5), head_dim=32),
+    "seed_oss": lambda t: t.SeedOssConfig(
+        **_GROUPED, **_rope(), head_dim=32, attention_out_bias=True, mlp_bias=True
+    ),
     "deepseek_v3-dense": lambda t: _deepseek_v3(t, first_k_dense_replace=4),
     "qwen3_5": lambda t: t.Qwen3_5TextConfig(**_HYBRID),
     "qwen3_next": _qwen3_next,

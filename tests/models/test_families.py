@@ -83,6 +83,7 @@ CONFIGS = {
     "Gemma2ForCausalLM": SIZES | {"head_dim": 8},
     "Gemma3ForCausalLM": SIZES | {"head_dim": 8},
     "Glm4ForCausalLM": SIZES | {"head_dim": 8},
+    "SeedOssForCausalLM": SIZES | {"head_dim": 8},
     "DeepseekV3ForCausalLM": SIZES | LATENT | GLM_EXPERTS,
     "DeepseekV2ForCausalLM": SIZES | LATENT | GLM_EXPERTS | {"topk_method": "group_limited_greedy"},
     "Qwen3NextForCausalLM": SIZES | HYBRID | EXPERTS,
