@@ -8,7 +8,7 @@ pip := $(bin)/python -m pip --disable-pip-version-check -qq
 unexport PYTHONDONTWRITEBYTECODE
 pytest := $(bin)/python -m pytest --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-rest test-all test-frameworks lint types docs gpu-check install clean
+.PHONY: demo test test-rest test-all test-families test-frameworks lint types docs gpu-check install clean
 
 demo: $(installed)
 	$(bin)/aligner launch experiment=smollm2_sentiment
@@ -23,6 +23,13 @@ test-rest: $(installed)
 
 test-all: $(installed)
 	$(pytest) -n 3
+
+# Every model family: training at each layout against transformers, the embedded engine, export, merged LoRA adapters, a GRPO
+# step, resume, and small models of the published configurations. `make test` runs one layout of each kind for each family.
+families := tests/models tests/proof tests/engines/test_families.py \
+  $(addprefix tests/megatron/test_,families.py export.py lora.py model_checkpoint.py routes.py)
+test-families: $(installed)
+	$(pytest) -n 2 $(families)
 
 # Agents of real frameworks (docs/frameworks.md), and lm-evaluation-harness. Each has its own environment, which the first call
 # installs; the tests of one that cannot be installed are skipped. If more than two frameworks are missing, a test fails.

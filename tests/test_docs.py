@@ -96,6 +96,18 @@ def test_commands_in_pages_are_composed_or_listed() -> None:
     ]
 
 
+def test_diffs_in_pages_equal_the_files() -> None:
+    diffs = re.findall(
+        r"^```diff\n(.*?)^```", (DOCS / "adding_a_family.md").read_text(), re.M | re.S
+    )
+    assert len(diffs) >= 4
+    for diff in diffs:
+        name = re.search(r"^\+\+\+ b/(\S+)", diff, re.M)
+        assert name is not None
+        added = re.findall(r"^\+(?!\+\+ )(.*)$", diff, re.M)
+        assert "\n".join(added) in (REPOSITORY / name[1]).read_text(), name[1]
+
+
 def test_commands_and_options_in_pages_exist() -> None:
     options = {name: options_of(name) for name in COMMANDS}
     wrong = []

@@ -156,23 +156,9 @@ def run_engine(directory: str, tensor: int) -> dict[str, Any]:
         of the engine and of the trainer for sampled responses.
     """
     path = Path(directory)
-    shape = read_shape(path)
-    settings = EngineConfig(
-        # Fewer rows than responses, so that some start while others are in flight.
-        parallel=EngineParallelConfig(tensor=tensor),
-        batch_size=3,
-        precision="fp32",
-    )
-    if not dist.is_initialized():
-        worlds.join(tensor, _TIMEOUT_S)
-    rank = int(os.environ["RANK"])
-    engine = EmbeddedEngine(shape, settings, rank, seed=2, group=dist.group.WORLD)
-    _load(engine, path, rank)
-
-    greedy_options = SamplingOptions(NEW_TOKENS, greedy=True)
-    greedy = broadcast_samples(_generate(engine, 1, greedy_options))
-    options = SamplingOptions(NEW_TOKENS, temperature=TEMPERATURE)
-    samples = broadcast_samples(_generate(engine, 2, options))
+    engine = build_engine(path, tensor)
+    greedy = generate(engine, 1, SamplingOptions(NEW_TOKENS, greedy=True))
+    samples = generate(engine, 2, SamplingOptions(NEW_TOKENS, temperature=TEMPERATURE))
     batch = collate(samples, pad_token_id=0)
     policy = build_policy(path, {"data": tensor})
     scored = policy.logprobs(batch.tokens, batch.lengths)
@@ -184,7 +170,36 @@ def run_engine(directory: str, tensor: int) -> dict[str, Any]:
     }
 
 
-def _generate(engine: EmbeddedEngine, samples: int, options: SamplingOptions) -> list[Sample]:
+def build_engine(directory: Path, tensor: int) -> EmbeddedEngine:
+    """Return this rank's part of an engine with the weights of a model directory. Collective.
+
+    Args:
+        directory: Model directory.
+        tensor: Number of ranks, and tensor-parallel size.
+    """
+    settings = EngineConfig(
+        # Fewer rows than responses, so that some start while others are in flight.
+        parallel=EngineParallelConfig(tensor=tensor),
+        batch_size=3,
+        precision="fp32",
+    )
+    if not dist.is_initialized():
+        worlds.join(tensor, _TIMEOUT_S)
+    rank = int(os.environ["RANK"])
+    shape = read_shape(directory)
+    engine = EmbeddedEngine(shape, settings, rank, seed=2, group=dist.group.WORLD)
+    _load(engine, directory, rank)
+    return engine
+
+
+def generate(engine: EmbeddedEngine, samples: int, options: SamplingOptions) -> list[Sample]:
+    """Return responses to each prompt of a proof, on every rank. Collective.
+
+    Args:
+        engine: The engine.
+        samples: Number of responses per prompt.
+        options: Sampling parameters.
+    """
     requests = [
         GenerationRequest(prompt, index)
         for prompt in make_prompts(engine._shape.vocab_size)
@@ -192,7 +207,7 @@ def _generate(engine: EmbeddedEngine, samples: int, options: SamplingOptions) ->
     ]
     generation = SingleResponses(engine).start(requests, options)
     found = run_steps(generation)
-    return [found[index] for index in range(len(requests))]
+    return broadcast_samples([found[index] for index in range(len(requests))])
 
 
 def _load(engine: EmbeddedEngine, directory: Path, rank: int) -> None:

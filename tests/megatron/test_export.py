@@ -13,7 +13,11 @@ from aligner.data.export import export, find_source
 from tests.megatron import checkpoint_jobs as jobs
 from tests.megatron import families, reference
 from tests.megatron.jobs import make_experience
+from tests.rounds import slow
 
+LORA_FAMILIES = [
+    name for name in families.CONFIGS if name not in ("llama3", "gpt2", "deepseek_v3-dense")
+]
 TP2PP2 = {"tensor": 2, "pipeline": 2}
 
 
@@ -74,12 +78,15 @@ def test_exported_tensors_and_logits_equal_source_model(pool, model, tmp_path, f
         ("llama3", {"rank": 4, "alpha": 6.0}),
         ("gpt2", {"rank": 4, "alpha": 6.0}),
         ("deepseek_v3-dense", {"rank": 4, "alpha": 6.0}),
+        *(slow(family, {"rank": 4, "alpha": 6.0}) for family in LORA_FAMILIES),
     ],
 )
 def test_exported_policy_logprobs_equal_transformers(pool, model, tmp_path, family, lora):
     from transformers import AutoModelForCausalLM
 
     settings = {"parallel": {"tensor": 2}, "lora": lora}
+    if family in families.MIXTURES:
+        settings = {"parallel": {"data": 2}, "lora": lora | {"targets": ["attention"]}}
     logprobs = pool.run(jobs.save, 2, str(model(family)), settings, str(tmp_path / "policy"), 3)[0]
     export(find_source(tmp_path / "policy"), tmp_path / "export")
     experience = make_experience(72)

@@ -108,6 +108,7 @@ def test_resume_at_another_layout_equals_undisturbed_run(
         slow("llama3", at(tensor=2, precision="bf16")),
         ("llama3", at(kind="muon", tensor=2, precision="bf16")),
         ("glm4_moe", at(True, data=2, expert=2, precision="bf16")),
+        *(slow(family, ZERO) for family in families.CONFIGS),
     ],
     ids=identity,
 )
