@@ -61,6 +61,9 @@ class Architecture:
     """Entries of gated delta nets, by the attribute of `DeltaNet`; empty without delta nets. The
     layers with a delta net are those that `layer_types` names, else all layers except each
     `full_attention_interval`th one."""
+    ignored_tensors: str | None = None
+    """Prefix of the names of tensors that the transformers class ignores in files: those of
+    multi-token prediction, which no entry of config.json counts. None if there are none."""
     implied: Mapping[str, Any] = field(default_factory=dict)
     """Attributes that all models of the architecture have."""
     implied_experts: Mapping[str, Any] = field(default_factory=dict)
@@ -923,6 +926,7 @@ ARCHITECTURES = (
         implied_experts=_GATED_SHARED_EXPERT,
         expert_layers="listed",
         delta_net_entries=_DELTA_NET,
+        ignored_tensors="mtp.",
         implied=_HYBRID,
         supported={"attention_bias": False, **_SILU},
         without_effect=_LOAD_BALANCING_LOSS,
@@ -954,6 +958,7 @@ ARCHITECTURES = (
         },
         implied_experts=_GATED_SHARED_EXPERT,
         delta_net_entries=_DELTA_NET,
+        ignored_tensors="mtp.",
         implied=_HYBRID,
         supported={"attention_bias": False, **_SILU},
         without_effect=_LOAD_BALANCING_LOSS,
@@ -975,6 +980,7 @@ ARCHITECTURES = (
             positions=32768,
         ),
         delta_net_entries=_DELTA_NET,
+        ignored_tensors="mtp.",
         implied=_HYBRID,
         supported={"attention_bias": False, **_SILU},
         eos_token_id=None,

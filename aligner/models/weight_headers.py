@@ -18,8 +18,13 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from aligner.errors import ConfigError
+from aligner.models.architectures import ARCHITECTURES_BY_CLASS
 from aligner.models.families import COMPUTED_BUFFERS, WEIGHTS
-from aligner.models.hugging_face import count_prediction_layers, read_described_config
+from aligner.models.hugging_face import (
+    count_prediction_layers,
+    read_described_config,
+    with_architecture,
+)
 from aligner.models.quantized_weights import find_stored_weight, name_in_files
 from aligner.models.shape import ModelShape
 from aligner.models.weight_slices import TensorSpec
@@ -215,13 +220,22 @@ def weight_problems(
 
 
 def _find_prediction_layers(directory: Path, table: Sequence[TensorSpec]) -> tuple[str, ...]:
-    """Return the prefixes of the tensors of multi-token prediction, which follow the layers."""
+    """Return the prefixes of the tensors of multi-token prediction.
+
+    They follow the layers, or have a prefix of their own.
+    """
     path = directory / "config.json"
     if not path.is_file():
         return ()
-    count = count_prediction_layers(json.loads(path.read_text(encoding="utf-8")))
+    config = json.loads(path.read_text(encoding="utf-8"))
+    count = count_prediction_layers(config)
     layers = 1 + max((spec.layer for spec in table if spec.layer is not None), default=-1)
-    return tuple(f"model.layers.{layer}." for layer in range(layers, layers + count))
+    prefixes = [f"model.layers.{layer}." for layer in range(layers, layers + count)]
+    names = with_architecture(config).get("architectures") or [""]
+    architecture = ARCHITECTURES_BY_CLASS.get(names[0])
+    if architecture is not None and architecture.ignored_tensors is not None:
+        prefixes.append(architecture.ignored_tensors)
+    return tuple(prefixes)
 
 
 def tied_head_problems(directory: Path, shape: ModelShape) -> list[str]:

@@ -209,6 +209,18 @@ def test_validate_lists_unknown_entries_of_a_random_model():
     assert note.startswith("model.config: ") and note.endswith("know: hiden_size")
 
 
+def test_tensors_that_the_transformers_class_ignores_are_allowed(tmp_path):
+    config = {"architectures": ["Qwen3NextForCausalLM"], **CONFIGS["Qwen3NextForCausalLM"]}
+    table = weight_table(read_config(config, "test"))
+    tensors = {spec.stored_range.name: torch.zeros(spec.stored_range.shape) for spec in table}
+    save_file(tensors | {"mtp.fc.weight": torch.zeros(2)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert weight_problems(tmp_path, table) == []
+
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
+    assert "tensor mtp.fc.weight (2,) is not part of the model" in weight_problems(tmp_path, table)
+
+
 def test_layers_of_multi_token_prediction_are_allowed_and_named(tmp_path):
     config = {
         "architectures": ["Glm4MoeForCausalLM"],
