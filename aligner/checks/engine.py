@@ -20,7 +20,24 @@ from aligner.vllm_environment import read_supported_architectures
 
 TENSORRT_LLM_FAMILIES = ("llama", "mixtral", "qwen3_moe")
 """Model families whose weights can be sent to TensorRT-LLM."""
-VLLM_FAMILIES = ("llama", "mixtral", "qwen3_moe", "gpt2", "gpt_neox")
+VLLM_FAMILIES = (
+    "llama",
+    "smollm3",
+    "granite",
+    "phi3",
+    "olmo2",
+    "gemma2",
+    "gemma3",
+    "glm4",
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "glm4_moe",
+    "deepseek_v3",
+    "olmoe",
+    "gpt2",
+    "gpt_neox",
+)
 """Model families whose weights can be sent to vLLM."""
 # Head dimensions that the CPU attention of vLLM 0.32 supports.
 _VLLM_CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -306,6 +323,13 @@ def find_engine_kind_problems(engine: EngineConfig, shape: ModelShape) -> Iterat
                 f" {shape.family}; supported: {families}; {_EMBEDDED_ADVICE}"
             )
         yield from _find_part_problems(engine, shape)
+        ropes = [layer.rope for layer in shape.layers if layer.rope is not None]
+        if shape.latent_attention is not None and any(rope.scaling is None for rope in ropes):
+            # The log-probs of vLLM 0.32 on CPUs are wrong for such models.
+            yield (
+                "engine.kind=vllm: does not support latent attention without a scaling of the"
+                f" rotary positions (rope_scaling in config.json); {_EMBEDDED_ADVICE}"
+            )
         if engine.update != "in_place":
             yield f"engine.update={engine.update}: must be in_place with engine.kind=vllm"
         return
@@ -358,7 +382,8 @@ def _find_part_problems(engine: EngineConfig, shape: ModelShape) -> Iterator[str
             f"engine.kind={engine.kind}: does not support the biases of attention_bias or mlp_bias"
             f" in config.json; {_EMBEDDED_ADVICE}"
         )
-    if shape.num_experts and len(shape.expert_layers) < shape.num_layers:
+    is_mixed = shape.num_experts and len(shape.expert_layers) < shape.num_layers
+    if engine.kind == "tensorrt_llm" and is_mixed:
         yield (
             f"engine.kind={engine.kind}: does not support layers without experts in a"
             f" mixture-of-experts model; {_EMBEDDED_ADVICE}"

@@ -16,7 +16,7 @@ from aligner.config.compose import compose_config
 from aligner.errors import ConfigError
 from aligner.models.hugging_face import read_config
 from aligner.models.model_source import NOTHING_EXPECTED
-from aligner.models.shape import LatentAttention
+from aligner.models.shape import LatentAttention, LayerShape, Rope
 from aligner.placement import roles
 from aligner.placement.roles import get_device, uses_gpus
 from aligner.schema import EngineConfig, EngineParallelConfig
@@ -149,6 +149,31 @@ def test_architecture_unknown_to_vllm_is_refused(tmp_path: Path, source: str) ->
     )
     with pytest.raises(ConfigError, match=message):
         check_architecture("LlamaForSequenceClassification")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"family": "gpt_oss"},
+            "weight sync is not supported for the model family gpt_oss; supported: llama, ",
+        ),
+        (
+            {
+                "family": "deepseek_v3",
+                "latent_attention": LatentAttention(None, 16, 8, 8, 16),
+                "layers": (LayerShape(Rope(10000.0)),),
+            },
+            "does not support latent attention without a scaling of the rotary positions",
+        ),
+        ({"attention_output_bias": True}, "does not support the biases of attention_bias"),
+    ],
+)
+def test_unsupported_model_is_refused_with_vllm(changes, message) -> None:
+    engine = EngineConfig(kind="vllm", update="in_place")
+    (problem,) = find_engine_kind_problems(engine, dataclasses.replace(DENSE, **changes))
+    assert problem.startswith(f"engine.kind=vllm: {message}")
+    assert problem.endswith("; use engine=embedded")
 
 
 def test_a_python_without_vllm_is_refused(tmp_path: Path) -> None:

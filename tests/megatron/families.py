@@ -410,14 +410,23 @@ WITHOUT_EXACT = ("gemma2", "gemma3-softcap", *MIXTURES, "deepseek_v3-dense", "qw
 """Families that `engine.exact` does not support."""
 
 
-def save(family: str, directory: Path) -> Path:
+def save(family: str, directory: Path, **changes: Any) -> Path:
     """Save a random model; norms and biases differ from ones and zeros, so that reading only the
-    defaults changes the results."""
+    defaults changes the results.
+
+    Args:
+        family: Key of `CONFIGS`.
+        directory: Directory of the model.
+        **changes: Entries of config.json with other values.
+    """
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(11)
-    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[family](transformers))
+    config = CONFIGS[family](transformers)
+    for entry, value in changes.items():
+        setattr(config, entry, value)
+    model = transformers.AutoModelForCausalLM.from_config(config)
     for name, parameter in model.named_parameters():
         if parameter.ndim == 1 or name.endswith("bias"):
             parameter.data += 0.1 * torch.randn_like(parameter)

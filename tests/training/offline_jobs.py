@@ -20,6 +20,7 @@ from aligner.data.types import TeacherTopK
 from aligner.errors import STOP_SIGNAL
 from aligner.megatron import world as worlds
 from aligner.megatron.value_model import build_reward_model
+from aligner.proof.rank_jobs import collect_gradients
 from aligner.schema import (
     ActorConfig,
     AlgorithmConfig,
@@ -40,7 +41,7 @@ from aligner.servers.reward_server import build_reward_rank
 from aligner.training.offline import OfflineTrainer, TeacherScorer, pad_demonstrations
 from aligner.training.services import Services
 from aligner.training.setup import build_task, build_trainer
-from tests.megatron.jobs import Slices, gradients, slices
+from tests.megatron.jobs import Slices, slices
 
 OPTIMIZER = OptimizerConfig(learning_rate=1e-3, epsilon=1e-6, clip_grad_norm=0.0)
 VOCABULARY = 72
@@ -174,7 +175,7 @@ def two_steps(directory: str, layout: dict[str, Any]) -> dict[str, dict[str, Any
         def record_gradients(
             runner: Any = runner, seen: Slices = seen, prepare: Any = prepare
         ) -> Any:
-            seen.update(gradients(runner))
+            seen.update(collect_gradients(runner))
             return prepare()
 
         before = task.evaluate(rows, task.compute_denominator(rows))

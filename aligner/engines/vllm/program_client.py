@@ -618,4 +618,7 @@ def _build_engine_arguments(
         # a method that CPU random number generators do not have.
         arguments["enable_chunked_prefill"] = False
         arguments["max_num_batched_tokens"] = max(_CPU_PREFILL_TOKENS, shape.max_positions)
+        if shape.latent_attention is not None and dtype == torch.float32:
+            # vLLM's default on CPUs with AMX computes in bf16 only.
+            arguments["attention_backend"] = "CPU_MLA"
     return arguments

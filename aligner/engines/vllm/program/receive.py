@@ -9,6 +9,7 @@ loaded weights differently, for example as packed copies; these are made when th
 """
 
 import functools
+import inspect
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -86,8 +88,12 @@ class SharedMemoryEngine(WeightTransferEngine[NoInitInfo, SharedTensors]):
         """Names of the received tensors that vLLM has not loaded into any parameter."""
         # `initialize_layerwise_reload` replaced the parameters and wrapped their weight loaders.
         for name, parameter in self.model.named_parameters():
-            if name.rpartition(".")[2] not in SKIP_LOAD_TENSORS:
-                self._track_loading(parameter, tied_names.get(name, name))
+            if name.rpartition(".")[2] in SKIP_LOAD_TENSORS:
+                # vLLM leaves these parameters and their loaders as they are, so the wrapper of the
+                # last update must be removed here.
+                loader = getattr(parameter, "weight_loader", default_weight_loader)
+                parameter.weight_loader = inspect.unwrap(loader)
+            self._track_loading(parameter, tied_names.get(name, name))
 
         if self.device.type == "cpu":
             # vLLM 0.32 packs experts only if they have no kernel yet, that is, only in the first

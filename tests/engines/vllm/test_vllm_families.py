@@ -1,0 +1,90 @@
+"""Log-probs of vLLM for models of every family that it runs, against transformers."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from aligner.checks.engine import VLLM_FAMILIES
+from aligner.data.types import Prompt, Sample
+from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions
+from aligner.engines.vllm.vllm_engine import VLLMEngine
+from tests.engines import engines
+from tests.engines.vllm.shared_clients import NEEDED
+from tests.megatron import families, jobs
+
+pytestmark = [*NEEDED, pytest.mark.timeout(600)]
+# vLLM's attention on CPUs supports no smaller heads than those of 32 elements.
+HEADS: dict[str, Any] = {"hidden_size": 128, "head_dim": 32}
+CHANGES: dict[str, dict[str, Any]] = {
+    # vLLM's Gemma 2 always has tied embeddings.
+    "gemma2": HEADS | {"tie_word_embeddings": True},
+    # vLLM's latent attention on CPUs supports these sizes only, which are the published ones, and
+    # its norms of latents have the epsilon of the other norms.
+    "deepseek_v3": {
+        "hidden_size": 128,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 64,
+        "qk_head_dim": 128,
+        "head_dim": 64,
+        "v_head_dim": 64,
+        "rms_norm_eps": 1e-6,
+        # Published configurations have these entries, which transformers does not know.
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+    },
+}
+NAMES = (
+    "smollm3",
+    "granite",
+    "phi3",
+    "olmo3",
+    "gemma2",
+    "gemma3",
+    "glm4",
+    "qwen2_moe",
+    "qwen3_moe-dense",
+    "glm4_moe",
+    "deepseek_v3",
+    "olmoe",
+)
+
+
+def compute_largest_error(directory: Path, samples: list[Sample]) -> float:
+    """Return the largest difference of the engine's log-probs from those of transformers."""
+    model = families.load_reference(directory)
+    errors = []
+    for sample in samples:
+        with torch.no_grad():
+            logits = model(sample.tokens[None]).logits[0, sample.prompt_length - 1 : -1]
+        logprobs = (logits / jobs.TEMPERATURE).log_softmax(-1)
+        expected = logprobs.gather(-1, sample.tokens[sample.prompt_length :, None])[:, 0]
+        errors.append((sample.engine_logprobs - expected).abs().max().item())
+    return max(errors)
+
+
+@pytest.mark.promise("vllm-logprobs-equal-megatron")
+@pytest.mark.parametrize("name", NAMES)
+def test_logprobs_equal_transformers_after_a_second_update(tmp_path, name):
+    directory = families.save(name, tmp_path, **CHANGES.get(name, HEADS))
+    shape = engines.shape_of(directory)
+    assert shape.family in VLLM_FAMILIES
+    settings = dataclasses.replace(engines.SETTINGS, kind="vllm", kv_cache_mib=64)
+    engine = VLLMEngine(directory, shape, settings, 0, seed=7)
+    try:
+        for version in range(2):
+            engines.publish(engine, directory, version)
+        requests = [
+            GenerationRequest(Prompt(index, "", torch.arange(2, 5 + index)), 0)
+            for index in range(6)
+        ]
+        options = SamplingOptions(14, temperature=jobs.TEMPERATURE)
+        samples = engines.generate(engine, requests, options)
+    finally:
+        engine.shutdown()
+    assert compute_largest_error(directory, samples) < 1e-4
