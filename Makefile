@@ -19,15 +19,15 @@ test: $(installed)
 	$(pytest) -n 3 -m "not slow"
 
 test-rest: $(installed)
-	$(pytest) -n 3 -m slow
+	$(pytest) -n 3 -m "slow and not families"
 
 test-all: $(installed)
 	$(pytest) -n 3
 
 # Every model family: training at each layout against transformers, the embedded engine, export, merged LoRA adapters, a GRPO
-# step, resume, and small models of the published configurations. `make test` runs one layout of each kind for each family.
-families := tests/models tests/proof tests/engines/test_families.py \
-  $(addprefix tests/megatron/test_,families.py export.py lora.py model_checkpoint.py routes.py)
+# step, resume, vLLM, and small models of the published configurations. `make test` and `make test-rest` run a part of the layouts of each family.
+families := tests/models tests/proof tests/engines/test_families.py tests/engines/vllm/test_vllm_families.py \
+  $(addprefix tests/megatron/test_,families.py export.py grouped_experts.py lora.py model_checkpoint.py routes.py)
 test-families: $(installed)
 	$(pytest) -n 2 $(families)
 

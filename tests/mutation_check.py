@@ -366,7 +366,10 @@ def find(
         unreliable.update(outcome.failed)
 
 
-_SUITES = {"all fast tests": ["-m", "not slow", "tests"], "all slow tests": ["-m", "slow", "tests"]}
+_SUITES = {
+    "all fast tests": ["-m", "not slow", "tests"],
+    "all slow tests": ["-m", "slow and not families", "tests"],
+}
 
 
 def _covering_stages(fault: Fault) -> dict[str, list[str]]:

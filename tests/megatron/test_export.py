@@ -13,7 +13,7 @@ from aligner.data.export import export, find_source
 from tests.megatron import checkpoint_jobs as jobs
 from tests.megatron import families, reference
 from tests.megatron.jobs import make_experience
-from tests.rounds import slow
+from tests.rounds import typical
 
 LORA_FAMILIES = [
     name for name in families.CONFIGS if name not in ("llama3", "gpt2", "deepseek_v3-dense")
@@ -78,7 +78,7 @@ def test_exported_tensors_and_logits_equal_source_model(pool, model, tmp_path, f
         ("llama3", {"rank": 4, "alpha": 6.0}),
         ("gpt2", {"rank": 4, "alpha": 6.0}),
         ("deepseek_v3-dense", {"rank": 4, "alpha": 6.0}),
-        *(slow(family, {"rank": 4, "alpha": 6.0}) for family in LORA_FAMILIES),
+        *typical([(family, {"rank": 4, "alpha": 6.0}) for family in LORA_FAMILIES], (), every=4),
     ],
 )
 def test_exported_policy_logprobs_equal_transformers(pool, model, tmp_path, family, lora):

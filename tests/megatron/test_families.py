@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from aligner.schema import ParallelConfig
 from tests.megatron import families
 from tests.megatron.families import BIASED_EXPERTS, CONFIGS, MIXTURES
-from tests.rounds import slow
+from tests.rounds import slow, typical
 
 TOLERANCE = 1e-4
 LAYOUTS: Mapping[str, Mapping[str, Any]] = {
@@ -133,16 +133,15 @@ def layouts(family: str) -> Iterable[str]:
 Errors = dict[tuple[str, str], float]
 TYPICAL = ("single", "TP2xPP2", "TP2+SPxEP2")
 """Layouts that the first round of tests runs for every family."""
-CELLS = [
-    pytest.param(
-        family, name, id=f"{family}-{name}", marks=() if name in TYPICAL else pytest.mark.slow
-    )
-    for family, name in [
+CELLS = typical(
+    [
         *((family, name) for family in CONFIGS for name in layouts(family)),
         *COPY_CELLS,
         *UNEVEN_CELLS,
-    ]
-]
+    ],
+    [(family, name) for family in CONFIGS for name in TYPICAL],
+    every=3,
+)
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,9 @@ TYPICAL = {
 
 
 @pytest.mark.promise("grouped-experts-equal-separate-experts")
-@pytest.mark.parametrize(("family", "layout"), typical(itertools.product(PLAIN, LAYOUTS), TYPICAL))
+@pytest.mark.parametrize(
+    ("family", "layout"), typical(itertools.product(PLAIN, LAYOUTS), TYPICAL, every=4)
+)
 def test_grouped_experts_equal_separate_experts(pool, tmp_path, family, layout):
     place = dict(MIXTURE_LAYOUTS[layout])
     ranks = ParallelConfig(**place).ranks

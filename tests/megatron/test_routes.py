@@ -52,15 +52,17 @@ def model(tmp_path_factory):
 @pytest.mark.promise("routing-replay")
 @pytest.mark.parametrize(
     ("family", "name", "recompute"),
-    [
-        pytest.param(
-            family, name, recompute, marks=() if (name, recompute) in TYPICAL else pytest.mark.slow
-        )
-        for family in MIXTURES
-        for name in LAYOUTS
-        if name in layouts(family)
-        for recompute in ("none", "selective", "full")
-    ],
+    typical(
+        [
+            (family, name, recompute)
+            for family in MIXTURES
+            for name in LAYOUTS
+            if name in layouts(family)
+            for recompute in ("none", "selective", "full")
+        ],
+        [(family, *cell) for family in MIXTURES for cell in TYPICAL],
+        every=4,
+    ),
 )
 def test_replayed_routing_trains_like_transformers(pool, model, family, name, recompute):
     """Micro-batches are packed and split, and several are in flight; each must use its own routing,

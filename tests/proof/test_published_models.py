@@ -9,6 +9,7 @@ from aligner.models.layouts import layout_problems
 from aligner.proof.run_proof import parse_layout, prove
 from aligner.proof.shrink import shrink_config
 from tests.models.published_configs import SUPPORTED
+from tests.rounds import typical
 
 LAYOUTS = ("tensor=2", "pipeline=2", "data=2", "context=2")
 MIXTURE_LAYOUTS = (
@@ -39,7 +40,7 @@ def choose_layout(name: str) -> str:
 @pytest.mark.promise("training-equals-transformers")
 @pytest.mark.parametrize(
     "name",
-    [name if name in FIRST else pytest.param(name, marks=pytest.mark.slow) for name in SUPPORTED],
+    typical(SUPPORTED, FIRST, every=12),
 )
 def test_published_model_equals_transformers(pool, tmp_path, name):
     proof = prove(
