@@ -423,23 +423,29 @@ REGISTERED: Mapping[str, str] = {
     "gemma2": "GemmaTokenizer",
     "gemma3_text": "GemmaTokenizer",
     "glm4": PLAIN.name,
+    "glm4_moe": PLAIN.name,
     "gpt2": "GPT2Tokenizer",
     "gpt_neox": "GPTNeoXTokenizer",
     "granite": PLAIN.name,
+    "minimax_m2": PLAIN.name,
     "mistral": PLAIN.name,
     "mixtral": PLAIN.name,
     "olmo2": PLAIN.name,
     "olmo3": PLAIN.name,
+    "olmoe": "GPTNeoXTokenizer",
     "phi3": PLAIN.name,
     "qwen2": "Qwen2Tokenizer",
     "qwen2_moe": "Qwen2Tokenizer",
     "qwen3": "Qwen2Tokenizer",
+    "qwen3_5_moe_text": "Qwen3_5Tokenizer",
+    "qwen3_5_text": "Qwen3_5Tokenizer",
     "qwen3_moe": "Qwen2Tokenizer",
+    "qwen3_next": "Qwen2Tokenizer",
     "starcoder2": "GPT2Tokenizer",
 }
 """Tokenizer class that transformers registers for each `model_type`."""
 
-OVERRULED = frozenset({"phi3", "qwen2"})
+OVERRULED = frozenset({"minimax_m2", "phi3", "qwen2", "qwen3_5_moe_text"})
 """`model_type`s whose declared class transformers replaces by the registered one."""
 
 _UNSUPPORTED_NAMES = """

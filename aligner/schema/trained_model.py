@@ -26,10 +26,9 @@ class ParallelConfig:
     stage_layers: list[int] | None = option(
         None,
         "Number of decoder layers of each pipeline stage, such as `[16, 16, 15, 14]`. With"
-        " `virtual_pipeline`, of each chunk in the order of the layers: first chunk of each stage,"
-        " second chunk of each stage, and so on. Null: equal numbers if possible; otherwise the"
-        " stages have about equal times, and the last stage, which also computes the head, has"
-        " fewer layers.",
+        " `virtual_pipeline`, of each chunk in the order of the layers: the first chunks of all"
+        " stages come first. Null: equal numbers if possible; otherwise the stages have about equal"
+        " times, including the head of the last stage.",
         read_if=".pipeline>1",
     )
     last_stage_layers: int | None = option(

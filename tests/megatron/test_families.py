@@ -131,15 +131,19 @@ def layouts(family: str) -> Iterable[str]:
 
 
 Errors = dict[tuple[str, str], float]
-TYPICAL = ("single", "TP2xPP2", "TP2+SPxEP2")
-"""Layouts that the first round of tests runs for every family."""
+TYPICAL = ("TP2xPP2", "TP2+SPxEP2")
+FIRST = [
+    ("gpt-oss", "CP2xEP2"),
+    *((family, name) for family in CONFIGS if family not in VARIANTS for name in TYPICAL),
+]
+"""Families and layouts that the first round of tests runs."""
 CELLS = typical(
     [
         *((family, name) for family in CONFIGS for name in layouts(family)),
         *COPY_CELLS,
         *UNEVEN_CELLS,
     ],
-    [(family, name) for family in CONFIGS for name in TYPICAL],
+    FIRST,
     every=3,
 )
 
@@ -225,7 +229,7 @@ def test_training_equals_transformers(pool, model, table, family, name):
     assert {what: error for what, error in errors.items() if not error < TOLERANCE} == {}
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", typical(CONFIGS, dict(FIRST), every=2))
 def test_rank_slices_equal_model_files_bit_for_bit(pool, model, family):
     directory, _ = model(family)
     name = "TP2+SPxPP2" if family in MIXTURES else "TP2xPP2"
