@@ -23,6 +23,7 @@ from aligner.models.weight_slices import (
     TensorSpec,
     compute_trainer_slices,
     cut_shape,
+    group_by_parameter,
 )
 
 # transformer-engine's linear layers contain the preceding norm. Each pair is the name prefix of the
@@ -213,12 +214,9 @@ class NamedWeights:
         Returns:
             The parameters' own memory, by megatron-core name.
         """
-        parameter_specs: dict[str, list[TensorSpec]] = {}
-        for spec in self.table:
-            parameter_specs.setdefault(spec.parameter, []).append(spec)
         return {
             name: self.parameter(specs[0].name).data
-            for name, specs in parameter_specs.items()
+            for name, specs in group_by_parameter(self.table).items()
             if all(
                 spec.name in self.slices and self.slices[spec.name] == slices.get(spec.name)
                 for spec in specs

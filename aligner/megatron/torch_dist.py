@@ -53,7 +53,12 @@ from aligner.megatron.named_weights import select_part
 from aligner.models.hugging_face import read_config
 from aligner.models.model_source import directory_config
 from aligner.models.shape import ModelShape
-from aligner.models.weight_slices import TensorSpec, group_by_stored_tensor, weight_table
+from aligner.models.weight_slices import (
+    TensorSpec,
+    group_by_parameter,
+    group_by_stored_tensor,
+    weight_table,
+)
 
 _METADATA = ".metadata"
 # transformer-engine's linear layers contain the preceding norm; checkpoints of dense models have
@@ -102,22 +107,29 @@ class _Region:
 class _Unpickler(pickle.Unpickler):
     """Unpickler of a checkpoint's metadata that refuses all classes but those of the metadata."""
 
-    _MODULES = (
-        "torch.distributed.checkpoint.metadata",
-        "torch.distributed.checkpoint.filesystem",
-        "torch.distributed.checkpoint.planner",
-    )
-    _NAMES = frozenset(
-        (
-            ("torch", "Size"),
-            ("torch.serialization", "_get_layout"),
-            ("torch._utils", "_rebuild_tensor_v2"),
-            ("pathlib", "PosixPath"),
-            ("pathlib", "Path"),
-            ("collections", "OrderedDict"),
-            ("builtins", "set"),
-        )
-    )
+    _NAMES: Mapping[str, frozenset[str]] = {
+        "torch.distributed.checkpoint.metadata": frozenset(
+            (
+                "BytesStorageMetadata",
+                "ChunkStorageMetadata",
+                "Metadata",
+                "MetadataIndex",
+                "StorageMeta",
+                "TensorProperties",
+                "TensorStorageMetadata",
+                "_MEM_FORMAT_ENCODING",
+            )
+        ),
+        "torch.distributed.checkpoint.filesystem": frozenset(("_StorageInfo", "_StoragePrefix")),
+        "torch.distributed.checkpoint.planner": frozenset(
+            ("BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType")
+        ),
+        "torch": frozenset(("Size",)),
+        "torch.serialization": frozenset(("_get_layout",)),
+        "pathlib": frozenset(("PosixPath",)),
+        "collections": frozenset(("OrderedDict",)),
+        "builtins": frozenset(("set",)),
+    }
 
     def find_class(self, module: str, name: str) -> Any:
         """Return a class of torch's metadata.
@@ -126,8 +138,7 @@ class _Unpickler(pickle.Unpickler):
             UnpicklingError: The metadata refers to another class or function.
         """
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        is_metadata = module in self._MODULES and name[:1] in "_ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-        if is_dtype or is_metadata or (module, name) in self._NAMES:
+        if is_dtype or name in self._NAMES.get(module, ()):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"refers to {module}.{name}, which metadata does not need")
 
@@ -296,13 +307,6 @@ def _weight_view(parameter: Tensor, spec: TensorSpec, shape: ModelShape) -> Tens
     return part[: rows[0]] if spec.layer is None else part
 
 
-def _group_by_parameter(table: Sequence[TensorSpec]) -> dict[str, list[TensorSpec]]:
-    parameters: dict[str, list[TensorSpec]] = {}
-    for spec in table:
-        parameters.setdefault(spec.parameter, []).append(spec)
-    return parameters
-
-
 def read_checkpoint(directory: Path, config_directory: Path) -> Source:
     """Return the model of a torch_dist checkpoint.
 
@@ -320,7 +324,7 @@ def read_checkpoint(directory: Path, config_directory: Path) -> Source:
     regions = _find_regions(checkpoint, table, shape)
 
     by_name = group_by_stored_tensor(table)
-    parameters = _group_by_parameter(table)
+    parameters = group_by_parameter(table)
     layer_parameters: dict[int | None, list[str]] = {}
     for parameter, specs in parameters.items():
         layer_parameters.setdefault(specs[0].layer, []).append(parameter)
@@ -367,7 +371,7 @@ def _find_regions(
     """
     problems: list[str] = []
     regions: dict[str, _Region] = {}
-    for parameter, specs in _group_by_parameter(table).items():
+    for parameter, specs in group_by_parameter(table).items():
         region = checkpoint.find(parameter)
         if region is None:
             problems.append(f"{parameter} is missing")
@@ -460,7 +464,7 @@ def write_checkpoint(
         raise ConfigError(f"{output}: already exists; give a directory that does not exist yet")
     shape = read_config(source.config, "the model")
     table = weight_table(shape, source.head)
-    parameters = _group_by_parameter(table)
+    parameters = group_by_parameter(table)
     _refuse_other_parameters(source, parameters)
     dtypes = {
         entry.name: EXPORT_DTYPES[dtype] if dtype is not None else entry.dtype

@@ -166,6 +166,14 @@ def group_by_stored_tensor(table: Iterable[TensorSpec]) -> dict[str, list[Tensor
     return tensors
 
 
+def group_by_parameter(table: Iterable[TensorSpec]) -> dict[str, list[TensorSpec]]:
+    """Group weights by megatron-core's parameter that contains them, by its name."""
+    parameters: dict[str, list[TensorSpec]] = {}
+    for spec in table:
+        parameters.setdefault(spec.parameter, []).append(spec)
+    return parameters
+
+
 def weight_table(shape: ModelShape, head: Head = "vocabulary") -> tuple[TensorSpec, ...]:
     """Return every weight of a model, in checkpoint order.
 

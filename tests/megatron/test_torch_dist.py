@@ -184,6 +184,15 @@ def test_metadata_cannot_execute_code(checkpoint, model, tmp_path, monkeypatch):
     assert not (tmp_path / "attacked").exists()
 
 
+def test_metadata_cannot_call_methods_of_allowed_classes(checkpoint, model, tmp_path):
+    """A name with a dot would reach a method of an allowed class, or of a module that it imports."""
+    name = b"\x8c\x1etorch.distributed.checkpoint.metadata\x8c\x11Metadata.__init__\x93."
+    name = name.replace(b"\x1e", bytes([len("torch.distributed.checkpoint.metadata")]))
+    (checkpoint / ".metadata").write_bytes(b"\x80\x04" + name)
+    with pytest.raises(ConfigError, match=r"refers to .*metadata\.Metadata\.__init__"):
+        read_checkpoint(checkpoint, model)
+
+
 def test_damaged_checkpoint_is_named(checkpoint, model, tmp_path):
     (data,) = checkpoint.glob("*.distcp")
     data.write_bytes(data.read_bytes()[: data.stat().st_size // 2])
