@@ -645,9 +645,7 @@ def _examples(specs: Sequence[TensorSpec]) -> str:
 
 def _check_whole_parameters(specs: Sequence[TensorSpec], frozen: Collection[str], key: str) -> None:
     """Raise ConfigError if a parameter is partly frozen, or a QKV weight without its bias."""
-    parameters: dict[str, list[TensorSpec]] = {}
-    for spec in specs:
-        parameters.setdefault(spec.parameter, []).append(spec)
+    parameters = group_by_parameter(specs)
     for parameter, parts in parameters.items():
         frozen_parts = [spec.name for spec in parts if spec.name in frozen]
         trained_parts = [spec.name for spec in parts if spec.name not in frozen]
