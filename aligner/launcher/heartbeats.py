@@ -63,9 +63,9 @@ def heartbeat_environment(config: Config, role: str, ranks: int) -> dict[str, st
 def require_triton_for_heartbeat(config: Config, role: str) -> None:
     """Make the heartbeat of a server's rank 0 depend on the health of its Triton server.
 
-    The dependency begins when the server is healthy for the first time. Before that, a server that
-    loads its model sends heartbeats, too. On other ranks and in other roles, the function does
-    nothing.
+    The dependency begins when the server is healthy for the first time, and at the latest after
+    `server.start_timeout_s`. Before that, a server that loads its model sends heartbeats, too. On
+    other ranks and in other roles, the function does nothing.
     """
     file = get_run_paths(config).endpoints
     if role not in count_server_ranks(config) or int(os.environ["RANK"]) or not file.is_file():
@@ -73,12 +73,14 @@ def require_triton_for_heartbeat(config: Config, role: str) -> None:
     endpoint = load_endpoints(file)[role]
     _, _, pause_s = _heartbeat_timeout(config, role)
     was_healthy = False
+    # The launcher may see a healthy server that hangs before this process asks for the first time.
+    start_deadline = time.monotonic() + config.server.start_timeout_s
 
     def is_triton_alive() -> bool:
         nonlocal was_healthy
         healthy = is_healthy(config, role, endpoint, timeout_s=2 * pause_s)
         was_healthy = was_healthy or healthy
-        return healthy or not was_healthy
+        return healthy or (not was_healthy and time.monotonic() < start_deadline)
 
     require_for_heartbeat(is_triton_alive)
 

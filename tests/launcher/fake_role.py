@@ -26,6 +26,8 @@ RANK = int(os.environ["RANK"])
 
 class Ready(BaseHTTPRequestHandler):
     model = ""
+    requests = Path()
+    """File with one line for each answered request for the model."""
     model_requested = threading.Event()
 
     def do_GET(self) -> None:
@@ -33,6 +35,8 @@ class Ready(BaseHTTPRequestHandler):
         self.send_response(200 if ready else 404)
         self.end_headers()
         if "models" in self.path:
+            with self.requests.open("a") as lines:
+                lines.write("answered\n")
             self.model_requested.set()
 
 
@@ -41,6 +45,7 @@ def serve(role: str, run: Path) -> None:
 
     port = json.loads((run / "endpoints.json").read_text())[role]["http"]
     Ready.model = SERVED_MODELS[role.partition(".")[0]]
+    Ready.requests = run / f"{role}_requests"
     HTTPServer(("127.0.0.1", port), Ready).serve_forever()
 
 

@@ -13,12 +13,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from aligner.config.compose import compose_config
+from aligner.config.compose import compose_config, save_config
 from aligner.launcher.heartbeats import HeartbeatMonitor
 from aligner.launcher.rank_heartbeat import HEARTBEAT, STACKS_SIGNAL
 from aligner.launcher.ranks import Rank, Ranks
 from aligner.launcher.run_directory import read_state
 from aligner.launcher.status import read_status
+from aligner.placement.addresses import Endpoint, save_endpoints
 from tests.launcher.test_launch import finish, processes_of, read_until, start, wait_for
 
 LIVE = {"critic": "live", "reward": "serve", "trainer": "live"}
@@ -40,6 +41,15 @@ def all_show_life(run: Path, *names: str) -> bool:
     return all((run / "heartbeats" / name).exists() for name in names)
 
 
+def wait_for_request_of_rank(requests: Path) -> None:
+    """Wait until a rank knows that its Triton was healthy: it sends the second of two requests.
+
+    The launcher sends requests only until all servers are healthy.
+    """
+    count = len(requests.read_text().splitlines())
+    wait_for(lambda: len(requests.read_text().splitlines()) >= count + 2, "request of the rank")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("behavior", "rank"),
@@ -55,6 +65,7 @@ def test_server_with_suspended_process_is_replaced(run: Path, behavior: str, ran
     read_until(launcher, "all servers are healthy")
     wait_for(lambda: all_show_life(run, "critic-0", "critic-1", "trainer-0"), "signs of life")
     time.sleep(1)  # the launcher must see the heartbeats first
+    wait_for_request_of_rank(run / "critic_requests")
     stopped = rank_of(run, "critic", behavior, rank)
     stopped.suspend()
     wait_for(lambda: read_status(run).roles["critic"].health == "not answering", "word of it")
@@ -297,3 +308,31 @@ def test_only_the_rank_itself_sends_its_heartbeats(tmp_path: Path) -> None:
     environment = {**os.environ, HEARTBEAT: f"0.1:{tmp_path}/a: b/critic-", "RANK": "3"}
     subprocess.run([sys.executable, "-c", code], env=environment, check=True)
     assert [file.name for file in (tmp_path / "a: b").iterdir()] == ["critic-3"]
+
+
+def test_server_that_was_never_seen_healthy_sends_no_heartbeats_after_its_start_timeout(
+    tmp_path: Path,
+) -> None:
+    config = compose_config(
+        [
+            "experiment=tiny_ppo",
+            f"run.dir={tmp_path}",
+            "server.start_timeout_s=1",
+            "server.health_timeout_s=2",
+        ]
+    )
+    save_config(config, tmp_path / "config.yaml")
+    save_endpoints({"critic": Endpoint("127.0.0.1", 1, 1, 1)}, tmp_path / "endpoints.json")
+    heartbeat = tmp_path / "heartbeats" / "critic-0"
+    code = (
+        "import sys, time; from pathlib import Path;"
+        "from aligner.launcher.rank_heartbeat import start_heartbeat;"
+        "from aligner.config.compose import load_config;"
+        "from aligner.launcher.heartbeats import require_triton_for_heartbeat;"
+        "require_triton_for_heartbeat(load_config(Path(sys.argv[1])), 'critic');"
+        "start_heartbeat(); time.sleep(2); Path(sys.argv[2]).unlink(); time.sleep(1)"
+    )
+    environment = {**os.environ, HEARTBEAT: f"0.1:{heartbeat.with_name('critic-')}", "RANK": "0"}
+    command = [sys.executable, "-c", code, str(tmp_path / "config.yaml"), str(heartbeat)]
+    subprocess.run(command, env=environment, check=True)
+    assert not heartbeat.exists()
