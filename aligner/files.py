@@ -187,38 +187,16 @@ def append_to_file(path: Path, content: str | bytes, *, to_disk: bool = False) -
 
 def read_newer_half(file: BinaryIO, limit: int) -> bytes | None:
     """Return the complete lines in the last `limit / 2` bytes of a file that has more than `limit`
-    bytes; None for a smaller file."""
+    bytes; None for a smaller file. Without a line break, return all of these bytes."""
     size = file.seek(0, os.SEEK_END)
     if size <= limit:
         return None
 
-    # The first line is probably incomplete.
+    # The first line is probably incomplete. Other processes may append to the file faster than this
+    # process reads, so the end of the file is not awaited.
     file.seek(size - limit // 2)
-    file.readline()
-    return file.read()
-
-
-def delete_older_half(path: Path, limit: int) -> int:
-    """Delete the older half of a file of more than `limit` bytes, in place.
-
-    Other processes may append to the file; data that they write at the same moment may be lost.
-
-    Returns:
-        The number of deleted bytes.
-
-    Raises:
-        OSError: If the file cannot be read or written.
-    """
-    with path.open("r+b") as file:
-        remaining = read_newer_half(file, limit)
-        if remaining is None:
-            return 0
-        # The file position is at the end, so it equals the file size.
-        deleted_bytes = file.tell() - len(remaining)
-        file.seek(0)
-        file.write(remaining)
-        file.truncate()
-        return deleted_bytes
+    newer = file.read(limit // 2)
+    return newer[newer.find(b"\n") + 1 :]
 
 
 @contextlib.contextmanager

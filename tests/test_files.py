@@ -1,9 +1,6 @@
-"""Atomic writes of files and directories, full disks, and logs that lose their older half."""
+"""Atomic writes of files and directories, and full disks."""
 
 from __future__ import annotations
-
-import subprocess
-import sys
 
 import pytest
 
@@ -11,7 +8,6 @@ from aligner.files import (
     append_to_file,
     create_directory,
     create_private_file,
-    delete_older_half,
     describe_full_disk,
     finish_directory,
     open_new_file,
@@ -122,29 +118,3 @@ def test_finished_directory_replaces_an_older_one(tmp_path):
         "part/a",
     ]
     assert (tmp_path / "part" / "a").read_text() == "new"
-
-
-def test_dropping_older_half_keeps_later_output(tmp_path):
-    log = tmp_path / "log"
-    printing = (
-        "for end in (1000, 2000):\n  for n in range(end - 1000, end): print(n, flush=True)\n "
-        " input()"
-    )
-    with log.open("ab") as output:
-        command = [sys.executable, "-c", printing]
-        process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=output, text=True, bufsize=1
-        )
-    try:
-        while not log.read_text().endswith("\n999\n"):
-            pass
-        size = log.stat().st_size
-        assert delete_older_half(log, size) == 0
-        dropped = delete_older_half(log, size - 1)
-        assert size / 2 < dropped < size / 2 + 8 and log.stat().st_size == size - dropped
-        process.communicate("\n\n", timeout=30)
-    finally:
-        process.kill()
-        process.wait()
-    numbers = [int(line) for line in log.read_text().splitlines()]
-    assert numbers == list(range(numbers[0], 2000)) and 400 < numbers[0] < 600

@@ -18,6 +18,7 @@ from aligner.config.compose import AUTOMATIC
 from aligner.errors import AlignerError
 from aligner.launcher.exhausted_resources import count_oom_kills, exhausted_resources
 from aligner.launcher.ranks import Rank
+from aligner.observability.log_files import find_output_position
 from aligner.observability.logs import ERROR_PREFIX, NOTE_PREFIX, extract_text_lines
 from aligner.observability.user_errors import UserError, find_user_error
 from aligner.paths import can_resume, get_run_paths, read_early_end
@@ -34,6 +35,7 @@ _MIN_FREE_BYTES = 64 * 1024
 # Number of lines at the end of a log that are searched for the cause of a failure.
 _SEARCHED_LINES = 500
 _MAX_ERROR_CHARACTERS = 300
+_MAX_LINE_CHARACTERS = 2000
 # Number of prompts in the printed commands: a run may have millions.
 _SAMPLED_PROMPTS = 100
 _NUMBERS = re.compile(r"\d+")
@@ -64,10 +66,11 @@ def read_log_tail(log: Path, lines: int = TAIL_LINES, start: int = 0) -> list[st
     Args:
         log: Path of the log.
         lines: Maximum number of lines.
-        start: Offset in bytes; earlier output is ignored.
+        start: Number of bytes of earlier output that is ignored, including dropped output.
     """
     with log.open("rb") as file:
-        file.seek(max(start, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+        first = find_output_position(file, start)
+        file.seek(max(first, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
         end = file.read().decode(errors="replace").rstrip().splitlines()
     return extract_text_lines(end[-lines:])[-lines:]
 
@@ -151,7 +154,11 @@ def _describe_kill(rank: Rank, exhausted: Sequence[str]) -> str:
 
 
 def _quote_lines(lines: Sequence[str]) -> str:
-    return "\n".join(f"  | {line}" for line in lines)
+    """Return lines of a log as a quotation; of a very long line, only the beginning."""
+    return "\n".join(
+        f"  | {line if len(line) <= _MAX_LINE_CHARACTERS else line[:_MAX_LINE_CHARACTERS] + ' …'}"
+        for line in lines
+    )
 
 
 def _describe_full_disk(log: Path) -> str:

@@ -48,6 +48,7 @@ from aligner.observability.console import (
     print_line,
     print_table,
 )
+from aligner.observability.log_files import LogLimit
 from aligner.observability.metrics import read_metrics
 from aligner.observability.user_errors import user_error_environment
 from aligner.paths import get_run_paths
@@ -200,7 +201,7 @@ class _Converter(Processes, Ranks):
     """The process that converts the last checkpoint of a prerequisite experiment."""
 
     def __init__(self, command: tuple[str, ...], config: Config) -> None:
-        super().__init__(config.cluster.stop_timeout_s)
+        super().__init__(config.cluster.stop_timeout_s, LogLimit.from_config(config))
         self._command = command
         self._config = config
 
@@ -276,7 +277,7 @@ class LocalRanks(Processes, Ranks):
             ports: Free ports for the process groups.
             fork_server: A fork server that was started before the configuration was known.
         """
-        super().__init__(config.cluster.stop_timeout_s)
+        super().__init__(config.cluster.stop_timeout_s, LogLimit.from_config(config))
         self._command = command
         self._config = config
         self._ports = ports

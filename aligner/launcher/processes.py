@@ -3,16 +3,18 @@
 Every start of a rank has a start id, which is in the environment of the rank and of all its helpers
 (`START_ID_VARIABLE`). The start ids of one launcher are its launch id, a hyphen, and a number.
 
-`python -m aligner.launcher.processes LAUNCH_ID SECONDS` is the watcher of a launcher. The kernel
+`python -m aligner.launcher.processes` is the watcher of a launcher (`watch_launcher`). The kernel
 sends SIGTERM to the ranks when their launcher dies, so most ranks exit by themselves. A rank that
 is suspended or ignores the signal, and helpers of a rank, would survive. Each launcher therefore
 starts a watcher whose standard input is a pipe. The pipe closes when the launcher dies, and the
-watcher then ends all remaining processes of the launch id.
+watcher then ends all remaining processes of the launch id. As long as there are processes, the
+watcher also limits the size of their logs.
 """
 
 import contextlib
 import ctypes
 import functools
+import json
 import os
 import secrets
 import select
@@ -33,6 +35,7 @@ from aligner.errors import STOP_SIGNAL, AlignerError, Interrupted, Stopped
 from aligner.launcher.forks import AdoptedProcess, ForkServer
 from aligner.launcher.ranks import Rank
 from aligner.observability.console import print_line
+from aligner.observability.log_files import LogLimit, count_output_bytes
 from aligner.triton_cleanup import kill_processes, remove_triton_files
 
 
@@ -161,30 +164,31 @@ class Processes:
     kills the processes that still run after `stop_timeout_s` (`end_orphans`).
     """
 
-    def __init__(self, stop_timeout_s: float) -> None:
+    def __init__(self, stop_timeout_s: float, log_limit: LogLimit) -> None:
         """Become a child subreaper, and start the watcher of this launcher.
 
         Args:
             stop_timeout_s: Seconds that ranks get to exit after SIGTERM.
+            log_limit: Maximum size of the logs.
         """
         self._stop_timeout_s = stop_timeout_s
+        self._log_limit = log_limit
         self._start_count = 0
         self._ranks: list[RankProcess] = []
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
         self._launch_id = get_launch_id()
         self._watcher = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "aligner.launcher.processes",
-                self._launch_id,
-                str(stop_timeout_s),
-            ],
+            [sys.executable, "-m", "aligner.launcher.processes"],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
+        assert self._watcher.stdin is not None
+        log_settings = [str(log_limit.directory.absolute()), log_limit.max_mib, log_limit.format]
+        settings = json.dumps([self._launch_id, stop_timeout_s, *log_settings])
+        self._watcher.stdin.write(f"{settings}\n".encode())
+        self._watcher.stdin.flush()
         self._unrelated_children = set(psutil.Process().children(recursive=True))
         self._fork_server: ForkServer | None = None
 
@@ -228,7 +232,7 @@ class Processes:
                 role,
                 rank,
                 log,
-                output.tell(),
+                count_output_bytes(log),
                 restarts,
                 process or _start_process(command, environment, output),
                 start_id,
@@ -306,6 +310,7 @@ class Processes:
                 )
         self._watcher.kill()
         self._watcher.communicate()
+        self._log_limit.enforce()
         for rank in self._ranks:
             remove_triton_files(rank.process.pid)
 
@@ -423,9 +428,27 @@ START_ID_VARIABLE = "ALIGNER_START"
 inherit it."""
 # Seconds after which the watcher gives up on processes that the kernel cannot end.
 _UNKILLABLE_TIMEOUT_S = 30.0
+# Seconds between two checks of the sizes of the logs. A process that prints 1 GB/s exceeds the
+# limit by 100 MB.
+_LOG_CHECK_S = 0.1
 
 
-def end_orphans(launch_id: str, timeout_s: float) -> None:
+def watch_launcher(launch_id: str, timeout_s: float, log_limit: LogLimit) -> None:
+    """Limit the logs of a launch until all of its processes have ended.
+
+    Standard input must be a pipe on which nothing more arrives until the launcher dies.
+
+    Args:
+        launch_id: Launch id of the processes (`get_launch_id`).
+        timeout_s: Seconds after the death of the launcher before its processes are killed.
+        log_limit: Maximum size of the logs.
+    """
+    while not select.select([sys.stdin], [], [], _LOG_CHECK_S)[0]:
+        log_limit.enforce()
+    end_orphans(launch_id, timeout_s, log_limit)
+
+
+def end_orphans(launch_id: str, timeout_s: float, log_limit: LogLimit) -> None:
     """Give the processes of a launch time to exit, and kill those that remain.
 
     Then remove the Triton files of all processes that have exited.
@@ -433,6 +456,7 @@ def end_orphans(launch_id: str, timeout_s: float) -> None:
     Args:
         launch_id: Launch id of the processes (`get_launch_id`).
         timeout_s: Seconds before the processes are killed.
+        log_limit: Maximum size of the logs, until the processes have ended.
     """
     kill_at = time.monotonic() + timeout_s
     seen_pids = set[int]()
@@ -442,7 +466,8 @@ def end_orphans(launch_id: str, timeout_s: float) -> None:
         seen_pids.update(process.pid for process in processes)
         if time.monotonic() > kill_at:
             kill_processes(processes)
-        time.sleep(0.1)
+        log_limit.enforce()
+        time.sleep(_LOG_CHECK_S)
     for pid in seen_pids.difference(process.pid for process in processes):
         remove_triton_files(pid)
 
@@ -458,6 +483,7 @@ def _find_launched_processes(launch_id: str) -> list[psutil.Process]:
 
 
 if __name__ == "__main__":
-    # The launcher holds the other end of this pipe, so reading ends when the launcher dies.
-    sys.stdin.read()
-    end_orphans(sys.argv[1], float(sys.argv[2]))
+    # The line is empty if the launcher has died before it started any process.
+    if line := sys.stdin.readline():
+        launch_id, timeout_s, log_directory, log_mib, log_format = json.loads(line)
+        watch_launcher(launch_id, timeout_s, LogLimit(Path(log_directory), log_mib, log_format))

@@ -3,7 +3,6 @@
 Ranks are local processes, or tasks of a Slurm job.
 """
 
-import contextlib
 import signal
 import time
 from abc import ABC, abstractmethod
@@ -11,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from aligner.files import delete_older_half
 from aligner.launcher.exhausted_resources import count_oom_kills
 from aligner.observability.logs import format_launcher_line
 from aligner.paths import get_run_paths
@@ -26,7 +24,7 @@ class Rank:
     rank: int
     log: Path
     log_start: int
-    """Position in the log, in bytes, at which the output of this process begins."""
+    """Number of bytes of earlier output of the log, see `observability.log_files`."""
     restarts: int
     """Number of restarts of the rank's group before this rank was started."""
     exit_code: int | None = field(default=None, kw_only=True)
@@ -41,11 +39,6 @@ class Rank:
     started."""
     has_stacks: bool = field(default=False, kw_only=True)
     """Whether the Python stacks of all ranks were requested because this rank is silent."""
-
-    def shorten_log(self, limit: int) -> None:
-        """Drop the older half of the log if it has more than `limit` bytes."""
-        with contextlib.suppress(OSError):
-            self.log_start = max(0, self.log_start - delete_older_half(self.log, limit))
 
     @property
     def is_local(self) -> bool:

@@ -33,7 +33,7 @@ from aligner.launcher.ranks import Rank, Ranks
 from aligner.launcher.run_directory import StateRecorder, open_run_directory
 from aligner.models.model_source import model_directory
 from aligner.observability.console import RunConsole, make_progress, print_line
-from aligner.observability.logs import LogFollower
+from aligner.observability.log_files import LogFollower
 from aligner.observability.metrics import FileFollower
 from aligner.observability.timeline import StageWatch, delete_stages, read_stages
 from aligner.observability.user_errors import (
@@ -56,8 +56,6 @@ _RESEND_S = 5.0
 _PROGRESS_S = 15.0
 # Seconds after which a step is reported as still running for the first time.
 _LONG_STEP_S = 60.0
-# Seconds between two checks of the log sizes.
-_SHORTEN_LOGS_S = 5.0
 # Seconds in which ranks exit after they lose a peer because of a collective timeout. A rank that
 # still runs after this time did not take part in the collective.
 _LOST_PEERS_S = 3.0
@@ -90,8 +88,6 @@ class Supervisor:
     _trainer: TrainerGroup = field(init=False)
     _stop_signal_at: float = 0.0
     """Time of the next stop signal to the trainer; 0 before the first one."""
-    _shorten_logs_at: float = 0.0
-    """Time of the next check of the log sizes."""
 
     def run(self) -> None:
         """Prepare the model, start the servers and the trainer, and wait until the trainer exits.
@@ -236,7 +232,6 @@ class Supervisor:
                     [server.name for server in self._servers if not server.was_healthy]
                 )
                 view.update()
-                self._shorten_logs()
 
         if any(rank.exit_code == RESUMABLE for rank in trainer.ranks):
             # Skip draining the servers: the scheduler leaves little time after a stop request.
@@ -258,15 +253,6 @@ class Supervisor:
         self._state.record_heartbeat()
         self._ranks.wait(_POLL_S)
         self._ranks.poll()
-
-    def _shorten_logs(self) -> None:
-        """Shorten logs that exceed `logging.file_mib`, at most every `_SHORTEN_LOGS_S` seconds."""
-        if time.monotonic() < self._shorten_logs_at:
-            return
-        self._shorten_logs_at = time.monotonic() + _SHORTEN_LOGS_S
-        limit = self.config.logging.file_mib << 20
-        for rank in [rank for group in (*self._servers, self._trainer) for rank in group.ranks]:
-            rank.shorten_log(limit)
 
     def _raise_failures(self, view: "RunView") -> None:
         """Raise an error if a rank failed and its group cannot be restarted.

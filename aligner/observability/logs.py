@@ -9,7 +9,6 @@ import threading
 import traceback
 from collections.abc import Iterable
 from datetime import datetime, timezone
-from pathlib import Path
 from typing import Any, TextIO, cast
 
 ERROR_PREFIX = "aligner: error:"
@@ -48,45 +47,6 @@ def configure_logs(format: str, role: str, rank: int | None = None) -> None:
     # marked as warnings.
     error_level = logging.INFO if is_text else logging.WARNING
     sys.stderr = cast(TextIO, _LoggedStream(sys.stderr, "stderr", error_level))
-
-
-class LogFollower:
-    """Reader of the lines that the ranks of a run append to their logs."""
-
-    def __init__(self, directory: Path) -> None:
-        """Follow the logs of a directory. Lines of an earlier launch are skipped.
-
-        Args:
-            directory: Directory of the logs, which need not exist yet.
-        """
-        self._directory = directory
-        self._offsets = {file: file.stat().st_size for file in self._find_logs()}
-
-    def read_new_lines(self) -> list[tuple[str, str]]:
-        """Return the name of the role and rank, and the text, of each line that was completed since
-        the last call."""
-        new_lines = []
-        for file in self._find_logs():
-            with file.open("rb") as content:
-                # A log that exceeds `logging.file_mib` is shortened: continue at its new end.
-                end = content.seek(0, os.SEEK_END)
-                start = min(self._offsets.get(file, 0), end)
-                content.seek(start)
-                block = content.read()
-            complete = block[: block.rfind(b"\n") + 1]
-            self._offsets[file] = start + len(complete)
-            lines = extract_text_lines(complete.decode(errors="replace").splitlines())
-            new_lines += [(file.stem, line) for line in lines]
-        return new_lines
-
-    def _find_logs(self) -> list[Path]:
-        return [
-            file
-            for file in sorted(self._directory.glob("*-*.log"))
-            # Triton's logs are long, and srun's files belong to no rank.
-            if file.stem.rpartition("-")[2].isdecimal()
-            and not file.name.startswith(("srun-", "job-"))
-        ]
 
 
 def set_log_step(step: int) -> None:

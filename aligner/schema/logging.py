@@ -56,8 +56,9 @@ class LoggingConfig:
     )
     file_mib: int = option(
         64,
-        "Maximum size in MiB of a log file `logs/<role>-<rank>.log`, and of the timeline of a"
-        " process. The older half of a larger file is dropped.",
+        "Maximum size in MiB of a log file in `logs/`, including Triton's, and of the timeline of"
+        " a process. The older half of a larger file is dropped; the first line of a log says how"
+        " much was dropped.",
         minimum=1,
     )
     samples_every: int = option(

@@ -256,6 +256,17 @@ def main(role: str, config: Path, behavior: str) -> None:
                     time.sleep(0.05)
                 print("aligner: error: step 3: the reward is nan", flush=True)
                 sys.exit(1)
+        case "print_without_end":
+            while True:
+                print("lines of a chatty process\n" * 1000, end="", flush=True)
+        case "print_after_sigterm":
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            print("started", flush=True)
+            launcher_pid = os.getppid()
+            while os.getppid() == launcher_pid:
+                time.sleep(0.05)
+            while True:
+                print("lines after the launcher's death\n" * 1000, end="", flush=True)
         case "rank_1_hangs":
             if RANK == 1:
                 wait()

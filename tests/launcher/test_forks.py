@@ -29,6 +29,7 @@ from aligner.config.compose import compose_config, save_config
 from aligner.launcher.local import start_fork_server
 from aligner.launcher.processes import Processes
 from aligner.launcher.rank_environment import library_environment, build_role_command
+from aligner.observability.log_files import LogLimit
 
 root = Path(sys.argv[1])
 file, report = root / "config.yaml", root / "report.json"
@@ -49,7 +50,7 @@ def rank_of(number, role="prepare"):
     return rank
 
 
-with closing(Processes(5)) as processes:
+with closing(Processes(5, LogLimit(root, 1, "text"))) as processes:
     forks = start_fork_server()
     processes.use_fork_server(forks)
     forks.set_up(file, ["critic", "reward", "trainer"], library_environment(1))

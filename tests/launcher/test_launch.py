@@ -18,6 +18,7 @@ import pytest
 
 from aligner.config.compose import compose_config, save_config
 from aligner.launcher.status import describe_status, read_status
+from aligner.observability.log_files import count_output_bytes
 from tests.rounds import slow
 
 LAUNCHER = Path(__file__).with_name("launcher.py")
@@ -407,6 +408,43 @@ def test_bounded_log_keeps_last_lines_of_its_rank(run: Path) -> None:
     assert "step 3: the reward is nan" in error and "  | 19999: xxx" in error
     lines = log.read_text().splitlines()
     assert log.stat().st_size <= 1 << 20 and len(lines) > 4000
-    assert [int(line.partition(":")[0]) for line in lines[:-1]] == list(
-        range(20_001 - len(lines), 20_000)
+    header, *numbered_lines, _ = lines
+    assert "bytes of older output were dropped" in header
+    assert [int(line.partition(":")[0]) for line in numbered_lines] == list(
+        range(20_000 - len(numbered_lines), 20_000)
     )
+
+
+@pytest.mark.parametrize("role", ["prepare", "reward"])
+def test_log_of_process_that_prints_without_end_is_bounded(run: Path, role: str) -> None:
+    launcher = start(run, {role: "print_without_end"}, "logging.file_mib=1")
+    log = run / "logs" / f"{role}-0.log"
+    wait_for(lambda: log.exists() and "were dropped" in read_first_line(log), "shortened log")
+    sizes = []
+    for _ in range(40):
+        sizes.append(log.stat().st_size)
+        time.sleep(0.05)
+    launcher.send_signal(signal.SIGINT)
+    finish(launcher, run)
+    written = count_output_bytes(log)
+    assert written > 20 << 20, "the process printed too little for this test"
+    # Between two checks, a log can grow by more than its limit.
+    assert max(sizes) < written / 2
+    assert log.stat().st_size <= 1 << 20
+    assert "lines of a chatty process" in log.read_text().splitlines()[-2]
+
+
+def test_logs_are_bounded_after_the_launcher_was_killed(run: Path) -> None:
+    launcher = start(
+        run, {"reward": "print_after_sigterm"}, "logging.file_mib=1", "cluster.stop_timeout_s=5"
+    )
+    log = run / "logs" / "reward-0.log"
+    wait_for(lambda: log.exists() and log.stat().st_size, "line in the log")
+    launcher.kill()
+    wait_for(lambda: "were dropped" in read_first_line(log), "shortened log")
+    wait_for(lambda: processes_of(run) == [], "end of the processes")
+
+
+def read_first_line(log: Path) -> str:
+    with log.open(errors="replace") as lines:
+        return lines.readline(1000)

@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 
 from aligner.launcher.processes import Processes
+from aligner.observability.log_files import LogLimit
 
 root = Path(sys.argv[1])
 command = ["bash", "-c", "setsid sleep 60 & echo $! > helper.new; mv helper.new helper-$RANK; wait"]
@@ -25,7 +26,7 @@ def is_running(pid):
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
-with closing(Processes(stop_timeout_s=0)) as processes:
+with closing(Processes(0, LogLimit(root, 1, "text"))) as processes:
     os.chdir(root)
     ranks, helpers = [], []
     for number in (0, 1):

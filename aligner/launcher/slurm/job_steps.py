@@ -31,6 +31,7 @@ from aligner.launcher.slurm.slurm_commands import (
     read_node_addresses,
     slurm_command,
 )
+from aligner.observability.log_files import LogLimit, count_output_bytes
 from aligner.observability.user_errors import user_error_environment
 from aligner.paths import get_run_paths
 from aligner.placement.local_devices import parse_numbers
@@ -52,6 +53,8 @@ _KILL_TIMEOUT_S = 30.0
 # Printed for the cores of a rank if they follow from the CPUs of the nodes, which are not known
 # before the job starts.
 _UNKNOWN_CORES = "CORES"
+# Seconds between two checks of the sizes of the logs, which are on a shared file system.
+_LOG_CHECK_S = 5.0
 # Minimum seconds between two identical signals to a step.
 _RESEND_S = 2.0
 # Message of srun for each task that ended with an error: task numbers and reason.
@@ -293,6 +296,8 @@ class SlurmSteps(Ranks):
         self._ports = ports
         self._steps: list[Step] = []
         self._started = 0
+        self._log_limit = LogLimit.from_config(config)
+        self._check_logs_at = 0.0
 
     def start(self, role: str, restarts: int = 0) -> Sequence[TaskRank]:
         """See `Ranks`."""
@@ -322,7 +327,7 @@ class SlurmSteps(Ranks):
             f"srun-{self._allocation.job}-{self._allocation.requeues}-{name}.log"
         )
         started = [
-            TaskRank(role, rank, log, log.stat().st_size, restarts, messages)
+            TaskRank(role, rank, log, count_output_bytes(log), restarts, messages)
             for rank, log in enumerate(logs)
         ]
         with messages.open("wb") as output:
@@ -351,6 +356,9 @@ class SlurmSteps(Ranks):
         """See `Ranks`."""
         for step in self._steps:
             step.poll()
+        if time.monotonic() >= self._check_logs_at:
+            self._check_logs_at = time.monotonic() + _LOG_CHECK_S
+            self._log_limit.enforce()
 
     def send(self, number: signal.Signals, ranks: Sequence[Rank]) -> None:
         """See `Ranks`.
