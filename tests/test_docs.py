@@ -68,6 +68,7 @@ ELSEWHERE = {
         " tests/planner run it"
     ),
     r"aligner prove ": "tests/proof runs it",
+    r"aligner doctor": "tests/cli/test_doctor_command.py",
     r"aligner:? ": "what it prints",
 }
 """Commands that no test runs unchanged: a pattern of their start, and the reason."""

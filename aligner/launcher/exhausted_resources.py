@@ -16,14 +16,16 @@ from pathlib import Path
 
 import psutil
 
+SHARED_MEMORY = Path("/dev/shm")
+"""Directory of the machine's shared memory."""
+RECOMMENDED_OPEN_FILES = 65536
+"""Limit of open files per process that is sufficient for every run."""
+
 _CGROUPS = Path("/sys/fs/cgroup")
-_SHARED_MEMORY = Path("/dev/shm")
 # Shared memory counts as full if it has fewer free bytes.
 _MIN_FREE_BYTES = 2**20
 # Version 1 of control groups reports "no limit" as a number that is at least this large.
 _UNLIMITED_BYTES = 2**60
-# Limit of open files per process that is sufficient for every run.
-_RECOMMENDED_OPEN_FILES = 65536
 
 # Shared memory is exhausted if a line matches both of the following patterns.
 _SHARED_MEMORY_WORDS = re.compile(
@@ -89,7 +91,7 @@ def full_shared_memory(error: BaseException) -> str | None:
     """
     if not isinstance(error, OSError) or error.errno != errno.ENOSPC:
         return None
-    directory = str(_SHARED_MEMORY)
+    directory = str(SHARED_MEMORY)
     is_named = error.filename is not None and str(error.filename).startswith(directory)
     if not is_named and (
         error.filename is not None or _free_shared_memory_bytes() >= _MIN_FREE_BYTES
@@ -102,7 +104,7 @@ def full_shared_memory(error: BaseException) -> str | None:
 def _free_shared_memory_bytes() -> float:
     """Return the free bytes of `/dev/shm`; infinity if the machine has no `/dev/shm`."""
     try:
-        return shutil.disk_usage(_SHARED_MEMORY).free
+        return shutil.disk_usage(SHARED_MEMORY).free
     except OSError:
         return math.inf
 
@@ -117,13 +119,13 @@ def _describe_shared_memory(
     if not is_local:
         if is_named:
             yield (
-                f"shared memory is exhausted: {_SHARED_MEMORY} of its node or container is too"
+                f"shared memory is exhausted: {SHARED_MEMORY} of its node or container is too"
                 " small or full; enlarge it: mount -o remount,size=8g"
-                f" {_SHARED_MEMORY}, or the container's --shm-size=8g"
+                f" {SHARED_MEMORY}, or the container's --shm-size=8g"
             )
         return
     try:
-        usage = shutil.disk_usage(_SHARED_MEMORY)
+        usage = shutil.disk_usage(SHARED_MEMORY)
     except OSError:
         return
     # A process that writes to a mapped file of a full file system dies of SIGBUS.
@@ -131,10 +133,10 @@ def _describe_shared_memory(
     is_certain = is_named or usage.free < _MIN_FREE_BYTES
     if is_likely or is_certain:
         yield (
-            f"shared memory is {'' if is_certain else 'probably '}exhausted: {_SHARED_MEMORY} has"
-            f" {_format_bytes(usage.total)}, of which {_format_bytes(usage.free)} are free now"
+            f"shared memory is {'' if is_certain else 'probably '}exhausted: {SHARED_MEMORY} has"
+            f" {format_bytes(usage.total)}, of which {format_bytes(usage.free)} are free now"
             " (Docker's default is 64 MB); enlarge it: docker run --shm-size=8g (or --ipc=host),"
-            f" without Docker: mount -o remount,size=8g {_SHARED_MEMORY}"
+            f" without Docker: mount -o remount,size=8g {SHARED_MEMORY}"
         )
 
 
@@ -162,11 +164,11 @@ def _describe_memory(
 
 def _describe_memory_limit() -> str:
     """Return a text with the memory that this process and its children may use."""
-    limit = _read_memory_limit()
+    limit = read_memory_limit()
     total = psutil.virtual_memory().total
     if limit is None or limit >= total:
-        return f"the machine has {_format_bytes(total)}"
-    return f"the limit of the control group (container or job) is {_format_bytes(limit)}"
+        return f"the machine has {format_bytes(total)}"
+    return f"the limit of the control group (container or job) is {format_bytes(limit)}"
 
 
 def _describe_open_files(lines: Sequence[str], is_local: bool) -> Iterator[str]:
@@ -186,8 +188,8 @@ def _describe_open_files(lines: Sequence[str], is_local: bool) -> Iterator[str]:
     limits = f"a process may have {soft} open files (hard limit {hard})"
     yield (
         f"file descriptors are exhausted: {limits if is_local else 'see ulimit -n on its node'};"
-        f" raise the limit before the launch: ulimit -n {_RECOMMENDED_OPEN_FILES}, in Docker:"
-        f" --ulimit nofile={_RECOMMENDED_OPEN_FILES}"
+        f" raise the limit before the launch: ulimit -n {RECOMMENDED_OPEN_FILES}, in Docker:"
+        f" --ulimit nofile={RECOMMENDED_OPEN_FILES}"
     )
 
 
@@ -216,7 +218,7 @@ def _memory_groups() -> Iterator[Path]:
                 yield parent
 
 
-def _read_memory_limit() -> int | None:
+def read_memory_limit() -> int | None:
     """Return the smallest memory limit of this process's control groups in bytes, or None."""
     limits = []
     for group in _memory_groups():
@@ -235,5 +237,6 @@ def _read_oom_kills(file: Path) -> int | None:
     return None if match is None else int(match[1])
 
 
-def _format_bytes(size: int) -> str:
+def format_bytes(size: int) -> str:
+    """Return a size in MiB or GiB."""
     return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"

@@ -95,7 +95,7 @@ def test_oom_kills_are_counted_in_cgroup_v1(
     (tmp_path / "memory.limit_in_bytes").write_text("9223372036854771712\n")
     monkeypatch.setattr(module, "_memory_groups", lambda: iter([tmp_path]))
     assert count_oom_kills() == 3
-    assert module._read_memory_limit() is None
+    assert module.read_memory_limit() is None
 
 
 @pytest.mark.promise("exhausted-resource-is-named")
