@@ -11,6 +11,7 @@ from aligner.agents.mcp_servers import list_server_tools
 from aligner.agents.sandboxes import SandboxSettings, create_sandbox
 from aligner.agents.sandboxes.bubblewrap import Bubblewrap
 from aligner.agents.sandboxes.sandbox import Isolation
+from aligner.agents.sandboxes.sandbox_limits import Gap, describe_gaps, describe_missing_groups
 from aligner.agents.tool_environment import ToolEnvironment
 from aligner.agents.tool_protocol import ListedTool
 from aligner.data.tokenizer import Tokenizer
@@ -116,7 +117,7 @@ def tool_schemas(tools: Sequence[ListedTool]) -> list[dict[str, Any]] | None:
     return [tool.schema for tool in tools] or None
 
 
-def detect_isolation(settings: EnvironmentConfig) -> tuple[Isolation, list[str]]:
+def detect_isolation(settings: EnvironmentConfig) -> tuple[Isolation, list[Gap]]:
     """Return the isolation of sandboxes on this machine, and the gaps that have been found in it.
 
     Raises ConfigError if the isolation is incomplete and `environment.sandbox=required`.
@@ -126,9 +127,8 @@ def detect_isolation(settings: EnvironmentConfig) -> tuple[Isolation, list[str]]
     if gaps and settings.sandbox == "required":
         raise ConfigError(
             f"environment.tools: {', '.join(_find_sandbox_tools(settings))}: this machine does not"
-            f" enforce the sandbox: {'; '.join(gaps)}. Install bubblewrap (pip install"
-            " 'aligner[sandbox]') on a machine that allows user namespaces, or set"
-            " environment.sandbox=best_effort to run without full isolation"
+            f" enforce the sandbox: {describe_gaps(gaps)}; or set environment.sandbox=best_effort"
+            " to run without these limits"
         )
     return bubblewrap.isolation, gaps
 
@@ -209,9 +209,12 @@ def describe_tools(settings: EnvironmentConfig) -> list[str]:
         return lines
     _, gaps = detect_isolation(settings)
     lines += [
-        f"note: environment.sandbox={settings.sandbox}: not enforced on this machine: {gap}"
+        f"note: environment.sandbox={settings.sandbox}: not enforced on this machine: {gap};"
+        f" {gap.remedy}"
         for gap in gaps
     ]
+    if missing_group := describe_missing_groups(settings.python):
+        lines.append(f"note: environment.python: {missing_group}")
     return lines
 
 

@@ -28,8 +28,8 @@ class PythonToolConfig:
     cpu_s: int = option(10, "Maximum CPU time of each process in seconds.", minimum=1)
     memory_mib: int = option(
         1024,
-        "Maximum address space of each process in MiB; in a container, the memory of all processes"
-        " together.",
+        "Maximum address space of each process in MiB; in a container, and where aligner can create"
+        " control groups, also the memory of all processes together.",
         minimum=128,
     )
     processes: int = option(

@@ -18,7 +18,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from aligner.agents.sandboxes import sandbox_driver as sandbox_driver
+from aligner.agents.sandboxes import sandbox_probe as sandbox_probe
+from aligner.agents.sandboxes.control_groups import create_control_groups, enter_control_groups
 from aligner.agents.sandboxes.sandbox import PROGRAM_ENVIRONMENT, Isolation
+from aligner.agents.sandboxes.sandbox_limits import Gap, build_failed_probe_gap, build_gap
 from aligner.agents.sandboxes.syscall_filter import build_syscall_filter
 from aligner.schema.environment import PythonToolConfig
 
@@ -75,41 +78,9 @@ _ACCOUNTS = {
 }
 # timeout of a probe in seconds
 _PROBE_TIMEOUT_S = 60.0
-# program that tries to break out of the sandbox, and prints what succeeded
-_PROBE = """
-import json, os, socket, sys, time
-witness, processes, memory = {probe_values}
-gaps = []
-if [name for _, name in socket.if_nameindex()] != ["lo"]:
-    gaps.append("the network is reachable")
-if os.path.exists(witness):
-    gaps.append("the machine's files are readable")
-if sum(name.isdigit() for name in os.listdir("/proc")) > 3:
-    gaps.append("other processes are reachable, and child processes may survive their program")
-try:
-    bytearray(memory)
-    gaps.append("the memory limit does not apply")
-except MemoryError:
-    pass
-try:
-    os.memfd_create("probe")
-    gaps.append("memfd_create provides memory outside the limit")
-except OSError:
-    pass
-children = []
-try:
-    while len(children) < processes:
-        children.append(os.fork())
-        if not children[-1]:
-            time.sleep(60)
-            os._exit(0)
-    gaps.append("the process limit does not apply")
-except BlockingIOError:
-    pass
-for child in children:
-    os.kill(child, 9)
-print(json.dumps(gaps))
-"""
+# The kernel kills a command first if memory is exhausted, not the processes of the run.
+_SET_OOM_SCORE = "{ echo 1000 > /proc/$$/oom_score_adj; } 2> /dev/null; "
+_PYTHON = ("python3", "-s", "-B", "-u", "-c")
 
 
 @dataclass(frozen=True)
@@ -131,24 +102,30 @@ class Bubblewrap:
         for isolation in (*candidates, "user_namespace"):
             # Containers often forbid namespaces; only an attempt can detect this.
             bubblewrap = Bubblewrap(limits, isolation)
-            if find_bubblewrap() is not None and bubblewrap._run_probe("print(1)") == "1":
+            if find_bubblewrap() is not None and bubblewrap._run_program("print(1)") == "1":
                 return bubblewrap
         return Bubblewrap(limits, "none")
 
-    def find_gaps(self) -> list[str]:
-        """Return the gaps of the isolation on this machine, such as `the network is reachable`.
+    def find_gaps(self) -> list[Gap]:
+        """Return the limits that this machine does not enforce.
 
-        A probe program in the sandbox tries each violation. The list is empty if all
-        violations fail. Each entry is a clause that can end a sentence.
+        A program in the sandbox attempts to violate each limit (`sandbox_probe`). The list is empty
+        if all attempts fail.
         """
+        program = Path(sandbox_probe.__file__).read_text()
         with tempfile.NamedTemporaryFile() as witness:
-            excessive_bytes = (self.limits.memory_mib + 16) * _MIB
-            probe_values = (witness.name, self.limits.processes, excessive_bytes)
-            output = self._run_probe(_PROBE.replace("{probe_values}", repr(probe_values)))
+            settings = {
+                "witness": witness.name,
+                "memory_mib": self.limits.memory_mib,
+                "processes": self.limits.processes,
+                "scratch_mib": self.limits.scratch_mib,
+            }
+            output = self._run_program(program, json.dumps(settings))
         try:
-            return [str(gap) for gap in json.loads(output)]
+            names = [str(name) for name in json.loads(output)]
         except ValueError:
-            return [f"the sandbox probe failed: {output[-300:] or 'no output'}"]
+            return [build_failed_probe_gap(output)]
+        return [build_gap(name, self.isolation) for name in names]
 
     @contextlib.contextmanager
     def build_command(
@@ -204,10 +181,14 @@ class Bubblewrap:
             # without a mount namespace, /tmp is the machine's own
             with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
                 settings["directory"] = scratch
-                yield [*python, script, json.dumps(settings), *command], options
+                driver_command = [*python, script, json.dumps(settings), *command]
+                yield _build_start_command([], driver_command), options
             return
 
         with contextlib.ExitStack() as stack:
+            # the files are in memory; the driver's archives are as well if $TMPDIR is a tmpfs
+            group_bytes = (limits.memory_mib + 5 * limits.scratch_mib) * _MIB
+            groups = stack.enter_context(create_control_groups(group_bytes, limits.processes))
             account_options: list[str] = []
             for path, text in _ACCOUNTS.items():
                 content = text.format(user=user or _NOBODY).encode()
@@ -223,15 +204,16 @@ class Bubblewrap:
                 options["pass_fds"].append(filter_file.fileno())
             bubblewrap_command = self._build_bubblewrap_command(script, account_options)
             driver_command = [*python, _DRIVER, json.dumps(settings), *command]
-            yield [*bubblewrap_command, *seccomp, "--", *driver_command], options
+            full_command = [*bubblewrap_command, *seccomp, "--", *driver_command]
+            yield _build_start_command(groups, full_command), options
 
-    def _run_probe(self, program: str) -> str:
+    def _run_program(self, program: str, *arguments: str) -> str:
         """Run a Python program synchronously, and return its output; empty after the timeout."""
         with contextlib.ExitStack() as stack:
             state_files = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(3)]
             command, options = stack.enter_context(
                 self.build_command(
-                    ["python3", "-s", "-B", "-u", "-c", program],
+                    [*_PYTHON, program, *arguments],
                     _PROBE_TIMEOUT_S,
                     [file.fileno() for file in state_files],
                 )
@@ -290,7 +272,15 @@ class Bubblewrap:
             command += ["--ro-bind", prefix, prefix]
         # / becomes read-only last, because bubblewrap creates the mount points in it.
         command += ["--proc", "/proc", "--dev", "/dev", "--ro-bind", script, _DRIVER]
-        return [*command, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", _SCRATCH]
+        for path in ("/dev", "/proc", "/"):
+            command += ["--remount-ro", path]
+        return [*command, "--chdir", _SCRATCH]
+
+
+def _build_start_command(groups: list[Path], command: list[str]) -> list[str]:
+    """Return the command that enters control groups, and then runs `command`."""
+    script = f'{_SET_OOM_SCORE}{enter_control_groups(groups)}exec "$@"'
+    return ["/bin/sh", "-c", script, "sh", *command]
 
 
 def _get_prefixes() -> list[str]:

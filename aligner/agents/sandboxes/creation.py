@@ -8,6 +8,7 @@ from aligner.agents.failures import InfrastructureError
 from aligner.agents.sandboxes.bubblewrap import Bubblewrap
 from aligner.agents.sandboxes.local_sandbox import LocalSandbox
 from aligner.agents.sandboxes.sandbox import Sandbox, SandboxSettings
+from aligner.agents.sandboxes.sandbox_limits import Gap, describe_gaps
 from aligner.schema.environment import PythonToolConfig
 
 _default_settings = SandboxSettings()
@@ -60,12 +61,14 @@ async def _build_sandbox(settings: SandboxSettings) -> Sandbox:
     # the detection blocks for some processes' time
     bubblewrap, gaps = await asyncio.to_thread(_detect, tuple(vars(settings.limits).items()))
     if gaps and settings.requirement == "required":
-        raise InfrastructureError(f"this machine does not enforce the sandbox: {'; '.join(gaps)}")
+        raise InfrastructureError(
+            f"this machine does not enforce the sandbox: {describe_gaps(gaps)}"
+        )
     return LocalSandbox(bubblewrap)
 
 
 @lru_cache
-def _detect(limits: tuple[tuple[str, int], ...]) -> tuple[Bubblewrap, list[str]]:
+def _detect(limits: tuple[tuple[str, int], ...]) -> tuple[Bubblewrap, list[Gap]]:
     """Return the strongest isolation of this machine and its gaps, detected once per process."""
     bubblewrap = Bubblewrap.detect(PythonToolConfig(**dict(limits)))
     return bubblewrap, bubblewrap.find_gaps()

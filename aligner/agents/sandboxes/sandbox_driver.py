@@ -38,6 +38,9 @@ def apply_limits(limits: Mapping[str, Any]) -> None:
         resource.RLIMIT_FSIZE: limits["scratch_bytes"],
         resource.RLIMIT_NOFILE: 128,
         resource.RLIMIT_CORE: 0,
+        # memory of the kernel: POSIX message queues, and signals and timers that are pending
+        resource.RLIMIT_MSGQUEUE: 0,
+        resource.RLIMIT_SIGPENDING: 256,
     }
     for kind, maximum in resource_limits.items():
         resource.setrlimit(kind, (maximum, maximum))
