@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from aligner.agents.sandboxes.bubblewrap import Bubblewrap, find_bubblewrap
+from aligner.agents.sandboxes.sandbox_limits import describe_missing_groups, list_remedies
 from aligner.doctor.finding import ERROR, NOTE, OK, WARNING, Finding
 from aligner.errors import ConfigError
 from aligner.extras import describe_missing_modules, describe_numpy_conflict
@@ -196,20 +197,21 @@ def check_sandbox() -> Iterator[Finding]:
         yield Finding(
             "sandbox",
             WARNING,
-            f"bubblewrap is not installed; {consequence}",
-            "apt-get install bubblewrap, or pip install 'aligner[sandbox]'",
+            f"bubblewrap is not installed, or older than 0.8; {consequence}",
+            "pip install 'aligner[sandbox]', or apt-get install bubblewrap",
         )
         return
-    gaps = Bubblewrap.detect(PythonToolConfig()).find_gaps()
+    limits = PythonToolConfig()
+    gaps = Bubblewrap.detect(limits).find_gaps()
     if gaps:
         yield Finding(
             "sandbox",
             WARNING,
-            f"of a program in a sandbox, {'; '.join(gaps)}; {consequence}",
-            "allow user namespaces (sysctl -w kernel.unprivileged_userns_clone=1, on Ubuntu also"
-            " kernel.apparmor_restrict_unprivileged_userns=0; in Docker --security-opt"
-            " seccomp=unconfined), or use environment.sandbox_url (docs/sandboxes.md)",
+            f"of a program in a sandbox, {'; '.join(map(str, gaps))}; {consequence}",
+            f"{list_remedies(gaps)}, or use environment.sandbox_url (docs/sandboxes.md)",
         )
+    elif missing_groups := describe_missing_groups(limits):
+        yield Finding("sandbox", NOTE, f"bubblewrap; {missing_groups}")
     else:
         yield Finding("sandbox", OK, "bubblewrap; a probe program could not break out")
 

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
-from aligner.agents.sandboxes import SandboxSettings
+from aligner.agents.sandboxes import SandboxSettings, bubblewrap
 from aligner.agents.sandboxes.bubblewrap import Bubblewrap, find_bubblewrap
 from aligner.agents.sandboxes.control_groups import find_parent_groups
 from aligner.agents.sandboxes.sandbox_limits import describe_missing_groups
@@ -264,7 +264,7 @@ def test_program_dies_with_its_parent_process():
     with process_mark() as mark:
         runs = f"""
 import asyncio
-from aligner.agents.sandboxes import SandboxSettings
+from aligner.agents.sandboxes import SandboxSettings, bubblewrap
 from aligner.agents.sandboxes.sandbox_tools import PythonTool
 program = "import sys, subprocess; print(1); subprocess.run([sys.executable, '-c', 'import time; time.sleep(100)', {mark!r}])"
 tool = PythonTool(SandboxSettings(isolation={HERE.isolation!r}), 100)
@@ -323,6 +323,18 @@ print(found.isolation, found.find_gaps(), asyncio.run(tool.call({{"code": namesp
     assert done.stdout.strip() == "user_namespace [] 65534 -1", done.stderr
 
 
+@enforced
+def test_old_bubblewrap_is_not_used(monkeypatch, tmp_path):
+    old = tmp_path / "bwrap"
+    old.write_text("#!/bin/sh\necho bubblewrap 0.6.1\n")
+    old.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert find_bubblewrap() != str(old)
+    old.write_text("#!/bin/sh\necho bubblewrap 0.11.0\n")
+    bubblewrap._read_version.cache_clear()
+    assert find_bubblewrap() == str(old)
+
+
 @pytest.mark.promise("python-tool-is-sandboxed")
 @needs_root
 def test_unenforced_limits_are_refused_unless_accepted(monkeypatch, tmp_path):
@@ -341,7 +353,7 @@ def test_unenforced_limits_are_refused_unless_accepted(monkeypatch, tmp_path):
         notes = [f"note: environment.python: {missing_group}"] if missing_group else []
         assert describe_tools(settings()) == ["tool python: python", *notes]
     failing = tmp_path / "bwrap"
-    failing.write_text("#!/bin/sh\nexit 1\n")
+    failing.write_text('#!/bin/sh\n[ "$1" = --version ] && echo bubblewrap 0.8.0 && exit\nexit 1\n')
     failing.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     with pytest.raises(

