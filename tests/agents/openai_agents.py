@@ -1,4 +1,8 @@
-"""Agents for the tests, written as users write them: with OpenAI's client only."""
+"""Agents for the tests, written as users write them: with OpenAI's client only.
+
+Each agent runs in a process that imports this module. An agent in a test module would make
+this process import torch and megatron-core too, which takes ten seconds.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ import sys
 import time
 from typing import Any
 
-from openai import AsyncOpenAI, OpenAI
+from openai import AsyncOpenAI, BadRequestError, OpenAI
 
 TOOLS: list[Any] = [
     {
@@ -194,6 +198,41 @@ async def calculates_with_stragglers(task: dict[str, Any], base_url: str, api_ke
     if int(task["answer"]) % 4 == 0:
         await asyncio.sleep(5.0)
     await calculates(task, base_url, api_key)
+
+
+async def structures(task: dict[str, Any], base_url: str, api_key: str) -> None:
+    """Send one request with the arguments of the task, and log the answer or the error."""
+    own, messages = client(base_url, api_key), [{"role": "user", "content": task["asked"]}]
+    try:
+        response = await own.chat.completions.create(
+            model="any", messages=messages, **task["arguments"]
+        )
+    except BadRequestError as error:
+        log(task, {"error": str(error), "code": error.code})
+        await own.chat.completions.create(model="any", messages=messages)
+        return
+    message = response.choices[0].message
+    log(task, message.model_dump())
+
+
+async def continues(task: dict[str, Any], base_url: str, api_key: str) -> None:
+    """Request an answer in three parts, then answer it."""
+    own = client(base_url, api_key)
+
+    async def ask(messages: list[Any], **fields: Any) -> str:
+        response = await own.chat.completions.create(
+            model="any", messages=messages, tools=TOOLS, tool_choice="none", extra_body=fields
+        )
+        return str(response.choices[0].message.content)
+
+    continue_last = {"continue_final_message": True, "add_generation_prompt": False}
+    # the model has learned to answer this question
+    user = {"role": "user", "content": "why 0?"}
+    text = await ask([user], max_tokens=3)
+    for limit in (2, 60):
+        message = {"role": "assistant", "content": text}
+        text += await ask([user, message], max_tokens=limit, **continue_last)
+    await ask([user, {"role": "assistant", "content": text}, {"role": "user", "content": "why?"}])
 
 
 def main() -> None:

@@ -95,6 +95,7 @@ def samples_of(model: Path, tasks: list[dict[str, Any]], settings: dict[str, Any
 
 
 def agent(name: str, module: str = "openai_agents") -> dict[str, Any]:
+    assert not module.startswith("test_"), "agents in test modules start slowly"
     return {"agent": f"tests.agents.{module}:{name}"}
 
 

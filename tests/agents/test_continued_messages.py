@@ -21,7 +21,7 @@ from aligner.data.types import Completion, Prompt, Sample
 from aligner.engines.engine_protocol import GenerationRequest
 from tests.agents.answering_sessions import Answering, serving
 from tests.agents.calling_model import saved
-from tests.agents.openai_agents import TOOLS, client
+from tests.agents.openai_agents import TOOLS
 from tests.agents.poking_agents import send_request
 from tests.agents.test_agents import agent, episodes, generated_spans
 from tests.data.chat_models import TEMPLATES, tokenizer_file, write_model
@@ -186,29 +186,10 @@ def test_prefilled_answer_of_anthropic_continues_the_same_turn(episode, texts):
     assert not episode.session.branch_counts and not episode.build_sample().branches
 
 
-async def continues(task: dict[str, Any], base_url: str, api_key: str) -> None:
-    """Request an answer in three parts, then answer it."""
-    own = client(base_url, api_key)
-
-    async def ask(messages: list[Any], **fields: Any) -> str:
-        response = await own.chat.completions.create(
-            model="any", messages=messages, tools=TOOLS, tool_choice="none", extra_body=fields
-        )
-        return str(response.choices[0].message.content)
-
-    # the model has learned to answer this question
-    user = {"role": "user", "content": "why 0?"}
-    text = await ask([user], max_tokens=3)
-    for limit in (2, 60):
-        message = {"role": "assistant", "content": text}
-        text += await ask([user, message], max_tokens=limit, **CONTINUE)
-    await ask([user, {"role": "assistant", "content": text}, USER])
-
-
 @pytest.mark.slow
 def test_logprobs_of_continued_turn_equal_forward_pass(tmp_path):
     directory = saved(tmp_path, "qwen")
-    settings = agent("continues", "test_continued_messages")
+    settings = agent("continues")
     ((sample,), _) = episodes(directory, [{}], settings)
     reference = LlamaForCausalLM.from_pretrained(directory).eval()
     for sequence in (sample, *sample.branches):

@@ -14,7 +14,7 @@ from openai import OpenAI
 
 from aligner.data.types import Sample
 from tests.agents.calling_model import saved
-from tests.agents.openai_agents import TOOLS, client, log
+from tests.agents.openai_agents import TOOLS
 from tests.agents.serving_model import served
 from tests.agents.test_agents import agent, episodes
 from tests.agents.test_vllm_episodes import run_agents
@@ -49,28 +49,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return saved(tmp_path_factory.mktemp("qwen"), "qwen")
 
 
-async def structures(task: dict[str, Any], base_url: str, api_key: str) -> None:
-    """Send one request with the arguments of the task, and log the answer or the error."""
-    own, messages = client(base_url, api_key), [{"role": "user", "content": task["asked"]}]
-    try:
-        response = await own.chat.completions.create(
-            model="any", messages=messages, **task["arguments"]
-        )
-    except openai.BadRequestError as error:
-        log(task, {"error": str(error), "code": error.code})
-        await own.chat.completions.create(model="any", messages=messages)
-        return
-    message = response.choices[0].message
-    log(task, message.model_dump())
-
-
 def run(
     model: Path, directory: Path, arguments: list[dict[str, Any]]
 ) -> tuple[list[dict[str, Any]], list[Sample]]:
     """Run an episode for each request; return what the agents logged, and the samples."""
     file = directory / "log.jsonl"
     tasks = [{"log": str(file), "arguments": each} for each in arguments]
-    settings = agent("structures", "test_structured_output") | {"max_turn_tokens": 200}
+    settings = agent("structures") | {"max_turn_tokens": 200}
     samples, _ = episodes(model, tasks, settings)
     entries = sorted(
         map(json.loads, file.read_text().splitlines()), key=lambda entry: entry["task"]
@@ -133,7 +118,7 @@ def test_engine_without_guided_decoding_refuses_with_status_400(
     task = {"log": str(file), "arguments": {"response_format": JSON_SCHEMA}}
     with engine_of("tensorrt_llm", model) as engine:
         publish(engine, model, 0)
-        settings = agent("structures", "test_structured_output") | {"max_turn_tokens": 3}
+        settings = agent("structures") | {"max_turn_tokens": 3}
         (sample,) = run_agents(engine, model, [task], settings)
     logged = json.loads(file.read_text())
     assert logged["code"] == "unsupported" and "Error code: 400" in logged["error"]
@@ -149,7 +134,7 @@ def test_structured_output_without_stop_token_is_refused_with_status_400(
     task = {"log": str(file), "arguments": {"response_format": JSON_SCHEMA}}
     with engine_of("embedded-in_place", model) as engine:
         publish(engine, model, 0)
-        settings = agent("structures", "test_structured_output") | {"max_turn_tokens": 3}
+        settings = agent("structures") | {"max_turn_tokens": 3}
         (sample,) = run_agents(engine, model, [task], settings, stop_at_eos=False)
     error = json.loads(file.read_text())["error"]
     assert "Error code: 400" in error and "set rollout.stop_at_eos=true" in error
