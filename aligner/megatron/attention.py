@@ -11,18 +11,16 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from aligner.megatron import shared_prefixes
-from aligner.megatron.packing import PackedSequences
+from aligner.megatron.packing import PackedSequences, require_packed
+from aligner.megatron.rotary_positions import apply_rotation
+from aligner.megatron.sharded_parameters import shard_first_dim
 from aligner.models import batch_invariant, score_attention
-from aligner.models.rotary import compute_rotation, rotate
-from aligner.models.shape import LayerShape, Rope, compute_inverse_frequencies
+from aligner.models.shape import LayerShape
 
 
 class PackedAttention(nn.Module):
@@ -61,10 +59,7 @@ class PackedAttention(nn.Module):
         """Sinks of this rank's heads, [heads / TP], with megatron-core's name."""
         if has_sinks:
             heads = config.num_attention_heads // config.tensor_model_parallel_size
-            self.softmax_offset = nn.Parameter(torch.zeros(heads))
-            set_tensor_model_parallel_attributes(
-                self.softmax_offset, is_parallel=True, dim=0, stride=1
-            )
+            self.softmax_offset = shard_first_dim(torch.zeros(heads))
         self.exact = exact
         self.scale = config.softmax_scale
         self._rope = layer.rope
@@ -107,12 +102,7 @@ class PackedAttention(nn.Module):
         Raises:
             TypeError: If `packed_seq_params` is not a PackedSequences.
         """
-        if not isinstance(packed_seq_params, PackedSequences):
-            raise TypeError(
-                "attention requires packed micro-batches (PackedSequences), got"
-                f" {type(packed_seq_params).__name__}"
-            )
-        packed = packed_seq_params
+        packed = require_packed(packed_seq_params, "attention")
         is_grouped = query.shape[1] != key.shape[1]
         if self._rope is not None:
             query = apply_rotation(query, self._rope, self._head_dim, packed)
@@ -131,10 +121,10 @@ class PackedAttention(nn.Module):
             )
             key, value = gathered.chunk(2, 1)
         mask = self._build_mask(packed, query.device)
-        query = _to_rows(query, packed.query_index, packed.query_shape)
-        key, value = (
-            _to_rows(tensor, packed.key_index, packed.key_shape) for tensor in (key, value)
-        )
+        # From [N, L, heads, dim] to [N, heads, L, dim].
+        query = packed.to_query_rows(query).transpose(1, 2)
+        key = packed.to_key_rows(key).transpose(1, 2)
+        value = packed.to_key_rows(value).transpose(1, 2)
         if self.exact:
             width = packed.key_shape[1]
             visible = (
@@ -163,9 +153,7 @@ class PackedAttention(nn.Module):
                 scale=self.scale,
                 enable_gqa=is_grouped,
             )
-        # The backward pass of index_select adds gradients without sorting the indices, unlike the
-        # backward pass of indexing.
-        return attended.transpose(1, 2).flatten(2).flatten(0, 1).index_select(0, packed.query_index)
+        return packed.from_query_rows(attended.transpose(1, 2).flatten(2))
 
     def _build_mask(self, packed: PackedSequences, device: torch.device) -> Tensor | None:
         """Return which keys each query attends to.
@@ -188,57 +176,3 @@ class PackedAttention(nn.Module):
         if window is not None:
             visible &= keys >= queries - window
         return visible[:, None]
-
-
-def apply_rotation(x: Tensor, rope: Rope, rotary_dim: int, packed: PackedSequences) -> Tensor:
-    """Return queries or keys [T/C, heads, dim] with rotary positions (Su et al. 2021).
-
-    Args:
-        x: Queries or keys, [T/C, heads, dim].
-        rope: Rotary positions.
-        rotary_dim: Number of dimensions of which `rope.fraction` is rotated.
-        packed: Description of the packed micro-batch.
-    """
-    if rope not in packed.rotations:
-        # Angles are computed in float32, since bf16 cannot represent the positions of long
-        # contexts. The first layer of a micro-batch computes them for all layers.
-        angles = packed.positions[:, None, None].float() * torch.tensor(
-            compute_inverse_frequencies(rope, rotary_dim), device=x.device
-        )
-        packed.rotations[rope] = compute_rotation(angles, rope, x.dtype)
-    rotated: Tensor = _Rotate.apply(x, *packed.rotations[rope], rope.is_interleaved)
-    return rotated
-
-
-def _to_rows(tensor: Tensor, index: Tensor, shape: tuple[int, int]) -> Tensor:
-    """Return packed values as rows.
-
-    Args:
-        tensor: Values of n tokens, [n, heads, dim].
-        index: Index of each token in the flattened rows, int64 [n].
-        shape: Number of rows and their length: (N, L) for keys, (N, L/C) for queries.
-
-    Returns:
-        [N, heads, L or L/C, dim], zeros at padding.
-    """
-    padded = tensor.new_zeros(shape[0] * shape[1], *tensor.shape[1:]).index_copy(0, index, tensor)
-    return padded.view(*shape, *tensor.shape[1:]).transpose(1, 2)
-
-
-class _Rotate(Function):
-    """Autograd function of `rotate`, whose gradient is the inverse rotation."""
-
-    @staticmethod
-    def forward(
-        context: Any, x: Tensor, cosine: Tensor, sine: Tensor, is_interleaved: bool
-    ) -> Tensor:
-        context.save_for_backward(cosine, sine)
-        context.is_interleaved = is_interleaved
-        return rotate(x, cosine, sine, is_interleaved=is_interleaved)
-
-    @staticmethod
-    @once_differentiable
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        cosine, sine = context.saved_tensors
-        rotated = rotate(gradient, cosine, -sine, is_interleaved=context.is_interleaved)
-        return rotated, None, None, None

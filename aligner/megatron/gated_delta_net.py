@@ -9,16 +9,13 @@ from typing import Any
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.layers import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    set_tensor_model_parallel_attributes,
-)
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from aligner.megatron.packing import PackedSequences
+from aligner.megatron.packing import PackedSequences, require_packed
+from aligner.megatron.sharded_parameters import shard_first_dim
 from aligner.models import delta_net
 from aligner.models.shape import DeltaNet
 
@@ -73,9 +70,9 @@ class GatedDeltaNet(nn.Module):
         self.out_proj = RowParallelLinear(
             value_width, config.hidden_size, input_is_parallel=True, **options
         )
-        self.conv_weight = _sharded_parameter(net.channels // ranks, 1, net.conv_width)
-        self.dt_bias = _sharded_parameter(net.value_heads // ranks)
-        self.a_log = _sharded_parameter(net.value_heads // ranks)
+        self.conv_weight = shard_first_dim(torch.empty(net.channels // ranks, 1, net.conv_width))
+        self.dt_bias = shard_first_dim(torch.empty(net.value_heads // ranks))
+        self.a_log = shard_first_dim(torch.empty(net.value_heads // ranks))
         self.norm_weight = nn.Parameter(torch.ones(net.value_dim))
 
     def forward(
@@ -98,11 +95,7 @@ class GatedDeltaNet(nn.Module):
         Raises:
             TypeError: If `packed_seq_params` is not a PackedSequences.
         """
-        if not isinstance(packed_seq_params, PackedSequences):
-            raise TypeError(
-                "a gated delta net requires packed micro-batches (PackedSequences), got"
-                f" {type(packed_seq_params).__name__}"
-            )
+        packed = require_packed(packed_seq_params, "a gated delta net")
         net = self._net
         values_per_key = net.value_heads // net.key_heads
         value_width = values_per_key * net.value_dim
@@ -116,7 +109,7 @@ class GatedDeltaNet(nn.Module):
 
         # The order of the convolution's weights: all queries, all keys, all values.
         channels = torch.cat([part.flatten(1) for part in (query, key, value)], -1)
-        apply_rule = partial(self._apply_rule, packed_seq_params)
+        apply_rule = partial(self._apply_rule, packed)
         inputs = (channels, beta.flatten(1), decay.flatten(1))
         if self._recomputes_core and self.training:
             output = tensor_parallel.checkpoint(apply_rule, False, *inputs)
@@ -144,32 +137,16 @@ class GatedDeltaNet(nn.Module):
         Returns:
             float32 [T, value heads / TP, value dim].
         """
-        rows = _to_rows(channels, packed)
-        query, key, value = delta_net.split_channels(
-            delta_net.convolve(rows, self.conv_weight), self._net
-        )
+        convolved = delta_net.convolve(packed.to_query_rows(channels), self.conv_weight)
+        query, key, value = delta_net.split_channels(convolved, self._net)
         strength, log_decay = delta_net.compute_gates(beta, decay, self.a_log, self.dt_bias)
         # Padding follows the tokens of a row, so it changes no token's output.
         output, _ = delta_net.apply_chunked_rule(
             query,
             key,
             value,
-            _to_rows(strength, packed),
-            _to_rows(log_decay, packed),
+            packed.to_query_rows(strength),
+            packed.to_query_rows(log_decay),
             needs_state=False,
         )
-        return output.flatten(0, 1).index_select(0, packed.query_index)
-
-
-def _sharded_parameter(*sizes: int) -> nn.Parameter:
-    """Return an uninitialized parameter whose first dimension is split over the tensor ranks."""
-    parameter = nn.Parameter(torch.empty(sizes))
-    set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
-    return parameter
-
-
-def _to_rows(values: Tensor, packed: PackedSequences) -> Tensor:
-    """Return values of packed tokens [T, width] as rows [N, L, width], zeros at padding."""
-    rows, length = packed.query_shape
-    padded = values.new_zeros(rows * length, values.shape[-1])
-    return padded.index_copy(0, packed.query_index, values).unflatten(0, (rows, length))
+        return packed.from_query_rows(output)

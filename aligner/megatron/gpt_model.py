@@ -33,14 +33,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from aligner.errors import ConfigError
+from aligner.megatron.expert_router import ExpertRouter
+from aligner.megatron.grouped_experts import GroupedExperts
 from aligner.megatron.kv_head_copies import sum_gradients_of_copies
-from aligner.megatron.layers import (
-    ExpertRouter,
-    GroupedExperts,
-    decoder_submodules,
-    install_head,
-    uses_transformer_engine,
-)
+from aligner.megatron.layer_specs import decoder_submodules, uses_transformer_engine
+from aligner.megatron.output_heads import install_head
 from aligner.megatron.world import World
 from aligner.models.pipeline_stages import count_part_layers, name_parts, stage_layers
 from aligner.models.shape import Experts, ModelShape, compute_inverse_frequencies
@@ -139,7 +136,7 @@ def _expert_settings(experts: Experts) -> dict[str, Any]:
         "moe_shared_expert_intermediate_size": experts.shared_size or None,
         "moe_shared_expert_gate": experts.has_shared_gate,
         # megatron-core's grouped GEMM stores all experts in one parameter or requires
-        # transformer-engine; see `aligner.megatron.layers.GroupedExperts`.
+        # transformer-engine; see `aligner.megatron.grouped_experts`.
         "moe_grouped_gemm": False,
     }
 

@@ -27,26 +27,10 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from aligner.megatron.attention import apply_rotation
-from aligner.megatron.packing import PackedSequences
+from aligner.megatron.linear_layers import ReplicatedLinear
+from aligner.megatron.packing import PackedSequences, require_packed
+from aligner.megatron.rotary_positions import apply_rotation
 from aligner.models.shape import LatentAttention, Rope
-
-
-class ReplicatedLinear(nn.Module):
-    """Linear layer without a bias, which every tensor rank holds whole."""
-
-    def __init__(self, config: TransformerConfig, inputs: int, outputs: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(outputs, inputs))
-        self.sequence_parallel = config.sequence_parallel
-        # With sequence parallelism, each tensor rank sees a part of the tokens. This attribute
-        # makes megatron-core's finalize_model_grads sum the gradients over the tensor ranks.
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-    def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        """Return the outputs [S, 1, out] of x [S, 1, in], with megatron-core's (output, bias)
-        convention."""
-        return F.linear(x, self.weight), None
 
 
 class LatentSelfAttention(MegatronModule):
@@ -139,7 +123,11 @@ class LatentSelfAttention(MegatronModule):
             attention_mask: Ignored.
             packed_seq_params: Description of the packed micro-batch.
             **_: Other arguments of megatron-core's attention, which are ignored.
+
+        Raises:
+            TypeError: If `packed_seq_params` is not a PackedSequences.
         """
+        packed = require_packed(packed_seq_params, "latent attention")
         latent = self._latent
         query_latent = hidden_states
         if latent.q_lora_rank is not None:
@@ -156,7 +144,7 @@ class LatentSelfAttention(MegatronModule):
             shared_key = copy_to_tensor_model_parallel_region(shared_key, group=self._group)
 
         def attend(query_latent: Tensor, key_latent: Tensor, shared_key: Tensor) -> Tensor:
-            return self._attend(query_latent, key_latent, shared_key, packed_seq_params)
+            return self._attend(query_latent, key_latent, shared_key, packed)
 
         if self._recomputes and self.training:
             attended = tensor_parallel.checkpoint(
@@ -172,7 +160,7 @@ class LatentSelfAttention(MegatronModule):
         query_latent: Tensor,
         key_latent: Tensor,
         shared_key: Tensor,
-        packed: PackedSequences | None,
+        packed: PackedSequences,
     ) -> Tensor:
         """Return the attention output of this rank's heads, [T, 1, heads / TP · v_head_dim].
 
@@ -191,7 +179,7 @@ class LatentSelfAttention(MegatronModule):
             tokens, -1, latent.qk_nope_head_dim + latent.v_head_dim
         )
         key, value = keys_and_values.split((latent.qk_nope_head_dim, latent.v_head_dim), -1)
-        if self._rope is not None and packed is not None:
+        if self._rope is not None:
             query, rotated = query.split((latent.qk_nope_head_dim, latent.qk_rope_head_dim), -1)
             size = latent.qk_rope_head_dim
             query = torch.cat((query, apply_rotation(rotated, self._rope, size, packed)), -1)

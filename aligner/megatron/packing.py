@@ -120,6 +120,55 @@ class PackedSequences(PackedSeqParams):
     """Cosines and sines of the rotary embeddings, which the first layer with each of them caches
     for the other layers."""
 
+    def to_key_rows(self, values: Tensor) -> Tensor:
+        """Return values of the tokens of all context ranks [T, …] as rows [N, L, …].
+
+        The rows are zero at padding.
+        """
+        return _scatter_to_rows(values, self.key_index, self.key_shape)
+
+    def to_query_rows(self, values: Tensor) -> Tensor:
+        """Return values of this rank's tokens [T/C, …] as rows [N, L/C, …], zero at padding."""
+        return _scatter_to_rows(values, self.query_index, self.query_shape)
+
+    def from_query_rows(self, rows: Tensor) -> Tensor:
+        """Return the values [T/C, …] of this rank's tokens from rows [N, L/C, …]."""
+        # The backward pass of index_select adds gradients without sorting the indices, unlike the
+        # backward pass of indexing.
+        return rows.flatten(0, 1).index_select(0, self.query_index)
+
+
+def require_packed(packed: object, module: str) -> PackedSequences:
+    """Return the description of a packed micro-batch that megatron-core passes to a module.
+
+    Args:
+        packed: `packed_seq_params` of the module's forward pass.
+        module: Name of the module for the error.
+
+    Raises:
+        TypeError: If `packed` is not a PackedSequences.
+    """
+    if not isinstance(packed, PackedSequences):
+        raise TypeError(
+            f"{module} requires packed micro-batches (PackedSequences), got {type(packed).__name__}"
+        )
+    return packed
+
+
+def _scatter_to_rows(values: Tensor, index: Tensor, shape: tuple[int, int]) -> Tensor:
+    """Return packed values as rows; differentiable.
+
+    Args:
+        values: Values of n tokens, [n, …].
+        index: Index of each token in the flattened rows, int64 [n].
+        shape: Number of rows and their length.
+
+    Returns:
+        [*shape, …], zero where there is no token.
+    """
+    padded = values.new_zeros(shape[0] * shape[1], *values.shape[1:])
+    return padded.index_copy(0, index, values).unflatten(0, shape)
+
 
 @dataclass(frozen=True)
 class PackedBatch:
@@ -177,12 +226,7 @@ class PackedBatch:
         return self._unpack(values.index_select(0, self.token_index), self.token_rows, self.width)
 
     def _unpack(self, values: Tensor, index: Tensor, width: int) -> Tensor:
-        rows = len(self.batch_rows)
-        local = (
-            values.new_zeros(rows * width, *values.shape[1:])
-            .index_copy(0, index, values)
-            .unflatten(0, (rows, width))
-        )
+        local = _scatter_to_rows(values, index, (len(self.batch_rows), width))
         if self.sequences.context_group is None:
             return local
         # Every context rank computes the same loss from the sum. In the backward pass, each context

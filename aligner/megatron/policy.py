@@ -25,10 +25,10 @@ from aligner.data.types import (
 )
 from aligner.megatron import world as worlds
 from aligner.megatron.grammar_masks import GrammarMasks
-from aligner.megatron.layers import VocabularyHead
 from aligner.megatron.logprobs import TokenMasks
 from aligner.megatron.lora import LoraWeights
 from aligner.megatron.model_checkpoint import CheckpointedModel
+from aligner.megatron.output_heads import VocabularyHead
 from aligner.megatron.packing import PackedBatch
 from aligner.megatron.runner import ModelRunner
 from aligner.megatron.world import World

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from aligner.data.types import Prompt, Sample
 from aligner.engines.embedded.cache import CacheSize
-from aligner.engines.embedded.decoder import Step
+from aligner.engines.embedded.decoder_step import Step
 from aligner.engines.embedded.embedded_engine import EmbeddedEngine
 from aligner.engines.engine_loop import SingleResponses
 from aligner.engines.engine_protocol import GenerationRequest, SamplingOptions

@@ -6,10 +6,13 @@ import pytest
 import torch
 
 from aligner.engines.embedded.matmuls import Matmuls
+from aligner.engines.embedded.tensor_parallel import TensorParallelRanks
 from aligner.engines.engine_protocol import SamplingOptions
 from tests.engines.engines import generate
 from tests.engines.test_embedded import make_engine, make_requests, save_llama
 from tests.engines.test_generation import assert_same, begin
+
+ONE_RANK = TensorParallelRanks(1, 0, None)
 
 
 @pytest.mark.parametrize("rows", [0, 1, 2, 7, 64, 300])
@@ -20,10 +23,10 @@ def test_packed_matmul_equals_plain_for_any_row_count(rows, biased):
     weights = {"layer.weight": weight} | (
         {"layer.bias": torch.randn(49, generator=draw)} if biased else {}
     )
-    packed, plain = Matmuls(exact=False, packed=True), Matmuls(exact=False, packed=False)
+    packed, plain = (
+        Matmuls(weights, ONE_RANK, exact=False, packed=packs) for packs in (True, False)
+    )
     with torch.inference_mode():
-        for matmuls in (packed, plain):
-            matmuls.set_weights(weights)
         torch.testing.assert_close(
             packed.linear(x, "layer"), plain.linear(x, "layer"), atol=1e-5, rtol=0
         )
@@ -31,7 +34,7 @@ def test_packed_matmul_equals_plain_for_any_row_count(rows, biased):
             packed.linear(x, "layer", with_bias=False), x @ weight.T, atol=1e-5, rtol=0
         )
         weight.mul_(2)
-        packed.set_weights(weights)
+        packed.discard_packed_weights()
         torch.testing.assert_close(
             packed.linear(x, "layer"), plain.linear(x, "layer"), atol=1e-5, rtol=0
         )
@@ -40,9 +43,8 @@ def test_packed_matmul_equals_plain_for_any_row_count(rows, biased):
 def test_matmul_with_packed_bf16_weights_equals_rounded_fp32():
     draw = torch.Generator().manual_seed(1)
     weight, x = (torch.randn(size, 64, generator=draw).bfloat16() for size in (49, 32))
-    packed = Matmuls(exact=False, packed=True)
+    packed = Matmuls({"layer.weight": weight}, ONE_RANK, exact=False, packed=True)
     with torch.inference_mode():
-        packed.set_weights({"layer.weight": weight})
         product = packed.linear(x, "layer")
     assert product.dtype == torch.bfloat16
     torch.testing.assert_close(product.float(), x.float() @ weight.float().T, atol=1e-6, rtol=2**-8)

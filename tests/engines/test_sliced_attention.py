@@ -11,7 +11,7 @@ import torch
 
 from aligner.engines.embedded import embedded_engine, sliced_attention
 from aligner.engines.embedded.cache import CacheSize
-from aligner.engines.embedded.decoder import Step
+from aligner.engines.embedded.decoder_step import Step
 from aligner.engines.embedded.graphs import GraphedForward
 from aligner.engines.engine_protocol import SamplingOptions
 from aligner.models.shape import ModelShape

@@ -327,7 +327,7 @@ def rms_norm(x: Tensor, weight: Tensor, gradient: Tensor) -> tuple[Tensor, ...]:
     """Return the RMS norm of x [..., H], and the gradients of x and weight."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from aligner.megatron.layers import RMSNorm
+    from aligner.megatron.norms import RMSNorm
 
     norm = RMSNorm(
         TransformerConfig(num_layers=1, hidden_size=len(weight), num_attention_heads=1), len(weight)

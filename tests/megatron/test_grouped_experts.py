@@ -8,7 +8,7 @@ import itertools
 import pytest
 import torch
 
-from aligner.megatron import layers
+from aligner.megatron import grouped_experts
 from aligner.schema import ParallelConfig
 from tests.megatron import families
 from tests.megatron.test_families import MIXTURE_LAYOUTS
@@ -55,7 +55,7 @@ def test_grouped_experts_equal_separate_experts(pool, tmp_path, family, layout):
 def test_evenly_spaced_tensors_are_viewed_without_copy():
     memory = torch.arange(60.0)
     parts = [memory[start : start + 6].view(2, 3) for start in (0, 20, 40)]
-    found = layers._stacked_view(parts)
+    found = grouped_experts._stacked_view(parts)
     assert found is not None and torch.equal(found, torch.stack(parts))
     found.add_(1)
     assert memory[20] == 21 and memory[19] == 19
@@ -64,14 +64,14 @@ def test_evenly_spaced_tensors_are_viewed_without_copy():
         [parts[0], parts[1], memory[41:47].view(2, 3)],
         [parts[0], parts[1].clone(), parts[2]],
     ):
-        assert layers._stacked_view(others) is None
-        assert torch.equal(layers._stack_or_view(others), torch.stack(others))
+        assert grouped_experts._stacked_view(others) is None
+        assert torch.equal(grouped_experts._stack_or_view(others), torch.stack(others))
 
 
 def test_expert_without_tokens_has_zero_gradient():
     weights = [torch.randn(4, 8, requires_grad=True) for _ in range(3)]
     inputs = torch.randn(5, 8, requires_grad=True)
-    outputs = layers._GroupedLinear.apply(inputs, [2, 0, 3], *weights)
+    outputs = grouped_experts._GroupedLinear.apply(inputs, [2, 0, 3], *weights)
     outputs.pow(2).sum().backward()
     expected = torch.cat([inputs[:2] @ weights[0].T, inputs[2:] @ weights[2].T])
     torch.testing.assert_close(outputs, expected, rtol=1e-6, atol=1e-6)
@@ -87,5 +87,5 @@ def test_expert_without_tokens_has_zero_gradient():
 def test_no_tokens_give_zero_expert_gradients():
     weights = [torch.randn(4, 8, requires_grad=True) for _ in range(2)]
     inputs = torch.zeros(0, 8, requires_grad=True)
-    layers._GroupedLinear.apply(inputs, [0, 0], *weights).sum().backward()
+    grouped_experts._GroupedLinear.apply(inputs, [0, 0], *weights).sum().backward()
     assert all(torch.equal(weight.grad, torch.zeros(4, 8)) for weight in weights)

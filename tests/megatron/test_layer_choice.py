@@ -14,7 +14,7 @@ from megatron.core.models.common.embeddings import rope_utils
 from aligner.checks.check import check
 from aligner.config.compose import compose_config
 from aligner.errors import ConfigError
-from aligner.megatron import layers
+from aligner.megatron import layer_specs
 from aligner.megatron.gpt_model import build_model, computing_dtype, transformer_config
 from aligner.models.hugging_face import read_config
 from aligner.placement.placement_table import find_layer_notes
@@ -34,10 +34,10 @@ def test_transformer_engine_is_used_only_where_supported(monkeypatch: pytest.Mon
     shape = read_config(families.CONFIGS["llama2"](transformers).to_dict(), "test")
 
     def uses(settings: MegatronModelConfig, dtype: torch.dtype) -> bool:
-        return layers.uses_transformer_engine(shape, settings, dtype)
+        return layer_specs.uses_transformer_engine(shape, settings, dtype)
 
     assert not uses(plain, bf16), "it is not here"
-    monkeypatch.setattr(layers, "HAVE_TE", True)
+    monkeypatch.setattr(layer_specs, "HAVE_TE", True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert uses(plain, bf16) and uses(MegatronModelConfig(), bf16)
     assert not uses(adapted, bf16), "a norm inside a linear layer changes what goes into an adapter"

@@ -142,7 +142,7 @@ def head_results(
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from aligner.megatron import world as worlds
-    from aligner.megatron.layers import VocabularyHead
+    from aligner.megatron.output_heads import VocabularyHead
     from aligner.schema import ParallelConfig
 
     size = dist.get_world_size()

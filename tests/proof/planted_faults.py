@@ -11,8 +11,10 @@ from unittest.mock import patch
 
 from torch import Tensor
 
-from aligner.megatron import layers, runner
+from aligner.megatron import runner
 from aligner.megatron.named_weights import NamedWeights
+from aligner.megatron.norms import RMSNorm
+from aligner.megatron.output_heads import VocabularyHead
 
 Modify = Callable[[Any], None]
 
@@ -84,7 +86,7 @@ def _wrong_rope_base(layer: int) -> Any:
 
 def _norm_without_one(layer: int) -> Any:
     def modify(module: Any) -> None:
-        module.pre_mlp_layernorm.__class__ = layers.RMSNorm
+        module.pre_mlp_layernorm.__class__ = RMSNorm
 
     return _changed_layer(layer, modify)
 
@@ -101,9 +103,9 @@ def _scaled_router(layer: int) -> Any:
 @contextmanager
 def _untied_embedding(layer: int) -> Iterator[None]:
     """Train the embedding without the gradient of the head."""
-    projection = layers.VocabularyHead.projection
+    projection = VocabularyHead.projection
     detached = property(lambda head: projection.fget(head).detach())  # type: ignore[attr-defined]
-    with patch.object(layers.VocabularyHead, "projection", detached):
+    with patch.object(VocabularyHead, "projection", detached):
         yield
 
 

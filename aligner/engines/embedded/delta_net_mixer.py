@@ -1,4 +1,4 @@
-"""Gated delta net of the embedded engine's decoder.
+"""Gated delta net of a layer (Yang et al. 2024, "Gated Delta Networks").
 
 As in attention, the decoding rows continue their states, and prompts start from a state of zeros.
 """
@@ -6,23 +6,42 @@ As in attention, the decoding rows continue their states, and prompts start from
 from collections.abc import Mapping
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from aligner.engines.embedded.delta_net_states import DeltaNetStates
+from aligner.engines.embedded.forward_context import ForwardContext, concatenate_tokens
 from aligner.engines.embedded.matmuls import Matmuls
 from aligner.models import delta_net
-from aligner.models.shape import ModelShape
+from aligner.models.shape import DeltaNet, ModelShape
 from aligner.models.weight_slices import weight_table
 
 
 class DeltaNetMixer:
     """Computes the gated delta nets of a model for this rank's heads."""
 
-    def __init__(self, shape: ModelShape, tensor_parallel_size: int, matmuls: Matmuls) -> None:
-        assert shape.delta_net is not None
-        self._net = shape.delta_net
+    def __init__(
+        self,
+        shape: ModelShape,
+        net: DeltaNet,
+        weights: Mapping[str, Tensor],
+        tensor_parallel_size: int,
+        matmuls: Matmuls,
+    ) -> None:
+        """Create the delta nets of a model.
+
+        Args:
+            shape: Dimensions of the model.
+            net: Dimensions of the delta nets.
+            weights: The decoder's current weights, by their names.
+            tensor_parallel_size: Number of tensor-parallel ranks.
+            matmuls: Matmuls of the decoder.
+        """
+        self._net = net
         self._epsilon = shape.norm_epsilon
-        self._key_heads = self._net.key_heads // tensor_parallel_size
-        self._channels = self._net.channels // tensor_parallel_size
+        self._key_heads = net.key_heads // tensor_parallel_size
+        self._channels = net.channels // tensor_parallel_size
+        self._weights = weights
         self._matmuls = matmuls
         # Some checkpoints interleave the projections by key head. The engine keeps the order of the
         # checkpoint's file.
@@ -31,88 +50,108 @@ class DeltaNetMixer:
             for spec in weight_table(shape)
         )
 
-    def mix_rows(
-        self,
-        x: Tensor,
-        prefix: str,
-        weights: Mapping[str, Tensor],
-        rows: Tensor,
-        history: Tensor,
-        state: Tensor,
+    def mix(self, layer: int, x: Tensor, context: ForwardContext) -> Tensor:
+        """Compute a layer's delta net of x [N, hidden], with the output projection. Collective.
+
+        The decoding rows update their states, and prompts leave theirs in the rows of the cache.
+
+        Returns:
+            [N, hidden].
+        """
+        assert context.step.tokens_per_row == 1, "a state of a delta net advances by one token"
+        states = context.cache.delta_nets
+        assert states is not None
+        prefix = f"decoder.layers.{layer}.self_attention."
+        index = context.cache.layer_indices[layer]
+        rows = context.num_decoding_tokens
+        parts = []
+        if rows:
+            parts.append(self._decode(x[:rows], prefix, context.cache_rows, states, index))
+        if context.step.prompts is not None:
+            parts.append(self._prefill(x[rows:], prefix, context, states, index))
+        mixed = concatenate_tokens(parts)
+        return self._matmuls.row_parallel_linear(mixed, prefix + "out_proj")
+
+    def _decode(
+        self, x: Tensor, prefix: str, rows: Tensor, states: DeltaNetStates, index: int
     ) -> Tensor:
         """Compute the outputs of one token of each decoding row, and update the rows' states.
 
         Args:
             x: Normalized inputs, [R, hidden].
             prefix: Prefix of the names of the layer's weights.
-            weights: Weights of the decoder, by their names.
             rows: Rows of the states, int64 [R].
-            history: Last inputs of the layer's convolution, [rows, width - 1, channels].
-            state: States of the layer, [rows, H, K, V].
+            states: States of all layers.
+            index: Index of the layer in `states`.
 
         Returns:
             The input of the output projection, [R, H * V].
         """
-        channels, gate, beta, log_decay = self._project(x, prefix, weights)
+        history = states.histories[index]
+        state = states.states[index]
+        channels, gate, beta, log_decay = self._project(x, prefix)
         row_history = history[rows]
         convolved = delta_net.convolve(
-            channels[:, None], weights[prefix + "conv_weight"], row_history
+            channels[:, None], self._weights[prefix + "conv_weight"], row_history
         )
         history[rows] = torch.cat((row_history, channels[:, None]), 1)[:, 1:]
 
         query, key, value = (part[:, 0] for part in delta_net.split_channels(convolved, self._net))
         output, state[rows] = delta_net.apply_step(query, key, value, beta, log_decay, state[rows])
-        return self._finish(output, gate, prefix, weights)
+        return self._normalize_output(output, gate, prefix)
 
-    def mix_prompts(
-        self,
-        x: Tensor,
-        prefix: str,
-        weights: Mapping[str, Tensor],
-        lengths: Tensor,
-        max_length: int,
-        token_indices: tuple[Tensor, Tensor],
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the outputs of all tokens of prompts, and the states after the prompts.
+    def _prefill(
+        self, x: Tensor, prefix: str, context: ForwardContext, states: DeltaNetStates, index: int
+    ) -> Tensor:
+        """Compute the outputs of all tokens of the prompts, and write the states after them.
 
         Args:
             x: Normalized inputs of the packed prompts, [N, hidden].
             prefix: Prefix of the names of the layer's weights.
-            weights: Weights of the decoder, by their names.
-            lengths: Number of tokens of each prompt, int64 [U].
-            max_length: Number of tokens of the longest prompt, P.
-            token_indices: Prompt and position of each token, int64 [N] each.
+            context: Context of the forward pass.
+            states: States of all layers.
+            index: Index of the layer in `states`.
 
         Returns:
-            The input of the output projection, [N, H * V]; the last inputs of the convolution of
-            each prompt, [U, width - 1, channels]; the state after each prompt, [U, H, K, V].
+            The input of the output projection, [N, H * V].
         """
-        channels, gate, beta, log_decay = self._project(x, prefix, weights)
+        prompts = context.step.prompts
+        assert prompts is not None and context.prompt_token_indices is not None
+        channels, gate, beta, log_decay = self._project(x, prefix)
+        channel_rows = context.pad_prompts(channels)
+        convolved = delta_net.convolve(channel_rows, self._weights[prefix + "conv_weight"])
+        query, key, value = delta_net.split_channels(convolved, self._net)
+        # Zeros behind a prompt mean beta 0 and a decay of 1, which do not change its state.
+        output, state = delta_net.apply_chunked_rule(
+            query, key, value, context.pad_prompts(beta), context.pad_prompts(log_decay)
+        )
+        assert state is not None
+        # Prompts that are only scored have no rows.
+        if prompts.rows:
+            history = self._select_history(channel_rows, prompts.lengths)
+            states.histories[index, prompts.rows] = history[prompts.prompt_indices]
+            states.states[index, prompts.rows] = state[prompts.prompt_indices]
+        return self._normalize_output(output[context.prompt_token_indices], gate, prefix)
 
-        def pad(packed: Tensor) -> Tensor:
-            # From [N, ...] to [U, P, ...]. Zeros behind a prompt mean beta 0 and a decay of 1,
-            # which do not change its state.
-            padded = packed.new_zeros(len(lengths), max_length, *packed.shape[1:])
-            return padded.index_put_(token_indices, packed)
+    def _select_history(self, channels: Tensor, lengths: Tensor) -> Tensor:
+        """Return the last inputs of the convolution of each prompt.
 
-        rows = pad(channels)
+        Args:
+            channels: Inputs of the convolution, [U, P, channels].
+            lengths: Number of tokens of each prompt, int64 [U].
+
+        Returns:
+            [U, width - 1, channels].
+        """
         # Token t of a prompt is entry t + width - 1 behind the zeros before the prompt, so its last
         # width - 1 tokens begin at the entry of its length.
         history_length = self._net.conv_width - 1
-        entries = lengths[:, None] + torch.arange(history_length, device=x.device)
-        with_zeros = torch.nn.functional.pad(rows, (0, 0, history_length, 0))
-        prompt_indices = torch.arange(len(lengths), device=x.device)[:, None]
-        history = with_zeros[prompt_indices, entries]
+        entries = lengths[:, None] + torch.arange(history_length, device=channels.device)
+        with_zeros = F.pad(channels, (0, 0, history_length, 0))
+        prompt_indices = torch.arange(len(lengths), device=channels.device)[:, None]
+        return with_zeros[prompt_indices, entries]
 
-        convolved = delta_net.convolve(rows, weights[prefix + "conv_weight"])
-        query, key, value = delta_net.split_channels(convolved, self._net)
-        output, state = delta_net.apply_chunked_rule(query, key, value, pad(beta), pad(log_decay))
-        assert state is not None
-        return self._finish(output[token_indices], gate, prefix, weights), history, state
-
-    def _project(
-        self, x: Tensor, prefix: str, weights: Mapping[str, Tensor]
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _project(self, x: Tensor, prefix: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the inputs of the convolution and the rule for x [N, hidden].
 
         Returns:
@@ -134,16 +173,14 @@ class DeltaNetMixer:
             channels, gate = projected.tensor_split((self._channels,), 1)
             beta, decay = gates.chunk(2, 1)
         strength, log_decay = delta_net.compute_gates(
-            beta, decay, weights[prefix + "a_log"], weights[prefix + "dt_bias"]
+            beta, decay, self._weights[prefix + "a_log"], self._weights[prefix + "dt_bias"]
         )
         gate = gate.reshape(len(x), -1, net.value_dim)
         return channels, gate, strength, log_decay
 
-    def _finish(
-        self, output: Tensor, gate: Tensor, prefix: str, weights: Mapping[str, Tensor]
-    ) -> Tensor:
+    def _normalize_output(self, output: Tensor, gate: Tensor, prefix: str) -> Tensor:
         """Return the gated norm of the rule's outputs [N, H, V], as [N, H * V]."""
         normed = delta_net.normalize_output(
-            output, gate, weights[prefix + "norm_weight"], self._epsilon
+            output, gate, self._weights[prefix + "norm_weight"], self._epsilon
         )
         return normed.flatten(1)

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from aligner.engines.embedded.cache import KVCache
-from aligner.engines.embedded.decoder import Decoder, Step
+from aligner.engines.embedded.decoder import Decoder
+from aligner.engines.embedded.decoder_step import Step
 from aligner.engines.engine_protocol import SpanListener
 from aligner.schema import SpeculationConfig
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from aligner.engines.embedded.cache import KVCache
-from aligner.engines.embedded.decoder import Decoder, Step
+from aligner.engines.embedded.decoder import Decoder
+from aligner.engines.embedded.decoder_step import Step
 
 # Graphs are captured for numbers of rows that are powers of two. Where a step reads all columns of
 # the KV cache, the number of columns is rounded up to a multiple of this number, so that a growing

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from aligner.engines.embedded.tensor_parallel import TensorParallelRanks
 from aligner.models import batch_invariant
 
 # Minimum number of rows of a matmul with packed weights. With AVX-512, a matmul with a single row
@@ -20,33 +21,42 @@ _PACKED_FOR_ROWS = 256
 
 
 class Matmuls:
-    """Matmuls x @ weight.T + bias with the engine's current weights.
+    """Matmuls x @ weight.T + bias with the decoder's current weights.
 
     Weights are identified by their megatron-core names without `.weight` and `.bias`.
     """
 
-    def __init__(self, *, exact: bool, packed: bool) -> None:
-        """Create an object without weights.
+    def __init__(
+        self,
+        weights: Mapping[str, Tensor],
+        ranks: TensorParallelRanks,
+        *,
+        exact: bool,
+        packed: bool,
+    ) -> None:
+        """Create the matmuls of a decoder.
 
         Args:
+            weights: The decoder's current weights, by their names.
+            ranks: Tensor-parallel ranks of the replica.
             exact: Whether to use batch-invariant kernels (`engine.exact`); packed copies are then
                 disabled.
             packed: Whether to multiply with packed copies on CPUs. A copy is made when its weight
                 is first used.
         """
+        self._weights = weights
+        self._ranks = ranks
         self._unpacked_linear = batch_invariant.linear if exact else F.linear
         # The packed kernels are not batch-invariant.
         self._packed_dtypes = _packed_dtypes() if packed and not exact else ()
         self._packed_weights: dict[str, Tensor] = {}
         """Packed copies by the name of the layer."""
-        self._weights: Mapping[str, Tensor] = {}
 
-    def set_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Set the weights, and discard the packed copies of the previous ones.
+    def discard_packed_weights(self) -> None:
+        """Discard the packed copies of the weights.
 
-        Call this method again whenever the values of the weights change.
+        Call this method whenever the values of the weights change.
         """
-        self._weights = weights
         self._packed_weights.clear()
 
     def linear(self, x: Tensor, name: str, *, with_bias: bool = True) -> Tensor:
@@ -73,6 +83,23 @@ class Matmuls:
             self._packed_weights[name] = packed_weight
         output: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed_weight, bias, "none", [], "")
         return output
+
+    def row_parallel_linear(self, x: Tensor, name: str) -> Tensor:
+        """Compute a linear layer whose inputs are split over the tensor-parallel ranks. Collective.
+
+        Args:
+            x: This rank's inputs, [N, inputs / TP].
+            name: Name of the layer's weights.
+
+        Returns:
+            The complete outputs [N, outputs] on every rank.
+        """
+        if self._ranks.size == 1:
+            return self.linear(x, name)
+        # Each rank would add the bias; it is added once, after the all-reduce.
+        total = self._ranks.all_reduce(self.linear(x, name, with_bias=False))
+        bias = self._weights.get(name + ".bias")
+        return total if bias is None else total + bias
 
     def expert_linear(self, x: Tensor, name: str, index: int, *, with_bias: bool = True) -> Tensor:
         """Compute a linear layer of one expert, from x [N, inputs] to [N, outputs].

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from aligner.engines.embedded.decoded_response import DecodedResponse, sort_by_row
-from aligner.engines.embedded.decoder import Prompts, Step
+from aligner.engines.embedded.decoder_step import Prompts, Step
 from aligner.engines.embedded.engine_state import EngineState
 from aligner.engines.embedded.row_table import RowTable
 from aligner.engines.embedded.speculation import PromptLookup

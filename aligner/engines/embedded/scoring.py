@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from aligner.engines.embedded.decoder import Prompts, Step
+from aligner.engines.embedded.decoder_step import Prompts, Step
 from aligner.engines.embedded.engine_state import EngineState
 from aligner.engines.engine_protocol import ScoringRequest, TokenScores
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from aligner.data.types import SamplingSupport, unpack_token_masks
 from aligner.engines.embedded.decoded_response import FULL_VOCABULARY, DecodedResponse
-from aligner.engines.embedded.decoder import Step
+from aligner.engines.embedded.decoder_step import Step
 from aligner.engines.embedded.engine_state import EngineState
 from aligner.engines.embedded.sampling import sample_tokens
 from aligner.engines.engine_protocol import SamplingOptions
