@@ -79,6 +79,7 @@ def build_episodes(
     def start(
         settings: EnvironmentConfig, journal_name: str, tools: Sequence[ListedTool] | None
     ) -> EpisodeSource:
+        """Start the episodes of an environment with the settings of the run."""
         return start_episodes(
             settings,
             engine,

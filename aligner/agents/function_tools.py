@@ -106,6 +106,7 @@ async def _run_in_thread(call: Callable[[], Any]) -> Any:
             answer.set_result((result, error))
 
     def run() -> None:
+        """Run the call in this thread, and pass its result or exception to the event loop."""
         result = None
         error = None
         try:

@@ -275,6 +275,11 @@ class ModelServer:
         """Return the handler of the requests in a wire format."""
 
         async def handle(http_request: Request) -> Response:
+            """Answer an HTTP request in this wire format.
+
+            Raises:
+                RequestError: `max_requests` requests are in flight already (status 429).
+            """
             backend = self._find_backend(http_request)
             if self._open_requests >= self.max_requests:
                 backend.mark_refused()

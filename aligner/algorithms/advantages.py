@@ -384,6 +384,7 @@ def _build_response_estimator(
     """
 
     def estimate(samples: ScoredSamples, settings: AlgorithmConfig) -> Tensor:
+        """Return an advantage for each response, float32 [N], from the rewards of its group."""
         rewards = samples.rewards.sum(1)
         groups = samples.groups
         if samples.episodes is not None:

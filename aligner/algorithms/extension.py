@@ -43,6 +43,7 @@ def find_selection(name: str) -> CustomSelection | None:
     label, function = _import_function("train_on", name)
 
     def select(samples: ScoredSamples) -> Tensor:
+        """Return the row indices that the function selects, int64, after checking them."""
         rows = _call_function(label, function, samples)
         count = len(samples.tokens)
         _require(
@@ -76,6 +77,8 @@ def find_estimator(name: str) -> AdvantageEstimator:
     def estimate(
         samples: ScoredSamples, settings: AlgorithmConfig
     ) -> Tensor | tuple[Tensor, Tensor]:
+        """Return the function's advantages, and its returns if a critic is trained, after checking
+        their shapes."""
         result = _call_function(label, function, samples, settings)
         response_shape = samples.mask.shape[:1]
         token_shape = samples.mask.shape
@@ -111,6 +114,7 @@ def find_loss(name: str) -> OnlineLoss:
     label, function = _import_function("loss", name)
 
     def loss(logprobs: Tensor, rows: Experience, context: LossContext) -> tuple[Tensor, Stats]:
+        """Return the function's loss and statistics, after checking their shapes."""
         result = _call_function(label, function, logprobs, rows, context)
         _require(
             label,

@@ -212,6 +212,7 @@ class _Planner:
         ordered_prerequisites: dict[Path, Prerequisite] = {}
 
         def visit(dependent: Config) -> None:
+            """Append the prerequisites of an experiment, each one after its own prerequisites."""
             for key, text in dependent.run.inputs.items():
                 reference = parse_reference(key, str(text))
                 prerequisite = (

@@ -293,6 +293,7 @@ class ChatTemplate:
         """Return the text of the template `name`, and handle messages without a content."""
 
         def render(messages: Messages) -> str:
+            """Return the text of messages in this template."""
             # Templates test for tools or documents with `is none`, so both are always defined.
             return self._templates[name].render(
                 **{
@@ -458,6 +459,7 @@ class ChatTemplate:
         although it does not name them."""
 
         def is_rendered_as(role: str, other: str) -> bool:
+            """Return whether the template renders messages of both roles as the same text."""
             renamed = [
                 {**message, "role": other} if message.get("role") == role else message
                 for message in probe

@@ -217,6 +217,7 @@ def _checkpoint_source(directory: Path, argument: str) -> Source:
     adapters = build_adapter_map(table, lora)
 
     def merge_adapter(spec: TensorSpec) -> Tensor:
+        """Return a weight of the weight table with its adapter merged, in the weight's dtype."""
         weight = reader.read_weight(spec.name)
         if spec.name not in adapters:
             return weight
@@ -229,6 +230,7 @@ def _checkpoint_source(directory: Path, argument: str) -> Source:
         return (weight.float() + (product.T if spec.is_transposed else product)).to(weight.dtype)
 
     def read(name: str) -> Tensor:
+        """Return a tensor of the exported model by its name in the model's files."""
         ((_, tensor),) = assemble_stored_tensors(by_name[name], merge_adapter)
         return tensor
 
@@ -275,6 +277,7 @@ def _directory_source(directory: Path, argument: str) -> Source:
     names = [*(name for name in files if name not in parts), *quantized]
 
     def entry(name: str) -> TensorEntry:
+        """Return name, dtype and shape of a tensor; a quantized weight becomes bfloat16."""
         if name in quantized:
             return TensorEntry(name, torch.bfloat16, quantized[name][1])
         with safe_open(str(files[name]), framework="pt") as tensors:
@@ -282,6 +285,7 @@ def _directory_source(directory: Path, argument: str) -> Source:
             return TensorEntry(name, DTYPES[piece.get_dtype()], tuple(piece.get_shape()))
 
     def read(name: str) -> Tensor:
+        """Return a tensor by its name; a quantized weight is dequantized."""
         name = weights[name].name if name in weights else name_in_files(name, files)
         if name in quantized:
             weight, weight_shape = quantized[name]
@@ -388,6 +392,7 @@ def _write_weights(
     done = 0
 
     def convert(name: str) -> Tensor:
+        """Return a tensor in the dtype of the export, and report the progress in bytes."""
         nonlocal done
         tensor = read(name).to(dtypes[name])
         done += tensor.nbytes

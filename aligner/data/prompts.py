@@ -544,6 +544,7 @@ def open_evaluation_prompts(
     settings = suite.settings
 
     def parse(record: Record) -> Prompt:
+        """Return the prompt of a record of the evaluation data."""
         # Check the reference response here: later users rely on a text and valid token ids.
         if "reference" in record.values:
             record.get_text("reference")

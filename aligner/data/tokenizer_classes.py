@@ -222,6 +222,7 @@ def _qwen_builder(letters: str) -> Callable[[_Content, _Entries], tokenizers.Tok
     )
 
     def build(content: _Content, entries: _Entries) -> tokenizers.Tokenizer:
+        """Return a byte-level BPE tokenizer that splits text by the pattern."""
         tokenizer = _build_bpe(content, **_BYTE_LEVEL)
         add_prefix_space = bool(entries.get("add_prefix_space"))
         tokenizer.normalizer = normalizers.NFC()
@@ -272,6 +273,7 @@ def _unigram_builder(unknown_id: int, prefix: str | None) -> Callable[..., token
     """
 
     def build(content: _Content, entries: _Entries) -> tokenizers.Tokenizer:
+        """Return a unigram tokenizer with the pieces of a tokenizer.json."""
         pieces = [tuple(piece) for piece in content["model"]["vocab"]]
         tokenizer = tokenizers.Tokenizer(models.Unigram(pieces, unk_id=unknown_id))
         charsmap = _read_charsmap(content.get("normalizer"))

@@ -389,6 +389,7 @@ class LeaderSamples:
         self._started_loop: EngineLoop | None = None
 
         def start_loop() -> list[tuple[int, Sample]]:
+            """Start the coroutines of rank 0's samples, and run them until they wait."""
             # If `start` raises, the loop stays None, and the constructor raises.
             self._started_loop = start()
             try:

@@ -85,6 +85,7 @@ def _gather_unequal_parts(gather_equal_parts: Callable[..., Tensor]) -> Callable
     def gather(
         part: Tensor, group: dist.ProcessGroup, sizes: list[int] | None = None, *args: Any
     ) -> Tensor:
+        """Gather parts whose first dimensions differ in size; see `gather_equal_parts`."""
         if sizes is None or len(set(sizes)) == 1:
             return gather_equal_parts(part, group, sizes, *args)
         padded = torch.cat([part, part.new_zeros(max(sizes) - len(part), *part.shape[1:])])

@@ -132,6 +132,7 @@ def _limit_norm(part: MegatronOptimizer, parameters: Iterable[nn.Parameter]) -> 
     find_all = part.get_main_grads_for_grad_norm
 
     def find_counted() -> list[Tensor]:
+        """Return the gradients whose norm counts, without those of copied KV heads."""
         lengths = {}
         for main, limit in limits:
             for gradient in (main.grad, getattr(main, "decoupled_grad", None)):

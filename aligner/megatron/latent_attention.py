@@ -144,6 +144,7 @@ class LatentSelfAttention(MegatronModule):
             shared_key = copy_to_tensor_model_parallel_region(shared_key, group=self._group)
 
         def attend(query_latent: Tensor, key_latent: Tensor, shared_key: Tensor) -> Tensor:
+            """Call `_attend`; only tensors are arguments of a checkpointed function."""
             return self._attend(query_latent, key_latent, shared_key, packed)
 
         if self._recomputes and self.training:

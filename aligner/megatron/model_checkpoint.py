@@ -175,6 +175,12 @@ class CheckpointedModel:
         }
 
         def complete() -> None:
+            """Write the manifest, and move the checkpoint to its final directory.
+
+            Raises:
+                AlignerError: A rank could not write its files, or a file is incomplete. The
+                    temporary directory is deleted.
+            """
             try:
                 if errors:
                     raise AlignerError("; ".join(errors))
@@ -246,6 +252,11 @@ def _write_on_rank0(directory: Path, action: Callable[[], str | None]) -> Any:
     """
 
     def run() -> str | None:
+        """Write files unless another trainer has taken over the run directory.
+
+        Raises:
+            AlignerError: The files cannot be written.
+        """
         try:
             with fenced_write():
                 return action()

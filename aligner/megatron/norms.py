@@ -48,6 +48,7 @@ class _RmsNorm(Function):
 
     @staticmethod
     def forward(context: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        """Return the norm of x [..., H], in its shape and dtype."""
         context.save_for_backward(x, weight)
         context.epsilon = epsilon
         return F.rms_norm(x, weight.shape, weight, epsilon)
@@ -142,12 +143,14 @@ class _SumOverRanks(Function):
 
     @staticmethod
     def forward(context: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """Return the sum of the ranks' tensors, of any shape."""
         context.group = group
         return _sum_over_ranks(x, group)
 
     @staticmethod
     @once_differentiable
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        """Return the sum of the ranks' gradients."""
         return _sum_over_ranks(gradient, context.group), None
 
 

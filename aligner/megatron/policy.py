@@ -172,6 +172,7 @@ class Policy(CheckpointedModel):
         targets = rows.mask.shape[1]
 
         def read_output(output: Tensor, batch: PackedBatch) -> Tensor:
+            """Return the log-probs of targets and candidates, float32 [N, (L-1) (2 + k)]."""
             masked = _mask_batch(batch, rows.mask, output.device)
             # The candidates of the micro-batch's targets, int64 [M, k].
             candidates = (
@@ -264,6 +265,7 @@ class Policy(CheckpointedModel):
         global_denominator = tokens if denominator is None else denominator
 
         def packed_loss(output: Tensor, batch: PackedBatch) -> tuple[Tensor, Stats]:
+            """Return the loss of a micro-batch, a float32 scalar, and its statistics."""
             rows = minibatch.select(batch.batch_rows, batch.width).to(output.device)
             batch = _select_targets(batch, rows.mask)
             candidates = (
@@ -400,6 +402,7 @@ class FrozenPolicy:
         count = min(k, id_limit)
 
         def read_output(output: Tensor, batch: PackedBatch) -> Tensor:
+            """Return the top-k ids and log-probs at a micro-batch's targets."""
             batch = _mask_batch(batch, mask, output.device)
             token_masks = _compute_masks(grammar_masks, batch)
             head = self._runner.chunks[-1].output_layer
@@ -501,6 +504,7 @@ def _logprobs(
     """Return the log-prob of each next token, float32 [B, S-1]; see `Policy.logprobs`."""
 
     def read_output(output: Tensor, batch: PackedBatch) -> Tensor:
+        """Return the log-probs of a micro-batch's targets, float32 [N, L-1]."""
         batch = _mask_batch(batch, mask, output.device)
         batch_kept_tokens = (
             None

@@ -39,6 +39,7 @@ class _Rotate(Function):
     def forward(
         context: Any, x: Tensor, cosine: Tensor, sine: Tensor, is_interleaved: bool
     ) -> Tensor:
+        """Return `rotate` of queries or keys [T/C, heads, dim]."""
         context.save_for_backward(cosine, sine)
         context.is_interleaved = is_interleaved
         return rotate(x, cosine, sine, is_interleaved=is_interleaved)
@@ -46,6 +47,7 @@ class _Rotate(Function):
     @staticmethod
     @once_differentiable
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        """Return the gradient rotated by the negative angles."""
         cosine, sine = context.saved_tensors
         rotated = rotate(gradient, cosine, -sine, is_interleaved=context.is_interleaved)
         return rotated, None, None, None

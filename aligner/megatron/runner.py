@@ -357,9 +357,11 @@ class ModelRunner:
         def forward_step(
             iterator: Iterator[PackedBatch], model: Any
         ) -> tuple[Tensor, Callable[[Tensor], Any]]:
+            """Run the model on a micro-batch; return its output and the function that reads it."""
             batch = next(iterator)
 
             def loss_func(output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+                """Return a loss of zero, a token count of zero and the result of `read_output`."""
                 result = output.new_zeros(0, 0) if batch.is_filler else read_output(output, batch)
                 return output.new_zeros(()), _zero_token_count(output), result
 
@@ -384,9 +386,11 @@ class ModelRunner:
         def forward_step(
             iterator: Iterator[PackedBatch], model: Any
         ) -> tuple[Tensor, Callable[[Tensor], Any]]:
+            """Run the model on a micro-batch; return its output and the loss function."""
             batch = next(iterator)
 
             def loss_func(output: Tensor) -> tuple[Tensor, Tensor, Stats]:
+                """Return the loss, a token count of zero and the statistics."""
                 # A filler runs the backward pass too, because the ranks take part in its
                 # collectives.
                 value, stats = (

@@ -506,6 +506,7 @@ def write_checkpoint(
     done = 0
 
     def resolve(index: MetadataIndex) -> Tensor | io.BytesIO:
+        """Return the data of an entry of the index: a parameter, or the empty state."""
         nonlocal done
         if index.offset is None:
             return empty_state

@@ -386,6 +386,7 @@ def resolve_hub_models(config: Config, *, weights: bool) -> Config:
     """
 
     def resolve(key: str, path: str) -> str:
+        """Return the local directory if the path names a model of the Hugging Face Hub."""
         section = key.partition(".")[0]
         is_model = key.endswith(".path") and section in ("model", "critic", "reward", "teacher")
         if not is_model or Path(path).exists() or not _HUB_NAME.fullmatch(path):

@@ -79,6 +79,7 @@ class _ScoreAttention(Function):
         scale: float,
         softcap: float | None,
     ) -> Tensor:
+        """Return the attention output; see `attend`."""
         # The heads that share a KV head are a dimension of their own: [N, G, R, L, D].
         grouped = query.unflatten(1, (key.shape[1], -1))
         output = query.new_empty(*grouped.shape[:-1], value.shape[-1])

@@ -414,6 +414,7 @@ def _scale_yarn(frequencies: list[float], theta: float, scaling: RopeScaling) ->
     rotated = 2 * len(frequencies)
 
     def find_pair(turns: float) -> float:
+        """Return the (fractional) index of the pair that makes this number of turns."""
         # Solved for i: original_positions * theta^(-2i / d) / (2 pi) = turns.
         ratio = scaling.original_positions / (turns * 2 * math.pi)
         return rotated * math.log(ratio) / (2 * math.log(theta))

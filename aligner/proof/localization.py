@@ -94,6 +94,7 @@ def _record_trainer_module(
     """Return a forward hook that records the input and output of a weight's module."""
 
     def record(module: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """Record output and input of the module, or the sums of an expert's outputs."""
         if isinstance(output, tuple):  # megatron-core's linear layers return a separate bias
             result, bias = output
             output = result if bias is None else result + bias
@@ -177,6 +178,7 @@ def _record_reference_module(rows: dict[str, list[Tensor]], spec: TensorSpec) ->
     lengths = sequence_lengths()
 
     def record(module: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """Record the output and the input of one row in transformers' module."""
         # torch's hooks also see modules with other outputs, such as routers
         if not isinstance(output, Tensor) or not inputs:
             return

@@ -674,6 +674,7 @@ class Judge:
         is_unavailable = threading.Event()
 
         def ask(key: str) -> None:
+            """Ask one question, and store its answer or its error."""
             tries = known[key][0] if key in known else 0
             try:
                 if not is_unavailable.is_set():

@@ -166,6 +166,7 @@ def _score_on_rank0(score: Callable[[], Any]) -> Any:
     """
 
     def run() -> Any:
+        """Return the scores; raise an error as one of the types that the client distinguishes."""
         try:
             return score()
         except AlignerError as error:

@@ -680,6 +680,7 @@ class CriticClient(RemoteClient):
         last_update = self._last_update
 
         def request_outputs() -> None:
+            """Request the outputs of all rows after the last update, and set the futures."""
             try:
                 if last_update is not None:
                     wait([last_update])
@@ -743,6 +744,11 @@ class CriticClient(RemoteClient):
         """
 
         def once(connection: Connection, remaining_s: float) -> T:
+            """Make one attempt, with a server that has the current weights.
+
+            Raises:
+                TransportError: The server is unreachable or was restarted; a retry can succeed.
+            """
             try:
                 return attempt(
                     connection, remaining_s, self._recovery.ensure_up_to_date(connection)

@@ -364,6 +364,7 @@ def with_reward_endpoints(critic: EndpointFactory, reward: RewardRank) -> Endpoi
     """
 
     def create_endpoints(call: Caller) -> Mapping[EndpointSpec, EndpointFunction]:
+        """Return the endpoints of both servers, and one for values and rewards together."""
         critic_endpoints = dict(critic(call))
         reward_endpoints = reward.create_endpoints(call)
         infer = critic_endpoints.pop(CRITIC_INFER)

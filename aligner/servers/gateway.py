@@ -250,6 +250,7 @@ class GrpcGateway(grpc.GenericRpcHandler):
         async def forward(
             requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext
         ) -> AsyncIterator[bytes]:
+            """Forward a call to Triton, and yield its answers."""
             call = call_triton(requests)
             try:
                 async for answer in call:

@@ -127,6 +127,7 @@ class RewardRank:
         # Sources decode rows on demand. The cache lets several sources share the decoded rows.
         @functools.cache
         def build_requests(*, skip_special_tokens: bool) -> list[ScoringRequest]:
+            """Return a scoring request for each row."""
             pairs = (
                 self._decode_rows(tokens, lengths, prompt_lengths, skip_special_tokens)
                 if texts is None
@@ -162,6 +163,7 @@ class RewardRank:
         """Return rank 0's endpoint functions."""
 
         def rewards(arrays: dict[str, NDArray]) -> dict[str, NDArray]:
+            """Return the scores of sentences or of token ids; see `REWARD_MODEL` for the arrays."""
             texts = metadata = None
             if "metadata" in arrays:
                 metadata = decode_text_column("metadata", arrays["metadata"])

@@ -195,6 +195,7 @@ class TeacherRank:
         """Return rank 0's endpoint functions."""
 
         def logprobs(arrays: dict[str, NDArray]) -> dict[str, NDArray]:
+            """Return the teachers' log-probs of tokens, or their top-k ids and log-probs."""
             tensors = {
                 "tokens": copy_to_tensor(arrays["tokens"]),
                 "lengths": copy_to_tensor(arrays["sequence_lengths"][:, 0]),

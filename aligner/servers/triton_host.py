@@ -528,6 +528,11 @@ class TritonHost:
         """
 
         def check(*_: object) -> None:
+            """Check that Triton is alive and has not exceeded its start-up timeout.
+
+            Raises:
+                _TritonStartFailed: Triton has exited, or did not load its models in time.
+            """
             processes = _list_triton_processes()
             self._processes = [*{*processes, *self._processes}]
             if not any(map(is_alive, processes[:1])):

@@ -402,6 +402,7 @@ class TrainingLoop:
             return False
 
         def find_end_reason() -> str | None:
+            """Return why the end rule ends the run after these records; None to continue."""
             metrics: Record = {}
             for metrics in map(self._without_extra_evaluation, records):
                 if rule.metric in metrics:

@@ -256,6 +256,11 @@ class RolloutBuilder:
 
     @partial_rollouts.setter
     def partial_rollouts(self, partial_rollouts: Sequence[PartialRollout]) -> None:
+        """Set the partial rollouts of a checkpoint, which are resumed first.
+
+        Raises:
+            AlignerError: They have another number of samples per prompt than the run.
+        """
         samples_per_prompt = self._settings.samples_per_prompt
         sample_counts = {len(rollout.samples) for rollout in partial_rollouts}
         # The samples of all prompts in flight are one flat list in groups of this size.

@@ -186,6 +186,11 @@ def main() -> None:
     os.write(report, b'{"started": true}\n')
 
     def end_command(child: int) -> None:
+        """Kill the processes that a command has started.
+
+        Raises:
+            TimeoutError: Processes of another user are still alive after the timeout.
+        """
         if not settings["has_namespaces"]:
             # there may be no process of the group
             with contextlib.suppress(ProcessLookupError):
