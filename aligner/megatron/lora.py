@@ -23,7 +23,7 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor, nn
 
 from aligner.errors import AlignerError
-from aligner.megatron.latent_attention import ReplicatedLinear
+from aligner.megatron.linear_layers import ReplicatedLinear
 from aligner.megatron.named_weights import NamedWeights
 from aligner.megatron.world import World
 from aligner.models.shape import ModelShape

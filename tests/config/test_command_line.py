@@ -79,7 +79,7 @@ def error_in(stderr: str) -> str:
 def test_config_error_exits_2_and_creates_no_files(
     tmp_path: Path, overrides: list[str], message: str
 ) -> None:
-    """`tests/config/test_wrong_configs.py` tests many more errors in one process."""
+    """`tests/config/test_refused_configurations.py` tests many more errors in one process."""
     assert message in expect_launch_error(tmp_path, "experiment=tiny_ppo", *overrides)
 
 

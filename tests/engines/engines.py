@@ -264,7 +264,9 @@ def load_directory(engine: EmbeddedEngine, directory: Path, version: int = 0) ->
     pieces = read_slices(
         directory,
         table,
-        compute_engine_slices(table, engine.weight_format.layout, engine._state.decoder._ranks.rank),
+        compute_engine_slices(
+            table, engine.weight_format.layout, engine._state.decoder._ranks.rank
+        ),
     )
     update = engine.begin_update(version)
     for name, tensor in pieces:

@@ -10,13 +10,14 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 from torch import Tensor
 
-from aligner.megatron import gpt_model, layers
+from aligner.megatron import gpt_model, grouped_experts, layer_specs
 from aligner.megatron import optimizer as megatron_optimizer
 from aligner.megatron import world as worlds
 from aligner.models.model_source import directory_shape
@@ -631,23 +632,19 @@ def grouped_steps(
 
     `grouped` is the number of stacks of expert tensors, and `in_place` how many needed no copy.
     """
-    can_group, together, view = (
-        layers.supports_grouped_gemm,
-        layers._stack_or_view,
-        layers._stacked_view,
-    )
+    stack_or_view = grouped_experts._stack_or_view
     found = {"grouped": 0, "in_place": 0}
 
     def counted(tensors: Sequence[Tensor]) -> Tensor:
         found["grouped"] += 1
-        found["in_place"] += view(tensors) is not None
-        return together(tensors)
+        found["in_place"] += grouped_experts._stacked_view(tensors) is not None
+        return stack_or_view(tensors)
 
-    layers.supports_grouped_gemm, layers._stack_or_view = lambda config: True, counted
-    try:
+    with (
+        patch.object(layer_specs, "supports_grouped_gemm", lambda config: True),
+        patch.object(grouped_experts, "_stack_or_view", counted),
+    ):
         return steps(directory, layout, **settings) | found
-    finally:
-        layers.supports_grouped_gemm, layers._stack_or_view = can_group, together
 
 
 def overlapped_grouped_steps(
