@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -58,9 +58,24 @@ class Launch:
     """A running `aligner launch`. A context manager, which kills all remaining processes on
     exit."""
 
-    def __init__(self, directory: Path, *overrides: str, experiment: str = "tiny_ppo") -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *overrides: str,
+        experiment: str = "tiny_ppo",
+        before: Sequence[str] = (),
+    ) -> None:
+        """Start a launch.
+
+        Args:
+            directory: Run directory.
+            *overrides: Overrides of the experiment, `key=value`.
+            experiment: Name of the experiment.
+            before: Command that runs the launch, such as `sh -c 'ulimit -n 256; exec "$@"' sh`.
+        """
         self.paths = RunPaths(directory)
         command = [
+            *before,
             sys.executable,
             "-m",
             "aligner",

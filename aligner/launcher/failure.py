@@ -39,6 +39,12 @@ _MAX_LINE_CHARACTERS = 2000
 # Number of prompts in the printed commands: a run may have millions.
 _SAMPLED_PROMPTS = 100
 _NUMBERS = re.compile(r"\d+")
+# A full disk or quota, with the file before the reason (aligner) or after it (Python).
+_DISK_FULL = re.compile(
+    r"(?:(?P<before>[^:\]]+): )?(?P<reason>No space left on device|Disk quota exceeded)"
+    r"(?:: '(?P<after>[^']*)')?",
+    re.IGNORECASE,
+)
 _TRACEBACK = "Traceback (most recent call last):"
 # Errors of gloo, NCCL, torch's store and gRPC after another process exited, in lower case.
 _LOST_PEER_ERRORS = (
@@ -89,6 +95,8 @@ def build_rank_error(message: str, rank: Rank) -> AlignerError:
     """
     error_line = _find_error_line(rank)
     exhausted = find_exhausted_resources(rank)
+    full_disk = _describe_full_disk(rank.log, error_line) if not exhausted else None
+    causes = [*exhausted, *([full_disk] if full_disk else [])]
     details = [
         *(
             [textwrap.shorten(error_line, _MAX_ERROR_CHARACTERS, placeholder=" …")]
@@ -103,9 +111,9 @@ def build_rank_error(message: str, rank: Rank) -> AlignerError:
     log_tail = read_log_tail(rank.log, _SEARCHED_LINES, rank.log_start)
     log_lines = _quote_lines(_merge_repeated_lines(log_tail)[-TAIL_LINES:])
     text = (
-        f"{'; '.join([message, *exhausted])}; {srun_text}last lines of its log:\n"
+        f"{'; '.join([message, *causes])}; {srun_text}last lines of its log:\n"
         f"{log_lines or '  (its log is empty)'}\nlog: {rank.log}{describe_stacks(rank)}"
-        f"{_describe_full_disk(rank.log)}{_describe_kill(rank, exhausted)}"
+        f"{_describe_kill(rank, exhausted)}"
     )
     return AlignerError(text, summary=summary)
 
@@ -161,17 +169,24 @@ def _quote_lines(lines: Sequence[str]) -> str:
     )
 
 
-def _describe_full_disk(log: Path) -> str:
-    """Return a note if the disk of the log has no space left, otherwise an empty string.
+def _describe_full_disk(log: Path, error_line: str | None) -> str | None:
+    """Return a sentence about a full disk; None if no disk is full.
 
-    The log may then lack the reason of the failure.
+    Args:
+        log: Log of the failed rank. If its disk is full, it may lack the reason of the failure.
+        error_line: Error message of the rank, which may name the file that could not be written.
     """
+    match = _DISK_FULL.search(error_line or "")
+    if match is not None:
+        file = match["before"] or match["after"]
+        return ": ".join(["the disk is full", *([file.strip()] if file else []), match["reason"]])
     usage = shutil.disk_usage(log.parent)
-    note = (
-        f"\nno space left on device for {log.parent.parent}: {usage.free} bytes of {usage.total}"
-        " are free"
+    if usage.free >= _MIN_FREE_BYTES:
+        return None
+    return (
+        f"the disk is full: no space left on device for {log.parent.parent}: {usage.free} bytes of"
+        f" {usage.total} are free"
     )
-    return note if usage.free < _MIN_FREE_BYTES else ""
 
 
 def read_reported_error(rank: Rank) -> str:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import errno
-import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +19,7 @@ from aligner.launcher.exhausted_resources import (
 from aligner.launcher.failure import build_rank_error
 from aligner.launcher.ranks import Rank
 from tests.launcher.test_launch import finish, start
+from tests.small_group import small_group
 
 SHARED = "--shm-size=8g"
 MEMORY = "memory is exhausted"
@@ -126,32 +125,18 @@ def test_run_with_full_dev_shm_names_its_size(run: Path) -> None:
     assert "exhausted: /dev/shm has 8.0 MiB" in error and "--shm-size" in error
 
 
-@pytest.fixture
-def small_group() -> Iterator[Path]:
-    """A control group limited to 300 MiB; skips the test if no control group can be created."""
-    (parent,) = [*module._memory_groups()][:1] or [Path("/nowhere")]
-    group = parent / f"aligner-test-{os.getpid()}"
-    try:
-        group.mkdir()
-        is_new = (group / "memory.max").exists()
-        (group / ("memory.max" if is_new else "memory.limit_in_bytes")).write_text(f"{300 << 20}")
-    except OSError as error:
-        pytest.skip(f"no control group can be made here: {error}")
-    yield group
-    group.rmdir()
-
-
 @pytest.mark.promise("exhausted-resource-is-named")
 @pytest.mark.slow
-def test_run_without_memory_names_cgroup_limit(run: Path, small_group: Path) -> None:
-    join = f'echo $$ > {small_group}/cgroup.procs; exec "$@"'
-    launcher = start(
-        run,
-        {"trainer": "fill_memory"},
-        "run.max_restarts=0",
-        before=("sh", "-c", join, "sh"),
-    )
-    code, _, error = finish(launcher, run)
+def test_run_without_memory_names_cgroup_limit(run: Path) -> None:
+    with small_group(300 << 20) as group:
+        join = f'echo $$ > {group}/cgroup.procs; exec "$@"'
+        launcher = start(
+            run,
+            {"trainer": "fill_memory"},
+            "run.max_restarts=0",
+            before=("sh", "-c", join, "sh"),
+        )
+        code, _, error = finish(launcher, run)
     assert code == 1, error
     assert "trainer rank 0 was killed by SIGKILL" in error
     assert "the limit of the control group (container or job) is 300.0 MiB" in error
@@ -171,6 +156,15 @@ def test_file_descriptor_error_of_launcher_names_resource(tmp_path: Path) -> Non
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "Too many open files: '/dev/null'; file descriptors are exhausted" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_error_of_rank_with_full_disk_names_file_in_first_line(tmp_path: Path) -> None:
+    log = tmp_path / "trainer-0.log"
+    log.write_text("step 1\naligner: error: /data/model.safetensors: No space left on device\n")
+    rank = Rank("trainer", 0, log, 0, 0)
+    rank.record_exit(1, 1.0)
+    first_line = str(build_rank_error("trainer rank 0 failed", rank)).splitlines()[0]
+    assert "the disk is full: /data/model.safetensors: No space left on device" in first_line
 
 
 def test_memory_of_another_node_is_not_reported() -> None:

@@ -19,7 +19,8 @@ def test_full_disk_is_named_and_run_can_resume(
         code, _, error = finish(start(run, {"trainer": "fill_disk"}), run)
         assert code == 1
         assert error.startswith("trainer rank 0 exited with code 1")
-        assert f"no space left on device for {run}: 0 bytes of 1048576 are free" in error
+        full = f"the disk is full: no space left on device for {run}: 0 bytes of 1048576 are free"
+        assert full in error.splitlines()[0]
         assert "Traceback" not in error
         (run / "large").unlink()
         code, _, error = finish(start(run, None, "run.resume=auto"), run)
