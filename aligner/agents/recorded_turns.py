@@ -202,7 +202,7 @@ def _find_continued(
 ) -> list[RecordedTurn] | None:
     """Return the sequence whose last turn the input of `turn` continues; None if there is none.
 
-    The input must have at least one token behind that turn, which separates the two turns.
+    The input must have at least one token after that turn, which separates the two turns.
     """
     for sequence in sequences:
         last = sequence[-1]

@@ -251,7 +251,7 @@ def _interleave(weights: Sequence[Fraction], start: int, count: int) -> Iterator
 
     # Before time t, ceil(share * t - 1/2) items of a source are due: of all sources together fewer
     # than t + len(shares) / 2 and at least t - len(shares) / 2. At this early time, the position is
-    # therefore not yet behind `start`, and the loop below discards at most len(shares) items.
+    # therefore not yet past `start`, and the loop below discards at most len(shares) items.
     time = max(Fraction(0), start - Fraction(len(shares), 2))
     counts = [max(0, math.ceil(share * time - Fraction(1, 2))) for share in shares]
     due_items = [

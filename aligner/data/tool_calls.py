@@ -284,7 +284,7 @@ def _parse_llama3(text: str) -> _ParseResult:
             value, end = _parse_json(body, position)
             rest = body[end:].lstrip()
             if rest and not rest.startswith(";"):
-                raise ValueError("there is text behind the JSON object")
+                raise ValueError("there is text after the JSON object")
             calls.append(value)
             position = len(body) - len(rest.removeprefix(";"))
     except ValueError as error:

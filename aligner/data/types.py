@@ -687,7 +687,7 @@ def unpack_token_masks(masks: Tensor, first: int, count: int) -> Tensor:
     """Return whether each of `count` token ids from `first` on is allowed, bool [N, count].
 
     Args:
-        masks: Bit i % 32 of entry i // 32 belongs to token i, int32 [N, W]. Ids behind the last bit
+        masks: Bit i % 32 of entry i // 32 belongs to token i, int32 [N, W]. Ids after the last bit
             are not allowed.
         first: First token id.
         count: Number of token ids.

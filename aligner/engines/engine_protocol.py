@@ -724,6 +724,16 @@ class GenerationEngine(ABC):
         if self.version is None:
             raise AlignerError(f"the engine has no weights: {self._no_weights_reason}")
 
+    def _fail_without_weights(self, requests: Sequence[ScoringRequest]) -> bool:
+        """Fail scoring requests if the engine has no weights; return whether it has none."""
+        try:
+            self._check_weights()
+        except AlignerError as error:
+            for request in requests:
+                request.fail(error)
+            return True
+        return False
+
     def _check_awake(self, action: str) -> None:
         if self._is_asleep:
             raise AlignerError(f"the engine is asleep and cannot {action}; wake the engine first")

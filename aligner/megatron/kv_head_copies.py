@@ -95,8 +95,8 @@ def sum_gradients_of_copies(chunks: Iterable[nn.Module]) -> None:
 def count_copies_once(optimizer: MegatronOptimizer, chunks: Sequence[nn.Module]) -> None:
     """Make the gradient norm of an optimizer count each weight of a KV head once.
 
-    megatron-core takes a parameter that is split over tensor ranks as different on every rank.
-    Here, the first rank that holds a KV head counts its weights.
+    megatron-core assumes that a parameter that is split over tensor ranks has different elements
+    on each rank. Therefore only the first rank that holds a KV head counts its weights.
 
     Args:
         optimizer: megatron-core's optimizer.

@@ -64,7 +64,7 @@ class _LayerAdapter(nn.Module):
             lora: Configuration section of the adapters.
             groups: Number of times that the named weights repeat in the layer's output: the local
                 key/value groups for linear_qkv, otherwise 1.
-            gated_queries: Number of queries of a group if the first named weight has a gate behind
+            gated_queries: Number of queries of a group if the first named weight has a gate after
                 the query of each head; otherwise 0.
         """
         super().__init__()

@@ -74,7 +74,8 @@ def select_part(tensor: Tensor, part: Part, shape: ModelShape, tensor_ranks: int
     # linear_qkv interleaves the key/value groups: the queries of a group, its key, its value.
     queries = shape.num_heads // (tensor_ranks * shape.kv_heads_on_rank(tensor_ranks))
     if shape.attention_gate:
-        # The gates of a group follow its queries. Files have the gate of a head after its query.
+        # In the parameter, the gates of a group follow its queries. In files, the gate of each head
+        # follows its query.
         groups = tensor.view(-1, 2 * queries + 2, shape.head_dim, *tensor.shape[1:])
         if part == "query":
             return groups[:, : 2 * queries].unflatten(1, (2, queries)).transpose(1, 2)

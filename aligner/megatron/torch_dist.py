@@ -403,7 +403,8 @@ def _find_regions(
         shown = "; ".join(problems[:5])
         more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise ConfigError(
-            f"{checkpoint.directory}: the checkpoint is not of the model of --config: {shown}{more}"
+            f"{checkpoint.directory}: the checkpoint does not match the model of --config:"
+            f" {shown}{more}"
         )
     return regions
 

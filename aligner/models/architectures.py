@@ -32,7 +32,7 @@ class Entry:
     is_positive: bool = False
     """Whether a number must not be 0."""
     is_fractional: bool = False
-    """Whether a number with the default None need not be whole."""
+    """Whether a number with the default None may be a fraction."""
     to_shape: Callable[[Any], Any] = lambda value: value
     """Function from the entry's value to the attribute of the shape."""
     to_config: Callable[[Any], Any] = lambda value: value
@@ -288,7 +288,7 @@ def _decoder(
 ) -> dict[str, Entry]:
     """Return the entries that the architectures like Llama have, with their defaults.
 
-    `has_attention_bias` and `has_mlp_bias` tell whether the class has the entries `attention_bias`,
+    `has_attention_bias` and `has_mlp_bias` say whether the class has the entries `attention_bias`,
     for all biases of attention, and `mlp_bias`.
     """
     return {

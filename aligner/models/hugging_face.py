@@ -526,7 +526,7 @@ def _read_layers(
 
 
 def _read_interval(architecture: Architecture, config: Mapping[str, Any], origin: str) -> int:
-    """Return the interval of the layers with full attention, which are named by no entry."""
+    """Return n if each n-th layer has full attention, for a file without `layer_types`."""
     interval = architecture.full_attention_interval
     if architecture.interval_key is None:
         return interval
@@ -581,7 +581,7 @@ def _read_windows(
 ) -> list[int | None]:
     """Return the sliding window of each layer, None for a layer without one.
 
-    `has_rope` tells which layers have rotary positions.
+    `has_rope` says which layers have rotary positions.
     """
     kind = architecture.window
     layers = len(has_rope)

@@ -246,8 +246,7 @@ class _Reader:
         nested = [name for name, value in rope.items() if isinstance(value, Mapping)]
         if nested:
             raise ConfigError(
-                f"{self.origin}: {key} of single kinds of layers is not supported:"
-                f" {', '.join(nested)}"
+                f"{self.origin}: {key} for each type of layer is not supported: {', '.join(nested)}"
             )
         if kind not in self.entries.kinds:
             raise ConfigError(

@@ -161,10 +161,10 @@ def weight_problems(
 ) -> list[str]:
     """Return the differences between a directory's files and a weight table, one line each.
 
-    Reported are missing and unknown tensors, tensors that are not in the file that the index names,
-    and tensors of another shape or an unsupported dtype. A head that the model does not use, the
-    buffers that older releases saved, and the layers of multi-token prediction that config.json
-    counts are always allowed. Only headers are read.
+    The lines name missing and unknown tensors, tensors that are not in the file that the index
+    names, and tensors of another shape or an unsupported dtype. A head that the model does not
+    use, the buffers that older releases saved, and the layers of multi-token prediction that
+    config.json counts are always allowed. Only headers are read.
 
     Args:
         directory: A Hugging Face directory.

@@ -2,8 +2,8 @@
 
 Trainer and transformers run the same batch in one process each, and both record the inputs and
 outputs of all modules that own a weight. A module is wrong if its input agrees and its output does
-not. What no module owns is found from its neighbours: attention between the projections, the
-activation, the weights of the router, and the experts.
+not. Parts that are no modules of their own are judged by the modules around them: attention between
+the projections, the activation, the weights of the router, and the experts.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -200,7 +200,7 @@ def _choose_sizes(
             for attribute, entry in architecture.delta_net_entries.items()
             if attribute in delta_values
         }
-        # With the usual epsilon, the norm behind the delta rule amplifies the rounding of outputs
+        # With the usual epsilon, the norm after the delta rule amplifies the rounding of outputs
         # whose query and key are almost orthogonal.
         sizes[architecture.entries["norm_epsilon"].key] = 1e-3
     experts = shape.experts

@@ -73,7 +73,7 @@ _FILLER_WORDS = frozenset(["of", "the", "a", "an", "and", "each", "total", "all"
 _UNIT_TAIL = re.compile(
     r"(?:\s|\\cdot|\^\{?-?\d\}?|/|per\b|\\text\s*\{(?:[^{}]|\{-?\d\})*\}(?:\s*\^\s*\{?-?\d\}?)?)*$"
 )
-# A unit in plain words behind a number.
+# A unit in plain words after a number.
 _PLAIN_UNIT_TAIL = re.compile(
     r"(?<=[\d})!%])(?P<space>\s*)(?P<words>[A-Za-z$€£¥₹¢][A-Za-z.$€£¥₹¢-]*"
     r"(?:[ /]+[A-Za-z.-]+|\s*\^\s*\{?-?\d\}?)*)$"
@@ -210,7 +210,7 @@ def _words_agree(first: str, second: str) -> bool:
 
 
 def _is_unit(words: str, *, is_spaced: bool) -> bool:
-    """Return whether plain words behind a number are a unit, not variables or functions."""
+    """Return whether plain words after a number are a unit, not variables or functions."""
     match = re.match(r"[A-Za-z$€£¥₹¢]+", words)
     if match is None:
         return False

@@ -268,7 +268,7 @@ _TEXT_OPEN = r"(?:\\(?:text|mbox)\s*\{)?\s*"
 _CONNECTOR = re.compile(
     rf"{_SPACE}(?:[,;]\s*{_TEXT_OPEN}(?:and|or)?|{_TEXT_OPEN}(?:and|or))\s*\}}?{_SPACE}"
 )
-# A percent sign, degrees or a unit in text behind a box.
+# A percent sign, degrees or a unit in text after a box.
 _FOLLOWING_UNIT = re.compile(
     r"\s*(?:\\?%|\^\s*\{?\\circ\}?"
     r"|(?:\\[,; ]|~)*\s*\\(?:text|mathrm)\s*\{[^{}]{1,30}\}(?:\s*\^\s*\{?\d\}?)?)"
@@ -314,7 +314,7 @@ def extract_final_answer(response: str) -> str | None:
 
 
 def _extract_boxed_answer(text: str, boxes: list[Box]) -> str:
-    """Return the last box, with the boxes of its list, or with a unit behind it."""
+    """Return the last box, with the boxes of its list, or with a unit after it."""
     spans = [(box.start, box.end, box.content) for box in boxes]
     answer = _join_last_spans(text, spans)
     unit = _FOLLOWING_UNIT.match(text, boxes[-1].end)

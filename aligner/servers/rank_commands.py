@@ -131,7 +131,7 @@ def take_batch(
 ) -> list[Command]:
     """Remove the first command from the queue, with the commands that can be batched with it.
 
-    Only commands directly behind the first one are considered, up to the first command that cannot
+    Only commands directly after the first one are considered, up to the first command that cannot
     be batched: commands must not overtake each other. Commands with the most similar width are
     preferred.
 

@@ -433,7 +433,7 @@ class OnlineTrainer(TrainingLoop):
         return self.evaluations is not None and self.evaluations.is_due(step)
 
     def begin_evaluation(self, step: int) -> bool:
-        """Queue the generation of the evaluation behind the training samples of the same weights.
+        """Queue the generation of the evaluation after the training samples of the same weights.
 
         Returns:
             Whether the evaluation was queued; False without `evaluation.asynchronous`.

@@ -218,7 +218,7 @@ def test_tool_calls_in_reasoning_are_ignored() -> None:
         (
             "llama3",
             '{"name": "a", "parameters": {}} and more',
-            "there is text behind the JSON object",
+            "there is text after the JSON object",
         ),
         ("llama3", '<|python_tag|>search.call(query="x")', "not valid JSON"),
         ("llama3", '{"name": "a", "parameters": 3}', "the arguments must be a JSON object"),

@@ -320,7 +320,8 @@ def _choose_policy_layers(
 
     # Take the smallest number of layers with which the policy and the critic fit their layouts,
     # and with which the critic has fewer layers than the policy if it has fewer in the run. If no
-    # number keeps the relations of the stages of both models, the stages are chosen anew.
+    # number keeps the order of the stages of both models by size, the layers are divided
+    # automatically.
     for keeps_stages in (True, False):
         for layers, stage_layers in _iterate_depths(*policy_layouts, keeps_stages=keeps_stages):
             values = _get_stage_values("actor.parallel", stage_layers)

@@ -21,7 +21,7 @@ FULL_VOCABULARY = torch.empty(0, dtype=torch.int32)
 class DecodedResponse:
     """A request in the embedded engine.
 
-    `prompt` are the input tokens before the random stream begins, `tokens` everything behind them:
+    `prompt` are the input tokens before the random stream begins, `tokens` everything after them:
     first the rest of the input, then the generated tokens.
     """
 

@@ -121,7 +121,7 @@ class DeltaNetMixer:
         channel_rows = context.pad_prompts(channels)
         convolved = delta_net.convolve(channel_rows, self._weights[prefix + "conv_weight"])
         query, key, value = delta_net.split_channels(convolved, self._net)
-        # Zeros behind a prompt mean beta 0 and a decay of 1, which do not change its state.
+        # Zeros after a prompt mean beta 0 and a decay of 1, which do not change its state.
         output, state = delta_net.apply_chunked_rule(
             query, key, value, context.pad_prompts(beta), context.pad_prompts(log_decay)
         )
@@ -143,8 +143,8 @@ class DeltaNetMixer:
         Returns:
             [U, width - 1, channels].
         """
-        # Token t of a prompt is entry t + width - 1 behind the zeros before the prompt, so its last
-        # width - 1 tokens begin at the entry of its length.
+        # With width - 1 zeros before the prompt, token t is entry t + width - 1. The last width - 1
+        # tokens of a prompt of n tokens therefore begin at entry n.
         history_length = self._net.conv_width - 1
         entries = lengths[:, None] + torch.arange(history_length, device=channels.device)
         with_zeros = F.pad(channels, (0, 0, history_length, 0))

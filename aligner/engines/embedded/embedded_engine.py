@@ -298,13 +298,7 @@ class EmbeddedEngine(GenerationEngine):
     def _execute_scoring(self, requests: Sequence[ScoringRequest]) -> None:
         """Score sequences in one forward pass, and deliver the scores, or the error of an engine
         without weights. Collective."""
-        if not requests:
-            return
-        try:
-            self._check_weights()
-        except AlignerError as error:
-            for request in requests:
-                request.fail(error)
+        if not requests or self._fail_without_weights(requests):
             return
         scores = score_sequences(self._state, requests, self._shape.vocab_size)
         for request, request_scores in zip(requests, scores, strict=True):

@@ -56,7 +56,7 @@ class Scheduler:
     were accepted, which means that they equal the tokens sampled at their positions.
 
     If no request is admitted, `engine.steps_per_sync` steps may run on the device without host
-    synchronization; the tokens behind a completion's end are dropped.
+    synchronization; the tokens after a completion's end are dropped.
 
     The row of a completed request that may be continued (`EngineRequest.is_continued`) stays
     resident as long as no other request needs the row. The request that continues it prefills only
@@ -348,7 +348,7 @@ class Scheduler:
         for response in continuations:
             new_tokens = [*response.prompt, *response.tokens][response.cached_tokens : -1]
             tokens += new_tokens + [0] * (tokens_per_row - len(new_tokens))
-            # All rows of a step have equally many tokens. The padding is written behind the end of
+            # All rows of a step have equally many tokens. The padding is written after the end of
             # the sequence, where later tokens overwrite it before any token attends to it.
             positions += [
                 min(response.cached_tokens + offset, columns - 1)
@@ -394,7 +394,7 @@ class Scheduler:
         cache = self._state.cache
         prefix_copies = list[DecodedResponse]()
         prefills = list[DecodedResponse]()
-        # The states of a delta net in a sibling's row are already behind the prompt.
+        # The states of delta nets in a sibling's row have advanced beyond the prompt already.
         siblings: dict[tuple[int, ...], DecodedResponse] = {}
         if cache.delta_nets is None:
             siblings = {response.prompt: response for response in self._running}
@@ -404,7 +404,7 @@ class Scheduler:
             if len(self._running) + len(prefix_copies) + len(prefills) >= cache.size.rows:
                 break
             response = self._waiting_responses.first
-            # Only the prompt can be copied; tokens behind it have to be prefilled.
+            # Only the prompt can be copied; tokens after it have to be prefilled.
             sibling = None if response.tokens else siblings.get(response.prompt)
             if sibling is not None:
                 response.prefill_routing = sibling.prefill_routing
@@ -599,7 +599,7 @@ class Scheduler:
             )
             count = 1 + next(mismatches, len(draft))
         if self._stop_token_ids:
-            # Steps without host synchronization may have sampled tokens behind a stop token.
+            # Steps without host synchronization may have sampled tokens after a stop token.
             stop_ends = (
                 end for end, token in enumerate(tokens[:count], 1) if token in self._stop_token_ids
             )
@@ -638,7 +638,7 @@ class Scheduler:
             self._completed_responses.append(response)
             # With expert routing, the next turn prefills the whole sequence again, because its
             # completion reports the routing of all tokens. With delta nets, the state may already
-            # include tokens behind the end of the sequence.
+            # include tokens after the end of the sequence.
             if (
                 response.request.is_continued
                 and not self._batch_options.routes

@@ -226,13 +226,7 @@ class ExternalEngine(GenerationEngine):
             queued = self._scoring_requests
             self._scoring_requests = []
         requests = [request for request in queued if not request.future.cancelled()]
-        if not requests:
-            return
-        try:
-            self._check_weights()
-        except AlignerError as error:
-            for request in requests:
-                request.fail(error)
+        if not requests or self._fail_without_weights(requests):
             return
         tasks = self._client.start_scoring(requests, self.wake_up.set)
         self._scoring_in_flight |= dict(zip(tasks, requests, strict=True))

@@ -338,7 +338,7 @@ class ResponseGenerator:
             stop_end is not None or response.is_cancelled or not self._requests_allowed.is_set()
         )
         tokens, logprobs = self._read_output(output.outputs[0], is_interrupted)
-        # The engine may have generated tokens behind the stop string before it was aborted.
+        # The engine may have generated tokens after the stop string before it was aborted.
         tokens = tokens[:stop_end]
         logprobs = logprobs[:stop_end]
         response.tokens += tokens

@@ -605,7 +605,7 @@ def _build_engine_arguments(
         "stream_interval": settings.vllm.stream_interval,
         # `score` may request the log-probs of any number of tokens; vLLM's default limit is 20.
         "max_logprobs": shape.vocab_size,
-        # A turn of an episode prefills only the tokens behind the last full block of the turns
+        # A turn of an episode prefills only the tokens after the last full block of the turns
         # before it. The cache is reset at each weight update.
         "enable_prefix_caching": True,
     }

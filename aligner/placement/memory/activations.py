@@ -166,7 +166,7 @@ class Layer:
     def _gate_bytes(self) -> float:
         """Bytes that the gate of the attention output saves.
 
-        These are the gate itself, its sigmoid in fp32, and the output without the gate.
+        These are the gate itself, its sigmoid in fp32, and the output before the gate is applied.
         """
         if not self.shape.attention_gate:
             return 0
