@@ -20,6 +20,8 @@ from torch import Tensor
 from aligner.megatron import gpt_model, grouped_experts, layer_specs
 from aligner.megatron import optimizer as megatron_optimizer
 from aligner.megatron import world as worlds
+from aligner.models.architectures import ARCHITECTURES
+from aligner.models.hugging_face import read_config
 from aligner.models.model_source import directory_shape
 from aligner.models.weight_slices import Slice
 from aligner.proof.comparison import compute_slice_errors
@@ -32,6 +34,7 @@ from aligner.proof.reference import (
     with_changes,
 )
 from tests.megatron import jobs
+from tests.model_parts import describe_parts
 
 # The optimizer of `aligner.proof`, without clipping.
 OPTIMIZER: Mapping[str, Any] = {"epsilon": 1e-5, "clip_grad_norm": 1e9, "schedule": "constant"}
@@ -409,6 +412,20 @@ BIASED_EXPERTS = ("gpt-oss",)
 """Families whose experts have biases, which require expert_tensor=1."""
 WITHOUT_EXACT = ("gemma2", "gemma3-softcap", *MIXTURES, "deepseek_v3-dense", "qwen3_5")
 """Families that `engine.exact` does not support."""
+
+
+@functools.cache
+def parts(family: str) -> frozenset[str]:
+    """Return the kinds of parts of a family's model; see `describe_parts`."""
+    import transformers
+
+    level = transformers.utils.logging.get_verbosity()
+    transformers.utils.logging.set_verbosity_error()  # about token ids outside of the vocabulary
+    config = CONFIGS[family](transformers)
+    transformers.utils.logging.set_verbosity(level)
+    names = {each.model_type: each.causal_name for each in ARCHITECTURES}
+    entries = config.to_dict() | {"architectures": [names[config.model_type]]}
+    return describe_parts(read_config(entries, family))
 
 
 def save(family: str, directory: Path, **changes: Any) -> Path:

@@ -13,7 +13,7 @@ from aligner.data.export import export, find_source
 from tests.megatron import checkpoint_jobs as jobs
 from tests.megatron import families, reference
 from tests.megatron.jobs import make_experience
-from tests.rounds import typical
+from tests.rounds import covering
 
 LORA_FAMILIES = [
     name for name in families.CONFIGS if name not in ("llama3", "gpt2", "deepseek_v3-dense")
@@ -57,7 +57,7 @@ def logits(directory):
 
 
 @pytest.mark.promise("export-round-trip-is-exact")
-@pytest.mark.parametrize("family", typical(families.CONFIGS, FIRST, every=2))
+@pytest.mark.parametrize("family", covering(families.CONFIGS, FIRST, families.parts))
 def test_exported_tensors_and_logits_equal_source_model(pool, model, tmp_path, family):
     layout = TP2PP2 | (
         {"sequence": True, "expert": 2, "expert_tensor": 1} if family in families.MIXTURES else {}
@@ -82,7 +82,11 @@ def test_exported_tensors_and_logits_equal_source_model(pool, model, tmp_path, f
         ("llama3", {"rank": 4, "alpha": 6.0}),
         ("gpt2", {"rank": 4, "alpha": 6.0}),
         ("deepseek_v3-dense", {"rank": 4, "alpha": 6.0}),
-        *typical([(family, {"rank": 4, "alpha": 6.0}) for family in LORA_FAMILIES], (), every=4),
+        *covering(
+            [(family, {"rank": 4, "alpha": 6.0}) for family in LORA_FAMILIES],
+            (),
+            lambda row: families.parts(row[0]),
+        ),
     ],
 )
 def test_exported_policy_logprobs_equal_transformers(pool, model, tmp_path, family, lora):

@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 from aligner.schema import ParallelConfig
 from tests.megatron import families
 from tests.megatron.families import BIASED_EXPERTS, CONFIGS, MIXTURES
-from tests.rounds import slow, typical
+from tests.model_parts import describe_layout, pair
+from tests.rounds import covering, slow
 
 TOLERANCE = 1e-4
 LAYOUTS: Mapping[str, Mapping[str, Any]] = {
@@ -137,15 +138,23 @@ FIRST = [
     *((family, name) for family in CONFIGS if family not in VARIANTS for name in TYPICAL),
 ]
 """Families and layouts that the first round of tests runs."""
-CELLS = typical(
-    [
-        *((family, name) for family in CONFIGS for name in layouts(family)),
-        *COPY_CELLS,
-        *UNEVEN_CELLS,
-    ],
-    FIRST,
-    every=3,
-)
+ALL_CELLS = [
+    *((family, name) for family in CONFIGS for name in layouts(family)),
+    *COPY_CELLS,
+    *UNEVEN_CELLS,
+]
+
+
+def describe_cell(cell: tuple[str, ...]) -> frozenset[str]:
+    """Return the family, and each pair of a dimension of the layout and a part of the model.
+
+    Values after the names of family and layout are dimensions, too.
+    """
+    family, name, *dimensions = cell
+    dimensions += describe_layout(ALL_LAYOUTS[name])
+    if "distributed" in name:
+        dimensions.append("distributed optimizer")
+    return pair(dimensions, families.parts(family)) | {family}
 
 
 @pytest.fixture(scope="module")
@@ -221,7 +230,7 @@ def largest_errors(directory, results, expected) -> dict[str, float]:
 
 
 @pytest.mark.promise("training-equals-transformers")
-@pytest.mark.parametrize(("family", "name"), CELLS)
+@pytest.mark.parametrize(("family", "name"), covering(ALL_CELLS, FIRST, describe_cell))
 def test_training_equals_transformers(pool, model, table, family, name):
     directory, expected = model(family)
     errors = largest_errors(directory, run(pool, directory, name), expected)
@@ -229,7 +238,7 @@ def test_training_equals_transformers(pool, model, table, family, name):
     assert {what: error for what, error in errors.items() if not error < TOLERANCE} == {}
 
 
-@pytest.mark.parametrize("family", typical(CONFIGS, dict(FIRST), every=2))
+@pytest.mark.parametrize("family", covering(CONFIGS, dict(FIRST), families.parts))
 def test_rank_slices_equal_model_files_bit_for_bit(pool, model, family):
     directory, _ = model(family)
     name = "TP2+SPxPP2" if family in MIXTURES else "TP2xPP2"

@@ -11,8 +11,8 @@ import torch
 from aligner.megatron import grouped_experts
 from aligner.schema import ParallelConfig
 from tests.megatron import families
-from tests.megatron.test_families import MIXTURE_LAYOUTS
-from tests.rounds import typical
+from tests.megatron.test_families import MIXTURE_LAYOUTS, describe_cell
+from tests.rounds import covering
 
 LAYOUTS = ("single", "DP2", "PP2", "TP2+SPxEP2", "EP2 over TP2", "EP2 distributed", "CP2xEP2")
 PLAIN = [family for family in families.MIXTURES if family not in families.BIASED_EXPERTS]
@@ -26,7 +26,7 @@ TYPICAL = {
 
 @pytest.mark.promise("grouped-experts-equal-separate-experts")
 @pytest.mark.parametrize(
-    ("family", "layout"), typical(itertools.product(PLAIN, LAYOUTS), TYPICAL, every=4)
+    ("family", "layout"), covering(itertools.product(PLAIN, LAYOUTS), TYPICAL, describe_cell)
 )
 def test_grouped_experts_equal_separate_experts(pool, tmp_path, family, layout):
     place = dict(MIXTURE_LAYOUTS[layout])

@@ -11,8 +11,14 @@ from aligner.models.model_source import directory_shape
 from aligner.schema import ParallelConfig
 from tests.megatron import families, jobs, route_jobs
 from tests.megatron.families import MIXTURES
-from tests.megatron.test_families import MIXTURE_LAYOUTS, TOLERANCE, largest_errors, layouts
-from tests.rounds import typical
+from tests.megatron.test_families import (
+    MIXTURE_LAYOUTS,
+    TOLERANCE,
+    describe_cell,
+    largest_errors,
+    layouts,
+)
+from tests.rounds import covering, typical
 
 EXPERIENCE = jobs.make_experience(72)
 ROUTES = route_jobs.random_routes(len(EXPERIENCE.tokens), EXPERIENCE.tokens.shape[1] - 1)
@@ -54,7 +60,7 @@ def model(tmp_path_factory):
 @pytest.mark.promise("routing-replay")
 @pytest.mark.parametrize(
     ("family", "name", "recompute"),
-    typical(
+    covering(
         [
             (family, name, recompute)
             for family in MIXTURES
@@ -63,7 +69,7 @@ def model(tmp_path_factory):
             for recompute in ("none", "selective", "full")
         ],
         [(family, *cell) for family in FIRST for cell in TYPICAL],
-        every=4,
+        describe_cell,
     ),
 )
 def test_replayed_routing_trains_like_transformers(pool, model, family, name, recompute):
@@ -114,7 +120,7 @@ def test_routing_difference_does_not_depend_on_layout(pool, model, name):
 
 @pytest.mark.promise("routing-replay")
 @pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize("family", typical(MIXTURES, FIRST, every=4))
+@pytest.mark.parametrize("family", covering(MIXTURES, FIRST, families.parts))
 def test_replaying_own_routing_changes_nothing(pool, model, family, recompute):
     directory, settings = str(model(family)[0]), {"recompute": recompute}
     (own,) = pool.run(route_jobs.replay_own, 1, directory, settings, replayed=False)

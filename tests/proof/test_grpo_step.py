@@ -15,7 +15,7 @@ from aligner.proof.reference import (
 )
 from tests.megatron import families
 from tests.proof import grpo_jobs
-from tests.rounds import typical
+from tests.rounds import covering
 
 
 def with_trained_padding(model: Any) -> Any:
@@ -31,7 +31,9 @@ def with_trained_padding(model: Any) -> Any:
     return model
 
 
-@pytest.mark.parametrize("family", typical(families.CONFIGS, ("qwen3", "glm4_moe"), every=8))
+@pytest.mark.parametrize(
+    "family", covering(families.CONFIGS, ("qwen3", "glm4_moe"), families.parts)
+)
 def test_grpo_step_equals_transformers(pool, tmp_path, family):
     directory = families.save(family, tmp_path)
     with_trained_padding(load_reference(directory)).save_pretrained(directory)

@@ -7,9 +7,9 @@ import pytest
 from aligner.models.hugging_face import read_config
 from aligner.models.layouts import layout_problems
 from aligner.proof.run_proof import parse_layout, prove
-from aligner.proof.shrink import shrink_config
 from tests.models.published_configs import SUPPORTED
-from tests.rounds import typical
+from tests.model_parts import describe_parts
+from tests.rounds import covering
 
 LAYOUTS = ("tensor=2", "pipeline=2", "data=2", "context=2")
 MIXTURE_LAYOUTS = (
@@ -24,24 +24,23 @@ FIRST = ("Qwen3 8B with YaRN, as its README recommends", "GLM-4.5")
 
 def choose_layout(name: str) -> str:
     """Return a layout at which a model runs; consecutive models have different ones."""
-    config = SUPPORTED[name]
-    is_mixture = read_config(config, name).num_experts > 0
-    layouts = MIXTURE_LAYOUTS if is_mixture else LAYOUTS
+    shape = read_config(SUPPORTED[name], name)
+    layouts = MIXTURE_LAYOUTS if shape.num_experts else LAYOUTS
     first = list(SUPPORTED).index(name)
     for index in range(len(layouts)):
         text = layouts[(first + index) % len(layouts)]
-        layout = parse_layout(text)
-        small = read_config(shrink_config(config, [layout], name), name)
-        if not list(layout_problems("layout", layout, small)):
+        if not list(layout_problems("layout", parse_layout(text), shape)):
             return text
     return ""
 
 
+def describe_model(name: str) -> frozenset[str]:
+    """Return the kinds of parts of a published model."""
+    return describe_parts(read_config(SUPPORTED[name], name))
+
+
 @pytest.mark.promise("training-equals-transformers")
-@pytest.mark.parametrize(
-    "name",
-    typical(SUPPORTED, FIRST, every=12),
-)
+@pytest.mark.parametrize("name", covering(SUPPORTED, FIRST, describe_model))
 def test_published_model_equals_transformers(pool, tmp_path, name):
     proof = prove(
         SUPPORTED[name], name, [parse_layout(choose_layout(name))], tmp_path, ranks=pool.run

@@ -16,7 +16,7 @@ from aligner.engines.vllm.vllm_engine import VLLMEngine
 from tests.engines import engines
 from tests.engines.vllm.shared_clients import NEEDED
 from tests.megatron import families, jobs
-from tests.rounds import typical
+from tests.rounds import covering
 
 pytestmark = [*NEEDED, pytest.mark.timeout(600)]
 # vLLM's attention on CPUs supports no smaller heads than those of 32 elements.
@@ -70,7 +70,7 @@ def compute_largest_error(directory: Path, samples: list[Sample]) -> float:
 
 
 @pytest.mark.promise("vllm-logprobs-equal-megatron")
-@pytest.mark.parametrize("name", typical(NAMES, (), every=4))
+@pytest.mark.parametrize("name", covering(NAMES, (), families.parts))
 def test_logprobs_equal_transformers_after_a_second_update(tmp_path, name):
     directory = families.save(name, tmp_path, **CHANGES.get(name, HEADS))
     shape = engines.shape_of(directory)
