@@ -57,20 +57,6 @@ def make_experience(
     )
 
 
-def _loss(
-    logprobs: Tensor, entropy: Tensor, experience: Experience, denominator: float
-) -> tuple[Tensor, dict[str, Tensor]]:
-    from aligner.algorithms.policy_losses import policy_loss
-
-    return policy_loss(
-        logprobs,
-        experience.old_logprobs,
-        experience.advantages,
-        experience.mask,
-        denominator=denominator,
-    )
-
-
 class Ours:
     """One rank of aligner's policy."""
 
@@ -100,10 +86,12 @@ class Ours:
     ) -> float:
         import torch.distributed as dist
 
+        from aligner.proof.reference import compute_loss
+
         experience = make_experience(lengths, self._shape.vocab_size, prompt_tokens, samples)
         dist.barrier()
         begin = time.perf_counter()
-        self._policy.train(experience, _loss)
+        self._policy.train(experience, compute_loss)
         return time.perf_counter() - begin
 
     def products(self, lengths: Sequence[int]) -> float:
@@ -252,12 +240,14 @@ class Peer:
         import torch
         import torch.nn.functional as F
 
+        from aligner.proof.reference import compute_loss
+
         attention = torch.arange(rows.tokens.shape[1]) < rows.lengths[:, None]
         logits = self._model(rows.tokens, attention_mask=attention.long()).logits
         # The last column has no target. Ignore it, because cutting it off would copy the logits.
         targets = F.pad(torch.where(rows.mask, rows.tokens[:, 1:], -100), (0, 1), value=-100)
         losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
-        _loss(
+        compute_loss(
             -losses.view(targets.shape)[:, :-1],
             torch.zeros_like(targets[:, :-1]),
             rows,
