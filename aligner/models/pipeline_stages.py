@@ -83,6 +83,28 @@ def _head_cost(shape: ModelShape) -> float:
     return shape.vocab_size * shape.num_layers / widths
 
 
+def find_similar_parts(sizes: Sequence[int], max_layers: int) -> dict[int, list[int]]:
+    """Return the layers of parts whose order by size is that of `sizes`, by the sum of the layers.
+
+    Args:
+        sizes: Number of layers of each part.
+        max_layers: Largest sum that is enlarged further.
+    """
+    different_sizes = sorted(set(sizes))
+    smallest = [1 + different_sizes.index(size) for size in sizes]
+    found = {sum(smallest): smallest}
+    for depth in range(sum(smallest), max_layers):
+        if depth not in found:
+            continue
+        # One more layer for all parts from a size on keeps the order.
+        for limit in different_sizes:
+            larger = [
+                layers + (size >= limit) for layers, size in zip(found[depth], sizes, strict=True)
+            ]
+            found.setdefault(sum(larger), larger)
+    return found
+
+
 def name_parts(sizes: Sequence[int]) -> list[list[str]]:
     """Return megatron-core's `pipeline_model_parallel_layout` of parts with these sizes."""
     parts = [["decoder"] * size for size in sizes]

@@ -1,6 +1,7 @@
 """The proof of a model: a small random model of it, run by transformers, trainer and engine."""
 
 import json
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -38,7 +39,7 @@ from aligner.proof.reference import (
     train_reference,
     write_random_model,
 )
-from aligner.proof.shrink import shrink_config
+from aligner.proof.shrink import fit_stages, remove_quantization, shrink_config
 from aligner.schema import ParallelConfig
 
 LOGPROB_TOLERANCE = 1e-5
@@ -50,6 +51,14 @@ _WEIGHT_TOLERANCE = 1e-4
 _NORM_TOLERANCE = 1e-5
 _LAYER_TOLERANCE = 3e-5
 _SEED = 11
+# Patterns of the values of a layout that are not numbers, and their descriptions in errors.
+_VALUE_PATTERNS = {
+    "sequence": ("true|false", "true or false"),
+    "stage_layers": (
+        r"\[ *[1-9]\d*(?:, *[1-9]\d*)* *\]",
+        "a list of integers > 0, such as [16,16,15,14]",
+    ),
+}
 _NUM_CULPRITS = 3
 
 
@@ -140,17 +149,15 @@ def parse_layout(text: str) -> ParallelConfig:
     """
     names = ParallelConfig.__dataclass_fields__
     values: dict[str, Any] = {}
-    for part in filter(None, text.split(",")):
+    # Commas inside of brackets separate the numbers of stage_layers.
+    for part in filter(None, re.split(r",(?![^\[]*\])", text)):
         key, _, value = part.partition("=")
         if key not in names:
             raise ConfigError(f"--layout {text}: unknown key {key!r}; allowed: {', '.join(names)}")
-        if key == "sequence" and value in ("true", "false"):
-            values[key] = value == "true"
-        elif key != "sequence" and value.isdecimal() and int(value) > 0:
-            values[key] = int(value)
-        else:
-            allowed = "true or false" if key == "sequence" else "an integer > 0"
+        pattern, allowed = _VALUE_PATTERNS.get(key, (r"[1-9]\d*", "an integer > 0"))
+        if not re.fullmatch(pattern, value):
             raise ConfigError(f"--layout {text}: {key}={value}: must be {allowed}")
+        values[key] = json.loads(value)
     return ParallelConfig(**values)
 
 
@@ -176,11 +183,12 @@ def prove(
     Raises:
         ConfigError: The model is not supported, or not at one of the layouts.
     """
+    model_shape = read_config(remove_quantization(config), name)
+    _check_layouts(layouts, model_shape)
     small = shrink_config(config, layouts, name)
     shape = read_config(small, name)
-    for layout in layouts:
-        if problems := list(layout_problems("--layout", layout, shape)):
-            raise ConfigError("\n".join(problems).replace("--layout.", "--layout "))
+    small_layouts = [fit_stages(layout, model_shape, shape.num_layers) for layout in layouts]
+    _check_layouts(small_layouts, shape)
 
     report("transformers")
     directory = workspace / "model"
@@ -188,12 +196,12 @@ def prove(
     reference = _Reference(directory, shape)
     engines: dict[int, list[Check]] = {}
     proofs = []
-    for index, layout in enumerate(layouts):
+    for index, (layout, small_layout) in enumerate(zip(layouts, small_layouts, strict=True)):
         start = time.monotonic()
         proof = LayoutProof(format_layout(layout))
         report(f"trainer: {proof.layout}")
         checkpoint = workspace / f"checkpoint_{index}"
-        sizes = asdict(layout)
+        sizes = asdict(small_layout)
         results = ranks(run_trainer, layout.ranks, str(directory), sizes, str(checkpoint))
         proof.checks += _check_trainer(results, reference)
         proof.checks.append(_check_export(checkpoint, workspace / f"export_{index}", reference))
@@ -210,11 +218,18 @@ def prove(
     return Proof(name, small, proofs)
 
 
+def _check_layouts(layouts: Sequence[ParallelConfig], shape: ModelShape) -> None:
+    """Raise ConfigError if a model cannot run at one of the layouts."""
+    for layout in layouts:
+        if problems := list(layout_problems("--layout", layout, shape)):
+            raise ConfigError("\n".join(problems).replace("--layout.", "--layout "))
+
+
 def format_layout(layout: ParallelConfig) -> str:
     """Return the sizes of a layout that are not the defaults, such as `tensor=2,pipeline=2`."""
     default = ParallelConfig()
     parts = [
-        f"{key}={json.dumps(value)}"
+        f"{key}={json.dumps(value, separators=(',', ':'))}"
         for key, value in asdict(layout).items()
         if value != getattr(default, key)
     ]

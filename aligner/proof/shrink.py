@@ -8,12 +8,13 @@ transformers finds the error.
 import copy
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from aligner.errors import ConfigError
 from aligner.models.architectures import ARCHITECTURES_BY_CLASS, Architecture
 from aligner.models.hugging_face import read_config, with_architecture
+from aligner.models.pipeline_stages import count_part_layers, find_similar_parts
 from aligner.models.shape import LayerShape, ModelShape
 from aligner.schema import ParallelConfig
 
@@ -25,6 +26,7 @@ _MAX_QUERIES_PER_GROUP = 8
 _WINDOW = 5  # shorter than most sequences of a proof
 _MIN_LAYERS = 4
 _MAX_PREFIX = 8
+_MAX_LAYERS = 256
 _MIN_POSITIONS = 2 * MAX_LENGTH
 # Original context of a scaled rotary embedding. It is close to the length of the sequences, so that
 # all frequency bands occur: unchanged, blended and scaled.
@@ -74,13 +76,10 @@ def shrink_config(
         origin: Path or key, which errors begin with.
 
     Raises:
-        ConfigError: The model is not supported, or the small model would lack one of its parts.
+        ConfigError: The model is not supported, the small model would lack one of its parts, or no
+            number of layers fits the pipeline stages of all layouts.
     """
-    whole = {
-        key: copy.deepcopy(value)
-        for key, value in with_architecture(dict(config)).items()
-        if key not in ("quantization_config", "compression_config")
-    }
+    whole = copy.deepcopy(remove_quantization(config))
     shape = read_config(whole, origin)
     (name,) = whole["architectures"]
     architecture = ARCHITECTURES_BY_CLASS[name]
@@ -92,7 +91,7 @@ def shrink_config(
     whole["model_type"] = architecture.model_type
     whole.pop("auto_map", None)
 
-    layers = _choose_layers(shape, layouts)
+    layers = _choose_layers(shape, layouts, origin)
     small = _select_layers(whole, shape.num_layers, layers)
     small |= _choose_sizes(architecture, whole, shape, layouts)
     small |= {architecture.entries["num_layers"].key: len(layers)}
@@ -111,23 +110,78 @@ def shrink_config(
     return small
 
 
-def _choose_layers(shape: ModelShape, layouts: Sequence[ParallelConfig]) -> list[int]:
+def remove_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config.json with an architecture and without entries about weight files."""
+    return {
+        key: value
+        for key, value in with_architecture(dict(config)).items()
+        if key not in ("quantization_config", "compression_config")
+    }
+
+
+def fit_stages(layout: ParallelConfig, shape: ModelShape, layers: int) -> ParallelConfig:
+    """Return a layout of a model for a small model of it.
+
+    If the layout has `stage_layers` or `last_stage_layers`, a stage of the small model has more,
+    fewer, or as many layers as another one like in the model.
+
+    Args:
+        layout: A layout of the model.
+        shape: Shape of the model.
+        layers: Number of layers of the small model, which `shrink_config` has chosen.
+    """
+    if not _has_given_stages(layout):
+        return layout
+    sizes = find_similar_parts(count_part_layers(shape, layout), layers)[layers]
+    return dataclasses.replace(layout, stage_layers=sizes, last_stage_layers=None)
+
+
+def _has_given_stages(layout: ParallelConfig) -> bool:
+    return layout.stage_layers is not None or layout.last_stage_layers is not None
+
+
+def _choose_layers(shape: ModelShape, layouts: Sequence[ParallelConfig], origin: str) -> list[int]:
     """Return the indices of the layers of the small model, with every kind of layer.
 
     They are the first layers if these have every kind, because some entries name layers by an
     interval.
     """
-    multiple = math.lcm(*(layout.pipeline * layout.virtual_pipeline for layout in layouts))
-    count = math.ceil(min(_MIN_LAYERS, shape.num_layers) / multiple) * multiple
+    min_layers = min(_MIN_LAYERS, shape.num_layers)
+    depths = [depth for depth in _iterate_depths(shape, layouts) if depth >= min_layers]
+    if not depths:
+        raise ConfigError(
+            f"{origin}: no small model fits all layouts, because of the layers of their pipeline"
+            " stages; prove the layouts one by one"
+        )
     kinds = list(map(_describe_kind, shape.layers))
     wanted = set(kinds)
-    for size in range(count, _MAX_PREFIX + multiple, multiple):
+    prefixes = [depth for depth in depths if depth < _MAX_PREFIX]
+    for size in (*prefixes, *depths[len(prefixes) : len(prefixes) + 1]):
         indices = [index % shape.num_layers for index in range(size)]
         if {kinds[index] for index in indices} == wanted:
             return indices
     first = sorted(kinds.index(kind) for kind in dict.fromkeys(kinds))
-    size = math.ceil(max(count, len(first)) / multiple) * multiple
+    size = next(depth for depth in depths if depth >= len(first))
     return sorted((first * size)[:size])
+
+
+def _iterate_depths(shape: ModelShape, layouts: Sequence[ParallelConfig]) -> Iterator[int]:
+    """Yield the numbers of layers of small models that fit the pipeline stages of all layouts."""
+    multiple = math.lcm(
+        *(
+            layout.pipeline * layout.virtual_pipeline
+            for layout in layouts
+            if not _has_given_stages(layout)
+        )
+    )
+    given = [
+        find_similar_parts(count_part_layers(shape, layout), _MAX_LAYERS)
+        for layout in layouts
+        if _has_given_stages(layout)
+    ]
+    for depth in range(multiple, _MAX_LAYERS, multiple):
+        if all(depth in sizes for sizes in given):
+            yield depth
 
 
 def _select_layers(config: dict[str, Any], total: int, layers: list[int]) -> dict[str, Any]:

@@ -13,7 +13,8 @@ import pytest
 from aligner.errors import ConfigError
 from aligner.models.hugging_face import read_config
 from aligner.proof.run_proof import format_layout, parse_layout
-from aligner.proof.shrink import shrink_config
+from aligner.proof.run_proof import prove as prove_config
+from aligner.proof.shrink import fit_stages, shrink_config
 from aligner.schema import ParallelConfig
 
 LLAMA31: dict[str, Any] = {
@@ -129,6 +130,29 @@ def test_small_model_fits_the_layouts():
     assert small["num_key_value_heads"] % 4 == 0 and small["num_hidden_layers"] % 3 == 0
 
 
+def test_small_model_keeps_order_of_pipeline_stages_by_size():
+    layouts = [
+        parse_layout("pipeline=4,stage_layers=[10,8,8,6]"),
+        parse_layout("pipeline=2,last_stage_layers=12"),
+        parse_layout("pipeline=2"),
+    ]
+    small = read_config(shrink_config(LLAMA31, layouts, "here"), "here")
+    whole = read_config(LLAMA31, "here")
+    fitted = [fit_stages(layout, whole, small.num_layers).stage_layers for layout in layouts]
+    assert small.num_layers == 8
+    assert fitted == [[3, 2, 2, 1], [5, 3], None]
+
+
+def test_layout_that_the_whole_model_does_not_fit_is_refused(tmp_path):
+    layout = parse_layout("pipeline=2,stage_layers=[3,1]")
+    with pytest.raises(ConfigError, match="the sum is 4, but must be the model's 32 layers"):
+        prove_config(LLAMA31, "here", [layout], tmp_path)
+    with pytest.raises(
+        ConfigError, match="--layout tensor=3: must divide the model's 32 attention"
+    ):
+        prove_config(LLAMA31, "here", [parse_layout("tensor=3")], tmp_path)
+
+
 def test_unknown_entries_stay_in_small_model():
     small = shrink_config(LLAMA31 | {"my_entry": 3}, [ParallelConfig()], "here")
     assert small["my_entry"] == 3
@@ -145,6 +169,8 @@ def test_unsupported_model_is_refused_with_entry():
         ("tensors=2", "unknown key 'tensors'; allowed: tensor, sequence"),
         ("tensor=0", "tensor=0: must be an integer > 0"),
         ("sequence=1", "sequence=1: must be true or false"),
+        ("pipeline=2,stage_layers=3", "stage_layers=3: must be a list of integers > 0"),
+        ("pipeline=2,stage_layers=[3,0]", r"stage_layers=\[3,0\]: must be a list of integers > 0"),
     ],
 )
 def test_wrong_layout_is_refused(text, message):
@@ -152,9 +178,15 @@ def test_wrong_layout_is_refused(text, message):
         parse_layout(text)
 
 
-def test_layout_is_printed_as_written():
-    text = "tensor=2,sequence=true,pipeline=2"
+@pytest.mark.parametrize(
+    "text",
+    ["tensor=2,sequence=true,pipeline=2", "pipeline=3,stage_layers=[2,1,1],data=2"],
+)
+def test_layout_is_printed_as_written(text):
     assert format_layout(parse_layout(text)) == text
+
+
+def test_empty_layout_is_one_rank():
     assert format_layout(parse_layout("")) == "one rank"
 
 

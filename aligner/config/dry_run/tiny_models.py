@@ -12,7 +12,7 @@ from itertools import count, product
 from typing import Any
 
 from aligner.errors import ConfigError
-from aligner.models.pipeline_stages import count_part_layers
+from aligner.models.pipeline_stages import count_part_layers, find_similar_parts
 from aligner.models.shape import Experts, LayerShape, ModelShape
 from aligner.placement.roles import count_role_ranks, has_generator
 from aligner.schema import Config, EngineParallelConfig, ParallelConfig
@@ -382,26 +382,9 @@ def _iterate_depths(
         return
     sizes = _select_evenly(count_part_layers(shape, run_layout), parts)
     is_even = len(set(sizes)) == 1
-    for depth, stage_layers in sorted(_find_similar_parts(sizes).items()):
+    for depth, stage_layers in sorted(find_similar_parts(sizes, _MAX_LAYERS).items()):
         if depth >= min_depth:
             yield depth, None if is_even else stage_layers
-
-
-def _find_similar_parts(sizes: Sequence[int]) -> dict[int, list[int]]:
-    """Return numbers of layers of parts whose order by size is that of `sizes`, by their sum."""
-    different_sizes = sorted(set(sizes))
-    smallest = [1 + different_sizes.index(size) for size in sizes]
-    found = {sum(smallest): smallest}
-    for depth in range(sum(smallest), _MAX_LAYERS):
-        if depth not in found:
-            continue
-        # One more layer for all parts from a size on keeps the order.
-        for limit in different_sizes:
-            larger = [
-                layers + (size >= limit) for layers, size in zip(found[depth], sizes, strict=True)
-            ]
-            found.setdefault(sum(larger), larger)
-    return found
 
 
 def _select_evenly(sizes: Sequence[int], count: int) -> list[int]:
