@@ -23,6 +23,9 @@ def prove_model(parsed: argparse.Namespace) -> None:
     config = directory_config(parsed.model, "MODEL_DIRECTORY")
     # The ranks of a proof share the cores of this machine. Set before torch is imported.
     os.environ.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", TOKENIZERS_PARALLELISM="false")
+    from aligner.proof import gloo_worlds
+
+    gloo_worlds.preload()
     from aligner.proof.run_proof import Proof, parse_layout, prove
 
     def report(phase: str) -> None:

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
@@ -14,6 +15,7 @@ from aligner.launcher.rank_environment import FreePorts
 _TIMEOUT_S = 600
 _TIMEOUT_AFTER_FAILURE_S = 5
 _PORTS = FreePorts()
+_CONTEXT = multiprocessing.get_context("forkserver")
 
 
 class RunRanks(Protocol):
@@ -29,21 +31,28 @@ class RunRanks(Protocol):
         """
 
 
+def preload() -> None:
+    """Start the process from which ranks are forked. It imports torch and megatron-core meanwhile.
+
+    The environment of ranks is that of the first call.
+    """
+    _CONTEXT.set_forkserver_preload(["aligner.proof.rank_jobs"])
+    forkserver.ensure_running()
+
+
 def run_ranks(function: Callable[..., Any], world: int, *arguments: Any) -> list[Any]:
     """Start the ranks of a world as processes, and return the results of a function on each rank.
 
     Raises:
         AlignerError: A rank has failed; the message contains its traceback.
     """
-    context = multiprocessing.get_context("forkserver")
-    # The ranks are forked from a process that has imported torch and megatron-core.
-    context.set_forkserver_preload(["aligner.proof.rank_jobs"])
+    preload()
     port = next(_PORTS)
     message = (function.__module__, function.__name__, arguments)
     ranks = []
     for rank in range(world):
-        ours, theirs = context.Pipe()
-        process = context.Process(
+        ours, theirs = _CONTEXT.Pipe()
+        process = _CONTEXT.Process(
             target=_run_rank, args=(theirs, rank, world, port, message), daemon=True
         )
         process.start()

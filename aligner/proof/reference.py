@@ -1,27 +1,32 @@
 """A small random model, and the results of transformers and torch for it in one process."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from aligner.algorithms.policy_losses import policy_loss
 from aligner.data.types import Experience, build_response_mask
-from aligner.proof.comparison import relative_error
 from aligner.schema import OptimizerConfig
 
 TEMPERATURE = 0.7
 STEPS = 3
 """Number of optimizer updates of a proof."""
-# Epsilon is above the rounding errors of gradients that are zero in theory, such as those of key
-# biases, and below the other gradients. With a smaller one, Adam would turn these errors into full
-# steps, so that different summation orders give different weights.
+# Epsilon is far above the rounding errors of gradients that are almost zero, such as those of key
+# biases, and below most other gradients. With a smaller one, Adam would turn these errors into
+# large steps, so that different summation orders give different weights.
 OPTIMIZER = OptimizerConfig(
-    learning_rate=1e-3, beta2=0.95, epsilon=1e-5, clip_grad_norm=0.5, schedule="constant"
+    learning_rate=1e-3, beta2=0.95, epsilon=1e-4, clip_grad_norm=0.5, schedule="constant"
 )
+_ROUNDING_SAMPLES = 4
+_WEIGHT_CHANGE = 1e-6
+
+Results = Mapping[str, Any]
+"""Results of `train_reference`."""
 
 
 def write_random_model(config: Mapping[str, Any], directory: Path, seed: int) -> None:
@@ -167,40 +172,58 @@ def train_reference(
     return result | {"weights": revert_weight_conversion(model, weights)}
 
 
-def estimate_rounding(
-    model: Any, experience: Experience, expected: Mapping[str, Any]
-) -> tuple[float, dict[str, float]]:
-    """Return the rounding errors of the results of transformers in float32.
+def measure_rounding(
+    load: Callable[[], Any],
+    run: Callable[[Any], Results],
+    compute_errors: Callable[[Results, Results], Mapping[str, float]],
+) -> dict[str, float]:
+    """Return the rounding errors of transformers in float32: the largest ones of a few samples.
 
-    They are the differences between float32 and float64. The model becomes a float64 model.
+    They are the differences to float64. In each sample, the weights differ from those of the model
+    by a few units in the last place, so that other rounding errors occur. A single sample often has
+    small errors by chance, above all in tensors with few elements.
 
     Args:
-        model: The model before its first update.
-        experience: The batch of the proof.
-        expected: Results of `train_reference`.
+        load: Returns a new float32 model of transformers.
+        run: Returns the results of a model in its precision.
+        compute_errors: Returns the error of each result, from results and exact results.
 
     Returns:
-        The largest error of the log-probs, and the relative error of each gradient.
+        The rounding error of each result, by the keys of `compute_errors`.
     """
-    from transformers.core_model_loading import revert_weight_conversion
+    generator = torch.Generator().manual_seed(1)
+    largest: dict[str, float] = {}
+    for _ in range(_ROUNDING_SAMPLES):
+        model = load()
+        wide_model = load()
+        pairs = zip(model.parameters(), wide_model.parameters(), strict=True)
+        with torch.no_grad():
+            for weight, wide_weight in pairs:
+                weight *= 1 + _WEIGHT_CHANGE * torch.randn(weight.shape, generator=generator)
+                wide_weight.copy_(weight)
+        results = run(model)
+        with _ComputeInFloat64():
+            exact_results = run(wide_model.double())
+        for what, error in compute_errors(results, exact_results).items():
+            largest[what] = max(largest.get(what, 0.0), error)
+    return largest
 
-    model.double().zero_grad()
-    logprobs = compute_logprobs(model, experience.tokens, experience.lengths)
-    loss, _ = compute_loss(logprobs, logprobs, experience, float(experience.mask.sum()))
-    loss.backward()
-    gradients = revert_weight_conversion(
-        model,
-        {
-            name: parameter.grad
-            for name, parameter in model.named_parameters()
-            if parameter.grad is not None
-        },
-    )
-    errors = {
-        name: relative_error(gradient, gradients[name], gradient)
-        for name, gradient in expected["gradients"].items()
-    }
-    return float((logprobs - expected["logprobs"]).detach().abs().max()), errors
+
+class _ComputeInFloat64(TorchFunctionMode):
+    """Computes in float64 where a model asks for float32, such as in norms, softmax and routers."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, arguments: Sequence[Any] = (), keywords: Any = None
+    ) -> Any:
+        """Call a function of torch, with float64 instead of float32."""
+        if function is Tensor.float:
+            function = Tensor.double
+        wide_keywords = {key: _widen(value) for key, value in (keywords or {}).items()}
+        return function(*map(_widen, arguments), **wide_keywords)
+
+
+def _widen(value: Any) -> Any:
+    return torch.float64 if value is torch.float32 else value
 
 
 def generate_greedily(model: Any, prompt: Tensor, count: int) -> list[int]:

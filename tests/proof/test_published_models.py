@@ -7,8 +7,8 @@ import pytest
 from aligner.models.hugging_face import read_config
 from aligner.models.layouts import layout_problems
 from aligner.proof.run_proof import parse_layout, prove
-from tests.models.published_configs import SUPPORTED
 from tests.model_parts import describe_parts
+from tests.models.published_configs import SUPPORTED
 from tests.rounds import covering
 
 LAYOUTS = ("tensor=2", "pipeline=2", "data=2", "context=2")
