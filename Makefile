@@ -25,7 +25,8 @@ test-all: $(installed)
 	$(pytest) -n 3
 
 # Every model family: training at each layout against transformers, the embedded engine, export, merged LoRA adapters, a GRPO
-# step, resume, vLLM, and small models of the published configurations. `make test` and `make test-rest` run a part of the layouts of each family.
+# step, resume, vLLM, small models of the published configurations, and `aligner prove` at three layouts. `make test` and `make test-rest`
+# run a part of the layouts: every family, and every pair of a layout's dimension and a part of a model (tests/rounds.py).
 families := tests/models tests/proof tests/engines/test_families.py tests/engines/vllm/test_vllm_families.py \
   $(addprefix tests/megatron/test_,families.py export.py grouped_experts.py lora.py model_checkpoint.py routes.py)
 test-families: $(installed)
