@@ -37,8 +37,8 @@ class PythonToolConfig:
     )
     scratch_mib: int = option(
         64,
-        "Maximum size in MiB of the sandbox's files, and of a program's output. In a container,"
-        " only the output is limited.",
+        "Maximum size in MiB of the sandbox's files, and of a program's output. There may be 1024"
+        " files per MiB. In a container, only the output is limited.",
         minimum=1,
     )
 

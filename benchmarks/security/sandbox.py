@@ -48,7 +48,7 @@ def escaped(description):
 """
 
 # By name: attempt, expected behavior, and the program, which `_LIBC` precedes.
-_ATTEMPTS = {
+ATTEMPTS = {
     "system_v_semaphores": (
         "allocate 64 MiB of kernel memory as System V semaphores",
         "semget fails",
@@ -212,6 +212,18 @@ if total > {LIMITS.scratch_mib << 20}:
     escaped(f"{{total}} bytes")
 """,
     ),
+    "small_files": (
+        "create a million empty files, each of which needs kernel memory",
+        "the command is ended after some thousand files",
+        """
+for number in range(1_000_000):
+    if number % 1000 == 0:
+        os.mkdir(str(number))
+        os.chdir(str(number))
+    os.close(os.open(str(number % 1000), os.O_CREAT | os.O_WRONLY))
+escaped("1,000,000 files")
+""",
+    ),
     "write_outside": (
         "write files outside the scratch directory",
         "all directories are read-only",
@@ -236,6 +248,26 @@ for process in (1, os.getppid()):
         escaped(f"/proc/{process}/mem")
     except OSError:
         pass
+""",
+    ),
+    "files_of_driver": (
+        "open the archives and the report of the process that starts the program",
+        "/proc/PID/fd is not accessible",
+        """
+for process in (1, os.getppid()):
+    try:
+        names = os.listdir(f"/proc/{process}/fd")
+    except OSError:
+        continue
+    for name in names:
+        # bubblewrap has the program's standard streams
+        if process == 1 and int(name) < 3:
+            continue
+        try:
+            os.open(f"/proc/{process}/fd/{name}", os.O_RDWR)
+        except OSError:
+            continue
+        escaped(f"descriptor {name} of process {process}")
 """,
     ),
     "other_processes": (
@@ -308,7 +340,7 @@ def _attempt(program: str) -> Outcome:
     return HELD
 
 
-for _name, (_description, _expected, _program) in _ATTEMPTS.items():
+for _name, (_description, _expected, _program) in ATTEMPTS.items():
     _function = functools.partial(_attempt, _program)
     _component = "environment.tools=[python]"
     add_probe(Probe("sandbox", _name, _description, _expected, _component, _function))

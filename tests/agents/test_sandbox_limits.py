@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import platform
 import re
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from aligner.agents.sandboxes import sandbox_limits, sandbox_probe
+from aligner.agents.sandboxes import (
+    SandboxSettings,
+    create_sandbox,
+    sandbox_limits,
+    sandbox_probe,
+)
 from aligner.agents.sandboxes.bubblewrap import Bubblewrap
 from aligner.agents.sandboxes.control_groups import find_parent_groups
+from aligner.agents.sandboxes.sandbox import Isolation
 from aligner.agents.sandboxes.sandbox_limits import describe_gaps, describe_missing_groups
 from aligner.agents.sandboxes.syscall_filter import build_syscall_filter
 from aligner.agents.sandboxes.syscall_table import (
@@ -134,6 +142,66 @@ def test_attempt_to_escape_fails(name: str) -> None:
     assert outcome.state != "finding", outcome.detail
 
 
+@pytest.mark.promise("sandbox-bounds-everything")
+@enforced
+@pytest.mark.parametrize("name", attempts.ATTEMPTS)
+def test_attempt_to_escape_from_user_namespace_fails(name: str) -> None:
+    if name == "fork_bomb" and os.geteuid() == 0:
+        pytest.skip("RLIMIT_NPROC does not count the processes of root")
+    _, _, program = attempts.ATTEMPTS[name]
+    output = attempts.run_attempt(program, "user_namespace")
+    assert "ESCAPED" not in output and "Traceback" not in output, output
+
+
+@enforced
+@pytest.mark.parametrize("isolation", ["own_user", "user_namespace"])
+def test_many_files_end_the_command(isolation: Isolation) -> None:
+    if isolation == "own_user" and HERE.isolation != "own_user":
+        pytest.skip("only root can change to another user")
+    limits = replace(LIMITS, scratch_mib=1)
+    settings = SandboxSettings(limits, isolation=isolation)
+    most = 1024
+
+    async def create() -> None:
+        async with await create_sandbox({"a": "1"}, settings) as sandbox:
+            few = f"for n in $(seq {most // 4}); do : > $n; done"
+            result = await sandbox.exec(["sh", "-c", few])
+            assert (result.exit_code, result.stderr) == (0, "")
+            many = "n=0; while :; do n=$((n+1)); : > b$n; done"
+            result = await sandbox.exec(["sh", "-c", many])
+            assert result.exit_code == 137 and not result.timed_out
+            assert f"sandbox: the command created more than {most} files\n" in result.stderr
+            assert await sandbox.read_file("a") == b"1"
+            assert (await sandbox.exec(["ls", "b1"])).exit_code != 0
+
+    asyncio.run(create())
+
+
+@enforced
+def test_program_in_user_namespace_cannot_change_a_snapshot() -> None:
+    settings = SandboxSettings(LIMITS, isolation="user_namespace")
+    # the archive of the snapshot is open in the process that starts the command
+    change = """
+import os
+parent = os.getppid()
+for name in range(3, 1000):
+    try:
+        with open(f"/proc/{parent}/fd/{name}", "r+b") as file:
+            file.write(bytes(4096))
+    except OSError:
+        pass
+"""
+
+    async def run_attack() -> str:
+        async with await create_sandbox({"a": "1"}, settings) as sandbox:
+            snapshot = await sandbox.snapshot()
+            await sandbox.exec(["python3", "-c", change])
+            await sandbox.reset(snapshot)
+            return (await sandbox.read_file("a")).decode()
+
+    assert asyncio.run(run_attack()) == "1"
+
+
 @enforced
 @pytest.mark.skipif(not find_parent_groups(), reason="no control groups can be created here")
 def test_control_groups_are_removed_after_a_program() -> None:
@@ -163,7 +231,7 @@ def test_every_attempt_of_the_probe_has_a_description() -> None:
 
 @enforced
 @pytest.mark.parametrize("isolation", ["own_user", "user_namespace"])
-def test_programs_run_with_threads_processes_and_sockets(isolation: str) -> None:
+def test_programs_run_with_threads_processes_and_sockets(isolation: Isolation) -> None:
     if isolation == "own_user" and HERE.isolation != "own_user":
         pytest.skip("only root can change to another user")
     program = """

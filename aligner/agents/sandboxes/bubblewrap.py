@@ -27,6 +27,8 @@ from aligner.agents.sandboxes.sandbox_limits import Gap, build_failed_probe_gap,
 from aligner.agents.sandboxes.syscall_filter import build_syscall_filter
 from aligner.schema.environment import PythonToolConfig
 
+FILES_PER_MIB = 1024
+"""Maximum number of files and directories in a sandbox per MiB of `scratch_mib`."""
 # first version of bubblewrap that has `--disable-userns`
 _MIN_VERSION = (0, 8)
 STATE_TIMEOUT_S = 30.0
@@ -156,6 +158,7 @@ class Bubblewrap:
             "memory_bytes": limits.memory_mib * _MIB,
             "processes": limits.processes + own_processes,
             "scratch_bytes": limits.scratch_mib * _MIB,
+            "max_files": limits.scratch_mib * FILES_PER_MIB,
             "cpu_s": limits.cpu_s,
             "directory": _SCRATCH,
             "mount_points": _find_mount_points_in_scratch(),

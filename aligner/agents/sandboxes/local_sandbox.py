@@ -12,6 +12,7 @@ from typing import IO, Any
 
 from aligner.agents.failures import InfrastructureError
 from aligner.agents.sandboxes.bubblewrap import (
+    FILES_PER_MIB,
     STATE_TIMEOUT_S,
     Bubblewrap,
     open_temporary_file,
@@ -20,8 +21,6 @@ from aligner.agents.sandboxes.sandbox import KILLED_EXIT_CODE, ExecResult, Sandb
 
 # time in seconds for the start of the driver and the end of the command's processes
 _DRIVER_TIMEOUT_S = 30.0
-# report if the command has killed the driver
-_KILLED_DRIVER = {"exit_code": KILLED_EXIT_CODE, "timed_out": False, "is_saved": False}
 _OMISSION = "\n[…]\n".encode()
 
 
@@ -101,8 +100,12 @@ class LocalSandbox(Sandbox):
             "exit_code": KILLED_EXIT_CODE,
             "timed_out": False,
             "is_saved": False,
+            "has_too_many_files": False,
         }
         result |= reports[-1]
+        if result["has_too_many_files"]:
+            max_files = self._bubblewrap.limits.scratch_mib * FILES_PER_MIB
+            stderr += f"sandbox: the command created more than {max_files} files\n".encode()
         if result["is_saved"]:
             self._replace_files(new_files)
         else:

@@ -23,6 +23,9 @@ from typing import Any
 _NOT_FOUND = 127
 _NOT_EXECUTABLE = 126
 _KILL_TIMEOUT_S = 5.0
+# time in seconds between two counts of the files of a running command
+_COUNT_INTERVAL_S = 0.02
+_PR_SET_DUMPABLE = 4
 
 
 def apply_limits(limits: Mapping[str, Any]) -> None:
@@ -82,6 +85,35 @@ def wait_for(child: int, timeout_s: float) -> int | None:
         return None
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     return code if code >= 0 else 128 - code
+
+
+def wait_for_command(child: int, timeout_s: float, max_files: int) -> tuple[int | None, bool]:
+    """Wait for a command, and count the files in the working directory meanwhile.
+
+    The size of a tmpfs does not include the kernel's memory for each file, about 1 KiB.
+
+    Returns:
+        The exit code, or None if the command still runs, because of the timeout or of its files.
+        And whether there are more than `max_files` files.
+    """
+    end = time.monotonic() + timeout_s
+    while True:
+        interval_s = min(_COUNT_INTERVAL_S, end - time.monotonic())
+        exit_code = wait_for(child, max(interval_s, 0.0))
+        usage = os.statvfs(".")
+        has_too_many_files = usage.f_files - usage.f_ffree > max_files
+        if exit_code is not None or has_too_many_files or time.monotonic() > end:
+            return exit_code, has_too_many_files
+
+
+def hide_from_programs() -> None:
+    """Deny programs of the same user access to this process's memory and open files.
+
+    The access is through /proc; the command itself becomes accessible again when it is executed.
+    """
+    import ctypes
+
+    ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
 
 
 def run_command(command: list[str], limits: Mapping[str, Any], files: list[int]) -> None:
@@ -182,6 +214,8 @@ def main() -> None:
     user = settings["user"]
     driver = os.getpid()
     os.chdir(settings["directory"])
+    if settings["has_namespaces"] and not user:
+        hide_from_programs()
     # the caller distinguishes a sandbox that has not started from a killed driver
     os.write(report, b'{"started": true}\n')
 
@@ -208,16 +242,29 @@ def main() -> None:
 
     files = [old_archive, new_archive, report]
     child = start_child(user, lambda: run_command(sys.argv[2:], settings, files))
-    exit_code = wait_for(child, settings["timeout_s"])
-    timed_out = exit_code is None
+    if settings["has_namespaces"]:
+        limits = settings["timeout_s"], settings["max_files"]
+        exit_code, has_too_many_files = wait_for_command(child, *limits)
+    else:
+        # the scratch directory is on a disk of the machine
+        exit_code = wait_for(child, settings["timeout_s"])
+        has_too_many_files = False
+    timed_out = exit_code is None and not has_too_many_files
     end_command(child)
-    if timed_out:
+    if exit_code is None:
         exit_code = wait_for(child, _KILL_TIMEOUT_S)
 
-    archive_options = settings["max_archive_bytes"], settings["mount_points"]
-    saving = start_child(user, lambda: save_files(new_archive, *archive_options))
-    is_saved = is_restored and wait_for(saving, settings["state_timeout_s"]) == 0
-    result = {"exit_code": exit_code, "timed_out": timed_out, "is_saved": is_saved}
+    is_saved = False
+    if is_restored and not has_too_many_files:
+        archive_options = settings["max_archive_bytes"], settings["mount_points"]
+        saving = start_child(user, lambda: save_files(new_archive, *archive_options))
+        is_saved = wait_for(saving, settings["state_timeout_s"]) == 0
+    result = {
+        "exit_code": exit_code,
+        "timed_out": timed_out,
+        "is_saved": is_saved,
+        "has_too_many_files": has_too_many_files,
+    }
     os.write(report, json.dumps(result).encode())
 
 

@@ -30,7 +30,10 @@ _LIMITS = {
         "other processes are reachable, and child processes may survive their program",
         _NAMESPACES,
     ),
-    "memory_of_others": ("the memory of the sandbox's own processes is accessible", _FILTER),
+    "memory_of_others": (
+        "memory and files of the sandbox's own processes are accessible",
+        _FILTER,
+    ),
     "namespaces": ("programs can create namespaces, and mount file systems in them", _FILTER),
     "memory": ("the memory limit does not apply", _ADDRESS_SPACE),
     "processes": ("the process limit does not apply", _PROCESSES),

@@ -82,13 +82,18 @@ def sees_processes(settings: Mapping[str, Any]) -> bool:
 
 
 def controls_parent(settings: Mapping[str, Any]) -> bool:
-    """Return whether the memory of the parent process, the sandbox's driver, is accessible."""
+    """Return whether the memory or the files of the parent process, the sandbox's driver, are
+    accessible."""
     parent = os.getppid()
     # unlike PTRACE_ATTACH, this does not stop the process
     if _libc.ptrace(_PTRACE_SEIZE, parent, None, None) == 0:
         return True
     with contextlib.suppress(OSError), Path(f"/proc/{parent}/mem").open("r+b"):
         return True
+    with contextlib.suppress(OSError):
+        for file in Path(f"/proc/{parent}/fd").iterdir():
+            with contextlib.suppress(OSError), file.open("rb"):
+                return True
     return False
 
 
