@@ -5,9 +5,11 @@ import contextlib
 import signal
 from collections.abc import Iterator
 
+from aligner.masking import mask_secrets
+
 
 class AlignerError(Exception):
-    """A failure of a run, described by its message."""
+    """A failure of a run, described by its message, in which secrets are masked."""
 
     def __init__(self, message: str, *, summary: str | None = None) -> None:
         """Create the error.
@@ -16,8 +18,9 @@ class AlignerError(Exception):
             message: The complete message, of one or several lines.
             summary: The message in one line; default is its first line.
         """
+        message = mask_secrets(message)
         super().__init__(message)
-        self.summary = summary or (message.splitlines() or [""])[0]
+        self.summary = mask_secrets(summary) if summary else (message.splitlines() or [""])[0]
 
 
 class UnsupportedError(AlignerError):

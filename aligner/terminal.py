@@ -9,6 +9,8 @@ import sys
 import textwrap
 from typing import TextIO
 
+from aligner.masking import mask_secrets
+
 # A command at the beginning of an indented line, or after a colon, with an optional comment. It
 # gets a line of its own, which is never wrapped, so that users can copy it.
 _COMMAND = re.compile(r"(\s+|.*?: +)((?:aligner|sbatch|scancel|squeue|cd) .*?)(?: +# (.*))?$")
@@ -21,13 +23,14 @@ _NO_BREAK_SPACE = "\u00a0"
 
 
 def print_text(text: str, file: TextIO | None = None) -> None:
-    """Print a text, and wrap its lines if the file is a terminal.
+    """Print a text without secrets, and wrap its lines if the file is a terminal.
 
     Args:
         text: One or more lines.
         file: A text file; default is standard output.
     """
     file = sys.stdout if file is None else file
+    text = mask_secrets(text)
     if file.isatty():
         text = wrap_text(text, shutil.get_terminal_size().columns)
     print(text, file=file, flush=True)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from aligner.errors import ConfigError
+from aligner.masking import mask_secrets
 
 _log = logging.getLogger(__name__)
 
@@ -140,10 +141,10 @@ def report_user_error(error: BaseException) -> None:
         return
 
     _reported_at[place] = now
-    message = textwrap.shorten(str(error), _MAX_MESSAGE_CHARACTERS, placeholder=" …")
+    message = textwrap.shorten(mask_secrets(str(error)), _MAX_MESSAGE_CHARACTERS, placeholder=" …")
     record: dict[str, str] = {"place": place, "message": message}
     if last_report is None:
-        record["traceback"] = format_user_traceback(error)
+        record["traceback"] = mask_secrets(format_user_traceback(error))
     _append_report(prefix, record)
 
 

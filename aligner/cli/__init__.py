@@ -18,6 +18,7 @@ from aligner.errors import AlignerError, Interrupted, Stopped, get_exit_code
 from aligner.files import describe_full_disk
 from aligner.launcher.exhausted_resources import exhausted_resources, full_shared_memory
 from aligner.launcher.rank_heartbeat import start_heartbeat
+from aligner.masking import mask_secrets
 from aligner.observability.logs import ERROR_PREFIX, log_failure
 from aligner.terminal import print_text
 
@@ -86,7 +87,8 @@ def _report_error(error: BaseException, parsed: argparse.Namespace) -> None:
     if log_failure(error, message):
         return
     if message is None:
-        traceback.print_exception(error)
+        text = "".join(traceback.format_exception(error))
+        print(mask_secrets(text), end="", file=sys.stderr)
     else:
         _print_error(message)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from aligner.cli.command_table import load
 from aligner.cli.compositions import compose_command
-from aligner.config.compose import load_config
+from aligner.config.compose import load_own_config
 from aligner.config.prerequisites import plan_run
 from aligner.errors import STOP_SIGNAL, ConfigError, Stopped
 from aligner.launcher.heartbeats import require_triton_for_heartbeat
@@ -129,4 +129,4 @@ def load_cached_config(file: Path) -> Config:
 @functools.lru_cache(1)
 def _load_file_version(file: Path, file_version: tuple[int, int] | None) -> Config:
     """Load a configuration. `file_version` makes the cache distinguish versions of the file."""
-    return load_config(file)
+    return load_own_config(file)

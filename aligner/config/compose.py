@@ -10,7 +10,6 @@ import os
 import pickle
 import re
 import shlex
-import typing
 from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -42,6 +41,13 @@ from aligner.config.conf_files import (
     read_yaml,
     report_old_key,
 )
+from aligner.config.environment_values import (
+    escape_interpolations,
+    find_literal_secrets,
+    resolve_with_references,
+    unresolve_values,
+    with_environment_texts,
+)
 from aligner.config.overrides import (
     check_read,
     collect_user_keys,
@@ -50,7 +56,9 @@ from aligner.config.overrides import (
 )
 from aligner.errors import ConfigError
 from aligner.files import write_file
+from aligner.masking import MASK, mask_secrets
 from aligner.schema import Config
+from aligner.schema.environment_text import Reference, has_references, with_references
 from aligner.schema.key_validation import (
     InvalidKeys,
     KeyProblem,
@@ -58,7 +66,6 @@ from aligner.schema.key_validation import (
     validate_config,
 )
 from aligner.schema.keys import (
-    MASK,
     check_key,
     find_schema_key,
     find_unmet_terms,
@@ -137,6 +144,8 @@ def compose_config(
 
     root = "config" if "experiment" in keys else AUTOMATIC
     config = _compose(root, parsed_overrides, sources, options)
+    if secret_lines := list(find_literal_secrets(config)):
+        raise ConfigError("\n".join(secret_lines))
     check_read(config, parsed_overrides, options, sources)
     if (
         "experiment" not in keys
@@ -222,40 +231,78 @@ def list_config_options(config_directory: Path | None, config_file: Path | None)
 
 
 def mask_override(override: str) -> str:
-    """Return an override without the values of environment variables.
+    """Return an override without the values of environment variables and other secrets.
 
-    The values may be secret, and the command is displayed and sent to the trackers.
+    The command is displayed and sent to the trackers.
     """
     key = override.partition("=")[0]
     # The whole override is searched: `cluster.slurm={environment: {…}}` has the values inside.
     is_secret = key.lstrip("+").startswith("cluster") and "environment" in override
-    return f"{key}={MASK}" if is_secret else override
+    return f"{key}={MASK}" if is_secret else mask_secrets(override)
 
 
 def save_config(config: Config, path: Path) -> None:
-    """Write the resolved configuration as YAML, atomically."""
+    """Write a configuration as YAML, atomically.
+
+    The file contains `${oc.env:NAME}` instead of the values of environment variables.
+    """
     write_file(path, format_config(dataclasses.asdict(config)))
 
 
 def format_config(values: Mapping[str, Any]) -> str:
-    """Return the nested values of a configuration as YAML, without interpolations."""
-    return yaml.safe_dump(_escape(values), sort_keys=False, allow_unicode=True)
+    """Return the nested values of a configuration as YAML.
+
+    The only interpolations are those of environment variables.
+    """
+    return yaml.safe_dump(_escape(with_references(values)), sort_keys=False, allow_unicode=True)
 
 
 def load_config(path: Path) -> Config:
-    """Read the `config.yaml` of a run, which may use old names of keys.
+    """Read the `config.yaml` of a run, which may use old names of keys, to display or compare it.
+
+    Interpolations of environment variables are not resolved, because the file may belong to the
+    run of another user: the configuration contains them as text (`Reference`).
 
     Raises:
         ConfigError: The file is missing or not valid.
     """
+    values = _read_stored_values(path)
+    try:
+        unresolved = unresolve_values(values)
+        return with_environment_texts(validate_config(unresolved), unresolved)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {_explain(error)}") from error
+
+
+def load_own_config(path: Path) -> Config:
+    """Read the `config.yaml` of a run that this process executes, with its environment variables.
+
+    Raises:
+        ConfigError: The file is missing or not valid, an environment variable is not set, or the
+            file has environment variables and belongs to another user.
+    """
+    values = _read_stored_values(path)
+    if has_references(unresolve_values(values)) and (owner := path.stat().st_uid) != os.geteuid():
+        raise ConfigError(
+            f"{path}: contains environment variables and belongs to the user with the id {owner};"
+            " only a launch of the owner resolves them"
+        )
+    try:
+        return _resolve_and_validate(OmegaConf.create(values))
+    except (ConfigError, OmegaConfBaseException) as error:
+        raise ConfigError(f"{path}: {_explain(error)}") from error
+
+
+def _read_stored_values(path: Path) -> dict[str, Any]:
+    """Return the nested values of a stored configuration, with the current names of the keys."""
     if not path.is_file():
         raise ConfigError(f"{path}: no such configuration file")
     values = read_yaml(path)
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: the configuration must be a mapping of keys to values")
     try:
-        return _resolve_and_validate(OmegaConf.create(with_current_keys(values)))
-    except (ConfigError, OmegaConfBaseException) as error:
+        return with_current_keys(values)
+    except ConfigError as error:
         raise ConfigError(f"{path}: {_explain(error)}") from error
 
 
@@ -367,8 +414,8 @@ def _apply(override: Override, node: DictConfig) -> None:
 
 def _resolve_and_validate(node: DictConfig) -> Config:
     """Resolve the interpolations of a node and return the validated configuration."""
-    values = OmegaConf.to_container(node, resolve=True, throw_on_missing=True)
-    return validate_config(typing.cast(dict[str, Any], values))
+    values, references = resolve_with_references(node)
+    return with_environment_texts(validate_config(values), references)
 
 
 def _format_problem(
@@ -433,6 +480,11 @@ def _explain_key(error: OmegaConfBaseException) -> str:
         except ConfigError as unknown_key_error:
             return str(unknown_key_error)
         return f"{key}: no such entry; add it with +{key}=VALUE"
+    if match := re.search(r"Environment variable '(.*)' not found", message):
+        return (
+            f"{key}=${{oc.env:{match[1]}}}: the environment variable {match[1]} is not set; export"
+            f" it before you start the run, or set {key}=VALUE"
+        )
     if isinstance(error, InterpolationResolutionError):
         return f"{key}: {message}; write a literal ${{ as \\${{"
     if isinstance(error, MissingMandatoryValue):
@@ -536,9 +588,10 @@ def _with_engine_replicas(config: Config) -> Config:
 
 def _escape(value: Any) -> Any:
     """Return a value in whose strings `${` is escaped, so that OmegaConf reads it literally."""
+    if isinstance(value, Reference):
+        return str(value)
     if isinstance(value, str):
-        # Backslashes before `${` are doubled, because OmegaConf would read them as escapes, too.
-        return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
+        return escape_interpolations(value)
     if isinstance(value, dict):
         return {key: _escape(entry) for key, entry in value.items()}
     return [_escape(entry) for entry in value] if isinstance(value, list) else value

@@ -15,6 +15,7 @@ from aligner.config.compose import load_config
 from aligner.errors import ConfigError
 from aligner.paths import LOCK, RECORDS, RunPaths, can_resume, get_run_paths
 from aligner.schema import Config
+from aligner.schema.environment_text import with_references
 from aligner.schema.keys import get_schema_keys, get_schema_sections, get_value
 from aligner.schema.renamed import get_current_key
 
@@ -200,7 +201,7 @@ def _find_changes(config: Config, started_config: Config) -> Iterator[str]:
     changed_keys = [
         key
         for key in sorted(old_values.keys() | new_values.keys())
-        if old_values.get(key) != new_values.get(key)
+        if not _is_equal(old_values.get(key), new_values.get(key))
     ]
     fixed_keys = [key for key in changed_keys if _defines_initial_model(key, started_config)]
     change_lines = [
@@ -240,6 +241,14 @@ def _find_changes(config: Config, started_config: Config) -> Iterator[str]:
             f"  restore the original values,{advice} or start another run",
         ]
     )
+
+
+def _is_equal(started_value: Any, new_value: Any) -> bool:
+    """Return whether two values are equal, or contain the same environment variables.
+
+    The value with which the run was started is stored only as an interpolation.
+    """
+    return started_value == new_value or started_value == with_references(new_value)
 
 
 def _defines_initial_model(key: str, started_config: Config) -> bool:
@@ -299,4 +308,4 @@ def _format_value(values: Mapping[str, Any], key: str) -> str:
     """Return the value of a key as JSON, for a message."""
     if key not in values:
         return "not set"
-    return json.dumps(values[key], ensure_ascii=False, default=str)
+    return json.dumps(with_references(values[key]), ensure_ascii=False, default=str)

@@ -31,6 +31,7 @@ from aligner.errors import AlignerError, ConfigError, Stopped, get_exit_code
 from aligner.files import NO_LOCKS, LockHolder, write_file
 from aligner.launcher.failure import describe_next_steps
 from aligner.launcher.processes import read_start_ticks
+from aligner.masking import mask_secrets
 from aligner.models.model_source import gguf_file, model_directory
 from aligner.observability.console import RunConsole, print_line, print_summary
 from aligner.observability.metrics import read_metrics
@@ -199,7 +200,7 @@ class StateRecorder:
             reason = read_early_end(self._paths)
         else:
             message = error.summary if isinstance(error, AlignerError) else str(error)
-            reason = (message or type(error).__name__).splitlines()[0]
+            reason = mask_secrets((message or type(error).__name__).splitlines()[0])
         queued_again = queued_again or self._state.queued_again
         self._write(
             ended=time.time(),

@@ -21,6 +21,7 @@ from rich.progress import (
 from rich.table import Column, Table
 from rich.text import Text
 
+from aligner.masking import mask_secrets
 from aligner.paths import RunPaths
 from aligner.terminal import MAX_FIELD_LENGTH, wrap_text
 
@@ -108,7 +109,8 @@ class RunConsole(Console):
 
 
 def print_line(console: Console, text: str) -> None:
-    """Print a text without markup and colors; a terminal's lines are wrapped at spaces."""
+    """Print a text without secrets, markup and colors; a terminal's lines are wrapped at spaces."""
+    text = mask_secrets(text)
     if console.file.isatty():
         text = wrap_text(text, console.width)
     console.print(text, markup=False, highlight=False, soft_wrap=True)

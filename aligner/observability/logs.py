@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from datetime import datetime, timezone
 from typing import Any, TextIO, cast
 
+from aligner.masking import mask_secrets
+
 ERROR_PREFIX = "aligner: error:"
 """Beginning of the line in which a rank reports the error that ends it."""
 NOTE_PREFIX = "aligner: note:"
@@ -120,7 +122,7 @@ class _TextFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         time = self.formatTime(record, self.datefmt)
         prefix = f"{time} {record.levelname} {self._process_name}: "
-        text = super().format(record).rstrip("\n")
+        text = mask_secrets(super().format(record)).rstrip("\n")
         return "\n".join(f"{prefix}{line}" for line in text.split("\n"))
 
 
@@ -145,9 +147,9 @@ class _JsonFormatter(logging.Formatter):
         }
         if self.step is not None:
             entry["step"] = self.step
-        entry |= {"logger": record.name, "message": record.getMessage().rstrip()}
+        entry |= {"logger": record.name, "message": mask_secrets(record.getMessage()).rstrip()}
         if record.exc_info:
-            entry["traceback"] = self.formatException(record.exc_info)
+            entry["traceback"] = mask_secrets(self.formatException(record.exc_info))
         return json.dumps(entry, ensure_ascii=False)
 
 

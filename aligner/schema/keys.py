@@ -14,12 +14,11 @@ from types import MappingProxyType
 from typing import Any
 
 from aligner.errors import ConfigError
+from aligner.masking import MASK, is_secret_entry, mask_secrets
 from aligner.schema import Config
 from aligner.schema.conditions import Condition, Term, parse_condition
+from aligner.schema.environment_text import Reference, with_references
 from aligner.schema.foreign_names import describe_foreign_name
-
-MASK = "***"
-"""Text that replaces secret values."""
 
 
 @dataclass(frozen=True)
@@ -306,11 +305,34 @@ def _replace(value: Any, changes: Mapping[str, Any]) -> Any:
 def get_masked_values(config: Config) -> dict[str, Any]:
     """Return the nested values of a configuration without secrets.
 
-    The values of environment variables are masked, so that the result may be shown to users who
-    cannot read the run directory.
+    The result may be shown to users who cannot read the run directory. Texts from environment
+    variables are replaced by their interpolations. The variables of Slurm jobs, passwords in URLs,
+    and entries with names such as `api_key` are masked.
     """
-    values = dataclasses.asdict(config)
+    values = with_references(dataclasses.asdict(config))
     slurm = values["cluster"]["slurm"]
     for job_settings in (slurm, *slurm["roles"].values()):
-        job_settings["environment"] = dict.fromkeys(job_settings["environment"], MASK)
-    return values
+        job_settings["environment"] = {
+            name: value if isinstance(value, Reference) else MASK
+            for name, value in job_settings["environment"].items()
+        }
+    masked: dict[str, Any] = _mask_value(values)
+    return masked
+
+
+def _mask_value(value: Any, name: str = "") -> Any:
+    """Return a value without secrets.
+
+    Args:
+        value: Nested mappings and lists of values.
+        name: Name of the key or entry that has the value.
+    """
+    if isinstance(value, dict):
+        return {key: _mask_value(entry, str(key)) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_mask_value(entry, name) for entry in value]
+    if not isinstance(value, str):
+        return value
+    if isinstance(value, Reference):
+        return Reference(mask_secrets(value))
+    return MASK if value and is_secret_entry(name) else mask_secrets(value)

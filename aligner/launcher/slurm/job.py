@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from aligner.config.compose import load_config
+from aligner.config.compose import load_own_config
 from aligner.errors import AlignerError, ConfigError
 from aligner.launcher.processes import Interrupts
 from aligner.launcher.slurm.job_steps import SlurmSteps, read_allocation
@@ -40,7 +40,7 @@ def supervise(directory: Path) -> None:
         AlignerError: A role failed. `aligner.launcher.local.launch` describes the other errors.
     """
     paths = RunPaths(directory.absolute())
-    config = load_config(paths.config)
+    config = load_own_config(paths.config)
     if config.cluster.kind != "slurm":
         raise ConfigError(
             f"{directory}: cluster.kind={config.cluster.kind}: must be slurm; start this run with"
