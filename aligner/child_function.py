@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from aligner.errors import AlignerError, ConfigError
+from aligner.masking import mask_standard_streams
 from aligner.user_code import (
     describe_user_error,
     format_user_traceback,
@@ -352,6 +353,7 @@ def serve() -> None:
     responses = os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
+    mask_standard_streams()
     own_pid = os.getpid()
     number = 0
 

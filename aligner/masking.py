@@ -8,7 +8,11 @@ API keys with a known form. The sinks of text call it: `AlignerError`, the forma
 
 import os
 import re
+import sys
+import threading
+from collections.abc import Iterable
 from functools import lru_cache
+from typing import Any, TextIO, cast
 
 MASK = "***"
 """Text that replaces secret values."""
@@ -95,6 +99,47 @@ def mask_secrets(text: str) -> str:
     text = _SCHEME.sub(rf"\1\2{MASK}", text)
     text = _NETRC.sub(rf"\1{MASK}", text)
     return _KNOWN_KEYS.sub(MASK, text)
+
+
+def mask_standard_streams() -> None:
+    """Mask secrets in everything that Python code of this process prints from now on.
+
+    Processes that execute the user's code call this function. Their output goes directly to the log
+    of a rank.
+    """
+    sys.stdout = cast(TextIO, _MaskedStream(sys.stdout))
+    sys.stderr = cast(TextIO, _MaskedStream(sys.stderr))
+
+
+class _MaskedStream:
+    """A text stream that masks secrets; other attributes are those of the original stream."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._unfinished = threading.local()  # each thread's unfinished line
+
+    def write(self, text: str) -> int:
+        """Write all lines that the text completes."""
+        lines, newline, rest = (getattr(self._unfinished, "line", "") + text).rpartition("\n")
+        self._unfinished.line = rest
+        if newline:
+            self._stream.write(mask_secrets(lines) + newline)
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        """Write several texts."""
+        self.write("".join(lines))
+
+    def flush(self) -> None:
+        """Write the unfinished line of this thread."""
+        rest = getattr(self._unfinished, "line", "")
+        self._unfinished.line = ""
+        if rest:
+            self._stream.write(mask_secrets(rest))
+        self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def find_url_secret(text: str) -> str | None:

@@ -20,6 +20,8 @@ import psutil
 # All users can write to this directory. Files of other users are never changed or removed, whatever
 # their names are.
 _SHARED_MEMORY = Path("/dev/shm")
+HEALTH_SOCKET = "health"
+"""Name of the Unix socket in a claim on which the gateway serves health checks."""
 _PATHS_FILE = "paths"
 _ENVIRONMENT_PREFIX = "python_env_"
 _TRACKER_TIMEOUT_S = 3.0
@@ -55,6 +57,12 @@ def claim_triton_files() -> Path:
         if not psutil.pid_exists(pid):
             remove_triton_files(pid)
     return directory
+
+
+def find_health_socket() -> Path | None:
+    """Return the Unix socket for health checks of this process's server; None before it starts."""
+    claim = next(_find_claims(os.getpid()), None)
+    return None if claim is None else claim / HEALTH_SOCKET
 
 
 def claim_paths(paths: Iterable[Path]) -> None:

@@ -32,7 +32,6 @@ from aligner.agents.episodes import (
     report_lost_episode,
     with_report,
 )
-from aligner.agents.open_files import warn_if_too_few_files
 from aligner.agents.protocols.requests import ModelRequest, build_refusal
 from aligner.agents.recorded_turns import (
     RecordedTurn,
@@ -65,6 +64,7 @@ from aligner.engines.engine_protocol import (
     SamplingOptions,
 )
 from aligner.errors import AlignerError
+from aligner.open_files import warn_if_too_few_files
 from aligner.schema.environment import EnvironmentConfig
 
 _log = logging.getLogger(__name__)

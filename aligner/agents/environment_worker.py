@@ -31,6 +31,7 @@ from aligner.agents.failures import classify_error
 from aligner.agents.sandboxes import SandboxSettings, set_default_settings
 from aligner.data.episode_reports import FailureKind
 from aligner.errors import ConfigError
+from aligner.masking import mask_standard_streams
 from aligner.user_code import describe_user_error, import_object, report_user_error
 
 CLOSE = ["close"]
@@ -265,6 +266,7 @@ def serve() -> None:
     responses = os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
+    mask_standard_streams()
     # a forked child would keep the pipe open and hide the exit of this process from the pool
     os.register_at_fork(after_in_child=lambda: os.close(responses.fileno()))
     module, name, arguments, max_characters, memory_bytes, sandboxes, note_fd, sys.path = (

@@ -27,8 +27,7 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from aligner.agents.answers import prepare
-from aligner.agents.client_connection import ClientConnection, call_if_cut
-from aligner.agents.open_files import OTHER_FILES, raise_open_file_limit
+from aligner.agents.client_connection import admit_client, call_if_cut, make_connection_class
 from aligner.agents.protocols.anthropic_messages import (
     ANTHROPIC_MESSAGES,
     format_anthropic_error,
@@ -47,6 +46,12 @@ from aligner.agents.protocols.responses_api import RESPONSES
 from aligner.agents.protocols.text_completions import TEXT_COMPLETIONS
 from aligner.agents.protocols.wire_format import RequestContext, WireFormat, format_openai_error
 from aligner.errors import AlignerError
+from aligner.open_files import (
+    OTHER_FILES,
+    StrangerConnections,
+    raise_open_file_limit,
+    share_open_files,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -57,6 +62,8 @@ _START_TIMEOUT_S = 30.0
 _BYTES_PER_CHARACTER = 12
 # Maximum number of requests that are answered at the same time; further ones get the status 429.
 _MAX_REQUESTS = 16_384
+# Maximum number of connections that wait to be accepted.
+_BACKLOG = 2048
 # after this time in seconds, a client may repeat a request with the status 429
 _RETRY_AFTER_S = 1
 # maximum size in bytes of all fields of a request besides its messages
@@ -142,7 +149,7 @@ class ModelServer:
             allows_browsers: Whether scripts of any web page may send requests (CORS).
             get_headers: Function that returns further headers of the response to a request.
         """
-        self._find_backend = find_backend
+        self._find_permitted_backend = find_backend
         self._host = host
         self._port = port
         self._host_setting = host_setting
@@ -153,6 +160,8 @@ class ModelServer:
         self.max_requests = min(_MAX_REQUESTS, max(1, file_limit - OTHER_FILES))
         """Maximum number of requests that are answered at the same time."""
         self._open_requests = 0
+        # Many agents may connect at the same time, before the server reads their keys.
+        strangers = StrangerConnections(share_open_files(2, _MAX_REQUESTS))
         # ignored fields that have been logged; each is logged only once
         self._logged_fields = set[str]()
         self._socket: socket.socket | None = None
@@ -164,7 +173,8 @@ class ModelServer:
                 _HeaderMiddleware(
                     self._build_app(root, other_routes, allows_browsers), get_headers
                 ),
-                http=ClientConnection,
+                http=make_connection_class(strangers),
+                backlog=share_open_files(4, _BACKLOG),
                 log_config=None,
                 log_level="warning",
                 access_log=False,
@@ -184,7 +194,7 @@ class ModelServer:
         # bind here instead of in uvicorn, so that an error reaches the caller, and the port that
         # the system has chosen is known
         try:
-            self._socket = socket.create_server((self._host, self._port), backlog=2048)
+            self._socket = socket.create_server((self._host, self._port), backlog=_BACKLOG)
         except OSError as error:
             raise AlignerError(
                 f"{self._host_setting}={self._host}: cannot listen on port {self._port}: {error};"
@@ -234,6 +244,15 @@ class ModelServer:
         except ClientDisconnect:
             raise RequestError(400, "the client disconnected") from None
         return bytes(content)
+
+    def _find_backend(self, request: Request) -> Backend:
+        """Return the back end of a request, whose client keeps its connection.
+
+        Raises RequestError without authorization.
+        """
+        backend = self._find_permitted_backend(request)
+        admit_client(request)
+        return backend
 
     def _run(self) -> None:
         """Serve requests until `close`; runs in the server's thread."""
@@ -460,5 +479,10 @@ def _build_error_response(request: Request, error: RequestError) -> Response:
     """Return the response that reports an error in the format of the request's path."""
     is_anthropic = "/v1/messages" in request.url.path
     format_error = format_anthropic_error if is_anthropic else format_openai_error
-    headers = {"Retry-After": str(_RETRY_AFTER_S)} if error.status == 429 else None
+    headers: dict[str, str] = {}
+    if error.status == 429:
+        headers = {"Retry-After": str(_RETRY_AFTER_S)}
+    elif error.status == 401:
+        # Otherwise, a client without a key could keep its connection.
+        headers = {"Connection": "close"}
     return JSONResponse(format_error(error), error.status, headers)

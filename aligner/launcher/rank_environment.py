@@ -32,6 +32,7 @@ from aligner.placement.addresses import (
 from aligner.placement.roles import count_server_ranks
 from aligner.placement.tls import get_tls_files
 from aligner.schema import Config
+from aligner.triton_cleanup import find_health_socket
 
 # Ports below the kernel's range for outgoing connections. An outgoing connection could occupy a
 # port of the kernel's range before a server listens on the port.
@@ -164,6 +165,45 @@ def is_healthy(config: Config, group: str, endpoint: Endpoint, timeout_s: float 
             )
             with opener.open(url, timeout=timeout_s) as response:
                 if response.status != 200:
+                    return False
+    except (http.client.HTTPException, OSError):
+        return False
+    return True
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    """An HTTP connection over a Unix socket."""
+
+    def __init__(self, path: Path, timeout_s: float) -> None:
+        super().__init__("localhost", timeout=timeout_s)
+        self._path = path
+
+    def connect(self) -> None:
+        """See the base class."""
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(str(self._path))
+
+
+def is_own_server_healthy(group: str, timeout_s: float) -> bool:
+    """Return whether the Triton server of this process and the model of its role are ready.
+
+    The request uses a Unix socket that only this user can open. Clients cannot delay it, however
+    many connections they have.
+
+    Args:
+        group: Server group of this process.
+        timeout_s: Timeout of each of the two requests, in seconds.
+    """
+    path = find_health_socket()
+    if path is None:
+        return False
+    model = SERVED_MODELS[group.partition(".")[0]]
+    try:
+        for name in ("health/ready", f"models/{model}/ready"):
+            with contextlib.closing(_UnixConnection(path, timeout_s)) as connection:
+                connection.request("GET", f"/v2/{name}")
+                if connection.getresponse().status != 200:
                     return False
     except (http.client.HTTPException, OSError):
         return False

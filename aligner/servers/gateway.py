@@ -4,7 +4,8 @@ Triton itself listens on Unix sockets in a private directory. It reads the whole
 of any size, before it checks a key, and offers its management operations on the same ports.
 Therefore clients connect to the gateway, over HTTP or gRPC. The gateway forwards the requests that
 clients need, and nothing else. It checks the run's key before it reads the body of a request, and
-limits the size of the body.
+limits the size of the body. It closes connections whose clients present no key in time. The
+server's own health checks use a Unix socket, so that other users cannot delay them.
 
 `python -m aligner.servers.gateway` reads its settings as one line of JSON from standard input, and
 prints `ready` when it listens. At the end of its standard input, it exits after it has forwarded
@@ -18,12 +19,12 @@ processes whose files and shared memory no other user can open.
 import asyncio
 import contextlib
 import ctypes
+import functools
 import hmac
 import json
 import os
 import platform
 import re
-import ssl
 import struct
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
@@ -36,8 +37,10 @@ import grpc
 from aiohttp import ClientError, ClientSession, ClientTimeout, UnixConnector, web
 from yarl import URL
 
+from aligner.open_files import KEY_TIMEOUT_S, StrangerConnections, share_open_files
 from aligner.placement.addresses import GRPC_KEY_HEADER, KEY_HEADER
 from aligner.placement.tls import TLSFiles
+from aligner.triton_cleanup import HEALTH_SOCKET
 
 READY = "ready"
 """Line that the gateway prints when it listens."""
@@ -204,6 +207,10 @@ _MAX_CONNECTIONS = 64
 # gateway earlier.
 _DRAIN_S = 5.0
 _READ_AHEAD_BYTES = 2**20
+# Connections that wait to be accepted. The gateway accepts as many at once before it closes any.
+_BACKLOG = 128
+# gRPC connections without a call are closed after this time; their clients connect again.
+_GRPC_IDLE_S = 600.0
 _INVALID_KEY = "the run's access key is missing or wrong"
 _NOT_SERVED = "this method or path is not served"
 
@@ -277,9 +284,12 @@ def _create_refusal(
 class HttpGateway:
     """Forwards HTTP requests to Triton, and streams its answers back."""
 
-    def __init__(self, settings: GatewaySettings, triton: ClientSession) -> None:
+    def __init__(
+        self, settings: GatewaySettings, triton: ClientSession, strangers: StrangerConnections
+    ) -> None:
         self._settings = settings
         self._triton = triton
+        self._strangers = strangers
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer a request to the HTTP port: forward or refuse it."""
@@ -290,7 +300,11 @@ class HttpGateway:
         if not _PROTECTED_PATHS.fullmatch(path) or request.method not in ("GET", "POST"):
             return _create_error_response(403, _NOT_SERVED)
         if not _is_valid_key(request.headers.get(KEY_HEADER), settings.key):
-            return _create_error_response(401, _INVALID_KEY)
+            answer = _create_error_response(401, _INVALID_KEY)
+            # Otherwise, a client without a key could keep its connection.
+            answer.force_close()
+            return answer
+        self._strangers.remove(request.protocol)
         if request.body_exists and request.content_length is None:
             return _create_error_response(
                 411, "Content-Length is missing; a request must declare its length"
@@ -301,6 +315,12 @@ class HttpGateway:
                 f"got a request of {request.content_length} bytes, must be at most"
                 f" {settings.max_request_bytes}",
             )
+        return await self._forward(request)
+
+    async def health(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Answer a request to the Unix socket of health checks."""
+        if not _PUBLIC_PATHS.fullmatch(request.raw_path):
+            return _create_error_response(404, "only health checks are served here")
         return await self._forward(request)
 
     async def metrics(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -346,21 +366,40 @@ def _create_error_response(status: int, message: str) -> web.Response:
     return web.json_response({"error": message}, status=status)
 
 
-async def _listen_http(
-    handler: Any,
-    address: str,
-    port: int,
+class _HttpServer(web.Server):
+    """HTTP server that closes the connections of clients without a key."""
+
+    def __init__(self, handler: Any, strangers: StrangerConnections) -> None:
+        super().__init__(handler, access_log=None, auto_decompress=False, handler_cancellation=True)
+        self._strangers = strangers
+
+    def connection_made(self, handler: Any, transport: asyncio.Transport) -> None:
+        """See the base class."""
+        super().connection_made(handler, transport)
+        self._strangers.add(handler, transport.abort)
+
+    def connection_lost(self, handler: Any, exc: BaseException | None = None) -> None:
+        """See the base class."""
+        self._strangers.remove(handler)
+        super().connection_lost(handler, exc)
+
+
+async def _run_http(
+    server: web.Server,
+    make_site: Callable[[web.ServerRunner], web.BaseSite],
     exit_stack: contextlib.AsyncExitStack,
-    tls: ssl.SSLContext | None = None,
 ) -> None:
-    """Listen on an HTTP port until the exit stack is closed."""
-    runner = web.ServerRunner(
-        web.Server(handler, access_log=None, auto_decompress=False, handler_cancellation=True),
-        shutdown_timeout=_DRAIN_S,
-    )
+    """Run an HTTP server until the exit stack is closed.
+
+    Args:
+        server: The server.
+        make_site: Function that returns the address on which the server listens.
+        exit_stack: See above.
+    """
+    runner = web.ServerRunner(server, shutdown_timeout=_DRAIN_S)
     await runner.setup()
     exit_stack.push_async_callback(runner.cleanup)
-    await web.TCPSite(runner, address, port, ssl_context=tls).start()
+    await make_site(runner).start()
 
 
 async def _serve(settings: GatewaySettings) -> None:
@@ -375,6 +414,7 @@ async def _serve(settings: GatewaySettings) -> None:
         ("grpc.min_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 1_000),
     ]
+    strangers = StrangerConnections()
     async with contextlib.AsyncExitStack() as exit_stack:
 
         async def open_gateway(socket: str) -> HttpGateway:
@@ -382,7 +422,7 @@ async def _serve(settings: GatewaySettings) -> None:
             client = ClientSession(
                 connector=connector, auto_decompress=False, timeout=ClientTimeout(total=None)
             )
-            return HttpGateway(settings, await exit_stack.enter_async_context(client))
+            return HttpGateway(settings, await exit_stack.enter_async_context(client), strangers)
 
         # The gRPC port.
         channel = await exit_stack.enter_async_context(
@@ -401,6 +441,10 @@ async def _serve(settings: GatewaySettings) -> None:
                 # closes the connection of such a client.
                 ("grpc.http2.max_ping_strikes", 0),
                 ("grpc.http2.min_ping_interval_without_data_ms", 0),
+                # Other users must not take all open files of this process.
+                ("grpc.max_allowed_incoming_connections", share_open_files(4)),
+                ("grpc.server_handshake_timeout_ms", round(KEY_TIMEOUT_S * 1_000)),
+                ("grpc.max_connection_idle_ms", round(_GRPC_IDLE_S * 1_000)),
             ]
         )
         server.add_generic_rpc_handlers((GrpcGateway(channel, settings.key),))
@@ -415,11 +459,29 @@ async def _serve(settings: GatewaySettings) -> None:
         # The HTTP ports.
         http = await open_gateway(triton["http"])
         tls_context = None if tls is None else tls.server_context()
-        await _listen_http(http.handle, settings.address, settings.http, exit_stack, tls_context)
-        await _listen_http(
-            (await open_gateway(triton["metrics"])).metrics,
-            settings.address,
-            settings.metrics,
+        metrics = await open_gateway(triton["metrics"])
+        ports = (
+            (http.handle, settings.http, tls_context),
+            (metrics.metrics, settings.metrics, None),
+        )
+        for handler, port, port_tls in ports:
+            await _run_http(
+                _HttpServer(handler, strangers),
+                functools.partial(
+                    web.TCPSite,
+                    host=settings.address,
+                    port=port,
+                    ssl_context=port_tls,
+                    backlog=_BACKLOG,
+                ),
+                exit_stack,
+            )
+
+        # The server's own health checks, which no other user can delay.
+        health_socket = Path(settings.sockets) / HEALTH_SOCKET
+        await _run_http(
+            web.Server(http.health, access_log=None),
+            functools.partial(web.UnixSite, path=health_socket),
             exit_stack,
         )
 
@@ -438,6 +500,7 @@ def _create_credentials(tls: TLSFiles) -> grpc.ServerCredentials:
 if __name__ == "__main__":
     # The server process sends the settings when Triton is ready. If it exits before, the input is
     # empty.
+    os.umask(0o077)
     if line := sys.stdin.readline():
         asyncio.run(_serve(GatewaySettings.from_json(line)))
     os._exit(0)

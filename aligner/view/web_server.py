@@ -20,7 +20,9 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from aligner.agents.client_connection import admit_client, make_connection_class
 from aligner.errors import AlignerError
+from aligner.open_files import StrangerConnections
 from aligner.view.pages import Pages, render_error
 from aligner.view.run_index import RunIndex
 
@@ -63,6 +65,7 @@ def serve(directories: Sequence[Path], key: str, listening: socket.socket) -> No
     )
     config = uvicorn.Config(
         app,
+        http=make_connection_class(StrangerConnections()),
         log_level="critical",  # errors are shown on the pages
         access_log=False,
         lifespan="off",
@@ -98,18 +101,20 @@ class _AccessControl:
         request has the cookie, and an error response otherwise."""
         if (key := request.query_params.get("key")) is not None and self._is_key(key):
             # Redirect to the address without the key, so that the address bar does not show it.
-            redirect = RedirectResponse(
-                str(request.url.remove_query_params("key").replace(scheme="", netloc="")) or "/",
-                303,
-            )
+            target = request.url.remove_query_params("key").replace(scheme="", netloc="")
+            # Browsers read an address that begins with two slashes or backslashes as another site.
+            redirect = RedirectResponse("/" + str(target).lstrip("/\\"), 303)
             redirect.set_cookie(self._cookie, key, httponly=True, samesite="lax")
             return redirect
         if self._is_key(request.cookies.get(self._cookie, "")):
+            admit_client(request)
             return self._check_origin(request)
         return PlainTextResponse(
             "The access key is missing or wrong. Open the complete link that `aligner view`"
             " printed.\n",
             403,
+            # Otherwise, a client without a key could keep its connection.
+            {"connection": "close"},
         )
 
     def _check_origin(self, request: Request) -> Response | None:

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from aligner.agents.agent_endpoint import AgentServer, AgentSession
-from aligner.agents.open_files import OTHER_FILES, raise_open_file_limit
+from aligner.open_files import OTHER_FILES, raise_open_file_limit
 from aligner.data.tokenizer import Tokenizer
 from tests.agents.answering_sessions import Answering, serving
 from tests.agents.poking_agents import send_request

@@ -7,7 +7,7 @@ import sys
 
 _PROGRAM = """
 import logging, resource
-from aligner.agents.open_files import warn_if_too_few_files
+from aligner.open_files import warn_if_too_few_files
 
 logging.basicConfig(format="%(message)s")
 resource.setrlimit(resource.RLIMIT_NOFILE, (100, 300))

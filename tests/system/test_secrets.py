@@ -59,7 +59,7 @@ def score(prompts, completions, **fields):
     calls += 1
     for name, value in [*os.environ.items(), *TEXTS.items()]:
         if name not in ("PLANTED_TEXTS", "ALIGNER_READ_VARIABLES"):
-            print(f"printed: {value}")
+            print("printed:", value)
             logging.getLogger("my.reward").warning("logged: %s", value)
     warnings.warn("warned: " + " ".join(TEXTS.values()))
     if calls == 2:

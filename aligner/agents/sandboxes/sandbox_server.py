@@ -21,10 +21,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from aligner.agents.client_connection import admit_client, make_connection_class
 from aligner.agents.failures import InfrastructureError
 from aligner.agents.sandboxes.creation import create_sandbox
 from aligner.agents.sandboxes.sandbox import Sandbox, SandboxSettings
 from aligner.errors import AlignerError
+from aligner.open_files import StrangerConnections
 
 _log = logging.getLogger(__name__)
 
@@ -98,6 +100,7 @@ class SandboxServer:
         config = uvicorn.Config(
             app,
             log_config=None,
+            http=make_connection_class(StrangerConnections()),
             log_level="warning",
             access_log=False,
             lifespan="off",
@@ -225,6 +228,7 @@ class SandboxServer:
             key.encode(), self._api_key.encode()
         ):
             raise _RefusedRequest(401, "the API key is missing or wrong")
+        admit_client(request)
         content = bytearray()
         async for part in request.stream():
             content += part
@@ -241,7 +245,9 @@ class SandboxServer:
 
 async def _respond_to_refused_request(request: Request, error: Exception) -> Response:
     assert isinstance(error, _RefusedRequest)
-    return JSONResponse({"error": str(error)}, error.status)
+    # Otherwise, a client without a key could keep its connection.
+    headers = {"Connection": "close"} if error.status == 401 else None
+    return JSONResponse({"error": str(error)}, error.status, headers)
 
 
 async def _respond_to_failure(request: Request, error: Exception) -> Response:
