@@ -73,7 +73,7 @@ class StrangerConnections:
 
         Args:
             connection: The connection, as in the other methods.
-            close: Closes the connection. It may call `remove`.
+            close: Closes the connection, or adds it again. It may call `remove`.
         """
         if len(self._connections) >= self._limit:
             self._close(next(iter(self._connections)))

@@ -31,7 +31,17 @@ class ClientConnection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """See `asyncio.Protocol.connection_made`."""
         super().connection_made(transport)
-        self._strangers.add(self, transport.abort)
+        self._strangers.add(self, self._close_if_idle)
+
+    def _close_if_idle(self) -> None:
+        """Close the connection of a client without a key, unless its request is being answered.
+
+        A busy server may need long until it reads the keys of thousands of requests.
+        """
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._strangers.add(self, self._close_if_idle)
+        else:
+            self.transport.abort()
 
     def _admit(self) -> None:
         """Note that the client has presented its key."""

@@ -119,14 +119,21 @@ def test_show_config_prints_configuration_and_starts_nothing(
 
 
 def test_show_config_masks_secrets_and_keeps_names(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    variable = "+cluster.slurm.environment.WANDB_API_KEY=0123abc"
-    arguments = ["experiment=llama3_8b_ppo", variable, f"run.dir={tmp_path / 'run'}"]
+    monkeypatch.setenv("WANDB_API_KEY", "0123abc")
+    variables = (
+        "+cluster.slurm.environment.WANDB_API_KEY=${oc.env:WANDB_API_KEY}",
+        "+cluster.slurm.environment.OTHER=4567def",
+    )
+    arguments = ["experiment=llama3_8b_ppo", *variables, f"run.dir={tmp_path / 'run'}"]
     output, _ = run(capsys, "launch", *arguments, "--show-config")
     values = yaml.safe_load(output)
-    assert "0123abc" not in output
-    assert values["cluster"]["slurm"]["environment"]["WANDB_API_KEY"] == "***"
+    assert "0123abc" not in output and "4567def" not in output
+    assert values["cluster"]["slurm"]["environment"] == {
+        "WANDB_API_KEY": "${oc.env:WANDB_API_KEY}",
+        "OTHER": "***",
+    }
     assert values["run"]["dir"] == str(tmp_path / "run")
 
 

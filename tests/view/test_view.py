@@ -163,6 +163,14 @@ def test_viewer_requires_key_and_local_host(viewer: Viewer) -> None:
     assert "HttpOnly" in opened.headers["set-cookie"] and "SameSite" in opened.headers["set-cookie"]
 
 
+@pytest.mark.parametrize("path", ["//evil.example/a", "/%2F/evil.example", "///evil.example"])
+def test_link_with_key_redirects_only_to_this_server(viewer: Viewer, path: str) -> None:
+    key = viewer.link.partition("?key=")[2]
+    answer = Viewer(viewer.link).get(f"{path}?key={key}&q=a")
+    assert answer.status == 303
+    assert re.match(r"/(?![/\\])", answer.headers["location"]), answer.headers["location"]
+
+
 def test_pages_run_only_scripts_of_the_server(viewer: Viewer, pages: dict[str, str]) -> None:
     for path in ("/", pages["finished"]):
         page = viewer.get(path)
