@@ -19,8 +19,8 @@ from urllib.parse import urlsplit
 import pytest
 
 from aligner.agents.agent_endpoint import AgentServer, AgentSession
-from aligner.open_files import OTHER_FILES, raise_open_file_limit
 from aligner.data.tokenizer import Tokenizer
+from aligner.open_files import OTHER_FILES, raise_open_file_limit
 from tests.agents.answering_sessions import Answering, serving
 from tests.agents.poking_agents import send_request
 from tests.data.chat_models import TEMPLATES, tokenizer_file, write_model
