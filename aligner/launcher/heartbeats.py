@@ -16,6 +16,7 @@ from aligner.launcher.rank_heartbeat import HEARTBEAT, STACKS_SIGNAL, require_fo
 from aligner.launcher.ranks import Rank, Ranks
 from aligner.observability.logs import format_launcher_line
 from aligner.paths import get_run_paths
+from aligner.placement.addresses import load_endpoints
 from aligner.placement.roles import count_server_ranks
 from aligner.schema import Config
 
@@ -69,6 +70,7 @@ def require_triton_for_heartbeat(config: Config, role: str) -> None:
     file = get_run_paths(config).endpoints
     if role not in count_server_ranks(config) or int(os.environ["RANK"]) or not file.is_file():
         return
+    endpoint = load_endpoints(file)[role]
     _, _, pause_s = _heartbeat_timeout(config, role)
     was_healthy = False
     # The launcher may see a healthy server that hangs before this process asks for the first time.
@@ -76,7 +78,7 @@ def require_triton_for_heartbeat(config: Config, role: str) -> None:
 
     def is_triton_alive() -> bool:
         nonlocal was_healthy
-        healthy = is_own_server_healthy(role, timeout_s=2 * pause_s)
+        healthy = is_own_server_healthy(config, role, endpoint, timeout_s=2 * pause_s)
         was_healthy = was_healthy or healthy
         return healthy or (not was_healthy and time.monotonic() < start_deadline)
 

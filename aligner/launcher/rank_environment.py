@@ -185,19 +185,22 @@ class _UnixConnection(http.client.HTTPConnection):
         self.sock.connect(str(self._path))
 
 
-def is_own_server_healthy(group: str, timeout_s: float) -> bool:
+def is_own_server_healthy(config: Config, group: str, endpoint: Endpoint, timeout_s: float) -> bool:
     """Return whether the Triton server of this process and the model of its role are ready.
 
     The request uses a Unix socket that only this user can open. Clients cannot delay it, however
-    many connections they have.
+    many connections they have. A process that has not started Triton is checked like the server of
+    another process.
 
     Args:
+        config: See `is_healthy`, like the other arguments.
         group: Server group of this process.
+        endpoint: Address and ports of the server.
         timeout_s: Timeout of each of the two requests, in seconds.
     """
     path = find_health_socket()
     if path is None:
-        return False
+        return is_healthy(config, group, endpoint, timeout_s)
     model = SERVED_MODELS[group.partition(".")[0]]
     try:
         for name in ("health/ready", f"models/{model}/ready"):
