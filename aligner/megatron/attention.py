@@ -103,7 +103,6 @@ class PackedAttention(nn.Module):
             TypeError: If `packed_seq_params` is not a PackedSequences.
         """
         packed = require_packed(packed_seq_params, "attention")
-        is_grouped = query.shape[1] != key.shape[1]
         if self._rope is not None:
             query = apply_rotation(query, self._rope, self._head_dim, packed)
             key = apply_rotation(key, self._rope, self._head_dim, packed)
@@ -120,40 +119,54 @@ class PackedAttention(nn.Module):
                 torch.cat([key, value], 1), group=packed.context_group
             )
             key, value = gathered.chunk(2, 1)
-        mask = self._build_mask(packed, query.device)
         # From [N, L, heads, dim] to [N, heads, L, dim].
-        query = packed.to_query_rows(query).transpose(1, 2)
-        key = packed.to_key_rows(key).transpose(1, 2)
-        value = packed.to_key_rows(value).transpose(1, 2)
+        attended = self._attend_rows(
+            packed.to_query_rows(query).transpose(1, 2),
+            packed.to_key_rows(key).transpose(1, 2),
+            packed.to_key_rows(value).transpose(1, 2),
+            self._build_mask(packed, query.device),
+        )
+        return packed.from_query_rows(attended.transpose(1, 2).flatten(2))
+
+    def _attend_rows(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+    ) -> Tensor:
+        """Return the attention output of rows, with the kernel that supports the model.
+
+        Args:
+            query: [N, heads, L/C, dim].
+            key: [N, key/value heads, L, dim].
+            value: [N, key/value heads, L, dim].
+            mask: Keys to which each query attends, bool; see `_build_mask`.
+
+        Returns:
+            [N, heads, L/C, dim].
+        """
+        visible = None if mask is None else mask[:, 0]
         if self.exact:
-            width = packed.key_shape[1]
-            visible = (
-                torch.ones(width, width, dtype=torch.bool, device=query.device).tril()
-                if mask is None
-                else mask[:, 0]
-            )
-            attended = batch_invariant.attend(query, key, value, visible, self.scale)
-        elif self._softcap is not None or self.softmax_offset is not None:
-            attended = score_attention.attend(
+            if visible is None:
+                width = key.shape[2]
+                visible = torch.ones(width, width, dtype=torch.bool, device=key.device).tril()
+            return batch_invariant.attend(query, key, value, visible, self.scale)
+        if self._softcap is not None or self.softmax_offset is not None:
+            return score_attention.attend(
                 query,
                 key,
                 value,
-                None if mask is None else mask[:, 0],
+                visible,
                 scale=self.scale,
                 softcap=self._softcap,
                 sinks=self.softmax_offset,
             )
-        else:
-            attended = F.scaled_dot_product_attention(
-                query,
-                key,
-                value,
-                attn_mask=mask,
-                is_causal=mask is None,
-                scale=self.scale,
-                enable_gqa=is_grouped,
-            )
-        return packed.from_query_rows(attended.transpose(1, 2).flatten(2))
+        return F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=self.scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
 
     def _build_mask(self, packed: PackedSequences, device: torch.device) -> Tensor | None:
         """Return which keys each query attends to.

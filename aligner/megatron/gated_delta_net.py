@@ -96,6 +96,27 @@ class GatedDeltaNet(nn.Module):
             TypeError: If `packed_seq_params` is not a PackedSequences.
         """
         packed = require_packed(packed_seq_params, "a gated delta net")
+        channels, gate, beta, decay = self._project(hidden_states)
+        apply_rule = partial(self._apply_rule, packed)
+        if self._recomputes_core and self.training:
+            output = tensor_parallel.checkpoint(apply_rule, False, channels, beta, decay)
+        else:
+            output = apply_rule(channels, beta, decay)
+
+        # Each rank computes the part of the weight's gradient that its heads contribute.
+        norm_weight = copy_to_tensor_model_parallel_region(self.norm_weight, group=self._group)
+        normed = delta_net.normalize_output(
+            output, gate.reshape(output.shape), norm_weight, self._epsilon
+        )
+        return self.out_proj(normed.flatten(1)[:, None])[0], None
+
+    def _project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the projections of the hidden states [T, 1, H] for this rank's heads.
+
+        Returns:
+            The inputs of the convolution [T, channels / TP], the output gates, and the projections
+            for the strengths of the corrections and for the decays, [T, value heads / TP] each.
+        """
         net = self._net
         values_per_key = net.value_heads // net.key_heads
         value_width = values_per_key * net.value_dim
@@ -106,22 +127,9 @@ class GatedDeltaNet(nn.Module):
         )
         gates = self.in_proj_ba(hidden_states)[0].flatten(0, 1)
         beta, decay = gates.unflatten(-1, (self._key_heads, -1)).split(values_per_key, -1)
-
         # The order of the convolution's weights: all queries, all keys, all values.
         channels = torch.cat([part.flatten(1) for part in (query, key, value)], -1)
-        apply_rule = partial(self._apply_rule, packed)
-        inputs = (channels, beta.flatten(1), decay.flatten(1))
-        if self._recomputes_core and self.training:
-            output = tensor_parallel.checkpoint(apply_rule, False, *inputs)
-        else:
-            output = apply_rule(*inputs)
-
-        # Each rank computes the part of the weight's gradient that its heads contribute.
-        norm_weight = copy_to_tensor_model_parallel_region(self.norm_weight, group=self._group)
-        normed = delta_net.normalize_output(
-            output, gate.reshape(output.shape), norm_weight, self._epsilon
-        )
-        return self.out_proj(normed.flatten(1)[:, None])[0], None
+        return channels, gate, beta.flatten(1), decay.flatten(1)
 
     def _apply_rule(
         self, packed: PackedSequences, channels: Tensor, beta: Tensor, decay: Tensor

@@ -134,12 +134,6 @@ class ContextBuilder:
                 for window in self._windows
             }
 
-        # Angles need float32: bfloat16 cannot represent large positions exactly.
-        rotations = {
-            rope: compute_rotation(positions[:, None, None].float() * frequencies, rope, dtype)
-            for rope, frequencies in self._inverse_frequencies.items()
-        }
-
         row_count = len(step.tokens) // step.tokens_per_row
         cache_rows = torch.arange(row_count, device=tokens.device)
         row_runs = [(0, row_count)]
@@ -162,7 +156,7 @@ class ContextBuilder:
             cache=cache,
             tokens=tokens,
             positions=positions,
-            rotations=rotations,
+            rotations=self._compute_rotations(positions, dtype),
             cache_rows=cache_rows.repeat_interleave(step.tokens_per_row),
             row_runs=row_runs,
             cache_masks=cache_masks,
@@ -170,6 +164,16 @@ class ContextBuilder:
             prompt_token_indices=token_indices,
             prompt_masks=prompt_masks,
         )
+
+    def _compute_rotations(
+        self, positions: Tensor, dtype: torch.dtype
+    ) -> dict[Rope, tuple[Tensor, Tensor]]:
+        """Return cosine and sine of the rotary angles at the positions, int64 [N]."""
+        # Angles need float32: bfloat16 cannot represent large positions exactly.
+        return {
+            rope: compute_rotation(positions[:, None, None].float() * frequencies, rope, dtype)
+            for rope, frequencies in self._inverse_frequencies.items()
+        }
 
     def _build_prompt_mask(
         self, length: int, window: int | None, device: torch.device
