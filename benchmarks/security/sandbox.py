@@ -284,6 +284,22 @@ except OSError:
     pass
 """,
     ),
+    "priority": (
+        "take the processor from the processes of the run with a real-time priority",
+        "sched_setscheduler and nice fail",
+        """
+try:
+    os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
+    escaped("SCHED_FIFO")
+except OSError:
+    pass
+try:
+    os.nice(-5)
+    escaped("nice")
+except OSError:
+    pass
+""",
+    ),
     "keyrings": (
         "store kernel memory in keyrings",
         "add_key and keyctl fail",

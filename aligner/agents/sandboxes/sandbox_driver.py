@@ -44,6 +44,9 @@ def apply_limits(limits: Mapping[str, Any]) -> None:
         # memory of the kernel: POSIX message queues, and signals and timers that are pending
         resource.RLIMIT_MSGQUEUE: 0,
         resource.RLIMIT_SIGPENDING: 256,
+        # a program must not have priority over the processes of the run
+        resource.RLIMIT_RTPRIO: 0,
+        resource.RLIMIT_NICE: 0,
     }
     for kind, maximum in resource_limits.items():
         resource.setrlimit(kind, (maximum, maximum))
