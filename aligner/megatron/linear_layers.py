@@ -1,4 +1,4 @@
-"""Linear layers that megatron-core lacks: single ones with biases, and replicated ones."""
+"""Linear layers that megatron-core lacks: biases in some layers only, and replicated layers."""
 
 from typing import Any
 

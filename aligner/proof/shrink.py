@@ -12,10 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from aligner.errors import ConfigError
-from aligner.models.architectures import ARCHITECTURES_BY_CLASS, Architecture
+from aligner.models.architectures import ARCHITECTURES_BY_CLASS, Architecture, Entry
 from aligner.models.hugging_face import read_config, with_architecture
 from aligner.models.pipeline_stages import count_part_layers, find_similar_parts
-from aligner.models.shape import LayerShape, ModelShape
+from aligner.models.shape import DeltaNet, Experts, LayerShape, ModelShape
 from aligner.schema import ParallelConfig
 
 MAX_LENGTH = 32
@@ -207,12 +207,7 @@ def _choose_sizes(
 ) -> dict[str, Any]:
     """Return the entries of the sizes of the small model, except those of layers and positions."""
     tensor = math.lcm(*(layout.tensor for layout in layouts))
-    kv_heads = math.lcm(tensor, 2) if shape.num_kv_heads > 1 else 1
-    if shape.num_heads == shape.num_kv_heads:
-        kv_heads *= 2
-    # Tensor ranks have copies of KV heads if they have copies in the whole model.
-    if tensor > shape.num_kv_heads:
-        kv_heads = shape.num_kv_heads
+    kv_heads = _choose_kv_heads(shape, tensor)
     heads = kv_heads * min(shape.num_heads // shape.num_kv_heads, _MAX_QUERIES_PER_GROUP)
     heads = math.lcm(heads, tensor)
     hidden = heads * _HEAD_DIM
@@ -241,47 +236,84 @@ def _choose_sizes(
         for attribute, entry in architecture.latent_entries.items()
         if attribute in _LATENT_SIZES and config.get(entry.key, entry.default) is not None
     }
-    if (net := shape.delta_net) is not None:
-        key_heads = math.lcm(tensor, 2)
-        delta_values = {
-            "key_heads": key_heads,
-            "value_heads": key_heads * (net.value_heads // net.key_heads),
-            "key_dim": 12,
-            "value_dim": 20,
-        }
-        sizes |= {
-            entry.key: delta_values[attribute]
-            for attribute, entry in architecture.delta_net_entries.items()
-            if attribute in delta_values
-        }
+    if shape.delta_net is not None:
+        delta_values = _choose_delta_net_sizes(shape.delta_net, tensor)
+        sizes |= _name_entries(architecture.delta_net_entries, delta_values)
         # With the usual epsilon, the norm after the delta rule amplifies the rounding of outputs
         # whose query and key are almost orthogonal.
         sizes[architecture.entries["norm_epsilon"].key] = 1e-3
-    experts = shape.experts
-    if experts is not None:
-        groups = experts.groups
-        per_token = min(experts.per_token, 4)
-        # At least two experts in each group, and some experts that no token of a group chooses.
-        multiple = math.lcm(2 * groups if groups > 1 else 1, *(each.expert for each in layouts))
-        chosen = per_token + (experts.per_token < experts.count) * per_token
-        count = math.ceil(chosen / multiple) * multiple
-        expert_values: dict[str, float] = {
-            "count": count,
-            "per_token": per_token,
-            "ffn_hidden_size": math.ceil(0.75 * hidden / unit) * unit,
-            "shared_ffn_hidden_size": math.ceil(hidden / unit) * unit,
-        }
-        sums_to_one = experts.score_function == "softmax" and not experts.normalizes_weights
-        if sums_to_one and experts.weight_scale != 1:
-            # Each of fewer experts has a larger score. With the whole factor, the experts would
-            # amplify the activations, and with them rounding errors.
-            expert_values["weight_scale"] = experts.weight_scale * count / experts.count
-        sizes |= {
-            entry.key: expert_values[attribute]
-            for attribute, entry in architecture.expert_entries.items()
-            if attribute in expert_values
-        }
+    if shape.experts is not None:
+        expert_values = _choose_expert_sizes(shape.experts, hidden, unit, layouts)
+        sizes |= _name_entries(architecture.expert_entries, expert_values)
     return sizes
+
+
+def _choose_kv_heads(shape: ModelShape, tensor: int) -> int:
+    """Return the number of KV heads of the small model.
+
+    Args:
+        shape: Shape of the whole model.
+        tensor: Common multiple of the tensor-parallel sizes.
+    """
+    # Tensor ranks have copies of KV heads if they have copies in the whole model.
+    if tensor > shape.num_kv_heads:
+        return shape.num_kv_heads
+    kv_heads = math.lcm(tensor, 2) if shape.num_kv_heads > 1 else 1
+    return kv_heads * 2 if shape.num_heads == shape.num_kv_heads else kv_heads
+
+
+def _choose_delta_net_sizes(net: DeltaNet, tensor: int) -> dict[str, int]:
+    """Return sizes of a small gated delta net, by the attribute of `DeltaNet`.
+
+    Args:
+        net: Gated delta net of the whole model.
+        tensor: Common multiple of the tensor-parallel sizes.
+    """
+    key_heads = math.lcm(tensor, 2)
+    return {
+        "key_heads": key_heads,
+        "value_heads": key_heads * (net.value_heads // net.key_heads),
+        "key_dim": 12,
+        "value_dim": 20,
+    }
+
+
+def _choose_expert_sizes(
+    experts: Experts, hidden: int, unit: int, layouts: Sequence[ParallelConfig]
+) -> dict[str, float]:
+    """Return sizes of a small mixture of experts, by the attribute of `Experts`.
+
+    Args:
+        experts: Mixture of experts of the whole model.
+        hidden: Hidden size of the small model.
+        unit: Number of which the hidden sizes of the experts are multiples.
+        layouts: Layouts of the proof.
+    """
+    groups = experts.groups
+    per_token = min(experts.per_token, 4)
+    # At least two experts in each group, and some experts that no token of a group chooses.
+    multiple = math.lcm(2 * groups if groups > 1 else 1, *(each.expert for each in layouts))
+    chosen = per_token + (experts.per_token < experts.count) * per_token
+    count = math.ceil(chosen / multiple) * multiple
+    values: dict[str, float] = {
+        "count": count,
+        "per_token": per_token,
+        "ffn_hidden_size": math.ceil(0.75 * hidden / unit) * unit,
+        "shared_ffn_hidden_size": math.ceil(hidden / unit) * unit,
+    }
+    sums_to_one = experts.score_function == "softmax" and not experts.normalizes_weights
+    if sums_to_one and experts.weight_scale != 1:
+        # Each of fewer experts has a larger score. With the whole factor, the experts would
+        # amplify the activations, and with them rounding errors.
+        values["weight_scale"] = experts.weight_scale * count / experts.count
+    return values
+
+
+def _name_entries(entries: Mapping[str, Entry], values: Mapping[str, float]) -> dict[str, float]:
+    """Return the values of attributes by the keys of their entries in config.json."""
+    return {
+        entry.key: values[attribute] for attribute, entry in entries.items() if attribute in values
+    }
 
 
 def _shrink_positions(
