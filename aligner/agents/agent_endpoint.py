@@ -7,7 +7,6 @@ API key, in a thread of the rank's process.
 """
 
 import asyncio
-import hmac
 import itertools
 import logging
 import secrets
@@ -39,7 +38,7 @@ from aligner.agents.message_matching import (
     get_continued_text,
     to_template_messages,
 )
-from aligner.agents.model_server import ModelServer
+from aligner.agents.model_server import ModelServer, has_key
 from aligner.agents.protocols.requests import (
     Answer,
     ChatRequest,
@@ -730,7 +729,7 @@ class AgentServer(ModelServer):
     def _find_session(self, request: Request) -> AgentSession:
         """Return the session of a request. Raises RequestError without the agent's API key."""
         session = self._sessions.get(request.path_params["episode"])
-        if session is None or not _has_key(request, session.agent_key):
+        if session is None or not has_key(request, session.agent_key):
             raise _build_key_error()
         return session
 
@@ -738,7 +737,7 @@ class AgentServer(ModelServer):
         """Start an attempt of the agent, and return its API key."""
         session = self._sessions.get(request.path_params["episode"])
         # only the worker process, never the agent itself, may start an attempt
-        if session is None or not _has_key(request, session.worker_key):
+        if session is None or not has_key(request, session.worker_key):
             raise _build_key_error()
         return JSONResponse({"api_key": session.start_attempt()})
 
@@ -766,7 +765,7 @@ class AgentServer(ModelServer):
         request without the agent's API key."""
         _, _, path = request.url.path.partition("/episodes/")
         session = self._sessions.get(path.partition("/")[0])
-        if session is None or not _has_key(request, session.agent_key):
+        if session is None or not has_key(request, session.agent_key):
             return {}
         return session.identity.build_headers()
 
@@ -783,20 +782,6 @@ def _normalize(request: ModelRequest) -> ModelRequest:
         include_usage=False,
         ignored_fields=(),
     )
-
-
-def _has_key(request: Request, expected_key: str | None) -> bool:
-    """Return whether a request has the expected API key; False if there is no such key."""
-    if expected_key is None:
-        return False
-    # Anthropic's clients send the key in a header of its own
-    key = request.headers.get("x-api-key")
-    if key is None:
-        # the name of the scheme is case-insensitive (RFC 9110, section 11.1)
-        scheme, _, token = request.headers.get("authorization", "").partition(" ")
-        key = token if scheme.lower() == "bearer" else ""
-    # the comparison takes constant time, so that it does not reveal a prefix of the key
-    return hmac.compare_digest(key.encode(), expected_key.encode())
 
 
 def _build_key_error() -> RequestError:

@@ -6,6 +6,7 @@ Agents in training and clients of a stored model use the same server with differ
 
 import asyncio
 import functools
+import hmac
 import itertools
 import logging
 import socket
@@ -409,6 +410,20 @@ class _HeaderMiddleware:
             await send(message)
 
         await self._app(scope, receive, send_with_headers)
+
+
+def has_key(request: Request, expected_key: str | None) -> bool:
+    """Return whether a request has the expected API key; False if there is no such key."""
+    if expected_key is None:
+        return False
+    # Anthropic's clients send the key in a header of its own
+    key = request.headers.get("x-api-key")
+    if key is None:
+        # the name of the scheme is case-insensitive (RFC 9110, section 11.1)
+        scheme, _, token = request.headers.get("authorization", "").partition(" ")
+        key = token if scheme.lower() == "bearer" else ""
+    # the comparison takes constant time, so that it does not reveal a prefix of the key
+    return hmac.compare_digest(key.encode(), expected_key.encode())
 
 
 def _read_train_header(request: Request) -> bool:

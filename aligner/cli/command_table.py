@@ -727,9 +727,14 @@ COMMANDS = {
                 "--host",
                 default="127.0.0.1",
                 help=(
-                    "address to listen on; the server has no authentication and answers every"
-                    " client that can connect (default: 127.0.0.1)"
+                    "address to listen on; clients need the key in the environment variable"
+                    " ALIGNER_MODEL_KEY, or the key that the command prints (default: 127.0.0.1)"
                 ),
+            ),
+            _add(
+                "--no-key",
+                action="store_true",
+                help="answer every client that can connect, without a key",
             ),
             _add(
                 "--port",

@@ -5,8 +5,11 @@ A stored model is a checkpoint or a Hugging Face directory.
 
 import argparse
 import contextlib
+import ipaddress
 import json
 import math
+import os
+import secrets
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -62,6 +65,8 @@ from aligner.schema.reward_sources import (
 from aligner.schema.scoring_functions import ENVIRONMENT
 from aligner.terminal import print_note, print_text
 
+MODEL_KEY = "ALIGNER_MODEL_KEY"
+"""Environment variable with the key that clients of `aligner serve-model` must send."""
 # Experiment without an environment, to which the keys of the command line are added.
 _BASE_EXPERIMENT = "tiny_ppo"
 # Keys of `data` that the commands accept: boundaries and maximum length of the prompts.
@@ -352,24 +357,43 @@ def _build_scorer(name: str | None, key: str, timeout_s: float | None = None) ->
 
 
 def serve_model(parsed: argparse.Namespace) -> None:
-    """Print the address of an OpenAI-compatible endpoint, and serve a model there until Ctrl-C."""
+    """Print the address of an OpenAI-compatible endpoint, and serve a model there until Ctrl-C.
+
+    Clients need the key in the environment variable ALIGNER_MODEL_KEY. Without this variable, the
+    command generates a key and prints it.
+    """
     if lack := describe_missing_modules("agents"):
         raise ConfigError(f"aligner serve-model: {lack}")
     # these modules require the extra `agents`
+    from starlette.requests import Request
     from starlette.routing import Route
 
-    from aligner.agents.model_server import ModelServer
+    from aligner.agents.model_server import ModelServer, has_key
+    from aligner.agents.protocols.requests import RequestError
     from aligner.agents.served_model import ServedModel, discard_metrics, discard_reward
 
+    given_key = os.environ.get(MODEL_KEY)
+    key = None if parsed.no_key else given_key or secrets.token_urlsafe(32)
     model = ServedModel(
         find_source(parsed.source), _build_engine_config(parsed), run=_find_run(parsed.source)
     )
+
+    def find_model(request: Request) -> ServedModel:
+        if key is not None and not has_key(request, key):
+            raise RequestError(
+                401,
+                "the API key is missing or wrong; it is the value of the environment variable"
+                f" {MODEL_KEY} of `aligner serve-model`, or the key that the command has printed",
+                "invalid_api_key",
+            )
+        return model
+
     server = ModelServer(
         parsed.host,
         parsed.port,
         model.max_characters,
         "--host",
-        lambda request: model,
+        find_model,
         other_routes=[
             Route("/v1/reward", discard_reward, methods=["POST"]),
             Route("/v1/metrics", discard_metrics, methods=["POST"]),
@@ -379,12 +403,27 @@ def serve_model(parsed: argparse.Namespace) -> None:
     server.start()
     if model.notice is not None:
         print_note(model.notice)
+    if key is None and not _is_loopback(parsed.host):
+        print_note(
+            f"--no-key: everyone who can connect to {server.url} can use the model; omit --no-key"
+            " to require a key"
+        )
     print(f"{server.url}/v1", flush=True)
+    if key is not None and not given_key:
+        print(f"key: {key}", flush=True)
     try:
         with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C ends the server
             model.run_engine()
     finally:
         server.close()
+
+
+def _is_loopback(host: str) -> bool:
+    """Return whether only processes of this machine can connect to an address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _parse_environment(overrides: Sequence[str]) -> EnvironmentConfig | None:

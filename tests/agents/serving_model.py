@@ -12,12 +12,13 @@ from pathlib import Path
 
 
 @contextlib.contextmanager
-def served(model: Path) -> Iterator[str]:
-    """Yield the base URL for OpenAI clients.
+def served(model: Path, *options: str) -> Iterator[str]:
+    """Yield the base URL for OpenAI clients, which need no key.
 
     Afterwards, SIGTERM must stop the command with exit code 0, and its log must contain only notes.
     """
     command = [sys.executable, "-m", "aligner", "serve-model", str(model), "--precision", "fp32"]
+    command += ["--no-key", *options]
     with (
         tempfile.TemporaryFile("w+") as error,
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=error, text=True) as process,
