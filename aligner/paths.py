@@ -103,6 +103,8 @@ class RunPaths:
         `aligner.data.teacher_scores`."""
         self.timeline = root / "timeline"
         """Spans, one file per process; see `aligner.observability.timeline`."""
+        self.profile = root / "profile"
+        """Profiles of training steps (`profile.steps`), one file per step and rank."""
         self.trace = root / "trace.json"
         """All spans as Chrome trace events, written when the run ends."""
         self.report = root / "report.html"
@@ -177,6 +179,7 @@ class RunPaths:
             self.journal,
             self.episodes,
             self.timeline,
+            self.profile,
             self.checkpoints,
         )
         suite_references = sorted(self.root.glob("references-*.jsonl"))

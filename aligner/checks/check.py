@@ -18,6 +18,7 @@ from aligner.checks import (
     environment,
     evaluation,
     logging,
+    profile,
     reward,
     rollout,
     run,
@@ -59,6 +60,7 @@ SECTION_CHECKS: tuple[SectionCheck, ...] = (
     checkpoint.find_problems,
     evaluation.find_problems,
     logging.find_problems,
+    profile.find_problems,
 )
 """Checks of all sections, in the order of the schema."""
 

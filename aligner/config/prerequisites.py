@@ -33,7 +33,16 @@ _RESULT_KINDS = {
 }
 # Sections that are not part of a result's hash, except for `run.steps`, `run.stop_after` and the
 # keys that end a run early.
-_UNHASHED_SECTIONS = ("run", "cluster", "server", "checkpoint", "evaluation", "logging", "dry_run")
+_UNHASHED_SECTIONS = (
+    "run",
+    "cluster",
+    "server",
+    "checkpoint",
+    "evaluation",
+    "logging",
+    "profile",
+    "dry_run",
+)
 
 
 @dataclass(frozen=True)

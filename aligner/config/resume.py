@@ -80,7 +80,7 @@ CHANGEABLE_KEYS: tuple[tuple[str, str], ...] = (
         ),
     ),
     ("server.* cluster.*", "where and how the roles run"),
-    ("checkpoint.* logging.* evaluation.*", "checkpoints, logs and evaluation"),
+    ("checkpoint.* logging.* profile.* evaluation.*", "checkpoints, logs, profiles and evaluation"),
 )
 """Patterns of the keys that a resumed run may change, with the reason."""
 

@@ -165,6 +165,7 @@ class PhaseTimer:
         clock: Callable[[], float] = time.perf_counter,
         on_end: Callable[[str, float, float], None] | None = None,
         on_begin: Callable[[str], None] | None = None,
+        open_range: Callable[[str], contextlib.AbstractContextManager[Any]] | None = None,
     ) -> None:
         """Create the timer.
 
@@ -174,8 +175,11 @@ class PhaseTimer:
                 and the block's start and end in seconds of the clock.
             on_begin: Function that is called at the start of each `phase` block with the phase's
                 name.
+            open_range: Function that returns a context for each `phase` block, which marks the
+                phase for a profiler.
         """
         self.on_begin = on_begin
+        self._open_range = open_range or contextlib.nullcontext
         self._clock = clock
         self._on_end = on_end
         self._open: set[str] = set()
@@ -198,7 +202,8 @@ class PhaseTimer:
             self.on_begin(name)
         start = self._clock()
         try:
-            yield
+            with self._open_range(name):
+                yield
         finally:
             end = self._clock()
             self._open.remove(name)

@@ -27,6 +27,7 @@ from aligner.schema.evaluation import EvaluationConfig
 from aligner.schema.logging import LoggingConfig
 from aligner.schema.model import ModelConfig
 from aligner.schema.options import option, section
+from aligner.schema.profile import ProfileConfig
 from aligner.schema.reward import RewardConfig
 from aligner.schema.rollout import RolloutConfig
 from aligner.schema.run import RunConfig
@@ -79,6 +80,7 @@ class Config:
         EvaluationConfig, read_if="algorithm.trainer=online and evaluation.every>0"
     )
     logging: LoggingConfig = section(LoggingConfig)
+    profile: ProfileConfig = section(ProfileConfig)
     dry_run: DryRunConfig = section(DryRunConfig, read_if=".scale=tiny")
 
     @property

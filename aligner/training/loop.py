@@ -9,6 +9,7 @@ from functools import cached_property, partial
 from types import FrameType
 
 import torch
+import torch.distributed as dist
 
 from aligner.data.fencing import fenced_write
 from aligner.errors import STOP_SIGNAL
@@ -22,6 +23,7 @@ from aligner.training.end_rule import EndRule
 from aligner.training.run_checkpoints import RunCheckpoints, TrainingState
 from aligner.training.services import run_and_broadcast_result
 from aligner.training.step_metrics import Recorder, StepResult
+from aligner.training.step_profiler import StepProfiler
 
 _log = logging.getLogger(__name__)
 
@@ -115,6 +117,10 @@ class TrainingLoop:
     _end_reason: str | None = field(default=None, init=False)
     """Reason why the end rule ended the run; None if it did not."""
 
+    def __post_init__(self) -> None:
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        self._profiler = StepProfiler(self.config, rank)
+
     def run(self) -> None:
         """Train from the last completed step to the end of the run."""
         first_step = self._resume()
@@ -123,7 +129,11 @@ class TrainingLoop:
         report_stage(self.config, "trainer", "syncing the weights to the engine")
 
         self.begin(first_step)
-        timer = PhaseTimer(on_end=self.timeline.add, on_begin=partial(report_phase, self.config))
+        timer = PhaseTimer(
+            on_end=self.timeline.add,
+            on_begin=partial(report_phase, self.config),
+            open_range=self._profiler.open_range,
+        )
         self._evaluate_initial(first_step, timer)
         # A run that the end rule ended must not train another step when it is resumed. The recorded
         # metrics also restore `_metric_history`.
@@ -137,54 +147,59 @@ class TrainingLoop:
 
     def _train(self, first_step: int, timer: PhaseTimer) -> None:
         for step in range(first_step, self.stop_condition.last_step):
-            # The metrics, spans and checkpoint of a step carry the number of completed steps,
-            # which is also the version of its weights.
-            completed_steps = step + 1
-            self.timeline.begin_step(completed_steps)
-            result = self.step(step, timer)
+            with self._profiler.profile(step + 1):
+                if self._train_step(step, timer):
+                    break
 
-            is_last = self.stop_condition.should_stop(completed_steps)
-            # Publish before evaluating: the engine evaluates the published weights, and the end
-            # rule needs the metrics of that evaluation.
-            self.publish(completed_steps, timer, is_last=is_last)
-            self._finish_evaluation(timer)
+    def _train_step(self, step: int, timer: PhaseTimer) -> bool:
+        """Run, record and save one step; return whether the run ends after it."""
+        # The metrics, spans and checkpoint of a step carry the number of completed steps, which is
+        # also the version of its weights.
+        completed_steps = step + 1
+        self.timeline.begin_step(completed_steps)
+        result = self.step(step, timer)
 
-            # After a stop signal, do not evaluate: the checkpoint needs the time that remains until
-            # the scheduler kills the run (`cluster.slurm.grace_s`).
-            if not self.stop_condition.is_early:
-                # Evaluations depend on the step alone: a checkpoint that is saved because of the
-                # elapsed time causes none.
-                eval_metrics = self._evaluate(
-                    completed_steps,
-                    timer,
-                    is_saved=self._is_save_due(completed_steps, is_last=is_last),
-                    is_concurrent=not is_last,
+        is_last = self.stop_condition.should_stop(completed_steps)
+        # Publish before evaluating: the engine evaluates the published weights, and the end
+        # rule needs the metrics of that evaluation.
+        self.publish(completed_steps, timer, is_last=is_last)
+        self._finish_evaluation(timer)
+
+        # After a stop signal, do not evaluate: the checkpoint needs the time that remains until
+        # the scheduler kills the run (`cluster.slurm.grace_s`).
+        if not self.stop_condition.is_early:
+            # Evaluations depend on the step alone: a checkpoint that is saved because of the
+            # elapsed time causes none.
+            eval_metrics = self._evaluate(
+                completed_steps,
+                timer,
+                is_saved=self._is_save_due(completed_steps, is_last=is_last),
+                is_concurrent=not is_last,
+            )
+            result.metrics.update(eval_metrics)
+            if self._apply_end_rule([{"step": completed_steps, **result.metrics}]):
+                is_last = True
+                # The last step must be evaluated. If an evaluation was started above, no next
+                # step will complete it.
+                result.metrics.update(
+                    eval_metrics
+                    or self._evaluate(completed_steps, timer, is_saved=True, is_final=True)
                 )
-                result.metrics.update(eval_metrics)
-                if self._apply_end_rule([{"step": completed_steps, **result.metrics}]):
-                    is_last = True
-                    # The last step must be evaluated. If an evaluation was started above, no next
-                    # step will complete it.
-                    result.metrics.update(
-                        eval_metrics
-                        or self._evaluate(completed_steps, timer, is_saved=True, is_final=True)
-                    )
 
-            is_save_due = self._is_save_due(completed_steps, is_last=is_last)
-            self._record(completed_steps, result, timer.take())
-            if timer.on_begin is not None:  # stages are reported until the first step is complete
-                timer.on_begin = None
-                report_stage(self.config, "trainer", None)
+        is_save_due = self._is_save_due(completed_steps, is_last=is_last)
+        self._record(completed_steps, result, timer.take())
+        if timer.on_begin is not None:  # stages are reported until the first step is complete
+            timer.on_begin = None
+            report_stage(self.config, "trainer", None)
 
-            # Complete the checkpoint that was started at an earlier step; only one is pending at a
-            # time.
-            self._finish_save(timer)
-            if is_save_due:
-                self._begin_save(completed_steps, result.metrics, timer)
-            elif self.checkpoints is not None and self.stop_condition.is_timed_save_due:
-                self._begin_save(completed_steps, None, timer)
-            if is_last:
-                break
+        # Complete the checkpoint that was started at an earlier step; only one is pending at a
+        # time.
+        self._finish_save(timer)
+        if is_save_due:
+            self._begin_save(completed_steps, result.metrics, timer)
+        elif self.checkpoints is not None and self.stop_condition.is_timed_save_due:
+            self._begin_save(completed_steps, None, timer)
+        return is_last
 
     def resume(self, states: Sequence[TrainingState]) -> int:
         """Restore the last of these checkpoints, if there is one, and return the number of

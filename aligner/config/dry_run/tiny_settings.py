@@ -108,6 +108,7 @@ def build_local_settings(config: Config) -> Values:
         "checkpoint.every": min(config.checkpoint.every, 1),
         "logging.wandb.enabled": False,  # trackers are for real runs only
         "logging.mlflow.enabled": False,
+        "profile.steps": [],
     }
     values |= {f"{role}.precision": "fp32" for role in ("actor", "critic", "reward", "teacher")}
     values |= {f"{role}.optimizer.offload_fraction": 0.0 for role in ("actor", "critic")}
