@@ -26,6 +26,7 @@ from aligner.launcher.failure import (
     read_notes,
     read_reported_error,
 )
+from aligner.launcher.metrics_exporter import export_metrics
 from aligner.launcher.processes import Interrupts
 from aligner.launcher.rank_environment import FreePorts, pick_endpoints, reserve_free_ports
 from aligner.launcher.rank_groups import GRACE_S, PrepareGroup, ServerGroup, TrainerGroup
@@ -109,17 +110,24 @@ class Supervisor:
         ):
             renew_certificate(self.config, self.hosts.values())
             check_certificate(self.config, self.hosts.values())
-            try:
-                self._prepare()
-                self._train(pick_endpoints(self.config, self.hosts, ports))
-                self._drain_servers()
-            except Stopped as stopped:
-                # Requeue before all other work: the scheduler's grace period may end first.
-                if self.requeue is not None:
-                    self.requeue()
-                    # The process may be killed before `StateRecorder.__exit__` records the end.
-                    self._state.record_end(stopped, queued_again=True)
-                raise
+            with export_metrics(self.config) as metrics_url:
+                if metrics_url is not None:
+                    print_line(self.console, f"Prometheus metrics: {metrics_url}")
+                self._run_roles(ports)
+
+    def _run_roles(self, ports: FreePorts) -> None:
+        """Run `prepare`, and then all roles. If the run is stopped early, requeue the job."""
+        try:
+            self._prepare()
+            self._train(pick_endpoints(self.config, self.hosts, ports))
+            self._drain_servers()
+        except Stopped as stopped:
+            # Requeue before all other work: the scheduler's grace period may end first.
+            if self.requeue is not None:
+                self.requeue()
+                # The process may be killed before `StateRecorder.__exit__` records the end.
+                self._state.record_end(stopped, queued_again=True)
+            raise
 
     def _prepare(self) -> None:
         """Create the model directory if necessary, and check the model and the prompts together.

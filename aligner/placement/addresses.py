@@ -27,12 +27,13 @@ LOOPBACK = "127.0.0.1"
 _ALL_INTERFACES = "0.0.0.0"
 
 
-def get_interface_address(interface: str) -> str:
+def get_interface_address(interface: str, key: str = "server.interface") -> str:
     """Return the IPv4 address of a network interface of this machine.
 
     Args:
         interface: Name of an interface, such as `eth0`, or an IPv4 address, which is returned
             unchanged.
+        key: Key that sets the interface, for errors.
 
     Raises:
         ConfigError: There is no such interface; the error lists the interfaces.
@@ -52,7 +53,7 @@ def get_interface_address(interface: str) -> str:
             f"{name} ({address})" for name, address in sorted(addresses_by_name.items())
         )
         raise ConfigError(
-            f"server.interface={interface}: must be an IPv4 address or a network interface of this"
+            f"{key}={interface}: must be an IPv4 address or a network interface of this"
             f" machine: {choices}"
         )
     return addresses_by_name[interface]

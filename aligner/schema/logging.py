@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from aligner.schema.options import option, section
+from aligner.schema.server import MAX_PORT
 
 
 @dataclass
@@ -37,6 +38,24 @@ class MlflowConfig:
     )
     experiment: str = option("aligner", "MLflow experiment of the run.")
     tags: dict[str, Any] = option({}, "Tags of the run.")
+
+
+@dataclass
+class PrometheusConfig:
+    """HTTP server of the launcher with the run's metrics for Prometheus, and with health checks."""
+
+    port: int | None = option(
+        None,
+        "Port of `/metrics`, `/healthz` and `/readyz`; null means that the launcher does not"
+        " listen.",
+        minimum=1,
+        maximum=MAX_PORT,
+    )
+    interface: str = option(
+        "127.0.0.1",
+        "Address or name of the network interface on which the launcher listens. Requests for"
+        " metrics must carry the run's access key, unless `server.guard=none`.",
+    )
 
 
 @dataclass
@@ -82,5 +101,6 @@ class LoggingConfig:
         minimum=0,
         read_if="algorithm.trainer=online|preferences",
     )
+    prometheus: PrometheusConfig = section(PrometheusConfig, read_if=".port!=null")
     wandb: WandbConfig = section(WandbConfig, read_if=".enabled=true")
     mlflow: MlflowConfig = section(MlflowConfig, read_if=".enabled=true")

@@ -108,6 +108,7 @@ def build_local_settings(config: Config) -> Values:
         "checkpoint.every": min(config.checkpoint.every, 1),
         "logging.wandb.enabled": False,  # trackers are for real runs only
         "logging.mlflow.enabled": False,
+        "logging.prometheus.port": None,
         "profile.steps": [],
     }
     values |= {f"{role}.precision": "fp32" for role in ("actor", "critic", "reward", "teacher")}
