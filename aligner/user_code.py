@@ -64,6 +64,8 @@ USER_ERRORS = "ALIGNER_USER_ERRORS"
 _REPORT_INTERVAL_S = 1.0
 _MAX_MESSAGE_CHARACTERS = 300
 _MAX_REASON_CHARACTERS = 1_000
+# Maximum length of a message or a traceback of the user's code.
+_MAX_TEXT_CHARACTERS = 20_000
 
 _reported_at: dict[str, float] = {}
 """Time of the last report for each type and place of an exception."""
@@ -93,7 +95,7 @@ def describe_user_error(error: BaseException) -> str:
 
     An example is "ValueError in my_reward.py:12: no answer". See `locate_user_error`.
     """
-    return f"{locate_user_error(error)}: {error}".removesuffix(": ")
+    return f"{locate_user_error(error)}: {_shorten_text(str(error))}".removesuffix(": ")
 
 
 def format_user_traceback(error: BaseException) -> str:
@@ -106,7 +108,18 @@ def format_user_traceback(error: BaseException) -> str:
         # Of a library's exception that caused the user's exception, the last frame is enough.
         part.stack = traceback.StackSummary.from_list(list(frames) or part.stack[-1:])
         part = part.__cause__ or part.__context__
-    return "".join(formatted.format()).rstrip()
+    return _shorten_text("".join(formatted.format()).rstrip())
+
+
+def _shorten_text(text: str) -> str:
+    """Return a text that fits on a terminal: without its middle if it is very long, and without
+    secrets, of which the shortening could leave a part."""
+    text = mask_secrets(text)
+    omitted = len(text) - _MAX_TEXT_CHARACTERS
+    if omitted <= 0:
+        return text
+    half = _MAX_TEXT_CHARACTERS // 2
+    return f"{text[:half]} … {omitted} characters omitted … {text[-half:]}"
 
 
 # Errors of the network for which Python has no class of its own.
@@ -141,10 +154,12 @@ def report_user_error(error: BaseException) -> None:
         return
 
     _reported_at[place] = now
-    message = textwrap.shorten(mask_secrets(str(error)), _MAX_MESSAGE_CHARACTERS, placeholder=" …")
+    # `textwrap.shorten` takes a second for a million characters.
+    text = mask_secrets(str(error))[:_MAX_TEXT_CHARACTERS]
+    message = textwrap.shorten(text, _MAX_MESSAGE_CHARACTERS, placeholder=" …")
     record: dict[str, str] = {"place": place, "message": message}
     if last_report is None:
-        record["traceback"] = mask_secrets(format_user_traceback(error))
+        record["traceback"] = format_user_traceback(error)
     _append_report(prefix, record)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from aligner.agents.tool_environment import ToolEnvironment
 from aligner.errors import ConfigError
-from aligner.user_code import import_object
+from aligner.user_code import describe_user_error, format_user_traceback, import_object
 
 
 def test_moved_environment_is_imported_with_warning(caplog: pytest.LogCaptureFixture) -> None:
@@ -32,3 +32,14 @@ def test_missing_package_of_a_module_is_named_with_its_line(
         import_object("needs_package", "score")
     with pytest.raises(ConfigError, match=r"^No module named 'no_such_module'"):
         import_object("no_such_module", "score")
+
+
+def test_long_message_of_user_code_is_shortened() -> None:
+    try:
+        raise ValueError("y" * 10_000_000)
+    except ValueError as error:
+        description, trace = describe_user_error(error), format_user_traceback(error)
+    for text in (description, trace):
+        assert len(text) < 21_000 and "characters omitted" in text
+    assert description.startswith("ValueError in test_user_code.py:")
+    assert trace.startswith("Traceback (most recent call last):")
