@@ -113,13 +113,15 @@ def format_user_traceback(error: BaseException) -> str:
 
 def _shorten_text(text: str) -> str:
     """Return a text that fits on a terminal: without its middle if it is very long, and without
-    secrets, of which the shortening could leave a part."""
-    text = mask_secrets(text)
+    secrets."""
     omitted = len(text) - _MAX_TEXT_CHARACTERS
     if omitted <= 0:
-        return text
+        return mask_secrets(text)
+    # A secret that the first cut divides is not recognized, but the second cut removes its part.
     half = _MAX_TEXT_CHARACTERS // 2
-    return f"{text[:half]} … {omitted} characters omitted … {text[-half:]}"
+    beginning = mask_secrets(text[: 2 * half])[:half]
+    end = mask_secrets(text[-2 * half :])[-half:]
+    return f"{beginning} … {omitted} characters omitted … {end}"
 
 
 # Errors of the network for which Python has no class of its own.
@@ -154,8 +156,8 @@ def report_user_error(error: BaseException) -> None:
         return
 
     _reported_at[place] = now
-    # `textwrap.shorten` takes a second for a million characters.
-    text = mask_secrets(str(error))[:_MAX_TEXT_CHARACTERS]
+    # Masking and shortening take seconds for millions of characters.
+    text = mask_secrets(str(error)[:_MAX_TEXT_CHARACTERS])
     message = textwrap.shorten(text, _MAX_MESSAGE_CHARACTERS, placeholder=" …")
     record: dict[str, str] = {"place": place, "message": message}
     if last_report is None:
