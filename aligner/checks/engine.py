@@ -24,6 +24,7 @@ VLLM_FAMILIES = (
     "llama",
     "smollm3",
     "granite",
+    "seed_oss",
     "phi3",
     "olmo2",
     "gemma2",
@@ -34,13 +35,23 @@ VLLM_FAMILIES = (
     "qwen3_moe",
     "glm4_moe",
     "deepseek_v3",
+    "gpt_oss",
     "olmoe",
     "gpt2",
     "gpt_neox",
 )
 """Model families whose weights can be sent to vLLM."""
+# Families whose models in vLLM have the biases of `attention_bias` and `mlp_bias`.
+_VLLM_BIASED_FAMILIES = ("gpt_oss", "seed_oss")
+# Limit of clamped feed-forward networks in vLLM 0.32, which ignores the entry `swiglu_limit`.
+_VLLM_GATE_LIMIT = 7.0
+# Number by which vLLM 0.32 on CPUs must be able to divide the feed-forward rows of an expert with a
+# clamped network. The rows of other experts are padded.
+_VLLM_CPU_EXPERT_ROWS = 32
 # Head dimensions that the CPU attention of vLLM 0.32 supports.
 _VLLM_CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+# `kv_lora_rank` and `qk_rope_head_dim` that the latent attention of vLLM 0.32 on CPUs supports.
+_VLLM_CPU_LATENT = (512, 64)
 # External engines, which run in processes of their own and have a start timeout `timeout_s`.
 _EXTERNAL_ENGINES = ("tensorrt_llm", "vllm")
 _EMBEDDED_ADVICE = "use engine=embedded"
@@ -64,16 +75,8 @@ def find_problems(
             yield from _find_quantization_problems(config, expected)
         yield from _find_rank_problems(config, model)
         yield from _find_cache_problems(config, model)
-        if (
-            config.engine.kind == "vllm"
-            and not uses_gpus(config)
-            and model.head_dim not in _VLLM_CPU_HEADS
-        ):
-            sizes = ", ".join(map(str, _VLLM_CPU_HEADS))
-            yield (
-                f"engine.kind=vllm: vLLM on CPUs supports the head dimensions {sizes}, but the"
-                f" model has {model.head_dim}; {_EMBEDDED_ADVICE}"
-            )
+        if config.engine.kind == "vllm" and not uses_gpus(config):
+            yield from _find_vllm_cpu_problems(config.engine, model)
 
     # The nodes of a Slurm job may have other packages and devices than this machine.
     if config.cluster.kind == "local":
@@ -86,6 +89,33 @@ def find_problems(
         yield from _find_exact_problems(config, model)
     yield from _find_update_problems(config)
     yield from _find_start_problems(config)
+
+
+def _find_vllm_cpu_problems(engine: EngineConfig, shape: ModelShape) -> Iterator[str]:
+    """Yield a problem for each size of the model that vLLM's kernels for CPUs do not support."""
+    latent = shape.latent_attention
+    if latent is not None:
+        if (latent.kv_lora_rank, latent.qk_rope_head_dim) != _VLLM_CPU_LATENT:
+            kv_lora_rank, rope_dim = _VLLM_CPU_LATENT
+            yield (
+                "engine.kind=vllm: vLLM on CPUs supports latent attention only with"
+                f" kv_lora_rank={kv_lora_rank} and qk_rope_head_dim={rope_dim}, but the model has"
+                f" {latent.kv_lora_rank} and {latent.qk_rope_head_dim}; {_EMBEDDED_ADVICE}"
+            )
+    elif shape.head_dim not in _VLLM_CPU_HEADS:
+        sizes = ", ".join(map(str, _VLLM_CPU_HEADS))
+        yield (
+            f"engine.kind=vllm: vLLM on CPUs supports the head dimensions {sizes}, but the"
+            f" model has {shape.head_dim}; {_EMBEDDED_ADVICE}"
+        )
+    if shape.experts is not None and shape.gate_limit is not None:
+        rows = shape.experts.ffn_hidden_size
+        if rows // engine.parallel.tensor % _VLLM_CPU_EXPERT_ROWS:
+            yield (
+                f"engine.parallel.tensor={engine.parallel.tensor}: vLLM on CPUs requires that each"
+                f" rank's part of the {rows} feed-forward rows of an expert is a multiple of"
+                f" {_VLLM_CPU_EXPERT_ROWS}; {_EMBEDDED_ADVICE}"
+            )
 
 
 def _find_rank_problems(config: Config, shape: ModelShape) -> Iterator[str]:
@@ -316,20 +346,19 @@ def _find_start_problems(config: Config) -> Iterator[str]:
 def find_engine_kind_problems(engine: EngineConfig, shape: ModelShape) -> Iterator[str]:
     """Yield a line for each reason why the engine cannot run a model on any machine."""
     if engine.kind == "vllm":
-        if shape.family not in VLLM_FAMILIES:
+        if shape.delta_net is not None:
+            yield (
+                "engine.kind=vllm: does not support gated delta nets, which vLLM 0.32 computes on"
+                f" CPUs in bf16 only; {_EMBEDDED_ADVICE}"
+            )
+        elif shape.family not in VLLM_FAMILIES:
             families = ", ".join(VLLM_FAMILIES)
             yield (
                 "engine.kind=vllm: weight sync is not supported for the model family"
                 f" {shape.family}; supported: {families}; {_EMBEDDED_ADVICE}"
             )
         yield from _find_part_problems(engine, shape)
-        ropes = [layer.rope for layer in shape.layers if layer.rope is not None]
-        if shape.latent_attention is not None and any(rope.scaling is None for rope in ropes):
-            # The log-probs of vLLM 0.32 on CPUs are wrong for such models.
-            yield (
-                "engine.kind=vllm: does not support latent attention without a scaling of the"
-                f" rotary positions (rope_scaling in config.json); {_EMBEDDED_ADVICE}"
-            )
+        yield from _find_vllm_part_problems(shape)
         if engine.update != "in_place":
             yield f"engine.update={engine.update}: must be in_place with engine.kind=vllm"
         return
@@ -377,7 +406,9 @@ def _find_part_problems(engine: EngineConfig, shape: ModelShape) -> Iterator[str
     """Yield a line for each part of the model that an external engine may lack."""
     # vLLM's Qwen3 has no bias in the output projection, for example. The families with layer norms
     # always have biases.
-    if shape.normalization == "rms" and (shape.attention_output_bias or shape.ffn_bias):
+    has_biases_in_vllm = engine.kind == "vllm" and shape.family in _VLLM_BIASED_FAMILIES
+    has_output_biases = shape.attention_output_bias or shape.ffn_bias
+    if shape.normalization == "rms" and has_output_biases and not has_biases_in_vllm:
         yield (
             f"engine.kind={engine.kind}: does not support the biases of attention_bias or mlp_bias"
             f" in config.json; {_EMBEDDED_ADVICE}"
@@ -387,6 +418,29 @@ def _find_part_problems(engine: EngineConfig, shape: ModelShape) -> Iterator[str
         yield (
             f"engine.kind={engine.kind}: does not support layers without experts in a"
             f" mixture-of-experts model; {_EMBEDDED_ADVICE}"
+        )
+
+
+def _find_vllm_part_problems(shape: ModelShape) -> Iterator[str]:
+    """Yield a line for each part whose entry in config.json vLLM 0.32 ignores."""
+    if shape.gate_limit not in (None, _VLLM_GATE_LIMIT):
+        yield (
+            f"engine.kind=vllm: supports only swiglu_limit={_VLLM_GATE_LIMIT:g}, but config.json"
+            f" has {shape.gate_limit:g}; {_EMBEDDED_ADVICE}"
+        )
+    has_windows = [layer.sliding_window is not None for layer in shape.layers]
+    alternates = [index % 2 == 0 for index in range(shape.num_layers)]
+    if shape.attention_sinks and has_windows != alternates:
+        yield (
+            "engine.kind=vllm: supports attention sinks only if layer_types in config.json"
+            " alternates sliding_attention and full_attention, in this order;"
+            f" {_EMBEDDED_ADVICE}"
+        )
+    ropes = [layer.rope for layer in shape.layers if layer.rope is not None]
+    if shape.latent_attention is not None and not all(rope.is_interleaved for rope in ropes):
+        yield (
+            "engine.kind=vllm: does not support rope_interleave=false in config.json;"
+            f" {_EMBEDDED_ADVICE}"
         )
 
 

@@ -16,7 +16,7 @@ from aligner.config.compose import compose_config
 from aligner.errors import ConfigError
 from aligner.models.hugging_face import read_config
 from aligner.models.model_source import NOTHING_EXPECTED
-from aligner.models.shape import LatentAttention, LayerShape, Rope
+from aligner.models.shape import DeltaNet, LatentAttention, LayerShape, Rope
 from aligner.placement import roles
 from aligner.placement.roles import get_device, uses_gpus
 from aligner.schema import EngineConfig, EngineParallelConfig
@@ -155,16 +155,23 @@ def test_architecture_unknown_to_vllm_is_refused(tmp_path: Path, source: str) ->
     ("changes", "message"),
     [
         (
-            {"family": "gpt_oss"},
-            "weight sync is not supported for the model family gpt_oss; supported: llama, ",
+            {"delta_net": DeltaNet(2, 4, 16, 16, 4), "family": "qwen3_next"},
+            "does not support gated delta nets, which vLLM 0.32 computes on CPUs in bf16 only",
         ),
         (
             {
-                "family": "deepseek_v3",
-                "latent_attention": LatentAttention(None, 16, 8, 8, 16),
+                "latent_attention": LatentAttention(None, 512, 64, 64, 64),
                 "layers": (LayerShape(Rope(10000.0)),),
             },
-            "does not support latent attention without a scaling of the rotary positions",
+            "does not support rope_interleave=false",
+        ),
+        ({"gate_limit": 6.0}, "supports only swiglu_limit=7, but config.json has 6"),
+        (
+            {
+                "attention_sinks": True,
+                "layers": (LayerShape(sliding_window=8), LayerShape(sliding_window=8)),
+            },
+            "supports attention sinks only if layer_types in config.json alternates",
         ),
         ({"attention_output_bias": True}, "does not support the biases of attention_bias"),
     ],

@@ -126,7 +126,7 @@ def test_bucket_reaches_process_that_sees_only_that_gpu(monkeypatch, gpu):
                 "vector": torch.randn(size, device=here),
             }
             placed = [
-                TensorSlice(name, list(tensor.shape), None, 0, tensor)
+                TensorSlice(name, list(tensor.shape), (), tensor)
                 for name, tensor in tensors.items()
             ]
             held = torch.cuda.memory_allocated(here)

@@ -32,7 +32,7 @@ from aligner.engines.external.client import Client, shut_down_on_failure
 from aligner.engines.external.responses import Response, ResponseGenerator
 from aligner.errors import AlignerError, EngineExited
 from aligner.models.layouts import cache_bytes_per_token
-from aligner.models.shape import ModelShape
+from aligner.models.shape import Experts, ModelShape
 from aligner.schema import EngineConfig
 from aligner.triton_cleanup import kill_processes
 
@@ -609,6 +609,8 @@ def _build_engine_arguments(
         # before it. The cache is reset at each weight update.
         "enable_prefix_caching": True,
     }
+    if shape.experts is not None:
+        arguments["hf_overrides"] = _build_router_entries(shape.experts)
     if cache_bytes is not None:
         arguments["kv_cache_memory_bytes"] = cache_bytes
     if on_gpus:
@@ -622,3 +624,19 @@ def _build_engine_arguments(
             # vLLM's default on CPUs with AMX computes in bf16 only.
             arguments["attention_backend"] = "CPU_MLA"
     return arguments
+
+
+def _build_router_entries(experts: Experts) -> dict[str, Any]:
+    """Return the entries of config.json from which vLLM's models read how a router works.
+
+    Some of these entries are ignored by transformers, so a file may lack them, or contain values
+    that the trainer ignores too.
+    """
+    return {
+        "scoring_func": experts.score_function,
+        "topk_method": "noaux_tc" if experts.has_correction_bias else "group_limited_greedy",
+        "use_routing_bias": experts.has_correction_bias,
+        "n_group": experts.groups,
+        "topk_group": experts.groups_per_token,
+        "norm_topk_prob": experts.normalizes_weights,
+    }

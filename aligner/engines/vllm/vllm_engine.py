@@ -140,9 +140,20 @@ class VLLMEngine(ExternalEngine):
 def _build_tensor_slice(piece: WeightPiece) -> TensorSlice:
     """Return a rank's piece with its position in the stored tensor of the checkpoint.
 
-    The piece is a slice of a tensor that may itself be only a part of the stored tensor.
+    The piece is a slice of a tensor that may itself be only a part of the stored tensor. If the
+    stored tensor stacks the experts of a layer, the slice refers to the tensor of one expert, whose
+    name contains the expert's index: `mlp.experts.3.down_proj` instead of `mlp.experts.down_proj`.
+    vLLM 0.32 loads such tensors through weight loaders, on which a weight update depends, but
+    copies stacked ones without them.
     """
     stored = piece.spec.stored_range
-    axis = piece.slice.axis if stored.axis is None else stored.axis
-    start = stored.start + piece.slice.start
-    return TensorSlice(stored.name, list(stored.shape), axis, start, piece.tensor)
+    index = stored.locate(piece.spec.shape, piece.slice)
+    name = stored.name
+    shape = stored.shape
+    if stored.expert is not None:
+        module, _, parameter = name.rpartition(".")
+        name = f"{module}.{stored.expert}.{parameter}"
+        shape = shape[1:]
+        index = index[1:]
+    ranges = [each for each in index if isinstance(each, slice)]
+    return TensorSlice(name, shape, ranges, piece.tensor)

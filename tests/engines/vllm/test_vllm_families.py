@@ -21,26 +21,28 @@ from tests.rounds import covering
 pytestmark = [*NEEDED, pytest.mark.timeout(600)]
 # vLLM's attention on CPUs supports no smaller heads than those of 32 elements.
 HEADS: dict[str, Any] = {"hidden_size": 128, "head_dim": 32}
+# vLLM's latent attention on CPUs supports these sizes only, which are the published ones.
+LATENT: dict[str, Any] = {
+    "hidden_size": 128,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 64,
+    "qk_head_dim": 128,
+    "head_dim": 64,
+    "v_head_dim": 64,
+}
 CHANGES: dict[str, dict[str, Any]] = {
     # vLLM's Gemma 2 always has tied embeddings.
     "gemma2": HEADS | {"tie_word_embeddings": True},
-    # vLLM's latent attention on CPUs supports these sizes only, which are the published ones, and
-    # its norms of latents have the epsilon of the other norms.
-    "deepseek_v3": {
-        "hidden_size": 128,
-        "kv_lora_rank": 512,
-        "qk_rope_head_dim": 64,
-        "qk_nope_head_dim": 64,
-        "qk_head_dim": 128,
-        "head_dim": 64,
-        "v_head_dim": 64,
-        "rms_norm_eps": 1e-6,
-        # Published configurations have these entries, which transformers does not know.
-        "topk_method": "noaux_tc",
-        "scoring_func": "sigmoid",
-    },
+    # vLLM's gpt-oss always has this limit. With these weights it applies to some projections.
+    "gpt-oss": HEADS | {"swiglu_limit": 7.0, "initializer_range": 0.2},
+    "deepseek_v2": LATENT,
+    "deepseek_v2-lite": LATENT,
+    "deepseek_v3": LATENT,
+    "moonlight": LATENT,
 }
 NAMES = (
+    "gpt-oss",
     "smollm3",
     "granite",
     "phi3",
@@ -51,7 +53,12 @@ NAMES = (
     "qwen2_moe",
     "qwen3_moe-dense",
     "glm4_moe",
+    "minimax_m2",
+    "deepseek_v2",
+    "deepseek_v2-lite",
     "deepseek_v3",
+    "moonlight",
+    "seed_oss",
     "olmoe",
 )
 

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from aligner.engines.external.external_engine import WeightPiece
 from aligner.engines.vllm.program import weight_memory
 from aligner.engines.vllm.program.weight_memory import (
     DeviceMemory,
@@ -27,6 +28,11 @@ from aligner.engines.vllm.program.weight_memory import (
     open_memory,
     view_tensor,
 )
+from aligner.engines.vllm.vllm_engine import _build_tensor_slice
+from aligner.models.weight_slices import Slice, TensorSpec, compute_engine_slices, weight_table
+from aligner.schema import EngineParallelConfig
+from tests.engines import engines
+from tests.megatron import families
 
 CPU = torch.device("cpu")
 TENSORS = {
@@ -66,7 +72,7 @@ def shared_whole(
     tensors: dict[str, torch.Tensor], memory_of: Callable[[int], Memory] = HostMemory
 ) -> SharedSlices:
     return SharedSlices(
-        [TensorSlice(name, tensor.shape, None, 0, tensor) for name, tensor in tensors.items()],
+        [TensorSlice(name, tensor.shape, (), tensor) for name, tensor in tensors.items()],
         memory_of,
     )
 
@@ -103,29 +109,72 @@ def test_slice_is_received_in_whole_tensor_padded_with_nan():
         "column": torch.randn(5, 3).bfloat16(),
         "all": torch.randn(2),
     }
-    # Two slices of one fused tensor.
-    pieces = [("fused", 1, 1, 2), ("fused", 1, 4, 5), ("column", 0, 3, 5)]
-    placed = [
-        TensorSlice(
-            name, whole[name].shape, axis, start, whole[name].narrow(axis, start, stop - start)
-        )
-        for name, axis, start, stop in pieces
-    ]
-    shared = SharedSlices([*placed, TensorSlice("all", [2], None, 0, whole["all"])], HostMemory)
+    every = slice(0, 4)
+    indices = {
+        # Two slices of one fused tensor; the second one alternates with another weight.
+        "fused": [(every, slice(1, 2)), (every, slice(3, 6, 2))],
+        "column": [(slice(3, 5),)],
+        "all": [()],
+    }
+    shared = SharedSlices(
+        [
+            TensorSlice(name, whole[name].shape, index, whole[name][index])
+            for name, ranges in indices.items()
+            for index in ranges
+        ],
+        HostMemory,
+    )
     handle = received_handle(shared)
     with open_memory(handle["memory"], CPU) as memory:
         found = dict(copy_tensors(memory, handle["pieces"], CPU))
     shared.close()
-    assert list(found) == list(whole) and torch.equal(found["all"], whole["all"])
+
+    assert list(found) == list(whole)
     for name, tensor in found.items():
-        has_come = torch.zeros(tensor.shape, dtype=torch.bool)
-        for _, axis, start, stop in (piece for piece in pieces if piece[0] == name):
-            has_come.narrow(axis, start, stop - start).fill_(True)
-        if name != "all":
-            assert (
-                torch.equal(tensor[has_come], whole[name][has_come])
-                and tensor[~has_come].isnan().all()
-            )
+        is_received = torch.zeros(tensor.shape, dtype=torch.bool)
+        for index in indices[name]:
+            is_received[index] = True
+        assert torch.equal(tensor[is_received], whole[name][is_received])
+        assert tensor[~is_received].isnan().all()
+
+
+def test_stacked_experts_are_sent_one_by_one(tmp_path):
+    directory = families.save("gpt-oss", tmp_path)
+    stored = engines.file_tensors(directory)
+    table = weight_table(engines.shape_of(directory))
+    cuts = compute_engine_slices(table, EngineParallelConfig(tensor=2), rank=1)
+    pieces = [
+        WeightPiece(spec, cuts[spec.name], read_piece(stored, spec, cuts[spec.name]))
+        for spec in table
+        if spec.expert == 3 and spec.layer == 1
+    ]
+    shared = SharedSlices([_build_tensor_slice(piece) for piece in pieces], HostMemory)
+    handle = received_handle(shared)
+    with open_memory(handle["memory"], CPU) as memory:
+        found = dict(copy_tensors(memory, handle["pieces"], CPU))
+    shared.close()
+
+    prefix = "model.layers.1.mlp.experts"
+    # Rank 1 has the second half of the feed-forward rows, for gate and up the rows from 48 on.
+    halves = {
+        "gate_up_proj": (slice(None), slice(96, None)),
+        "gate_up_proj_bias": (slice(96, None),),
+        "down_proj": (slice(48, None),),
+        "down_proj_bias": (slice(None),),
+    }
+    assert found.keys() == {f"{prefix}.3.{name}" for name in halves}
+    for name, half in halves.items():
+        expert = stored[f"{prefix}.{name}"][3]
+        tensor = found[f"{prefix}.3.{name}"]
+        assert tensor.shape == expert.shape
+        assert torch.equal(tensor[half], expert[half])
+        assert tensor.isnan().sum() == expert.numel() - expert[half].numel()
+
+
+def read_piece(stored: dict[str, torch.Tensor], spec: TensorSpec, cut: Slice) -> torch.Tensor:
+    """Return a rank's slice of a weight from the tensors of a file."""
+    position = spec.stored_range
+    return stored[position.name][position.locate(spec.shape, cut)]
 
 
 def test_reader_writes_do_not_change_shared_memory():

@@ -26,16 +26,29 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
+from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
 )
-from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
+from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS, SKIP_TENSORS
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from weight_memory import compute_checksum, copy_tensors, open_memory
+
+# Names of parameters that vLLM 0.32 copies without a weight loader. A reload would let it copy into
+# placeholders, so it must leave these parameters as they are.
+_COPIED_TENSORS = {"sinks"}
+SKIP_LOAD_TENSORS.update(_COPIED_TENSORS)
+SKIP_TENSORS.update(_COPIED_TENSORS)
+
+# Norms of the latents of latent attention, and their epsilon in the model code of DeepSeek-V2 and
+# V3. vLLM 0.32 uses the entry `rms_norm_eps` for them too.
+_LATENT_NORMS = {"q_a_layernorm", "kv_a_layernorm"}
+_LATENT_NORM_EPSILON = 1e-6
 
 
 @dataclass
@@ -80,6 +93,11 @@ class SharedMemoryEngine(WeightTransferEngine[NoInitInfo, SharedTensors]):
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             tied_names[name] = first_names.setdefault(id(parameter), name)
 
+        for parameter in self.model.parameters():
+            loader = getattr(parameter, "weight_loader", None)
+            # vLLM 0.32 reads the name of every loader, which MiniMax-M2's partial functions lack.
+            if isinstance(loader, functools.partial):
+                loader.__name__ = loader.func.__name__  # type: ignore[attr-defined]
         initialize_layerwise_reload(self.model)
 
         self.missing_parameters: set[str] = set()
@@ -88,12 +106,21 @@ class SharedMemoryEngine(WeightTransferEngine[NoInitInfo, SharedTensors]):
         """Names of the received tensors that vLLM has not loaded into any parameter."""
         # `initialize_layerwise_reload` replaced the parameters and wrapped their weight loaders.
         for name, parameter in self.model.named_parameters():
-            if name.rpartition(".")[2] in SKIP_LOAD_TENSORS:
+            own_name = name.rpartition(".")[2]
+            if own_name in _COPIED_TENSORS:
+                # `find_nan_parameters` finds what the update lacks.
+                parameter.data.fill_(torch.nan)
+                continue
+            if own_name in SKIP_LOAD_TENSORS:
                 # vLLM leaves these parameters and their loaders as they are, so the wrapper of the
                 # last update must be removed here.
                 loader = getattr(parameter, "weight_loader", default_weight_loader)
                 parameter.weight_loader = inspect.unwrap(loader)
             self._track_loading(parameter, tied_names.get(name, name))
+
+        for name, module in self.model.named_modules():
+            if name.rpartition(".")[2] in _LATENT_NORMS:
+                module.variance_epsilon = _LATENT_NORM_EPSILON
 
         if self.device.type == "cpu":
             # vLLM 0.32 packs experts only if they have no kernel yet, that is, only in the first
@@ -173,7 +200,8 @@ class SharedMemoryEngine(WeightTransferEngine[NoInitInfo, SharedTensors]):
     def _track_tensors(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors; each counts as unused until a parameter's weight loader is called."""
         for name, tensor in tensors:
-            self._unused_tensors.add(name)
+            if name.rpartition(".")[2] not in _COPIED_TENSORS:
+                self._unused_tensors.add(name)
             # vLLM loads a tensor before it takes the next one from this generator.
             self._current_tensor = name
             yield name, tensor
@@ -188,6 +216,45 @@ WeightTransferEngineFactory.register_engine("aligner", SharedMemoryEngine)
 # if they are killed. This makes them use gloo instead.
 CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
 
+
+# vLLM's own method, which `_rotate_on_cpu` wraps and replaces.
+_original_rotate = RotaryEmbedding.forward_cpu
+
+
+def _rotate_on_cpu(
+    self: RotaryEmbedding, positions: Tensor, query: Tensor, key: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Apply rotary positions to queries and keys, [T, H * D] or [T, H, D].
+
+    vLLM 0.32's kernel for CPUs takes the last dimension for all heads of a token. In queries of
+    latent attention, [T, H, D], it therefore rotates only a part of the heads.
+    """
+    rotate = self.forward_native if query.dim() == 3 else functools.partial(_original_rotate, self)
+    rotated: tuple[Tensor, Tensor | None] = rotate(positions, query, key)
+    return rotated
+
+
+RotaryEmbedding.forward_cpu = _rotate_on_cpu
+
+# vLLM's own method, which `_route_on_cpu` wraps and replaces.
+_original_routing = CPURouter._compute_routing
+
+
+def _route_on_cpu(self: CPURouter, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    """Return the weights and the indices of each token's experts.
+
+    vLLM 0.32's router for CPUs computes sigmoid scores, and adds a correction bias, only if the
+    experts have groups. A single group is equivalent to none.
+    """
+    if self.scoring_func == "sigmoid" and not self.use_grouped_topk:
+        self.use_grouped_topk = True
+        self.num_expert_group = 1
+        self.topk_group = 1
+    routing: tuple[Tensor, Tensor] = _original_routing(self, *args, **kwargs)
+    return routing
+
+
+CPURouter._compute_routing = _route_on_cpu
 
 # vLLM's own method, which `_forward_with_logprobs` wraps and replaces.
 _original_forward = Sampler.forward

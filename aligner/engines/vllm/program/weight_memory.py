@@ -139,19 +139,14 @@ class DeviceMemory:
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """Slice of a tensor of the checkpoint.
-
-    If `axis` is None, the slice is the whole tensor.
-    """
+    """Slice of a tensor of the checkpoint."""
 
     name: str
     """Name of the tensor in the checkpoint."""
     shape: Sequence[int]
     """Shape of the whole tensor."""
-    axis: int | None
-    """Dimension along which the tensor is sliced."""
-    start: int
-    """Index of the slice's start along `axis`."""
+    index: Sequence[slice]
+    """Range of each dimension of the tensor; dimensions without one are whole."""
     data: Tensor
     """Values of the slice."""
 
@@ -171,24 +166,20 @@ class SharedSlices:
             slices: Slices of tensors. All slices of one tensor must be adjacent.
             allocate: Function that allocates memory of a given number of bytes.
         """
-        # The header of each slice: name, data type and shape of the whole tensor; axis, start and
-        # shape of the slice; and the index of its first byte in the memory.
-        headers: list[tuple[str, str, list[int], int | None, int, list[int], int]] = []
+        # The header of each slice: name, data type and shape of the whole tensor; start, stop and
+        # step of each dimension's range; shape of the slice; and the index of its first byte in the
+        # memory.
+        headers: list[tuple[str, str, list[int], list[list[int]], list[int], int]] = []
         size = 0
         for tensor_slice in slices:
             data = tensor_slice.data
             dtype_name = str(data.dtype).removeprefix("torch.")
-            headers.append(
-                (
-                    tensor_slice.name,
-                    dtype_name,
-                    [*tensor_slice.shape],
-                    tensor_slice.axis,
-                    tensor_slice.start,
-                    [*data.shape],
-                    size,
-                )
-            )
+            ranges = [
+                [*each.indices(length)]
+                for each, length in zip(tensor_slice.index, tensor_slice.shape, strict=False)
+            ]
+            shape = [*tensor_slice.shape]
+            headers.append((tensor_slice.name, dtype_name, shape, ranges, [*data.shape], size))
             # Rounded up: a slice must be aligned, and the checksum reads whole 32-bit words.
             size += -(-data.nbytes // _ALIGNMENT) * _ALIGNMENT
 
@@ -225,7 +216,7 @@ def copy_tensors(
     """
     for name, tensor_headers in itertools.groupby(headers, key=lambda header: header[0]):
         tensor: Tensor | None = None
-        for _, dtype_name, shape, axis, start, slice_shape, offset in tensor_headers:
+        for _, dtype_name, shape, ranges, slice_shape, offset in tensor_headers:
             data = view_tensor(memory, dtype_name, slice_shape, offset)
             # A whole tensor is copied too: the sender may reuse the memory after the answer.
             if list(slice_shape) == list(shape):
@@ -233,7 +224,7 @@ def copy_tensors(
                 break
             if tensor is None:
                 tensor = torch.full(shape, torch.nan, dtype=data.dtype, device=device)
-            tensor.narrow(axis, start, slice_shape[axis]).copy_(data)
+            tensor[tuple(slice(*each) for each in ranges)].copy_(data)
         assert tensor is not None
         yield name, tensor
 
