@@ -34,6 +34,8 @@ VLLM_FAMILIES = (
     "qwen2_moe",
     "qwen3_moe",
     "glm4_moe",
+    "minimax_m2",
+    "deepseek_v2",
     "deepseek_v3",
     "gpt_oss",
     "olmoe",
