@@ -11,7 +11,7 @@ from aligner.agents.mcp_servers import list_server_tools
 from aligner.agents.sandboxes import SandboxSettings, create_sandbox
 from aligner.agents.sandboxes.bubblewrap import Bubblewrap
 from aligner.agents.sandboxes.sandbox import Isolation
-from aligner.agents.sandboxes.sandbox_limits import Gap, describe_gaps, describe_missing_groups
+from aligner.agents.sandboxes.sandbox_limits import Gap, describe_missing_groups, list_remedies
 from aligner.agents.tool_environment import ToolEnvironment
 from aligner.agents.tool_protocol import ListedTool
 from aligner.data.tokenizer import Tokenizer
@@ -125,10 +125,11 @@ def detect_isolation(settings: EnvironmentConfig) -> tuple[Isolation, list[Gap]]
     bubblewrap = Bubblewrap.detect(settings.python)
     gaps = bubblewrap.find_gaps()
     if gaps and settings.sandbox == "required":
+        lines = "".join(f"  {gap}\n" for gap in gaps)
         raise ConfigError(
             f"environment.tools: {', '.join(_find_sandbox_tools(settings))}: this machine does not"
-            f" enforce the sandbox: {describe_gaps(gaps)}; or set environment.sandbox=best_effort"
-            " to run without these limits"
+            f" enforce these limits of the sandbox:\n{lines}To enforce them, {list_remedies(gaps)};"
+            " or set environment.sandbox=best_effort to run without these limits"
         )
     return bubblewrap.isolation, gaps
 
@@ -209,10 +210,11 @@ def describe_tools(settings: EnvironmentConfig) -> list[str]:
         return lines
     _, gaps = detect_isolation(settings)
     lines += [
-        f"note: environment.sandbox={settings.sandbox}: not enforced on this machine: {gap};"
-        f" {gap.remedy}"
+        f"note: environment.sandbox={settings.sandbox}: not enforced on this machine: {gap}"
         for gap in gaps
     ]
+    if gaps:
+        lines.append(f"note: to enforce these limits, {list_remedies(gaps)}")
     if missing_group := describe_missing_groups(settings.python):
         lines.append(f"note: environment.python: {missing_group}")
     return lines

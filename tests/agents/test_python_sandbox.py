@@ -358,10 +358,11 @@ def test_unenforced_limits_are_refused_unless_accepted(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     with pytest.raises(
         ConfigError,
-        match=r"does not enforce the sandbox: network: the network is reachable; files: .*"
-        r" install bubblewrap .*sandbox=best_effort",
+        match=r"does not enforce these limits of the sandbox:\n  network: the network is reachable\n"
+        r"  files: (.*\n)*To enforce them, install bubblewrap .*sandbox=best_effort",
     ):
         describe_tools(settings())
     lines = "\n".join(describe_tools(settings(sandbox="best_effort")))
     for gap in gaps:
         assert f"not enforced on this machine: {gap}: " in lines
+    assert "note: to enforce these limits, install bubblewrap" in lines
