@@ -76,13 +76,13 @@ class ExpertRouter(TopKRouter):
         The method also counts the tokens for which the router has chosen other experts.
         """
         token_index = routing_replay.token_index
-        recorded = routing_replay.experts[:, self.routing_index].to(expert_ids)
-        chosen = expert_ids[token_index]
+        recorded_ids = routing_replay.experts[:, self.routing_index].to(expert_ids)
+        router_ids = expert_ids[token_index]
         # Only the set of experts matters. Keeping the router's order of an equal set also keeps the
         # rounding of the sum of their weights.
-        is_mismatch = (chosen.sort(-1).values != recorded.sort(-1).values).any(-1)
+        is_mismatch = (router_ids.sort(-1).values != recorded_ids.sort(-1).values).any(-1)
         routing_replay.mismatch_counts.append(is_mismatch.sum())
-        replayed = torch.where(is_mismatch[:, None], recorded, chosen)
+        replayed = torch.where(is_mismatch[:, None], recorded_ids, router_ids)
         return expert_ids.index_copy(0, token_index, replayed)
 
 

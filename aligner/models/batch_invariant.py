@@ -56,12 +56,12 @@ def logprobs(scores: Tensor, tokens: Tensor) -> Tensor:
     """
     # Subtracting the maximum prevents an overflow of exp.
     scores.sub_(scores.amax(-1, keepdim=True))
-    chosen = scores.gather(-1, tokens[:, None])[:, 0]
-    return chosen - scores.exp_().sum(-1).log()
+    target_scores = scores.gather(-1, tokens[:, None])[:, 0]
+    return target_scores - scores.exp_().sum(-1).log()
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scale: float | None = None
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float | None = None
 ) -> Tensor:
     """Compute attention with batch-invariant results.
 
@@ -69,8 +69,8 @@ def attend(
         query: [N, heads, L, dim].
         key: [N, KV heads, W, dim].
         value: [N, KV heads, W, dim].
-        seen: Attention mask, bool, broadcastable to [N, L, W]: the keys to which a query attends,
-            at least one for each query.
+        visible: Attention mask, bool, broadcastable to [N, L, W]: the keys to which a query
+            attends, at least one for each query.
         scale: Factor of the scores; None means 1/√dim.
 
     Returns:
@@ -80,7 +80,7 @@ def attend(
     groups, width = key.shape[1:3]
     missing = round_up_to_rows(width) - width
     key, value = F.pad(key, (0, 0, 0, missing)), F.pad(value, (0, 0, 0, missing))
-    unseen = F.pad(~seen, (0, missing), value=True).expand(rows, length, width + missing)
+    is_hidden = F.pad(~visible, (0, missing), value=True).expand(rows, length, width + missing)
 
     # The queries that share a KV head are the rows of one matmul.
     query_rows = heads // groups * length
@@ -92,7 +92,7 @@ def attend(
     scores = (
         scores[:, :, :query_rows]
         .unflatten(2, (-1, length))
-        .masked_fill(unseen[:, None, None], float("-inf"))
+        .masked_fill(is_hidden[:, None, None], float("-inf"))
     )
     weights = F.pad(scores.softmax(-1).flatten(2, 3), (0, 0, 0, padding))
 
@@ -138,9 +138,9 @@ def require_batch_invariance(shape: ModelShape) -> None:
     expected = attend(query, key, value, causal)
     for length in (ROWS, _COLUMNS - 1, _COLUMNS + ROWS, 2 * _COLUMNS - 1, 3 * _COLUMNS + 1):
         last = slice(length - 1, length)
-        seen = torch.ones(1, length, dtype=torch.bool)
+        visible = torch.ones(1, length, dtype=torch.bool)
         if not torch.equal(
-            attend(query[:, :, last], key[:, :, :length], value[:, :, :length], seen),
+            attend(query[:, :, last], key[:, :, :length], value[:, :, :length], visible),
             expected[:, :, last],
         ):
             raise ConfigError(

@@ -49,13 +49,13 @@ def build_policy(directory: Path, layout: Mapping[str, Any], **settings: Any) ->
         **settings: Other keys of the section `actor`.
     """
     world = worlds.initialize(ParallelConfig(**layout), seed=1, timeout_s=_TIMEOUT_S)
-    chosen = {
+    defaults = {
         "micro_batch_tokens": _MICRO_BATCH_TOKENS,
         "logprob_chunk_tokens": 10,
         "optimizer": OPTIMIZER,
         "precision": "fp32",
     }
-    section = ActorConfig(parallel=world.layout, **{**chosen, **settings})
+    section = ActorConfig(parallel=world.layout, **{**defaults, **settings})
     shape = read_shape(directory)
     return Policy(shape, world, section, directory, TEMPERATURE, total_updates=STEPS + 1)
 
@@ -86,16 +86,16 @@ def collect_gradients(runner: ModelRunner) -> Slices:
 
 def train_and_observe(policy: Policy, experience: Experience) -> tuple[dict[str, float], Slices]:
     """Run an update; return its statistics and the gradients that the optimizer receives."""
-    seen: Slices = {}
+    gradients: Slices = {}
     optimizer, prepare = policy.runner.optimizer, policy.runner.optimizer.prepare_grads
 
     def observe_and_prepare() -> Any:
-        seen.update(collect_gradients(policy.runner))
+        gradients.update(collect_gradients(policy.runner))
         return prepare()
 
     optimizer.prepare_grads = observe_and_prepare
     try:
-        return policy.train(experience, compute_loss), seen
+        return policy.train(experience, compute_loss), gradients
     finally:
         del optimizer.prepare_grads
 

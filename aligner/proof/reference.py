@@ -123,8 +123,8 @@ def compute_logprobs(model: Any, tokens: Tensor, lengths: Tensor) -> Tensor:
     rows = []
     for row, length in zip(tokens, lengths.tolist(), strict=True):
         logits = model(row[None, :length]).logits[0, :-1]
-        chosen = (logits / TEMPERATURE).log_softmax(-1).gather(-1, row[1:length, None])[:, 0]
-        rows.append(torch.nn.functional.pad(chosen, (0, tokens.shape[1] - length)))
+        logprobs = (logits / TEMPERATURE).log_softmax(-1).gather(-1, row[1:length, None])[:, 0]
+        rows.append(torch.nn.functional.pad(logprobs, (0, tokens.shape[1] - length)))
     return torch.stack(rows)
 
 

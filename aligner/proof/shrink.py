@@ -105,8 +105,8 @@ def shrink_config(
     small["initializer_range"] = 1 / math.sqrt(hidden)
     small |= dict.fromkeys(architecture.dropouts, 0.0)
 
-    if lost := _find_lost_parts(shape, read_config(small, origin)):
-        raise ConfigError(f"{origin}: the small model would lack parts of the model: {lost}")
+    if names := _find_missing_parts(shape, read_config(small, origin)):
+        raise ConfigError(f"{origin}: the small model would lack parts of the model: {names}")
     return small
 
 
@@ -154,11 +154,11 @@ def _choose_layers(shape: ModelShape, layouts: Sequence[ParallelConfig], origin:
             " stages; prove the layouts one by one"
         )
     kinds = list(map(_describe_kind, shape.layers))
-    wanted = set(kinds)
+    all_kinds = set(kinds)
     prefixes = [depth for depth in depths if depth < _MAX_PREFIX]
     for size in (*prefixes, *depths[len(prefixes) : len(prefixes) + 1]):
         indices = [index % shape.num_layers for index in range(size)]
-        if {kinds[index] for index in indices} == wanted:
+        if {kinds[index] for index in indices} == all_kinds:
             return indices
     first = sorted(kinds.index(kind) for kind in dict.fromkeys(kinds))
     size = next(depth for depth in depths if depth >= len(first))
@@ -174,13 +174,13 @@ def _iterate_depths(shape: ModelShape, layouts: Sequence[ParallelConfig]) -> Ite
             if not _has_given_stages(layout)
         )
     )
-    given = [
+    sizes_by_depth = [
         find_similar_parts(count_part_layers(shape, layout), _MAX_LAYERS)
         for layout in layouts
         if _has_given_stages(layout)
     ]
     for depth in range(multiple, _MAX_LAYERS, multiple):
-        if all(depth in sizes for sizes in given):
+        if all(depth in sizes for sizes in sizes_by_depth):
             yield depth
 
 
@@ -293,8 +293,8 @@ def _choose_expert_sizes(
     per_token = min(experts.per_token, 4)
     # At least two experts in each group, and some experts that no token of a group chooses.
     multiple = math.lcm(2 * groups if groups > 1 else 1, *(each.expert for each in layouts))
-    chosen = per_token + (experts.per_token < experts.count) * per_token
-    count = math.ceil(chosen / multiple) * multiple
+    min_count = per_token + (experts.per_token < experts.count) * per_token
+    count = math.ceil(min_count / multiple) * multiple
     values: dict[str, float] = {
         "count": count,
         "per_token": per_token,
@@ -392,9 +392,11 @@ def _describe_part(shape: ModelShape, name: str) -> dict[str, Any]:
     part = getattr(shape, name)
     if part is None:
         return {}
-    kept = ("groups", "groups_per_token", "scores_per_group", "shared_count")
+    exact_names = ("groups", "groups_per_token", "scores_per_group", "shared_count")
     values = {
-        key: value if key in kept or isinstance(value, str | bool | float) else value is not None
+        key: value
+        if key in exact_names or isinstance(value, str | bool | float)
+        else value is not None
         for key, value in dataclasses.asdict(part).items()
     }
     if name == "experts":
@@ -402,16 +404,16 @@ def _describe_part(shape: ModelShape, name: str) -> dict[str, Any]:
     return values
 
 
-def _find_lost_parts(shape: ModelShape, small: ModelShape) -> str:
+def _find_missing_parts(shape: ModelShape, small: ModelShape) -> str:
     """Return the attributes that a small model does not have in common with the model."""
-    lost = [
+    names = [
         field.name
         for field in dataclasses.fields(shape)
         if field.name not in _SIZES and getattr(shape, field.name) != getattr(small, field.name)
     ]
-    if shape.delta_net is not None and "norm_epsilon" in lost:
-        lost.remove("norm_epsilon")
+    if shape.delta_net is not None and "norm_epsilon" in names:
+        names.remove("norm_epsilon")
     if set(map(_describe_kind, shape.layers)) != set(map(_describe_kind, small.layers)):
-        lost.append("layers")
-    lost += [name for name in _PARTS if _describe_part(shape, name) != _describe_part(small, name)]
-    return ", ".join(lost)
+        names.append("layers")
+    names += [name for name in _PARTS if _describe_part(shape, name) != _describe_part(small, name)]
+    return ", ".join(names)

@@ -435,8 +435,8 @@ class EmbeddedEngine(GenerationEngine):
             # also suffices for later batches of similar lengths.
             current = self._state.cache.size
             if current.columns >= columns:
-                wanted = compute_cache_size(self._token_bytes, current.columns, max_rows, budget)
-                if current.rows >= wanted.rows:
+                needed = compute_cache_size(self._token_bytes, current.columns, max_rows, budget)
+                if current.rows >= needed.rows:
                     return
 
             rounded_columns = -(-columns // _COLUMN_MULTIPLE) * _COLUMN_MULTIPLE
