@@ -103,9 +103,13 @@ class RunConsole(Console):
             self.quiet = is_quiet
 
     def print_event(self, event: str, **fields: Any) -> None:
-        """With `json`, print an event on standard output, as one JSON object."""
+        """With `json`, print an event without secrets on standard output, as one JSON object."""
         if self.mode == "json":
-            print(json.dumps({"event": event, **fields}, ensure_ascii=False), flush=True)
+            masked = {
+                name: mask_secrets(value) if isinstance(value, str) else value
+                for name, value in fields.items()
+            }
+            print(json.dumps({"event": event, **masked}, ensure_ascii=False), flush=True)
 
 
 def print_line(console: Console, text: str) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from aligner.masking import mask_secrets
 from aligner.observability.logs import ERROR_PREFIX, extract_text_lines
 from aligner.observability.user_errors import UserErrorFollower
 from aligner.paths import RunPaths
@@ -104,7 +105,8 @@ def read_log_end(file: Path) -> tuple[list[Line], int]:
         content.seek(max(0, size - _LOG_BYTES))
         skipped_bytes = content.tell()
         text = content.read(_LOG_BYTES).decode(errors="replace")
-    text = _COLORS.sub("", text)
+    # Libraries and child processes write directly to a log, where nothing masks their secrets.
+    text = mask_secrets(_COLORS.sub("", text))
     # A progress bar overwrites its line with carriage returns: only its last state remains.
     lines = [line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n")]
     shown_lines: list[Line] = []

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from aligner.cli import main
+from aligner.config.compose import compose_config
 from aligner.schema.keys import get_schema_keys
 
 
@@ -134,6 +135,10 @@ def test_show_config_masks_secrets_and_keeps_names(
         "WANDB_API_KEY": "${oc.env:WANDB_API_KEY}",
         "OTHER": "***",
     }
+    # The printed file can be launched: it reads the variable again.
+    (tmp_path / "mine.yaml").write_text(output)
+    config = compose_config([], config_file=tmp_path / "mine.yaml")
+    assert config.cluster.slurm.environment["WANDB_API_KEY"] == "0123abc"
     assert values["run"]["dir"] == str(tmp_path / "run")
 
 

@@ -87,6 +87,7 @@ def test_literal_interpolations_stay_literal(tmp_path: Path) -> None:
         assert each.logging.wandb.tags == ["${oc.env:PLANTED}"]
 
 
+@pytest.mark.promise("readers-resolve-no-variables")
 def test_reader_never_resolves_its_environment(tmp_path: Path) -> None:
     config = compose(tmp_path)
     file = tmp_path / "config.yaml"

@@ -22,7 +22,7 @@ from aligner.launcher.rank_environment import FreePorts, _UnixConnection
 from aligner.open_files import StrangerConnections, share_open_files
 from aligner.placement.addresses import KEY_HEADER
 from aligner.servers.gateway import READY, GatewaySettings
-from aligner.triton_cleanup import HEALTH_SOCKET
+from aligner.triton_cleanup import HEALTH_SOCKET, remove_triton_files
 
 KEY = "the-key-of-the-run"
 IDLE_COUNT = 2_000
@@ -121,6 +121,28 @@ def gateway() -> Iterator[Gateway]:
             process.wait(30)
 
 
+_SERVES = """
+import sys
+import time
+from pathlib import Path
+from aligner.config.compose import compose_config
+from aligner.launcher.rank_environment import is_own_server_healthy
+from aligner.schema import PortsConfig
+from aligner.servers.triton_host import Guard, TritonHost
+from aligner.servers.wire_protocol import CRITIC_INFER
+
+config = compose_config(["experiment=tiny_ppo"])
+host = TritonHost("127.0.0.1", PortsConfig(), 16, guard=Guard("key"), log=Path(sys.argv[1]))
+host.start({CRITIC_INFER: lambda request: request})
+print("port", host.endpoint.http, flush=True)
+for line in sys.stdin:
+    started = time.monotonic()
+    is_healthy = is_own_server_healthy(config, "critic", host.endpoint, timeout_s=10)
+    print(is_healthy, time.monotonic() - started, flush=True)
+host.stop()
+"""
+
+
 @contextlib.contextmanager
 def open_idle(port: int, count: int, first_bytes: bytes = b"") -> Iterator[list[socket.socket]]:
     """Open connections that send nothing, or an incomplete request."""
@@ -204,3 +226,32 @@ def test_limit_of_open_files_is_raised_and_shared() -> None:
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         assert done.stdout.split() == [str(share), str(hard_limit)]
     assert 1 <= share_open_files(8) <= 1024
+
+
+@pytest.mark.promise("idle-connections-do-not-stop-a-server")
+@pytest.mark.slow
+def test_triton_server_is_healthy_with_thousands_of_idle_connections(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", _SERVES, str(tmp_path / "log")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: resource.setrlimit(
+            resource.RLIMIT_NOFILE, (_OPEN_FILES // 2, _OPEN_FILES)
+        ),
+    )
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        port = next(line.split()[1] for line in process.stdout if line.startswith("port "))
+        with open_idle(int(port), IDLE_COUNT):
+            for _ in range(3):
+                process.stdin.write("check\n")
+                process.stdin.flush()
+                assert process.stdout.readline().split()[0] == "True"
+    finally:
+        process.stdin.close()
+        try:
+            process.wait(60)
+        finally:
+            process.kill()
+            remove_triton_files(process.pid)

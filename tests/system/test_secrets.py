@@ -92,6 +92,7 @@ def _find(root: Path, secret: str) -> list[Path]:
     ]
 
 
+@pytest.mark.promise("secrets-reach-no-file")
 @pytest.mark.slow
 def test_planted_secrets_reach_no_file_of_a_run(tmp_path: Path) -> None:
     names = (*_SECRET_VARIABLES, *_REFERENCED_VARIABLES, *_FORMS)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from aligner.cli import main
+from tests.servers.test_idle_connections import IDLE_COUNT, open_idle
 from tests.view.served import Answer, Viewer, serving
 from tests.view.written_runs import (
     HOSTILE,
@@ -169,6 +170,13 @@ def test_link_with_key_redirects_only_to_this_server(viewer: Viewer, path: str) 
     answer = Viewer(viewer.link).get(f"{path}?key={key}&q=a")
     assert answer.status == 303
     assert re.match(r"/(?![/\\])", answer.headers["location"]), answer.headers["location"]
+
+
+def test_viewer_answers_with_thousands_of_idle_connections(viewer: Viewer) -> None:
+    with open_idle(int(viewer.host.rpartition(":")[2]), IDLE_COUNT):
+        assert viewer.get("/").status == 200
+    stranger = Viewer(viewer.link).get("/")
+    assert (stranger.status, stranger.headers["connection"]) == (403, "close")
 
 
 def test_pages_run_only_scripts_of_the_server(viewer: Viewer, pages: dict[str, str]) -> None:
