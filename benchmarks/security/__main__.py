@@ -18,9 +18,11 @@ The exit code is 1 if there is any finding.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -58,13 +60,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results: list[dict[str, Any]] = []
     for each in probes:
         print(f"{each.group}: {each.name}", file=sys.stderr, flush=True)
-        results.append(each.run())
+        with _print_to_standard_error():
+            results.append(each.run())
     findings = sum(result["state"] == "finding" for result in results)
     if parsed.json:
         print(json.dumps({"findings": findings, "probes": results}, indent=1))
     else:
         _print_results(results)
     return 1 if findings else 0
+
+
+@contextlib.contextmanager
+def _print_to_standard_error() -> Iterator[None]:
+    """Redirect what this process and its child processes print, so that `--json` prints JSON
+    alone."""
+    output = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(output, 1)
+        os.close(output)
 
 
 def _print_list(probes: Sequence[Probe]) -> None:
