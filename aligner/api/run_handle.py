@@ -25,6 +25,7 @@ from aligner.api.arguments import ChildCommand, Records, launch_arguments, write
 from aligner.config.compose import load_config
 from aligner.config.conf_files import find_config_sources, list_group_options
 from aligner.errors import STOP_SIGNAL, AlignerError, ConfigError, build_exit_error
+from aligner.launcher.job_systems import get_job_system
 from aligner.launcher.run_directory import read_state
 from aligner.launcher.status import ENDED_STATES, RunStatus, describe_status, read_status
 from aligner.observability.console import WINDOW_STEPS, Pace
@@ -543,9 +544,12 @@ class Run:
             state = read_state(self._paths.status)
             if state is None or state.job is not None or state.host != os.uname().nodename:
                 job = "JOB" if state is None or state.job is None else state.job
+                hint = ""
+                if self.config.cluster.kind != "local":
+                    system = get_job_system(self.config)
+                    hint = f", or stop its {system.job_noun} with: {system.get_stop_command(job)}"
                 raise AlignerError(
-                    f"{self.directory}: the run is not on this machine; stop it there, or, if it is"
-                    f" a Slurm job, with: scancel --batch --signal=USR1 {job}"
+                    f"{self.directory}: the run is not on this machine; stop it there{hint}"
                 )
             os.kill(state.pid, number)
         while self._is_launched_here or self.state not in ENDED_STATES:

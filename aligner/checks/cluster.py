@@ -1,4 +1,4 @@
-"""Checks of the section `cluster`: the devices of this machine, or the Slurm job.
+"""Checks of the section `cluster`: the devices of this machine, or the job on a cluster.
 
 The checks compare the job with the roles, its mounts, and the machine that submits it.
 """
@@ -8,18 +8,20 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from aligner.checks.pod_jobs import find_kubernetes_problems, find_skypilot_problems
 from aligner.errors import ConfigError
 from aligner.models.model_source import ExpectedInputs
 from aligner.models.shape import ModelShape
 from aligner.paths import get_cache_directory
+from aligner.placement.job_layout import (
+    JobLayout,
+    compute_job_layout,
+    get_node_settings,
+    get_role_key,
+)
 from aligner.placement.local_devices import assign_local_devices
 from aligner.placement.roles import has_generator
-from aligner.placement.slurm_layout import (
-    JobLayout,
-    compute_slurm_layout,
-    get_slurm_settings,
-    list_container_mounts,
-)
+from aligner.placement.slurm_container import get_slurm_settings, list_container_mounts
 from aligner.schema import Config
 from aligner.schema.references import find_read_paths
 
@@ -31,32 +33,42 @@ _REGISTRY_IMAGE = r"[\w.-]+(:\d+)?[#/]?[\w./@:-]*"
 def find_problems(
     config: Config, model: ModelShape | None, expected: ExpectedInputs
 ) -> Iterator[str]:
-    """Yield a line for each problem of the placement of roles on this machine or in a Slurm job.
+    """Yield a line for each problem of the placement of roles on this machine or on a cluster.
 
     Only problems that are visible on the machine that submits the job are reported.
     """
-    slurm = config.cluster.slurm
-    if config.cluster.kind != "slurm":
+    kind = config.cluster.kind
+    if kind == "local":
         try:
             assign_local_devices(config)
         except ConfigError as error:
             yield str(error)
         return
     try:
-        yield from _find_replica_problems(config, compute_slurm_layout(config))
+        yield from _find_replica_problems(config, compute_job_layout(config))
     except ConfigError as error:
         yield str(error)
-    if slurm.time is not None:
-        yield from _find_time_problems(slurm.time, slurm.grace_s)
     # Runs that do not train a model resume after their last step, without checkpoints.
-    if slurm.requeue and config.algorithm.trains_model:
+    if config.cluster.is_requeued and config.algorithm.trains_model:
         yield from _find_requeue_problems(config)
     if config.server.interface != "0.0.0.0":
         yield (
-            f"server.interface={config.server.interface}: must be 0.0.0.0 with cluster=slurm,"
+            f"server.interface={config.server.interface}: must be 0.0.0.0 with cluster={kind},"
             " because clients connect to each server at the address of its node"
         )
+    if kind == "slurm":
+        yield from _find_slurm_problems(config)
+    elif kind == "kubernetes":
+        yield from find_kubernetes_problems(config)
+    else:
+        yield from find_skypilot_problems(config)
 
+
+def _find_slurm_problems(config: Config) -> Iterator[str]:
+    """Yield problems of the time limit, the images and the mounts of a Slurm job."""
+    slurm = config.cluster.slurm
+    if slurm.time is not None:
+        yield from _find_time_problems(slurm.time, slurm.grace_s)
     # Roles without an image of their own run in the image of the job.
     images = {"cluster.slurm.image": slurm.image}
     images |= {
@@ -114,11 +126,11 @@ def _find_requeue_problems(config: Config) -> Iterator[str]:
     # A checkpoint after the last step comes too late for a requeued job.
     if not minutes and not 0 < every < steps:
         yield (
-            f"cluster.slurm.requeue=true: with checkpoint.every={every} and"
+            f"cluster.{config.cluster.kind}.requeue=true: with checkpoint.every={every} and"
             " checkpoint.every_minutes=0 the run writes its first checkpoint after the last step"
             f" (run.steps={steps}), so a requeued job would restart from the beginning; set"
             " checkpoint.every_minutes=MINUTES, checkpoint.every=STEPS or"
-            " cluster.slurm.requeue=false"
+            f" cluster.{config.cluster.kind}.requeue=false"
         )
 
 
@@ -146,7 +158,7 @@ def _find_replica_problems(config: Config, layout: JobLayout) -> Iterator[str]:
         return
     role = "generator" if has_generator(config) else "trainer"
     placement = layout.placements[role]
-    settings = get_slurm_settings(config, role)
+    settings = get_node_settings(config, role)
     tensor = engine.parallel.tensor
     if placement.nodes == 1 or placement.ranks_per_node % tensor == 0:
         return
@@ -154,9 +166,9 @@ def _find_replica_problems(config: Config, layout: JobLayout) -> Iterator[str]:
     key = (
         "cluster.devices_per_node"
         if settings.devices is None
-        else f"cluster.slurm.roles.{role}.devices"
+        else f"{get_role_key(config, role)}.devices"
     )
-    key = key if settings.nodes is None else f"cluster.slurm.roles.{role}.nodes"
+    key = key if settings.nodes is None else f"{get_role_key(config, role)}.nodes"
     yield (
         f"engine.parallel.tensor={tensor}: a replica of engine.kind={engine.kind} must fit on one"
         f" node, but the {role} has {placement.ranks_per_node} ranks on each of"

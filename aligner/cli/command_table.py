@@ -534,8 +534,8 @@ examples:
 COMMANDS = {
     "launch": Command(
         "aligner.cli.runs:launch",
-        "start all roles of a run and wait until the run ends; with cluster=slurm, submit the run"
-        " as a job",
+        "start all roles of a run and wait until the run ends; with cluster=slurm, kubernetes or"
+        " skypilot, submit the run as a job",
         (
             *_OVERRIDES,
             _add(
@@ -548,8 +548,9 @@ COMMANDS = {
             _add(
                 "--dry-run",
                 action="store_true",
-                help="print the Slurm job script and the srun command of each role, without"
-                " submitting the job (requires cluster=slurm)",
+                help="print the job of a run on a cluster and submit nothing: with cluster=slurm,"
+                " the job script and the srun command of each role; with cluster=kubernetes, the"
+                " JobSet; with cluster=skypilot, the task",
             ),
             _add("--quiet", action="store_true", help="print only errors and the final result"),
             _add(
@@ -930,8 +931,15 @@ COMMANDS = {
     ),
     "supervise": Command(
         "aligner.cli.runs:supervise",
-        "run the configuration of a run directory in its Slurm job (called by the job script)",
-        (_RUN,),
+        "run the configuration of a run directory in its job on a cluster (called by the job)",
+        (
+            _RUN,
+            _add(
+                "--agent",
+                action="store_true",
+                help="only start ranks on this node for the supervisor (called by the supervisor)",
+            ),
+        ),
     ),
     "train": Command(
         "aligner.cli.rank_processes:train", "run one trainer rank (called by the launcher)", _RANK

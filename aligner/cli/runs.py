@@ -22,11 +22,11 @@ from aligner.config.prerequisites import RunPlan, plan_run
 from aligner.config.sweeps import SWEEP_KEYS, expand_sweep
 from aligner.errors import FINISHED, ConfigError, get_exit_code
 from aligner.launcher.forks import ForkServer
+from aligner.launcher.job_submission import render_preview, submit
+from aligner.launcher.job_supervisor import supervise as supervise_job
 from aligner.launcher.local import launch as launch_here
 from aligner.launcher.local import launch_dry_run, start_fork_server, validate_dry_run
 from aligner.launcher.run_directory import reserve_run_directory
-from aligner.launcher.slurm.job import supervise as supervise_job
-from aligner.launcher.slurm.submit import render_preview, submit
 from aligner.launcher.status import ENDED_STATES, describe_status, read_status
 from aligner.launcher.sweep import Sweep, launch_sweep
 from aligner.models.model_source import (
@@ -39,6 +39,7 @@ from aligner.models.model_source import (
 from aligner.models.shape import ModelShape
 from aligner.observability.console import OutputMode, RunConsole, print_table
 from aligner.paths import get_run_paths
+from aligner.placement.job_layout import compute_job_layout
 from aligner.placement.memory.role_memory import build_memory_table, compute_role_memory
 from aligner.placement.placement_table import (
     build_placement_table,
@@ -46,7 +47,6 @@ from aligner.placement.placement_table import (
     find_stage_notes,
 )
 from aligner.placement.roles import describe_model, has_gpu
-from aligner.placement.slurm_layout import compute_slurm_layout
 from aligner.rewards.input_checks import check_inputs
 from aligner.schema import Config
 from aligner.schema.evaluation_suites import get_active_suites
@@ -58,7 +58,7 @@ _NAMING_KEYS = {"run.name", "run.dir"}
 
 
 def launch(parsed: argparse.Namespace) -> None:
-    """Run all roles until the run ends, or submit the run as a Slurm job.
+    """Run all roles until the run ends, or submit the run as a job to a cluster.
 
     With `--show-config`, print the configuration and start nothing. With `--multirun`, launch the
     runs of a sweep.
@@ -165,37 +165,36 @@ def _reporting_end(console: RunConsole) -> Iterator[None]:
 def _launch(
     plan: RunPlan, console: RunConsole, *, is_dry: bool, fork_server: ForkServer | None = None
 ) -> None:
-    """Launch a run as a dry run, as a Slurm job, or on this machine, as its configuration requires.
+    """Launch a run as a dry run, as a job on a cluster, or on this machine, as configured.
 
     Args:
         plan: The run and its prerequisite experiments.
         console: Console for the output.
-        is_dry: Whether to print the Slurm job script and the job steps instead of submitting the
-            job (`--dry-run`).
+        is_dry: Whether to print the file of the job instead of submitting the job (`--dry-run`).
         fork_server: See `aligner.launcher.local.launch`.
     """
-    is_elsewhere = plan.config.cluster.kind == "slurm" or plan.config.dry_run.scale != "none"
+    is_elsewhere = plan.config.cluster.kind != "local" or plan.config.dry_run.scale != "none"
     if console.mode != "normal" and is_elsewhere:
         raise ConfigError(
-            f"--{console.mode}: is not supported with cluster=slurm or dry_run.scale=tiny; the"
-            " output of a Slurm job is in its log"
+            f"--{console.mode}: is not supported with a job on a cluster (cluster=slurm) or with"
+            " dry_run.scale=tiny; the output of a job is in its log"
         )
     if plan.config.dry_run.scale != "none":
         if is_dry:
             raise ConfigError(
-                "--dry-run: is not supported with dry_run.scale=tiny; --dry-run prints the Slurm"
-                " job script, and dry_run.scale=tiny runs a tiny model on this machine"
+                "--dry-run: is not supported with dry_run.scale=tiny; --dry-run prints the job of a"
+                " run on a cluster, and dry_run.scale=tiny runs a tiny model on this machine"
             )
         launch_dry_run(plan, fork_server)
-    elif plan.config.cluster.kind == "slurm":
+    elif plan.config.cluster.kind != "local":
         if is_dry:
             print(render_preview(plan, _absent_inputs(plan)), end="")
         else:
             submit(plan)
     elif is_dry:
         raise ConfigError(
-            "--dry-run: requires cluster=slurm, because it prints the Slurm job script; to check a"
-            " configuration, use `aligner validate`"
+            "--dry-run: requires cluster=slurm, cluster=kubernetes or cluster=skypilot, because it"
+            " prints the job; to check a configuration, use `aligner validate`"
         )
     else:
         launch_here(plan, console=console, fork_server=fork_server)
@@ -224,8 +223,9 @@ def validate(parsed: argparse.Namespace) -> None:
     _print_tools(plan.config)
     console = Console()
     print_table(console, build_placement_table(plan.config))
-    if plan.config.cluster.kind == "slurm":
-        print_text(compute_slurm_layout(plan.config).describe())
+    kind = plan.config.cluster.kind
+    if kind != "local":
+        print_text(compute_job_layout(plan.config).describe(kind))
     expected = {**absent, **results}
     memory = compute_role_memory(plan.config, shape, expected)
     print_table(console, build_memory_table(plan.config, memory))
@@ -272,8 +272,8 @@ def _end_token_lines(config: Config, shape: ModelShape) -> list[str]:
 
 
 def supervise(parsed: argparse.Namespace) -> None:
-    """Run the configuration of a run directory inside its Slurm job."""
-    supervise_job(parsed.run_directory)
+    """Run the configuration of a run directory inside its job on a cluster."""
+    supervise_job(parsed.run_directory, is_agent=parsed.agent)
 
 
 def status(parsed: argparse.Namespace) -> None:

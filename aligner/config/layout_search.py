@@ -230,7 +230,7 @@ def _get_gpu_layout(config: Config, tensor: int, pipeline: int, data: int) -> Va
 def _get_shared_devices(config: Config, tensor: int, ranks: int) -> Values:
     """Return devices that several roles with models on this machine's GPUs share.
 
-    The result is empty if only one role has models on GPUs, or if the roles run in a Slurm job.
+    The result is empty if only one role has models on GPUs, or if the roles run on a cluster.
     """
     gpu_roles = [role for role in count_role_ranks(config) if computes_on_devices(config, role)]
     if config.cluster.kind != "local" or len(gpu_roles) == 1:
@@ -284,7 +284,7 @@ def _is_supported(config: Config, situation: Situation) -> bool:
 def _fits_in_memory(config: Config, situation: Situation) -> bool:
     """Return whether the roles fit into memory.
 
-    On this machine, the roles share the memory. In a Slurm job, each role has its own nodes.
+    On this machine, the roles share the memory. In a job on a cluster, each role has its own nodes.
     """
     machine = situation.machine
     ranks = count_role_ranks(config)
@@ -296,7 +296,7 @@ def _fits_in_memory(config: Config, situation: Situation) -> bool:
         return total <= _USABLE_HOST_MEMORY * machine.memory_gib * GIB
 
     peaks = [role.peak.total for role in needs]
-    if config.cluster.kind == "slurm":
+    if config.cluster.kind != "local":
         return max(peaks) <= _USABLE_GPU_MEMORY * machine.gpu_memory_gib * GIB
     return (
         sum(peaks) <= _USABLE_GPU_MEMORY * machine.gpu_memory_gib * GIB

@@ -22,7 +22,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -48,20 +48,27 @@ class Interrupts:
     """
 
     def __init__(
-        self, console: Console, resume_hint: str = "resume the run with run.resume=auto"
+        self,
+        console: Console,
+        resume_hint: str = "resume the run with run.resume=auto",
+        stop_signals: Collection[signal.Signals] = (STOP_SIGNAL,),
     ) -> None:
         """Create the context manager. The `with` statement installs the handlers.
 
         Args:
             console: Console for the messages.
             resume_hint: How to resume the run; printed after a stop.
+            stop_signals: Signals that request a stop after a checkpoint, in addition to the first
+                SIGINT.
         """
         self._console = console
         self._resume_hint = resume_hint
+        self._stop_signals = stop_signals
         self._received: int | None = None
         self._has_sigint = False
         self.is_stop_requested = False
-        """Whether SIGUSR1 or a first SIGINT requested that the run saves a checkpoint and ends."""
+        """Whether a stop signal or a first SIGINT requested that the run saves a checkpoint and
+        ends."""
 
     def __enter__(self) -> "Interrupts":
         numbers = [signal.SIGINT, signal.SIGTERM, STOP_SIGNAL]
@@ -85,13 +92,17 @@ class Interrupts:
             print_line(self._console, f"stopped; {self._resume_hint}")
 
     def _record_signal(self, number: int, frame: FrameType | None) -> None:
-        if number == STOP_SIGNAL:
+        if number in self._stop_signals:
             self.is_stop_requested = True
         elif number == signal.SIGINT and not self._has_sigint:
             self._has_sigint = True
             self.is_stop_requested = True
         else:
             self._received = self._received or number
+
+    def request_stop(self) -> None:
+        """Request that the run saves a checkpoint and ends, like a stop signal."""
+        self.is_stop_requested = True
 
     def describe_stop(self, step: int) -> str:
         """Return the message about the requested stop, until the checkpoint is saved.

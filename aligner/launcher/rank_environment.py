@@ -217,8 +217,8 @@ CommandBuilder = Callable[[str, Path], tuple[str, ...]]
 """Function that returns the command of the ranks of a role or server group, from the role and the
 path of the config file."""
 DEVICES = "ALIGNER_DEVICES"
-"""Environment variable with the indices of a role's devices within its Slurm step; if it is unset,
-the role uses all devices of the step.
+"""Environment variable with the indices of a role's devices within its Slurm step or node; if it is
+unset, the role uses all devices of the step or node.
 """
 _VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 # Allocate large temporary tensors on the heap, keep their memory, and use pages of 2 MiB if the
@@ -286,32 +286,34 @@ def library_environment(threads: int) -> dict[str, str]:
 
 
 def adopt_environment() -> None:
-    """Make this rank end when its launcher ends, and set up the environment of a Slurm task.
+    """Make this rank end when its launcher ends, and set up the environment of a rank in a job.
 
-    A task of a Slurm job step reads its rank and the devices of its role from Slurm's environment
-    variables.
+    A task of a Slurm job step reads its rank from Slurm's environment variables. A rank whose role
+    uses some devices of its node restricts itself to them.
 
     Raises:
-        AlignerError: The step lacks devices of the role.
+        AlignerError: The node lacks devices of the role.
     """
     terminate_with_launcher()
-    if not os.environ.get(IS_TASK):
-        return
-    os.environ["RANK"] = os.environ["SLURM_PROCID"]
-    os.environ["LOCAL_RANK"] = os.environ["SLURM_LOCALID"]
+    is_task = bool(os.environ.get(IS_TASK))
+    if is_task:
+        os.environ["RANK"] = os.environ["SLURM_PROCID"]
+        os.environ["LOCAL_RANK"] = os.environ["SLURM_LOCALID"]
     if devices := os.environ.pop(DEVICES, ""):
         # The rank itself restricts its devices. Slurm would overwrite this variable in the
         # environment of srun with all devices of the job on the node.
         if (
             step_devices := os.environ.get(_VISIBLE_DEVICES)
-        ) is not None:  # Slurm manages the devices
+        ) is not None:  # the cluster manages the devices
             names = step_devices.split(",")
             indices = [int(index) for index in devices.split(",")]
             if max(indices) >= len(names):
+                source = "Slurm gave its job step only" if is_task else "its node has only"
                 raise AlignerError(
-                    f"cluster.slurm.roles.ROLE.devices: this role uses devices {devices} of its"
-                    f" node, but Slurm gave its job step only {_VISIBLE_DEVICES}={step_devices};"
-                    " correct cluster.devices_per_node or cluster.slurm.roles.ROLE.devices"
+                    f"roles.ROLE.devices: this role uses devices {devices} of its node, but"
+                    f" {source} {_VISIBLE_DEVICES}={step_devices}; correct"
+                    " cluster.devices_per_node or the key roles.ROLE.devices of the section of the"
+                    " cluster"
                 )
             devices = ",".join(names[index] for index in indices)
         os.environ[_VISIBLE_DEVICES] = devices

@@ -1,9 +1,8 @@
 """The status of a run, for `aligner status`.
 
-Sources are the files of the run directory, the servers and Slurm's queue.
+Sources are the files of the run directory, the servers and the queue of the cluster.
 """
 
-import shlex
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,7 @@ from pathlib import Path
 from aligner.config.compose import load_config
 from aligner.errors import FINISHED, RESUMABLE, AlignerError, ConfigError, is_stop_code
 from aligner.launcher.failure import resume_command
+from aligner.launcher.job_systems import get_job_system
 from aligner.launcher.rank_environment import is_healthy
 from aligner.launcher.run_directory import (
     LauncherState,
@@ -22,7 +22,6 @@ from aligner.launcher.run_directory import (
     read_state,
     require_unlocked,
 )
-from aligner.launcher.slurm.slurm_commands import is_in_queue
 from aligner.observability.console import WINDOW_STEPS, Pace, describe_step
 from aligner.observability.metrics import read_metrics
 from aligner.observability.timeline import read_stages
@@ -30,7 +29,7 @@ from aligner.paths import RunPaths, can_resume, get_run_paths, read_early_end
 from aligner.placement.addresses import load_endpoints
 from aligner.schema import Config
 
-_SLURM_TIMEOUT_S = 5.0
+_QUEUE_TIMEOUT_S = 5.0
 _SERVER_TIMEOUT_S = 2.0
 _ACTIVE_STATES = ("starting", "running")
 ENDED_STATES = ("finished", "failed", "stopped")
@@ -77,7 +76,7 @@ class RunStatus:
     """Seconds since the last step was recorded; None before the first step."""
     roles: Mapping[str, RoleStatus]
     job: str | None
-    """Slurm job id; None for a local run."""
+    """Id of the job on its cluster; None for a local run."""
     exit_code: int | None
     """Exit code of the launcher; None while it runs."""
     stages: Mapping[str, str]
@@ -125,8 +124,9 @@ def build_status(
         paths: Paths of the run directory.
         config: The run's configuration.
         metrics: Metrics of the newest steps; the last few steps suffice.
-        query_services: Whether to send requests to the servers and to Slurm. Otherwise, the health
-            of the servers is read from `status.json`, and the state of the Slurm queue is unknown.
+        query_services: Whether to send requests to the servers and to the cluster. Otherwise, the
+            health of the servers is read from `status.json`, and the state of the queue is
+            unknown.
     """
     now = time.time()
     launcher = read_state(paths.status)
@@ -213,7 +213,7 @@ def _run_state(
     """
     is_done = step >= config.run.steps or read_early_end(get_run_paths(config)) is not None
     if launcher is None:
-        unlaunched_state = "queued" if config.cluster.kind == "slurm" else "stopped"
+        unlaunched_state = "stopped" if config.cluster.kind == "local" else "queued"
         return "finished" if is_done else unlaunched_state
     if launcher.queued_again:
         return "queued"
@@ -229,15 +229,17 @@ def _run_state(
 def _is_in_queue(
     config: Config, launcher: LauncherState | None, query_services: bool
 ) -> bool | None:
-    """Return whether Slurm will start a stopped run again, for example after a preemption.
+    """Return whether the cluster will start a stopped run again, for example after a preemption.
 
     The result is None if this is not known.
     """
     if launcher is None or launcher.job is None or launcher.exit_code in (FINISHED, RESUMABLE):
         return False
-    if config.cluster.kind != "slurm" or not config.cluster.slurm.requeue:
+    if not config.cluster.is_requeued:
         return False
-    return is_in_queue(launcher.job, _SLURM_TIMEOUT_S) if query_services else None
+    if not query_services:
+        return None
+    return get_job_system(config).is_in_queue(config, launcher.job, _QUEUE_TIMEOUT_S)
 
 
 def _role_statuses(
@@ -291,26 +293,20 @@ def _describe_end(
 
     The result is None for an active run, and for a run that has completed all steps.
     """
-    paths = get_run_paths(config)
-    queue_command = (
-        f"squeue --name={config.run.name}" if launcher is None else f"squeue --jobs={launcher.job}"
-    )
-    if in_queue:
+    system = None if config.cluster.kind == "local" else get_job_system(config)
+    job = None if launcher is None else launcher.job
+    queue_command = "" if system is None else system.get_queue_command(config, job)
+    if system is not None and in_queue:
         instructions = (
-            f"the run's Slurm job is in the queue and will resume the run: {queue_command}"
+            f"the run's {system.job_noun} is in the queue and will resume the run: {queue_command}"
         )
-    elif state == "queued":
-        log = paths.job_log("*" if launcher is None else str(launcher.job))
+    elif system is not None and state == "queued":
         return (
-            f"the run's Slurm job is waiting to start: {queue_command}; if the job is no longer"
-            f" queued, see {log}"
+            f"the run's {system.job_noun} is waiting to start: {queue_command}; if the job is no"
+            f" longer queued, see {system.get_log_hint(config, job)}"
         )
     elif state in ("failed", "stopped"):
-        command = (
-            f"sbatch {shlex.quote(str(paths.job_script))}"
-            if config.cluster.kind == "slurm"
-            else resume_command(config)
-        )
+        command = resume_command(config) if system is None else system.get_start_command(config)
         instructions = f"{'resume' if resumable else 'restart'} the run with: {command}"
         if in_queue is None:
             instructions = (
@@ -318,6 +314,6 @@ def _describe_end(
                 f" otherwise {instructions}"
             )
     else:
-        return read_early_end(paths) if state == "finished" else None
+        return read_early_end(get_run_paths(config)) if state == "finished" else None
     reason = "no status.json" if launcher is None else launcher.end_reason
     return f"{reason}; {instructions}" if reason else instructions

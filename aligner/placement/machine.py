@@ -48,7 +48,7 @@ def measure_machine(config: Config) -> Machine:
     ):
         memory_gib = min(memory_gib, int(limit) / 2**30)
 
-    if config.cluster.kind == "slurm":
+    if config.cluster.kind != "local":
         gpu_memory_gib = (
             (config.cluster.device_memory_gib or _NODE_GPU_GIB) if uses_gpus(config) else 0.0
         )

@@ -53,12 +53,23 @@ def has_gpu() -> bool:
 def uses_gpus(config: Config) -> bool:
     """Return whether the roles of a run compute on GPUs.
 
-    For a Slurm job, this does not depend on the machine that submits it: the job uses GPUs unless
-    it requests none and its engine does not require them.
+    For a job on a cluster, this does not depend on the machine that submits it: the job uses GPUs
+    unless it requests none and its engine does not require them.
     """
     if config.cluster.kind == "local":
         return has_gpu()
-    return config.cluster.slurm.gpus != "none" or config.engine.kind == "tensorrt_llm"
+    return requests_gpus(config) or config.engine.kind == "tensorrt_llm"
+
+
+def requests_gpus(config: Config) -> bool:
+    """Return whether the job of a run requests GPUs from its cluster; False for a local run."""
+    cluster = config.cluster
+    requests = {
+        "slurm": cluster.slurm.gpus != "none",
+        "kubernetes": cluster.kubernetes.gpu_resource is not None,
+        "skypilot": cluster.skypilot.accelerator is not None,
+    }
+    return requests.get(cluster.kind, False)
 
 
 @dataclass(frozen=True)

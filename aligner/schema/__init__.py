@@ -24,6 +24,8 @@ from aligner.schema.engine import (
 )
 from aligner.schema.environment import EnvironmentConfig
 from aligner.schema.evaluation import EvaluationConfig
+from aligner.schema.job_roles import NodeRoleConfig
+from aligner.schema.kubernetes import KubernetesConfig, KubernetesRoleConfig
 from aligner.schema.logging import LoggingConfig
 from aligner.schema.model import ModelConfig
 from aligner.schema.options import option, section
@@ -32,6 +34,7 @@ from aligner.schema.reward import RewardConfig
 from aligner.schema.rollout import RolloutConfig
 from aligner.schema.run import RunConfig
 from aligner.schema.server import PortsConfig, ServerConfig, TLSConfig
+from aligner.schema.skypilot import SkyPilotConfig
 from aligner.schema.teacher import HAS_TEACHER, TeacherConfig
 from aligner.schema.trained_model import (
     MegatronModelConfig,

@@ -1,42 +1,25 @@
-"""Keys of the placement of roles on this machine or in a Slurm job: section `cluster`."""
+"""Keys of the placement of roles on this machine or on a cluster: section `cluster`."""
 
 from dataclasses import dataclass
 from typing import Any
 
 from aligner.schema.critic import HAS_CRITIC
+from aligner.schema.job_roles import NodeRoleConfig
+from aligner.schema.kubernetes import KubernetesConfig
 from aligner.schema.options import option, section
 from aligner.schema.reward import HAS_REWARD_SERVER
+from aligner.schema.skypilot import SkyPilotConfig
 from aligner.schema.teacher import HAS_TEACHER
 
 
 @dataclass
-class SlurmRoleConfig:
+class SlurmRoleConfig(NodeRoleConfig):
     """Placement of this role in the Slurm job. Null or empty values default to the values of
     `cluster.slurm`."""
 
-    nodes: int | None = option(
-        None,
-        "Number of nodes of this role. Null means the number of nodes that the ranks of all"
-        " replicas need, with `devices` or `cluster.devices_per_node` devices per node.",
-        minimum=1,
-    )
-    shares_nodes_with: str | None = option(
-        None,
-        "Role whose nodes this role shares, on separate devices; null means separate nodes for"
-        " this role.",
-        choices=("trainer", "generator", "critic", "reward", "teacher"),
-    )
-    devices: str | None = option(
-        None,
-        "Devices of each node that the ranks of this role use, such as `0-3`, or `0-1,6` in"
-        " quotes; for roles that share nodes. Null means all devices.",
-    )
     partition: str | None = option(None, "Slurm partition of the role's nodes.")
     constraint: str | None = option(None, "Required node features (`sbatch --constraint`).")
     image: str | None = option(None, "Container image of the role.")
-    environment: dict[str, Any] = option(
-        {}, "Environment variables of the role, in addition to `cluster.slurm.environment`."
-    )
     sbatch: list[str] = option(
         [], "Additional sbatch flags of the role's job component, such as `--exclusive`."
     )
@@ -150,14 +133,15 @@ class ClusterConfig:
 
     kind: str = option(
         "local",
-        "Where the roles run. `local`: on this machine; `slurm`: in a Slurm job.",
-        choices=("local", "slurm"),
+        "Where the roles run. `local`: on this machine; `slurm`: in a Slurm job; `kubernetes`: in"
+        " the pods of a JobSet; `skypilot`: on the nodes of a SkyPilot task.",
+        choices=("local", "slurm", "kubernetes", "skypilot"),
     )
     devices_per_node: int = option(
         8,
         "Number of GPUs per node, or number of ranks per node without GPUs.",
         minimum=1,
-        read_if=".kind=slurm or .device_memory_gib!=null",
+        read_if=".kind!=local or .device_memory_gib!=null",
     )
     device_memory_gib: float | None = option(
         None,
@@ -200,3 +184,20 @@ class ClusterConfig:
         minimum=1,
     )
     slurm: SlurmConfig = section(SlurmConfig, read_if="cluster.kind=slurm")
+    kubernetes: KubernetesConfig = section(KubernetesConfig, read_if="cluster.kind=kubernetes")
+    skypilot: SkyPilotConfig = section(SkyPilotConfig, read_if="cluster.kind=skypilot")
+
+    @property
+    def job(self) -> SlurmConfig | KubernetesConfig | SkyPilotConfig:
+        """Settings of the job of a run that does not run on this machine."""
+        sections: dict[str, SlurmConfig | KubernetesConfig | SkyPilotConfig] = {
+            "slurm": self.slurm,
+            "kubernetes": self.kubernetes,
+            "skypilot": self.skypilot,
+        }
+        return sections[self.kind]
+
+    @property
+    def is_requeued(self) -> bool:
+        """Whether the cluster starts the run again after a preemption."""
+        return self.kind != "local" and self.job.requeue

@@ -306,16 +306,17 @@ def get_masked_values(config: Config) -> dict[str, Any]:
     """Return the nested values of a configuration without secrets.
 
     The result may be shown to users who cannot read the run directory. Texts from environment
-    variables are replaced by their interpolations. The variables of Slurm jobs, passwords in URLs,
+    variables are replaced by their interpolations. The variables of jobs, passwords in URLs,
     and entries with names such as `api_key` are masked.
     """
     values = with_references(dataclasses.asdict(config))
-    slurm = values["cluster"]["slurm"]
-    for job_settings in (slurm, *slurm["roles"].values()):
-        job_settings["environment"] = {
-            name: value if isinstance(value, Reference) else MASK
-            for name, value in job_settings["environment"].items()
-        }
+    jobs = [values["cluster"][kind] for kind in ("slurm", "kubernetes", "skypilot")]
+    for job in jobs:
+        for settings in (job, *job["roles"].values()):
+            settings["environment"] = {
+                name: value if isinstance(value, Reference) else MASK
+                for name, value in settings["environment"].items()
+            }
     masked: dict[str, Any] = _mask_value(values)
     return masked
 

@@ -44,7 +44,7 @@ class ServerConfig:
     interface: str = option(
         "127.0.0.1",
         "Address or name of the network interface on which the endpoints listen.",
-        read_if="algorithm.trainer=online|preferences or cluster.kind=slurm",
+        read_if="algorithm.trainer=online|preferences or cluster.kind!=local",
     )
     guard: str = option(
         "key",

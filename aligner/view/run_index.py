@@ -23,7 +23,7 @@ from aligner.observability.metrics import FileFollower, merge_records, read_newe
 from aligner.paths import RunPaths
 from aligner.schema import Config, RunConfig
 from aligner.schema.conditions import format_value
-from aligner.schema.keys import get_masked_values
+from aligner.schema.keys import get_masked_values, with_values
 from aligner.view.figures import LINE_COLORS
 from aligner.view.run_curves import RunCurves, read_curves
 from aligner.view.run_logs import Failure, find_failure
@@ -424,8 +424,11 @@ def _read_status_settings(path: Path) -> tuple[Config, str]:
                 if field.name in run_values
             }
         )
-        slurm = replace(config.cluster.slurm, requeue=values["cluster"]["slurm"]["requeue"])
-        cluster = replace(config.cluster, kind=values["cluster"]["kind"], slurm=slurm)
+        kind = values["cluster"]["kind"]
+        cluster_values = {"cluster.kind": kind}
+        if kind != "local":
+            cluster_values[f"cluster.{kind}.requeue"] = values["cluster"][kind]["requeue"]
+        cluster = with_values(config, cluster_values).cluster
         algorithm = replace(config.algorithm, trainer=values["algorithm"]["trainer"])
         return (
             replace(config, run=run, cluster=cluster, algorithm=algorithm),

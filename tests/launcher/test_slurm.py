@@ -18,6 +18,8 @@ from aligner.config.compose import compose_config, save_config
 from aligner.config.prerequisites import plan_run
 from aligner.errors import AlignerError, ConfigError
 from aligner.launcher.failure import build_rank_error
+from aligner.launcher.job_ranks import configured_environment
+from aligner.launcher.job_submission import render_preview, submit
 from aligner.launcher.rank_environment import DEVICES, FreePorts, adopt_environment
 from aligner.launcher.rank_heartbeat import IS_TASK
 from aligner.launcher.slurm import submit as submitting
@@ -27,15 +29,14 @@ from aligner.launcher.slurm.job_steps import (
     SlurmSteps,
     Step,
     TaskRank,
-    configured_environment,
     read_allocation,
     srun_command,
 )
 from aligner.launcher.slurm.slurm_commands import RETRY_ATTEMPTS, slurm_command
-from aligner.launcher.slurm.submit import render_preview, render_script, submit
+from aligner.launcher.slurm.submit import render_script
 from aligner.models.model_source import NOTHING_EXPECTED
 from aligner.paths import RunPaths
-from aligner.placement.slurm_layout import compute_slurm_layout
+from aligner.placement.job_layout import compute_job_layout
 from tests.launcher.stand_ins import stand_in
 
 GENEROUS = (
@@ -148,7 +149,7 @@ def test_homogeneous_job_requests_gres(tmp_path: Path) -> None:
 def step_of(tmp_path: Path, role: str, ranks: int, *overrides: str) -> list[str]:
     made = config(tmp_path, *overrides)
     nodes = Nodes(1, ("n3", "n4"), "10.0.0.3")
-    layout = compute_slurm_layout(made)
+    layout = compute_job_layout(made)
     cores = None if layout.is_shared(layout.placements[role]) else 6
     return srun_command(
         made, role, layout.placements[role], nodes, ranks, cores, "name-1", ["a", "b c"]
@@ -236,7 +237,7 @@ def test_dry_launch_prints_the_job_steps_that_the_job_starts(
     # Start the steps on nodes with the names of the placeholders, and compare the commands.
     stand_in(tmp_path, monkeypatch, "srun", 'printf "%s\\n" "$@" > "$RECORDED"')
     plan = plan_run(config(tmp_path, *overrides))
-    layout = compute_slurm_layout(plan.config)
+    layout = compute_job_layout(plan.config)
     component_nodes = {
         group: Nodes(placement.component, (f"NODE{placement.component}",), "10.0.0.1", 6)
         for group, placement in layout.placements.items()
@@ -283,7 +284,7 @@ def test_role_environment_overrides_common_variables(tmp_path: Path) -> None:
         ),
         *("cluster.slurm.roles.trainer.devices=0-3",),
     )
-    places = compute_slurm_layout(made).placements
+    places = compute_job_layout(made).placements
     assert configured_environment(made, "critic", places["critic"]) == {
         "A": "1",
         "B": "3",
@@ -348,7 +349,7 @@ def test_rank_end_times_follow_srun_messages(tmp_path: Path) -> None:
 
 def test_allocation_outside_a_slurm_job_is_refused(tmp_path: Path) -> None:
     with pytest.raises(AlignerError, match="SLURM_JOB_ID is not set"):
-        read_allocation(compute_slurm_layout(config(tmp_path)), {})
+        read_allocation(compute_job_layout(config(tmp_path)), {})
 
 
 @pytest.mark.parametrize(
@@ -605,7 +606,12 @@ def test_job_script_is_checked_before_it_is_queued(
 @pytest.mark.parametrize(
     ("cluster", "code", "told"),
     [
-        ("local", 2, "cluster.kind=local: must be slurm; start this run with `aligner launch`"),
+        (
+            "local",
+            2,
+            "cluster.kind=local: must be slurm, kubernetes or skypilot; start this run with"
+            " `aligner launch`",
+        ),
         (
             "slurm",
             1,

@@ -232,7 +232,7 @@ def test_status_depends_on_slurm_queue(
     exit_code: int | None,
 ) -> None:
     stand_in(tmp_path, monkeypatch, "squeue", squeue)
-    monkeypatch.setattr("aligner.launcher.status._SLURM_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("aligner.launcher.status._QUEUE_TIMEOUT_S", 1.0)
     now = time.time()
     stopped = LauncherState(
         1,

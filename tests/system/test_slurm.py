@@ -347,12 +347,12 @@ import os, subprocess, sys
 from pathlib import Path
 from aligner.config.compose import load_config
 from aligner.paths import RunPaths
-from aligner.placement.slurm_layout import compute_slurm_layout
+from aligner.placement.job_layout import compute_job_layout
 from aligner.launcher.slurm.job_steps import configured_environment, read_allocation, srun_command, task_environment
 
 paths = RunPaths(Path(sys.argv[1]))
 config = load_config(paths.config)
-layout = compute_slurm_layout(config)
+layout = compute_job_layout(config)
 allocation = read_allocation(layout)
 look = "import os; from aligner.launcher.rank_environment import adopt_environment; adopt_environment()"
 look += "; print(os.environ['CUDA_VISIBLE_DEVICES'])"

@@ -1,21 +1,16 @@
-"""`aligner supervise`: the supervisor of a run inside its Slurm job.
+"""The supervisor of a run inside its Slurm job."""
 
-The batch script runs this command on the first node of the trainer.
-"""
-
-from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
-from aligner.config.compose import load_own_config
-from aligner.errors import AlignerError, ConfigError
+from aligner.errors import AlignerError
 from aligner.launcher.processes import Interrupts
 from aligner.launcher.slurm.job_steps import SlurmSteps, read_allocation
 from aligner.launcher.slurm.slurm_commands import RETRY_ATTEMPTS, slurm_command
 from aligner.launcher.supervisor import Supervisor
 from aligner.observability.console import RunConsole
-from aligner.paths import RunPaths
-from aligner.placement.slurm_layout import compute_slurm_layout
+from aligner.paths import get_run_paths
+from aligner.placement.job_layout import compute_job_layout
+from aligner.schema import Config
 
 # Seconds to wait until `aligner launch`, which submitted the job, or processes of an earlier
 # attempt of the job release the run directory.
@@ -26,29 +21,21 @@ _LOCK_TIMEOUT_S = 60.0
 _PENDING = "Job is pending execution"
 
 
-def supervise(directory: Path) -> None:
-    """Run the configuration of a run directory on the nodes of this Slurm job.
+def supervise_job(config: Config, console: RunConsole) -> None:
+    """Run a configuration on the nodes of this Slurm job.
 
     The run resumes from its last checkpoint, if it has one. After a stop request, the run saves a
     checkpoint, and the job is requeued unless `cluster.slurm.requeue` is false. If Slurm itself
     ended the trainer, the job is requeued, too, without a new checkpoint.
 
     Args:
-        directory: The run directory.
+        config: The run's configuration, which resumes automatically.
+        console: Console for the output.
 
     Raises:
         AlignerError: A role failed. `aligner.launcher.local.launch` describes the other errors.
     """
-    paths = RunPaths(directory.absolute())
-    config = load_own_config(paths.config)
-    if config.cluster.kind != "slurm":
-        raise ConfigError(
-            f"{directory}: cluster.kind={config.cluster.kind}: must be slurm; start this run with"
-            " `aligner launch`"
-        )
-    config = replace(config, run=replace(config.run, resume="auto", dir=str(paths.root)))
-    # A log file has no terminal width.
-    console = RunConsole(width=120)
+    paths = get_run_paths(config)
     should_requeue = config.cluster.slurm.requeue
     resume_hint = (
         "Slurm requeues the job, which resumes the run"
@@ -56,11 +43,11 @@ def supervise(directory: Path) -> None:
         else f"resume the run with: sbatch {paths.job_script}"
     )
     with Interrupts(console, resume_hint) as interrupts:
-        layout = compute_slurm_layout(config)
+        layout = compute_job_layout(config)
         allocation = read_allocation(layout)
         count = allocation.requeues
         requeue_text = f" (requeued {count} time{'s' * (count > 1)})" if count else ""
-        print(f"job {allocation.job}{requeue_text}; run directory: {directory}", flush=True)
+        print(f"job {allocation.job}{requeue_text}; run directory: {paths.root}", flush=True)
         hosts = {group: nodes.address for group, nodes in allocation.nodes.items()}
         requeue_job = partial(_requeue, allocation.job) if should_requeue else None
         make_ranks = partial(SlurmSteps, layout, allocation)

@@ -16,15 +16,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from aligner.errors import AlignerError
-from aligner.launcher.heartbeats import heartbeat_environment
-from aligner.launcher.rank_environment import (
-    DEVICES,
-    FreePorts,
-    build_role_command,
-    world_environment,
+from aligner.launcher.job_ranks import (
+    PlacedRanks,
+    compute_job_threads,
+    device_environment,
+    job_environment,
+    place_ranks,
+    prepare_logs,
 )
+from aligner.launcher.rank_environment import FreePorts, build_role_command
 from aligner.launcher.rank_heartbeat import IS_TASK, STACKS_SIGNAL
-from aligner.launcher.ranks import Rank, Ranks, prepare_log
+from aligner.launcher.ranks import Rank, Ranks
 from aligner.launcher.slurm.slurm_commands import (
     expand_host_names,
     output_pattern,
@@ -32,14 +34,11 @@ from aligner.launcher.slurm.slurm_commands import (
     slurm_command,
 )
 from aligner.observability.log_files import LogLimit, count_output_bytes
-from aligner.observability.user_errors import user_error_environment
 from aligner.paths import get_run_paths
+from aligner.placement.job_layout import JobLayout, RolePlacement, compute_job_layout
 from aligner.placement.local_devices import parse_numbers
-from aligner.placement.roles import count_role_ranks, get_configured_threads
-from aligner.placement.slurm_layout import (
-    JobLayout,
-    RolePlacement,
-    compute_slurm_layout,
+from aligner.placement.roles import count_role_ranks
+from aligner.placement.slurm_container import (
     get_container_image,
     get_slurm_settings,
     list_container_mounts,
@@ -175,7 +174,7 @@ def describe_steps(config: Config) -> list[str]:
     Raises:
         ConfigError: A role cannot be placed on the nodes.
     """
-    layout = compute_slurm_layout(config)
+    layout = compute_job_layout(config)
     names: list[list[str]] = []
     for component in layout.components:
         first = sum(len(component_names) for component_names in names)
@@ -193,7 +192,7 @@ def describe_steps(config: Config) -> list[str]:
     for number, role in enumerate(["prepare", *count_role_ranks(config)], start=1):
         step = plan_step(config, layout, allocation, role, f"{role}-{number}")
         variables = [
-            f"{name}={value}" for name, value in device_environment(step.placement).items()
+            f"{name}={value}" for name, value in device_environment(step.ranks.placement).items()
         ]
         lines.append(" ".join([*variables, shlex.join(step.command)]))
     return lines
@@ -304,23 +303,15 @@ class SlurmSteps(Ranks):
         self._started += 1
         name = f"{role}-{self._started}"
         step = plan_step(self._config, self._layout, self._allocation, role, name)
-        ranks = step.ranks
         assert step.threads is not None  # the CPUs of a job's nodes are known
+        # Each task reads its rank from Slurm's variables.
         environment = {
-            **task_environment(
-                ranks,
-                step.placement.ranks_per_node,
-                step.nodes.address,
-                next(self._ports),
-                step.threads,
+            IS_TASK: "1",
+            **job_environment(
+                self._config, role, step.ranks, step.nodes.address, next(self._ports), step.threads
             ),
-            **configured_environment(self._config, role, step.placement),
-            **heartbeat_environment(self._config, role, ranks),
-            **user_error_environment(self._config, role),
         }
-        logs = [prepare_log(self._config, role, rank, restarts) for rank in range(ranks)]
-        for log in logs:
-            log.touch()  # the log must also exist if the step never starts
+        logs = prepare_logs(self._config, role, len(step.ranks), restarts)
         # A requeued job keeps its job id. The number of requeues distinguishes the files of its
         # attempts.
         messages = logs[0].with_name(
@@ -426,10 +417,8 @@ class SlurmSteps(Ranks):
 class PlannedStep:
     """The command of a job step, and what it is built from."""
 
-    placement: RolePlacement
+    ranks: PlacedRanks
     nodes: Nodes
-    ranks: int
-    """Number of ranks."""
     threads: int | None
     """Number of CPU threads per rank; None if it depends on nodes that are not known yet."""
     command: list[str]
@@ -450,31 +439,21 @@ def plan_step(
         role: Role or server group; `prepare` has one rank, on the first node of the trainer.
         name: Name of the step.
     """
-    group = "trainer" if role == "prepare" else role
-    placement = layout.placements[group]
-    nodes = allocation.nodes[group]
-    ranks = count_role_ranks(config)[group]
-    if role == "prepare":
-        placement = replace(placement, nodes=1, ranks_per_node=1)
-        nodes = replace(nodes, names=nodes.names[:1])
-        ranks = 1
-
-    # As in a local run, the ranks of a node share the cores that the job has on the node.
-    ranks_on_node = layout.components[placement.component].ranks_per_node
-    threads = get_configured_threads(config)
-    if threads is None and nodes.cpus is not None:
-        threads = max(1, nodes.cpus // ranks_on_node)
+    ranks = place_ranks(config, layout, role)
+    placement = ranks.placement
+    nodes = allocation.nodes["trainer" if role == "prepare" else role]
+    nodes = replace(nodes, names=nodes.names[: placement.nodes])
+    threads = compute_job_threads(config, layout, placement, nodes.cpus)
     cores = None if layout.is_shared(placement) else str(threads or _UNKNOWN_CORES)
 
     # In a container, use the image's own installation of aligner.
     program = None if get_container_image(config, role) is None else ("aligner",)
     command = build_role_command(role, get_run_paths(config).config, program)
     return PlannedStep(
-        placement,
-        nodes,
         ranks,
+        nodes,
         threads,
-        srun_command(config, role, placement, nodes, ranks, cores, name, command),
+        srun_command(config, role, placement, nodes, len(ranks), cores, name, command),
     )
 
 
@@ -534,30 +513,6 @@ def srun_command(
     # that the signal is ignored, until the trainer installs a handler.
     ignoring_stop_signal = ("sh", "-c", "trap '' USR1; exec \"$@\"", "sh")
     return ["srun", *flags, *slurm.srun, *settings.srun, *ignoring_stop_signal, *command]
-
-
-def task_environment(
-    ranks: int, ranks_per_node: int, master: str, master_port: int, threads: int
-) -> dict[str, str]:
-    """Return the environment variables that all tasks of a step have in common.
-
-    Each task reads its rank from Slurm's variables. See `world_environment` for the arguments.
-    """
-    return {IS_TASK: "1", **world_environment(ranks, ranks_per_node, master, master_port, threads)}
-
-
-def configured_environment(
-    config: Config, role: str, placement: RolePlacement
-) -> Mapping[str, str]:
-    """Return the environment variables of a role that follow from the configuration."""
-    settings = get_slurm_settings(config, role)
-    variables = {**config.cluster.slurm.environment, **settings.environment}
-    return device_environment(placement) | {name: str(value) for name, value in variables.items()}
-
-
-def device_environment(placement: RolePlacement) -> dict[str, str]:
-    """Return the environment variable that limits a role to its devices; empty without a limit."""
-    return {} if placement.devices is None else {DEVICES: ",".join(map(str, placement.devices))}
 
 
 def _signal_text(number: signal.Signals) -> str:

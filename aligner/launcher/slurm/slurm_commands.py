@@ -1,26 +1,15 @@
 """Functions that call Slurm's commands, with retries and error messages."""
 
-import itertools
-import shutil
-import subprocess
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from aligner.errors import AlignerError, ConfigError
+from aligner.errors import AlignerError
+from aligner.launcher.cluster_commands import TIMEOUT_S, run_cluster_command
 
-# Timeout of a command in seconds.
-TIMEOUT_S = 60
-# Pause before the first retry in seconds; it doubles with each retry.
-_FIRST_PAUSE_S = 1.0
 # Error of squeue for a job that ended some minutes ago.
 _UNKNOWN_JOB = "Invalid job id"
 RETRY_ATTEMPTS = 5
 """Number of attempts of a command on which a running job depends."""
-
-
-class NoAnswerError(AlignerError):
-    """Slurm did not answer a command, so it is unknown whether the command took effect."""
 
 
 def output_pattern(directory: Path, name: str) -> str:
@@ -44,54 +33,33 @@ def slurm_command(
     Args:
         name: Name of the command, for example `squeue`.
         arguments: Arguments of the command.
-        attempts: Number of attempts. A busy controller lets commands fail, so the pauses between
-            the attempts double.
-        success_text: An error that contains this text counts as success and returns ''. An earlier
-            attempt whose answer was lost may already have had the desired effect.
-        environment: Environment variables of the command; None uses those of this process.
-        timeout_s: Timeout of each attempt in seconds.
+        attempts: See `run_cluster_command`, like all further arguments.
+        success_text: See `run_cluster_command`.
+        environment: See `run_cluster_command`.
+        timeout_s: See `run_cluster_command`.
 
     Raises:
         ConfigError: The command is not installed.
         NoAnswerError: Slurm's controller did not answer in time.
         AlignerError: The command failed; the error contains its message.
     """
-    if shutil.which(name) is None:
-        raise ConfigError(
+    return run_cluster_command(
+        (name, *arguments),
+        missing_text=(
             f"cluster.kind=slurm: requires {name}; launch on a machine of the Slurm cluster"
-        )
-    for attempt in itertools.count():
-        try:
-            return _run_command((name, *arguments), environment, timeout_s)
-        except AlignerError as error:
-            if success_text is not None and success_text in str(error):
-                break
-            if attempt + 1 >= attempts:
-                raise
-        time.sleep(_FIRST_PAUSE_S * 2**attempt)
-    return ""
+        ),
+        read_message=_read_message,
+        attempts=attempts,
+        success_text=success_text,
+        environment=environment,
+        timeout_s=timeout_s,
+    )
 
 
-def _run_command(
-    command: Sequence[str], environment: Mapping[str, str] | None, timeout_s: float
-) -> str:
-    """Run a command once, and return its standard output. See `slurm_command` for the errors."""
-    try:
-        result = subprocess.run(
-            command, capture_output=True, text=True, check=False, timeout=timeout_s, env=environment
-        )
-    except subprocess.TimeoutExpired:
-        raise NoAnswerError(f"{' '.join(command)}: no answer within {timeout_s:g} s") from None
-    if result.returncode:
-        lines = (
-            line.partition("error: ")[2] or line
-            for line in (result.stderr or result.stdout).strip().splitlines()
-        )
-        message = "; ".join(lines) or f"exited with code {result.returncode} without a message"
-        # The command itself reports a timeout if Slurm's controller does not respond.
-        error_type = NoAnswerError if "timed out" in message else AlignerError
-        raise error_type(f"{command[0]}: {message}")
-    return result.stdout.strip()
+def _read_message(text: str) -> str:
+    """Return the message in the standard error of a Slurm command, in one line."""
+    lines = (line.partition("error: ")[2] or line for line in text.splitlines())
+    return "; ".join(lines)
 
 
 def is_in_queue(job: str, timeout_s: float) -> bool | None:

@@ -1,41 +1,25 @@
-"""`aligner launch cluster=slurm`: check a run, render its batch script, and submit the job.
+"""`aligner launch cluster=slurm`: render the batch script of a run, and submit it with `sbatch`."""
 
-If the configuration or Slurm rejects the run, no files are left behind.
-"""
-
-import contextlib
 import os
 import shlex
-import shutil
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from aligner.config.compose import save_config
-from aligner.config.prerequisites import RunPlan
-from aligner.config.resume import check_directory, with_date
 from aligner.errors import STOP_SIGNAL, AlignerError, ConfigError
-from aligner.files import write_file
-from aligner.launcher.run_directory import (
-    lock_directory,
-    record_cache_uses,
-    require_unlocked,
-)
+from aligner.launcher.cluster_commands import TIMEOUT_S, NoAnswerError
+from aligner.launcher.job_system import JobSystem
 from aligner.launcher.slurm.job_steps import describe_steps
 from aligner.launcher.slurm.slurm_commands import (
-    TIMEOUT_S,
-    NoAnswerError,
     find_job,
+    is_in_queue,
     output_pattern,
     slurm_command,
 )
-from aligner.models.model_source import NOTHING_EXPECTED, ExpectedInputs
-from aligner.paths import PRIVATE_MODE, RunPaths, get_cache_directory, get_run_paths
-from aligner.placement.addresses import create_access_key
-from aligner.placement.slurm_layout import Component, compute_slurm_layout, get_slurm_settings
+from aligner.paths import RunPaths, get_cache_directory, get_run_paths
+from aligner.placement.job_layout import Component, compute_job_layout
+from aligner.placement.slurm_container import get_slurm_settings
 from aligner.schema import Config
-from aligner.terminal import print_text
 
 # Slurm variables that select the cluster. All others describe the job in which `aligner launch`
 # runs, if any.
@@ -44,148 +28,99 @@ _CLUSTER_VARIABLES = ("SLURM_CONF", "SLURM_CLUSTERS")
 _SUBMIT_TIMEOUT_S = 600.0
 
 
-def render_preview(plan: RunPlan, expected_inputs: ExpectedInputs = NOTHING_EXPECTED) -> str:
-    """Check a run, and return its batch script, followed by its job steps as comments.
+class SlurmJobs(JobSystem):
+    """Runs as jobs of a Slurm cluster. See `JobSystem`."""
 
-    Args:
-        plan: The run and its prerequisite experiments.
-        expected_inputs: Model directories that need not exist yet.
+    name = "Slurm"
+    job_noun = "Slurm job"
 
-    Raises:
-        ConfigError: The configuration has an error that is known without asking Slurm.
-    """
-    script = render_checked_script(plan, expected_inputs)
-    lines = [
-        "",
-        "# The supervisor starts these job steps, each of which may be repeated after a failure.",
-        "# NODE0, NODE1, … stand for the nodes that Slurm chooses. CORES stands for the number of",
-        "# CPUs of a node divided by its number of ranks.",
-        *(f"# {line}" for line in describe_steps(plan.config)),
-    ]
-    return script + "\n".join(lines) + "\n"
+    def get_job_file(self, paths: RunPaths) -> Path:
+        """See `JobSystem`."""
+        return paths.job_script
 
+    def render(self, config: Config) -> str:
+        """See `JobSystem`."""
+        return render_script(config)
 
-def render_checked_script(plan: RunPlan, expected_inputs: ExpectedInputs = NOTHING_EXPECTED) -> str:
-    """Check a run, and return its batch script.
+    def describe_ranks(self, config: Config) -> list[str]:
+        """See `JobSystem`."""
+        return [
+            "",
+            "# The supervisor starts these job steps, each of which may be repeated after a"
+            " failure.",
+            "# NODE0, NODE1, … stand for the nodes that Slurm chooses. CORES stands for the number"
+            " of",
+            "# CPUs of a node divided by its number of ranks.",
+            *(f"# {line}" for line in describe_steps(config)),
+        ]
 
-    Args:
-        plan: The run and its prerequisite experiments.
-        expected_inputs: Model directories that need not exist yet, for a script that is only
-            printed.
+    def test(self, config: Config, job_file: Path) -> None:
+        """See `JobSystem`."""
+        _sbatch("--test-only", str(job_file))
 
-    Raises:
-        ConfigError: The configuration has an error that is known without asking Slurm.
-    """
-    plan.check(expected_inputs)
-    if missing := ", ".join(prerequisite.name for prerequisite in plan.missing_prerequisites):
-        raise ConfigError(
-            f"{missing}: the run needs the result of this experiment, which has not run yet. A"
-            f" Slurm job does not run prerequisite experiments; launch {missing} first"
-        )
-    return render_script(plan.config)
-
-
-def submit(plan: RunPlan) -> None:
-    """Submit the run as a job, and print the job id and the commands to follow and stop it.
-
-    If it is unknown whether Slurm accepted the job, the run directory keeps the files that the job
-    needs.
-
-    Args:
-        plan: The run and its prerequisite experiments.
-
-    Raises:
-        ConfigError: The configuration is invalid or Slurm rejected the job, with Slurm's message.
-            The run directory is unchanged.
-        NoAnswerError: It is unknown whether the job was submitted.
-    """
-    config = plan.config
-    paths = get_run_paths(plan.config)
-    require_unlocked(paths.root)
-    script = render_checked_script(plan)
-    print(f"run directory: {paths.root}", flush=True)
-    # Let Slurm check the script before anything is written to the run directory.
-    with tempfile.TemporaryDirectory() as directory:
-        file = Path(directory) / "job.sh"
-        file.write_text(script)
-        _sbatch("--test-only", str(file))
-    with lock_directory(paths.root, mode=PRIVATE_MODE):
-        # A queued job holds no lock yet, and will read the files of this directory. The job may
-        # have been submitted by hand, so the function asks Slurm for it.
+    def check_not_submitted(self, config: Config) -> None:
+        """See `JobSystem`."""
+        paths = get_run_paths(config)
         if (queued_job := find_job(paths.job_script)) is not None:
             instructions = f"wait until the job ends, or cancel the job with `scancel {queued_job}`"
             raise ConfigError(
                 f"run.dir={paths.root}: already queued as job {queued_job}; {instructions}"
             )
-        check_directory(config)
-        config = with_date(config)
-        with _restore_if_rejected(paths):
-            paths.logs.mkdir(parents=True, exist_ok=True)
-            get_cache_directory().mkdir(parents=True, exist_ok=True)  # a container mounts it
-            save_config(config, paths.config)
-            create_access_key(config)
-            record_cache_uses(config)
-            write_file(paths.job_script, script)
-            job = _submit_job(paths, config)
-        paths.status.unlink(missing_ok=True)  # belongs to an earlier launch
-    resume_text = (
-        "then the job is requeued"
-        if config.cluster.slurm.requeue
-        else f"resume with `sbatch {paths.job_script}`"
-    )
-    lines = (
-        f"job {job}",
-        f"script: {paths.job_script}",
-        f"log:    {paths.job_log(job)}",
-        f"follow: tail -F {paths.job_log(job)}",
-        f"status: squeue --jobs={job}; aligner status {paths.root}",
-        f"stop:   scancel --batch --signal=USR1 {job}   # saves a checkpoint; {resume_text}",
-        f"end:    scancel {job}   # without a checkpoint",
-    )
-    print_text("\n".join(lines))
 
+    def submit(self, config: Config, job_file: Path) -> str:
+        """See `JobSystem`."""
+        try:
+            printed = _sbatch("--parsable", str(job_file), timeout_s=_SUBMIT_TIMEOUT_S)
+        except (NoAnswerError, KeyboardInterrupt) as error:
+            raise NoAnswerError(
+                f"{str(error) or 'interrupted'}: it is unknown whether the job was queued. Check"
+                f" with `squeue --me --name={config.run.name}`; if the job is not queued, launch"
+                " again with run.resume=auto"
+            ) from error
+        # A federation appends the name of the cluster: 1234;cluster.
+        return printed.splitlines()[-1].partition(";")[0]
 
-@contextlib.contextmanager
-def _restore_if_rejected(paths: RunPaths) -> Iterator[None]:
-    """Restore the run directory if the block fails.
+    def get_own_job(self, config: Config) -> str:
+        """See `JobSystem`."""
+        return os.environ["SLURM_JOB_ID"]
 
-    The directory keeps its new files if the block succeeds, or if its outcome is unknown.
-    """
-    files_before = {*paths.root.iterdir()}
-    overwritten = {
-        file: file.read_bytes() for file in (paths.config, paths.job_script) if file in files_before
-    }
-    try:
-        yield
-    except NoAnswerError:
-        raise
-    except BaseException:
-        for path in {*paths.root.iterdir()} - files_before:
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink()
-        for file, content in overwritten.items():
-            write_file(file, content)
-        raise
+    def describe_job(self, config: Config, job: str) -> list[str]:
+        """See `JobSystem`."""
+        paths = get_run_paths(config)
+        resume_text = (
+            "then the job is requeued"
+            if config.cluster.slurm.requeue
+            else f"resume with `sbatch {paths.job_script}`"
+        )
+        return [
+            f"job {job}",
+            f"script: {paths.job_script}",
+            f"log:    {paths.job_log(job)}",
+            f"follow: tail -F {paths.job_log(job)}",
+            f"status: squeue --jobs={job}; aligner status {paths.root}",
+            f"stop:   {self.get_stop_command(job)}   # saves a checkpoint; {resume_text}",
+            f"end:    scancel {job}   # without a checkpoint",
+        ]
 
+    def is_in_queue(self, config: Config, job: str, timeout_s: float) -> bool | None:
+        """See `JobSystem`."""
+        return is_in_queue(job, timeout_s)
 
-def _submit_job(paths: RunPaths, config: Config) -> str:
-    """Submit the job, and return its job id.
+    def get_queue_command(self, config: Config, job: str | None) -> str:
+        """See `JobSystem`."""
+        return f"squeue --name={config.run.name}" if job is None else f"squeue --jobs={job}"
 
-    Raises:
-        NoAnswerError: It is unknown whether the job was submitted.
-    """
-    try:
-        printed = _sbatch("--parsable", str(paths.job_script), timeout_s=_SUBMIT_TIMEOUT_S)
-    except (NoAnswerError, KeyboardInterrupt) as error:
-        raise NoAnswerError(
-            f"{str(error) or 'interrupted'}: it is unknown whether the job was queued. Check with"
-            f" `squeue --me --name={config.run.name}`; if the job is not queued, launch again with"
-            " run.resume=auto"
-        ) from error
-    # A federation appends the name of the cluster: 1234;cluster.
-    return printed.splitlines()[-1].partition(";")[0]
+    def get_log_hint(self, config: Config, job: str | None) -> str:
+        """See `JobSystem`."""
+        return str(get_run_paths(config).job_log(job or "*"))
+
+    def get_start_command(self, config: Config) -> str:
+        """See `JobSystem`."""
+        return f"sbatch {shlex.quote(str(get_run_paths(config).job_script))}"
+
+    def get_stop_command(self, job: str) -> str:
+        """See `JobSystem`."""
+        return f"scancel --batch --signal=USR1 {job}"
 
 
 def _sbatch(*arguments: str, timeout_s: float = TIMEOUT_S) -> str:
@@ -216,7 +151,7 @@ def render_script(config: Config) -> str:
     Raises:
         ConfigError: A role cannot be placed on the nodes.
     """
-    prerequisite, *others = compute_slurm_layout(config).components
+    prerequisite, *others = compute_job_layout(config).components
     lines = [
         "#!/usr/bin/env bash",
         f"# aligner: run {config.run.name}, experiment {config.run.experiment}.",

@@ -1,27 +1,25 @@
-"""The nodes and devices of each role in a Slurm job.
+"""The nodes and devices of each role in a job on a cluster.
 
-The layout follows from the configuration alone. `aligner.launcher.slurm` renders it as options of
-`sbatch` and `srun`.
+The layout follows from the configuration alone and is the same for all clusters.
+`aligner.launcher.slurm` renders it as options of `sbatch` and `srun`,
+`aligner.launcher.kubernetes` as a JobSet, and `aligner.launcher.skypilot` as a task file.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from aligner.errors import ConfigError
-from aligner.paths import get_cache_directory, get_run_paths
 from aligner.placement.local_devices import parse_devices
-from aligner.placement.roles import computes_on_devices, count_role_ranks, get_role
-from aligner.schema import Config, SlurmRoleConfig
+from aligner.placement.roles import (
+    computes_on_devices,
+    count_role_ranks,
+    get_role,
+    requests_gpus,
+)
+from aligner.schema import Config, NodeRoleConfig
 
-
-def list_container_mounts(config: Config) -> list[str]:
-    """Return the mounts of a role's container.
-
-    These are the run directory and the cache, at the same paths as outside, and the configured
-    mounts.
-    """
-    required_paths = [str(path) for path in (get_run_paths(config).root, get_cache_directory())]
-    return [*(f"{path}:{path}" for path in required_paths), *config.cluster.slurm.mounts]
+# Name of a run's job in messages, by `cluster.kind`.
+_JOB_NAMES = {"slurm": "Slurm job", "kubernetes": "JobSet", "skypilot": "SkyPilot task"}
 
 
 @dataclass(frozen=True)
@@ -75,17 +73,34 @@ class JobLayout:
     components: tuple[Component, ...]
     placements: dict[str, RolePlacement]
 
+    @property
+    def node_count(self) -> int:
+        """Number of nodes of all components."""
+        return sum(component.nodes for component in self.components)
+
+    def get_first_node(self, component: int) -> int:
+        """Return the index of a component's first node among the nodes of all components."""
+        return sum(earlier.nodes for earlier in self.components[:component])
+
+    def get_nodes(self, placement: RolePlacement) -> range:
+        """Return the indices of a group's nodes among the nodes of all components."""
+        first = self.get_first_node(placement.component) + placement.first_node
+        return range(first, first + placement.nodes)
+
     def is_shared(self, placement: RolePlacement) -> bool:
         """Return whether another role or server group has ranks on the nodes of a placement."""
         return sum(placement.shares_node(other) for other in self.placements.values()) > 1
 
-    def describe(self) -> str:
+    def describe(self, kind: str = "slurm") -> str:
         """Return a line with the nodes and GPUs of each component.
+
+        Args:
+            kind: Kind of the cluster (`cluster.kind`).
 
         For example: "Slurm job: 3 nodes; trainer: 2 nodes × 8 GPUs; reward: 1 node without GPUs".
         """
-        total = sum(component.nodes for component in self.components)
-        parts = [f"Slurm job: {_count(total, 'node')}"]
+        total = self.node_count
+        parts = [f"{_JOB_NAMES[kind]}: {_count(total, 'node')}"]
         for index, component in enumerate(self.components):
             roles = dict.fromkeys(
                 get_role(group)
@@ -107,18 +122,18 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' * (number != 1)}"
 
 
-def get_slurm_settings(config: Config, group: str) -> SlurmRoleConfig:
-    """Return the Slurm settings of the role of a server group."""
-    settings: SlurmRoleConfig = getattr(config.cluster.slurm.roles, get_role(group))
+def get_node_settings(config: Config, group: str) -> NodeRoleConfig:
+    """Return the settings of the nodes of a role or server group."""
+    settings: NodeRoleConfig = getattr(config.cluster.job.roles, get_role(group))
     return settings
 
 
-def get_container_image(config: Config, group: str) -> str | None:
-    """Return the container image of a role or server group; None without a container."""
-    return get_slurm_settings(config, group).image or config.cluster.slurm.image
+def get_role_key(config: Config, role: str) -> str:
+    """Return the dotted key of a role's section, such as `cluster.slurm.roles.critic`."""
+    return f"cluster.{config.cluster.kind}.roles.{role}"
 
 
-def compute_slurm_layout(config: Config) -> JobLayout:
+def compute_job_layout(config: Config) -> JobLayout:
     """Return the placement of all roles.
 
     Raises:
@@ -130,10 +145,10 @@ def compute_slurm_layout(config: Config) -> JobLayout:
         raise ConfigError("\n".join(problems))
 
     # Each role with nodes of its own has one component; other roles share the nodes of such a role.
-    hosts = [role for role in roles if get_slurm_settings(config, role).shares_nodes_with is None]
+    hosts = [role for role in roles if get_node_settings(config, role).shares_nodes_with is None]
     placements: dict[str, RolePlacement] = {}
     for role in roles:
-        host = get_slurm_settings(config, role).shares_nodes_with or role
+        host = get_node_settings(config, role).shares_nodes_with or role
         placements |= _place_role(config, role, hosts.index(host))
 
     components = []
@@ -148,20 +163,30 @@ def compute_slurm_layout(config: Config) -> JobLayout:
 
     # Placements were computed by role; a layout lists the groups in the order of their start.
     layout = JobLayout(tuple(components), {group: placements[group] for group in groups})
-    return layout if config.cluster.slurm.heterogeneous else _merge_components(layout)
+    return layout if _has_components(config) else _merge_components(layout)
+
+
+def _has_components(config: Config) -> bool:
+    """Return whether the roles of a job may request different nodes."""
+    # The nodes of a SkyPilot task are all the same.
+    return {
+        "slurm": config.cluster.slurm.heterogeneous,
+        "kubernetes": True,
+        "skypilot": False,
+    }[config.cluster.kind]
 
 
 def _find_role_problems(config: Config, roles: list[str]) -> Iterator[str]:
     """Yield an error for each invalid setting of a single role."""
     for role in roles:
-        settings = get_slurm_settings(config, role)
-        key = f"cluster.slurm.roles.{role}"
+        settings = get_node_settings(config, role)
+        key = get_role_key(config, role)
         host = settings.shares_nodes_with
         if host is not None:
             setting = f"{key}.shares_nodes_with={host}"
             if host not in roles:
                 yield f"{setting}: the run has no such role; must be one of {', '.join(roles)}"
-            elif host == role or get_slurm_settings(config, host).shares_nodes_with is not None:
+            elif host == role or get_node_settings(config, host).shares_nodes_with is not None:
                 yield f"{setting}: must be another role whose own `shares_nodes_with` is null"
             if settings.nodes is not None:
                 yield (
@@ -180,12 +205,12 @@ def _get_configured_devices(config: Config, role: str) -> tuple[int, ...] | None
     Raises:
         ConfigError: The value is not a list of devices, or a node lacks one of them.
     """
-    text = get_slurm_settings(config, role).devices
+    text = get_node_settings(config, role).devices
     devices_per_node = config.cluster.devices_per_node
     if text is None:
         return None
     return parse_devices(
-        f"cluster.slurm.roles.{role}.devices",
+        f"{get_role_key(config, role)}.devices",
         text,
         devices_per_node,
         f"cluster.devices_per_node={devices_per_node}",
@@ -209,7 +234,7 @@ def _place_role(config: Config, role: str, component: int) -> dict[str, RolePlac
         group: ranks for group, ranks in count_role_ranks(config).items() if get_role(group) == role
     }
     ranks = next(iter(replicas.values()))
-    nodes = get_slurm_settings(config, role).nodes
+    nodes = get_node_settings(config, role).nodes
     chosen_devices = _get_configured_devices(config, role)
     slots = (
         tuple(range(config.cluster.devices_per_node)) if chosen_devices is None else chosen_devices
@@ -222,10 +247,10 @@ def _place_role(config: Config, role: str, component: int) -> dict[str, RolePlac
         limit_key = (
             "cluster.devices_per_node"
             if chosen_devices is None
-            else f"cluster.slurm.roles.{role}.devices"
+            else f"{get_role_key(config, role)}.devices"
         )
         raise ConfigError(
-            f"cluster.slurm.roles.{role}.nodes={'null' if nodes is None else nodes}: {ranks_text}"
+            f"{get_role_key(config, role)}.nodes={'null' if nodes is None else nodes}: {ranks_text}"
             f" cannot be distributed evenly over nodes with {len(slots)} devices ({limit_key});"
             " change one of the two keys, or the layout"
         )
@@ -267,7 +292,7 @@ def _pack_replicas(
     else:
         nodes_per_replica = max(1, nodes // replicas)
         replicas_per_node = 1 if nodes >= replicas else -(-replicas // nodes)
-    # Every node has the same number of ranks, because `srun` gets one number for all nodes.
+    # Every node has the same number of ranks, because a cluster gets one number for all nodes.
     fits = (
         ranks % nodes_per_replica == 0
         and ranks // nodes_per_replica * replicas_per_node <= slots
@@ -297,7 +322,7 @@ def _check_shared_nodes(config: Config, host: str, placements: Mapping[str, Role
     device_owners: dict[int, str] = {}
     for group, placement in placements.items():
         role = get_role(group)
-        key = f"cluster.slurm.roles.{role}"
+        key = get_role_key(config, role)
         if placement.node_range[-1] >= nodes:
             raise ConfigError(
                 f"{key}.shares_nodes_with={host}: requires {placement.node_range[-1] + 1} nodes,"
@@ -313,7 +338,7 @@ def _check_shared_nodes(config: Config, host: str, placements: Mapping[str, Role
         # Replicas of one role may share devices, different roles may not.
         for device in placement.devices:
             if device_owners.setdefault(device, role) != role:
-                configured = get_slurm_settings(config, role).devices
+                configured = get_node_settings(config, role).devices
                 raise ConfigError(
                     f"{key}.devices={configured}: device {device} already belongs to"
                     f" {device_owners[device]}"
@@ -321,8 +346,8 @@ def _check_shared_nodes(config: Config, host: str, placements: Mapping[str, Role
 
 
 def _needs_device(config: Config, group: str) -> bool:
-    """Return whether the ranks of a group need a GPU that Slurm assigns."""
-    return config.cluster.slurm.gpus != "none" and computes_on_devices(config, group)
+    """Return whether the ranks of a group need a GPU that the cluster assigns."""
+    return requests_gpus(config) and computes_on_devices(config, group)
 
 
 def _build_component(
@@ -346,7 +371,7 @@ def _build_component(
     on_devices = [group for group in placements if _needs_device(config, group)]
     # Device lists refer to all devices of a node, so all of them are requested.
     has_device_lists = any(
-        get_slurm_settings(config, group).devices is not None for group in on_devices
+        get_node_settings(config, group).devices is not None for group in on_devices
     )
     devices = (
         config.cluster.devices_per_node
@@ -359,14 +384,11 @@ def _build_component(
 def _merge_components(layout: JobLayout) -> JobLayout:
     """Return a layout with a single component that has the nodes of all components in order."""
     # Node indices within a component become indices within the whole job.
-    offsets = [
-        sum(component.nodes for component in layout.components[:index])
-        for index in range(len(layout.components))
-    ]
+    offsets = [layout.get_first_node(index) for index in range(len(layout.components))]
     # Nodes of one component have the same options, so each of them gets the most that a role needs.
     merged = Component(
         layout.components[0].role,
-        sum(component.nodes for component in layout.components),
+        layout.node_count,
         max(component.ranks_per_node for component in layout.components),
         max(component.devices_per_node for component in layout.components),
     )

@@ -16,8 +16,8 @@ from aligner.checks import cluster
 from aligner.config.compose import compose_config
 from aligner.config.conf_files import find_built_in_directory
 from aligner.errors import ConfigError
+from aligner.placement.job_layout import RolePlacement, compute_job_layout
 from aligner.placement.roles import count_role_ranks
-from aligner.placement.slurm_layout import RolePlacement, compute_slurm_layout
 from aligner.schema import Config
 from aligner.schema.keys import with_values
 
@@ -27,9 +27,7 @@ REPLICAS_OF_4 = ("engine=tensorrt_llm", "engine.parallel.tensor=4", "engine.para
 
 
 def layout(*overrides: str):
-    return compute_slurm_layout(
-        compose_config(["experiment=tiny_ppo", "cluster=slurm", *overrides])
-    )
+    return compute_job_layout(compose_config(["experiment=tiny_ppo", "cluster=slurm", *overrides]))
 
 
 def problems(*overrides: str) -> str:
@@ -138,7 +136,7 @@ def test_ranks_per_node_do_not_exceed_devices(
             "critic.parallel.data": critic,
         },
     )
-    found = compute_slurm_layout(config)
+    found = compute_job_layout(config)
     loads: dict[tuple[int, int], int] = {}
     for group, ranks in count_role_ranks(config).items():
         place = found.placements[group]
