@@ -35,6 +35,7 @@ PROGRAMS = (
     "eval",
     "wandb",
     "scancel",
+    "kubectl",
     "curl",
     "grep",
     "tar",
@@ -56,7 +57,7 @@ ELSEWHERE = {
     r"python (openenv_environment|textarena_game)\.py ": (
         "tests/system/test_openenv.py, tests/system/test_textarena.py"
     ),
-    r"wandb |curl |scancel |grep |eval ": "another program's command, or one line of a shell",
+    r"wandb |curl |scancel |kubectl |grep |eval ": "another program's command, or one line of a shell",
     r"aligner \S+ .*(DIRECTORY|RUN|NAME|SOURCE|OUTPUT|FILE)": (
         "what a command's arguments are, to be filled in"
     ),

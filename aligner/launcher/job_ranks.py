@@ -69,7 +69,7 @@ def compute_job_threads(
 def job_environment(
     config: Config, role: str, ranks: PlacedRanks, master: str, master_port: int, threads: int
 ) -> dict[str, str]:
-    """Return the environment variables that all ranks of a role have in common.
+    """Return the environment variables of all ranks of a role, without the configured ones.
 
     The function also creates the heartbeat files of the ranks.
 
@@ -85,7 +85,6 @@ def job_environment(
         **world_environment(
             len(ranks), ranks.placement.ranks_per_node, master, master_port, threads
         ),
-        **configured_environment(config, role, ranks.placement),
         **heartbeat_environment(config, role, len(ranks)),
         **user_error_environment(config, role),
     }
@@ -94,7 +93,7 @@ def job_environment(
 def configured_environment(
     config: Config, role: str, placement: RolePlacement
 ) -> Mapping[str, str]:
-    """Return the environment variables of a role that follow from the configuration."""
+    """Return the environment variables of a role that the configuration and the devices define."""
     variables = {**config.cluster.job.environment, **get_node_settings(config, role).environment}
     return device_environment(placement) | {name: str(value) for name, value in variables.items()}
 

@@ -12,9 +12,8 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-import yaml
-
 from aligner.errors import FAILED, REFUSED, RESUMABLE
+from aligner.launcher.job_yaml import format_job
 from aligner.launcher.nodes.node_list import FIRST_NODE, NODE_INDEX, NODE_STATE, NODES
 from aligner.paths import get_cache_directory, get_run_paths
 from aligner.placement.job_layout import Component, JobLayout, compute_job_layout
@@ -52,17 +51,7 @@ def render_job_set(config: Config) -> str:
         f"# aligner: run {config.run.name}, experiment {config.run.experiment}."
         f" Requires JobSet 0.10 or newer.\n"
     )
-    return header + yaml.dump(
-        build_job_set(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100
-    )
-
-
-class _Dumper(yaml.SafeDumper):
-    """Writer of YAML that repeats equal parts instead of referring to the first one."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        """See `yaml.SafeDumper`."""
-        return True
+    return header + format_job(build_job_set(config))
 
 
 def get_job_set_name(config: Config) -> str:

@@ -43,6 +43,11 @@ def load_node_key(config: Config) -> bytes:
     return path.read_bytes().strip()
 
 
+def derive_secret(key: bytes, text: str) -> str:
+    """Return a secret that follows from the node key and a text that is sent without encryption."""
+    return hmac.new(key, b"secret" + text.encode(), hashlib.sha256).hexdigest()
+
+
 class Channel:
     """One side of a connection. `send` may be called from several threads."""
 

@@ -17,16 +17,20 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from aligner.errors import RESUMABLE, STOP_SIGNAL, AlignerError, Stopped, build_exit_error
-from aligner.launcher.nodes.channel import Channel, ChannelError, load_node_key
+from aligner.launcher.job_ranks import configured_environment, place_ranks
+from aligner.launcher.nodes.channel import Channel, ChannelError, derive_secret, load_node_key
 from aligner.launcher.nodes.node_list import NODE_STATE, NodeList, get_supervisor_port
 from aligner.launcher.processes import Processes, RankProcess
 from aligner.launcher.rank_environment import build_role_command, is_healthy
+from aligner.observability.log_files import LogLimit
 from aligner.paths import get_run_paths
-from aligner.placement.addresses import load_endpoints
+from aligner.placement.addresses import WORLD_SECRET, load_endpoints
+from aligner.placement.job_layout import compute_job_layout
 from aligner.placement.roles import count_server_ranks
 from aligner.schema import Config
 
@@ -38,7 +42,11 @@ _POLL_S = 0.1
 _RECONNECT_S = 1.0
 _CONNECT_TIMEOUT_S = 10.0
 # Seconds between two updates of the files for the probes.
-_PROBE_S = 5.0
+_PROBE_S = 2.0
+# A size that no log reaches.
+_NO_LIMIT_MIB = 1 << 40
+# Timeout of a request to the health endpoint of a server in seconds.
+_HEALTH_TIMEOUT_S = 5.0
 _CPU_QUOTA_FILE = Path("/sys/fs/cgroup/cpu.max")
 
 
@@ -74,6 +82,8 @@ class _Agent:
     def __init__(self, config: Config, nodes: NodeList) -> None:
         self._config = config
         self._nodes = nodes
+        self._layout = compute_job_layout(config)
+        self._key = load_node_key(config)
         self._messages: queue.SimpleQueue[Mapping[str, Any] | None] = queue.SimpleQueue()
         self._ranks: dict[int, RankProcess] = {}
         """Ranks by the number that the supervisor gave them."""
@@ -93,7 +103,11 @@ class _Agent:
         channel = self._connect(host, port)
         print(f"node {self._nodes.index}: has joined the run", flush=True)
         threading.Thread(target=self._read, args=(channel,), name="messages", daemon=True).start()
-        processes = Processes(self._config.cluster.stop_timeout_s)
+        log_limit = LogLimit.from_config(self._config)
+        if self._nodes.index:
+            # All nodes share the logs, and the agent of the first node limits them.
+            log_limit = replace(log_limit, max_mib=_NO_LIMIT_MIB)
+        processes = Processes(self._config.cluster.stop_timeout_s, log_limit)
         is_stop_reported = False
         try:
             while True:
@@ -124,12 +138,11 @@ class _Agent:
             Stopped: A stop was requested, or the supervisor did not answer in time.
         """
         deadline = time.monotonic() + self._config.server.start_timeout_s
-        key = load_node_key(self._config)
         while True:
             self._probe_files.update()
             try:
                 connection = socket.create_connection((host, port), _CONNECT_TIMEOUT_S)
-                channel = Channel(connection, key, is_listener=False)
+                channel = Channel(connection, self._key, is_listener=False)
                 channel.send({"event": "joined", "node": self._nodes.index, "cpus": count_cpus()})
                 channel.receive()  # proves that the supervisor has the key
                 channel.accept_silence()
@@ -187,9 +200,17 @@ class _Agent:
         paths = get_run_paths(self._config)
         role = message["role"]
         command = build_role_command(role, paths.config)
+        placement = place_ranks(self._config, self._layout, role).placement
+        shared_environment = {
+            **message["environment"],
+            # Secrets are not sent: they are in private files of the run directory, or follow from
+            # the node key.
+            **configured_environment(self._config, role, placement),
+            WORLD_SECRET: derive_secret(self._key, message["environment"][WORLD_SECRET]),
+        }
         for local_rank, (number, rank) in enumerate(message["ranks"]):
             environment = {
-                **message["environment"],
+                **shared_environment,
                 "RANK": str(rank),
                 "LOCAL_RANK": str(local_rank),
             }
@@ -271,7 +292,7 @@ class _ProbeFiles:
         try:
             endpoints = load_endpoints(endpoints_file) if groups else {}
             ready = all(
-                is_healthy(self._config, group, endpoints[group], timeout_s=_PROBE_S)
+                is_healthy(self._config, group, endpoints[group], timeout_s=_HEALTH_TIMEOUT_S)
                 for group in groups
             )
         except (OSError, ValueError, KeyError):

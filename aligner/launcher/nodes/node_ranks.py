@@ -23,6 +23,7 @@ from aligner.launcher.nodes.node_list import NodeList, get_supervisor_port
 from aligner.launcher.processes import Interrupts
 from aligner.launcher.rank_environment import FreePorts
 from aligner.launcher.ranks import Rank, Ranks
+from aligner.observability.log_files import count_output_bytes
 from aligner.placement.job_layout import JobLayout
 from aligner.schema import Config
 
@@ -230,7 +231,7 @@ class NodeRanks(Ranks):
                     role,
                     rank,
                     logs[rank],
-                    logs[rank].stat().st_size,
+                    count_output_bytes(logs[rank]),
                     restarts,
                     next(self._numbers),
                     node,

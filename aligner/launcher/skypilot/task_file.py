@@ -7,9 +7,8 @@ fields are described at https://docs.skypilot.co/en/latest/reference/yaml-spec.h
 import shlex
 from typing import Any
 
-import yaml
-
 from aligner.errors import RESUMABLE
+from aligner.launcher.job_yaml import format_job
 from aligner.launcher.nodes.node_list import FIRST_NODE, NODE_INDEX, NODES
 from aligner.paths import get_cache_directory, get_run_paths
 from aligner.placement.job_layout import compute_job_layout
@@ -23,7 +22,7 @@ def render_task(config: Config) -> str:
         ConfigError: A role cannot be placed on the nodes.
     """
     header = f"# aligner: run {config.run.name}, experiment {config.run.experiment}.\n"
-    return header + yaml.safe_dump(build_task(config), sort_keys=False, allow_unicode=True)
+    return header + format_job(build_task(config))
 
 
 def build_task(config: Config) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from aligner.errors import AlignerError
 from aligner.launcher.job_ranks import (
     PlacedRanks,
     compute_job_threads,
+    configured_environment,
     device_environment,
     job_environment,
     place_ranks,
@@ -310,6 +311,7 @@ class SlurmSteps(Ranks):
             **job_environment(
                 self._config, role, step.ranks, step.nodes.address, next(self._ports), step.threads
             ),
+            **configured_environment(self._config, role, step.ranks.placement),
         }
         logs = prepare_logs(self._config, role, len(step.ranks), restarts)
         # A requeued job keeps its job id. The number of requeues distinguishes the files of its
