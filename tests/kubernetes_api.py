@@ -39,6 +39,8 @@ class KubernetesApi:
         """Reason for which all writes are forbidden; None to allow them."""
         self.has_job_sets = True
         """Whether the cluster has the JobSet API."""
+        self.unknown_field: str | None = None
+        """A field that the version of the API does not have."""
         self.is_hanging = False
         """Whether creations get no answer."""
         self._stopped = threading.Event()
@@ -134,6 +136,9 @@ class KubernetesApi:
         is_dry = "dryRun" in query
         if self.is_hanging and not is_dry:
             self._stopped.wait(60)
+        if self.unknown_field is not None:
+            message = f'strict decoding error: unknown field "{self.unknown_field}"'
+            return _fail(400, "BadRequest", f"JobSet cannot be handled: {message}")
         if problems := find_problems(body):
             return _fail(422, "Invalid", f"JobSet.{GROUP} {quoted} is invalid: {problems}")
         if (namespace, name) in self.job_sets:

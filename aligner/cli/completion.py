@@ -75,6 +75,7 @@ _PATH_KEYS = (
     "server.tls.authorities",
     "cluster.slurm.image",
     "cluster.slurm.workdir",
+    "cluster.kubernetes.workdir",
 )
 
 

@@ -460,7 +460,24 @@ IDLE: tuple[tuple[str, str, str, str], ...] = (
     ),
     # The cluster.
     ("tiny_ppo", "cluster.slurm.time=60", "cluster.kind=local", "cluster.kind=slurm"),
-    ("tiny_ppo", "cluster.devices_per_node=4", "cluster.kind=local", "cluster.kind=slurm"),
+    (
+        "tiny_ppo",
+        "cluster.devices_per_node=4",
+        "cluster.kind=local",
+        "cluster.kind other than local",
+    ),
+    (
+        "tiny_ppo",
+        "cluster.kubernetes.queue=q",
+        "cluster.kind=local",
+        "cluster.kind=kubernetes",
+    ),
+    (
+        "tiny_ppo cluster=kubernetes cluster.kubernetes.requeue=false",
+        "cluster.kubernetes.max_restarts=3",
+        "cluster.kubernetes.requeue=false",
+        "cluster.kubernetes.requeue=true",
+    ),
     (
         "tiny_ppo cluster=slurm",
         f"{_ROLE}.generator.nodes=1",

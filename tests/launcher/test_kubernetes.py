@@ -28,6 +28,7 @@ from aligner.launcher.nodes.node_list import FIRST_NODE, NODE_INDEX, NODES, read
 from aligner.launcher.status import read_status
 from aligner.paths import RunPaths
 from aligner.placement.job_layout import compute_job_layout
+from aligner.schema import Config
 from tests.kubernetes_api import KubernetesApi
 from tests.kubernetes_api import find_problems as find_api_problems
 
@@ -76,7 +77,7 @@ def arguments(tmp_path: Path, *overrides: str) -> list[str]:
     ]
 
 
-def config(tmp_path: Path, *overrides: str):
+def config(tmp_path: Path, *overrides: str) -> Config:
     return compose_config(arguments(tmp_path, *overrides))
 
 
@@ -427,8 +428,14 @@ def test_conflict_between_check_and_creation_is_reported(
 
 
 @needs_kubectl
-def test_cluster_without_job_set_is_reported(tmp_path: Path, api: KubernetesApi) -> None:
-    api.has_job_sets = False
+@pytest.mark.parametrize("is_old", [False, True])
+def test_cluster_without_new_job_set_is_reported(
+    tmp_path: Path, api: KubernetesApi, is_old: bool
+) -> None:
+    if is_old:
+        api.unknown_field = "spec.failurePolicy.rules[0].onJobFailureMessagePatterns"
+    else:
+        api.has_job_sets = False
     with pytest.raises(ConfigError, match=r"install JobSet 0\.10 or newer in the cluster"):
         submit(plan_run(config(tmp_path)))
 

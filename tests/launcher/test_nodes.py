@@ -25,10 +25,11 @@ from aligner.launcher.processes import Interrupts
 from aligner.launcher.rank_environment import FreePorts
 from aligner.paths import RunPaths
 from aligner.placement.job_layout import compute_job_layout
+from aligner.schema import Config
 from tests.worker_pool import free_port
 
 
-def config(tmp_path: Path, *overrides: str):
+def config(tmp_path: Path, *overrides: str) -> Config:
     return compose_config(
         [
             "experiment=tiny_ppo",

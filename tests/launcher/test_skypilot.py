@@ -18,6 +18,7 @@ from aligner.launcher.job_submission import render_preview, submit
 from aligner.launcher.nodes.node_list import read_node_list
 from aligner.launcher.skypilot.task_file import build_task, render_task
 from aligner.placement.job_layout import compute_job_layout
+from aligner.schema import Config
 from tests.launcher.stand_ins import stand_in
 
 # A Python environment in which SkyPilot is installed.
@@ -42,7 +43,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ALIGNER_CACHE", f"{tmp_path}/cache")
 
 
-def config(tmp_path: Path, *overrides: str):
+def config(tmp_path: Path, *overrides: str) -> Config:
     return compose_config(
         [
             "experiment=tiny_ppo",

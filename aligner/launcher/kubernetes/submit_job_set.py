@@ -18,9 +18,12 @@ from aligner.launcher.kubernetes.job_set import (
 from aligner.paths import RunPaths, get_run_paths
 from aligner.schema import Config
 
-# Error of kubectl for a cluster without the JobSet API.
-_NO_JOB_SET = 'no matches for kind "JobSet"'
-_NO_RESOURCE = "the server doesn't have a resource type"
+# Errors of kubectl for a cluster without the JobSet API, or with an older one.
+_NO_JOB_SET = (
+    'no matches for kind "JobSet"',
+    "the server doesn't have a resource type",
+    'unknown field "spec.failurePolicy',
+)
 # Kinds of errors in the messages of kubectl.
 _NOT_FOUND = "(NotFound)"
 _EXISTS = "(AlreadyExists)"
@@ -197,7 +200,7 @@ def _kubectl(config: Config, *arguments: str, timeout_s: float = TIMEOUT_S) -> s
     except AlignerError as error:
         text = str(error)
         hint = ""
-        if _NO_JOB_SET in text or _NO_RESOURCE in text:
+        if any(message in text for message in _NO_JOB_SET):
             hint = (
                 "; install JobSet 0.10 or newer in the cluster"
                 " (https://jobset.sigs.k8s.io/docs/installation/)"
