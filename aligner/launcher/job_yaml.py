@@ -19,6 +19,8 @@ def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
+# Texts of environment variables are instances of a subclass.
+_Dumper.add_multi_representer(str, _represent_text)
 _Dumper.add_representer(str, _represent_text)
 
 

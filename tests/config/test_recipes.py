@@ -37,6 +37,11 @@ WITH = {
     ("data", "sum_demonstrations"): ["algorithm=sft"],
     ("engine", "tensorrt_llm"): ["cluster=slurm"],
     ("engine", "vllm"): ["cluster=slurm"],  # on CPUs, vLLM does not support this model's head size
+    ("cluster", "kubernetes"): [
+        "cluster.kubernetes.image=image:1",
+        "cluster.kubernetes.volumes=['root:/']",
+    ],
+    ("cluster", "skypilot"): ["+cluster.skypilot.volumes={/: root}"],
     ("reward", "judge"): ["reward.judge_url=http://127.0.0.1:9/v1", "reward.judge_model=judge"],
     ("reward", "remote"): ["reward.url=http://127.0.0.1:9/get_reward"],
 }
