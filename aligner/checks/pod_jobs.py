@@ -1,12 +1,14 @@
 """Checks of `cluster.kubernetes` and `cluster.skypilot`: names, volumes, and paths on volumes."""
 
+import dataclasses
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from aligner.paths import get_cache_directory, get_run_paths
 from aligner.schema import Config
+from aligner.schema.environment_text import with_references
 from aligner.schema.references import find_read_paths
 
 # Names of Kubernetes objects (RFC 1123), of labels and of environment variables.
@@ -14,6 +16,8 @@ _OBJECT_NAME = r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?"
 _LABEL_NAME = r"([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
 _LABEL_VALUE = r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?"
 _VARIABLE = r"[A-Za-z_][A-Za-z0-9_]*"
+# An interpolation without a default value.
+_REQUIRED_VARIABLE = r"\$\{oc\.env:(\w+)\}"
 _SECRET_KEY = r"[-._a-zA-Z0-9]+"
 _VOLUME = rf"{_OBJECT_NAME}:/[^:]*(:ro)?"
 _INFRA = r"[\w*-]+(/[^/\s]+){0,2}"
@@ -58,6 +62,7 @@ def find_kubernetes_problems(config: Config) -> Iterator[str]:
                 " {key: nvidia.com/gpu, operator: Exists}"
             )
     yield from _find_secret_problems(kubernetes.secrets)
+    yield from _find_variable_problems(config, f"{key}.secrets", kubernetes.secrets)
 
     paths = []
     for volume in kubernetes.volumes:
@@ -89,6 +94,7 @@ def find_skypilot_problems(config: Config) -> Iterator[str]:
     for variable in skypilot.secrets:
         if not re.fullmatch(_VARIABLE, variable):
             yield f"{key}.secrets: {variable}: must be the name of an environment variable"
+    yield from _find_variable_problems(config, f"{key}.secrets", skypilot.secrets)
     paths = [str(path) for path in skypilot.volumes]
     for path in paths:
         if not path.startswith("/"):
@@ -122,6 +128,22 @@ def _find_secret_problems(secrets: Mapping[str, Any]) -> Iterator[str]:
                 " Kubernetes Secret and of a key in it; create it with `kubectl create secret"
                 " generic SECRET --from-literal=KEY=…`"
             )
+
+
+def _find_variable_problems(config: Config, key: str, available: Collection[str]) -> Iterator[str]:
+    """Yield a line for each environment variable of the configuration that the nodes do not have.
+
+    Args:
+        config: The run's configuration.
+        key: Key with the environment variables of the nodes.
+        available: Names of these variables.
+    """
+    text = repr(with_references(dataclasses.asdict(config)))
+    for variable in sorted({*re.findall(_REQUIRED_VARIABLE, text)} - {*available}):
+        yield (
+            f"{key}: lacks {variable}, which the configuration reads with ${{oc.env:{variable}}};"
+            " the nodes resolve it when the run starts, so they need the variable"
+        )
 
 
 def _find_volume_problems(

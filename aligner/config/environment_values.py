@@ -183,6 +183,11 @@ def escape_interpolations(text: str) -> str:
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", text)
 
 
+# References to Kubernetes Secrets, by the names of environment variables; `checks.pod_jobs` checks
+# their form.
+_SECRET_REFERENCES = "cluster.kubernetes.secrets"
+
+
 def find_literal_secrets(config: Config) -> Iterator[str]:
     """Yield a line for each key whose value is a secret in plain text.
 
@@ -204,6 +209,8 @@ def _find_secrets(value: Any, key: str, name: str = "") -> Iterator[str]:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             yield from _find_secrets(getattr(value, field.name), f"{key}.{field.name}")
+        return
+    if key == _SECRET_REFERENCES:
         return
     if isinstance(value, dict):
         for entry_name, entry in value.items():

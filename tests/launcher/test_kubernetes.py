@@ -52,8 +52,8 @@ EVERYTHING = (
     "cluster.kubernetes.user=1000",
     "+cluster.kubernetes.labels={team: alignment}",
     "+cluster.kubernetes.annotations={cost-center: '17'}",
-    "+cluster.kubernetes.secrets={WANDB_API_KEY: wandb/api-key}",
-    "+cluster.kubernetes.environment={NCCL_DEBUG: INFO, TOKEN: hunter2}",
+    "+cluster.kubernetes.secrets={WANDB_API_KEY: wandb/api-key, TOKEN: tokens/mine}",
+    "+cluster.kubernetes.environment={NCCL_DEBUG: INFO, HF_TOKEN: '${oc.env:TOKEN}'}",
     "cluster.kubernetes.setup=['ulimit -l unlimited']",
     "cluster.kubernetes.grace_s=900",
     "cluster.kubernetes.roles.critic.image=other:2",
@@ -64,6 +64,7 @@ EVERYTHING = (
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ALIGNER_CACHE", f"{tmp_path}/cache")
+    monkeypatch.setenv("TOKEN", "hunter2")
 
 
 def arguments(tmp_path: Path, *overrides: str) -> list[str]:
@@ -334,6 +335,10 @@ def forbid_unknown_fields(schema: Any) -> None:
         (
             ["cluster.kubernetes.roles.critic.shares_nodes_with=critic"],
             "cluster.kubernetes.roles.critic.shares_nodes_with=critic: must be another role",
+        ),
+        (
+            ["+cluster.kubernetes.environment={HF_TOKEN: '${oc.env:TOKEN}'}"],
+            "cluster.kubernetes.secrets: lacks TOKEN, which the configuration reads",
         ),
         (["checkpoint.every_minutes=0"], "cluster.kubernetes.requeue=true: with checkpoint.every"),
     ],

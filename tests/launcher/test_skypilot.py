@@ -31,8 +31,8 @@ EVERYTHING = (
     "cluster.skypilot.cpus=32+",
     "cluster.skypilot.memory_gib=512+",
     "cluster.skypilot.use_spot=true",
-    "cluster.skypilot.secrets=[WANDB_API_KEY]",
-    "+cluster.skypilot.environment={TOKEN: hunter2}",
+    "cluster.skypilot.secrets=[WANDB_API_KEY, TOKEN]",
+    "+cluster.skypilot.environment={HF_TOKEN: '${oc.env:TOKEN}'}",
     "cluster.skypilot.setup=['pip install aligner']",
     "cluster.skypilot.roles.reward.shares_nodes_with=trainer",
 )
@@ -41,6 +41,7 @@ EVERYTHING = (
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ALIGNER_CACHE", f"{tmp_path}/cache")
+    monkeypatch.setenv("TOKEN", "hunter2")
 
 
 def config(tmp_path: Path, *overrides: str) -> Config:
@@ -68,7 +69,7 @@ def test_task_has_the_nodes_of_all_roles(tmp_path: Path) -> None:
         "job_recovery": {"recover_on_exit_codes": [75]},
     }
     assert task["volumes"] == {str(tmp_path): "shared"}
-    assert task["secrets"] == {"WANDB_API_KEY": None}
+    assert task["secrets"] == {"WANDB_API_KEY": None, "TOKEN": None}
 
 
 def test_task_contains_no_secret_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
