@@ -10,6 +10,7 @@ from typing import Any
 
 from aligner.agents.protocols.requests import ChatRequest, RequestError
 from aligner.data.chat_template import REASONING_FIELDS
+from aligner.file_limits import parse_json
 
 # The reasoning at the start of an answer, up to its last end tag. Some templates put the start tag
 # into the prompt, so the answer may contain only the end tag.
@@ -107,7 +108,7 @@ def _to_template_call(call: Mapping[str, Any]) -> dict[str, Any]:
 def _parse_arguments(arguments: Any) -> Any:
     """Parse the arguments of a call; return invalid JSON, and any other value, unchanged."""
     try:
-        return json.loads(arguments) if isinstance(arguments, str) else arguments
+        return parse_json(arguments) if isinstance(arguments, str) else arguments
     except (ValueError, RecursionError):
         return arguments
 

@@ -20,6 +20,7 @@ from aligner.agents.environment_worker import CLOSE, CLOSING_S, FINISH, NOTE
 from aligner.agents.sandboxes import SandboxSettings
 from aligner.data.episode_reports import FailureKind
 from aligner.errors import AlignerError, ConfigError
+from aligner.file_limits import parse_json
 
 # timeout in seconds for the start of the process and the import of the environment
 _START_TIMEOUT_S = 180.0
@@ -148,7 +149,7 @@ class WorkerProcess:
                 f"the environment was not imported within {_START_TIMEOUT_S:g} s; {reason}",
                 FailureKind.INFRASTRUCTURE,
             ) from None
-        answer = json.loads(line or "null")
+        answer = parse_json(line or "null")
         if answer is None:
             _, reason = await self._terminate()
             raise EnvironmentFailed(
@@ -277,7 +278,7 @@ class WorkerProcess:
         # ValueError: a line is not JSON; its source is unknown, so the process is ended
         with contextlib.suppress(ValueError):
             while line := await _get_pipe(self._process.stdout).readline():
-                answer = json.loads(line)
+                answer = parse_json(line)
                 _, pending_answer = self._pending.get(answer["call"], (0, None))
                 if pending_answer is not None and not pending_answer.done():
                     pending_answer.set_result(answer)

@@ -33,6 +33,7 @@ from aligner.observability.metrics import read_metrics, read_records
 from aligner.observability.sample_files import read_samples, sample_steps
 from aligner.paths import RunPaths
 from aligner.schema import Config
+from aligner.terminal import print_text
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -503,7 +504,7 @@ class Run:
         printed_line = ""
         while (status := self.status()).state not in ENDED_STATES:
             if (line := describe_status(status).partition("  last step")[0]) != printed_line:
-                print(line, flush=True)
+                print_text(line)
                 printed_line = line
             self._check_deadline(deadline)
             time.sleep(_STATUS_INTERVAL_S)

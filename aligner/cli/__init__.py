@@ -5,6 +5,7 @@ Modules with slow imports are imported only by the commands that need them.
 
 import argparse
 import atexit
+import logging
 import os
 import sys
 import threading
@@ -20,7 +21,7 @@ from aligner.launcher.exhausted_resources import exhausted_resources, full_share
 from aligner.launcher.rank_heartbeat import start_heartbeat
 from aligner.masking import mask_secrets
 from aligner.observability.logs import ERROR_PREFIX, log_failure
-from aligner.terminal import print_text
+from aligner.terminal import TerminalFormatter, escape_controls, print_text
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -32,6 +33,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     start_heartbeat()
     parsed = parse_arguments(arguments)
     error_at_end = None
+    # Commands print the warnings of all modules with this handler. Ranks have their own.
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(TerminalFormatter())
     # Find the user's modules in the working directory. In the ranks, `python -m` has already added
     # it.
     if "" not in sys.path:
@@ -88,7 +92,7 @@ def _report_error(error: BaseException, parsed: argparse.Namespace) -> None:
         return
     if message is None:
         text = "".join(traceback.format_exception(error))
-        print(mask_secrets(text), end="", file=sys.stderr)
+        print(escape_controls(mask_secrets(text)), end="", file=sys.stderr)
     else:
         _print_error(message)
 
@@ -113,6 +117,5 @@ def _print_error(message: str) -> None:
     # The launcher finds the error in a rank's log by its prefix, so a rank never colors it.
     is_forced = bool(os.environ.get("FORCE_COLOR")) and "RANK" not in os.environ
     colored = (sys.stderr.isatty() or is_forced) and not os.environ.get("NO_COLOR")
-    color, reset = ("\033[31m", "\033[0m") if colored else ("", "")
     with suppress(OSError):  # the log's disk may be full; the exit code still reports the error
-        print_text(f"{color}{ERROR_PREFIX} {message}{reset}", sys.stderr)
+        print_text(f"{ERROR_PREFIX} {message}", sys.stderr, style="\033[31m" if colored else "")

@@ -46,6 +46,7 @@ from aligner.schema import Config
 from aligner.schema.data import AUTO_LAYOUT, NO_LAYOUT
 from aligner.schema.data_sources import FUNCTION, parse_data_sources
 from aligner.schema.keys import get_value, with_values
+from aligner.terminal import format_json
 
 _MAX_WIDTH = 100
 _LABEL_WIDTH = 10
@@ -105,7 +106,7 @@ def show_data(parsed: argparse.Namespace) -> None:
     """
     view = _read_view(parsed)
     if parsed.json:
-        print(json.dumps(_describe(view), ensure_ascii=False))
+        print(format_json(_describe(view)))
     else:
         console = Console(highlight=False)
         console = Console(highlight=False, width=min(console.width, _MAX_WIDTH))

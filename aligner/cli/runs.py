@@ -51,7 +51,7 @@ from aligner.rewards.input_checks import check_inputs
 from aligner.schema import Config
 from aligner.schema.evaluation_suites import get_active_suites
 from aligner.schema.keys import get_masked_values, with_values
-from aligner.terminal import print_note, print_text
+from aligner.terminal import format_json, print_note, print_text
 
 _WATCH_S = 5.0
 _NAMING_KEYS = {"run.name", "run.dir"}
@@ -126,7 +126,7 @@ def _print_config(parsed: argparse.Namespace) -> None:
         config = with_values(config, {"run.name": None, "run.dir": None})
     values = get_masked_values(config)
     if parsed.show_config == "json":
-        print(json.dumps(values, indent=2, ensure_ascii=False))
+        print(format_json(values, indent=2))
     else:
         print(format_config(values), end="")
 

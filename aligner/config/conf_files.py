@@ -22,6 +22,7 @@ from hydra.plugins.config_source import ConfigLoadError, ConfigResult, ConfigSou
 from omegaconf import OmegaConf
 
 from aligner.errors import ConfigError
+from aligner.file_limits import MAX_CONFIG_BYTES, MAX_YAML_VALUES, read_limited_bytes
 from aligner.schema.keys import find_schema_key
 from aligner.schema.renamed import RENAMED_KEYS, get_current_key, with_current_keys
 from aligner.terminal import print_text
@@ -50,6 +51,13 @@ class ConfLoader(yaml.SafeLoader):
     PyYAML's loader follows YAML 1.1, which parses a time such as 12:00:00 as a number in base 60,
     2026-11-23 as a date, and 1e-5 as a string.
     """
+
+    def get_single_node(self) -> yaml.Node | None:
+        """Return the document; raise ValueError if its aliases stand for too many values."""
+        node: yaml.Node | None = super().get_single_node()
+        if node is not None:
+            _count_nodes(node, {})
+        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Construct a mapping.
@@ -81,6 +89,33 @@ ConfLoader.add_implicit_resolver("tag:yaml.org,2002:int", _INTEGER, list("-+0123
 ConfLoader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
 
 
+def _count_nodes(node: yaml.Node, counts: dict[int, int]) -> int:
+    """Return the number of values of a YAML node, in which each alias counts as its whole value.
+
+    Args:
+        node: The node.
+        counts: Numbers of the nodes that were counted, by their ids; nodes are added.
+
+    Raises:
+        ValueError: There are more than `MAX_YAML_VALUES` values, or a value contains itself.
+    """
+    if id(node) in counts:
+        return counts[id(node)]
+    counts[id(node)] = MAX_YAML_VALUES  # until the count is known: the node contains itself
+    total = 1
+    if isinstance(node, yaml.SequenceNode):
+        total += sum(_count_nodes(entry, counts) for entry in node.value)
+    elif isinstance(node, yaml.MappingNode):
+        total += sum(_count_nodes(entry, counts) for pair in node.value for entry in pair)
+    if total > MAX_YAML_VALUES:
+        raise ValueError(
+            f"aliases repeat values until there are more than {MAX_YAML_VALUES} of them, or without"
+            " end; write the values out"
+        )
+    counts[id(node)] = total
+    return total
+
+
 def read_yaml(file: Path) -> Any:
     """Return the content of a YAML file; None for an empty file.
 
@@ -88,8 +123,7 @@ def read_yaml(file: Path) -> Any:
         ConfigError: The file is not valid YAML, or cannot be read.
     """
     try:
-        with file.open(encoding="utf-8") as stream:
-            return yaml.load(stream, ConfLoader)
+        return yaml.load(read_limited_bytes(file, MAX_CONFIG_BYTES).decode(), ConfLoader)
     except (yaml.YAMLError, ValueError, RecursionError, OSError) as error:
         raise ConfigError(f"{file}: {' '.join(str(error).split())}") from error
 

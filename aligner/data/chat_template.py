@@ -17,11 +17,12 @@ import tokenizers
 from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from aligner.data.control_tokens import compile_control_pattern, escape
+from aligner.data.template_sandbox import LimitedEnvironment
 from aligner.data.tokenizer_files import read_chat_templates, read_special_tokens
 from aligner.errors import AlignerError, ConfigError
+from aligner.file_limits import parse_json
 
 _log = logging.getLogger(__name__)
 
@@ -109,7 +110,7 @@ def _decode_field(value: Any, field: str) -> Any:
     if not isinstance(value, str):
         return remove_nulls(value)
     try:
-        return json.loads(value)
+        return parse_json(value)
     except ValueError as error:
         raise AlignerError(f"`{field}` is not valid JSON: {error}") from error
 
@@ -149,7 +150,7 @@ def _decode_arguments(call: Any, path: str) -> Any:
     if not isinstance(arguments, str):
         return {**call, "arguments": arguments}
     try:
-        decoded = json.loads(arguments) if arguments.strip() else {}
+        decoded = parse_json(arguments) if arguments.strip() else {}
     except ValueError as error:
         raise AlignerError(f"{path}.arguments: not valid JSON: {error}") from error
     if not isinstance(decoded, dict):
@@ -197,19 +198,20 @@ class ChatTemplate:
         self._checked_texts: set[tuple[Any, ...]] = set()  # forms of conversations without losses
         self._logged_messages: set[str] = set()
 
-        environment = ImmutableSandboxedEnvironment(
+        environment = self._environment = LimitedEnvironment(
             trim_blocks=True,
             lstrip_blocks=True,
             extensions=["jinja2.ext.loopcontrols", _Generation],
         )
-        environment.filters["tojson"] = _to_json
+        environment.add_filter("tojson", _to_json)
         environment.globals |= {
             "raise_exception": _raise_exception,
             "strftime_now": lambda format: _parse_date(date).strftime(format),
         }
         try:
             self._templates = {name: environment.from_string(text) for name, text in texts.items()}
-        except jinja2.TemplateError as error:
+        # Jinja computes constant expressions here, and nests its own calls like the template.
+        except Exception as error:
             raise ConfigError(
                 f"{directory}: the chat template is not valid Jinja: {error}"
             ) from error
@@ -294,6 +296,7 @@ class ChatTemplate:
 
         def render(messages: Messages) -> str:
             """Return the text of messages in this template."""
+            self._environment.start()
             # Templates test for tools or documents with `is none`, so both are always defined.
             return self._templates[name].render(
                 **{

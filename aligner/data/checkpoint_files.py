@@ -7,11 +7,12 @@ orientation: `NAME` is the weight (the fp32 main weight of a bf16 model), `NAME/
 `NAME/exp_avg_sq` are Adam's moments, `NAME/momentum_buffer` is Muon's momentum.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from aligner.data.checksums import DamagedError, FileRecord, find_damage, read_s
 from aligner.data.collectives import gather_json, shard_across_ranks
 from aligner.data.model_directory import DTYPES
 from aligner.errors import AlignerError
+from aligner.file_limits import read_json_object
 from aligner.models.architectures import ARCHITECTURES_BY_CLASS
 from aligner.models.hugging_face import (
     read_config,
@@ -55,7 +57,7 @@ def derive_model_config(directory: Path, head: Head, num_layers: int) -> dict[st
         num_layers: Number of decoder layers of the built model, the first layers of the initial
             model.
     """
-    content = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    content = read_json_object(directory / "config.json")
     config = without_prediction_layers(with_architecture(content))
     if head == "scalar":
         config |= {
@@ -184,8 +186,21 @@ def read_manifest_file(file: Path) -> dict[str, Any]:
             f"{file}: checkpoint format {checkpoint_format} is not supported; this release of"
             f" aligner reads format {FORMAT}"
         )
-    content["files"] = {name: FileRecord(*record) for name, record in content["files"].items()}
+    with _name_damage(file):
+        content["files"] = {name: FileRecord(*record) for name, record in content["files"].items()}
+        for name in content["files"]:
+            if Path(name).is_absolute() or ".." in Path(name).parts:
+                raise ValueError(f"files: {name!r} is not in the directory of the checkpoint")
     return content
+
+
+@contextlib.contextmanager
+def _name_damage(file: Path) -> Iterator[None]:
+    """Raise AlignerError with the name of a manifest if its entries have wrong types."""
+    try:
+        yield
+    except (TypeError, ValueError, LookupError, AttributeError) as error:
+        raise AlignerError(f"{file}: not a manifest of a checkpoint: {error}") from error
 
 
 def read_manifest(directory: Path) -> Manifest:
@@ -212,15 +227,15 @@ def read_manifest(directory: Path) -> Manifest:
         raise AlignerError(
             f"{file}: not a model checkpoint; missing or unknown entries: {difference}"
         )
-    content["index"] = {
-        name: Entry(tuple(shape), trained, tuple(Piece(*piece) for piece in pieces))
-        for name, (shape, trained, pieces) in content["index"].items()
-    }
-
     files = content["files"]
-    unknown = {
-        rank_file(piece.rank) for entry in content["index"].values() for piece in entry.pieces
-    } - files.keys()
+    with _name_damage(file):
+        content["index"] = {
+            name: Entry(tuple(shape), trained, tuple(Piece(*piece) for piece in pieces))
+            for name, (shape, trained, pieces) in content["index"].items()
+        }
+        unknown = {
+            rank_file(piece.rank) for entry in content["index"].values() for piece in entry.pieces
+        } - files.keys()
     sizes = {
         name: (directory / name).stat().st_size if (directory / name).is_file() else None
         for name in files

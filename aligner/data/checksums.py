@@ -4,7 +4,6 @@ The checksum is xxHash's XXH3 with 64 bits; computing it costs little compared w
 file. It detects accidental damage, not deliberate changes by an attacker.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,6 +11,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from aligner.errors import AlignerError
+from aligner.file_limits import parse_json
 
 _SEAL = '{{"checksum": "{}",'
 # Length of the seal: the content after it is the sealed text without its opening brace.
@@ -82,7 +82,10 @@ def unseal(text: str) -> dict[str, Any]:
     """
     if text != seal("{" + text[_SEAL_LENGTH:]):
         raise DamagedError("damaged: the content does not match the checksum")
-    content = json.loads(text)
+    try:
+        content = parse_json(text)
+    except ValueError as error:
+        raise DamagedError(f"damaged: not valid JSON ({error})") from error
     del content["checksum"]
     return content
 

@@ -35,6 +35,7 @@ from aligner.data.model_directory import (
     write_safetensors,
 )
 from aligner.errors import AlignerError, ConfigError
+from aligner.file_limits import read_json_object
 from aligner.files import convert_write_errors, create_directory
 from aligner.models.hugging_face import read_config
 from aligner.models.model_source import NORMALIZATION, directory_config
@@ -187,8 +188,8 @@ def find_torch_dist_checkpoint(path: Path) -> Path | None:
     with suppress(OSError, ValueError):
         latest = (path / "latest_checkpointed_iteration.txt").read_text().strip()
         path = path / (latest if latest == "release" else f"iter_{int(latest):07d}")
-    with suppress(OSError, ValueError):
-        content = json.loads((path / "metadata.json").read_bytes())
+    with suppress(ConfigError):
+        content = read_json_object(path / "metadata.json")
         if content.get("sharded_backend") == "torch_dist":
             return path
     # NeMo stores the weights in a folder of their own.

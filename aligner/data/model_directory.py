@@ -394,11 +394,17 @@ def _write_converted(directory: Path, file: Path) -> None:
         raise ConfigError(f"model.source=gguf: {lack}")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    # transformers raises many types of errors for a damaged file.
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        model = AutoModelForCausalLM.from_pretrained(
+            file.parent, gguf_file=file.name, dtype=torch.float32
+        )
+    except Exception as error:
+        raise ConfigError(
+            f"{file}: transformers cannot read the file: {type(error).__name__}: {error}"
+        ) from error
     tokenizer.save_pretrained(directory)
-    model = AutoModelForCausalLM.from_pretrained(
-        file.parent, gguf_file=file.name, dtype=torch.float32
-    )
     # With the EOS token as padding, the end of a response could not be distinguished from padding.
     pad = min(
         (token for token in tokenizer.all_special_ids if token != tokenizer.eos_token_id),

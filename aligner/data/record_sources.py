@@ -26,6 +26,14 @@ import xxhash
 
 from aligner.child_function import ChildFunction, ChildLost, ChildRaised
 from aligner.errors import ConfigError
+from aligner.file_limits import (
+    MAX_EXPANDED_BYTES,
+    MAX_EXPANSION,
+    MAX_JSON_DEPTH,
+    MAX_JSON_VALUES,
+    MAX_RECORD_BYTES,
+    MAX_ROW_GROUP_BYTES,
+)
 from aligner.schema.data_sources import FILE_SUFFIXES, FUNCTION, get_file_kind, is_dataset
 
 # Bytes of a chunk of a file, before it is extended to the end of a record. A chunk takes a process
@@ -280,18 +288,61 @@ class _LineSource(RecordSource):
         Raises:
             ConfigError: The file cannot be read, or is empty.
         """
+        line = 1
         try:
             with self.path.open("rb") as stream:
                 is_first = True
-                while content := stream.read(_CHUNK_BYTES) + stream.readline():
+                while content := _read_lines(stream, self.path, line):
                     if is_first and not content.removeprefix(codecs.BOM_UTF8).strip(b"\r\n"):
                         break
                     yield content
                     is_first = False
+                    line += content.count(b"\n")
         except OSError as error:
             raise ConfigError(f"{self.key}{self.path} cannot be read: {error}") from error
         if is_first:
             raise ConfigError(f"{self.key}{self.path}: the file is empty")
+
+
+def _read_lines(stream: BinaryIO, path: Path, first_line: int) -> bytes:
+    """Return the next lines of a file, about `_CHUNK_BYTES`; empty at the end of the file.
+
+    Args:
+        stream: The file, at the start of a line.
+        path: Path of the file, for errors.
+        first_line: Number of the first line, from 1, for errors.
+
+    Raises:
+        ConfigError: A line is longer than `MAX_RECORD_BYTES`.
+    """
+    content = stream.read(_CHUNK_BYTES)
+    rest = stream.readline(MAX_RECORD_BYTES + 1)
+    if len(rest) > MAX_RECORD_BYTES:
+        line = first_line + content.count(b"\n")
+        raise _long_record_error(f"{path}:{line}")
+    return content + rest
+
+
+def _long_record_error(origin: str) -> ConfigError:
+    return ConfigError(
+        f"{origin}: the record has more than {MAX_RECORD_BYTES} bytes, the maximum of a record;"
+        " split or remove it"
+    )
+
+
+def _check_expansion(path: Path, expanded_bytes: int, compressed_bytes: int) -> None:
+    """Raise ConfigError if a compressed file is much larger than text can be.
+
+    Args:
+        path: Path of the file.
+        expanded_bytes: Number of bytes that have been decompressed.
+        compressed_bytes: Number of bytes of the file that have been read.
+    """
+    if expanded_bytes > max(MAX_EXPANDED_BYTES, MAX_EXPANSION * compressed_bytes):
+        raise ConfigError(
+            f"{path}: {compressed_bytes} compressed bytes contain more than {expanded_bytes} bytes,"
+            f" allowed: {MAX_EXPANSION} times as many; decompress the file if it is valid"
+        )
 
 
 def _is_compressed(path: Path) -> bool:
@@ -329,7 +380,8 @@ class _CompressedLineSource(RecordSource):
         line = 1
         try:
             with _require_unchanged(self.path), _open_file(self.path) as stream:
-                while content := stream.read(_CHUNK_BYTES) + stream.readline():
+                while content := _read_lines(stream, self.path, line):
+                    _check_expansion(self.path, stream.tell(), _get_position(stream))
                     if line == 1 and not content.removeprefix(codecs.BOM_UTF8).strip(b"\r\n"):
                         raise ConfigError(f"{self.key}{self.path}: the file is empty")
                     lines = _split_lines(content, str(self.path), line, is_json=True)
@@ -370,8 +422,18 @@ class _CsvSource(RecordSource):
 
     def _iterate_rows(self, text: TextIO) -> Iterator[RawRecord]:
         # The default limit of 128 KiB per field is less than a long document.
-        csv.field_size_limit(2**31 - 1)
-        rows = csv.reader(text, strict=True)
+        csv.field_size_limit(MAX_RECORD_BYTES)
+        row_bytes = 0
+
+        def read_lines() -> Iterator[str]:
+            nonlocal row_bytes
+            while text_line := text.readline(MAX_RECORD_BYTES + 1):
+                row_bytes += len(text_line)
+                if row_bytes > MAX_RECORD_BYTES:
+                    raise _long_record_error(f"{self.path}:{line}")
+                yield text_line
+
+        rows = csv.reader(read_lines(), strict=True)
         names: list[str] = []
         # A field may contain line breaks: a row begins after the last line of the row before it.
         line = 1
@@ -382,6 +444,7 @@ class _CsvSource(RecordSource):
                 elif row:  # an empty line is an empty row
                     yield RawRecord(self._to_values(names, row, line), f"{self.path}:{line}")
                 line = rows.line_num + 1
+                row_bytes = 0
         except csv.Error as error:
             raise ConfigError(f"{self.path}:{line}: not valid CSV: {error}") from error
 
@@ -430,7 +493,7 @@ class _JsonSource(RecordSource):
         with _require_unchanged(self.path), _open_file(self.path) as stream:
             if stream.read(len(codecs.BOM_UTF8)) != codecs.BOM_UTF8:
                 stream.seek(0)
-            elements = self._iterate_elements(stream)
+            elements = self._iterate_elements(_ElementStream(stream, self.path))
             position = 0
             while records := tuple(itertools.islice(elements, _CHUNK_RECORDS)):
                 end = _get_position(stream)
@@ -439,22 +502,89 @@ class _JsonSource(RecordSource):
             if position == 0:
                 raise ConfigError(f"{self.key}{self.path}: the array is empty")
 
-    def _iterate_elements(self, stream: BinaryIO) -> Iterator[RawRecord]:
+    def _iterate_elements(self, stream: "_ElementStream") -> Iterator[RawRecord]:
         """Yield the elements of the array. An element that is not an object becomes a line, so that
         parsing reports it like a line of JSON Lines."""
         # The backends in C replace lone surrogates by question marks, and refuse large integers.
         from ijson.backends import python as ijson
-        from ijson.common import JSONError
+        from ijson.common import JSONError, ObjectBuilder
 
         index = 0
+        depth = 0
         try:
-            for element in ijson.items(stream, "item", use_float=True):
-                is_object = isinstance(element, dict)
-                content = element if is_object else json.dumps(element).encode()
-                yield RawRecord(content, f"{self.path}[{index}]")
-                index += 1
-        except (JSONError, UnicodeDecodeError) as error:
+            # `ijson.items` would also compute the path of each value, whose length grows with the
+            # depth.
+            for event, value in ijson.basic_parse(stream, use_float=True):
+                is_end = event in ("end_map", "end_array")
+                depth -= is_end
+                if depth == 1 and not is_end:
+                    builder = ObjectBuilder()
+                if depth > MAX_JSON_DEPTH:
+                    stream.stop(f"is nested more than {MAX_JSON_DEPTH} levels deep")
+                elif depth > 0:
+                    builder.event(event, value)
+                depth += event in ("start_map", "start_array")
+                if depth == 1 and event != "start_array":
+                    element = builder.value
+                    is_object = isinstance(element, dict)
+                    content = element if is_object else json.dumps(element).encode()
+                    yield RawRecord(content, f"{self.path}[{index}]")
+                    index += 1
+                    stream.start_element(index)
+        # Python refuses to convert thousands of digits with a ValueError.
+        except (JSONError, ValueError) as error:
+            stream.raise_problem()
             raise ConfigError(f"{self.path}[{index}]: not valid JSON: {error}") from error
+
+
+class _ElementStream:
+    """A file whose elements are read one after the other, each within limits.
+
+    If an element exceeds a limit, the file ends there for the parser, so that the parser stops
+    itself. `raise_problem` then raises the error.
+    """
+
+    def __init__(self, stream: BinaryIO, path: Path) -> None:
+        self._stream = stream
+        self._path = path
+        self._element_bytes = 0
+        self._element_values = 0
+        self._index = 0
+        self._problem: ConfigError | None = None
+
+    def start_element(self, index: int) -> None:
+        """Begin the element with an index, up to the bytes that were read ahead."""
+        self._index = index
+        self._element_bytes = 0
+        self._element_values = 0
+
+    def stop(self, problem: str) -> None:
+        """End the file because of a problem of the current element."""
+        if self._problem is None:
+            self._problem = ConfigError(f"{self._path}[{self._index}]: the record {problem}")
+
+    def raise_problem(self) -> None:
+        """Raise ConfigError if the file was ended because of a problem."""
+        if self._problem is not None:
+            raise self._problem
+
+    def read(self, count: int) -> bytes:
+        """Return the next bytes; none after a problem."""
+        if self._problem is not None:
+            return b""
+        content = self._stream.read(count)
+        self._element_bytes += len(content)
+        self._element_values += sum(content.count(mark) for mark in (b"[", b"{", b","))
+        if self._element_bytes > MAX_RECORD_BYTES:
+            self._problem = _long_record_error(f"{self._path}[{self._index}]")
+        elif self._element_values > MAX_JSON_VALUES:
+            self.stop(f"has up to {self._element_values} values, allowed: {MAX_JSON_VALUES}")
+        elif isinstance(self._stream, gzip.GzipFile):
+            try:
+                _check_expansion(self._path, self._stream.tell(), _get_position(self._stream))
+            except ConfigError as error:
+                self._problem = error
+        return b"" if self._problem else content
 
 
 @dataclass(frozen=True)
@@ -521,6 +651,7 @@ class _ParquetSource(RecordSource):
                 metadata = file.metadata
             for group in range(metadata.num_row_groups):
                 rows = metadata.row_group(group).num_rows
+                self._check_row_group(metadata, group)
                 for start in range(0, rows, _CHUNK_RECORDS):
                     size = min(_CHUNK_RECORDS, rows - start)
                     yield _ParquetChunk(size, self.path, stamp, group, start, first + start)
@@ -529,6 +660,17 @@ class _ParquetSource(RecordSource):
             raise ConfigError(f"{self.key}{self.path} cannot be read: {error}") from error
         if first == 0:
             raise ConfigError(f"{self.key}{self.path}: the file is empty")
+
+    def _check_row_group(self, metadata: Any, index: int) -> None:
+        """Raise ConfigError if a row group needs too much memory: it is read as a whole."""
+        size = metadata.row_group(index).total_byte_size
+        # An empty row has at least one bit in memory.
+        size = max(size, metadata.row_group(index).num_rows * metadata.num_columns // 8)
+        if size > MAX_ROW_GROUP_BYTES:
+            raise ConfigError(
+                f"{self.key}{self.path}: row group {index} has {size} bytes, allowed:"
+                f" {MAX_ROW_GROUP_BYTES}; write the file with smaller row groups"
+            )
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from aligner.data.record_layouts import LayoutError, convert_record, find_named_layout
 from aligner.data.record_sources import RawRecord, RecordSource, is_blank, open_record_source
 from aligner.errors import ConfigError
+from aligner.file_limits import check_depth, parse_json
 from aligner.schema import DataConfig
 from aligner.schema.data import AUTO_LAYOUT
 from aligner.schema.data_sources import DataSource, parse_data_sources
@@ -346,6 +347,10 @@ def _to_text(value: Any) -> str:
 
 def _read_fields(raw_record: RawRecord) -> Mapping[str, Any]:
     if not isinstance(raw_record.content, bytes):
+        try:
+            check_depth(raw_record.content)
+        except ValueError as error:
+            raise BadRecord(f"{raw_record.origin}: the record {error}") from error
         return raw_record.content
     try:
         text = raw_record.content.decode()
@@ -354,8 +359,8 @@ def _read_fields(raw_record: RawRecord) -> Mapping[str, Any]:
     if not raw_record.is_json:
         return {"prompt": text}
     try:
-        values = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        values = parse_json(text)
+    except ValueError as error:
         raise BadRecord(f"{raw_record.origin}: not valid JSON: {error}") from error
     if not isinstance(values, dict):
         raise BadRecord(f"{raw_record.origin}: expected a JSON object, got {type(values).__name__}")

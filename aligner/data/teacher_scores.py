@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import xxhash
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
@@ -85,12 +85,23 @@ class TeacherScores:
         self.directory = directory
         try:
             index = read_sealed(directory / TEACHER_SCORES_INDEX)
+            self.top_k = int(index["top_k"])
+            self.vocabulary = int(index["vocabulary"])
+            """Upper bound of all token ids (exclusive)."""
+            self._files = {name: FileRecord(*record) for name, record in index["files"].items()}
         except DamagedError as error:
             raise ConfigError(f"teacher.scores: {error}") from error
-        self.top_k: int = index["top_k"]
-        self.vocabulary: int = index["vocabulary"]
-        """Upper bound of all token ids (exclusive)."""
-        self._files = {name: FileRecord(*record) for name, record in index["files"].items()}
+        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+            raise ConfigError(
+                f"teacher.scores: {directory / TEACHER_SCORES_INDEX}: not an index of scores:"
+                f" {error!r:.200}"
+            ) from error
+        for name in self._files:
+            if Path(name).name != name:
+                raise ConfigError(
+                    f"teacher.scores: {directory / TEACHER_SCORES_INDEX}: {name!r}: must be the"
+                    " name of a file in the directory"
+                )
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Let another process read the index from the same directory."""
@@ -186,7 +197,18 @@ def write_index(directory: Path, parts: int, top_k: int, vocabulary: int, tokeni
 
 
 def _locate_rows(file: Path) -> list[tuple[bytes, TeacherScoresRow]]:
-    """Return the key and the location of each row of a file."""
+    """Return the key and the location of each row of a file.
+
+    Raises:
+        ConfigError: The file does not contain rows with scores.
+    """
+    try:
+        return _locate_stored_rows(file)
+    except (SafetensorError, OSError, RuntimeError, TypeError, ValueError) as error:
+        raise ConfigError(f"teacher.scores: {file} cannot be read: {error}") from error
+
+
+def _locate_stored_rows(file: Path) -> list[tuple[bytes, TeacherScoresRow]]:
     stored = _open_file(file)
     lengths = stored.get_tensor("lengths").tolist()
     parts = zip(

@@ -19,6 +19,8 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 from aligner.errors import ConfigError
 
 _log = logging.getLogger(__name__)
+# Maximum number of sentinel tokens of T5, which has 100.
+_MAX_SENTINELS = 10_000
 # Content of tokenizer.json.
 _Content = Mapping[str, Any]
 # Entries of tokenizer_config.json, or of config.json.
@@ -131,7 +133,12 @@ def apply_class_defaults(selected_class: TokenizerClass, entries: _Entries) -> d
     complete = {**selected_class.defaults, **entries}
     if selected_class.name == "T5Tokenizer":
         # T5 adds numbered sentinel tokens, unless the files list their own.
-        sentinels = [f"<extra_id_{number}>" for number in range(int(entries.get("extra_ids", 100)))]
+        count = int(entries.get("extra_ids", 100))
+        if count > _MAX_SENTINELS:
+            raise ConfigError(
+                f"tokenizer_config.json: extra_ids={count}: must be at most {_MAX_SENTINELS}"
+            )
+        sentinels = [f"<extra_id_{number}>" for number in range(count)]
         extra = entries.get("extra_special_tokens")
         additional = list(entries.get("additional_special_tokens") or [])
         has_sentinels = any("<extra_id_" in _text(token) for token in additional)

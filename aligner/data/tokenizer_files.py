@@ -5,8 +5,9 @@ transformers 5; the import of transformers itself takes too long for the callers
 functions cannot reproduce raise an error that names the file and the entry.
 """
 
+import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,13 @@ from aligner.data.tokenizer_classes import (
     select_tokenizer_class,
 )
 from aligner.errors import ConfigError
+from aligner.file_limits import (
+    MAX_CONFIG_BYTES,
+    MAX_TOKENIZER_BYTES,
+    parse_json,
+    read_json_object,
+    read_limited_bytes,
+)
 
 NAMED_TOKENS = (
     "bos_token",
@@ -90,7 +98,12 @@ def read_tokenizer_files(directory: Path) -> TokenizerFiles:
     """
     if problem := find_tokenizer_problem(directory):
         raise ConfigError(f"{directory}: {problem}")
+    # The entries of the files may have any type.
+    with _name_tokenizer_errors(directory):
+        return _read_tokenizer_files(directory)
 
+
+def _read_tokenizer_files(directory: Path) -> TokenizerFiles:
     content = _read_tokenizer(directory)
     settings = _read_settings(directory, content)
     tokenizer = _build(directory, settings, content)
@@ -148,8 +161,9 @@ def read_special_tokens(directory: Path) -> dict[str, str]:
 
     Tokens that are null are not in the result. The directory does not need a tokenizer.
     """
-    content = _read_tokenizer(directory) if (directory / _TOKENIZER).is_file() else {}
-    tokens = _read_settings(directory, content).special_tokens
+    with _name_tokenizer_errors(directory):
+        content = _read_tokenizer(directory) if (directory / _TOKENIZER).is_file() else {}
+        tokens = _read_settings(directory, content).special_tokens
     return {name: str(token) for name, token in tokens.items()}
 
 
@@ -214,38 +228,48 @@ def _parse_templates(entries: Mapping[str, Any]) -> dict[str, str]:
 
 def _read_text(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8")
+        return read_limited_bytes(file, MAX_CONFIG_BYTES).decode()
     except ValueError as error:
         raise ConfigError(f"{file}: not valid UTF-8 ({error})") from error
 
 
 def _read_json(file: Path) -> dict[str, Any]:
     """Return the JSON object in a file, empty if there is no such file."""
-    if not file.is_file():
-        return {}
-    try:
-        entries = json.loads(_read_text(file))
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{file}: not valid JSON ({error})") from error
-    if not isinstance(entries, dict):
-        raise ConfigError(f"{file}: expected a JSON object, got {type(entries).__name__}")
-    return entries
+    return read_json_object(file) if file.is_file() else {}
 
 
 def _read_tokenizer(directory: Path) -> dict[str, Any]:
     """Return the content of tokenizer.json, or the same content of vocab.json and merges.txt."""
     file = directory / _TOKENIZER
-    try:
+    with _name_tokenizer_errors(file):
         if file.is_file():
-            content = json.loads(file.read_bytes())
+            content = parse_json(read_limited_bytes(file, MAX_TOKENIZER_BYTES))
             if not isinstance(content, dict):
                 raise ValueError(f"expected a JSON object, got {type(content).__name__}")
             return content
-        file = directory / _VOCABULARY
+    file = directory / _VOCABULARY
+    with _name_tokenizer_errors(file):
+        # The tokenizers package has the same reader without limits.
+        parse_json(read_limited_bytes(file, MAX_TOKENIZER_BYTES))
+        read_limited_bytes(directory / _MERGES, MAX_TOKENIZER_BYTES)
         vocabulary, merges = models.BPE.read_file(str(file), str(directory / _MERGES))
         return {"model": {"type": "BPE", "vocab": vocabulary, "merges": merges}}
-    except Exception as error:  # tokenizers raises nothing more specific
-        raise ConfigError(f"{file}: not a valid tokenizer file: {error}") from error
+
+
+@contextlib.contextmanager
+def _name_tokenizer_errors(path: Path) -> Iterator[None]:
+    """Raise ConfigError with the path of a file or directory for all errors of a block."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    # tokenizers raises nothing more specific than Exception, and a panic of its Rust code is not
+    # even that.
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        problem = f"{type(error).__name__}: {error}" if isinstance(error, KeyError) else str(error)
+        raise ConfigError(f"{path}: not a valid tokenizer file: {problem}") from error
 
 
 def _read_settings(directory: Path, content: Mapping[str, Any]) -> _Settings:
@@ -435,14 +459,12 @@ def _build(
     vocabulary."""
     file = directory / (_TOKENIZER if (directory / _TOKENIZER).is_file() else _VOCABULARY)
     selected_class = settings.selected_class
-    try:
+    with _name_tokenizer_errors(file):
         if selected_class is PLAIN:
             return tokenizers.Tokenizer.from_file(str(file))
         tokenizer = selected_class.build(content, settings.entries)
         tokenizer.post_processor = _parse_post_processor(content)
         return tokenizer
-    except Exception as error:  # tokenizers raises nothing more specific
-        raise ConfigError(f"{file}: not a valid tokenizer file: {error}") from error
 
 
 def _parse_post_processor(content: Mapping[str, Any]) -> Any:

@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import IO, Any
 
 import psutil
+from pydantic import TypeAdapter
 from rich.console import Console
 
 from aligner.cache_entries import record_use
@@ -28,6 +29,7 @@ from aligner.config.compose import save_config
 from aligner.config.resume import check_directory, is_unused, with_date, with_decided_resume
 from aligner.data.fencing import claim_run
 from aligner.errors import AlignerError, ConfigError, Stopped, get_exit_code
+from aligner.file_limits import MAX_CONFIG_BYTES, parse_json, read_limited_bytes
 from aligner.files import NO_LOCKS, LockHolder, write_file
 from aligner.launcher.failure import describe_next_steps
 from aligner.launcher.processes import read_start_ticks
@@ -121,9 +123,8 @@ def read_state(path: Path) -> LauncherState | None:
         AlignerError: The file is not a valid status file.
     """
     try:
-        content = json.loads(path.read_text())
-        roles = {name: RoleState(**role) for name, role in content.pop("roles").items()}
-        return LauncherState(**content, roles=roles)
+        content = parse_json(read_limited_bytes(path, MAX_CONFIG_BYTES))
+        return TypeAdapter(LauncherState).validate_python(content)
     except FileNotFoundError:
         return None
     except (ValueError, TypeError, LookupError, AttributeError) as error:
@@ -439,7 +440,7 @@ def _read_holder(file: IO[str]) -> LockHolder | None:
     """Return the process that a lock file names; None for an empty or invalid file."""
     file.seek(0)
     try:
-        return LockHolder(**json.loads(file.read()))
+        return LockHolder(**parse_json(file.read()))
     except (ValueError, TypeError):
         return None
 

@@ -30,6 +30,7 @@ from aligner.errors import (
     Interrupted,
     Stopped,
 )
+from aligner.file_limits import parse_json
 from aligner.files import write_file
 from aligner.launcher.status import RunStatus, read_status
 from aligner.observability.console import RunConsole, describe_step, print_line, print_table
@@ -228,7 +229,7 @@ def _prepare_directory(sweep: Sweep, points: Sequence[SweepPoint]) -> list[Sweep
         )
     stored = {
         tuple(entry["overrides"]): str(entry["directory"])
-        for entry in json.loads(file.read_text(encoding="utf-8"))["runs"]
+        for entry in parse_json(file.read_text(encoding="utf-8"))["runs"]
     }
     if stored.keys() != {tuple(overrides) for overrides in masked_points}:
         raise ConfigError(

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -48,6 +48,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from aligner.data.export import EXPORT_DTYPES, Source, select_weight
 from aligner.data.model_directory import TensorEntry, assemble_stored_tensors
 from aligner.errors import ConfigError
+from aligner.file_limits import MAX_PICKLE_BYTES, read_limited_bytes
 from aligner.files import convert_write_errors, create_directory
 from aligner.megatron.named_weights import select_part
 from aligner.models.hugging_face import read_config
@@ -104,8 +105,16 @@ class _Region:
         return sizes if self.expert is None else (*sizes, shape.num_experts)
 
 
-class _Unpickler(pickle.Unpickler):
-    """Unpickler of a checkpoint's metadata that refuses all classes but those of the metadata."""
+class _Unpickler(pickle._Unpickler):
+    """Unpickler of a checkpoint's metadata that refuses all classes but those of the metadata.
+
+    The base class is the implementation in Python: the one in C allocates memory for any index or
+    length that the file names.
+    """
+
+    dispatch: ClassVar[dict[int, Callable[..., None]]] = dict(pickle._Unpickler.dispatch)
+    # The metadata contain no bytearrays, whose memory is allocated before they are read.
+    del dispatch[pickle.BYTEARRAY8[0]]
 
     _NAMES: Mapping[str, frozenset[str]] = {
         "torch.distributed.checkpoint.metadata": frozenset(
@@ -142,17 +151,52 @@ class _Unpickler(pickle.Unpickler):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"refers to {module}.{name}, which metadata does not need")
 
+    def load_build(self) -> None:
+        """Set the attributes of an object.
+
+        Raises:
+            UnpicklingError: The object is a class or a function, which other code uses too.
+        """
+        target = self.stack[-2]
+        if callable(target):
+            raise pickle.UnpicklingError(f"changes {target!r:.100}, which is not an object of it")
+        super().load_build()
+
+    dispatch[pickle.BUILD[0]] = load_build
+
 
 class _Reader(FileSystemReader):
     """Reader of torch.distributed.checkpoint that does not execute code of the checkpoint."""
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         """Return the metadata of the checkpoint."""
-        content = (Path(self.path) / _METADATA).read_bytes()
-        metadata: Metadata = _Unpickler(io.BytesIO(content)).load()
+        content = read_limited_bytes(Path(self.path) / _METADATA, MAX_PICKLE_BYTES)
+        metadata = _Unpickler(io.BytesIO(content)).load()
+        _check_metadata(metadata)
         if getattr(metadata, "storage_meta", None) is None:
             metadata.storage_meta = StorageMeta()
         return metadata
+
+
+def _check_metadata(metadata: Any) -> None:
+    """Raise ValueError if an unpickled object is not the metadata of a checkpoint."""
+    entries = getattr(metadata, "state_dict_metadata", None)
+    if not isinstance(metadata, Metadata) or not isinstance(entries, dict):
+        raise ValueError(f"it is an object of {type(metadata).__name__}, expected Metadata")
+    for key, stored in entries.items():
+        if not isinstance(key, str):
+            raise ValueError(f"{key!r:.100} is not the name of a tensor")
+        if isinstance(stored, TensorStorageMetadata) and not (
+            isinstance(stored.size, torch.Size)
+            and isinstance(stored.properties, TensorProperties)
+            and isinstance(stored.properties.dtype, torch.dtype)
+            and isinstance(stored.chunks, list)
+        ):
+            raise ValueError(f"the description of tensor {key} is not complete")
+    for storage in (metadata.storage_data or {}).values():
+        path = Path(storage.relative_path)
+        if path.is_absolute() or ".." in path.parts:
+            raise ValueError(f"{path} is not in the directory of the checkpoint")
 
 
 class _RegionReader(LoadPlanner):
@@ -223,9 +267,13 @@ class _Checkpoint:
         self._reader = _Reader(directory)
         try:
             self._metadata = self._reader.read_metadata()
-        except (OSError, EOFError, pickle.UnpicklingError, AttributeError, ValueError) as error:
+        except ConfigError:
+            raise
+        # A damaged pickle raises many types of errors.
+        except Exception as error:
             raise ConfigError(
-                f"{directory}: the metadata of the checkpoint cannot be read: {error}"
+                f"{directory / _METADATA}: the metadata of the checkpoint cannot be read:"
+                f" {type(error).__name__}: {error}"
             ) from error
         self.tensors = {
             key: stored
@@ -259,15 +307,17 @@ class _Checkpoint:
         Raises:
             ConfigError: A file of the checkpoint is missing or damaged.
         """
-        targets = {
-            region: torch.empty(self.shape(region), dtype=self.dtype(region)) for region in regions
-        }
-        planner = _RegionReader(targets)
-        planner.set_up_planner({}, self._metadata, is_coordinator=True)
-        self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
+        # torch raises many types of errors for a damaged file.
         try:
+            targets = {
+                region: torch.empty(self.shape(region), dtype=self.dtype(region))
+                for region in regions
+            }
+            planner = _RegionReader(targets)
+            planner.set_up_planner({}, self._metadata, is_coordinator=True)
+            self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
             self._reader.read_data(planner.create_local_plan(), planner).wait()
-        except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
+        except Exception as error:
             raise ConfigError(
                 f"{self.directory}: the checkpoint is incomplete or damaged: {error}"
             ) from error

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from aligner.errors import ConfigError
+from aligner.file_limits import MAX_DIMENSION, MAX_EXPERTS, MAX_LAYERS
 from aligner.models.architectures import (
     ARCHITECTURES,
     ARCHITECTURES_BY_CLASS,
@@ -75,9 +76,9 @@ def read_config(config: Any, origin: str) -> ModelShape:
     architecture, entries = _check_entries(with_architecture(config), origin)
     try:
         shape = _read_shape(architecture, entries, origin)
-    except (TypeError, ValueError, AttributeError) as error:
+    except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
         raise ConfigError(
-            f"{origin}: a value in config.json has the wrong type: {error}"
+            f"{origin}: a value in config.json has the wrong type or size: {error}"
         ) from error
     if shape.num_heads % shape.num_kv_heads:
         raise ConfigError(
@@ -90,6 +91,8 @@ def read_config(config: Any, origin: str) -> ModelShape:
             f"{origin}: linear_num_value_heads={net.value_heads}: must be a multiple of"
             f" linear_num_key_heads={net.key_heads}"
         )
+    if (count := count_prediction_layers(config)) > MAX_LAYERS:
+        raise ConfigError(f"{origin}: {_PREDICTION_LAYERS}={count}: must be at most {MAX_LAYERS}")
     experts = shape.experts
     if experts is not None and experts.per_token == 1 and experts.normalizes_weights:
         raise ConfigError(
@@ -97,12 +100,24 @@ def read_config(config: Any, origin: str) -> ModelShape:
             " because the router would get no gradient"
         )
     if experts is not None:
-        _check_experts(experts, origin)
+        _check_experts(experts, len(shape.expert_layers), origin)
     return shape
 
 
-def _check_experts(experts: Experts, origin: str) -> None:
-    """Raise ConfigError if the numbers of experts and groups contradict each other."""
+def _check_experts(experts: Experts, layers: int, origin: str) -> None:
+    """Raise ConfigError if the numbers of experts and groups are too large or contradict each
+    other.
+
+    Args:
+        experts: The mixture of experts.
+        layers: Number of layers that have experts.
+        origin: Path or key, which errors begin with.
+    """
+    if layers * experts.count > MAX_EXPERTS:
+        raise ConfigError(
+            f"{origin}: {layers} layers with {experts.count} experts each have more than"
+            f" {MAX_EXPERTS} experts, the maximum"
+        )
     if experts.count % experts.groups:
         raise ConfigError(
             f"{origin}: the number of experts, {experts.count}, must be a multiple of the number of"
@@ -360,8 +375,10 @@ def _entry_value(entry: Entry, config: Mapping[str, Any], origin: str) -> Any:
         is_valid, allowed = isinstance(value, str), "a name"
     else:
         is_valid, allowed = _is_whole(value) and value > 0, "an integer > 0"
+        if _is_whole(value) and value > MAX_DIMENSION:
+            is_valid, allowed = False, f"at most {MAX_DIMENSION}"
     if not is_valid:
-        raise ConfigError(f"{origin}: {entry.key}={value!r}: must be {allowed}")
+        raise ConfigError(f"{origin}: {entry.key}={value!r:.100}: must be {allowed}")
     return value
 
 
@@ -447,7 +464,11 @@ def _read_latent_attention(
 
 def _has_experts(architecture: Architecture, config: Mapping[str, Any], origin: str) -> bool:
     """Return whether any layer has experts."""
-    count = _entry_value(architecture.entries["num_layers"], config, origin)
+    entry = architecture.entries["num_layers"]
+    count = _entry_value(entry, config, origin)
+    # Each layer is an object, so the number is checked before the layers are read.
+    if count > MAX_LAYERS:
+        raise ConfigError(f"{origin}: {entry.key}={count}: must be at most {MAX_LAYERS}")
     return any(_read_expert_layers(architecture, config, count, origin))
 
 
@@ -466,7 +487,8 @@ def _read_expert_layers(
             raise ConfigError(
                 f"{origin}: mlp_only_layers={dense!r}: must be a list of layer indices or null"
             )
-        return [layer not in dense and (layer + 1) % interval == 0 for layer in range(count)]
+        dense_layers = set(dense)
+        return [layer not in dense_layers and (layer + 1) % interval == 0 for layer in range(count)]
     first = 0
     if architecture.expert_layers == "last":
         first = config.get("first_k_dense_replace", architecture.dense_count)

@@ -20,8 +20,16 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from aligner.errors import AlignerError, ConfigError
+from aligner.file_limits import (
+    MAX_CONFIG_BYTES,
+    MAX_INDEX_BYTES,
+    parse_json,
+    read_json_object,
+    read_limited_bytes,
+)
 from aligner.files import finish_directory, start_directory
 from aligner.models.families import SCALAR_HEAD
+from aligner.models.gguf_header import gguf_shape
 from aligner.models.hugging_face import (
     config_notes,
     hugging_face_config,
@@ -32,7 +40,6 @@ from aligner.models.hugging_face import (
 from aligner.models.shape import ModelShape
 from aligner.models.vocabulary import with_all_end_tokens
 from aligner.models.weight_headers import (
-    gguf_shape,
     has_weights,
     tied_head_problems,
     weight_problems,
@@ -89,8 +96,10 @@ def directory_config(directory: Path, key: str) -> dict[str, Any]:
             f"{key}={directory}: has no config.json, so it is not a Hugging Face model directory"
         )
     try:
-        content: dict[str, Any] = with_architecture(json.loads(file.read_bytes()))
-    except (ValueError, RecursionError) as error:
+        content: dict[str, Any] = with_architecture(
+            parse_json(read_limited_bytes(file, MAX_CONFIG_BYTES))
+        )
+    except ValueError as error:
         raise ConfigError(f"{key}={directory}: config.json is not valid JSON ({error})") from error
     return content
 
@@ -296,7 +305,7 @@ def read_normalization(directory: Path) -> tuple[float, float]:
     if not file.exists():
         return 1.0, 0.0
     try:
-        content = json.loads(file.read_text())
+        content = parse_json(read_limited_bytes(file, MAX_CONFIG_BYTES))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file}: cannot be read: {error}") from error
     if (
@@ -454,8 +463,8 @@ def _is_complete(directory: Path, weights: bool) -> bool:
     if not weights or not index.is_file():
         return not weights or (directory / "model.safetensors").is_file()
     try:
-        files = set(json.loads(index.read_bytes())["weight_map"].values())
-    except (ValueError, LookupError, AttributeError):
+        files = set(read_json_object(index, MAX_INDEX_BYTES)["weight_map"].values())
+    except (ConfigError, LookupError, TypeError, AttributeError):
         return False
     return all((directory / str(file)).is_file() for file in files)
 

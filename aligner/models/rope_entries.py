@@ -13,6 +13,7 @@ from typing import Any
 
 from aligner.errors import ConfigError
 from aligner.models.shape import Rope, RopeScaling, compute_mscale
+from aligner.values import is_finite_number
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"
@@ -210,7 +211,7 @@ def _write_rope(entries: RopeFormat, rope: Rope) -> dict[str, Any]:
 
 def is_number(value: Any) -> bool:
     """Return whether a value is a finite number, and not a boolean."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return is_finite_number(value) and math.isfinite(value)
 
 
 def _find_entry(entries: RopeFormat, config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:

@@ -4,12 +4,11 @@ The EOS ids are those of config.json and generation_config.json.
 """
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from aligner.errors import ConfigError
+from aligner.file_limits import MAX_TOKENIZER_BYTES, read_json_object
 from aligner.models.shape import ModelShape
 
 # Number of differing tokens that a message lists.
@@ -24,10 +23,10 @@ def read_vocabulary(directory: Path) -> Mapping[int, str] | None:
     try:
         file = directory / "tokenizer.json"
         if not file.is_file():
-            words = json.loads((directory / "vocab.json").read_bytes())
+            words = read_json_object(directory / "vocab.json", MAX_TOKENIZER_BYTES)
             return {id: word for word, id in words.items()} | _added_tokens(directory)
 
-        tokenizer = json.loads(file.read_bytes())
+        tokenizer = read_json_object(file, MAX_TOKENIZER_BYTES)
         words = tokenizer["model"]["vocab"]
         added = tokenizer["added_tokens"]
         by_id = {id: word for word, id in words.items()} if isinstance(words, dict) else {}
@@ -35,7 +34,7 @@ def read_vocabulary(directory: Path) -> Mapping[int, str] | None:
         by_id = by_id or {id: str(word[0]) for id, word in enumerate(words)}
         tokenizer_added = {token["id"]: token["content"] for token in added}
         return by_id | _added_tokens(directory) | tokenizer_added
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+    except (ConfigError, OSError, ValueError, LookupError, TypeError, AttributeError):
         return None
 
 
@@ -43,12 +42,12 @@ def _added_tokens(directory: Path) -> dict[int, str]:
     """Return the tokens by id that tokenizer_config.json or added_tokens.json adds."""
     settings = directory / "tokenizer_config.json"
     older = directory / "added_tokens.json"
-    entries = json.loads(settings.read_bytes()) if settings.is_file() else {}
+    entries = read_json_object(settings) if settings.is_file() else {}
     if "added_tokens_decoder" in entries:
         added = entries["added_tokens_decoder"].items()
         return {int(id): str(token["content"]) for id, token in added}
     if older.is_file():
-        return {id: text for text, id in json.loads(older.read_bytes()).items()}
+        return {id: text for text, id in read_json_object(older).items()}
     return {}
 
 
@@ -139,19 +138,12 @@ def _has_end_tokens(file: Path) -> bool:
     """
     if not file.is_file():
         return True
-    entries: Any = json.loads(file.read_bytes())
-    return "eos_token_id" in entries
+    return "eos_token_id" in read_json_object(file)
 
 
 def _read_end_tokens(file: Path) -> tuple[int, ...]:
     """Return the entry `eos_token_id` of a JSON file: one id, a list of ids, or none."""
-    try:
-        entries: Any = json.loads(file.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{file}: not valid JSON ({error})") from error
-    if not isinstance(entries, dict):
-        raise ConfigError(f"{file}: expected a JSON object, got {type(entries).__name__}")
-    entry = entries.get("eos_token_id")
+    entry = read_json_object(file).get("eos_token_id")
     if entry is None:
         return ()
     ids = entry if isinstance(entry, list) else [entry]

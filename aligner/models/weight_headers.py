@@ -1,30 +1,26 @@
-"""Headers of safetensors and GGUF files, read without torch and without reading weights.
+"""Headers of safetensors files, read without torch and without reading weights.
 
 A safetensors file begins with the length of its header in eight bytes, and a JSON header, which
 contains the dtype, shape and position of each tensor. The tensors' bytes follow. `aligner validate`
 reads the headers to find damaged files before a process starts.
-
-The header of a GGUF file contains the model's shape. The module reads only the required fields. The
-reader of the package gguf would wrap each of the tokenizer's 150,000 strings in arrays, which takes
-seconds: too long for a check of the configuration.
 """
 
-import functools
-import json
-import struct
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from aligner.errors import ConfigError
+from aligner.file_limits import (
+    MAX_INDEX_BYTES,
+    MAX_SAFETENSORS_HEADER_BYTES,
+    parse_json,
+    read_json,
+    read_json_object,
+)
 from aligner.models.architectures import ARCHITECTURES_BY_CLASS
 from aligner.models.families import COMPUTED_BUFFERS, WEIGHTS
-from aligner.models.hugging_face import (
-    count_prediction_layers,
-    read_described_config,
-    with_architecture,
-)
+from aligner.models.hugging_face import count_prediction_layers, with_architecture
 from aligner.models.quantized_weights import find_stored_weight, name_in_files
 from aligner.models.shape import ModelShape
 from aligner.models.weight_slices import TensorSpec
@@ -81,10 +77,7 @@ def tensor_files(directory: Path) -> dict[str, Path]:
 
 def _indexed_files(index: Path) -> dict[str, Path]:
     """Return the file of each tensor that an index names. Raises ConfigError if it is damaged."""
-    try:
-        content: Any = json.loads(index.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{index}: not valid JSON ({error})") from error
+    content = read_json(index, MAX_INDEX_BYTES)
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise ConfigError(
@@ -123,13 +116,20 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
                     f"{file} cannot be read: it has {size} bytes, less than its header, or is not a"
                     " safetensors file"
                 )
-            header: Any = json.loads(stream.read(length))
+            if length > MAX_SAFETENSORS_HEADER_BYTES:
+                raise ConfigError(
+                    f"{file} cannot be read: its header has {length} bytes, allowed:"
+                    f" {MAX_SAFETENSORS_HEADER_BYTES}"
+                )
+            header = parse_json(stream.read(length))
+        if not isinstance(header, dict):
+            raise ValueError(f"expected a JSON object, got {type(header).__name__}")
         tensors = {
-            name: _stored_tensor(entry, 8 + length)
+            name: _stored_tensor(name, entry, 8 + length)
             for name, entry in header.items()
             if name != "__metadata__"
         }
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{file} cannot be read: its header is damaged: {error}") from error
     end = max((tensor.stop for tensor in tensors.values()), default=8 + length)
     if end > size:
@@ -140,10 +140,39 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def _stored_tensor(entry: Mapping[str, Any], offset: int) -> StoredTensor:
-    start, stop = entry["data_offsets"]
-    shape = tuple(int(size) for size in entry["shape"])
-    return StoredTensor(str(entry["dtype"]), shape, offset + int(start), offset + int(stop))
+def _stored_tensor(name: str, entry: Any, offset: int) -> StoredTensor:
+    """Return the tensor that an entry of a header describes.
+
+    Args:
+        name: Name of the tensor, for errors.
+        entry: The entry.
+        offset: Offset in the file of the first byte after the header.
+
+    Raises:
+        ValueError: The entry does not describe a tensor.
+    """
+    fields = entry if isinstance(entry, dict) else {}
+    dtype = fields.get("dtype")
+    shape = fields.get("shape")
+    offsets = fields.get("data_offsets")
+    if (
+        not isinstance(dtype, str)
+        or not _is_list_of_sizes(shape)
+        or not _is_list_of_sizes(offsets)
+        or len(offsets) != 2
+        or offsets[0] > offsets[1]
+    ):
+        raise ValueError(
+            f"tensor {name!r:.80}: got {entry!r:.200}, expected dtype, shape and data_offsets"
+            " [START, STOP]"
+        )
+    start, stop = offsets
+    return StoredTensor(dtype, tuple(shape), offset + start, offset + stop)
+
+
+def _is_list_of_sizes(value: Any) -> bool:
+    """Return whether a value is a list of integers of at least 0."""
+    return isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)
 
 
 def _stored_tensors(files: Mapping[str, Path]) -> dict[str, StoredTensor]:
@@ -227,7 +256,7 @@ def _find_prediction_layers(directory: Path, table: Sequence[TensorSpec]) -> tup
     path = directory / "config.json"
     if not path.is_file():
         return ()
-    config = json.loads(path.read_text(encoding="utf-8"))
+    config = read_json_object(path)
     count = count_prediction_layers(config)
     layers = 1 + max((spec.layer for spec in table if spec.layer is not None), default=-1)
     prefixes = [f"model.layers.{layer}." for layer in range(layers, layers + count)]
@@ -278,117 +307,3 @@ def _are_equal(file: Path, tensor: StoredTensor, other_file: Path, other: Stored
                 return False
             remaining -= count
     return True
-
-
-# The GGUF format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
-_MAGIC = b"GGUF"
-# Numbers of the value types; the values of _SCALARS are the format characters of `struct`.
-_STRING = 8
-_ARRAY = 9
-_SCALARS = {
-    0: "B",
-    1: "b",
-    2: "H",
-    3: "h",
-    4: "I",
-    5: "i",
-    6: "f",
-    7: "?",
-    10: "Q",
-    11: "q",
-    12: "d",
-}
-# Hugging Face architecture by the value of GGUF's `general.architecture`.
-_ARCHITECTURES = {"llama": "LlamaForCausalLM"}
-
-# GGUF key, without the architecture's prefix, by the entry of config.json.
-_GGUF_KEYS = {
-    "num_hidden_layers": "block_count",
-    "hidden_size": "embedding_length",
-    "num_attention_heads": "attention.head_count",
-    "num_key_value_heads": "attention.head_count_kv",
-    "intermediate_size": "feed_forward_length",
-    "vocab_size": "vocab_size",
-    "max_position_embeddings": "context_length",
-    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
-    "rope_theta": "rope.freq_base",
-    "head_dim": "attention.key_length",
-}
-
-
-def _read_scalar(file: BinaryIO, code: str) -> Any:
-    """Read a number; `code` is its format character of `struct`."""
-    layout = struct.Struct("<" + code)
-    return layout.unpack(file.read(layout.size))[0]
-
-
-def _read_string(file: BinaryIO) -> str:
-    return file.read(_read_scalar(file, "Q")).decode()
-
-
-def _read_value(file: BinaryIO, kind: int) -> Any:
-    """Read a value of the type with the number `kind`."""
-    if kind == _STRING:
-        return _read_string(file)
-    if kind != _ARRAY:
-        return _read_scalar(file, _SCALARS[kind])
-    element = _read_scalar(file, "I")
-    count = _read_scalar(file, "Q")
-    if element in (_STRING, _ARRAY):
-        return [_read_value(file, element) for _ in range(count)]
-    # One call reads all numbers of an array.
-    layout = struct.Struct(f"<{count}{_SCALARS[element]}")
-    return list(layout.unpack(file.read(layout.size)))
-
-
-def _read_gguf_header(path: Path) -> tuple[Mapping[str, Any], set[str]]:
-    """Return the metadata of a GGUF file by key, and the names of its tensors."""
-    with path.open("rb") as file:
-        if file.read(4) != _MAGIC:
-            raise ConfigError(f"{path}: not a GGUF file")
-        version = _read_scalar(file, "I")
-        if version not in (2, 3):
-            raise ConfigError(f"{path}: GGUF version {version} is not supported; supported: 2, 3")
-        tensor_count = _read_scalar(file, "Q")
-        field_count = _read_scalar(file, "Q")
-        fields = {
-            _read_string(file): _read_value(file, _read_scalar(file, "I"))
-            for _ in range(field_count)
-        }
-        names = set()
-        for _ in range(tensor_count):
-            names.add(_read_string(file))
-            dimensions = _read_scalar(file, "I")
-            file.seek(8 * dimensions + 4 + 8, 1)  # sizes, type, offset
-    return fields, names
-
-
-def gguf_shape(path: Path) -> ModelShape:
-    """Return the shape of the model in a GGUF file.
-
-    Raises:
-        ConfigError: The file is damaged, or its architecture is not supported.
-    """
-    status = path.stat()
-    return _read_gguf_shape(path, status.st_ino, status.st_size, status.st_mtime_ns)
-
-
-@functools.lru_cache(32)
-def _read_gguf_shape(path: Path, inode: int, size: int, modified_ns: int) -> ModelShape:
-    """Return the shape in a GGUF file; `inode`, `size` and `modified_ns` identify its version.
-
-    The result is cached because several checks of one command need the shape, and the header
-    contains the whole vocabulary.
-    """
-    try:
-        fields, tensors = _read_gguf_header(path)
-    except (struct.error, KeyError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: damaged GGUF header ({error})") from error
-    family = fields.get("general.architecture", "<none>")
-    entries = {name: fields.get(f"{family}.{key}") for name, key in _GGUF_KEYS.items()}
-    config = {name: value for name, value in entries.items() if value is not None}
-    config["architectures"] = [_ARCHITECTURES.get(family, family)]
-    config["tie_word_embeddings"] = "output.weight" not in tensors
-    config["eos_token_id"] = fields.get("tokenizer.ggml.eos_token_id")
-    config["pad_token_id"] = fields.get("tokenizer.ggml.padding_token_id")
-    return read_described_config(config, str(path))

@@ -1,14 +1,13 @@
 """Output of a run on a console: its steps while it runs, samples, and a summary that compares the
 first steps with the last steps."""
 
-import json
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -23,7 +22,7 @@ from rich.text import Text
 
 from aligner.masking import mask_secrets
 from aligner.paths import RunPaths
-from aligner.terminal import MAX_FIELD_LENGTH, wrap_text
+from aligner.terminal import MAX_FIELD_LENGTH, escape_controls, format_json, wrap_text
 
 # Columns of a terminal on which every table fits.
 _UNLIMITED_WIDTH = 10_000
@@ -109,12 +108,13 @@ class RunConsole(Console):
                 name: mask_secrets(value) if isinstance(value, str) else value
                 for name, value in fields.items()
             }
-            print(json.dumps({"event": event, **masked}, ensure_ascii=False), flush=True)
+            print(format_json({"event": event, **masked}), flush=True)
 
 
 def print_line(console: Console, text: str) -> None:
-    """Print a text without secrets, markup and colors; a terminal's lines are wrapped at spaces."""
-    text = mask_secrets(text)
+    """Print a text without secrets, markup, colors and control characters; a terminal's lines are
+    wrapped at spaces."""
+    text = escape_controls(mask_secrets(text))
     if console.file.isatty():
         text = wrap_text(text, console.width)
     console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -124,7 +124,13 @@ def print_table(console: Console, table: Table) -> None:
     """Print a table; on a terminal that is too narrow for it, print a block of lines per row.
 
     A block consists of the row's first cell and, indented, its other cells with their headers.
+    Control characters are escaped, and markup has no effect.
     """
+    if table.title is not None:
+        table.title = _to_plain_text(table.title)
+    for column in table.columns:
+        column.header = _to_plain_text(column.header)
+        column._cells = [_to_plain_text(cell) for cell in column._cells]
     full_width = console.options.update(max_width=_UNLIMITED_WIDTH)
     is_narrow = console.measure(table, options=full_width).maximum > console.width
     if not (is_narrow and console.file.isatty()):
@@ -145,6 +151,11 @@ def print_table(console: Console, table: Table) -> None:
         if all(len(field) <= MAX_FIELD_LENGTH and "\n" not in field for field in fields):
             fields = ["  ".join(fields)]
         print_line(console, "\n".join([*([name] if name else []), *(f"  {f}" for f in fields)]))
+
+
+def _to_plain_text(cell: RenderableType) -> Text:
+    """Return a cell of a table as text without control characters and markup."""
+    return Text(escape_controls(str(cell)))
 
 
 class Pace:
@@ -291,7 +302,7 @@ class _StatusColumn(ProgressColumn):
 
     def render(self, task: Task) -> Text:
         """Return the status."""
-        return Text(task.description, no_wrap=True, overflow="ellipsis")
+        return Text(escape_controls(task.description), no_wrap=True, overflow="ellipsis")
 
 
 class LiveProgress(PlainProgress):

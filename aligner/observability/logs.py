@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from datetime import datetime, timezone
 from typing import Any, TextIO, cast
 
+from aligner.file_limits import parse_json
 from aligner.masking import mask_secrets
 
 ERROR_PREFIX = "aligner: error:"
@@ -99,7 +100,7 @@ def extract_text_lines(lines: list[str]) -> list[str]:
     for line in lines:
         line = _TEXT_PREFIX.sub("", line)
         try:
-            record = json.loads(line) if line.startswith("{") else None
+            record = parse_json(line) if line.startswith("{") else None
         except ValueError:
             record = None
         if isinstance(record, dict) and isinstance(record.get("message"), str):

@@ -19,10 +19,12 @@ import xxhash
 
 from aligner.data.fencing import fenced_write
 from aligner.errors import AlignerError
+from aligner.file_limits import parse_json
 from aligner.files import append_to_file, write_file
 from aligner.paths import RunPaths
 from aligner.schema import LoggingConfig
 from aligner.schema.renamed import with_current_metrics
+from aligner.values import is_finite_number
 
 Record = Mapping[str, float]
 """Metrics of one step by name. The record contains the step number as `step`, unless the step
@@ -202,11 +204,12 @@ def _parse_record(
         AlignerError: If the line is not a record; the error contains the line number.
     """
     try:
-        record = json.loads(line)
+        record = parse_json(line)
     except ValueError:  # after a power failure, a file may contain zeros instead of its last bytes
         record = None
-    types = (int, float) if required_field == "step" else str
-    if not isinstance(record, dict) or not isinstance(record.get(required_field), types):
+    value = record.get(required_field) if isinstance(record, dict) else None
+    is_record = is_finite_number(value) if required_field == "step" else isinstance(value, str)
+    if not is_record:
         number = path.read_bytes()[:start].count(b"\n") + 1
         raise AlignerError(
             f"{path}: line {number} is not a JSON object with a {required_field}; remove the line"
@@ -240,8 +243,17 @@ def merge_records(
     A record of the last step is merged into it. A record of an earlier step, which a resumed run
     has trained again, replaces this step and all later steps. Metrics of older runs get their
     current names.
+
+    Raises:
+        AlignerError: If the value of a metric is not a number.
     """
     for record in map(with_current_metrics, records):
+        for name, value in record.items():
+            if not isinstance(value, int | float):
+                raise AlignerError(
+                    f"metrics.jsonl: step {record['step']}: {name:.80}={value!r:.80}: must be a"
+                    " number; remove the line"
+                )
         while steps and steps[-1]["step"] > record["step"]:
             steps.pop()
         if steps and steps[-1]["step"] == record["step"]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from aligner.errors import AlignerError
+from aligner.file_limits import parse_json
 from aligner.files import write_file
 from aligner.observability.timeline import TRUNCATION_MARK
 from aligner.paths import RunPaths
@@ -62,6 +63,16 @@ def read_spans(paths: RunPaths, newest_bytes: int = NEWEST_BYTES) -> list[Span]:
     Raises:
         AlignerError: If a file is not a timeline.
     """
+    try:
+        return _read_spans(paths, newest_bytes)
+    except (TypeError, LookupError, ValueError, AttributeError, ArithmeticError) as error:
+        raise AlignerError(
+            f"{paths.timeline}: not a valid timeline, because a record has wrong entries ({error});"
+            " remove the directory"
+        ) from error
+
+
+def _read_spans(paths: RunPaths, newest_bytes: int) -> list[Span]:
     files = sorted(paths.timeline.glob("*-*.jsonl"))
     records_by_file = {file: _read_records(file, newest_bytes // len(files)) for file in files}
     discarded = _find_discarded_times(
@@ -247,7 +258,7 @@ def _read_records(file: Path, limit: int) -> tuple[list[dict[str, Any]], bool]:
     is_truncated = size > limit or lines[:1] == [TRUNCATION_MARK]
     try:
         # The first line of a truncated file is the truncation mark, or is incomplete.
-        records = [json.loads(line) for line in (lines[1:] if is_truncated else lines)]
+        records = [parse_json(line) for line in (lines[1:] if is_truncated else lines)]
     except ValueError as error:
         raise AlignerError(
             f"{file}: not a valid timeline, because a line is not JSON ({error}); remove the file"

@@ -13,8 +13,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import psutil
+from pydantic import TypeAdapter
 
 from aligner.errors import ConfigError
+from aligner.file_limits import read_json_object
 from aligner.files import create_private_file, write_file
 from aligner.paths import PRIVATE_MODE, get_run_paths
 from aligner.placement.roles import count_server_ranks
@@ -221,8 +223,15 @@ def load_endpoints(path: Path) -> dict[str, Endpoint]:
     """Read the endpoint of each server group from a file.
 
     See `aligner.placement.roles.count_server_ranks` for the names of the groups.
+
+    Raises:
+        ConfigError: The file does not contain endpoints.
     """
-    return {group: Endpoint(**fields) for group, fields in json.loads(path.read_text()).items()}
+    content = read_json_object(path)
+    try:
+        return TypeAdapter(dict[str, Endpoint]).validate_python(content)
+    except ValueError as error:
+        raise ConfigError(f"{path}: not a valid list of endpoints: {error}") from error
 
 
 def select_role_endpoints(endpoints: dict[str, Endpoint], role: str) -> list[Endpoint]:

@@ -23,6 +23,7 @@ from typing import Any
 
 from aligner.checks.reward import find_judge_key_problem
 from aligner.errors import ConfigError
+from aligner.file_limits import parse_json
 from aligner.paths import PRIVATE_MODE, RunPaths
 from aligner.rewards.function_forms import ScoringRequest
 from aligner.rewards.remote import HttpEndpoint, RateLimiter
@@ -766,7 +767,7 @@ class Judge:
 
 def _decode_answer(response_body: bytes) -> JudgeAnswer:
     try:
-        return parse_completion(json.loads(response_body))
+        return parse_completion(parse_json(response_body))
     except (ValueError, RecursionError):
         return JudgeAnswer(None)
 

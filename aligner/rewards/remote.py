@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
+from aligner.file_limits import parse_json
 from aligner.rewards.function_forms import ScoringRequest
 from aligner.rewards.scorers import ScorerUnavailable, ScoringError
 from aligner.values import is_finite_number
@@ -210,7 +211,7 @@ class RemoteScorer:
         response_body = endpoint.post(json.dumps(body).encode())
         count = len(requests)
         try:
-            rewards: Any = json.loads(response_body)["rewards"]
+            rewards: Any = parse_json(response_body)["rewards"]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ScoringError(
                 f"{self.url}: got {endpoint.describe_body(response_body)}; expected a JSON object"

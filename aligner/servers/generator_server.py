@@ -5,7 +5,6 @@ each transfer.
 """
 
 import dataclasses
-import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -30,6 +29,7 @@ from aligner.engines.replicas import (
     generate_in_parts,
     run_to_completion,
 )
+from aligner.file_limits import parse_json
 from aligner.megatron.world import join
 from aligner.models.model_source import model_directory
 from aligner.models.shape import ModelShape
@@ -312,7 +312,7 @@ def _parse_options(text: str) -> dict[str, Any]:
         AlignerError: SamplingOptions rejects the values.
     """
     try:
-        options = json.loads(text)
+        options = parse_json(text)
     except (ValueError, RecursionError) as error:
         raise RequestError(f"options: not valid JSON: {error}") from error
     if not isinstance(options, dict) or (unknown := sorted(set(options) - _OPTION_NAMES)):

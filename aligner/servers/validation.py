@@ -1,7 +1,6 @@
 """Validation of requests on rank 0, before any rank works on them."""
 
 import inspect
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ from safetensors.torch import load
 
 from aligner.data.collectives import grammar_spans_from_bytes, samples_from_tensors
 from aligner.data.episode_reports import EpisodeReport
+from aligner.file_limits import parse_json
 from aligner.servers.wire_protocol import (
     GENERATE,
     RESPONSE_TENSORS,
@@ -27,6 +27,7 @@ from aligner.servers.wire_protocol import (
 # Exceptions that the parser of samples raises for invalid bytes.
 _PARSE_ERRORS = (
     SafetensorError,
+    ArithmeticError,
     AttributeError,
     LookupError,
     RuntimeError,
@@ -227,7 +228,7 @@ def _check_row_grammars(arrays: Arrays, limits: Limits) -> None:
     try:
         for column, length in zip(arrays["grammars"], lengths, strict=True):
             previous_end = 1
-            for start, end, grammar, stop_token_ids in json.loads(bytes(column[0])):
+            for start, end, grammar, stop_token_ids in parse_json(bytes(column[0])):
                 if not previous_end <= start < end <= length or not isinstance(grammar, str):
                     raise ValueError(f"got the span [{start}, {end}) in a row of {length} tokens")
                 if not all(0 <= token < limits.vocab_size for token in stop_token_ids):
@@ -383,7 +384,7 @@ def _check_reports(arrays: Arrays) -> None:
     if "reports" not in arrays:
         return
     try:
-        reports = json.loads(arrays["reports"].tobytes())
+        reports = parse_json(arrays["reports"].tobytes())
         if len(reports) != len(arrays["responses"]):
             raise ValueError(f"{len(reports)} reports for {len(arrays['responses'])} samples")
         for fields in reports:
@@ -421,7 +422,7 @@ def parse_control_request(
         RequestError: The operation is unknown, or its arguments are not valid.
     """
     try:
-        request = json.loads(text)
+        request = parse_json(text)
     except (ValueError, RecursionError) as error:
         raise RequestError(f"control: request is not valid JSON: {error}") from error
     op = request.get("op") if isinstance(request, dict) else None

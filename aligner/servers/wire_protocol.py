@@ -35,6 +35,7 @@ from aligner.data.types import (
     concatenate_support,
 )
 from aligner.errors import AlignerError
+from aligner.file_limits import parse_json
 
 PROTOCOL_VERSION = 2
 
@@ -313,7 +314,7 @@ def parse_metadata(texts: Sequence[str]) -> list[dict[str, Any]]:
     objects = []
     for row, text in enumerate(texts):
         try:
-            value = json.loads(text)
+            value = parse_json(text)
         except (ValueError, RecursionError) as error:
             raise RequestError(
                 f"metadata: row {row} is not valid JSON ({error}), must be a JSON object"
@@ -352,7 +353,7 @@ def grammars_from_texts(texts: Sequence[str], width: int) -> GuidedTokens:
     spans = torch.full((len(texts), width - 1), -1)
     grammars: list[Grammar] = []
     for row, text in enumerate(texts):
-        for start, end, grammar, stop_token_ids in json.loads(text):
+        for start, end, grammar, stop_token_ids in parse_json(text):
             spans[row, start - 1 : end - 1] = len(grammars)
             grammars.append(Grammar(grammar, tuple(stop_token_ids)))
     return GuidedTokens(spans, tuple(grammars))

@@ -21,6 +21,7 @@ from starlette.responses import (
 from starlette.routing import Route
 
 from aligner.errors import AlignerError
+from aligner.file_limits import parse_json
 from aligner.observability.trace import read_spans
 from aligner.view.figures import (
     Plot,
@@ -646,7 +647,7 @@ def _parse_number(parameters: Mapping[str, str], name: str) -> float | None:
 def _parse_json(text: str | None) -> Any:
     """Return the value of a JSON text; a text that is not JSON unchanged."""
     try:
-        return None if text is None else json.loads(text)
+        return None if text is None else parse_json(text)
     except ValueError:
         return text
 
@@ -654,7 +655,7 @@ def _parse_json(text: str | None) -> Any:
 def _indent_json(text: str) -> str:
     """Return JSON with indentation; a text that is not JSON unchanged."""
     try:
-        return json.dumps(json.loads(text), indent=2, ensure_ascii=False)
+        return json.dumps(parse_json(text), indent=2, ensure_ascii=False)
     except ValueError:
         return text
 

@@ -3,11 +3,11 @@
 The time to read a curve does not depend on the number of steps of the run.
 """
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from aligner.file_limits import parse_json
 from aligner.observability.metrics import merge_records
 
 MAX_POINTS = 200
@@ -49,7 +49,7 @@ def read_curves(metrics_file: Path, metrics: Sequence[str]) -> RunCurves:
     parsed = []
     for line in _read_some_lines(metrics_file):
         try:
-            record = json.loads(line)
+            record = parse_json(line)
         except ValueError:  # the run is writing the last line
             continue
         if isinstance(record, dict) and isinstance(record.get("step"), int | float):

@@ -434,7 +434,14 @@ def _read_status_settings(path: Path) -> tuple[Config, str]:
             replace(config, run=run, cluster=cluster, algorithm=algorithm),
             _format_date(run_values.get("date")),
         )
-    except (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (
+        yaml.YAMLError,
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+    ) as error:
         raise AlignerError(f"{path}: not the configuration of a run: {error}") from error
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from aligner.errors import AlignerError
+from aligner.file_limits import parse_json
 from aligner.files import convert_write_errors, open_new_file
 
 MAX_NOTE_LENGTH = 20_000
@@ -33,7 +34,7 @@ def read_notes(file: Path) -> RunNotes:
         AlignerError: The file is damaged.
     """
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
+        values = parse_json(file.read_text(encoding="utf-8"))
         return RunNotes(str(values["note"]), tuple(str(tag) for tag in values["tags"]))
     except FileNotFoundError:
         return RunNotes()

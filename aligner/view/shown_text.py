@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from aligner.file_limits import parse_json
+
 MAX_TEXT_LENGTH = 100_000
 """Maximum length of a displayed text in characters."""
 MAX_LINE_LENGTH = 4_000
@@ -61,7 +63,7 @@ def parse_turns(messages: str | None) -> list[Turn]:
     """Return the turns of a stored transcript, a JSON list of messages; an empty list for anything
     else."""
     try:
-        entries = json.loads(messages) if messages else []
+        entries = parse_json(messages) if messages else []
     except ValueError:
         entries = []
     valid_messages = (

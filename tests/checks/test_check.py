@@ -366,7 +366,7 @@ def test_gguf_shape_is_read_from_header(tmp_path: Path) -> None:
 
 
 def test_a_damaged_gguf_file_is_refused(tmp_path: Path) -> None:
-    from aligner.models.weight_headers import gguf_shape
+    from aligner.models.gguf_header import gguf_shape
 
     file = tmp_path / "model.gguf"
     for content, message in (

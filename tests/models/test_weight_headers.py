@@ -266,3 +266,68 @@ def test_correction_biases_are_exported_in_float32(tmp_path):
         is_bias = name.endswith("e_score_correction_bias")
         assert tensor.dtype == (torch.float32 if is_bias else torch.bfloat16), name
         assert not is_bias or torch.equal(tensor, tensors[name])
+
+
+def write_header(directory: Path, text: str, length: int | None = None) -> Path:
+    file = directory / "model.safetensors"
+    size = len(text) if length is None else length
+    file.write_bytes(size.to_bytes(8, "little") + text.encode() + bytes(32))
+    return file
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        '{"dtype": "F32", "shape": [1e400], "data_offsets": [0, 32]}',
+        '{"dtype": "F32", "shape": [8], "data_offsets": [0, 1e400]}',
+        '{"dtype": "F32", "shape": [8], "data_offsets": [-8, 32]}',
+        '{"dtype": "F32", "shape": [8], "data_offsets": [32, 0]}',
+        '{"dtype": "F32", "shape": "8", "data_offsets": [0, 32]}',
+        '{"dtype": "F32", "shape": [true], "data_offsets": [0, 32]}',
+        '{"dtype": null, "shape": [8], "data_offsets": [0, 32]}',
+        "[]",
+    ],
+)
+def test_header_with_wrong_entry_names_file_and_tensor(tmp_path: Path, entry: str) -> None:
+    file = write_header(tmp_path, f'{{"norm.weight": {entry}}}')
+    with pytest.raises(ConfigError) as raised:
+        read_header(file)
+    assert str(raised.value).startswith(str(file)) and "tensor 'norm.weight'" in str(raised.value)
+
+
+def test_deep_and_large_safetensors_headers_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nested more than 128 levels deep"):
+        read_header(write_header(tmp_path, "[" * 100_000))
+    file = tmp_path / "model.safetensors"
+    with file.open("wb") as stream:
+        stream.write((200_000_000).to_bytes(8, "little"))
+        stream.truncate(300_000_000)
+    with pytest.raises(ConfigError, match="its header has 200000000 bytes, allowed: 100000000"):
+        read_header(file)
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000: must be at most 4096"),
+        ({"num_hidden_layers": 10**400}, "num_hidden_layers=1000"),
+        ({"hidden_size": 10**400}, "must be at most 2147483647"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps=1000"),
+        ({"num_nextn_predict_layers": 10**9}, "num_nextn_predict_layers=1000000000"),
+    ],
+)
+def test_config_with_huge_numbers_is_refused(entries: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_config(
+            CONFIGS["LlamaForCausalLM"] | {"architectures": ["LlamaForCausalLM"]} | entries,
+            "model.path",
+        )
+
+
+def test_config_with_too_many_experts_is_refused() -> None:
+    entries = {"num_hidden_layers": 4000, "num_local_experts": 4000}
+    with pytest.raises(ConfigError, match="4000 layers with 4000 experts each"):
+        read_config(
+            CONFIGS["MixtralForCausalLM"] | {"architectures": ["MixtralForCausalLM"]} | entries,
+            "model.path",
+        )

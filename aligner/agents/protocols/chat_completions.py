@@ -1,6 +1,5 @@
 """OpenAI's chat completions: `/v1/chat/completions`."""
 
-import json
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -30,6 +29,7 @@ from aligner.agents.protocols.wire_format import (
     WireFormat,
     parse_body,
 )
+from aligner.file_limits import parse_json
 
 
 class _NamedFunction(BaseModel):
@@ -211,7 +211,7 @@ def _convert_response_format(body: _ChatBody) -> JsonFormat | None:
 def _parse_schema(schema: Mapping[str, Any] | str) -> Mapping[str, Any]:
     """Return a JSON schema, which may be the text of a JSON object."""
     try:
-        value = json.loads(schema) if isinstance(schema, str) else schema
+        value = parse_json(schema) if isinstance(schema, str) else schema
     except ValueError:
         value = None
     if not isinstance(value, Mapping):

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from aligner.agents.failures import InfrastructureError
 from aligner.agents.sandboxes.sandbox import ExecResult, Sandbox, SandboxSettings
+from aligner.file_limits import parse_json
 
 API_KEY_VARIABLE = "ALIGNER_SANDBOX_KEY"
 """Environment variable with the API key, of the server and of its clients."""
@@ -117,7 +118,7 @@ class RemoteSandbox(Sandbox):
         connection = self._open(_START_TIMEOUT_S)
         try:
             response = self._send(connection, "", fields)
-            self._id = json.loads(response.readline())["id"]
+            self._id = parse_json(response.readline())["id"]
         except BaseException:
             connection.close()
             raise
@@ -130,7 +131,7 @@ class RemoteSandbox(Sandbox):
         with contextlib.closing(self._open(timeout_s)) as connection:
             response = self._send(connection, f"/{self._id}/{action}", content)
             try:
-                answer: dict[str, Any] = json.loads(response.read())
+                answer: dict[str, Any] = parse_json(response.read())
             except (OSError, ValueError, http.client.HTTPException) as error:
                 raise InfrastructureError(self._describe(f"the answer is lost: {error}")) from error
             return answer
@@ -171,7 +172,7 @@ class RemoteSandbox(Sandbox):
         except (OSError, http.client.HTTPException) as error:
             raise InfrastructureError(self._describe(f"the connection is lost: {error}")) from error
         with contextlib.suppress(ValueError, TypeError, KeyError):
-            message = json.loads(message)["error"]
+            message = parse_json(message)["error"]
         if response.status == _BUSY:
             raise _RepeatableError(self._describe(message))
         if response.status == 401:

@@ -26,6 +26,7 @@ from aligner.agents.failures import InfrastructureError
 from aligner.agents.sandboxes.creation import create_sandbox
 from aligner.agents.sandboxes.sandbox import Sandbox, SandboxSettings
 from aligner.errors import AlignerError
+from aligner.file_limits import parse_json
 from aligner.open_files import StrangerConnections
 
 _log = logging.getLogger(__name__)
@@ -235,7 +236,7 @@ class SandboxServer:
             if len(content) > _MAX_BODY_BYTES:
                 raise _RefusedRequest(413, f"the body has more than {_MAX_BODY_BYTES} bytes")
         try:
-            fields = json.loads(content)
+            fields = parse_json(content)
         except ValueError:
             fields = None
         if not isinstance(fields, dict):
