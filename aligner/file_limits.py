@@ -7,12 +7,15 @@ sets need: for example, a checkpoint of 500 GB has an index of about 10 MB.
 """
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 from aligner.errors import ConfigError
 
 _MIB = 1 << 20
+# Bytes of one read of a file without a size.
+_BLOCK_BYTES = _MIB
 
 MAX_JSON_DEPTH = 128
 """Maximum nesting of JSON. The tokenizers package has the same limit."""
@@ -76,7 +79,12 @@ def read_limited_bytes(file: Path, max_bytes: int) -> bytes:
         OSError: The file cannot be read.
     """
     with file.open("rb") as stream:
-        content = stream.read(max_bytes + 1)
+        # A read of a number of bytes allocates them all, so that only the file's size is read.
+        size = min(max_bytes, os.fstat(stream.fileno()).st_size)
+        content = stream.read(size + 1)
+        # A device or a pipe has no size.
+        while size < len(content) <= max_bytes and (block := stream.read(_BLOCK_BYTES)):
+            content += block
     if len(content) > max_bytes:
         raise ConfigError(f"{file}: has more than {max_bytes} bytes, the maximum for this file")
     return content
@@ -88,10 +96,12 @@ def parse_json(content: bytes | bytearray | str) -> Any:
     Raises:
         ValueError: The text is not valid JSON, is nested too deeply or has too many values.
     """
-    is_text = isinstance(content, str)
-    opening = ("[", "{") if is_text else (b"[", b"{")
-    containers = sum(content.count(mark) for mark in opening)  # type: ignore[arg-type]
-    values = 1 + containers + content.count("," if is_text else b",")  # type: ignore[arg-type]
+    if isinstance(content, str):
+        containers = content.count("[") + content.count("{")
+        values = 1 + containers + content.count(",")
+    else:
+        containers = content.count(b"[") + content.count(b"{")
+        values = 1 + containers + content.count(b",")
     # Commas in texts count too, so the number is an upper bound.
     if values > MAX_JSON_VALUES:
         raise ValueError(f"has up to {values} values, allowed: {MAX_JSON_VALUES}")

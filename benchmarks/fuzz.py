@@ -811,6 +811,10 @@ PARSERS: Mapping[str, Parser] = {
 # -------------------------------------------------------------------------------- command
 
 
+class _TimeOver(BaseException):
+    """Ends a round of examples. Hypothesis does not catch it, because it is not an Exception."""
+
+
 def fuzz(parser: Parser, seconds: float, seed: int) -> tuple[int, Files | None, str]:
     """Call a parser with changed files for some time, or until it fails.
 
@@ -830,7 +834,7 @@ def fuzz(parser: Parser, seconds: float, seed: int) -> tuple[int, Files | None, 
         def check(files: Files) -> None:
             nonlocal calls, failing
             if time.monotonic() > end and failing is None:
-                return
+                raise _TimeOver
             calls += 1
             try:
                 run_parser(parser, directory, files)
@@ -848,6 +852,8 @@ def fuzz(parser: Parser, seconds: float, seed: int) -> tuple[int, Files | None, 
             seed += 1
             try:
                 test()
+            except _TimeOver:
+                break
             except AssertionError as error:
                 return calls, failing, str(error)
     return calls, None, ""

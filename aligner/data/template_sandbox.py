@@ -332,8 +332,8 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         self._budget.steps = getattr(self._budget, "steps", 0) + count
         if self._budget.steps > MAX_TEMPLATE_STEPS:
             raise TemplateLimitError(
-                f"more than {MAX_TEMPLATE_STEPS} steps (loop iterations and calls), the maximum of a"
-                " conversation"
+                f"more than {MAX_TEMPLATE_STEPS} steps (loop iterations and calls), the maximum of"
+                " a conversation"
             )
 
     def _check_length(self, value: Any) -> None:

@@ -157,10 +157,10 @@ class _Unpickler(pickle._Unpickler):
         Raises:
             UnpicklingError: The object is a class or a function, which other code uses too.
         """
-        target = self.stack[-2]
+        target = self.stack[-2]  # type: ignore[attr-defined]
         if callable(target):
             raise pickle.UnpicklingError(f"changes {target!r:.100}, which is not an object of it")
-        super().load_build()
+        super().load_build()  # type: ignore[misc]
 
     dispatch[pickle.BUILD[0]] = load_build
 

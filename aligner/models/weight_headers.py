@@ -8,7 +8,7 @@ reads the headers to find damaged files before a process starts.
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from aligner.errors import ConfigError
 from aligner.file_limits import (
@@ -170,7 +170,7 @@ def _stored_tensor(name: str, entry: Any, offset: int) -> StoredTensor:
     return StoredTensor(dtype, tuple(shape), offset + start, offset + stop)
 
 
-def _is_list_of_sizes(value: Any) -> bool:
+def _is_list_of_sizes(value: Any) -> TypeGuard[list[int]]:
     """Return whether a value is a list of integers of at least 0."""
     return isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)
 

@@ -325,7 +325,7 @@ def test_config_with_huge_numbers_is_refused(entries: dict[str, int], message: s
 
 
 def test_config_with_too_many_experts_is_refused() -> None:
-    entries = {"num_hidden_layers": 4000, "num_local_experts": 4000}
+    entries = {"num_hidden_layers": 4000, "num_local_experts": 4000, "num_experts": 4000}
     with pytest.raises(ConfigError, match="4000 layers with 4000 experts each"):
         read_config(
             CONFIGS["MixtralForCausalLM"] | {"architectures": ["MixtralForCausalLM"]} | entries,
