@@ -14,17 +14,21 @@ from benchmarks.security.registry import HELD, Outcome, finding, probe
 _LIMIT_MIB = 1
 _PRINTED_MIB = 100
 """Size of one printed text."""
-_PRINTS_PER_CALL = 8
+_PRINTS_PER_CALL = 6
 # A single call of the kernel writes a printed text, and nothing can shorten the log meanwhile. A
 # busy machine may write the next one before the log is shortened.
 _MAX_PEAK_MIB = 3 * _PRINTED_MIB
 _MAX_ERROR_BYTES = 100_000
 _TIMEOUT_S = 600.0
 
+# The function writes directly to the log, as a C++ library does: Python's streams mask secrets,
+# which takes seconds for this much text.
 _PRINTING = f"""
+import os
+
 def score(requests):
     for _ in range({_PRINTS_PER_CALL}):
-        print(("x" * 1023 + "\\n") * ({_PRINTED_MIB} * 1024), end="", flush=True)
+        os.write(2, (b"x" * 1023 + b"\\n") * ({_PRINTED_MIB} * 1024))
     return [1.0 for _ in requests]
 """
 # `prepare` calls the function once; it fails only in the server.
@@ -33,8 +37,8 @@ import os
 
 def score(requests):
     if os.path.exists(os.environ["SERVERS_STARTED"]):
-        print("x" * (50 << 20), flush=True)
-        raise ValueError("y" * (10 << 20))
+        print("x" * (5 << 20), flush=True)
+        raise ValueError("y" * (1 << 20))
     return [1.0 for _ in requests]
 """
 
@@ -50,7 +54,7 @@ def _launch(directory: Path, program: str) -> tuple[int, str, float]:
     started = directory / "started"
     command = [sys.executable, "-m", "aligner", "launch", "experiment=tiny_ppo", "run.steps=1"]
     command += [f"run.dir={run}", "reward.function=attack:score"]
-    command += [f"logging.file_mib={_LIMIT_MIB}"]
+    command += [f"logging.file_mib={_LIMIT_MIB}", "rollout.max_skipped_prompts=0"]
     environment = {
         **os.environ,
         "PYTHONPATH": f"{directory}:{os.environ.get('PYTHONPATH', '')}",
@@ -111,7 +115,7 @@ def printing_reward_function() -> Outcome:
 
 @probe(
     "output",
-    attempt="print a line of 50 MiB in the reward function, and raise an error of 10 MiB",
+    attempt="print a line of 5 MiB in the reward function, and raise an error of 1 MiB",
     expected="the error on the terminal is short, and the logs stay near logging.file_mib",
     component="aligner launch",
 )
