@@ -819,7 +819,7 @@ def fuzz(parser: Parser, seconds: float, seed: int) -> tuple[int, Files | None, 
     """Call a parser with changed files for some time, or until it fails.
 
     Returns:
-        The number of calls, the smallest files that fail, None if there are none, and the failure.
+        The number of calls, the first files that fail, None if there are none, and the failure.
     """
     calls = 0
     failing: Files | None = None
@@ -847,6 +847,8 @@ def fuzz(parser: Parser, seconds: float, seed: int) -> tuple[int, Files | None, 
                 max_examples=_ROUND_EXAMPLES,
                 deadline=None,
                 database=None,
+                # Shrinking calls the parser for minutes.
+                phases=[hypothesis.Phase.generate],
                 suppress_health_check=list(HealthCheck),
             )(hypothesis.seed(seed)(hypothesis.given(strategy)(check)))
             seed += 1

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 
+from aligner.config.compose import load_config
+from aligner.errors import ConfigError
 from benchmarks.fuzz import PARSERS, Files, run_parser
 
 EXAMPLES = 25
@@ -32,3 +34,9 @@ def test_changed_files_are_parsed_or_refused(name: str, tmp_path: Path) -> None:
         run_parser(parser, tmp_path, files)
 
     check()
+
+
+def test_configuration_with_a_name_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text('{"": [true], "a\\udad9": 1, "b": {"\\ud980": 2}}')
+    with pytest.raises(ConfigError, match=r"config\.yaml: "):
+        load_config(tmp_path / "config.yaml")

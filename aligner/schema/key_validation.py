@@ -221,6 +221,9 @@ def _to_key_problem(error: ErrorDetails, values: Mapping[str, Any]) -> KeyProble
         (name for name in _iterate_prefixes(dotted_key) if name in get_schema_keys()), dotted_key
     )
     if key not in get_schema_keys():
+        # pydantic refuses some names before it compares them with the keys.
+        if not any(name.startswith(f"{key}.") for name in get_schema_keys()):
+            return KeyProblem(key, f"{key!a}: {error['msg']}")
         return KeyProblem(key, format_section_error(key, error["input"]))
 
     # These errors have a value of the right type, but outside the bounds or the choices.
