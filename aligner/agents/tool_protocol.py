@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from aligner.errors import AlignerError
-
 ToolKind = Literal["function", "python", "bash", "server"]
 
 
@@ -26,8 +24,11 @@ class ListedTool:
         return str(self.schema["function"]["name"])
 
 
-class ToolFailed(AlignerError):
-    """A tool call failed; the message is for the model."""
+class ToolFailed(Exception):
+    """A tool call failed; the message is for the model.
+
+    It is part of the training data, so it is not an `AlignerError`, which would mask its text.
+    """
 
 
 class Tool(Protocol):

@@ -127,6 +127,8 @@ def test_tool_calls_of_a_turn_run_concurrently():
         ),
         (call("multiply", a="1", b=2), "Error: wrong arguments: a: '1' is not of type 'integer'"),
         (call("fail", how="so"), "Error: ValueError: so"),
+        # The model trains on exactly the text that the tool returned.
+        (call("fail", how="api_key=abcdef12"), "Error: ValueError: api_key=abcdef12"),
         (call("fail", how="exit"), "Error: SystemExit: 3"),
         (call("broken"), "half of a character: ?"),
         (call("wait", seconds=60), "Error: it gave no answer within 0.5 s"),
