@@ -1,6 +1,7 @@
 """The limit of open files of this process, and the connections of clients without a key."""
 
 import asyncio
+import itertools
 import logging
 import resource
 from collections.abc import Callable, Hashable
@@ -13,6 +14,9 @@ KEY_TIMEOUT_S = 15.0
 """Maximum time in seconds until the client of a connection presents a key."""
 MAX_STRANGERS = 1024
 """Maximum number of connections without a key, however high the limit of open files is."""
+# Connections that are closed for a new one if there are too many: two, so that the number falls
+# after it exceeded the limit, and an addition takes constant time.
+_MAX_CLOSED = 2
 
 
 def raise_open_file_limit() -> int:
@@ -73,10 +77,22 @@ class StrangerConnections:
 
         Args:
             connection: The connection, as in the other methods.
-            close: Closes the connection, or adds it again. It may call `remove`.
+            close: Closes the connection, or calls `keep`. It may call `remove`.
         """
-        if len(self._connections) >= self._limit:
-            self._close(next(iter(self._connections)))
+        excess = max(0, len(self._connections) + 1 - self._limit)
+        # The list is complete before `keep` moves connections to the end.
+        for oldest in list(itertools.islice(self._connections, min(excess, _MAX_CLOSED))):
+            self._close(oldest)
+        self.keep(connection, close)
+
+    def keep(self, connection: Hashable, close: Callable[[], None]) -> None:
+        """Give a connection the whole time again, whatever the number of connections is.
+
+        Args:
+            connection: See `add`.
+            close: See `add`.
+        """
+        self.remove(connection)
         timer = asyncio.get_running_loop().call_later(self._timeout_s, self._close, connection)
         self._connections[connection] = (close, timer)
 

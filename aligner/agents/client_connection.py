@@ -39,7 +39,7 @@ class ClientConnection(H11Protocol):
         A busy server may need long until it reads the keys of thousands of requests.
         """
         if self.cycle is not None and not self.cycle.response_complete:
-            self._strangers.add(self, self._close_if_idle)
+            self._strangers.keep(self, self._close_if_idle)
         else:
             self.transport.abort()
 

@@ -215,6 +215,34 @@ def test_stranger_connections_are_limited_in_time_and_number() -> None:
     asyncio.run(check())
 
 
+def test_busy_connections_may_exceed_the_limit() -> None:
+    async def check() -> None:
+        strangers = StrangerConnections(limit=4)
+        open_numbers: set[int] = set()
+        is_busy = True
+
+        def add(number: int) -> None:
+            def close() -> None:
+                if is_busy:
+                    strangers.keep(number, close)
+                else:
+                    open_numbers.remove(number)
+
+            open_numbers.add(number)
+            strangers.add(number, close)
+
+        for number in range(2000):
+            add(number)
+        assert len(open_numbers) == 2000
+
+        is_busy = False
+        for number in range(2000, 4000):
+            add(number)
+        assert open_numbers == set(range(3996, 4000))
+
+    asyncio.run(check())
+
+
 def test_limit_of_open_files_is_raised_and_shared() -> None:
     program = (
         "import resource; from aligner.open_files import share_open_files;"
