@@ -19,7 +19,7 @@ class ProfileConfig:
         "torch",
         "Profiler. `torch`: torch's profiler writes a Chrome trace of each step. `nsys`: the steps"
         " are marked for NVIDIA Nsight Systems, which must have started the run (`nsys profile"
-        " --capture-range=cudaProfilerApi`).",
+        " --capture-range=cudaProfilerApi --capture-range-end=repeat`).",
         choices=("torch", "nsys"),
         read_if=".steps!=[]",
     )
