@@ -6,6 +6,7 @@ API keys with a known form. The sinks of text call it: `AlignerError`, the forma
 `aligner.terminal`, and `aligner.schema.keys.get_masked_values` for configurations.
 """
 
+import json
 import os
 import re
 import sys
@@ -13,12 +14,15 @@ import threading
 from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any, TextIO, cast
+from urllib.parse import quote, quote_plus
 
 MASK = "***"
 """Text that replaces secret values."""
 
 # A shorter value occurs in ordinary text, and would be masked there too.
 _MIN_SECRET_LENGTH = 8
+# The same for a single line of a value of several lines, such as a private key.
+_MIN_LINE_LENGTH = 16
 _SECRET_VARIABLE = re.compile(
     r"(^|_)(\w*KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|PAT|CREDENTIALS?|AUTH|AUTHORIZATION)(_|$)"
 )
@@ -37,6 +41,8 @@ _SECRET_PARAMETERS = (
 )
 # An interpolation such as ${oc.env:NAME} is not the secret itself, and *** is masked already.
 _NO_REFERENCE = r"(?!\$\{|\*\*\*)"
+# In code and messages, `api_key=None` contains no secret.
+_NO_CONSTANT = r"(?!(?:none|null|true|false)\b)"
 _URL_PASSWORD = re.compile(rf"(?<=://)([^\s/?#@:\"'$]*):{_NO_REFERENCE}([^\s/?#@\"']+)@")
 # An access token takes the place of the user in the URLs of some services.
 _URL_TOKEN = re.compile(
@@ -52,16 +58,17 @@ _QUOTE = r"(?:b?\\?[\"'])?"
 _HEADER = re.compile(
     rf"(?:(?<![\w.]){_HEADER_NAMES}({_QUOTE}\s{{0,2}}[:=]\s{{0,2}}{_QUOTE}|[\"'],\s?{_QUOTE})"
     rf"|(?<=\.){_HEADER_NAMES}(={_QUOTE}))((?:bearer|basic|token)\s+)?"
-    rf"{_NO_REFERENCE}(?!(?:bearer|basic|token)\s)([^\s\"',;)}}\\]{{4,}})",
+    rf"{_NO_REFERENCE}{_NO_CONSTANT}(?!(?:bearer|basic|token)\s)([^\s\"',;)}}\\]{{4,}})",
     re.IGNORECASE,
 )
 _SCHEME = re.compile(r"\b(Bearer|Basic)(\s+)(?=[\w.~+/=-]*[\d=])[\w.~+/=-]{8,}", re.IGNORECASE)
 # API keys of OpenAI, Anthropic, Hugging Face, GitHub, GitLab, AWS, Slack and Google, and JSON web
-# tokens.
+# tokens. A web token begins only at the beginning of a word: the search would otherwise take
+# quadratic time for a word with many beginnings of tokens.
 _KNOWN_KEYS = re.compile(
     r"\b(?:sk-[\w-]{20,}|hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}"
     r"|glpat-[\w-]{16,}|A[KS]IA[0-9A-Z]{16}|xox[abprs]-[\w-]{10,}|AIza[\w-]{30,}"
-    r"|eyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]{8,})"
+    r"|(?<![\w-])eyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]{8,})"
 )
 # The netrc format: machine HOST login USER password SECRET.
 _NETRC = re.compile(rf"(\blogin\s+\S+\s+password\s+){_NO_REFERENCE}(\S+)", re.IGNORECASE)
@@ -187,17 +194,36 @@ def _mask_url_parts(text: str) -> str:
 def _find_known_values() -> list[tuple[str, str]]:
     """Return the secret values that this process knows, with their replacements, longest first."""
     values = {
-        value: MASK
+        form: MASK
         for name, value in os.environ.items()
-        if is_secret_variable(name) and _may_be_secret(value)
+        if is_secret_variable(name)
+        for form in _list_forms(value)
     }
     for name in os.environ.get(_READ_VARIABLES, "").split():
-        if _may_be_secret(value := os.environ.get(name, "")):
-            values[value] = f"${{oc.env:{name}}}"
+        for form in _list_forms(os.environ.get(name, "")):
+            values[form] = f"${{oc.env:{name}}}"
     return sorted(values.items(), key=lambda item: len(item[0]), reverse=True)
 
 
 @lru_cache(4096)
+def _list_forms(value: str) -> tuple[str, ...]:
+    """Return the forms in which a value occurs in texts; none if it is no secret.
+
+    A log contains a value of several lines line by line. JSON, `repr` and URLs escape characters.
+    """
+    if not _may_be_secret(value):
+        return ()
+    lines = [line.strip() for line in value.splitlines()]
+    forms: list[str] = []
+    for text in (value, *(line for line in lines if len(line) >= _MIN_LINE_LENGTH)):
+        in_json = json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1]
+        # `os.environ` decodes bytes that are not UTF-8 as surrogates.
+        in_url = [escape(text, errors="surrogateescape") for escape in (quote, quote_plus)]
+        in_url.append(quote(text, safe="", errors="surrogateescape"))
+        forms += [text, *in_json, repr(text)[1:-1], *in_url]
+    return tuple(dict.fromkeys(forms))
+
+
 def _may_be_secret(value: str) -> bool:
     """Return whether a value is long enough for a secret, and is not the path of a file."""
     if len(value) < _MIN_SECRET_LENGTH:

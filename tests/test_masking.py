@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 import time
+from collections.abc import Callable
+from urllib.parse import quote, quote_plus
 
 import pytest
 
@@ -54,6 +57,7 @@ def test_secret_forms_are_masked(text: str) -> None:
         "environment.arguments.api_key: contains a secret in plain text",
         "the run's access key is missing or wrong",
         "basic understanding of bearer bonds",
+        "Client(api_key=None, timeout=5)",
         "data.path=/home/me/data.jsonl: no such file",
         "reward.judge_key_variable=JUDGE_KEY: is not set",
         "2026-11-29 06:46:34 INFO trainer 0: step 3",
@@ -68,6 +72,17 @@ def test_values_of_secret_variables_are_masked(monkeypatch: pytest.MonkeyPatch) 
     assert mask_secrets(f"the answer was {SECRET}!") == "the answer was ***!"
     monkeypatch.setenv("MY_SERVICE_TOKEN", "short")
     assert mask_secrets("a short answer") == "a short answer"
+
+
+@pytest.mark.parametrize("encode", [json.dumps, repr, quote, quote_plus, lambda text: text])
+def test_escaped_values_and_single_lines_are_masked(
+    encode: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_SERVICE_PASSWORD", f'ä/"{SECRET}\\ +')
+    assert SECRET not in mask_secrets(encode(f'ä/"{SECRET}\\ +'))
+    # A private key is printed line by line.
+    monkeypatch.setenv("MY_SERVICE_KEY", f"-----BEGIN KEY-----\n{SECRET}+/\n-----END KEY-----\n")
+    assert SECRET not in mask_secrets(encode(f"{SECRET}+/"))
 
 
 def test_names_of_secrets_are_recognized() -> None:
@@ -111,7 +126,13 @@ def test_errors_logs_and_terminal_are_masked(
 
 
 def test_masking_takes_linear_time() -> None:
-    for text in ("a" * 10**6, "://a:" * 10**5, "authorization: " * 10**5, "eyJ" * 10**5):
+    for text in (
+        "a" * 10**6,
+        "://a:" * 10**5,
+        "authorization: " * 10**5,
+        "eyJ" * 10**5,
+        "-eyJaaaaaaaa" * 10**4,
+    ):
         started = time.monotonic()
         mask_secrets(text)
         assert time.monotonic() - started < 5

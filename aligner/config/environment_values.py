@@ -15,7 +15,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, Node, OmegaConf
 from omegaconf.resolvers import oc
 
 from aligner.errors import ConfigError
@@ -75,15 +75,23 @@ def _to_values(node: DictConfig) -> dict[str, Any]:
     return dict(values)
 
 
-def _resolve_variable(name: str, default: Any = _NO_DEFAULT) -> Any:
-    """Return the value of an environment variable, or its mark."""
+def _resolve_variable(name: str, default: Any = _NO_DEFAULT, *, _node_: Node | None) -> Any:
+    """Return the value of an environment variable, or its mark.
+
+    Args:
+        name: Name of the variable.
+        default: Value if the variable is not set.
+        _node_: The key that contains the interpolation; OmegaConf passes it.
+    """
     _resolutions.names |= {name}
     arguments = () if default == _NO_DEFAULT else (default,)
     if _resolutions.are_marked:
         # JSON and OmegaConf write null, numbers, booleans and quoted text in the same way.
         text = ",".join([name, *(json.dumps(default) for default in arguments)])
         return f"{_MARK}{text.encode().hex()}_"
-    if name in os.environ:
+    # The keys of `run` are in the paths of messages, which users copy.
+    is_run_key = _node_ is not None and str(_node_._get_full_key("")).startswith("run.")
+    if name in os.environ and not is_run_key:
         register_read_variable(name)
     return oc.env(name, *arguments)
 

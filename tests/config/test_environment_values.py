@@ -13,6 +13,7 @@ import pytest
 from aligner.config.compose import compose_config, load_config, load_own_config, save_config
 from aligner.config.resume import find_resume_problems
 from aligner.errors import ConfigError
+from aligner.masking import mask_secrets
 from aligner.paths import get_run_paths
 from aligner.schema import Config
 from aligner.schema.keys import get_masked_values, with_values
@@ -76,6 +77,16 @@ def test_numbers_and_choices_are_stored_as_values(tmp_path: Path) -> None:
     save_config(config, tmp_path / "config.yaml")
     read = load_config(tmp_path / "config.yaml")
     assert (read.run.steps, read.logging.format) == (7, "json")
+
+
+def test_paths_in_messages_show_the_values_of_run_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JOB_LABEL", "experiment-7")
+    config = compose_config([*BASE, f"run.dir={tmp_path}/${{oc.env:JOB_LABEL}}"])
+    assert mask_secrets(f"log: {config.run.dir}/log") == f"log: {tmp_path}/experiment-7/log"
+    compose(tmp_path, "logging.wandb.group=${oc.env:JOB_LABEL}")
+    assert mask_secrets("group experiment-7") == "group ${oc.env:JOB_LABEL}"
 
 
 def test_literal_interpolations_stay_literal(tmp_path: Path) -> None:
