@@ -84,9 +84,11 @@ def _indexed_files(index: Path) -> dict[str, Path]:
             f"{index}: weight_map: must be an object with a file name for each tensor"
         )
     for tensor, name in weight_map.items():
-        if not isinstance(name, str) or not name or Path(name).name != name:
+        # Linux has no longer names, and raises an error for them.
+        is_name = isinstance(name, str) and 0 < len(name.encode(errors="replace")) <= 255
+        if not is_name or Path(name).name != name:
             raise ConfigError(
-                f"{index}: weight_map[{tensor!r}]={name!r}: must be the name of a file in the"
+                f"{index}: weight_map[{tensor!r:.100}]={name!r:.100}: must be the name of a file in the"
                 " directory"
             )
     absent = [

@@ -331,3 +331,9 @@ def test_config_with_too_many_experts_is_refused() -> None:
             CONFIGS["MixtralForCausalLM"] | {"architectures": ["MixtralForCausalLM"]} | entries,
             "model.path",
         )
+
+
+def test_index_with_a_name_that_is_too_long_is_refused(tmp_path: Path) -> None:
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": "x" * 5000}}))
+    with pytest.raises(ConfigError, match="must be the name of a file in the"):
+        tensor_files(tmp_path)
