@@ -88,8 +88,8 @@ def _indexed_files(index: Path) -> dict[str, Path]:
         is_name = isinstance(name, str) and 0 < len(name.encode(errors="replace")) <= 255
         if not is_name or Path(name).name != name:
             raise ConfigError(
-                f"{index}: weight_map[{tensor!r:.100}]={name!r:.100}: must be the name of a file in the"
-                " directory"
+                f"{index}: weight_map[{tensor!r:.100}]={name!r:.100}: must be the name of a file in"
+                " the directory"
             )
     absent = [
         name for name in dict.fromkeys(weight_map.values()) if not (index.parent / name).is_file()
