@@ -8,6 +8,7 @@ import contextlib
 import hmac
 import http.client
 import json
+import socket
 import threading
 import time
 import urllib.request
@@ -33,8 +34,10 @@ from aligner.placement.tls import get_tls_files
 from aligner.schema import Config
 from aligner.version import __version__
 
-# Requests that are answered at the same time; the connections of further clients are closed.
+# Connections at the same time. For a further one, the oldest is closed whose request is incomplete.
 _MAX_CONNECTIONS = 32
+# Seconds until the thread of a closed connection ends.
+_CLOSE_TIMEOUT_S = 1.0
 # Seconds in which a client must send its request.
 _REQUEST_TIMEOUT_S = 5.0
 # Timeout of a request to a server for the length of its queue.
@@ -223,28 +226,58 @@ def _read_queue_depth(config: Config, endpoint: Endpoint) -> int | None:
 
 
 class _Server(ThreadingHTTPServer):
-    """HTTP server with a limited number of connections."""
+    """HTTP server with a limited number of connections.
+
+    Other users can open idle connections. They must not keep out probes, whose failure may end the
+    run.
+    """
 
     daemon_threads = True
+    # Connections that wait to be accepted.
+    request_queue_size = 128
     run: RunProbe
 
     def __init__(self, *arguments: Any) -> None:
         self._free_slots = threading.BoundedSemaphore(_MAX_CONNECTIONS)
+        self._lock = threading.Lock()
+        # Connections whose request is incomplete, in the order of their arrival.
+        self._incomplete: dict[socket.socket, None] = {}
         super().__init__(*arguments)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer a connection in a thread; close it if too many are open."""
-        if self._free_slots.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
+        """Answer a connection in a thread; close it if all others are being answered."""
+        if not self._free_slots.acquire(blocking=False):
+            self._end_oldest_incomplete()
+            if not self._free_slots.acquire(timeout=_CLOSE_TIMEOUT_S):
+                self.shutdown_request(request)
+                return
+        with self._lock:
+            self._incomplete[request] = None
+        super().process_request(request, client_address)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         """Answer a connection, and free its slot."""
         try:
             super().process_request_thread(request, client_address)
         finally:
+            self.mark_complete(request)
             self._free_slots.release()
+
+    def mark_complete(self, request: socket.socket) -> None:
+        """Note that the request of a connection has arrived, or that the connection is closed."""
+        with self._lock:
+            self._incomplete.pop(request, None)
+
+    def _end_oldest_incomplete(self) -> None:
+        """End the oldest connection whose request is incomplete; its thread then closes it."""
+        with self._lock:
+            oldest = next(iter(self._incomplete), None)
+            if oldest is None:
+                return
+            del self._incomplete[oldest]
+            # Of the TCP connection: its thread may use the TLS connection at the same time.
+            with contextlib.suppress(OSError):  # the client has closed it
+                socket.socket.shutdown(oldest, socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore a connection that the client has closed or that timed out."""
@@ -261,6 +294,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer a request."""
+        self.server.mark_complete(self.connection)
         run = self.server.run
         match self.path:
             case "/healthz":
@@ -272,11 +306,12 @@ class _Handler(BaseHTTPRequestHandler):
                 except (AlignerError, OSError) as error:
                     reasons = [str(error)]
                 self._respond(503 if reasons else 200, "; ".join(reasons) or "ok")
-            case "/metrics" if not self._has_key():
-                self._respond(401, "the run's access key is missing or wrong")
             case "/metrics":
                 try:
-                    self._respond(200, run.format_metrics(), CONTENT_TYPE)
+                    if self._has_key():
+                        self._respond(200, run.format_metrics(), CONTENT_TYPE)
+                    else:
+                        self._respond(401, "the run's access key is missing or wrong")
                 except (AlignerError, OSError) as error:
                     self._respond(500, str(error))
             case _:
