@@ -521,6 +521,8 @@ class _JsonSource(RecordSource):
                     builder = ObjectBuilder()
                 if depth > MAX_JSON_DEPTH:
                     stream.stop(f"is nested more than {MAX_JSON_DEPTH} levels deep")
+                    # The parser may have read the rest of the file before.
+                    stream.raise_problem()
                 elif depth > 0:
                     builder.event(event, value)
                 depth += event in ("start_map", "start_array")

@@ -65,7 +65,8 @@ _CHANNEL_OPTIONS = [
     ("grpc.http2.max_pings_without_data", 0),
     # Reconnect soon after a server has started or restarted.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    # The timeout of an attempt to connect. A busy machine may need longer than the backoff.
+    ("grpc.min_reconnect_backoff_ms", 2_000),
     ("grpc.max_reconnect_backoff_ms", 100),
 ]
 # Parts of gRPC's messages about a connection that broke during a request. These errors have the

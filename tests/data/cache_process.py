@@ -20,7 +20,7 @@ from aligner.schema import DataConfig
 def main(settings: dict[str, Any]) -> None:
     """Open the prompts of `path`, and print the number of parsed records and of prompts.
 
-    With `slow_s`, parsing a chunk takes that many seconds.
+    Parsing waits until the file `go` exists, if it is given.
     """
     parsed = 0
     parse = example_cache._TableBuild.parse
@@ -28,7 +28,8 @@ def main(settings: dict[str, Any]) -> None:
     def count(build: Any, chunk: Any) -> Any:
         nonlocal parsed
         print("parsing", flush=True)
-        time.sleep(settings.get("slow_s", 0.0))
+        while "go" in settings and not Path(settings["go"]).exists():
+            time.sleep(0.05)
         result = parse(build, chunk)
         parsed += result.counts.records
         return result

@@ -403,17 +403,19 @@ def finish(process: subprocess.Popen[str]) -> dict[str, int]:
 
 
 def test_one_of_two_processes_builds_and_the_other_waits(tmp_path, data, tokenizer):
-    first = start(tmp_path, data, tokenizer, slow_s=3)
+    go = tmp_path / "go"
+    first = start(tmp_path, data, tokenizer, go=str(go))
     wait_for(first, "parsing")
     second = start(tmp_path, data, tokenizer)
     wait_for(second, f"waiting until process {first.pid} on")
+    go.touch()
     assert finish(first) == {"parsed": 1000, "prompts": 1000}
     assert finish(second) == {"parsed": 0, "prompts": 1000}
 
 
 @pytest.fixture
 def killed_build(tmp_path, data, tokenizer) -> Iterator[None]:
-    process = start(tmp_path, data, tokenizer, slow_s=60)
+    process = start(tmp_path, data, tokenizer, go=str(tmp_path / "go"))
     wait_for(process, "parsing")
     process.send_signal(signal.SIGKILL)
     process.wait()
