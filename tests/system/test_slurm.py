@@ -348,7 +348,10 @@ from pathlib import Path
 from aligner.config.compose import load_config
 from aligner.paths import RunPaths
 from aligner.placement.job_layout import compute_job_layout
-from aligner.launcher.slurm.job_steps import configured_environment, read_allocation, srun_command, task_environment
+from aligner.launcher.job_ranks import configured_environment
+from aligner.launcher.rank_environment import world_environment
+from aligner.launcher.rank_heartbeat import IS_TASK
+from aligner.launcher.slurm.job_steps import read_allocation, srun_command
 
 paths = RunPaths(Path(sys.argv[1]))
 config = load_config(paths.config)
@@ -359,8 +362,8 @@ look += "; print(os.environ['CUDA_VISIBLE_DEVICES'])"
 for role, ranks in (("trainer", 2), ("critic", 2)):
     place, nodes = layout.placements[role], allocation.nodes[role]
     command = srun_command(config, role, place, nodes, ranks, None, role, [sys.executable, "-c", look])
-    world = task_environment(ranks, place.ranks_per_node, nodes.address, 1, 1)
-    subprocess.run(command, env={**os.environ, **world, **configured_environment(config, role, place)}, check=True)
+    environment = {**os.environ, IS_TASK: "1", **world_environment(ranks, place.ranks_per_node, nodes.address, 1, 1)}
+    subprocess.run(command, env={**environment, **configured_environment(config, role, place)}, check=True)
     paths.log(role, ranks).write_text(str(nodes.cpus))
 """
 

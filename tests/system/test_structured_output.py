@@ -34,7 +34,7 @@ def test_generator_sends_structured_output_with_its_grammars(tmp_path: Path, eng
         "model.source=directory",
         f"model.path={model}",
         f"data.path={data}",
-        "environment.agent=tests.agents.test_structured_output:structures",
+        "environment.agent=tests.agents.openai_agents:structures",
         "environment.max_turn_tokens=200",
         "environment.deadline_s=300",
         "reward.function=digit_fraction",
