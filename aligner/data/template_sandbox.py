@@ -212,6 +212,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
 
         @functools.wraps(function)
         def limited(*args: Any, **kwargs: Any) -> Any:
+            """Call the filter; raises TemplateLimitError if it exceeds a limit."""
             self._take_steps(_CALL_STEPS)
             value = args[position] if len(args) > position else None
             arguments = (*args[position + 1 :], *kwargs.values())

@@ -15,6 +15,7 @@ from aligner.launcher.exhausted_resources import (
     RECOMMENDED_OPEN_FILES,
     SHARED_MEMORY,
     format_bytes,
+    read_cpu_quota,
     read_memory_limit,
 )
 from aligner.launcher.rank_environment import PORTS
@@ -42,7 +43,7 @@ def check_processors_and_memory() -> Iterator[Finding]:
     found = f"{cores} cores, {format_bytes(memory)} of memory"
     if memory < total:
         found += f" (limit of the control group; the machine has {format_bytes(total)})"
-    if (quota := _read_cpu_quota()) is not None and quota < cores:
+    if (quota := read_cpu_quota()) is not None and quota < cores:
         yield Finding(
             "processors",
             WARNING,
@@ -60,16 +61,6 @@ def check_processors_and_memory() -> Iterator[Finding]:
         )
     else:
         yield Finding("memory", OK, found)
-
-
-def _read_cpu_quota() -> float | None:
-    """Return the number of cores to which the control group limits its processes; None without a
-    limit."""
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return None if quota == "max" else int(quota) / int(period)
-    except (OSError, ValueError):
-        return None
 
 
 def check_shared_memory() -> Iterator[Finding]:

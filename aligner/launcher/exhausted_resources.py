@@ -228,6 +228,17 @@ def read_memory_limit() -> int | None:
     return min((limit for limit in limits if limit < _UNLIMITED_BYTES), default=None)
 
 
+def read_cpu_quota() -> float | None:
+    """Return the number of cores to which the control group limits this process; None without a
+    limit."""
+    try:
+        # The CPU time per period and the period, or `max` without a limit.
+        quota, period = (_CGROUPS / "cpu.max").read_text().split()
+        return None if quota == "max" else int(quota) / int(period)
+    except (OSError, ValueError):
+        return None
+
+
 def _read_oom_kills(file: Path) -> int | None:
     """Return the value of `oom_kill` in a file of kernel counters; None if the value is missing."""
     try:

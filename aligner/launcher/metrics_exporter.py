@@ -18,6 +18,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from aligner.errors import AlignerError, ConfigError
+from aligner.launcher.rank_environment import build_server_opener, get_server_url
 from aligner.launcher.run_directory import HEARTBEAT_S
 from aligner.launcher.status import RunStatus, build_status
 from aligner.observability.metrics import read_newest_metrics
@@ -204,20 +205,14 @@ def _build_run_families(status: RunStatus) -> Iterator[MetricFamily]:
 
 def _read_queue_depth(config: Config, endpoint: Endpoint) -> int | None:
     """Return the number of pending commands of a server; None if it does not answer in time."""
-    handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
-    tls = get_tls_files(config)
-    scheme = "http"
-    if tls is not None:
-        scheme = "https"
-        handlers.append(urllib.request.HTTPSHandler(context=tls.client_context()))
     key = load_access(config).key
     request = urllib.request.Request(
-        f"{scheme}://{endpoint.host}:{endpoint.http}/v2/models/control/infer",
+        get_server_url(config, endpoint, "models/control/infer"),
         json.dumps(_QUEUE_REQUEST).encode(),
         {} if key is None else {KEY_HEADER: key},
     )
     try:
-        opener = urllib.request.build_opener(*handlers)
+        opener = build_server_opener(config)
         with opener.open(request, timeout=_QUEUE_TIMEOUT_S) as response:
             (output,) = json.load(response)["outputs"]
         return int(json.loads(output["data"][0])["queue_depth"])

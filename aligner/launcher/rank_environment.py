@@ -142,6 +142,31 @@ def pick_endpoints(
     }
 
 
+def build_server_opener(config: Config) -> urllib.request.OpenerDirector:
+    """Return an object that opens URLs of a run's servers (`get_server_url`).
+
+    Raises:
+        OSError: The run's certificate cannot be read.
+    """
+    # Ignore proxies of the environment: the servers of a run are never behind one.
+    handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
+    tls = get_tls_files(config)
+    if tls is not None:
+        handlers.append(urllib.request.HTTPSHandler(context=tls.client_context()))
+    return urllib.request.build_opener(*handlers)
+
+
+def get_server_url(config: Config, endpoint: Endpoint, path: str) -> str:
+    """Return the URL of a path below `/v2/` of a Triton server."""
+    scheme = "http" if get_tls_files(config) is None else "https"
+    return f"{scheme}://{endpoint.host}:{endpoint.http}/v2/{path}"
+
+
+def _get_ready_paths(group: str) -> tuple[str, str]:
+    """Return the paths of the health checks of a Triton server and of the model of its role."""
+    return "health/ready", f"models/{SERVED_MODELS[group.partition('.')[0]]}/ready"
+
+
 def is_healthy(config: Config, group: str, endpoint: Endpoint, timeout_s: float = 0.3) -> bool:
     """Return whether a Triton server and the model of its role report that they are ready.
 
@@ -151,18 +176,10 @@ def is_healthy(config: Config, group: str, endpoint: Endpoint, timeout_s: float 
         endpoint: Address and ports of the server.
         timeout_s: Timeout of each of the two HTTP requests, in seconds.
     """
-    role = group.partition(".")[0]
-    tls = get_tls_files(config)
-    # Ignore proxies of the environment: the servers of a run are never behind one.
-    handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
     try:
-        if tls is not None:
-            handlers.append(urllib.request.HTTPSHandler(context=tls.client_context()))
-        opener = urllib.request.build_opener(*handlers)
-        for path in ("health/ready", f"models/{SERVED_MODELS[role]}/ready"):
-            url = (
-                f"{'http' if tls is None else 'https'}://{endpoint.host}:{endpoint.http}/v2/{path}"
-            )
+        opener = build_server_opener(config)
+        for path in _get_ready_paths(group):
+            url = get_server_url(config, endpoint, path)
             with opener.open(url, timeout=timeout_s) as response:
                 if response.status != 200:
                     return False
@@ -201,9 +218,8 @@ def is_own_server_healthy(config: Config, group: str, endpoint: Endpoint, timeou
     path = find_health_socket()
     if path is None:
         return is_healthy(config, group, endpoint, timeout_s)
-    model = SERVED_MODELS[group.partition(".")[0]]
     try:
-        for name in ("health/ready", f"models/{model}/ready"):
+        for name in _get_ready_paths(group):
             with contextlib.closing(_UnixConnection(path, timeout_s)) as connection:
                 connection.request("GET", f"/v2/{name}")
                 if connection.getresponse().status != 200:

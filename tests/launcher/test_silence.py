@@ -310,7 +310,7 @@ def test_only_the_rank_itself_sends_its_heartbeats(tmp_path: Path) -> None:
     assert [file.name for file in (tmp_path / "a: b").iterdir()] == ["critic-3"]
 
 
-def test_server_that_was_never_seen_healthy_sends_no_heartbeats_after_its_start_timeout(
+def test_server_without_health_sends_no_heartbeats_after_start_timeout(
     tmp_path: Path,
 ) -> None:
     config = compose_config(

@@ -12,7 +12,7 @@ import json
 import secrets
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from aligner.errors import AlignerError
@@ -128,6 +128,12 @@ class Channel:
         self._received += 1
         message: dict[str, Any] = json.loads(content)
         return message
+
+    def receive_all(self) -> Iterator[dict[str, Any]]:
+        """Yield messages until the connection is closed or lost."""
+        with contextlib.suppress(OSError, ChannelError):
+            while (message := self.receive()) is not None:
+                yield message
 
     def close(self) -> None:
         """Close the connection; a call of `receive` that waits returns None."""

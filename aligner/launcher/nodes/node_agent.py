@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from aligner.errors import RESUMABLE, STOP_SIGNAL, AlignerError, Stopped, build_exit_error
+from aligner.launcher.exhausted_resources import read_cpu_quota
 from aligner.launcher.job_ranks import configured_environment, place_ranks
 from aligner.launcher.nodes.channel import Channel, ChannelError, derive_secret, load_node_key
 from aligner.launcher.nodes.node_list import NODE_STATE, NodeList, get_supervisor_port
@@ -47,7 +48,6 @@ _PROBE_S = 2.0
 _NO_LIMIT_MIB = 1 << 40
 # Timeout of a request to the health endpoint of a server in seconds.
 _HEALTH_TIMEOUT_S = 5.0
-_CPU_QUOTA_FILE = Path("/sys/fs/cgroup/cpu.max")
 
 
 def run_agent(config: Config, nodes: NodeList) -> None:
@@ -67,13 +67,8 @@ def run_agent(config: Config, nodes: NodeList) -> None:
 def count_cpus() -> int:
     """Return the number of CPUs that this process may use, within the limit of its container."""
     cpus = len(os.sched_getaffinity(0))
-    try:
-        # The file contains the CPU time per period and the period, or `max` without a limit.
-        quota, period = _CPU_QUOTA_FILE.read_text().split()
-        cpus = min(cpus, max(1, int(quota) // int(period)))
-    except (OSError, ValueError):
-        pass
-    return cpus
+    quota = read_cpu_quota()
+    return cpus if quota is None else min(cpus, max(1, int(quota)))
 
 
 class _Agent:
@@ -160,13 +155,9 @@ class _Agent:
 
     def _read(self, channel: Channel) -> None:
         """Queue the supervisor's messages; None at the end of the connection."""
-        message: Mapping[str, Any] | None = {}
-        while message is not None:
-            try:
-                message = channel.receive()
-            except (OSError, ChannelError):
-                message = None
+        for message in channel.receive_all():
             self._messages.put(message)
+        self._messages.put(None)
 
     def _handle(
         self, message: Mapping[str, Any] | None, processes: Processes, channel: Channel

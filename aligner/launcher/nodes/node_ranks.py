@@ -158,13 +158,9 @@ class NodeCluster:
             return
         index = greeting["node"]
         node = self.joined[index] = _Node(channel, greeting["cpus"])
-        message: dict[str, Any] | None = {}
-        while message is not None:
-            try:
-                message = channel.receive()
-            except (OSError, ChannelError):
-                message = None
+        for message in channel.receive_all():
             self.events.put((index, message))
+        self.events.put((index, None))
         node.has_left = True
 
 
