@@ -107,6 +107,8 @@ class RunPaths:
         """Spans, one file per process; see `aligner.observability.timeline`."""
         self.profile = root / "profile"
         """Profiles of training steps (`profile.steps`), one file per step and rank."""
+        self.bundles = root / "bundles"
+        """OCI bundles of a Slurm job's roles; see `aligner.placement.oci_bundle`."""
         self.trace = root / "trace.json"
         """All spans as Chrome trace events, written when the run ends."""
         self.report = root / "report.html"
@@ -216,6 +218,10 @@ class RunPaths:
     def triton_log(self, group: str) -> Path:
         """Return the log of the Triton server of a server group."""
         return self.logs / f"{group}-triton.log"
+
+    def bundle(self, role: str) -> Path:
+        """Return the OCI bundle of a role of a Slurm job."""
+        return self.bundles / role
 
     def checkpoint(self, step: int, part: str) -> Path:
         """Return the directory of a part, `policy` or `critic`, of a checkpoint."""

@@ -17,7 +17,17 @@ from tests.worker_pool import free_port
 
 NODES = 4
 _NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel")
+BUSYBOX = Path("/bin/busybox")
 _START_S, _STOP_S = 30, 20
+
+
+def why_no_containers() -> str | None:
+    """Return the reason why Slurm cannot run containers on this machine, or None if it can."""
+    if (reason := why_not()) is not None:
+        return reason
+    if shutil.which("runc", path=f"{os.environ['PATH']}:/usr/sbin") is None:
+        return "no runc: `.ci/run` installs it where root may"
+    return None if BUSYBOX.exists() else f"no {BUSYBOX}: `.ci/run` installs busybox-static"
 
 
 def why_not() -> str | None:
@@ -193,6 +203,16 @@ class SlurmCluster:
             f"PartitionName=urgent Nodes=n[1-{NODES}] MaxTime=60 State=UP PriorityTier=2",
         ]
         (directory / "slurm.conf").write_text("\n".join(lines) + "\n")
+        # The commands that Slurm's documentation recommends for runc. Slurm passes the numbers of
+        # the node, job, step and task, which distinguish containers.
+        runc = f"runc --rootless=true --root={directory}/runc"
+        container = "%n.%u.%j.%s.%t"
+        (directory / "oci.conf").write_text(
+            f'RunTimeQuery="{runc} state {container}"\n'
+            f'RunTimeKill="{runc} kill -a {container}"\n'
+            f'RunTimeDelete="{runc} delete --force {container}"\n'
+            f'RunTimeRun="{runc} run {container} -b %b"\n'
+        )
         for number in range(8):
             (directory / f"gpu{number}").symlink_to("/dev/null")
         (directory / "gres.conf").write_text(f"Name=gpu File={directory}/gpu[0-7]\n")

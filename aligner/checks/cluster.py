@@ -20,13 +20,28 @@ from aligner.placement.job_layout import (
     get_role_key,
 )
 from aligner.placement.local_devices import assign_local_devices
+from aligner.placement.oci_bundle import CONFIG, get_root, read_bundle
 from aligner.placement.roles import has_generator
-from aligner.placement.slurm_container import get_slurm_settings, list_container_mounts
+from aligner.placement.slurm_container import (
+    get_slurm_settings,
+    list_container_mounts,
+    uses_oci_bundles,
+)
 from aligner.schema import Config
 from aligner.schema.references import find_read_paths
 
 # Time limits that `sbatch --time` accepts.
 _TIME_LIMIT = r"\d+(:\d{1,2}(:\d{1,2})?)?|\d+-\d{1,2}(:\d{1,2}){0,2}|UNLIMITED|INFINITE"
+# Variables of a job that Pyxis does not pass to enroot (`enroot_deny_env` in pyxis_slurmstepd.c of
+# Pyxis 0.11 to 0.24).
+_DISCARDED_BY_PYXIS = {
+    "ENROOT_LIBRARY_PATH",
+    "ENROOT_SYSCONF_PATH",
+    "ENROOT_RUNTIME_PATH",
+    "ENROOT_CACHE_PATH",
+    "ENROOT_DATA_PATH",
+    "ENROOT_TEMP_PATH",
+}
 _REGISTRY_IMAGE = r"[\w.-]+(:\d+)?[#/]?[\w./@:-]*"
 
 
@@ -75,9 +90,19 @@ def _find_slurm_problems(config: Config) -> Iterator[str]:
         f"cluster.slurm.roles.{role}.image": get_slurm_settings(config, role).image
         for role in vars(slurm.roles)
     }
+    find_image_problems = (
+        _find_bundle_problems if uses_oci_bundles(config) else _find_image_problems
+    )
     for key, image in images.items():
         if image is not None:
-            yield from _find_image_problems(key, image)
+            yield from find_image_problems(key, image)
+    if uses_oci_bundles(config) and not any(images.values()):
+        yield (
+            "cluster.slurm.container_runtime=oci: has no effect without a container; set"
+            " cluster.slurm.image to the directory of an OCI bundle"
+        )
+    if not uses_oci_bundles(config) and any(images.values()):
+        yield from _find_discarded_variables(config)
     yield from _find_path_problems(config, has_image=any(images.values()))
     if any(images.values()):
         yield from _find_mount_problems(config)
@@ -99,7 +124,7 @@ def _find_path_problems(config: Config, has_image: bool) -> Iterator[str]:
         if has_image and re.search("[:,]", path):
             yield (
                 f"{key}={path}: must not contain a colon or a comma with cluster.slurm.image,"
-                " because they separate the parts of --container-mounts; choose another directory"
+                " because they separate the parts of a mount; choose another directory"
             )
 
 
@@ -188,6 +213,41 @@ def _find_image_problems(key: str, image: str) -> Iterator[str]:
         )
     elif not is_file and not re.fullmatch(_REGISTRY_IMAGE, image.removeprefix("docker://")):
         yield f"{key}={image}: must be a file or the name of an image, such as REGISTRY#NAME:TAG"
+
+
+def _find_bundle_problems(key: str, image: str) -> Iterator[str]:
+    """Yield problems of an image that must be the directory of an OCI bundle."""
+    bundle = Path(image)
+    hint = "create it with `umoci unpack`, or set cluster.slurm.container_runtime=pyxis"
+    if not bundle.is_absolute() or not (bundle / CONFIG).is_file():
+        yield (
+            f"{key}={image}: must be the absolute path of an OCI bundle, a directory with"
+            f" {CONFIG}; {hint}"
+        )
+        return
+    try:
+        root = get_root(bundle, read_bundle(bundle))
+    except ConfigError as error:
+        yield f"{key}: {error}; {hint}"
+        return
+    if not root.is_dir():
+        yield f"{key}={image}: its files are missing, {root} is not a directory; {hint}"
+
+
+def _find_discarded_variables(config: Config) -> Iterator[str]:
+    """Yield environment variables of enroot that Pyxis does not pass on."""
+    slurm = config.cluster.slurm
+    sections = {"cluster.slurm.environment": slurm.environment}
+    sections |= {
+        f"cluster.slurm.roles.{role}.environment": get_slurm_settings(config, role).environment
+        for role in vars(slurm.roles)
+    }
+    for key, environment in sections.items():
+        for name in _DISCARDED_BY_PYXIS & environment.keys():
+            yield (
+                f"{key}.{name}: has no effect, because Pyxis discards this variable; an"
+                " administrator sets it in enroot.conf on the nodes"
+            )
 
 
 def _find_mount_problems(config: Config) -> Iterator[str]:

@@ -19,7 +19,7 @@ class SlurmRoleConfig(NodeRoleConfig):
 
     partition: str | None = option(None, "Slurm partition of the role's nodes.")
     constraint: str | None = option(None, "Required node features (`sbatch --constraint`).")
-    image: str | None = option(None, "Container image of the role.")
+    image: str | None = option(None, "Container image or OCI bundle of the role.")
     sbatch: list[str] = option(
         [], "Additional sbatch flags of the role's job component, such as `--exclusive`."
     )
@@ -67,8 +67,14 @@ class SlurmConfig:
     )
     image: str | None = option(
         None,
-        "Container image for Pyxis: a registry name, or the path of a `.sqsh` file. Null means"
-        " no container.",
+        "Container image: for Pyxis a registry name or the path of a `.sqsh` file, for"
+        " `container_runtime=oci` the directory of an OCI bundle. Null means no container.",
+    )
+    container_runtime: str = option(
+        "pyxis",
+        "How Slurm starts containers. `pyxis`: the flags of the plugin Pyxis; `oci`:"
+        " `srun --container`, with the OCI runtime of the cluster's `oci.conf`.",
+        choices=("pyxis", "oci"),
     )
     mounts: list[str] = option(
         [],

@@ -28,6 +28,11 @@ from aligner.launcher.job_ranks import (
 from aligner.launcher.rank_environment import FreePorts, build_role_command
 from aligner.launcher.rank_heartbeat import IS_TASK, STACKS_SIGNAL
 from aligner.launcher.ranks import Rank, Ranks
+from aligner.launcher.slurm.containers import (
+    list_bundle_shell_lines,
+    list_pyxis_flags,
+    write_bundle,
+)
 from aligner.launcher.slurm.slurm_commands import (
     expand_host_names,
     output_pattern,
@@ -38,11 +43,11 @@ from aligner.observability.log_files import LogLimit, count_output_bytes
 from aligner.paths import get_run_paths
 from aligner.placement.job_layout import JobLayout, RolePlacement, compute_job_layout
 from aligner.placement.local_devices import parse_numbers
-from aligner.placement.roles import count_role_ranks
+from aligner.placement.roles import count_role_ranks, get_role
 from aligner.placement.slurm_container import (
     get_container_image,
     get_slurm_settings,
-    list_container_mounts,
+    uses_oci_bundles,
 )
 from aligner.schema import Config
 
@@ -305,6 +310,7 @@ class SlurmSteps(Ranks):
         name = f"{role}-{self._started}"
         step = plan_step(self._config, self._layout, self._allocation, role, name)
         assert step.threads is not None  # the CPUs of a job's nodes are known
+        write_bundle(self._config, role, step.ranks.placement)
         # Each task reads its rank from Slurm's variables.
         environment = {
             IS_TASK: "1",
@@ -504,17 +510,17 @@ def srun_command(
         f"--output={output_pattern(paths.logs, f'{role}-%t.log')}",
         "--open-mode=append",
     ]
-    if (image := get_container_image(config, role)) is not None:
-        flags += [
-            f"--container-image={image}",
-            f"--container-mounts={','.join(list_container_mounts(config))}",
-            f"--container-workdir={slurm.workdir or paths.root}",
-            "--container-mount-home" if slurm.mount_home else "--no-container-mount-home",
-        ]
     # The stop signal would kill a rank that is still starting. The rank inherits from the shell
     # that the signal is ignored, until the trainer installs a handler.
-    ignoring_stop_signal = ("sh", "-c", "trap '' USR1; exec \"$@\"", "sh")
-    return ["srun", *flags, *slurm.srun, *settings.srun, *ignoring_stop_signal, *command]
+    shell_lines = ["trap '' USR1"]
+    if (image := get_container_image(config, role)) is not None:
+        if uses_oci_bundles(config):
+            flags.append(f"--container={paths.bundle(get_role(role))}")
+            shell_lines += list_bundle_shell_lines(config, role, image, ranks, placement)
+        else:
+            flags += list_pyxis_flags(config, image)
+    shell = ("sh", "-c", "; ".join([*shell_lines, 'exec "$@"']), "sh")
+    return ["srun", *flags, *slurm.srun, *settings.srun, *shell, *command]
 
 
 def _signal_text(number: signal.Signals) -> str:

@@ -1,5 +1,6 @@
 """Functions that call Slurm's commands, with retries and error messages."""
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -105,3 +106,19 @@ def read_node_addresses(hosts: Sequence[str]) -> list[str]:
         fields = dict(field.partition("=")[::2] for field in line.split())
         addresses[fields["NodeName"]] = fields["NodeAddr"]
     return [addresses[host] for host in hosts]
+
+
+def has_container_tasks() -> bool:
+    """Return whether `srun --container` can start several tasks on a node.
+
+    Slurm has this feature since release 23.02. Earlier releases start one task per node, do not
+    pass its number to the container, and require a bundle whose files are in `rootfs`.
+
+    Raises:
+        AlignerError: Slurm did not answer, or with an unknown version.
+    """
+    printed = slurm_command("srun", "--version", attempts=RETRY_ATTEMPTS)
+    version = re.search(r"(\d+)\.(\d+)", printed)
+    if version is None:
+        raise AlignerError(f"srun --version: got {printed!r}, expected a version such as 23.02.1")
+    return (int(version[1]), int(version[2])) >= (23, 2)

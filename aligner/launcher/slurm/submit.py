@@ -12,13 +12,19 @@ from aligner.launcher.job_system import JobSystem
 from aligner.launcher.slurm.job_steps import describe_steps
 from aligner.launcher.slurm.slurm_commands import (
     find_job,
+    has_container_tasks,
     is_in_queue,
     output_pattern,
     slurm_command,
 )
 from aligner.paths import RunPaths, get_cache_directory, get_run_paths
 from aligner.placement.job_layout import Component, compute_job_layout
-from aligner.placement.slurm_container import get_slurm_settings
+from aligner.placement.roles import count_role_ranks
+from aligner.placement.slurm_container import (
+    get_container_image,
+    get_slurm_settings,
+    uses_oci_bundles,
+)
 from aligner.schema import Config
 
 # Slurm variables that select the cluster. All others describe the job in which `aligner launch`
@@ -56,6 +62,7 @@ class SlurmJobs(JobSystem):
 
     def test(self, config: Config, job_file: Path) -> None:
         """See `JobSystem`."""
+        _check_container_tasks(config)
         _sbatch("--test-only", str(job_file))
 
     def check_not_submitted(self, config: Config) -> None:
@@ -121,6 +128,19 @@ class SlurmJobs(JobSystem):
     def get_stop_command(self, job: str) -> str:
         """See `JobSystem`."""
         return f"scancel --batch --signal=USR1 {job}"
+
+
+def _check_container_tasks(config: Config) -> None:
+    """Raise ConfigError if this release of Slurm cannot start the ranks of a role from a bundle."""
+    if not uses_oci_bundles(config) or has_container_tasks():
+        return
+    for group, ranks in count_role_ranks(config).items():
+        if ranks > 1 and get_container_image(config, group) is not None:
+            raise ConfigError(
+                f"cluster.slurm.container_runtime=oci: {group} has {ranks} ranks, but this release"
+                " of Slurm starts one rank of a role in a container; use Slurm 23.02 or later,"
+                " container_runtime=pyxis, or a layout with one rank per role"
+            )
 
 
 def _sbatch(*arguments: str, timeout_s: float = TIMEOUT_S) -> str:
