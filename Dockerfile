@@ -1,12 +1,16 @@
-# GPU images of aligner. The base is the release image of TensorRT-LLM, which contains CUDA, torch, transformer-engine and apex.
+# Images of aligner. The base of the GPU images is the release image of TensorRT-LLM, which contains CUDA, torch,
+# transformer-engine and apex.
 #   docker build --target trainer -t aligner-trainer .      launcher, preparation, trainer and conversion
 #   docker build --target server  -t aligner-server  .      critic, reward and generator servers; also contains PyTriton
+#   docker build --target cpu     -t aligner-cpu     .      all roles without a GPU, for laptops and CI; needs no image of NVIDIA
 # The base must be a 1.2 release: nvidia-pytriton requires numpy below 2, and release 1.3 contains numpy 2. To pin the exact image:
 #   --build-arg BASE_IMAGE=nvcr.io/nvidia/tensorrt-llm/release:1.2.0@sha256:…
 ARG BASE_IMAGE=nvcr.io/nvidia/tensorrt-llm/release:1.2.0
+ARG PYTHON_IMAGE=docker.io/library/python:3.11-slim
 
-# This stage builds the wheel. The images contain the wheel, but neither the sources nor the build tools.
-FROM ${BASE_IMAGE} AS wheel
+# This stage builds the wheel. The images contain the wheel, but neither the sources nor the build tools. The wheel is pure
+# Python, so it can be built without the base of the GPU images.
+FROM ${PYTHON_IMAGE} AS wheel
 WORKDIR /build
 RUN pip install --no-cache-dir hatchling==1.33.0
 COPY pyproject.toml README.md ./
@@ -52,3 +56,23 @@ RUN pip install --no-cache-dir --no-deps /wheels/*.whl \
 ENV HOME=/home/aligner USER=aligner LOGNAME=aligner
 USER 10001
 WORKDIR /home/aligner
+
+FROM ${PYTHON_IMAGE} AS cpu
+RUN useradd --create-home --uid 10001 aligner \
+    && chmod 1777 /home/aligner
+WORKDIR /opt/aligner
+COPY pyproject.toml constraints.txt ./
+COPY container/pins.py container/
+# The default Linux wheels of torch contain CUDA. With an index of CPU builds, the image is several GB smaller.
+ARG PIP_EXTRA_INDEX_URL
+RUN python3 container/pins.py held.txt requirements.txt server demo sentiment verify wandb mlflow view \
+    && pip install --no-cache-dir --constraint held.txt --requirement requirements.txt
+COPY --from=wheel /wheels /wheels
+COPY container/check_image.py container/
+RUN pip install --no-cache-dir --no-deps /wheels/*.whl \
+    && python3 container/check_image.py server held.txt --no-gpu
+ENV HOME=/home/aligner USER=aligner LOGNAME=aligner
+USER 10001
+WORKDIR /home/aligner
+ENTRYPOINT ["aligner"]
+CMD ["--help"]

@@ -8,7 +8,7 @@ pip := $(bin)/python -m pip --disable-pip-version-check -qq
 unexport PYTHONDONTWRITEBYTECODE
 pytest := $(bin)/python -m pytest --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-rest test-all test-families test-frameworks lint types docs gpu-check install clean
+.PHONY: demo test test-rest test-all test-families test-frameworks test-container lint types docs gpu-check install clean
 
 demo: $(installed)
 	$(bin)/aligner launch experiment=smollm2_sentiment
@@ -38,6 +38,13 @@ frameworks := ai_sdk anthropic autogen dspy langgraph litellm llama_index openai
 test-frameworks: $(installed)
 	-$(bin)/python -m benchmarks.peer_environment $(frameworks) lm_eval
 	$(bin)/python -m pytest -n 2 tests/frameworks tests/system/test_lm_eval.py
+
+# Build the images of the Dockerfile from stand-ins of their base images, and run aligner in them (docs/container.md): about ten
+# minutes of processor time and 6 GB. Needs root on Debian.
+test-container: $(installed)
+	.ci/debian slurmctld "the Slurm job in containers" slurmctld slurmd slurm-client munge
+	.ci/debian buildah "the container tests" buildah podman crun runc debootstrap umoci busybox-static
+	$(bin)/python -m pytest -s tests/container
 
 lint: $(installed)
 	$(bin)/ruff check .

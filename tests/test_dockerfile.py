@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -83,7 +84,8 @@ def test_packages_are_installed_at_pinned_versions() -> None:
     for name, version in named:
         assert PINS[name] == version
     assert set(extras("common")) == {*MODULES, "tensorrt_llm"} and extras("server") == ["server"]
-    for stage in ("common", "server"):
+    assert set(extras("cpu")) == {*MODULES, "server", "demo"}
+    for stage in ("common", "server", "cpu"):
         _, missing = plan({}, PINS, wanted(PROJECT, extras(stage)))
         assert missing.keys() >= {"torch", "hydra-core", "tritonclient"}
 
@@ -135,23 +137,34 @@ def test_valid_base_version_is_held(version: str) -> None:
 def test_base_image_is_an_argument_with_fixed_version() -> None:
     (base,) = re.findall(r"^ARG BASE_IMAGE=(\S+)$", DOCKERFILE, re.M)
     assert re.fullmatch(r"nvcr\.io/nvidia/tensorrt-llm/release:1\.2\.\d+", base)
-    outside = {
-        line.split()[1] for line in INSTRUCTIONS if line.startswith("FROM ")
-    } - stages().keys()
-    assert outside == {"${BASE_IMAGE}"}
+    bases = {line.split()[-1]: line.split()[1] for line in INSTRUCTIONS if line.startswith("FROM ")}
+    assert (bases.pop("trainer"), bases.pop("server")) == ("common", "common")
+    # The CPU image, and the wheel that it contains, need no image of NVIDIA's registry.
+    assert bases == {
+        "wheel": "${PYTHON_IMAGE}",
+        "common": "${BASE_IMAGE}",
+        "cpu": "${PYTHON_IMAGE}",
+    }
 
 
-@pytest.mark.parametrize("target", ["trainer", "server"])
-def test_image_checks_itself_and_runs_as_non_root(target: str) -> None:
+@pytest.mark.parametrize(
+    ("target", "check"),
+    [
+        ("trainer", "trainer held.txt"),
+        ("server", "server held.txt"),
+        ("cpu", "server held.txt --no-gpu"),
+    ],
+)
+def test_image_checks_itself_and_runs_as_non_root(target: str, check: str) -> None:
     lines = stages()[target]
-    assert f"check_image.py {target} held.txt" in " ".join(lines)
+    assert " ".join(lines).count(f"check_image.py {check}") == 1
     assert [line for line in lines if line.startswith("USER ")] == ["USER 10001"]
     assert not any(line.startswith("RUN ") for line in lines[lines.index("USER 10001") :])
 
 
-@pytest.mark.parametrize("target", ["trainer", "server"])
+@pytest.mark.parametrize("target", ["trainer", "server", "cpu"])
 def test_source_edit_does_not_reinstall_dependencies(target: str) -> None:
-    lines = stages()["common"] + stages()[target]
+    lines = [*(stages()["common"] if target != "cpu" else ()), *stages()[target]]
     last = max(
         index
         for index, line in enumerate(lines)
@@ -168,7 +181,7 @@ def test_source_edit_does_not_reinstall_dependencies(target: str) -> None:
     assert "/wheels/*.whl" in [line for line in lines if line.startswith("RUN ")][-1]
 
 
-@pytest.mark.parametrize("target", ["trainer", "server"])
+@pytest.mark.parametrize("target", ["trainer", "server", "cpu"])
 def test_unknown_user_has_name_and_writable_home(target: str) -> None:
     lines = stages()[target]
     (index,) = [index for index, line in enumerate(lines) if line.startswith("ENV ")]
@@ -180,7 +193,133 @@ def test_unknown_user_has_name_and_writable_home(target: str) -> None:
     assert not any(line.startswith("RUN ") for line in lines[index:]), (
         "what root does must leave nothing in that home"
     )
-    assert "chmod 1777 /home/aligner" in " ".join(stages()["common"])
+    stage = "cpu" if target == "cpu" else "common"
+    assert "chmod 1777 /home/aligner" in " ".join(stages()[stage])
+
+
+# Stands for pip in a stage: every file among its arguments must exist. `pip wheel` needs the files
+# that pyproject.toml names, and writes a wheel.
+_PIP = """
+import glob, pathlib, sys, tomllib
+words = sys.argv[1:]
+for flag in ("--constraint", "--requirement"):
+    for index, word in enumerate(words):
+        if word == flag:
+            lines = pathlib.Path(words[index + 1]).read_text().splitlines()
+            assert lines and all("==" in line for line in lines), (word, lines[:3])
+for word in words:
+    if word.endswith(".whl"):
+        assert glob.glob(word), word
+if words[0] == "wheel":
+    project = tomllib.loads(pathlib.Path("pyproject.toml").read_text())
+    target = project["tool"]["hatch"]["build"]["targets"]["wheel"]
+    for path in (*target["packages"], *target["force-include"], project["tool"]["hatch"]["version"]["path"]):
+        assert pathlib.Path(path).exists(), path
+    directory = pathlib.Path(words[words.index("--wheel-dir") + 1])
+    directory.mkdir(parents=True)
+    (directory / "aligner-0-py3-none-any.whl").touch()
+"""
+# Runs pins.py without installed packages, and stands for check_image.py, which imports all packages.
+_PYTHON = """#!/bin/sh
+case $1 in
+    */check_image.py) test -f "$1" && test -f "$3" ;;
+    *) exec {python} -S "$@" ;;
+esac
+"""
+
+
+def copy_context(directory: Path) -> None:
+    """Copy the build context, the files that .dockerignore does not exclude."""
+    for source in copied_paths():
+        target = directory / source
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if (REPOSITORY / source).is_dir():
+            shutil.copytree(
+                REPOSITORY / source, target, ignore=shutil.ignore_patterns("__pycache__")
+            )
+        else:
+            shutil.copy(REPOSITORY / source, target)
+
+
+def copy_into(sources: list[Path], target: Path, is_directory: bool) -> None:
+    """Copy files, or the contents of directories, like the instruction COPY."""
+    for source in sources:
+        if source.is_dir():
+            shutil.copytree(source, target, dirs_exist_ok=True)
+        else:
+            copied = target / source.name if is_directory else target
+            copied.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(source, copied)
+
+
+def run_stage(name: str, directory: Path, environment: dict[str, str]) -> Path:
+    """Execute the instructions of a stage in a directory of its own; return the stage's root."""
+    root = directory / name
+    (line,) = [line for line in INSTRUCTIONS if re.fullmatch(rf"FROM \S+ AS {name}", line)]
+    base = line.split()[1]
+    if base in stages():
+        shutil.copytree(run_stage(base, directory, environment), root, dirs_exist_ok=True)
+    root.mkdir(exist_ok=True)
+    workdir = root
+
+    def locate(path: str) -> Path:
+        return root / path[1:] if path.startswith("/") else workdir / path
+
+    inherited = stages().get(base, [])
+    for line in [line for line in inherited if line.startswith("WORKDIR ")]:
+        workdir = locate(line.split()[1])
+    for line in stages()[name]:
+        kind, _, rest = line.partition(" ")
+        if kind == "WORKDIR":
+            workdir = locate(rest)
+            workdir.mkdir(parents=True, exist_ok=True)
+        elif kind == "COPY":
+            flags = [word for word in rest.split() if word.startswith("--from=")]
+            *sources, target = [word for word in rest.split() if not word.startswith("--")]
+            origin = directory / "context"
+            if flags:
+                origin = run_stage(flags[0].removeprefix("--from="), directory, environment)
+            is_directory = target.endswith("/") or len(sources) > 1
+            copy_into(
+                [origin / source.strip("/") for source in sources], locate(target), is_directory
+            )
+        elif kind == "RUN":
+            command = re.sub(r"(?<=\s)/(wheels|home)", rf"{root}/\1", rest)
+            done = subprocess.run(
+                ["bash", "-euc", command],
+                cwd=workdir,
+                env=environment,
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            assert done.returncode == 0, f"{name}: {line}\n{done.stdout}{done.stderr}"
+    return root
+
+
+@pytest.mark.parametrize("target", ["trainer", "server", "cpu"])
+def test_stages_contain_the_files_that_their_commands_read(tmp_path: Path, target: str) -> None:
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    (programs / "pip.py").write_text(_PIP)
+    scripts = {
+        "pip": f'#!/bin/sh\nexec {sys.executable} {programs}/pip.py "$@"\n',
+        "python3": _PYTHON.format(python=sys.executable),
+        "useradd": "#!/bin/sh\n",
+        "chmod": "#!/bin/sh\n",
+    }
+    for name, script in scripts.items():
+        (programs / name).write_text(script)
+        (programs / name).chmod(0o755)
+    copy_context(tmp_path / "context")
+    root = run_stage(target, tmp_path, {"PATH": f"{programs}:/usr/bin:/bin"})
+    installed = {path.name for path in (root / "opt/aligner").iterdir()}
+    assert {"held.txt", "requirements.txt", "pyproject.toml", "container"} <= installed
+    assert [path.name for path in (root / "wheels").iterdir()] == ["aligner-0-py3-none-any.whl"]
+    assert {path.name for path in (root / "opt/aligner/container").iterdir()} >= {
+        "pins.py",
+        "check_image.py",
+    }
 
 
 def check_image(*arguments: str) -> subprocess.CompletedProcess[str]:
