@@ -44,18 +44,8 @@ def find_vllm_python(settings: VLLMConfig) -> str:
     return python
 
 
-def read_supported_architectures(settings: VLLMConfig) -> set[str]:
-    """Return the names of the architectures that vLLM supports, as in config.json.
-
-    The function parses vLLM's model registry as text, because importing vLLM takes 13 s of CPU
-    time.
-
-    Returns:
-        The names; an empty set if vLLM's release has its registry in another file.
-
-    Raises:
-        ConfigError: If vLLM is not installed.
-    """
+def find_vllm_package(settings: VLLMConfig) -> Path:
+    """Return the directory of the package `vllm`. Raise ConfigError if vLLM is not installed."""
     python = find_vllm_python(settings)
     search = subprocess.run(
         [python, "-c", _SEARCH_PROGRAM],
@@ -70,7 +60,22 @@ def read_supported_architectures(settings: VLLMConfig) -> set[str]:
             " to create an environment with vLLM"
         )
 
-    package = Path(search.stdout.strip()).parent
+    return Path(search.stdout.strip()).parent
+
+
+def read_supported_architectures(settings: VLLMConfig) -> set[str]:
+    """Return the names of the architectures that vLLM supports, as in config.json.
+
+    The function parses vLLM's model registry as text, because importing vLLM takes 13 s of CPU
+    time.
+
+    Returns:
+        The names; an empty set if vLLM's release has its registry in another file.
+
+    Raises:
+        ConfigError: If vLLM is not installed.
+    """
+    package = find_vllm_package(settings)
     registry_file = package / "model_executor" / "models" / "registry.py"
     if not registry_file.is_file():
         return set()

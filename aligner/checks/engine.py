@@ -3,6 +3,7 @@
 import importlib.util
 from collections.abc import Iterator
 
+from aligner.checks.vllm_arguments import find_invalid_arguments, find_refused_arguments
 from aligner.errors import ConfigError
 from aligner.models.layouts import (
     cache_bytes_per_token,
@@ -79,6 +80,8 @@ def find_problems(
         yield from _find_cache_problems(config, model)
         if config.engine.kind == "vllm" and not uses_gpus(config):
             yield from _find_vllm_cpu_problems(config.engine, model)
+    if config.engine.kind == "vllm":
+        yield from find_refused_arguments(config.engine.vllm, on_gpus=uses_gpus(config))
 
     # The nodes of a Slurm job may have other packages and devices than this machine.
     if config.cluster.kind == "local":
@@ -466,6 +469,7 @@ def find_engine_machine_problems(
                     "engine.kind=vllm: the installed vLLM does not support the architecture"
                     f" {architecture}; {_EMBEDDED_ADVICE}"
                 )
+            yield from find_invalid_arguments(engine.vllm)
         except ConfigError as error:
             yield str(error)
         if engine.sleep and not has_gpu():

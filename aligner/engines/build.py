@@ -3,7 +3,7 @@
 The modules of an engine are imported only when that engine is built.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from aligner.checks.engine import find_engine_kind_problems, find_engine_machine_problems
+from aligner.checks.vllm_arguments import find_refused_arguments
 from aligner.engines.engine_protocol import GenerationEngine, SpanListener
 from aligner.errors import ConfigError
 from aligner.models.shape import ModelShape
@@ -54,6 +55,7 @@ def build_engine(
     if problems := [
         *find_engine_kind_problems(settings, shape),
         *find_engine_machine_problems(settings),
+        *_find_refused_arguments(settings, torch.device(device)),
     ]:
         raise ConfigError("\n".join(problems))
 
@@ -90,3 +92,9 @@ def build_engine(
     return EmbeddedEngine(
         shape, settings, rank, seed, group, device, shared_parameters, listener, directory
     )
+
+
+def _find_refused_arguments(settings: EngineConfig, device: torch.device) -> Iterator[str]:
+    """Yield a line for each refused argument of the engine that the configuration passes on."""
+    if settings.kind == "vllm":
+        yield from find_refused_arguments(settings.vllm, on_gpus=device.type == "cuda")

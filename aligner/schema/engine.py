@@ -1,6 +1,7 @@
 """Keys of the generation engine and of the weight sync: section `engine`."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from aligner.schema.options import option, section
 from aligner.schema.server import PortsConfig
@@ -81,6 +82,17 @@ class VLLMConfig:
         "Timeout in seconds for startup, for the release of memory, and for the next token of"
         " any response. The run fails after a timeout.",
         minimum=1,
+    )
+    args: dict[str, Any] = option(
+        {},
+        "Further keyword arguments of vLLM's `AsyncEngineArgs`. aligner checks their names, types"
+        " and allowed values against the installed vLLM, and refuses arguments that it sets itself"
+        " or with which weight sync, log-probs or placement would fail.",
+    )
+    env: dict[str, Any] = option(
+        {},
+        "Environment variables of vLLM's processes. aligner checks the names and values of"
+        " variables `VLLM_…` against the installed vLLM.",
     )
 
 

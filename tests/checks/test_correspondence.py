@@ -15,7 +15,7 @@ FITS_ALONE = {"model", "dry_run"}
 """Sections without a checks file. `model` is checked when its shape is read."""
 SHARED = {"trained_model"}
 """Files that several sections share."""
-OF_CHECKS = {"check", "pod_jobs"}
+OF_CHECKS = {"check", "pod_jobs", "source_types", "vllm_arguments"}
 """Checks files that do not belong to a single section."""
 OF_SCHEMA = {
     "conditions",

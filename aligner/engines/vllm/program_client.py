@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 import torch
 
+from aligner.checks.vllm_arguments import format_environment
 from aligner.data import grammar_matcher
 from aligner.data.grammar_matcher import GrammarVocabulary
 from aligner.engines.engine_protocol import (
@@ -174,11 +175,12 @@ class Program:
         self.vllm_version = ""
         self.llguidance_version: str | None = None
 
-    async def start(self, settings: Mapping[str, Any]) -> None:
+    async def start(self, settings: Mapping[str, Any], hint: str = "") -> None:
         """Start the engine in the process.
 
         Args:
             settings: Keyword arguments of vLLM's `AsyncEngineArgs`.
+            hint: End of the error message if vLLM does not start.
 
         Raises:
             AlignerError: vLLM did not start; the message contains its error.
@@ -194,7 +196,7 @@ class Program:
         if "refused" in answer:
             raise AlignerError(
                 f"{NAME} did not start: {answer['refused']}; see {NAME}'s output in this process's"
-                " log"
+                f" log{hint}"
             )
 
         self.vllm_version = answer["release"]
@@ -370,7 +372,7 @@ class VLLMClient(Client):
             arguments = _build_engine_arguments(
                 directory, shape, settings, seed, dtype, on_gpus=bool(gpus)
             )
-            start_coroutine = self._program.start(arguments)
+            start_coroutine = self._program.start(arguments, _describe_pass_through(settings))
             self._loop.run("starting (engine.vllm.timeout_s)", start_coroutine, self._timeout_s)
 
             self._vocab_size = shape.vocab_size
@@ -519,6 +521,14 @@ class VLLMClient(Client):
         return str(self._vocabulary_files[vocabulary])
 
 
+def _describe_pass_through(settings: EngineConfig) -> str:
+    """Return the end of an error message that names the settings which vLLM got unchanged; empty
+    if there are none."""
+    keys = [f"engine.vllm.args.{name}" for name in settings.vllm.args]
+    keys += [f"engine.vllm.env.{name}" for name in settings.vllm.env]
+    return f"; check {', '.join(keys)}" if keys else ""
+
+
 def _build_environment(
     environ: Mapping[str, str], settings: EngineConfig, gpus: Sequence[str]
 ) -> dict[str, str]:
@@ -550,7 +560,7 @@ def _build_environment(
     # vLLM's workers use the first GPUs that are visible.
     if gpus:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-    return environment | {
+    environment |= {
         # The workers import `receive` from here.
         "PYTHONPATH": str(_PROGRAM),
         "VLLM_NO_USAGE_STATS": "1",
@@ -562,6 +572,7 @@ def _build_environment(
         "HF_HUB_OFFLINE": "1",
         "VLLM_LOGGING_LEVEL": environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
     }
+    return environment | format_environment(settings.vllm)
 
 
 def _build_engine_arguments(
@@ -583,13 +594,15 @@ def _build_engine_arguments(
         dtype: Data type of the model.
         on_gpus: Whether vLLM runs on GPUs; otherwise on CPUs.
     """
+    user_arguments = settings.vllm.args
     # Bytes of the KV cache per worker; None means vLLM's default.
     cache_bytes = None if settings.kv_cache_mib is None else settings.kv_cache_mib << 20
     # On CPUs, vLLM would allocate most of the machine's memory. Instead, allocate enough blocks for
     # the maximum number of sequences of maximum length, and one more.
     if cache_bytes is None and not on_gpus:
-        sequence_blocks = -(-shape.max_positions // _CPU_BLOCK_TOKENS)
-        tokens = _CPU_BLOCK_TOKENS * (sequence_blocks * settings.batch_size + 1)
+        block_tokens = user_arguments.get("block_size") or _CPU_BLOCK_TOKENS
+        sequence_blocks = -(-shape.max_positions // block_tokens)
+        tokens = block_tokens * (sequence_blocks * settings.batch_size + 1)
         token_bytes = cache_bytes_per_token(shape, settings.parallel.tensor, dtype.itemsize)
         cache_bytes = tokens * token_bytes
 
@@ -608,6 +621,7 @@ def _build_engine_arguments(
         # A turn of an episode prefills only the tokens after the last full block of the turns
         # before it. The cache is reset at each weight update.
         "enable_prefix_caching": True,
+        "disable_log_stats": True,
     }
     if shape.experts is not None:
         arguments["hf_overrides"] = _build_router_entries(shape.experts)
@@ -623,7 +637,7 @@ def _build_engine_arguments(
         if shape.latent_attention is not None and dtype == torch.float32:
             # vLLM's default on CPUs with AMX computes in bf16 only.
             arguments["attention_backend"] = "CPU_MLA"
-    return arguments
+    return arguments | user_arguments
 
 
 def _build_router_entries(experts: Experts) -> dict[str, Any]:

@@ -13,6 +13,7 @@ started.
 
 import asyncio
 import contextlib
+import dataclasses
 import itertools
 import json
 import os
@@ -295,11 +296,10 @@ async def serve(connection: socket.socket) -> None:
 
     try:
         arguments = AsyncEngineArgs(
-            **settings,
+            **_convert_settings(settings, AsyncEngineArgs),
             skip_tokenizer_init=True,
             load_format="dummy",  # the weights arrive by weight sync
             logprobs_mode="raw_logprobs",  # receive.py computes these at the temperature
-            disable_log_stats=True,
             weight_transfer_config=WeightTransferConfig(backend="aligner"),
             worker_extension_cls="receive.AlignerWorker",
         )
@@ -320,6 +320,31 @@ async def serve(connection: socket.socket) -> None:
     with contextlib.suppress(ConnectionError):
         await answers.drain()
     llm.shutdown()
+
+
+def _convert_settings(settings: dict[str, Any], arguments_class: Any) -> dict[str, Any]:
+    """Return the settings with mappings and lists converted to the types of their arguments.
+
+    vLLM's `AsyncEngineArgs` converts only some of the mappings to its configuration classes.
+
+    Args:
+        settings: Keyword arguments from JSON.
+        arguments_class: `AsyncEngineArgs`.
+
+    Raises:
+        ValueError: A value does not have the type of its argument; the message names the argument.
+    """
+    from pydantic import TypeAdapter, ValidationError
+
+    types = {field.name: field.type for field in dataclasses.fields(arguments_class)}
+    converted = dict(settings)
+    for name, value in settings.items():
+        if isinstance(value, (dict, list)):
+            try:
+                converted[name] = TypeAdapter(types[name]).validate_python(value)
+            except ValidationError as error:
+                raise ValueError(f"{name}: {error}") from error
+    return converted
 
 
 def _get_llguidance_version() -> str | None:
