@@ -336,7 +336,9 @@ def _convert_settings(settings: dict[str, Any], arguments_class: Any) -> dict[st
     """
     from pydantic import TypeAdapter, ValidationError
 
-    types = {field.name: field.type for field in dataclasses.fields(arguments_class)}
+    types: dict[str, Any] = {
+        field.name: field.type for field in dataclasses.fields(arguments_class)
+    }
     converted = dict(settings)
     for name, value in settings.items():
         if isinstance(value, (dict, list)):
