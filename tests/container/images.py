@@ -125,7 +125,7 @@ class ImageStore:
         return self._run(str(self._podman), *arguments, check=check, timeout_s=timeout_s)
 
     def _run(
-        self, *command: str, check: bool, timeout_s: float = 1800
+        self, *command: str, check: bool, timeout_s: float = 7200
     ) -> subprocess.CompletedProcess[str]:
         done = subprocess.run(
             command,

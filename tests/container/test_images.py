@@ -27,7 +27,7 @@ from tests.slurm_cluster import SlurmCluster, why_no_containers
 from tests.system.test_slurm import submit_run
 
 pytestmark = [
-    pytest.mark.timeout(3600),
+    pytest.mark.timeout(7200),
     pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
 ]
 

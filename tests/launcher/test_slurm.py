@@ -327,6 +327,22 @@ def test_exit_codes_are_parsed_from_srun_messages(
     assert all(rank.ended_at is not None for rank in ranks)
 
 
+@pytest.mark.parametrize(
+    ("code", "is_contained", "expected"),
+    [(137, True, -9), (139, True, -11), (137, False, 137), (3, True, 3), (255, True, 255)],
+)
+def test_exit_code_of_container_stands_for_signal(
+    tmp_path: Path, code: int, is_contained: bool, expected: int
+) -> None:
+    messages = tmp_path / "srun.log"
+    messages.write_text(f"srun: error: n1: task 0: Exited with exit code {code}\n")
+    process = subprocess.Popen(["bash", "-c", f"exit {code}"])
+    process.wait()
+    rank = TaskRank("trainer", 0, tmp_path / "0.log", 0, 0, messages)
+    Step("trainer-1", process, messages, [rank], is_contained).poll()
+    assert rank.exit_code == expected
+
+
 def test_rank_end_times_follow_srun_messages(tmp_path: Path) -> None:
     messages = tmp_path / "srun.log"
     messages.write_text(

@@ -9,6 +9,7 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -24,6 +25,7 @@ from aligner.config.prerequisites import plan_run
 from aligner.errors import ConfigError
 from aligner.launcher.job_submission import render_preview
 from aligner.launcher.rank_environment import FreePorts
+from aligner.launcher.slurm.containers import list_bundle_shell_lines, send_to_bundle_step
 from aligner.launcher.slurm.job_steps import Allocation, Nodes, SlurmSteps
 from aligner.launcher.slurm.slurm_commands import has_container_tasks
 from aligner.launcher.slurm.submit import SlurmJobs
@@ -44,6 +46,14 @@ sed 's/^/mount: /' /proc/mounts
 echo "written: $(touch new_file && echo yes)"
 echo "root: $(touch /etc/new_file 2>&1)"
 [ "$1" = prepare ] || exit 3
+"""
+# Prints the numbers of the signals that it receives.
+_RANK = """
+import signal, time
+for number in (signal.SIGUSR1, signal.SIGTERM):
+    signal.signal(number, lambda number, frame: print(number, flush=True))
+print("ready", flush=True)
+time.sleep(120)
 """
 
 
@@ -250,6 +260,30 @@ def test_dry_launch_prints_the_bundle_steps_that_the_job_starts(
         f"{tmp_path}/cache",
         "/outside",
     ]
+
+
+def test_rank_in_bundle_receives_each_signal_once(tmp_path: Path) -> None:
+    image = write_bundle(tmp_path / "bundle")
+    made = config(tmp_path)
+    placement = compute_job_layout(made).placements["critic"]
+    file = tmp_path / "run" / "bundles" / "critic-1.signal"
+    file.parent.mkdir(parents=True)
+    file.write_text("0 0\n")
+    lines = list_bundle_shell_lines(made, "critic", str(image), 1, placement, "critic-1")
+    program = tmp_path / "rank.py"
+    program.write_text(_RANK)
+    shell = ("sh", "-c", "; ".join(["trap '' USR1", *lines, 'exec "$@"']), "sh")
+    rank = subprocess.Popen(
+        [*shell, sys.executable, str(program)], stdout=subprocess.PIPE, text=True
+    )
+    assert rank.stdout is not None and rank.stdout.readline() == "ready\n"
+    for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR1):
+        send_to_bundle_step(made, "critic-1", number)
+        assert rank.stdout.readline() == f"{number.value}\n"
+    time.sleep(1.5)  # the shell looks once per second
+    rank.kill()
+    assert rank.stdout.read() == ""
+    rank.wait()
 
 
 def problems(tmp_path: Path, *overrides: str, image: str | None = None) -> list[str]:

@@ -6,6 +6,7 @@ Each role is a component of a heterogeneous job.
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from aligner.launcher.status import read_status
 from aligner.observability.metrics import read_metrics
 from aligner.paths import RunPaths, find_complete_steps
 from benchmarks.runs import REPOSITORY, checkpoint_differences, repeatable
-from tests.slurm_cluster import NODES, SlurmCluster, why_not
+from tests.slurm_cluster import NODES, SlurmCluster, why_no_containers, why_not
 
 pytestmark = [
     pytest.mark.slow,
@@ -313,6 +314,68 @@ def test_srun_rejection_reports_restart_command(slurm: SlurmCluster, tmp_path: P
     assert status.note is not None and status.note.endswith(
         f"restart the run with: sbatch {job.paths.job_script}"
     )
+
+
+def write_machine_bundle(bundle: Path, **variables: str) -> None:
+    """Write an OCI bundle whose files are those of this machine, read-only, for its own user."""
+    program = bundle / "bin" / "aligner"
+    program.parent.mkdir(parents=True)
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m aligner "$@"\n')
+    program.chmod(0o755)
+    environment = {
+        "PATH": f"{program.parent}:/usr/bin:/bin",
+        "PYTHONPATH": str(REPOSITORY),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        **variables,
+    }
+    subprocess.run(
+        ["runc", "spec", "--rootless"],
+        cwd=bundle,
+        env={**os.environ, "PATH": f"{os.environ['PATH']}:/usr/sbin"},
+        check=True,
+    )
+    config = json.loads((bundle / "config.json").read_text())
+    config["root"] = {"path": "/", "readonly": True}
+    config["process"]["env"] = [f"{name}={value}" for name, value in environment.items()]
+    (bundle / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.skipif(why_no_containers() is not None, reason=str(why_no_containers()))
+def test_containers_with_read_only_root_restart_and_stop(
+    slurm: SlurmCluster, tmp_path: Path
+) -> None:
+    write_machine_bundle(tmp_path / "bundle", HOME=str(tmp_path))
+    job = submit_run(
+        slurm,
+        tmp_path / "run",
+        *("cluster=slurm", "cluster.slurm.gpus=none", "cluster.threads_per_rank=1"),
+        *("cluster.slurm.container_runtime=oci", f"cluster.slurm.image={tmp_path}/bundle"),
+        *("cluster.slurm.requeue=false", "run.steps=1000"),
+    )
+    job.wait_for_step(1)
+    claimed = claimed_paths("critic", job)
+    (step,) = [
+        number for name, number in slurm.steps(job.number).items() if name.startswith("critic")
+    ]
+    slurm.command("scancel", "--signal=KILL", step)
+    deadline = time.monotonic() + _TIMEOUT_S
+    while "critic is healthy again" not in job.log:
+        assert time.monotonic() < deadline, job.log
+        time.sleep(0.2)
+    assert "critic rank 0 was killed by SIGKILL; restarting critic" in job.log
+    assert not [path for path in claimed if path.exists()]
+
+    job.wait_for_step(len(read_metrics(job.paths.metrics)) + 2)
+    slurm.command("scancel", "--batch", "--signal=USR1", job.number)
+    assert job.wait_for_state("COMPLETED", "FAILED", "CANCELLED")["ExitCode"] == "75:0", job.log
+    steps = len(read_metrics(job.paths.metrics))
+    assert find_complete_steps(job.paths.checkpoints) == [steps]
+    # No process of a container is left.
+    assert not [
+        each.pid
+        for each in psutil.process_iter(["cmdline"])
+        if str(job.paths.config) in (each.info["cmdline"] or ())
+    ]
 
 
 def test_second_launch_of_a_queued_run_is_refused(slurm: SlurmCluster, tmp_path: Path) -> None:

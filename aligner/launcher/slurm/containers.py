@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import signal
 from pathlib import Path
 
 from aligner.files import write_file
@@ -42,12 +43,20 @@ def list_pyxis_flags(config: Config, image: str) -> list[str]:
 
 
 def list_bundle_shell_lines(
-    config: Config, role: str, image: str, ranks: int, placement: RolePlacement
+    config: Config, role: str, image: str, ranks: int, placement: RolePlacement, name: str
 ) -> list[str]:
     """Return shell lines that set up the process of a rank in the container of an OCI bundle.
 
     Slurm replaces the command of the bundle, and starts it in the bundle's working directory. Which
     of the job and the image determines the value of a variable depends on the release of Slurm.
+
+    Args:
+        config: The run's configuration.
+        role: Role or server group.
+        image: The bundle of the role's image.
+        ranks: Number of ranks.
+        placement: Placement of the role in the job.
+        name: Name of the step.
     """
     variables = get_image_environment(read_bundle(Path(image)))
     ranks_variables = _list_rank_variables(config, role, placement)
@@ -64,6 +73,14 @@ def list_bundle_shell_lines(
         lines.append("export SLURM_PROCID=0 SLURM_LOCALID=0")
     workdir = config.cluster.slurm.workdir or str(get_run_paths(config).root)
     lines.append(f"cd {shlex.quote(workdir)} || exit")
+    # Send the signals of the supervisor to the rank, whose process replaces this shell.
+    file = shlex.quote(str(_get_signal_file(config, name)))
+    lines.append(
+        "{ (last=0; while kill -0 $$ && read -r count number < "
+        + file
+        + '; do if [ "$count" != $last ]; then last=$count; kill -$number $$; fi; sleep 1; done)'
+        " < /dev/null > /dev/null 2>&1 & }"
+    )
     return lines
 
 
@@ -72,16 +89,43 @@ def _list_rank_variables(config: Config, role: str, placement: RolePlacement) ->
     return {*library_environment(threads=1), *configured_environment(config, role, placement)}
 
 
-def write_bundle(config: Config, role: str, placement: RolePlacement) -> None:
-    """Write the OCI bundle of a role into the run directory, if the role has one.
+def _get_signal_file(config: Config, name: str) -> Path:
+    """Return the file with the number of signals that a step has received, and the last signal."""
+    return get_run_paths(config).bundles / f"{name}.signal"
+
+
+def send_to_bundle_step(config: Config, name: str, number: signal.Signals) -> None:
+    """Send a signal to the ranks of a step in containers, within a second.
+
+    Slurm starts the runtime of a container in a shell, and sends signals to all processes of a
+    step. The signal would end this shell, and with it the step.
+    """
+    file = _get_signal_file(config, name)
+    count = int(file.read_text().split()[0])
+    # The file is not replaced: network file systems notice new content when a file is opened.
+    file.write_text(f"{count + 1} {number.value}\n")
+
+
+def has_bundle(config: Config, role: str) -> bool:
+    """Return whether a role or server group runs in the containers of an OCI bundle."""
+    return uses_oci_bundles(config) and get_container_image(config, role) is not None
+
+
+def write_bundle(config: Config, role: str, placement: RolePlacement, name: str) -> None:
+    """Write the OCI bundle of a role into the run directory.
+
+    Args:
+        config: The run's configuration.
+        role: Role or server group, which has a bundle.
+        placement: Placement of the role in the job.
+        name: Name of the step that is about to start.
 
     Raises:
         AlignerError: Slurm did not answer.
         ConfigError: The image is not a bundle.
     """
     image = get_container_image(config, role)
-    if image is None or not uses_oci_bundles(config):
-        return
+    assert image is not None
     bundle = get_run_paths(config).bundle(get_role(role))
     content = build_bundle_config(
         Path(image),
@@ -91,3 +135,4 @@ def write_bundle(config: Config, role: str, placement: RolePlacement) -> None:
     )
     (bundle / ROOT).mkdir(parents=True, exist_ok=True)
     write_file(bundle / CONFIG, json.dumps(content, indent=2))
+    _get_signal_file(config, name).write_text("0 0\n")

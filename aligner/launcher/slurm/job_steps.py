@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from aligner.errors import AlignerError
+from aligner.errors import STOP_SIGNAL, AlignerError
 from aligner.launcher.job_ranks import (
     PlacedRanks,
     compute_job_threads,
@@ -29,8 +29,10 @@ from aligner.launcher.rank_environment import FreePorts, build_role_command
 from aligner.launcher.rank_heartbeat import IS_TASK, STACKS_SIGNAL
 from aligner.launcher.ranks import Rank, Ranks
 from aligner.launcher.slurm.containers import (
+    has_bundle,
     list_bundle_shell_lines,
     list_pyxis_flags,
+    send_to_bundle_step,
     write_bundle,
 )
 from aligner.launcher.slurm.slurm_commands import (
@@ -68,6 +70,8 @@ _TASK_EXITS = re.compile(r"^srun: error: \S+: tasks? ([\d,-]+): (.*)$", re.MULTI
 _SIGNALS = {signal.strsignal(number): number for number in signal.Signals} | {
     "Out Of Memory": signal.SIGKILL
 }
+# Exit code of an OCI runtime whose container was ended by a signal, minus the signal's number.
+_CONTAINER_SIGNAL_OFFSET = 128
 # Messages of srun about ended tasks, and about the tasks that it ends because of them. The
 # supervisor reports the exits of ranks itself.
 _ROUTINE_MESSAGES = re.compile(
@@ -239,6 +243,8 @@ class Step:
     messages: Path
     """File with the messages of this srun process only."""
     ranks: Sequence[TaskRank]
+    is_contained: bool = False
+    """Whether the tasks are OCI runtimes, whose exit codes stand for those of the ranks."""
     _last_sent: dict[signal.Signals, float] = field(default_factory=dict)
     """Time at which each signal was last sent to the step."""
 
@@ -273,7 +279,7 @@ class Step:
                 if task < len(self.ranks):
                     # Keep the order of srun's messages: an earlier exit is more likely the cause.
                     self.ranks[task].record_exit(
-                        _parse_exit_code(reason), time.monotonic() + index * 1e-6
+                        _parse_exit_code(reason, self.is_contained), time.monotonic() + index * 1e-6
                     )
         if code is not None:
             has_failed_rank = any(rank.exit_code for rank in self.ranks)
@@ -310,7 +316,9 @@ class SlurmSteps(Ranks):
         name = f"{role}-{self._started}"
         step = plan_step(self._config, self._layout, self._allocation, role, name)
         assert step.threads is not None  # the CPUs of a job's nodes are known
-        write_bundle(self._config, role, step.ranks.placement)
+        is_contained = has_bundle(self._config, role)
+        if is_contained:
+            write_bundle(self._config, role, step.ranks.placement, name)
         # Each task reads its rank from Slurm's variables.
         environment = {
             IS_TASK: "1",
@@ -338,7 +346,7 @@ class SlurmSteps(Ranks):
                 stderr=output,
                 start_new_session=True,
             )
-        self._steps.append(Step(name, process, messages, started))
+        self._steps.append(Step(name, process, messages, started, is_contained))
         return started
 
     @property
@@ -396,7 +404,13 @@ class SlurmSteps(Ranks):
 
         A failure of Slurm's command is ignored, because callers repeat important signals.
         """
-        running = {step.name for step in steps if step.is_running and step.should_send(number)}
+        receivers = [step for step in steps if step.is_running and step.should_send(number)]
+        if number in (STOP_SIGNAL, signal.SIGTERM):
+            contained = [step for step in receivers if step.is_contained]
+            for step in contained:
+                send_to_bundle_step(self._config, step.name, number)
+            receivers = [step for step in receivers if step not in contained]
+        running = {step.name for step in receivers}
         if not running:
             return
         # Each component of a heterogeneous job has its own job id.
@@ -516,7 +530,7 @@ def srun_command(
     if (image := get_container_image(config, role)) is not None:
         if uses_oci_bundles(config):
             flags.append(f"--container={paths.bundle(get_role(role))}")
-            shell_lines += list_bundle_shell_lines(config, role, image, ranks, placement)
+            shell_lines += list_bundle_shell_lines(config, role, image, ranks, placement, name)
         else:
             flags += list_pyxis_flags(config, image)
     shell = ("sh", "-c", "; ".join([*shell_lines, 'exec "$@"']), "sh")
@@ -528,10 +542,15 @@ def _signal_text(number: signal.Signals) -> str:
     return str(number.value) if number == STACKS_SIGNAL else number.name.removeprefix("SIG")
 
 
-def _parse_exit_code(reason: str) -> int:
-    """Return the exit code in a message of srun about an ended task, negative for a signal."""
+def _parse_exit_code(reason: str, is_contained: bool) -> int:
+    """Return the exit code in a message of srun about an ended task, negative for a signal.
+
+    An OCI runtime exits with the code 128 + N if signal N has ended its container.
+    """
     if match := re.match(r"Exited with exit code (\d+)", reason):
-        return int(match[1])
+        code = int(match[1])
+        was_killed = is_contained and code - _CONTAINER_SIGNAL_OFFSET in _SIGNALS.values()
+        return _CONTAINER_SIGNAL_OFFSET - code if was_killed else code
     return next(
         (
             -number
