@@ -17,6 +17,8 @@ from aligner.models.shape import ModelShape
 from aligner.placement.roles import get_device, has_gpu, uses_gpus
 from aligner.schema import Config, EngineConfig
 from aligner.schema.derived import describe_max_sequence_length, get_max_sequence_length
+from aligner.user_code import import_object
+from aligner.values import split_callable_name
 from aligner.vllm_environment import read_supported_architectures
 
 TENSORRT_LLM_FAMILIES = ("llama", "mixtral", "qwen3_moe")
@@ -166,6 +168,9 @@ def _find_sampling_problems(config: Config) -> Iterator[str]:
                 " algorithm.routing_replay=true, which records the expert routing of one token at a"
                 " time; set engine.speculation.tokens=0 or algorithm.routing_replay=false"
             )
+        return
+    # An engine of the user refuses what it does not support itself.
+    if split_callable_name(config.engine.kind) is not None:
         return
     if rollout.min_p and config.engine.kind == "tensorrt_llm":
         yield (
@@ -367,6 +372,11 @@ def find_engine_kind_problems(engine: EngineConfig, shape: ModelShape) -> Iterat
         if engine.update != "in_place":
             yield f"engine.update={engine.update}: must be in_place with engine.kind=vllm"
         return
+    if split_callable_name(engine.kind) is not None and engine.update == "shared":
+        yield (
+            "engine.update=shared: is not supported with your own engine, which gets none of the"
+            " trainer's tensors; set engine.update to atomic or in_place"
+        )
     if engine.kind != "tensorrt_llm":
         return
     prefix = "engine.kind=tensorrt_llm"
@@ -475,6 +485,11 @@ def find_engine_machine_problems(
         if engine.sleep and not has_gpu():
             yield "engine.sleep=true: vLLM supports sleep on GPUs only; set engine.sleep=false"
         return
+    if (location := split_callable_name(engine.kind)) is not None:
+        try:
+            import_object(*location)
+        except ConfigError as error:
+            yield f"engine.kind={engine.kind}: {error}"
     if engine.kind != "tensorrt_llm":
         return
     prefix = "engine.kind=tensorrt_llm"

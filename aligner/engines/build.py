@@ -3,8 +3,10 @@
 The modules of an engine are imported only when that engine is built.
 """
 
+import inspect
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +18,11 @@ from aligner.engines.engine_protocol import GenerationEngine, SpanListener
 from aligner.errors import ConfigError
 from aligner.models.shape import ModelShape
 from aligner.schema import EngineConfig
+from aligner.user_code import import_object
+from aligner.values import split_callable_name
+
+# Number of parameters of an engine class that `build_engine` passes itself.
+_PASSED_PARAMETERS = 8
 
 
 def build_engine(
@@ -87,11 +94,49 @@ def build_engine(
             max_sequence_length=max_sequence_length,
         )
 
+    if (location := split_callable_name(settings.kind)) is not None:
+        engine_class = _import_engine_class(settings, *location)
+        engine: GenerationEngine = engine_class(
+            directory,
+            shape,
+            settings,
+            rank,
+            seed,
+            group,
+            device=device,
+            max_sequence_length=max_sequence_length,
+            **settings.arguments,
+        )
+        return engine
+
     from aligner.engines.embedded.embedded_engine import EmbeddedEngine
 
     return EmbeddedEngine(
         shape, settings, rank, seed, group, device, shared_parameters, listener, directory
     )
+
+
+def _import_engine_class(settings: EngineConfig, module: str, name: str) -> Any:
+    """Return the user's engine class. Raise ConfigError if it is not a suitable class."""
+    key = f"engine.kind={settings.kind}"
+    engine_class = import_object(module, name)
+    if not (isinstance(engine_class, type) and issubclass(engine_class, GenerationEngine)):
+        raise ConfigError(
+            f"{key}: is not a subclass of aligner.engines.engine_protocol.GenerationEngine"
+        )
+    # Abstract methods that are missing, and arguments that the class does not have, are reported
+    # with their names.
+    if missing := sorted(engine_class.__abstractmethods__):
+        raise ConfigError(f"{key}: does not define {', '.join(missing)}")
+    parameters = inspect.signature(engine_class).parameters
+    takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    for argument in settings.arguments:
+        if argument not in parameters and not takes_all:
+            allowed = ", ".join(list(parameters)[_PASSED_PARAMETERS:]) or "none"
+            raise ConfigError(
+                f"engine.arguments.{argument}: {name} has no such argument; allowed: {allowed}"
+            )
+    return engine_class
 
 
 def _find_refused_arguments(settings: EngineConfig, device: torch.device) -> Iterator[str]:

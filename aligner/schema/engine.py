@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from aligner.schema.options import option, section
+from aligner.schema.options import CALLABLE, option, section
 from aligner.schema.server import PortsConfig
 
 
@@ -127,8 +127,12 @@ class EngineConfig:
         "embedded",
         "Generation engine. `embedded`: aligner's PyTorch decoder, for CPUs and GPUs;"
         " `tensorrt_llm`: TensorRT-LLM, for GPUs; `vllm`: vLLM, in a separate Python environment,"
-        " for CPUs and GPUs.",
-        choices=("embedded", "tensorrt_llm", "vllm"),
+        " for CPUs and GPUs; `module:Class`: your own engine, a subclass of"
+        " `aligner.engines.engine_protocol.GenerationEngine`.",
+        choices=("embedded", "tensorrt_llm", "vllm", CALLABLE),
+    )
+    arguments: dict[str, Any] = option(
+        {}, "Further keyword arguments of your own engine class.", read_if=".kind=*:*"
     )
     placement: str = option(
         "colocated",
